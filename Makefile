@@ -1,0 +1,63 @@
+# The few commands of the project: each one sets up what it needs, on a fresh clone too.
+
+# The tests that run under miri, which knows no C++: pure code alone.
+MIRI_TESTS ?= -p brimful split::
+
+BRIMFUL := cargo run --release -q -p brimful-cli --
+CHECKS := format clippy test setup-test docs licences miri
+
+.PHONY: help demo test check bench clean rust libtorch $(CHECKS)
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+demo: libtorch ## show what brimful does, in a minute
+	@$(BRIMFUL) demo
+
+test: libtorch ## run all tests
+	cargo test --workspace
+
+check: ## format, lints, tests, docs, licences: what must hold before a commit
+	@for part in $(CHECKS); do \
+		start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$part || exit 1; \
+		echo "check: $$part took $$(($$(date +%s) - start)) s"; \
+	done
+
+bench: libtorch ## measure the speed against plain libtorch
+	@$(BRIMFUL) bench arena
+
+clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
+	cargo clean
+	rm -rf .libtorch
+	@echo "kept: $${XDG_CACHE_HOME:-$$HOME/.cache}/brimful, where the next set-up finds libtorch"
+
+rust:
+	@command -v cargo >/dev/null || \
+		{ echo "make: no cargo: install Rust (rustup), and run this again" >&2; exit 1; }
+
+libtorch: rust
+	@scripts/libtorch
+
+format: rust
+	cargo fmt --all --check
+
+clippy: libtorch
+	cargo clippy --workspace --all-targets -- -D warnings
+
+setup-test:
+	scripts/test-libtorch
+
+docs: libtorch
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace
+
+licences: rust
+	@if command -v cargo-deny >/dev/null; \
+	then cargo deny check licenses bans sources; \
+	else echo "skipped: cargo-deny is not installed"; fi
+
+miri: libtorch
+	@if cargo +nightly miri --version >/dev/null 2>&1; \
+	then cargo +nightly miri test $(MIRI_TESTS); \
+	else echo "skipped: the nightly toolchain has no miri"; fi

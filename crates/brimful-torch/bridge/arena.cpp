@@ -1,0 +1,181 @@
+// Memory accounts for the CPU: an allocator that charges each block to its thread's arena.
+//
+//   block:  | header: arena, size (64 bytes) | data … |
+//                                            ^ the pointer that libtorch sees
+//
+// libtorch asserts that a block's context equals its data pointer, so the size cannot live in a
+// context of its own; and the header keeps the 64-byte alignment that vector code expects.
+
+#include "guard.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+namespace {
+
+constexpr int64_t kNoLimit = -1;
+
+struct Arena {
+  explicit Arena(const char* its_name) : name(its_name) {}
+
+  const std::string name;
+  std::atomic<int64_t> limit{kNoLimit};
+  std::atomic<int64_t> current{0};
+  std::atomic<int64_t> peak{0};
+  std::atomic<int64_t> allocations{0};
+  // The allocation number that is to fail, once; 0 for none.
+  std::atomic<int64_t> doomed{0};
+  // The owner's handle and each living block: the last one gone deletes the arena.
+  std::atomic<int64_t> references{1};
+};
+
+void release(Arena* arena) {
+  if (arena->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete arena;
+}
+
+[[noreturn]] void refuse(const Arena& arena, int64_t asked, int64_t in_use, const char* limit) {
+  // crates/brimful/src/oom.rs reads this sentence: change both together.
+  C10_THROW_ERROR(
+      OutOfMemoryError,
+      c10::str("out of memory in arena '", arena.name, "': asked for ", asked, " bytes, ", in_use,
+               " in use, limit ", limit));
+}
+
+// Adds `size` to the arena, or throws and leaves it as it was. A refused allocation is never
+// visible in `current`, so it cannot make another thread's smaller one fail.
+void charge(Arena& arena, int64_t size) {
+  const int64_t number = arena.allocations.fetch_add(1, std::memory_order_relaxed) + 1;
+  int64_t current = arena.current.load(std::memory_order_relaxed);
+  if (number == arena.doomed.load(std::memory_order_relaxed)) {
+    arena.doomed.store(0, std::memory_order_relaxed);
+    refuse(arena, size, current, "injected");
+  }
+  const int64_t limit = arena.limit.load(std::memory_order_relaxed);
+  do {
+    if (limit != kNoLimit && size > limit - current) {
+      refuse(arena, size, current, std::to_string(limit).c_str());
+    }
+  } while (!arena.current.compare_exchange_weak(current, current + size, std::memory_order_relaxed));
+  const int64_t reached = current + size;
+  int64_t peak = arena.peak.load(std::memory_order_relaxed);
+  while (peak < reached &&
+         !arena.peak.compare_exchange_weak(peak, reached, std::memory_order_relaxed)) {
+  }
+  arena.references.fetch_add(1, std::memory_order_relaxed);
+}
+
+void discharge(Arena* arena, int64_t size) {
+  arena->current.fetch_sub(size, std::memory_order_relaxed);
+  release(arena);
+}
+
+// Trivially initialised, so that reading it costs no guard on the hot path.
+thread_local Arena* entered = nullptr;
+
+struct alignas(64) Header {
+  Arena* arena;
+  int64_t size;
+};
+static_assert(sizeof(Header) == 64, "a block's data must stay 64-byte aligned");
+
+void free_block(void* data) {
+  if (data == nullptr) return;
+  auto* header = static_cast<Header*>(data) - 1;
+  if (header->arena != nullptr) discharge(header->arena, header->size);
+  c10::free_cpu(header);
+}
+
+struct ArenaAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    if (size == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
+    Arena* arena = entered;
+    const auto bytes = static_cast<int64_t>(size);
+    if (arena != nullptr) charge(*arena, bytes);
+    Header* header = nullptr;
+    try {
+      header = static_cast<Header*>(c10::alloc_cpu(size + sizeof(Header)));
+    } catch (...) {
+      if (arena != nullptr) discharge(arena, bytes);
+      throw;
+    }
+    *header = {arena, bytes};
+    void* data = header + 1;
+    return {data, data, &free_block, c10::Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+
+  void copy_data(void* to, const void* from, size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+};
+
+// libtorch's own allocator stays in place while there is no arena. A block carries its deleter, so
+// one that was made before a change is freed rightly after it.
+class Installation {
+ public:
+  void add() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (arenas_++ > 0) return;
+    original_ = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(&allocator_, kPriority);
+  }
+
+  void remove() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--arenas_ == 0) c10::SetCPUAllocator(original_, kPriority);
+  }
+
+ private:
+  static constexpr uint8_t kPriority = 1;
+  std::mutex mutex_;
+  int64_t arenas_ = 0;
+  c10::Allocator* original_ = nullptr;
+  ArenaAllocator allocator_;
+};
+
+// Never destroyed: tensors in statics may outlive every destructor.
+Installation& installation() {
+  static auto* the_one = new Installation;
+  return *the_one;
+}
+
+}  // namespace
+
+extern "C" {
+
+Arena* brimful_arena_new(const char* name) noexcept {
+  installation().add();
+  return new Arena(name);
+}
+
+void brimful_arena_drop(Arena* arena) noexcept {
+  installation().remove();
+  release(arena);
+}
+
+// Makes `arena` (or none) the one that this thread's blocks are charged to; gives the last one.
+Arena* brimful_arena_enter(Arena* arena) noexcept {
+  Arena* last = entered;
+  entered = arena;
+  return last;
+}
+
+void brimful_arena_set_limit(Arena* arena, int64_t limit) noexcept { arena->limit = limit; }
+int64_t brimful_arena_limit(const Arena* arena) noexcept { return arena->limit; }
+int64_t brimful_arena_current(const Arena* arena) noexcept { return arena->current; }
+int64_t brimful_arena_peak(const Arena* arena) noexcept { return arena->peak; }
+int64_t brimful_arena_allocations(const Arena* arena) noexcept { return arena->allocations; }
+
+void brimful_arena_reset_peak(Arena* arena) noexcept { arena->peak = arena->current.load(); }
+
+// Dooms the n-th allocation from now (1 is the next); 0 calls it off.
+void brimful_arena_fail_nth(Arena* arena, int64_t n) noexcept {
+  arena->doomed = n == 0 ? 0 : arena->allocations.load() + n;
+}
+
+}  // extern "C"

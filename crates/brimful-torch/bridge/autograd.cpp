@@ -1,0 +1,33 @@
+// Backward passes that start from given gradients, and gradients put in place by hand.
+
+#include "guard.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/autograd.h>
+
+extern "C" {
+
+// A null gradient stands for the default: one, for a scalar root.
+int32_t brimful_backward(
+    at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
+    char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    torch::autograd::variable_list from;
+    torch::autograd::variable_list with;
+    for (size_t i = 0; i < count; ++i) {
+      from.push_back(*roots[i]);
+      with.push_back(gradients[i] == nullptr ? at::Tensor() : *gradients[i]);
+    }
+    torch::autograd::backward(from, with, keep_graph);
+  });
+}
+
+// A null gradient removes it, so that the next backward allocates its own.
+int32_t brimful_set_gradient(
+    at::Tensor* tensor, const at::Tensor* gradient, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    tensor->mutable_grad() = gradient == nullptr ? at::Tensor() : *gradient;
+  });
+}
+
+}  // extern "C"

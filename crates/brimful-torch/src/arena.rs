@@ -1,0 +1,114 @@
+//! A memory account for CPU tensors: what is in use, the most there ever was, and a limit.
+
+use std::ffi::CString;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::ffi::{self, RawArena};
+
+/// An account that CPU allocations are charged to. Clones share it.
+///
+/// A block stays charged to the arena that allocated it until it is freed, on whatever thread.
+/// While no arena exists libtorch's own allocator is in place; the first one puts the accounting
+/// allocator before it, the last one dropped takes it away again.
+#[derive(Debug, Clone)]
+pub struct Arena(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle(*mut RawArena);
+
+// SAFETY: the C++ arena is atomics and an immutable name; any thread may use and drop it.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: the handle holds one reference, given back exactly once. Blocks hold their own.
+        unsafe { ffi::brimful_arena_drop(self.0) }
+    }
+}
+
+impl Arena {
+    /// A new arena without a limit. The name appears in out-of-memory messages.
+    pub fn new(name: &str) -> Self {
+        let name: String = name.chars().filter(|c| !c.is_control()).collect();
+        let name = CString::new(name).expect("control characters, NUL among them, were removed");
+        // SAFETY: the bridge copies the name and returns a live arena.
+        Self(Arc::new(Handle(unsafe {
+            ffi::brimful_arena_new(name.as_ptr())
+        })))
+    }
+
+    /// Charges this thread's CPU allocations to the arena until the guard is dropped.
+    pub fn enter(&self) -> ArenaGuard {
+        // SAFETY: the guard holds a clone of the arena, so it outlives its time as the current one.
+        let last = unsafe { ffi::brimful_arena_enter(self.0.0) };
+        ArenaGuard {
+            _arena: self.clone(),
+            last,
+            _this_thread: PhantomData,
+        }
+    }
+
+    /// Allows at most so many bytes from now on; `None` lifts the limit.
+    pub fn set_limit(&self, bytes: Option<u64>) {
+        let limit = bytes.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(i64::MAX));
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_set_limit(self.0.0, limit) }
+    }
+
+    /// The limit in bytes, if there is one.
+    pub fn limit(&self) -> Option<u64> {
+        // SAFETY: the arena lives as long as `self`.
+        u64::try_from(unsafe { ffi::brimful_arena_limit(self.0.0) }).ok()
+    }
+
+    /// Bytes in use now.
+    pub fn current(&self) -> u64 {
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_current(self.0.0) }.unsigned_abs()
+    }
+
+    /// The most bytes in use since the arena was made or its peak was reset.
+    pub fn peak(&self) -> u64 {
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_peak(self.0.0) }.unsigned_abs()
+    }
+
+    /// Lets the peak start again from what is in use now.
+    pub fn reset_peak(&self) {
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_reset_peak(self.0.0) }
+    }
+
+    /// How many allocations the arena has been asked for, refused ones included.
+    pub fn allocations(&self) -> u64 {
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_allocations(self.0.0) }.unsigned_abs()
+    }
+
+    /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one,
+    /// 0 calls it off). For tests.
+    pub fn fail_nth_allocation(&self, n: u64) {
+        let n = i64::try_from(n).unwrap_or(i64::MAX / 2);
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_fail_nth(self.0.0, n) }
+    }
+}
+
+/// Keeps an arena current on the thread that entered it; dropped, the one before is current again.
+#[derive(Debug)]
+#[must_use = "the arena is left when the guard is dropped"]
+pub struct ArenaGuard {
+    _arena: Arena,
+    last: *mut RawArena,
+    _this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for ArenaGuard {
+    fn drop(&mut self) {
+        // SAFETY: `last` is null or the arena of an enclosing guard of this thread, still alive.
+        unsafe { ffi::brimful_arena_enter(self.last) };
+    }
+}

@@ -1,0 +1,49 @@
+//! Loads libtorch's CUDA half at run time, where it is present: one binary for both machines.
+
+use std::sync::OnceLock;
+
+use crate::error::{TorchError, call, take_string};
+use crate::ffi;
+
+/// Loads the CUDA kernels, once for the process. Later calls repeat the first one's answer.
+///
+/// # Errors
+/// With the loader's own words, when `libtorch_cuda.so` or one of its needs is not found.
+pub fn load() -> Result<(), TorchError> {
+    static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
+    // SAFETY: takes nothing but the place for its message.
+    LOADED
+        .get_or_init(|| call(|message| unsafe { ffi::brimful_load_cuda(message) }))
+        .clone()
+}
+
+/// How many CUDA devices can be used; loads CUDA first.
+pub fn device_count() -> usize {
+    match load() {
+        Ok(()) => usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
+        Err(_) => 0,
+    }
+}
+
+/// The newest CUDA version that the machine's driver can serve, such as `13.0`.
+///
+/// # Errors
+/// When the machine has no NVIDIA driver.
+pub fn driver_version() -> Result<String, TorchError> {
+    let mut version = 0;
+    // SAFETY: `version` is a valid place for the answer.
+    call(|message| unsafe { ffi::brimful_cuda_driver(&mut version, message) })?;
+    Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
+}
+
+/// What the maker calls the device, such as `NVIDIA H200`.
+///
+/// # Errors
+/// When there is no such device.
+pub fn device_name(index: usize) -> Result<String, TorchError> {
+    let number = crate::device::number(tch::Device::Cuda(index))?;
+    let mut name = std::ptr::null_mut();
+    // SAFETY: on success `name` is a string that is ours.
+    call(|message| unsafe { ffi::brimful_cuda_name(number, &mut name, message) })?;
+    Ok(take_string(name).unwrap_or_default())
+}

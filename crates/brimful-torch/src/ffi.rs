@@ -1,0 +1,104 @@
+//! The C face of `bridge/*.cpp`, declared once. Every `i32` is an outcome, see `error.rs`.
+
+use std::ffi::{c_char, c_void};
+
+/// `at::Tensor`, as tch hands it out.
+pub(crate) type RawTensor = c_void;
+pub(crate) type RawArena = c_void;
+pub(crate) type RawEvent = c_void;
+type Message = *mut *mut c_char;
+
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct RawMemory {
+    pub(crate) current: i64,
+    pub(crate) peak: i64,
+    pub(crate) reserved: i64,
+    pub(crate) retries: i64,
+    pub(crate) free: i64,
+    pub(crate) total: i64,
+}
+
+unsafe extern "C" {
+    pub(crate) fn brimful_free_message(message: *mut c_char);
+    pub(crate) fn brimful_load_cuda(message: Message) -> i32;
+    pub(crate) fn brimful_cuda_driver(version: *mut i32, message: Message) -> i32;
+    pub(crate) fn brimful_cuda_name(d: i32, out: *mut *mut c_char, message: Message) -> i32;
+    pub(crate) fn brimful_show_config() -> *mut c_char;
+    pub(crate) fn brimful_cpu_capability() -> *mut c_char;
+    pub(crate) fn brimful_library_path() -> *mut c_char;
+
+    pub(crate) fn brimful_arena_new(name: *const c_char) -> *mut RawArena;
+    pub(crate) fn brimful_arena_drop(arena: *mut RawArena);
+    pub(crate) fn brimful_arena_enter(arena: *mut RawArena) -> *mut RawArena;
+    pub(crate) fn brimful_arena_set_limit(arena: *mut RawArena, limit: i64);
+    pub(crate) fn brimful_arena_limit(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_current(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_peak(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
+    pub(crate) fn brimful_arena_fail_nth(arena: *mut RawArena, n: i64);
+
+    pub(crate) fn brimful_backward(
+        roots: *const *const RawTensor,
+        gradients: *const *const RawTensor,
+        count: usize,
+        keep_graph: bool,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_set_gradient(
+        tensor: *mut RawTensor,
+        gradient: *const RawTensor,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_device_memory(d: i32, out: *mut RawMemory, message: Message) -> i32;
+    pub(crate) fn brimful_reset_peak(device: i32, message: Message) -> i32;
+    pub(crate) fn brimful_empty_cache(device: i32, message: Message) -> i32;
+
+    pub(crate) fn brimful_generator_state(
+        device: i32,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_set_generator_state(
+        device: i32,
+        state: *const RawTensor,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
+    pub(crate) fn brimful_stream_current(device: i32, id: *mut i64, message: Message) -> i32;
+    pub(crate) fn brimful_stream_enter(d: i32, id: i64, last: *mut i64, message: Message) -> i32;
+    pub(crate) fn brimful_stream_synchronize(device: i32, id: i64, message: Message) -> i32;
+    pub(crate) fn brimful_device_synchronize(device: i32, message: Message) -> i32;
+    pub(crate) fn brimful_record_stream(
+        tensor: *const RawTensor,
+        device: i32,
+        id: i64,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_pin(
+        tensor: *const RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_send(
+        tensor: *const RawTensor,
+        device: i32,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_event_new(device: i32, out: *mut *mut RawEvent, message: Message) -> i32;
+    pub(crate) fn brimful_event_drop(event: *mut RawEvent);
+    pub(crate) fn brimful_event_record(e: *mut RawEvent, d: i32, stream: i64, m: Message) -> i32;
+    pub(crate) fn brimful_event_block(e: *const RawEvent, d: i32, stream: i64, m: Message) -> i32;
+    pub(crate) fn brimful_event_synchronize(event: *const RawEvent, message: Message) -> i32;
+    pub(crate) fn brimful_event_elapsed(
+        from: *const RawEvent,
+        to: *const RawEvent,
+        milliseconds: *mut f64,
+        message: Message,
+    ) -> i32;
+}

@@ -1,0 +1,42 @@
+//! The few libtorch calls that tch lacks, with a safe face. The only C++ and the only unsafe code
+//! of brimful are here.
+//!
+//! | module | what it adds to tch |
+//! | --- | --- |
+//! | [`arena`] | CPU memory that is counted, and limited |
+//! | [`autograd`] | backward from given gradients; gradients put in place by hand |
+//! | [`cuda`] | CUDA loaded at run time, where it is present |
+//! | [`memory`] | an accelerator's memory figures and cache |
+//! | [`random`] | a generator's state, taken and put back |
+//! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
+//! | [`threads`] | threads an operation, for one thread alone |
+//! | [`libtorch`] | which libtorch is running |
+
+pub mod arena;
+pub mod autograd;
+pub mod cuda;
+pub mod device;
+mod error;
+mod ffi;
+pub mod libtorch;
+pub mod memory;
+pub mod random;
+pub mod stream;
+pub mod threads;
+pub mod transfer;
+
+pub use error::{ErrorKind, TorchError};
+
+use ffi::RawTensor;
+use tch::Tensor;
+
+fn raw(tensor: &Tensor) -> *const RawTensor {
+    tensor.as_ptr().cast()
+}
+
+/// Takes over a tensor that the bridge has made.
+fn owned(tensor: *mut RawTensor) -> Tensor {
+    // SAFETY: the bridge's constructors give a heap-allocated `at::Tensor` that nobody else owns,
+    // which is what tch's own constructors give.
+    unsafe { Tensor::from_ptr(tensor.cast()) }
+}

@@ -1,0 +1,178 @@
+//! What the bridge adds to tch, against what tch can do in a longer way.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::{
+    ErrorKind, autograd, cuda, device, libtorch, memory, random, threads, transfer,
+};
+use tch::{Device, Kind, Tensor};
+
+fn test_device() -> Device {
+    match std::env::var("BRIMFUL_TEST_DEVICE").as_deref() {
+        Ok(name) if name.starts_with("cuda") => {
+            cuda::load().expect("CUDA was asked for");
+            Device::Cuda(0)
+        }
+        _ => Device::Cpu,
+    }
+}
+
+fn leaf(shape: &[i64]) -> Tensor {
+    Tensor::randn(shape, (Kind::Double, test_device())).set_requires_grad(true)
+}
+
+fn difference(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[test]
+fn an_injected_gradient_is_the_gradient_of_the_weighted_sum() {
+    let (x, g) = (
+        leaf(&[4, 3]),
+        Tensor::randn([4, 3], (Kind::Double, test_device())),
+    );
+    let weighted = Tensor::run_backward(&[(x.tanh() * &g).sum(Kind::Double)], &[&x], false, false);
+    autograd::backward(&[&x.tanh()], &[Some(&g)], false).expect("backward");
+    assert!(difference(&x.grad(), &weighted[0]) < 1e-15);
+}
+
+#[test]
+fn several_roots_run_backward_at_once() {
+    let (x, g) = (
+        leaf(&[5]),
+        Tensor::randn([5], (Kind::Double, test_device())),
+    );
+    let both = (x.sin() * &g).sum(Kind::Double) + x.exp().sum(Kind::Double);
+    let expected = Tensor::run_backward(&[both], &[&x], false, false);
+    let shared = &x * 1.0;
+    let roots = [&shared.sin(), &shared.exp().sum(Kind::Double)];
+    autograd::backward(&roots, &[Some(&g), None], false).expect("backward");
+    assert!(difference(&x.grad(), &expected[0]) < 1e-15);
+}
+
+#[test]
+fn a_kept_graph_runs_again_and_a_freed_one_refuses() {
+    let x = leaf(&[3]);
+    let y = x.exp().sum(Kind::Double);
+    autograd::backward(&[&y], &[None], true).expect("kept");
+    autograd::backward(&[&y], &[None], false).expect("again");
+    assert!(difference(&x.grad(), &(x.exp() * 2.0)) < 1e-15);
+    let error = autograd::backward(&[&y], &[None], false).expect_err("the graph is freed");
+    assert_eq!(error.kind, ErrorKind::Other);
+    assert!(
+        error
+            .message
+            .contains("backward through the graph a second time"),
+        "{error}"
+    );
+}
+
+#[test]
+fn unequal_lists_and_wrong_shapes_are_errors() {
+    let x = leaf(&[3]);
+    let error = autograd::backward(&[&x], &[], false).expect_err("no gradient");
+    assert!(error.message.contains("1 and 0"), "{error}");
+    let wrong = Tensor::ones([4], (Kind::Double, test_device()));
+    assert!(autograd::backward(&[&x.exp()], &[Some(&wrong)], false).is_err());
+    assert!(autograd::set_gradient(&mut leaf(&[3]), Some(&wrong)).is_err());
+}
+
+#[test]
+fn a_gradient_can_be_put_in_place_and_taken_away() {
+    let mut x = leaf(&[3]);
+    let g = Tensor::ones([3], (Kind::Double, test_device()));
+    autograd::set_gradient(&mut x, Some(&g)).expect("put");
+    assert_eq!(x.grad().data_ptr(), g.data_ptr());
+    autograd::set_gradient(&mut x, None).expect("taken");
+    assert!(!x.grad().defined());
+}
+
+#[test]
+fn a_thread_count_holds_for_its_thread_until_dropped() {
+    let before = threads::threads();
+    let guard = threads::limit_threads(1);
+    assert_eq!(threads::threads(), 1);
+    let elsewhere = std::thread::spawn(threads::threads).join().expect("thread");
+    assert_eq!(elsewhere, before);
+    drop(guard);
+    assert_eq!(threads::threads(), before);
+}
+
+#[test]
+fn a_transfer_on_its_own_stream_arrives_whole() {
+    let device = test_device();
+    let host = Tensor::arange(1 << 16, (Kind::Float, Device::Cpu));
+    let pinned = transfer::pin(&host).expect("pin");
+    let (copies, main) = (
+        Stream::new(device).expect("new"),
+        Stream::current(device).expect("now"),
+    );
+    let mut arrived = Event::new(device).expect("event");
+    let there = {
+        let _copying = copies.enter().expect("enter");
+        let there = transfer::send(&pinned, device).expect("send");
+        arrived.record(copies).expect("record");
+        there
+    };
+    main.wait(&arrived).expect("wait");
+    main.keep(&there).expect("keep");
+    assert_eq!(Stream::current(device).expect("now"), main);
+    assert_eq!((there * 2.0).to_device(Device::Cpu), host * 2.0);
+    copies.synchronize().expect("synchronize");
+    arrived.synchronize().expect("synchronize");
+    device::synchronize(device).expect("synchronize");
+}
+
+#[test]
+fn events_measure_time_on_an_accelerator_alone() {
+    let device = test_device();
+    let stream = Stream::current(device).expect("now");
+    let (mut start, mut end) = (
+        Event::new(device).expect("a"),
+        Event::new(device).expect("b"),
+    );
+    start.record(stream).expect("record");
+    let x = Tensor::ones([512, 512], (Kind::Float, device));
+    let _ = x.matmul(&x);
+    end.record(stream).expect("record");
+    end.synchronize().expect("synchronize");
+    assert_eq!(start.elapsed(&end).is_ok(), device != Device::Cpu);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_an_error() {
+    let missing = Device::Cuda(99);
+    let messages = [
+        device::synchronize(missing)
+            .expect_err("synchronize")
+            .message,
+        random::generator_state(missing).expect_err("state").message,
+        Stream::new(missing).expect_err("stream").message,
+        Event::new(missing).expect_err("event").message,
+        memory::device_memory(missing).expect_err("memory").message,
+        memory::empty_cache(missing).expect_err("cache").message,
+    ];
+    for message in messages {
+        assert_eq!(message, "there is no device Cuda(99) here");
+    }
+    assert!(
+        memory::reset_peak(Device::Cpu)
+            .expect_err("a CPU")
+            .message
+            .contains("use an arena")
+    );
+}
+
+#[test]
+fn the_running_libtorch_is_the_one_we_are_built_for() {
+    assert_eq!(
+        libtorch::version().as_deref(),
+        Some(libtorch::EXPECTED_VERSION)
+    );
+    assert!(
+        libtorch::library_path()
+            .expect("a path")
+            .ends_with("libtorch_cpu.so")
+    );
+}

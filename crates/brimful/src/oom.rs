@@ -1,0 +1,275 @@
+//! Recognises out-of-memory, whoever reports it and however it arrives.
+//!
+//! libtorch has a type for it, but tch passes on the text alone: as an `Err` from its `f_` methods,
+//! as a panic from the plain ones. So it is known by its text, here and nowhere else. Anything else
+//! is handed back untouched.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::fmt::Display;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Once;
+
+use brimful_torch::{ErrorKind, TorchError};
+use thiserror::Error;
+
+use crate::bytes::Bytes;
+
+/// Memory ran out: where, how much was asked for, and what there was, as far as the report tells.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{message}")]
+#[non_exhaustive]
+pub struct OutOfMemory {
+    /// Which memory.
+    pub place: Place,
+    /// Bytes asked for.
+    pub asked: Option<Bytes>,
+    /// Bytes in use when they were asked for.
+    pub in_use: Option<Bytes>,
+    /// The limit that stood in the way.
+    pub limit: Option<Bytes>,
+    /// The report in its own words, without a backtrace.
+    pub message: String,
+}
+
+/// The memory that ran out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Place {
+    /// A CPU arena, by name.
+    Arena(String),
+    /// A CUDA device, or a CUDA library's workspace on it.
+    Cuda,
+    /// The host's memory, page-locked memory included.
+    Host,
+}
+
+/// How each allocator words it. Whole phrases, because a user's own error may well speak of memory.
+const PHRASES: [(&str, Place); 13] = [
+    ("CUDA out of memory", Place::Cuda),
+    ("CUDA error: out of memory", Place::Cuda),
+    ("CUDA driver error: out of memory", Place::Cuda),
+    ("CUBLAS_STATUS_ALLOC_FAILED", Place::Cuda),
+    ("CUDNN_STATUS_ALLOC_FAILED", Place::Cuda),
+    (
+        "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        Place::Cuda,
+    ),
+    (
+        "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        Place::Host,
+    ),
+    ("CUSOLVER_STATUS_ALLOC_FAILED", Place::Cuda),
+    ("CUSPARSE_STATUS_ALLOC_FAILED", Place::Cuda),
+    ("CUFFT_ALLOC_FAILED", Place::Cuda),
+    ("DefaultCPUAllocator: can't allocate memory", Place::Host),
+    ("C10 Out of Memory. Trying to allocate", Place::Host),
+    ("std::bad_alloc", Place::Host),
+];
+
+/// What a guarded call ended with, if not with a result.
+#[derive(Debug)]
+pub enum Caught<E> {
+    /// Memory ran out, be it by an error or a panic.
+    OutOfMemory(OutOfMemory),
+    /// Another error, as it was returned.
+    Error(E),
+    /// Another panic, as it was thrown.
+    Panic(Box<dyn Any + Send>),
+}
+
+/// Runs `f` and tells running out of memory from every other end.
+///
+/// A panic that is out-of-memory is not shown on standard error, since the caller is about to
+/// handle it; any other is shown as usual.
+pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caught<E>> {
+    match silently(|| panic::catch_unwind(AssertUnwindSafe(f))) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(match recognise(&error.to_string()) {
+            Some(oom) => Caught::OutOfMemory(oom),
+            None => Caught::Error(error),
+        }),
+        Err(payload) => Err(match panic_text(&*payload).and_then(recognise) {
+            Some(oom) => Caught::OutOfMemory(oom),
+            None => Caught::Panic(payload),
+        }),
+    }
+}
+
+/// Reads a report of running out of memory; `None` for any other text.
+pub fn recognise(text: &str) -> Option<OutOfMemory> {
+    read_arena(text).or_else(|| {
+        let (phrase, place) = PHRASES.iter().find(|(phrase, _)| text.contains(phrase))?;
+        let message = own_words(text, phrase);
+        Some(OutOfMemory {
+            place: place.clone(),
+            asked: bytes_after(&message, "ried to allocate ")
+                .or_else(|| bytes_after(&message, "rying to allocate ")),
+            in_use: None,
+            limit: bytes_after(&message, "total capacity of "),
+            message,
+        })
+    })
+}
+
+/// What a panic says, if it says anything.
+pub fn panic_text(payload: &(dyn Any + Send)) -> Option<&str> {
+    payload
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or(payload.downcast_ref::<&str>().copied())
+}
+
+pub(crate) fn from_torch(error: &TorchError) -> Option<OutOfMemory> {
+    recognise(&error.message).or_else(|| {
+        let message = error.message.clone();
+        let unknown = OutOfMemory {
+            place: Place::Host,
+            asked: None,
+            in_use: None,
+            limit: None,
+            message,
+        };
+        (error.kind == ErrorKind::OutOfMemory).then_some(unknown)
+    })
+}
+
+/// Reads the sentence that `arena.cpp` writes.
+fn read_arena(text: &str) -> Option<OutOfMemory> {
+    const START: &str = "out of memory in arena '";
+    let message = own_words(text, START);
+    let (name, numbers) = message.strip_prefix(START)?.rsplit_once("': asked for ")?;
+    let (asked, numbers) = numbers.split_once(" bytes, ")?;
+    let (in_use, limit) = numbers.split_once(" in use, limit ")?;
+    Some(OutOfMemory {
+        place: Place::Arena(name.to_owned()),
+        asked: asked.parse().ok(),
+        in_use: in_use.parse().ok(),
+        limit: limit.parse().ok(),
+        message,
+    })
+}
+
+/// The first line of the report, from `phrase` on. In a panic's text newlines and quotes are
+/// escaped, because tch panics with the error's debug form.
+fn own_words(text: &str, phrase: &str) -> String {
+    let start = text.find(phrase).unwrap_or(0);
+    let line = text[start..].lines().next().unwrap_or_default();
+    let line = line.split("\\n").next().unwrap_or_default();
+    line.trim_end_matches("\")").replace("\\\"", "\"")
+}
+
+fn bytes_after(text: &str, phrase: &str) -> Option<Bytes> {
+    let (_, rest) = text.split_once(phrase)?;
+    let words: Vec<&str> = rest.split_whitespace().take(2).collect();
+    let unit = words
+        .get(1)?
+        .trim_end_matches(['.', ','])
+        .replace("bytes", "B");
+    format!("{} {unit}", words[0]).parse().ok()
+}
+
+thread_local! {
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` while panics of this thread that are out-of-memory stay off standard error.
+fn silently<T>(f: impl FnOnce() -> T) -> T {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let others = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            let expected = || panic_text(info.payload()).is_some_and(|t| recognise(t).is_some());
+            if !(GUARDED.get() && expected()) {
+                others(info);
+            }
+        }));
+    });
+    let before = GUARDED.replace(true);
+    let result = f();
+    GUARDED.set(before);
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ARENA: &str =
+        "out of memory in arena 'stage 'two'': asked for 512 bytes, 900 in use, limit 1000";
+
+    #[test]
+    fn an_arena_is_read_with_its_numbers() {
+        let oom = recognise(ARENA).expect("an arena's report");
+        assert_eq!(oom.place, Place::Arena("stage 'two'".into()));
+        assert_eq!(oom.asked, Some(Bytes(512)));
+        assert_eq!(oom.in_use, Some(Bytes(900)));
+        assert_eq!(oom.limit, Some(Bytes(1000)));
+        assert_eq!(oom.to_string(), ARENA);
+    }
+
+    #[test]
+    fn a_panic_of_tch_is_read_like_an_error() {
+        let text = format!("{ARENA}\nException raised from refuse at arena.cpp:46\nframe #0");
+        let thrown = format!("{:?}", tch::TchError::Torch(text.clone()));
+        assert_eq!(recognise(&thrown), recognise(ARENA));
+        assert_eq!(
+            recognise(&tch::TchError::Torch(text).to_string()),
+            recognise(ARENA)
+        );
+    }
+
+    #[test]
+    fn cuda_is_read_with_its_numbers() {
+        let oom = recognise(
+            "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
+             GiB of which 17.81 MiB is free.",
+        )
+        .expect("CUDA's report");
+        assert_eq!(oom.place, Place::Cuda);
+        assert_eq!(oom.asked, Some(Bytes(41 << 29)));
+        assert_eq!(oom.limit.map(|b| b.to_string()), Some("140 GiB".into()));
+    }
+
+    #[test]
+    fn each_allocator_is_known() {
+        let reports = [
+            ("CUDA error: out of memory", Place::Cuda),
+            (
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+                Place::Cuda,
+            ),
+            ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Place::Cuda),
+            (
+                "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate \
+              memory: you tried to allocate 4000 bytes. Error code 12",
+                Place::Host,
+            ),
+            ("std::bad_alloc", Place::Host),
+        ];
+        for (text, place) in &reports {
+            assert_eq!(
+                recognise(text).map(|oom| oom.place).as_ref(),
+                Some(place),
+                "{text}"
+            );
+        }
+        let host = recognise(reports[3].0).and_then(|oom| oom.asked);
+        assert_eq!(host, Some(Bytes(4000)));
+    }
+
+    #[test]
+    fn other_ends_are_handed_back_untouched() {
+        let result: Result<(), _> = catch(|| Err("my notes on being out of memory"));
+        assert!(matches!(
+            result,
+            Err(Caught::Error("my notes on being out of memory"))
+        ));
+
+        let result: Result<(), Caught<String>> = catch(|| panic::resume_unwind(Box::new(42_i32)));
+        let Err(Caught::Panic(payload)) = result else {
+            panic!("{result:?}")
+        };
+        assert_eq!(payload.downcast_ref::<i32>(), Some(&42));
+    }
+}

@@ -1,0 +1,129 @@
+//! Running out of memory, by the same bodies on a CPU arena and on a GPU.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` chooses the GPU.
+
+use brimful::memory::{Arena, Memory};
+use brimful::oom::{self, Caught, OutOfMemory, Place};
+use brimful::{Bytes, Error, device};
+use tch::{Device, Kind, TchError, Tensor};
+
+/// The memory under test: a GPU where one was asked for, else an arena of 64 MiB.
+fn memory() -> Memory {
+    match std::env::var("BRIMFUL_TEST_DEVICE") {
+        Ok(name) => Memory::of(device::find(&name).expect("the device asked for")).expect("memory"),
+        Err(_) => Memory::Arena(Arena::limited("64 MiB", 64 << 20).expect("a limit")),
+    }
+}
+
+fn expected_place(memory: &Memory) -> Place {
+    match memory {
+        Memory::Arena(arena) => Place::Arena(arena.name().to_owned()),
+        Memory::Accelerator(_) => Place::Cuda,
+    }
+}
+
+/// More than the memory has, in floats.
+fn too_much(memory: &Memory) -> i64 {
+    let limit = memory.usage().expect("usage").limit.expect("a limit");
+    i64::try_from(limit.0 / 4 + 1024).expect("a size")
+}
+
+fn out_of_memory<T>(result: Result<T, Caught<TchError>>) -> OutOfMemory {
+    match result {
+        Err(Caught::OutOfMemory(oom)) => oom,
+        Err(other) => panic!("another end: {other:?}"),
+        Ok(_) => panic!("it fitted"),
+    }
+}
+
+#[test]
+fn an_error_and_a_panic_are_recognised_and_the_next_call_works() {
+    let memory = memory();
+    let _inside = memory.enter();
+    let options = (Kind::Float, memory.device());
+    let (size, before) = (too_much(&memory), memory.usage().expect("usage").current);
+
+    let by_error = out_of_memory(oom::catch(|| Tensor::f_empty([size], options)));
+    let by_panic = out_of_memory(oom::catch(|| Ok(Tensor::empty([size], options))));
+    for oom in [by_error, by_panic] {
+        assert_eq!(oom.place, expected_place(&memory));
+        let asked = oom.asked.expect("the size is told").0 as f64;
+        assert!((asked / (size * 4) as f64 - 1.0).abs() < 0.01, "{oom}");
+        assert!(!oom.message.contains("frame #"), "{oom}");
+    }
+    assert_eq!(memory.usage().expect("usage").current, before);
+
+    let small = Tensor::ones([1000], options);
+    assert_eq!(small.sum(Kind::Float).double_value(&[]), 1000.0);
+}
+
+#[test]
+fn a_training_step_that_runs_out_leaves_nothing_behind_and_a_smaller_one_works() {
+    let memory = memory();
+    let _inside = memory.enter();
+    let options = (Kind::Float, memory.device());
+    let weight = Tensor::ones([64, 64], options).set_requires_grad(true);
+    let before = memory.usage().expect("usage").current;
+    let step = |samples: i64| -> Result<f64, TchError> {
+        let x = Tensor::f_ones([samples, 64], options)?;
+        let mut hidden = x;
+        for _ in 0..4 {
+            hidden = hidden.f_matmul(&weight)?.f_tanh()?;
+        }
+        hidden.f_mean(Kind::Float)?.f_double_value(&[])
+    };
+    // One operand fits twice over; the whole graph does not.
+    let limit = memory.usage().expect("usage").available.expect("a limit").0;
+    let large = i64::try_from(limit / 3 / (64 * 4)).expect("a size");
+    out_of_memory(oom::catch(|| step(large)));
+    memory.empty_cache().expect("empty");
+    assert_eq!(memory.usage().expect("usage").current, before);
+    assert!(step(1000).expect("1,000 samples fit").is_finite());
+    assert_eq!(memory.usage().expect("usage").current, before);
+}
+
+#[test]
+fn the_figures_of_a_memory_follow_a_tensor() {
+    let memory = memory();
+    let _inside = memory.enter();
+    memory.reset_peak().expect("reset");
+    let before = memory.usage().expect("usage");
+    let tensor = Tensor::zeros([1 << 20], (Kind::Float, memory.device()));
+    let with = memory.usage().expect("usage");
+    assert_eq!(with.current.0 - before.current.0, 4 << 20);
+    assert!(with.peak >= with.current && with.limit == before.limit);
+    assert!(with.available <= before.available);
+    drop(tensor);
+    let after = memory.usage().expect("usage");
+    assert_eq!(after.current, before.current);
+    assert!(after.peak >= with.current);
+    memory.reset_peak().expect("reset");
+    assert_eq!(memory.usage().expect("usage").peak, after.current);
+}
+
+#[test]
+fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
+    for asked in ["cuda:99", "cuda:x", "tpu", ""] {
+        let error = device::find(asked).expect_err(asked);
+        assert!(
+            matches!(&error, Error::NoDevice { available, .. } if available.starts_with("cpu"))
+        );
+        assert!(
+            error
+                .to_string()
+                .starts_with(&format!("there is no device '{asked}' here"))
+        );
+    }
+    assert!(Memory::of(Device::Cuda(99)).is_err());
+    assert_eq!(device::find("cpu"), Ok(Device::Cpu));
+}
+
+#[test]
+fn every_device_says_its_memory() {
+    let all = device::all().expect("devices");
+    assert_eq!(all[0].name, "cpu");
+    for info in all {
+        assert!(info.total > Bytes(0) && info.free <= info.total, "{info:?}");
+        assert_eq!(device::find(&info.name), Ok(info.device));
+    }
+}
