@@ -35,20 +35,14 @@ impl Arena {
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
         let name = CString::new(name).expect("control characters, NUL among them, were removed");
         // SAFETY: the bridge copies the name and returns a live arena.
-        Self(Arc::new(Handle(unsafe {
-            ffi::brimful_arena_new(name.as_ptr())
-        })))
+        Self(Arc::new(Handle(unsafe { ffi::brimful_arena_new(name.as_ptr()) })))
     }
 
     /// Charges this thread's CPU allocations to the arena until the guard is dropped.
     pub fn enter(&self) -> ArenaGuard {
         // SAFETY: the guard holds a clone of the arena, so it outlives its time as the current one.
         let last = unsafe { ffi::brimful_arena_enter(self.0.0) };
-        ArenaGuard {
-            _arena: self.clone(),
-            last,
-            _this_thread: PhantomData,
-        }
+        ArenaGuard { _arena: self.clone(), last, _this_thread: PhantomData }
     }
 
     /// Allows at most so many bytes from now on; `None` lifts the limit.

@@ -20,15 +20,10 @@ pub fn backward(
 ) -> Result<(), TorchError> {
     if roots.len() != gradients.len() {
         let (r, g) = (roots.len(), gradients.len());
-        return Err(TorchError::other(format!(
-            "backward needs a gradient a root: {r} and {g}"
-        )));
+        return Err(TorchError::other(format!("backward needs a gradient a root: {r} and {g}")));
     }
     let roots: Vec<_> = roots.iter().map(|root| raw(root)).collect();
-    let gradients: Vec<_> = gradients
-        .iter()
-        .map(|g| g.map_or(ptr::null(), raw))
-        .collect();
+    let gradients: Vec<_> = gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect();
     call(|message| {
         // SAFETY: both arrays have `roots.len()` valid tensors, or null where that is allowed.
         unsafe {

@@ -12,9 +12,7 @@ use crate::ffi;
 pub fn load() -> Result<(), TorchError> {
     static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
     // SAFETY: takes nothing but the place for its message.
-    LOADED
-        .get_or_init(|| call(|message| unsafe { ffi::brimful_load_cuda(message) }))
-        .clone()
+    LOADED.get_or_init(|| call(|message| unsafe { ffi::brimful_load_cuda(message) })).clone()
 }
 
 /// How many CUDA devices can be used; loads CUDA first.

@@ -23,18 +23,14 @@ pub(crate) fn number(device: Device) -> Result<i32, TorchError> {
     match device {
         Device::Cpu => Ok(-1),
         Device::Cuda(index) if index < tch::Cuda::device_count() as usize => Ok(index as i32),
-        _ => Err(TorchError::other(format!(
-            "there is no device {device:?} here"
-        ))),
+        _ => Err(TorchError::other(format!("there is no device {device:?} here"))),
     }
 }
 
 /// As [`number`], for calls that make no sense on a CPU.
 pub(crate) fn accelerator(device: Device) -> Result<i32, TorchError> {
     match device {
-        Device::Cpu => Err(TorchError::other(
-            "a CPU keeps no such figures: use an arena",
-        )),
+        Device::Cpu => Err(TorchError::other("a CPU keeps no such figures: use an arena")),
         _ => number(device),
     }
 }

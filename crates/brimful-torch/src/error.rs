@@ -26,10 +26,7 @@ pub struct TorchError {
 
 impl TorchError {
     pub(crate) fn other(message: impl Into<String>) -> Self {
-        Self {
-            kind: ErrorKind::Other,
-            message: message.into(),
-        }
+        Self { kind: ErrorKind::Other, message: message.into() }
     }
 }
 
@@ -41,10 +38,7 @@ pub(crate) fn call(f: impl FnOnce(*mut *mut c_char) -> i32) -> Result<(), TorchE
         1 => ErrorKind::OutOfMemory,
         _ => ErrorKind::Other,
     };
-    Err(TorchError {
-        kind,
-        message: take_string(message).unwrap_or_default(),
-    })
+    Err(TorchError { kind, message: take_string(message).unwrap_or_default() })
 }
 
 /// Takes over a string that the bridge has allocated.

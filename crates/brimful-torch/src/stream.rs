@@ -59,14 +59,8 @@ impl Stream {
     /// # Errors
     /// When the device has failed.
     pub fn enter(self) -> Result<StreamGuard, TorchError> {
-        let last = Self {
-            device: self.device,
-            id: self.exchange()?,
-        };
-        Ok(StreamGuard {
-            last,
-            _this_thread: PhantomData,
-        })
+        let last = Self { device: self.device, id: self.exchange()? };
+        Ok(StreamGuard { last, _this_thread: PhantomData })
     }
 
     fn exchange(self) -> Result<i64, TorchError> {
@@ -122,11 +116,7 @@ impl Stream {
         self,
         f: impl FnOnce(i32) -> Result<(), TorchError>,
     ) -> Result<(), TorchError> {
-        if self.device == Device::Cpu {
-            Ok(())
-        } else {
-            f(number(self.device)?)
-        }
+        if self.device == Device::Cpu { Ok(()) } else { f(number(self.device)?) }
     }
 }
 

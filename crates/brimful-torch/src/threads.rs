@@ -6,10 +6,7 @@ use std::marker::PhantomData;
 pub fn limit_threads(count: usize) -> ThreadsGuard {
     let last = threads();
     set(count.max(1));
-    ThreadsGuard {
-        last,
-        _this_thread: PhantomData,
-    }
+    ThreadsGuard { last, _this_thread: PhantomData }
 }
 
 /// How many threads an operation started by this thread may use.

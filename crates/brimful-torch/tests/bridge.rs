@@ -28,10 +28,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f64 {
 
 #[test]
 fn an_injected_gradient_is_the_gradient_of_the_weighted_sum() {
-    let (x, g) = (
-        leaf(&[4, 3]),
-        Tensor::randn([4, 3], (Kind::Double, test_device())),
-    );
+    let (x, g) = (leaf(&[4, 3]), Tensor::randn([4, 3], (Kind::Double, test_device())));
     let weighted = Tensor::run_backward(&[(x.tanh() * &g).sum(Kind::Double)], &[&x], false, false);
     autograd::backward(&[&x.tanh()], &[Some(&g)], false).expect("backward");
     assert!(difference(&x.grad(), &weighted[0]) < 1e-15);
@@ -39,10 +36,7 @@ fn an_injected_gradient_is_the_gradient_of_the_weighted_sum() {
 
 #[test]
 fn several_roots_run_backward_at_once() {
-    let (x, g) = (
-        leaf(&[5]),
-        Tensor::randn([5], (Kind::Double, test_device())),
-    );
+    let (x, g) = (leaf(&[5]), Tensor::randn([5], (Kind::Double, test_device())));
     let both = (x.sin() * &g).sum(Kind::Double) + x.exp().sum(Kind::Double);
     let expected = Tensor::run_backward(&[both], &[&x], false, false);
     let shared = &x * 1.0;
@@ -60,12 +54,7 @@ fn a_kept_graph_runs_again_and_a_freed_one_refuses() {
     assert!(difference(&x.grad(), &(x.exp() * 2.0)) < 1e-15);
     let error = autograd::backward(&[&y], &[None], false).expect_err("the graph is freed");
     assert_eq!(error.kind, ErrorKind::Other);
-    assert!(
-        error
-            .message
-            .contains("backward through the graph a second time"),
-        "{error}"
-    );
+    assert!(error.message.contains("backward through the graph a second time"), "{error}");
 }
 
 #[test]
@@ -104,10 +93,7 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
     let device = test_device();
     let host = Tensor::arange(1 << 16, (Kind::Float, Device::Cpu));
     let pinned = transfer::pin(&host).expect("pin");
-    let (copies, main) = (
-        Stream::new(device).expect("new"),
-        Stream::current(device).expect("now"),
-    );
+    let (copies, main) = (Stream::new(device).expect("new"), Stream::current(device).expect("now"));
     let mut arrived = Event::new(device).expect("event");
     let there = {
         let _copying = copies.enter().expect("enter");
@@ -128,10 +114,7 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
 fn events_measure_time_on_an_accelerator_alone() {
     let device = test_device();
     let stream = Stream::current(device).expect("now");
-    let (mut start, mut end) = (
-        Event::new(device).expect("a"),
-        Event::new(device).expect("b"),
-    );
+    let (mut start, mut end) = (Event::new(device).expect("a"), Event::new(device).expect("b"));
     start.record(stream).expect("record");
     let x = Tensor::ones([512, 512], (Kind::Float, device));
     let _ = x.matmul(&x);
@@ -144,9 +127,7 @@ fn events_measure_time_on_an_accelerator_alone() {
 fn a_device_that_is_not_there_is_an_error() {
     let missing = Device::Cuda(99);
     let messages = [
-        device::synchronize(missing)
-            .expect_err("synchronize")
-            .message,
+        device::synchronize(missing).expect_err("synchronize").message,
         random::generator_state(missing).expect_err("state").message,
         Stream::new(missing).expect_err("stream").message,
         Event::new(missing).expect_err("event").message,
@@ -156,23 +137,11 @@ fn a_device_that_is_not_there_is_an_error() {
     for message in messages {
         assert_eq!(message, "there is no device Cuda(99) here");
     }
-    assert!(
-        memory::reset_peak(Device::Cpu)
-            .expect_err("a CPU")
-            .message
-            .contains("use an arena")
-    );
+    assert!(memory::reset_peak(Device::Cpu).expect_err("a CPU").message.contains("use an arena"));
 }
 
 #[test]
 fn the_running_libtorch_is_the_one_we_are_built_for() {
-    assert_eq!(
-        libtorch::version().as_deref(),
-        Some(libtorch::EXPECTED_VERSION)
-    );
-    assert!(
-        libtorch::library_path()
-            .expect("a path")
-            .ends_with("libtorch_cpu.so")
-    );
+    assert_eq!(libtorch::version().as_deref(), Some(libtorch::EXPECTED_VERSION));
+    assert!(libtorch::library_path().expect("a path").ends_with("libtorch_cpu.so"));
 }

@@ -33,11 +33,7 @@ impl fmt::Display for Bytes {
             None => f.pad(&format!("{} B", self.0)),
             Some((unit, size)) => {
                 let value = self.0 as f64 / *size as f64;
-                let decimals = if value < 10.0 {
-                    2
-                } else {
-                    usize::from(value < 100.0)
-                };
+                let decimals = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
                 f.pad(&format!("{value:.decimals$} {unit}"))
             }
         }
@@ -48,9 +44,7 @@ impl FromStr for Bytes {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let bad = || Error::NotBytes {
-            text: text.to_owned(),
-        };
+        let bad = || Error::NotBytes { text: text.to_owned() };
         let trimmed = text.trim();
         let digits = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.');
         let (number, unit) = trimmed.split_at(digits.unwrap_or(trimmed.len()));
@@ -60,11 +54,7 @@ impl FromStr for Bytes {
         }
         let bytes = number.parse::<f64>().map_err(|_| bad())? * size as f64;
         // Above 2^63 a float no longer tells one byte from the next thousand.
-        if bytes < i64::MAX as f64 {
-            Ok(Bytes(bytes.round() as u64))
-        } else {
-            Err(bad())
-        }
+        if bytes < i64::MAX as f64 { Ok(Bytes(bytes.round() as u64)) } else { Err(bad()) }
     }
 }
 
@@ -72,10 +62,7 @@ fn unit_size(unit: &str) -> Option<u64> {
     if unit.is_empty() {
         return Some(1);
     }
-    UNITS
-        .iter()
-        .find(|(name, _)| name.eq_ignore_ascii_case(unit))
-        .map(|(_, size)| *size)
+    UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).map(|(_, size)| *size)
 }
 
 #[cfg(test)]
@@ -100,16 +87,8 @@ mod tests {
 
     #[test]
     fn refuses_what_it_cannot_read() {
-        for text in [
-            "",
-            "MiB",
-            "12 parsecs",
-            "-1",
-            "1.2.3",
-            "99999999999 TiB",
-            "1e400 TiB",
-            "NaN",
-        ] {
+        for text in ["", "MiB", "12 parsecs", "-1", "1.2.3", "99999999999 TiB", "1e400 TiB", "NaN"]
+        {
             let error = text.parse::<Bytes>().expect_err(text).to_string();
             assert!(error.contains("such as 96MiB"), "{error}");
         }

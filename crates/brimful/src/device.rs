@@ -31,9 +31,7 @@ pub fn find(name: &str) -> Result<Device> {
     let index = match name {
         "cpu" => return Ok(Device::Cpu),
         "cuda" => Some(0),
-        _ => name
-            .strip_prefix("cuda:")
-            .and_then(|index| index.parse().ok()),
+        _ => name.strip_prefix("cuda:").and_then(|index| index.parse().ok()),
     };
     match index {
         Some(index) if index < cuda::device_count() => Ok(Device::Cuda(index)),
@@ -43,11 +41,7 @@ pub fn find(name: &str) -> Result<Device> {
 
 /// The first CUDA device, or the CPU where there is none. Loads CUDA if need be.
 pub fn best() -> Device {
-    if cuda::device_count() > 0 {
-        Device::Cuda(0)
-    } else {
-        Device::Cpu
-    }
+    if cuda::device_count() > 0 { Device::Cuda(0) } else { Device::Cpu }
 }
 
 /// Every device of the machine, the CPU first.
@@ -57,13 +51,7 @@ pub fn best() -> Device {
 pub fn all() -> Result<Vec<DeviceInfo>> {
     let HostMemory { total, available } = memory::host()?;
     let model = cpu_model().unwrap_or_else(|| "CPU".into());
-    let cpu = DeviceInfo {
-        device: Device::Cpu,
-        name: "cpu".into(),
-        model,
-        total,
-        free: available,
-    };
+    let cpu = DeviceInfo { device: Device::Cpu, name: "cpu".into(), model, total, free: available };
     let accelerators = (0..cuda::device_count()).map(describe);
     std::iter::once(Ok(cpu)).chain(accelerators).collect()
 }
@@ -90,19 +78,13 @@ fn describe(index: usize) -> Result<DeviceInfo> {
 
 fn no_device(asked: &str) -> Error {
     let cuda_names = (0..cuda::device_count()).map(|index| name(Device::Cuda(index)));
-    let available = std::iter::once("cpu".to_owned())
-        .chain(cuda_names)
-        .collect::<Vec<_>>();
+    let available = std::iter::once("cpu".to_owned()).chain(cuda_names).collect::<Vec<_>>();
     let hint = if asked.starts_with("cuda") && cuda::load().is_err() {
         " (CUDA could not be loaded: `brimful doctor` says why)"
     } else {
         ""
     };
-    Error::NoDevice {
-        asked: asked.into(),
-        available: available.join(", "),
-        hint: hint.into(),
-    }
+    Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
 }
 
 fn cpu_model() -> Option<String> {

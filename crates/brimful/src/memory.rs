@@ -38,10 +38,7 @@ pub struct Arena {
 impl Arena {
     /// An arena that counts but does not limit.
     pub fn new(name: &str) -> Self {
-        Self {
-            name: name.to_owned(),
-            account: arena::Arena::new(name),
-        }
+        Self { name: name.to_owned(), account: arena::Arena::new(name) }
     }
 
     /// An arena in which at most `bytes` can be in use.
@@ -61,9 +58,7 @@ impl Arena {
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
         let in_use = self.current();
         match bytes {
-            Some(0) => Err(Error::LimitOfZero {
-                arena: self.name.clone(),
-            }),
+            Some(0) => Err(Error::LimitOfZero { arena: self.name.clone() }),
             Some(limit) if limit < in_use => Err(Error::LimitBelowUse {
                 arena: self.name.clone(),
                 limit: Bytes(limit),
@@ -214,9 +209,7 @@ fn usage_of_arena(arena: &Arena) -> Usage {
     Usage {
         current: Bytes(current),
         peak: Bytes(arena.peak()),
-        available: arena
-            .limit()
-            .map(|limit| Bytes(limit.saturating_sub(current))),
+        available: arena.limit().map(|limit| Bytes(limit.saturating_sub(current))),
         limit: arena.limit().map(Bytes),
         allocation_retries: 0,
     }

@@ -51,14 +51,8 @@ const PHRASES: [(&str, Place); 13] = [
     ("CUDA driver error: out of memory", Place::Cuda),
     ("CUBLAS_STATUS_ALLOC_FAILED", Place::Cuda),
     ("CUDNN_STATUS_ALLOC_FAILED", Place::Cuda),
-    (
-        "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        Place::Cuda,
-    ),
-    (
-        "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-        Place::Host,
-    ),
+    ("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Place::Cuda),
+    ("CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Place::Host),
     ("CUSOLVER_STATUS_ALLOC_FAILED", Place::Cuda),
     ("CUSPARSE_STATUS_ALLOC_FAILED", Place::Cuda),
     ("CUFFT_ALLOC_FAILED", Place::Cuda),
@@ -114,22 +108,14 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
 
 /// What a panic says, if it says anything.
 pub fn panic_text(payload: &(dyn Any + Send)) -> Option<&str> {
-    payload
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or(payload.downcast_ref::<&str>().copied())
+    payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied())
 }
 
 pub(crate) fn from_torch(error: &TorchError) -> Option<OutOfMemory> {
     recognise(&error.message).or_else(|| {
         let message = error.message.clone();
-        let unknown = OutOfMemory {
-            place: Place::Host,
-            asked: None,
-            in_use: None,
-            limit: None,
-            message,
-        };
+        let unknown =
+            OutOfMemory { place: Place::Host, asked: None, in_use: None, limit: None, message };
         (error.kind == ErrorKind::OutOfMemory).then_some(unknown)
     })
 }
@@ -162,10 +148,7 @@ fn own_words(text: &str, phrase: &str) -> String {
 fn bytes_after(text: &str, phrase: &str) -> Option<Bytes> {
     let (_, rest) = text.split_once(phrase)?;
     let words: Vec<&str> = rest.split_whitespace().take(2).collect();
-    let unit = words
-        .get(1)?
-        .trim_end_matches(['.', ','])
-        .replace("bytes", "B");
+    let unit = words.get(1)?.trim_end_matches(['.', ',']).replace("bytes", "B");
     format!("{} {unit}", words[0]).parse().ok()
 }
 
@@ -213,10 +196,7 @@ mod tests {
         let text = format!("{ARENA}\nException raised from refuse at arena.cpp:46\nframe #0");
         let thrown = format!("{:?}", tch::TchError::Torch(text.clone()));
         assert_eq!(recognise(&thrown), recognise(ARENA));
-        assert_eq!(
-            recognise(&tch::TchError::Torch(text).to_string()),
-            recognise(ARENA)
-        );
+        assert_eq!(recognise(&tch::TchError::Torch(text).to_string()), recognise(ARENA));
     }
 
     #[test]
@@ -248,11 +228,7 @@ mod tests {
             ("std::bad_alloc", Place::Host),
         ];
         for (text, place) in &reports {
-            assert_eq!(
-                recognise(text).map(|oom| oom.place).as_ref(),
-                Some(place),
-                "{text}"
-            );
+            assert_eq!(recognise(text).map(|oom| oom.place).as_ref(), Some(place), "{text}");
         }
         let host = recognise(reports[3].0).and_then(|oom| oom.asked);
         assert_eq!(host, Some(Bytes(4000)));
@@ -261,15 +237,10 @@ mod tests {
     #[test]
     fn other_ends_are_handed_back_untouched() {
         let result: Result<(), _> = catch(|| Err("my notes on being out of memory"));
-        assert!(matches!(
-            result,
-            Err(Caught::Error("my notes on being out of memory"))
-        ));
+        assert!(matches!(result, Err(Caught::Error("my notes on being out of memory"))));
 
         let result: Result<(), Caught<String>> = catch(|| panic::resume_unwind(Box::new(42_i32)));
-        let Err(Caught::Panic(payload)) = result else {
-            panic!("{result:?}")
-        };
+        let Err(Caught::Panic(payload)) = result else { panic!("{result:?}") };
         assert_eq!(payload.downcast_ref::<i32>(), Some(&42));
     }
 }

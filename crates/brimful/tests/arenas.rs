@@ -21,10 +21,7 @@ fn past_the_limit_an_allocation_fails_with_the_numbers_and_nothing_is_kept() {
         panic!("8,000 more bytes do not fit")
     };
     assert_eq!(oom.place, Place::Arena("small".into()));
-    assert_eq!(
-        (oom.asked, oom.in_use),
-        (Some(Bytes(8000)), Some(Bytes(4000)))
-    );
+    assert_eq!((oom.asked, oom.in_use), (Some(Bytes(8000)), Some(Bytes(4000))));
     assert_eq!(oom.limit, Some(Bytes(10_000)));
     assert_eq!((arena.current(), arena.peak()), (4000, 4000));
     // What does fit still does, up to the last byte.
@@ -45,39 +42,21 @@ fn a_panic_of_a_plain_method_is_caught_too() {
 #[test]
 fn another_failure_of_libtorch_keeps_its_own_message() {
     let result = oom::catch(|| Tensor::zeros([2, 3], CPU).f_matmul(&Tensor::zeros([2, 3], CPU)));
-    let Err(Caught::Error(TchError::Torch(message))) = result else {
-        panic!("shapes differ")
-    };
-    assert!(
-        message.starts_with("mat1 and mat2 shapes cannot be multiplied"),
-        "{message}"
-    );
+    let Err(Caught::Error(TchError::Torch(message))) = result else { panic!("shapes differ") };
+    assert!(message.starts_with("mat1 and mat2 shapes cannot be multiplied"), "{message}");
 }
 
 #[test]
 fn limits_that_make_no_sense_are_refused_and_the_old_one_stays() {
     let zero = Arena::limited("none", 0).expect_err("a limit of 0");
-    assert_eq!(
-        zero,
-        Error::LimitOfZero {
-            arena: "none".into()
-        }
-    );
+    assert_eq!(zero, Error::LimitOfZero { arena: "none".into() });
     let arena = Arena::limited("full", 8000).expect("a limit");
     let inside = arena.enter();
     let kept = Tensor::zeros([1000], CPU);
-    let error = arena
-        .set_limit(Some(3000))
-        .expect_err("below use")
-        .to_string();
-    assert!(
-        error.contains("limited to 2.93 KiB: 3.91 KiB are in use"),
-        "{error}"
-    );
+    let error = arena.set_limit(Some(3000)).expect_err("below use").to_string();
+    assert!(error.contains("limited to 2.93 KiB: 3.91 KiB are in use"), "{error}");
     assert_eq!(arena.limit(), Some(8000));
-    arena
-        .set_limit(Some(4000))
-        .expect("what is in use is enough");
+    arena.set_limit(Some(4000)).expect("what is in use is enough");
     arena.set_limit(None).expect("no limit");
     let large = Tensor::zeros([100_000], CPU);
     assert_eq!(arena.current(), 404_000);
@@ -119,9 +98,7 @@ fn two_threads_in_two_arenas_never_mix_wherever_a_tensor_is_freed() {
         scope.spawn(move || {
             let _inside = left.enter();
             for i in 1..=200 {
-                to_right
-                    .send(Tensor::zeros([i], CPU))
-                    .expect("right listens");
+                to_right.send(Tensor::zeros([i], CPU)).expect("right listens");
                 drop::<Tensor>(from_right.recv().expect("right sends"));
             }
         });
@@ -162,10 +139,7 @@ fn the_peak_of_a_known_graph_is_the_one_computed_by_hand() {
 fn training_step(weights: &[Tensor]) -> Result<f64, TchError> {
     let x = Tensor::f_ones([8, 16], CPU)?;
     let hidden = x.f_matmul(&weights[0])?.f_relu()?;
-    let loss = hidden
-        .f_matmul(&weights[1])?
-        .f_square()?
-        .f_mean(Kind::Float)?;
+    let loss = hidden.f_matmul(&weights[1])?.f_square()?.f_mean(Kind::Float)?;
     loss.f_backward()?;
     loss.f_double_value(&[])
 }
@@ -193,9 +167,7 @@ fn every_single_allocation_of_a_training_step_may_fail() {
         assert_eq!(arena.current(), before);
         arena.fail_nth_allocation(n);
         let result = oom::catch(|| training_step(&weights));
-        let Err(Caught::OutOfMemory(oom)) = result else {
-            panic!("allocation {n} did not fail")
-        };
+        let Err(Caught::OutOfMemory(oom)) = result else { panic!("allocation {n} did not fail") };
         assert_eq!(oom.place, Place::Arena("faulty".into()));
         assert_eq!(oom.limit, None);
         forget(&mut weights);

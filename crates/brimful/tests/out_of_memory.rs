@@ -108,11 +108,7 @@ fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
         assert!(
             matches!(&error, Error::NoDevice { available, .. } if available.starts_with("cpu"))
         );
-        assert!(
-            error
-                .to_string()
-                .starts_with(&format!("there is no device '{asked}' here"))
-        );
+        assert!(error.to_string().starts_with(&format!("there is no device '{asked}' here")));
     }
     assert!(Memory::of(Device::Cuda(99)).is_err());
     assert_eq!(device::find("cpu"), Ok(Device::Cpu));
