@@ -4,6 +4,7 @@
 pub mod bytes;
 pub mod device;
 mod error;
+pub mod libtorch;
 pub mod memory;
 pub mod oom;
 
