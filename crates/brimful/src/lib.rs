@@ -6,6 +6,7 @@ pub mod device;
 mod error;
 pub mod memory;
 pub mod oom;
+pub mod split;
 
 pub use bytes::Bytes;
 pub use error::Error;
