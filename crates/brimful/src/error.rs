@@ -167,3 +167,16 @@ impl From<brimful_torch::TorchError> for Error {
         oom::from_torch(&error).map_or(Self::Torch(error.message), Self::OutOfMemory)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_tch_keeps_its_sentence_and_loses_its_backtrace() {
+        let error = TchError::Torch("sizes differ\nException raised from cat\nframe #0".into());
+        assert_eq!(Error::from(error), Error::Torch("sizes differ".into()));
+        let error = Error::from(TchError::Torch("CUDA out of memory. Tried to allocate".into()));
+        assert!(matches!(error, Error::OutOfMemory(_)), "{error:?}");
+    }
+}
