@@ -1,5 +1,7 @@
 //! Everything that can go wrong, with the numbers and the remedy.
 
+use std::sync::Arc;
+
 use tch::TchError;
 use thiserror::Error;
 
@@ -7,7 +9,7 @@ use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
 
 /// What a call of this library can fail with.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Memory ran out.
@@ -121,6 +123,132 @@ pub enum Error {
         length: usize,
     },
 
+    /// A loss that is not one number.
+    #[error(
+        "term {term} of the loss (counted from 0) has the shape {shape:?}: reduce it to one number, \
+         by a mean or a sum"
+    )]
+    LossNotScalar {
+        /// The term's place, counted from 0.
+        term: usize,
+        /// Its shape.
+        shape: Vec<i64>,
+    },
+
+    /// A loss that no backward can start from.
+    #[error(
+        "term {term} of the loss (counted from 0) has no gradient: it does not depend on a \
+         trainable parameter, or was computed under no_grad or detached"
+    )]
+    LossWithoutGradient {
+        /// The term's place, counted from 0.
+        term: usize,
+    },
+
+    /// A weight that is not one number.
+    #[error(
+        "the weight of term {term} of the loss (counted from 0) has the shape {shape:?}: sum it to \
+         one number"
+    )]
+    WeightNotScalar {
+        /// The term's place, counted from 0.
+        term: usize,
+        /// The weight's shape.
+        shape: Vec<i64>,
+    },
+
+    /// Losses of another make in a later micro-batch.
+    #[error(
+        "a micro-batch's loss has {now} terms where the ones before had {before}, or of other \
+         kinds: build the same loss for every micro-batch"
+    )]
+    TermsDiffer {
+        /// Terms of the micro-batches before.
+        before: usize,
+        /// Terms of this one.
+        now: usize,
+    },
+
+    /// Nothing to divide by.
+    #[error(
+        "the weights of term {term} of the loss (counted from 0) sum to 0 over the mini-batch: \
+         there is nothing to take a mean over, so leave the mini-batch out"
+    )]
+    ZeroDenominator {
+        /// The term's place, counted from 0.
+        term: usize,
+    },
+
+    /// A loss that is infinite or no number.
+    #[error(
+        "term {term} of the loss (counted from 0) is {value} (weight {weight}) in micro-batch \
+         {micro_batch}: nothing was changed; lower the learning rate or look at the data, use \
+         `Loss::ratio` where a micro-batch may have a weight of 0, or allow it by `NonFinite::Allow`"
+    )]
+    NonFiniteLoss {
+        /// The term's place, counted from 0.
+        term: usize,
+        /// The micro-batch, counted from 0.
+        micro_batch: usize,
+        /// The value.
+        value: f64,
+        /// Its weight.
+        weight: f64,
+    },
+
+    /// A gradient that is infinite or no number.
+    #[error(
+        "a gradient is not finite from micro-batch {micro_batch} on: nothing was changed; lower the \
+         learning rate or look at the data, or allow it by `NonFinite::RefuseLoss`"
+    )]
+    NonFiniteGradient {
+        /// The micro-batch, counted from 0.
+        micro_batch: usize,
+    },
+
+    /// A commit of nothing.
+    #[error("there is nothing to commit: call `accumulate` first")]
+    NothingAccumulated,
+
+    /// A whole step between the parts of another.
+    #[error(
+        "{samples} samples have been accumulated and not committed: call `commit` before the next \
+         `backward`"
+    )]
+    WindowOpen {
+        /// Samples that wait.
+        samples: usize,
+    },
+
+    /// Outputs that a loss over the whole mini-batch cannot be traced back through.
+    #[error(
+        "output {leaf} (counted from 0) cannot take a gradient in parts: return one row a sample, \
+         and nothing in `Shared`"
+    )]
+    OutputNotRows {
+        /// The output's place, counted from 0.
+        leaf: usize,
+    },
+
+    /// An input that a BatchNorm layer is not made for.
+    #[error(
+        "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
+         second, but got the shape {shape:?}",
+        enumerate(dimensions)
+    )]
+    BatchNormInput {
+        /// Numbers of dimensions that the layer takes.
+        dimensions: &'static [usize],
+        /// Its channels.
+        channels: i64,
+        /// The input's shape.
+        shape: Vec<i64>,
+    },
+
+    /// An error of the user's own closure.
+    #[error(transparent)]
+    Closure(ClosureError),
+
     /// No part at all.
     #[error("there is nothing to join: give at least one part")]
     NothingToJoin,
@@ -138,6 +266,17 @@ pub enum Error {
         /// What this part has in its stead.
         other: String,
     },
+}
+
+/// An error that a user's closure returned, as it was.
+#[derive(Debug, Clone, Error)]
+#[error(transparent)]
+pub struct ClosureError(pub Arc<dyn std::error::Error + Send + Sync>);
+
+impl PartialEq for ClosureError {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 /// `8, 8 and 6`.

@@ -4,18 +4,27 @@
 // The code that `#[derive(Batch)]` writes says `::brimful`, and is used in here too.
 extern crate self as brimful;
 
+mod accumulate;
 pub mod batch;
 pub mod bytes;
 pub mod device;
 mod error;
+mod feed;
 pub mod libtorch;
+pub mod loss;
 pub mod memory;
+pub mod micro;
+pub mod nn;
 pub mod oom;
+mod random;
 pub mod split;
+mod statistics;
 
 pub use batch::{Batch, Shared};
 pub use bytes::Bytes;
-pub use error::Error;
+pub use error::{ClosureError, Error};
+pub use loss::Loss;
+pub use micro::{MicroBatcher, Size, Step};
 /// The tch whose tensors this library takes.
 pub use tch;
 

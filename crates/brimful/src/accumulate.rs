@@ -1,0 +1,196 @@
+//! Collects gradients over micro-batches; commits them whole or not at all.
+//!
+//! Before a step the gradients that are already there are set aside, so that autograd makes new
+//! ones. Those are the step's own: on success they are scaled and added to what was there, on
+//! failure they are dropped and what was there comes back. Nothing is copied for it.
+//!
+//! Terms of a loss whose denominators are known only at the end each need sums of their own
+//! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
+
+use brimful_torch::autograd::{backward, set_gradient};
+use brimful_torch::foreach;
+use tch::{Kind, Tensor};
+
+use crate::Result;
+
+/// One gradient sum a parameter, or none where nothing has reached it.
+type Sum = Vec<Option<Tensor>>;
+
+/// Gradient sums of a step so far, one list for each group of terms.
+#[derive(Debug)]
+pub(crate) struct Sums {
+    groups: Vec<Sum>,
+}
+
+/// Parameters whose earlier gradients are set aside while a step makes its own.
+#[derive(Debug)]
+pub(crate) struct Accumulator {
+    parameters: Vec<Tensor>,
+    aside: Sum,
+    groups: Vec<Sum>,
+    half: bool,
+}
+
+impl Accumulator {
+    /// Sets aside what the parameters have. Dropped, it puts that back.
+    pub(crate) fn begin(parameters: Vec<Tensor>) -> Result<Self> {
+        let aside = parameters.iter().map(gradient).collect();
+        let half = parameters.iter().any(is_half);
+        let mut accumulator = Self { parameters, aside, groups: Vec::new(), half };
+        accumulator.clear()?;
+        Ok(accumulator)
+    }
+
+    /// Says how many groups of terms there are; the same at every call.
+    pub(crate) fn expect_groups(&mut self, count: usize) {
+        let empty = || self.parameters.iter().map(|_| None).collect();
+        while self.groups.len() < count {
+            self.groups.push(empty());
+        }
+    }
+
+    /// Whether autograd itself adds up: one group of terms, and no half-precision parameter.
+    fn in_place(&self) -> bool {
+        self.groups.len() == 1 && !self.half
+    }
+
+    /// Runs backward from one group's roots and adds what arrives to the group's sums.
+    pub(crate) fn add(
+        &mut self,
+        group: usize,
+        roots: &[(&Tensor, Tensor)],
+        keep_graph: bool,
+    ) -> Result<()> {
+        let (roots, gradients): (Vec<_>, Vec<_>) =
+            roots.iter().map(|(root, gradient)| (*root, Some(gradient))).unzip();
+        backward(&roots, &gradients, keep_graph)?;
+        if self.in_place() { Ok(()) } else { self.collect(group) }
+    }
+
+    /// Moves the gradients that autograd has just made into a group's sums.
+    fn collect(&mut self, group: usize) -> Result<()> {
+        let sums = &mut self.groups[group];
+        let (mut into, mut what) = (Vec::new(), Vec::new());
+        for (parameter, sum) in self.parameters.iter_mut().zip(sums) {
+            let Some(new) = gradient(parameter) else { continue };
+            match sum {
+                Some(sum) => {
+                    into.push(sum.shallow_clone());
+                    what.push(new);
+                }
+                // Half precision is summed in f32: a sum of many would lose the small ones.
+                None if is_half(parameter) => *sum = Some(new.f_to_kind(Kind::Float)?),
+                None => *sum = Some(new),
+            }
+            set_gradient(parameter, None)?;
+        }
+        if !into.is_empty() {
+            foreach::add(&into, &what, 1.0)?;
+        }
+        Ok(())
+    }
+
+    /// Puts back what the parameters had, and gives the step's sums.
+    pub(crate) fn finish(mut self) -> Result<Sums> {
+        if self.in_place() {
+            self.groups[0] = self.parameters.iter().map(gradient).collect();
+        }
+        self.put_back()?;
+        self.parameters.clear();
+        Ok(Sums { groups: std::mem::take(&mut self.groups) })
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        self.parameters.iter_mut().try_for_each(|p| Ok(set_gradient(p, None)?))
+    }
+
+    fn put_back(&mut self) -> Result<()> {
+        let pairs = self.parameters.iter_mut().zip(&self.aside);
+        pairs.into_iter().try_for_each(|(p, old)| Ok(set_gradient(p, old.as_ref())?))
+    }
+
+    /// The norm of the step's gradients so far, as a tensor that nobody has read yet: finite only if
+    /// they all are.
+    pub(crate) fn norm(&self) -> Result<Option<Tensor>> {
+        let sums = self.groups.iter().flatten().flatten().map(Tensor::shallow_clone);
+        let all: Vec<Tensor> = self.parameters.iter().filter_map(gradient).chain(sums).collect();
+        if all.is_empty() { Ok(None) } else { Ok(Some(foreach::norm(&all)?)) }
+    }
+}
+
+impl Drop for Accumulator {
+    fn drop(&mut self) {
+        // Cannot fail: what is put back was there before.
+        let _ = self.put_back();
+    }
+}
+
+impl Sums {
+    /// Adds a later part of the same step, group by group.
+    pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
+        for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
+            add_sum(mine, theirs)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the sums, each group times its factor, to the parameters' gradients. Everything that
+    /// needs memory comes before the first change.
+    pub(crate) fn commit(self, parameters: &mut [Tensor], factors: &[f64]) -> Result<()> {
+        let mut groups = self.groups.into_iter();
+        let mut total = groups.next().unwrap_or_default();
+        scale(&total, factors.first().copied())?;
+        for (sum, factor) in groups.zip(&factors[1..]) {
+            scale(&sum, Some(*factor))?;
+            add_sum(&mut total, sum)?;
+        }
+        let finished = cast(total, parameters)?;
+        let mut gradients: Sum = parameters.iter().map(gradient).collect();
+        add_sum(&mut gradients, finished)?;
+        for (parameter, new) in parameters.iter_mut().zip(&gradients) {
+            set_gradient(parameter, new.as_ref())?;
+        }
+        Ok(())
+    }
+}
+
+fn add_sum(mine: &mut Sum, theirs: Sum) -> Result<()> {
+    let (mut into, mut what) = (Vec::new(), Vec::new());
+    for (mine, theirs) in mine.iter_mut().zip(theirs) {
+        match (mine, theirs) {
+            (Some(sum), Some(new)) => {
+                into.push(sum.shallow_clone());
+                what.push(new);
+            }
+            (mine @ None, new) => *mine = new,
+            (Some(_), None) => {}
+        }
+    }
+    if into.is_empty() { Ok(()) } else { Ok(foreach::add(&into, &what, 1.0)?) }
+}
+
+fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
+    let present: Vec<Tensor> = sum.iter().flatten().map(Tensor::shallow_clone).collect();
+    match factor {
+        Some(factor) if factor != 1.0 && !present.is_empty() => {
+            Ok(foreach::scale(&present, factor)?)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Gives each sum its parameter's type.
+fn cast(sum: Sum, parameters: &[Tensor]) -> Result<Sum> {
+    let pairs = sum.into_iter().zip(parameters);
+    let cast = pairs.map(|(sum, p)| sum.map(|sum| sum.f_to_kind(p.kind())).transpose());
+    Ok(cast.collect::<std::result::Result<_, _>>()?)
+}
+
+fn gradient(parameter: &Tensor) -> Option<Tensor> {
+    let gradient = parameter.grad();
+    gradient.defined().then_some(gradient)
+}
+
+fn is_half(parameter: &Tensor) -> bool {
+    matches!(parameter.kind(), Kind::Half | Kind::BFloat16)
+}

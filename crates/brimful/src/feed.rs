@@ -1,0 +1,122 @@
+//! Brings micro-batches to the device ahead of their use, at most two at a time.
+//!
+//! ```text
+//!   feeder thread    pin 1 → copy 1 │ pin 2 → copy 2 │ wait until 1 is used │ pin 3 → copy 3 …
+//!   this thread                     │ use 1          │ use 2                │ use 3 …
+//! ```
+//!
+//! The copies go through page-locked memory on a stream of their own, so that neither the host nor
+//! the device waits for them. A batch that is on the device already is cut where it lies.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::thread;
+
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::transfer;
+use tch::Device;
+
+use crate::batch::{self, Batch, Leaf};
+use crate::{Error, Result};
+
+/// Calls `f` with each micro-batch in turn, on the device.
+pub(crate) fn each<B: Batch>(
+    batch: &B,
+    ranges: &[Range<usize>],
+    device: Device,
+    mut f: impl FnMut(usize, B) -> Result<()>,
+) -> Result<()> {
+    if is_on(batch, device) {
+        let mut slices = ranges.iter().cloned().enumerate();
+        return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
+    }
+    let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
+    let slices = slices.collect::<Result<Vec<B>>>()?;
+    if device == Device::Cpu {
+        let mut slices = slices.iter().enumerate();
+        return slices.try_for_each(|(i, slice)| f(i, moved(slice, device)?));
+    }
+    let compute = Stream::current(device)?;
+    thread::scope(|scope| {
+        let (arrivals, arrived) = sync_channel(0);
+        let (releases, released) = channel();
+        scope.spawn(move || feed(slices, device, &arrivals, &released));
+        for i in 0..ranges.len() {
+            let Arrival { micro_batch, copied } = arrived.recv().map_err(|_| gone())??;
+            compute.wait(&copied)?;
+            keep(&micro_batch, compute)?;
+            f(i, micro_batch)?;
+            let mut used = Event::new(device)?;
+            used.record(compute)?;
+            // The feeder stops listening when it has sent the last one.
+            let _ = releases.send(used);
+        }
+        Ok(())
+    })
+}
+
+/// A micro-batch whose copy is under way.
+struct Arrival<B> {
+    micro_batch: B,
+    copied: Event,
+}
+
+/// Sends micro-batch after micro-batch; ends early where nobody listens.
+fn feed<B: Batch>(
+    slices: Vec<B>,
+    device: Device,
+    arrivals: &SyncSender<Result<Arrival<B>>>,
+    released: &Receiver<Event>,
+) {
+    let copies = Stream::new(device);
+    for (i, slice) in slices.into_iter().enumerate() {
+        // Two are on the device: the one in use and the one that waits. A third needs its room.
+        if i >= 2 && !released.recv().is_ok_and(|used| used.synchronize().is_ok()) {
+            return;
+        }
+        let arrival = copies.clone().map_err(Error::from).and_then(|copies| send(&slice, copies));
+        if arrivals.send(arrival).is_err() {
+            return;
+        }
+    }
+}
+
+fn send<B: Batch>(slice: &B, copies: Stream) -> Result<Arrival<B>> {
+    let _copying = copies.enter()?;
+    let micro_batch = moved(slice, copies.device())?;
+    let mut copied = Event::new(copies.device())?;
+    copied.record(copies)?;
+    Ok(Arrival { micro_batch, copied })
+}
+
+/// The batch's tensors on the device, through page-locked memory.
+fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
+    batch.map(&mut |leaf| {
+        let tensor = leaf.tensor();
+        if tensor.device() == device {
+            return Ok(tensor.shallow_clone());
+        }
+        Ok(transfer::send(&transfer::pin(tensor)?, device)?)
+    })
+}
+
+/// Lets the copies' memory live until the computing stream is done with it.
+fn keep(batch: &impl Batch, compute: Stream) -> Result<()> {
+    let mut result = Ok(());
+    batch.visit(&mut |leaf| {
+        if result.is_ok() {
+            result = compute.keep(leaf.tensor());
+        }
+    });
+    Ok(result?)
+}
+
+fn is_on(batch: &impl Batch, device: Device) -> bool {
+    let mut all = true;
+    batch.visit(&mut |leaf: Leaf<'_>| all &= leaf.tensor().device() == device);
+    all
+}
+
+fn gone() -> Error {
+    Error::Torch("the thread that copies micro-batches to the device has ended".into())
+}

@@ -1,0 +1,205 @@
+//! A loss as numerator and denominator, so that a sum over micro-batches is the mini-batch's loss.
+//!
+//! A mean over a mini-batch is not the mean of its micro-batches' means: it is the sum of all
+//! numerators over the sum of all denominators. So a [`Loss`] says what its value was divided by.
+//!
+//! | the full batch's loss | write |
+//! | --- | --- |
+//! | a mean over samples | `Loss::mean(t)` |
+//! | a mean over tokens, or over the weights of classes | `Loss::mean_over(t, count)` |
+//! | the same, where a micro-batch may have none of them | `Loss::ratio(sum, count)` |
+//! | a sum | `Loss::sum(t)` |
+//! | a term of the parameters alone | `Loss::once(t)` |
+//! | several of them | `a + b * 0.1` |
+
+use std::ops::{Add, Mul};
+
+use tch::Tensor;
+
+use crate::{Error, Result};
+
+/// The loss of one micro-batch: terms, each with what it is a mean over.
+#[derive(Debug)]
+pub struct Loss {
+    terms: Vec<Term>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Term {
+    pub(crate) value: Tensor,
+    pub(crate) over: Over,
+    pub(crate) factor: f64,
+}
+
+/// What a term's value has been divided by.
+#[derive(Debug)]
+pub(crate) enum Over {
+    /// The number of samples in the micro-batch.
+    Samples,
+    /// A number or tensor that the user gives.
+    Given(Weight),
+    /// As before, but the division is still to come.
+    Undivided(Weight),
+    /// Nothing: a sum.
+    Nothing,
+    /// Nothing, and it does not depend on the samples: counted once a step.
+    Once,
+}
+
+/// What a mean is over: tokens, or the weights of classes.
+#[derive(Debug)]
+pub enum Weight {
+    /// A number that the host knows.
+    Number(f64),
+    /// A tensor of one element, which need not be read before the step's end.
+    Tensor(Tensor),
+}
+
+impl Loss {
+    /// A mean over the samples of the micro-batch.
+    pub fn mean(value: Tensor) -> Self {
+        Self::of(value, Over::Samples)
+    }
+
+    /// A mean over something else: give how much of it the micro-batch has.
+    ///
+    /// For a cross-entropy that ignores padding it is the number of targets that are none; for one
+    /// with class weights, the sum of the targets' weights.
+    pub fn mean_over(value: Tensor, weight: impl Into<Weight>) -> Self {
+        Self::of(value, Over::Given(weight.into()))
+    }
+
+    /// A sum, and what the mini-batch's sum is to be divided by. Unlike a mean it is well-defined
+    /// for a micro-batch that has nothing to divide by, such as one of padding alone.
+    pub fn ratio(sum: Tensor, weight: impl Into<Weight>) -> Self {
+        Self::of(sum, Over::Undivided(weight.into()))
+    }
+
+    /// A sum over the samples.
+    pub fn sum(value: Tensor) -> Self {
+        Self::of(value, Over::Nothing)
+    }
+
+    /// A term that does not depend on the samples, such as a penalty on parameters. It counts once
+    /// a step, however many micro-batches there are.
+    pub fn once(value: Tensor) -> Self {
+        Self::of(value, Over::Once)
+    }
+
+    fn of(value: Tensor, over: Over) -> Self {
+        Self { terms: vec![Term { value, over, factor: 1.0 }] }
+    }
+
+    /// Its terms, if each is a scalar that a backward can start from (or may do without).
+    pub(crate) fn into_terms(self, needs_gradient: bool) -> Result<Vec<Term>> {
+        for (index, term) in self.terms.iter().enumerate() {
+            term.check(index, needs_gradient)?;
+        }
+        Ok(self.terms)
+    }
+}
+
+impl Term {
+    fn check(&self, index: usize, needs_gradient: bool) -> Result<()> {
+        if self.value.numel() != 1 {
+            return Err(Error::LossNotScalar { term: index, shape: self.value.size() });
+        }
+        if needs_gradient && !self.value.requires_grad() {
+            return Err(Error::LossWithoutGradient { term: index });
+        }
+        match &self.over {
+            Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight))
+                if weight.numel() != 1 =>
+            {
+                Err(Error::WeightNotScalar { term: index, shape: weight.size() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The gradient to start this term's backward from; none for a term that has no part in this
+    /// micro-batch.
+    pub(crate) fn root_gradient(&self, part: &Part) -> Result<Option<Tensor>> {
+        let number = match &self.over {
+            Over::Samples => part.samples / part.unit,
+            // A mean over nothing is 0/0, and so is its gradient.
+            Over::Given(Weight::Number(0.0)) => return Ok(None),
+            Over::Given(Weight::Number(weight)) => weight / part.unit,
+            Over::Given(Weight::Tensor(weight)) => {
+                let scaled = like(weight, &self.value)?.f_mul_scalar(self.factor / part.unit)?;
+                return Ok(Some(scaled));
+            }
+            Over::Undivided(_) => 1.0 / part.unit,
+            Over::Nothing => 1.0,
+            Over::Once if part.first => 1.0,
+            Over::Once => return Ok(None),
+        };
+        Ok(Some(self.value.f_full_like(number * self.factor)?))
+    }
+}
+
+/// The weight with the value's shape, type and device.
+pub(crate) fn like(weight: &Tensor, value: &Tensor) -> Result<Tensor> {
+    let weight = weight.f_detach()?.f_to_device(value.device())?;
+    Ok(weight.f_to_kind(value.kind())?.f_view_as(value)?)
+}
+
+/// A micro-batch's place in its step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    /// Its samples.
+    pub(crate) samples: f64,
+    /// What gradients are divided by until the true denominator is known: it keeps half-precision
+    /// gradients from overflowing, and for a mean over one mini-batch it *is* the denominator.
+    pub(crate) unit: f64,
+    /// Whether it is the step's first.
+    pub(crate) first: bool,
+}
+
+impl Add for Loss {
+    type Output = Self;
+
+    fn add(mut self, other: Self) -> Self {
+        self.terms.extend(other.terms);
+        self
+    }
+}
+
+impl Mul<f64> for Loss {
+    type Output = Self;
+
+    fn mul(mut self, factor: f64) -> Self {
+        self.terms.iter_mut().for_each(|term| term.factor *= factor);
+        self
+    }
+}
+
+impl From<f64> for Weight {
+    fn from(number: f64) -> Self {
+        Self::Number(number)
+    }
+}
+
+impl From<i64> for Weight {
+    fn from(number: i64) -> Self {
+        Self::Number(number as f64)
+    }
+}
+
+impl From<usize> for Weight {
+    fn from(number: usize) -> Self {
+        Self::Number(number as f64)
+    }
+}
+
+impl From<Tensor> for Weight {
+    fn from(tensor: Tensor) -> Self {
+        Self::Tensor(tensor)
+    }
+}
+
+impl From<&Tensor> for Weight {
+    fn from(tensor: &Tensor) -> Self {
+        Self::Tensor(tensor.shallow_clone())
+    }
+}

@@ -1,0 +1,210 @@
+//! Counts a step's loss: numerators and denominators on the device, read once at the end.
+
+use tch::{Device, Kind, Tensor};
+
+use super::NonFinite;
+use crate::loss::{Over, Part, Term, Weight};
+use crate::{Error, Result};
+
+/// What a step's terms have added up to so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    terms: Vec<Line>,
+    /// The gradients' norm after each micro-batch, where that was asked for.
+    norms: Vec<Tensor>,
+}
+
+/// One term over all micro-batches.
+#[derive(Debug)]
+struct Line {
+    over: LineOver,
+    factor: f64,
+    /// Each micro-batch's value and weight; `None` where the term had no part in it.
+    parts: Vec<Option<(Tensor, Weight)>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LineOver {
+    Samples,
+    Given,
+    Undivided,
+    Nothing,
+    Once,
+}
+
+/// A group of terms whose gradients have one common factor at the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Group {
+    /// Nothing is left to divide by.
+    Done,
+    /// The samples of all mini-batches.
+    Samples,
+    /// The weights of this term.
+    Term(usize),
+}
+
+impl Tally {
+    /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
+    pub(super) fn count(&mut self, terms: &[Term], part: &Part) -> Result<()> {
+        if self.terms.is_empty() {
+            self.terms = terms.iter().map(Line::new).collect();
+        }
+        let same = |(line, term): (&Line, &Term)| line.over == LineOver::of(&term.over);
+        if terms.len() != self.terms.len() || !self.terms.iter().zip(terms).all(same) {
+            return Err(Error::TermsDiffer { before: self.terms.len(), now: terms.len() });
+        }
+        for (line, term) in self.terms.iter_mut().zip(terms) {
+            line.parts.push(counted(term, part)?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn add_norm(&mut self, norm: Option<Tensor>) -> Result<()> {
+        let norm = norm.map(|norm| norm.f_to_kind(Kind::Double)?.f_view([1_i64])).transpose()?;
+        self.norms.extend(norm);
+        Ok(())
+    }
+
+    /// Adds a later mini-batch of the same step.
+    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
+        let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
+        let (before, now) = (self.terms.len(), later.terms.len());
+        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
+            return Err(Error::TermsDiffer { before, now });
+        }
+        for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
+            mine.parts.extend(theirs.parts);
+        }
+        self.norms.extend(later.norms);
+        Ok(())
+    }
+
+    /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
+    /// is left to divide by.
+    pub(super) fn groups(&self, single: bool) -> Vec<Group> {
+        let group = |(index, line): (usize, &Line)| match line.over {
+            LineOver::Samples if !single => Group::Samples,
+            LineOver::Given | LineOver::Undivided => Group::Term(index),
+            _ => Group::Done,
+        };
+        self.terms.iter().enumerate().map(group).collect()
+    }
+
+    /// Reads everything from the device, at once.
+    pub(super) fn read(&self, policy: NonFinite) -> Result<Totals> {
+        let mut numbers = self.fetch()?.into_iter();
+        let mut next = || numbers.next().unwrap_or(f64::NAN);
+        let mut totals = Totals::default();
+        for (index, line) in self.terms.iter().enumerate() {
+            let (mut numerator, mut denominator) = (0.0, 0.0);
+            for (micro_batch, part) in line.parts.iter().enumerate() {
+                let Some((_, weight)) = part else { continue };
+                let value = next();
+                let weight = match weight {
+                    Weight::Number(number) => *number,
+                    Weight::Tensor(_) => next(),
+                };
+                if policy != NonFinite::Allow && !(value.is_finite() && weight.is_finite()) {
+                    return Err(Error::NonFiniteLoss { term: index, micro_batch, value, weight });
+                }
+                numerator += if line.over == LineOver::Undivided { value } else { value * weight };
+                denominator += weight;
+            }
+            totals.add(index, line, numerator, denominator)?;
+        }
+        match (0..self.norms.len()).find(|_| !next().is_finite()) {
+            Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
+            None => Ok(totals),
+        }
+    }
+
+    /// All that is on the device, in the order of `read`, in one transfer.
+    fn fetch(&self) -> Result<Vec<f64>> {
+        let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
+        let mut tensors = Vec::new();
+        for (value, weight) in parts {
+            tensors.push(value);
+            if let Weight::Tensor(weight) = weight {
+                tensors.push(weight);
+            }
+        }
+        tensors.extend(&self.norms);
+        if tensors.is_empty() {
+            return Ok(Vec::new());
+        }
+        let all = Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?;
+        Ok(Vec::try_from(&all)?)
+    }
+}
+
+impl Line {
+    fn new(term: &Term) -> Self {
+        Self { over: LineOver::of(&term.over), factor: term.factor, parts: Vec::new() }
+    }
+}
+
+impl LineOver {
+    fn of(over: &Over) -> Self {
+        match over {
+            Over::Samples => Self::Samples,
+            Over::Given(_) => Self::Given,
+            Over::Undivided(_) => Self::Undivided,
+            Over::Nothing => Self::Nothing,
+            Over::Once => Self::Once,
+        }
+    }
+}
+
+/// A term's value and weight, each a double of one element; `None` where it has no part.
+fn counted(term: &Term, part: &Part) -> Result<Option<(Tensor, Weight)>> {
+    let weight = match &term.over {
+        Over::Samples => Weight::Number(part.samples),
+        Over::Given(Weight::Number(0.0)) => return Ok(None),
+        Over::Given(Weight::Number(number)) | Over::Undivided(Weight::Number(number)) => {
+            Weight::Number(*number)
+        }
+        Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight)) => {
+            Weight::Tensor(double(&weight.f_to_device(term.value.device())?)?)
+        }
+        Over::Nothing => Weight::Number(1.0),
+        Over::Once if part.first => Weight::Number(1.0),
+        Over::Once => return Ok(None),
+    };
+    Ok(Some((double(&term.value)?, weight)))
+}
+
+fn double(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
+}
+
+/// A step's loss, read.
+#[derive(Debug, Default)]
+pub(super) struct Totals {
+    pub(super) loss: f64,
+    /// Each term of it.
+    pub(super) terms: Vec<f64>,
+    denominators: Vec<f64>,
+}
+
+impl Totals {
+    fn add(&mut self, index: usize, line: &Line, numerator: f64, denominator: f64) -> Result<()> {
+        let divided = match line.over {
+            LineOver::Nothing | LineOver::Once => numerator,
+            _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
+            _ => numerator / denominator,
+        };
+        self.terms.push(divided * line.factor);
+        self.loss += divided * line.factor;
+        self.denominators.push(denominator);
+        Ok(())
+    }
+
+    /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
+    pub(super) fn factor(&self, group: Group, unit: f64, samples: f64) -> f64 {
+        match group {
+            Group::Done => 1.0,
+            Group::Samples => unit / samples,
+            Group::Term(index) => unit / self.denominators[index],
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! Micro-batches leave exactly the gradient, loss and outputs of the full batch.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+
+use brimful::{Loss, MicroBatcher, Shared, Size, device};
+use brimful_torch::autograd::set_gradient;
+use tch::nn::{self, Module};
+use tch::{Device, Kind, Reduction, Tensor};
+
+const SIZES: [usize; 6] = [1, 2, 7, 16, 65, 1000];
+const SAMPLES: [i64; 4] = [1, 5, 64, 65];
+const CLASSES: i64 = 4;
+
+fn test_device() -> Device {
+    let name = std::env::var("BRIMFUL_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
+    device::find(&name).expect("the device asked for")
+}
+
+/// A network with a parameter that nothing uses and one that already has a gradient.
+struct Net {
+    store: nn::VarStore,
+    layers: nn::Sequential,
+}
+
+/// Numbers between -1 and 1 that look random, but are the same on every thread and device.
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+fn net(kind: Kind) -> Net {
+    let mut store = nn::VarStore::new(test_device());
+    let root = store.root();
+    let layers = nn::seq()
+        .add(nn::linear(&root / "one", 6, 8, Default::default()))
+        .add_fn(Tensor::tanh)
+        .add(nn::linear(&root / "two", 8, CLASSES, Default::default()));
+    let _unused = root.randn_standard("unused", &[3]);
+    store.set_kind(kind);
+    for (name, mut variable) in store.variables() {
+        tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
+    }
+    let mut touched = store.variables()["one.weight"].shallow_clone();
+    let earlier = Tensor::full_like(&touched, 0.25);
+    set_gradient(&mut touched, Some(&earlier)).expect("a gradient");
+    Net { store, layers }
+}
+
+/// Inputs, classes, and a weight for each sample, all in host memory.
+fn batch(samples: i64, kind: Kind) -> (Tensor, Tensor, Tensor) {
+    let x = numbers(&[samples, 6], 100).to_kind(kind);
+    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
+    let tokens = ((numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0).to_kind(kind);
+    (x, y, tokens)
+}
+
+fn cross_entropy(logits: &Tensor, y: &Tensor) -> Tensor {
+    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::Mean, -100, 0.0)
+}
+
+/// The mean cross-entropy over tokens: each sample stands for several.
+fn over_tokens(logits: &Tensor, y: &Tensor, tokens: &Tensor) -> (Tensor, Tensor) {
+    let each = logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0);
+    let count = tokens.sum(tokens.kind());
+    ((each * tokens).sum(logits.kind()) / &count, count)
+}
+
+fn class_weights(like: &Tensor) -> Tensor {
+    Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]).to_kind(like.kind()).to_device(like.device())
+}
+
+fn weighted(logits: &Tensor, y: &Tensor) -> (Tensor, Tensor) {
+    let weights = class_weights(logits);
+    let loss = logits.cross_entropy_loss(y, Some(&weights), Reduction::Mean, -100, 0.0);
+    (loss, weights.index_select(0, y).sum(logits.kind()))
+}
+
+fn penalty(net: &Net) -> Tensor {
+    let weight = &net.store.variables()["two.weight"];
+    weight.square().sum(weight.kind()) * 0.01
+}
+
+/// A loss of the full batch, and the same as a sum over micro-batches.
+struct Case {
+    name: &'static str,
+    full: fn(&Net, &Tensor, &Tensor, &Tensor) -> Tensor,
+    micro: fn(&Net, &Tensor, &Tensor, &Tensor) -> Loss,
+}
+
+const CASES: [Case; 7] = [
+    Case {
+        name: "mean",
+        full: |net, x, y, _| cross_entropy(&net.layers.forward(x), y),
+        micro: |net, x, y, _| Loss::mean(cross_entropy(&net.layers.forward(x), y)),
+    },
+    Case {
+        name: "sum",
+        full: |net, x, _, _| net.layers.forward(x).square().sum(x.kind()),
+        micro: |net, x, _, _| Loss::sum(net.layers.forward(x).square().sum(x.kind())),
+    },
+    Case {
+        name: "token-weighted",
+        full: |net, x, y, tokens| over_tokens(&net.layers.forward(x), y, tokens).0,
+        micro: |net, x, y, tokens| {
+            let (loss, count) = over_tokens(&net.layers.forward(x), y, tokens);
+            Loss::mean_over(loss, count)
+        },
+    },
+    Case {
+        name: "token-weighted, undivided, with a number",
+        full: |net, x, y, tokens| over_tokens(&net.layers.forward(x), y, tokens).0,
+        micro: |net, x, y, tokens| {
+            let (loss, count) = over_tokens(&net.layers.forward(x), y, tokens);
+            Loss::ratio(loss * &count, count.double_value(&[]))
+        },
+    },
+    Case {
+        name: "class-weighted",
+        full: |net, x, y, _| weighted(&net.layers.forward(x), y).0,
+        micro: |net, x, y, _| {
+            let (loss, weight) = weighted(&net.layers.forward(x), y);
+            Loss::mean_over(loss, &weight)
+        },
+    },
+    Case {
+        name: "two denominators and a penalty",
+        full: |net, x, y, tokens| {
+            let logits = net.layers.forward(x);
+            let squares = logits.square().mean(x.kind());
+            over_tokens(&logits, y, tokens).0 + squares * 0.1 + penalty(net)
+        },
+        micro: |net, x, y, tokens| {
+            let logits = net.layers.forward(x);
+            let squares = Loss::mean(logits.square().mean(x.kind()));
+            let (loss, count) = over_tokens(&logits, y, tokens);
+            Loss::mean_over(loss, count) + squares * 0.1 + Loss::once(penalty(net))
+        },
+    },
+    Case {
+        name: "three denominators",
+        full: |net, x, y, tokens| {
+            let logits = net.layers.forward(x);
+            over_tokens(&logits, y, tokens).0 + weighted(&logits, y).0 * 2.0 + logits.mean(x.kind())
+        },
+        micro: |net, x, y, tokens| {
+            let logits = net.layers.forward(x);
+            let (loss, count) = over_tokens(&logits, y, tokens);
+            let (other, weight) = weighted(&logits, y);
+            Loss::mean_over(loss, count)
+                + Loss::mean_over(other, weight) * 2.0
+                + Loss::mean(logits.mean(x.kind()))
+        },
+    },
+];
+
+/// What a step leaves behind: the loss and every gradient by name.
+type Left = (f64, Vec<(String, Option<Tensor>)>);
+
+fn left(net: &Net, loss: f64) -> Left {
+    let mut variables: Vec<_> = net.store.variables().into_iter().collect();
+    variables.sort_by(|a, b| a.0.cmp(&b.0));
+    let gradients = variables.into_iter().map(|(name, variable)| {
+        let gradient = variable.grad();
+        (name, gradient.defined().then_some(gradient))
+    });
+    (loss, gradients.collect())
+}
+
+fn assert_close(what: &str, expected: &Left, got: &Left, tolerance: f64) {
+    let near = |a: f64, b: f64| (a - b).abs() <= tolerance * a.abs().max(1.0);
+    assert!(near(expected.0, got.0), "{what}: loss {} and {}", expected.0, got.0);
+    for ((name, expected), (_, got)) in expected.1.iter().zip(&got.1) {
+        assert_eq!(expected.is_some(), got.is_some(), "{what}: {name}");
+        if let (Some(expected), Some(got)) = (expected, got) {
+            let scale = expected.abs().max().double_value(&[]).max(1e-3);
+            let error = (expected - got).abs().max().double_value(&[]) / scale;
+            assert!(error <= tolerance, "{what}: {name} is off by {error:e}");
+        }
+    }
+}
+
+fn full(case: &Case, samples: i64, kind: Kind) -> Left {
+    let net = net(kind);
+    let (x, y, tokens) = batch(samples, kind);
+    let there = |t: Tensor| t.to_device(test_device());
+    let loss = (case.full)(&net, &there(x), &there(y), &there(tokens));
+    loss.backward();
+    left(&net, loss.double_value(&[]))
+}
+
+fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Left {
+    let net = net(kind);
+    let mut micro = MicroBatcher::new(&net.store, size);
+    let step = micro
+        .backward(&batch(samples, kind), |(x, y, tokens)| (case.micro)(&net, &x, &y, &tokens))
+        .unwrap_or_else(|error| panic!("{}: {error}", case.name));
+    assert_eq!(step.samples, usize::try_from(samples).expect("a count"));
+    assert_eq!(step.sizes.iter().sum::<usize>(), step.samples);
+    assert!((step.terms.iter().sum::<f64>() - step.loss).abs() < 1e-9);
+    left(&net, step.loss)
+}
+
+fn check_all(kind: Kind, tolerance: f64) {
+    for case in &CASES {
+        for samples in SAMPLES {
+            let expected = full(case, samples, kind);
+            for size in SIZES {
+                let what = format!("{} of {samples} by {size}", case.name);
+                let got = split(case, samples, kind, Size::Fixed(size));
+                assert_close(&what, &expected, &got, tolerance);
+            }
+            let got = split(case, samples, kind, Size::Count(3));
+            assert_close(&format!("{} of {samples} in 3", case.name), &expected, &got, tolerance);
+        }
+    }
+}
+
+#[test]
+fn every_loss_and_size_in_f64() {
+    check_all(Kind::Double, 1e-10);
+}
+
+#[test]
+fn every_loss_and_size_in_f32() {
+    check_all(Kind::Float, 1e-5);
+}
+
+/// In-batch negatives: every sample's loss depends on all others, and a temperature is learnt.
+fn contrastive(outputs: &Tensor, temperature: &Tensor) -> Tensor {
+    let unit = outputs / outputs.square().sum_dim_intlist(1_i64, true, outputs.kind()).sqrt();
+    let likeness = unit.matmul(&unit.tr()) * temperature;
+    let same = Tensor::arange(outputs.size()[0], (Kind::Int64, outputs.device()));
+    cross_entropy(&likeness, &same)
+}
+
+#[test]
+fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
+    for samples in SAMPLES {
+        let (x, ..) = batch(samples, Kind::Double);
+        let (reference, x_there) = (net(Kind::Double), x.to_device(test_device()));
+        let heat = |net: &Net| net.store.variables()["unused"].get(0);
+        let loss = contrastive(&reference.layers.forward(&x_there), &heat(&reference));
+        loss.backward();
+        let expected = left(&reference, loss.double_value(&[]));
+        for size in SIZES {
+            let net = net(Kind::Double);
+            let mut micro = MicroBatcher::new(&net.store, Size::Fixed(size));
+            let step = micro
+                .backward_whole(&x, |x| net.layers.forward(&x), |z| contrastive(z, &heat(&net)))
+                .expect("a step");
+            assert_close(&format!("{samples} by {size}"), &expected, &left(&net, step.loss), 1e-10);
+            let outputs = reference.layers.forward(&x_there);
+            assert!((step.outputs - outputs).abs().max().double_value(&[]) < 1e-12);
+        }
+    }
+}
+
+#[test]
+fn a_window_of_unequal_mini_batches_is_one_step() {
+    for case in &CASES {
+        let expected = full(case, 65, Kind::Double);
+        let net = net(Kind::Double);
+        let (x, y, tokens) = batch(65, Kind::Double);
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(7));
+        for (start, length) in [(0, 20), (20, 20), (40, 20), (60, 5)] {
+            let cut = |t: &Tensor| t.narrow(0, start, length);
+            let loaded = (cut(&x), cut(&y), cut(&tokens));
+            let run = |(x, y, t): (Tensor, Tensor, Tensor)| (case.micro)(&net, &x, &y, &t);
+            micro.accumulate(&loaded, run).expect(case.name);
+        }
+        let step = micro.commit().expect(case.name);
+        assert_eq!(step.samples, 65);
+        assert_close(case.name, &expected, &left(&net, step.loss), 1e-10);
+    }
+}
+
+#[test]
+fn outputs_come_back_in_sample_order_without_their_graphs() {
+    let net = net(Kind::Double);
+    let (x, y, _) = batch(65, Kind::Double);
+    let expected = net.layers.forward(&x.to_device(test_device()));
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let mut calls = 0;
+    let step = micro
+        .backward(&(x, y.shallow_clone()), |(x, y)| {
+            calls += 1;
+            let logits = net.layers.forward(&x);
+            let loss = Loss::mean(cross_entropy(&logits, &y));
+            (loss, (logits, y))
+        })
+        .expect("a step");
+    assert_eq!(calls, 5);
+    assert!(!step.outputs.0.requires_grad());
+    assert!((step.outputs.0 - expected).abs().max().double_value(&[]) < 1e-12);
+    assert_eq!(step.outputs.1.to_device(Device::Cpu), y);
+}
+
+#[test]
+fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
+    for case in &CASES {
+        let expected = full(case, 65, Kind::Double);
+        let net = net(Kind::Double);
+        let before = left(&net, 0.0);
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+        let step = micro
+            .evaluate(&batch(65, Kind::Double), |(x, y, t)| (case.micro)(&net, &x, &y, &t))
+            .expect(case.name);
+        assert!((step.loss - expected.0).abs() < 1e-10, "{}", case.name);
+        assert_close(case.name, &before, &left(&net, 0.0), 0.0);
+    }
+    let net = net(Kind::Double);
+    let (x, ..) = batch(65, Kind::Double);
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let outputs = micro.map(&x, |x| net.layers.forward(&x)).expect("outputs");
+    assert_eq!(outputs.size(), [65, CLASSES]);
+    assert!(!outputs.requires_grad());
+}
+
+#[test]
+fn shared_values_reach_every_micro_batch_on_the_device() {
+    let net = net(Kind::Double);
+    let (x, y, _) = batch(65, Kind::Double);
+    let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let step = micro.backward(&(x, y, Shared(weights)), |(x, y, weights)| {
+        assert_eq!(weights.device(), x.device());
+        let logits = net.layers.forward(&x);
+        let loss = logits.cross_entropy_loss(&y, Some(&*weights), Reduction::Mean, -100, 0.0);
+        Loss::mean_over(loss, weights.index_select(0, &y).sum(Kind::Double))
+    });
+    let expected = full(&CASES[4], 65, Kind::Double);
+    assert!((step.expect("a step").loss - expected.0).abs() < 1e-10);
+}
+
+/// A sum of 256 in bf16 loses what is small beside it; one in f32 does not.
+#[test]
+fn half_precision_is_summed_in_f32() {
+    let samples = 256;
+    let x = (numbers(&[samples, 32], 3) * 0.5 + 1.0).to_kind(Kind::BFloat16);
+    let run = |micro_batches: bool| {
+        let mut store = nn::VarStore::new(test_device());
+        let layer = nn::linear(
+            store.root(),
+            32,
+            8,
+            nn::LinearConfig {
+                ws_init: nn::Init::Const(0.01),
+                bs_init: Some(nn::Init::Const(0.0)),
+                bias: true,
+            },
+        );
+        store.set_kind(Kind::BFloat16);
+        let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Float);
+        if micro_batches {
+            MicroBatcher::new(&store, Size::Fixed(1))
+                .backward(&x, |x| Loss::mean(loss(&x)))
+                .expect("a step");
+        } else {
+            for i in 0..samples {
+                (loss(&x.narrow(0, i, 1).to_device(test_device())) / samples as f64).backward();
+            }
+        }
+        store.variables()["weight"].grad().to_kind(Kind::Double).to_device(Device::Cpu)
+    };
+    let exact = {
+        let x = x.to_kind(Kind::Double);
+        let weight =
+            Tensor::full([8, 32], 0.01, (Kind::BFloat16, Device::Cpu)).to_kind(Kind::Double);
+        let weight = weight.set_requires_grad(true);
+        x.matmul(&weight.tr()).square().mean(Kind::Double).backward();
+        weight.grad()
+    };
+    let error =
+        |got: &Tensor| (got - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
+    let (ours, plain) = (error(&run(true)), error(&run(false)));
+    assert!(ours * 10.0 <= plain, "{ours:e} against {plain:e}");
+}
