@@ -1,0 +1,259 @@
+//! A step that fails leaves gradients, statistics and random state as they were.
+//!
+//! One test at a time: all threads draw from one generator.
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::memory::{Arena, Memory};
+use brimful::micro::NonFinite;
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
+use brimful::{Error, Loss, MicroBatcher, Size};
+use brimful_torch::random::{generator_state, set_generator_state};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A network with both kinds of statistics, and dropout.
+struct Net {
+    store: nn::VarStore,
+    layers: nn::SequentialT,
+}
+
+fn net() -> Net {
+    tch::manual_seed(1);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let root = store.root();
+    let policy = |policy| BatchNormConfig { policy, ..Default::default() };
+    let layers = nn::seq_t()
+        .add(nn::linear(&root / "one", 4, 6, Default::default()))
+        .add(batch_norm1d(&root / "deferred", 6, policy(BatchNormPolicy::Deferred)))
+        .add_fn_t(|x, train| x.dropout(0.5, train))
+        .add(batch_norm1d(&root / "at_once", 6, policy(BatchNormPolicy::PerMicroBatch)))
+        .add(nn::batch_norm1d(&root / "foreign", 6, Default::default()))
+        .add(nn::linear(&root / "two", 6, 3, Default::default()));
+    store.set_kind(Kind::Double);
+    Net { store, layers }
+}
+
+fn batch() -> Tensor {
+    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
+}
+
+fn loss(net: &Net, x: &Tensor) -> Loss {
+    let out = net.layers.forward_t(x, true);
+    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
+}
+
+/// Everything that a step may change: values, gradients, and what the generator draws next.
+fn state(net: &Net) -> Vec<(String, Tensor)> {
+    let mut all = Vec::new();
+    for (name, variable) in net.store.variables() {
+        let gradient = variable.grad();
+        let gradient = if gradient.defined() {
+            gradient
+        } else {
+            Tensor::zeros([0], (Kind::Double, Device::Cpu))
+        };
+        all.push((format!("{name} gradient"), gradient.copy()));
+        all.push((name, variable.detach().copy()));
+    }
+    let now = generator_state(Device::Cpu).expect("state");
+    all.push(("random".into(), Tensor::rand([4], (Kind::Double, Device::Cpu))));
+    set_generator_state(Device::Cpu, &now).expect("state");
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+fn assert_same(what: &str, before: &[(String, Tensor)], after: &[(String, Tensor)]) {
+    for ((name, before), (_, after)) in before.iter().zip(after) {
+        assert_eq!(before, after, "{what}: {name}");
+    }
+}
+
+#[test]
+fn the_n_th_allocation_fails_for_every_n() {
+    let _alone = alone();
+    let arena = Arena::new("faulty");
+    let expected = {
+        let net = net();
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+        micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
+        state(&net)
+    };
+    let mut n = 0;
+    loop {
+        n += 1;
+        let net = net();
+        // An earlier gradient, which must neither be lost nor counted twice.
+        let mut micro =
+            MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
+        let (batch, before) = (batch(), state(&net));
+        arena.fail_nth_allocation(n);
+        match micro.backward(&batch, |x| loss(&net, &x)) {
+            Err(Error::OutOfMemory(_)) => {
+                assert_same(&format!("allocation {n}"), &before, &state(&net))
+            }
+            Err(other) => panic!("allocation {n}: {other}"),
+            Ok(_) => break,
+        }
+        micro.backward(&batch, |x| loss(&net, &x)).expect("it fails once");
+        assert_same(&format!("after allocation {n}"), &expected, &state(&net));
+    }
+    arena.fail_nth_allocation(0);
+    assert!(n > 100, "only {n} allocations in three micro-batches");
+}
+
+#[test]
+fn a_failed_mini_batch_of_a_window_leaves_the_others() {
+    let _alone = alone();
+    let run = |fault: bool| {
+        let net = net();
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+        micro.accumulate(&batch(), |x| loss(&net, &x)).expect("the first");
+        if fault {
+            let mut calls = 0;
+            let result = micro.accumulate(&batch(), |x| {
+                calls += 1;
+                if calls == 3 { Err("no more") } else { Ok(loss(&net, &x)) }
+            });
+            assert_eq!(result.expect_err("the closure's error").to_string(), "no more");
+        }
+        micro.accumulate(&(batch() + 1.0), |x| loss(&net, &x)).expect("the second");
+        let step = micro.commit().expect("both");
+        (step.loss, state(&net))
+    };
+    let ((expected, before), (got, after)) = (run(false), run(true));
+    assert_eq!(expected, got);
+    assert_same("the window", &before, &after);
+}
+
+#[test]
+fn a_panic_goes_on_after_everything_was_put_back() {
+    let _alone = alone();
+    let net = net();
+    let before = state(&net);
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let mut calls = 0;
+    let result = panic::catch_unwind(AssertUnwindSafe(|| {
+        micro.backward(&batch(), |x| {
+            calls += 1;
+            assert!(calls < 3, "the third micro-batch");
+            loss(&net, &x)
+        })
+    }));
+    let payload = result.expect_err("the closure's panic");
+    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
+    assert_same("a panic", &before, &state(&net));
+    micro.backward(&batch(), |x| loss(&net, &x)).expect("the next step");
+}
+
+/// Runs a step that must fail, and checks that nothing has changed.
+fn refused(what: &str, f: impl Fn(&Net, &Tensor) -> Loss) -> String {
+    let net = net();
+    let before = state(&net);
+    let mut micro =
+        MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
+    let error = micro.backward(&batch(), |x| f(&net, &x)).expect_err(what);
+    assert_same(what, &before, &state(&net));
+    error.to_string()
+}
+
+#[test]
+fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
+    let _alone = alone();
+    let out = |net: &Net, x: &Tensor| net.layers.forward_t(x, true);
+    let mean = |net: &Net, x: &Tensor| out(net, x).mean(Kind::Double);
+    let cases = [
+        (refused("not a scalar", |net, x| Loss::mean(out(net, x))), "has the shape [4, 3]"),
+        (refused("no gradient", |_, x| Loss::mean(x.mean(Kind::Double))), "has no gradient"),
+        (refused("weight", |net, x| Loss::mean_over(mean(net, x), x)), "shape [4, 4]: sum it"),
+        (refused("nothing", |net, x| Loss::mean_over(mean(net, x), 0.0)), "sum to 0"),
+        (
+            refused("a tensor", |net, x| {
+                Loss::ratio(mean(net, x), Tensor::zeros([1], (Kind::Double, Device::Cpu)))
+            }),
+            "sum to 0",
+        ),
+        (
+            refused("NaN", |net, x| Loss::mean(mean(net, x) * f64::NAN)),
+            "is NaN (weight 4) in micro-batch 0",
+        ),
+        (
+            refused("infinite", |net, x| {
+                let third = x.double_value(&[0, 0]) == batch().double_value(&[8, 0]);
+                Loss::sum(mean(net, x) * if third { f64::INFINITY } else { 1.0 })
+            }),
+            "in micro-batch 2",
+        ),
+        (
+            refused("a gradient", |net, x| {
+                // The root of 0 is fine; its slope is not.
+                let zero = mean(net, x) * 0.0;
+                Loss::mean(zero.sqrt())
+            }),
+            "a gradient is not finite from micro-batch 0 on",
+        ),
+        (
+            refused("run already", |net, x| {
+                let loss = mean(net, x);
+                loss.backward();
+                Loss::mean(loss)
+            }),
+            "backward through the graph a second time",
+        ),
+    ];
+    for (message, expected) in cases {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn bad_batches_and_sizes_are_refused() {
+    let _alone = alone();
+    let net = net();
+    let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let error =
+        |result: Result<_, Error>| result.map(|_: brimful::Step| ()).expect_err("bad").to_string();
+    let empty = error(micro.backward(&zeros(0), |x| loss(&net, &x)));
+    assert!(empty.contains("empty"), "{empty}");
+    let uneven = error(micro.backward(&(zeros(3), zeros(2)), |(x, _)| loss(&net, &x)));
+    assert!(uneven.contains("3 and 2 long"), "{uneven}");
+    assert!(micro.commit().expect_err("nothing").to_string().contains("call `accumulate` first"));
+    micro.accumulate(&batch(), |x| loss(&net, &x)).expect("a part");
+    let open = error(micro.backward(&batch(), |x| loss(&net, &x)));
+    assert!(open.contains("12 samples have been accumulated"), "{open}");
+    for size in [Size::Fixed(0), Size::Count(0)] {
+        let mut micro = MicroBatcher::new(&net.store, size);
+        let zero = error(micro.backward(&batch(), |x| loss(&net, &x)));
+        assert!(zero.contains('0'), "{zero}");
+    }
+    let mut calls = 0;
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let differ = error(micro.backward(&batch(), |x| {
+        calls += 1;
+        if calls == 1 { loss(&net, &x) } else { Loss::sum(x.sum(Kind::Double)) + loss(&net, &x) }
+    }));
+    assert!(differ.contains("no gradient") || differ.contains("terms"), "{differ}");
+}
+
+#[test]
+fn a_dropout_mask_is_the_same_in_both_passes_of_a_whole_loss() {
+    let _alone = alone();
+    let net = net();
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
+    let mut seen = Vec::new();
+    let forward = |x: Tensor| {
+        let out = net.layers.forward_t(&x, true);
+        seen.push(out.detach().copy());
+        out
+    };
+    micro.backward_whole(&batch(), forward, |z| z.square().mean(Kind::Double)).expect("a step");
+    let (first, second) = seen.split_at(3);
+    assert_eq!(first, second);
+}

@@ -1,0 +1,116 @@
+//! Running statistics of a deferred BatchNorm are those of the whole mini-batch.
+
+use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
+use brimful::{Loss, MicroBatcher, Size};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+/// A batch whose mean is large beside its spread, where a sum of squares would cancel.
+fn batch(shape: &[i64]) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu));
+    ((index.square() * 12.9898).sin() + 1e4).view(shape)
+}
+
+struct Layer {
+    store: nn::VarStore,
+    layer: BatchNorm,
+}
+
+fn layer(policy: BatchNormPolicy, dimensions: usize) -> Layer {
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let config = BatchNormConfig { policy, ..Default::default() };
+    let make = if dimensions == 2 { batch_norm1d } else { batch_norm2d };
+    let layer = make(store.root(), 3, config);
+    store.set_kind(Kind::Double);
+    Layer { store, layer }
+}
+
+fn statistics(layer: &Layer) -> [Tensor; 2] {
+    let variables = layer.store.variables();
+    ["running_mean", "running_var"].map(|name| variables[name].copy())
+}
+
+fn train(layer: &Layer, micro: &mut MicroBatcher, x: &Tensor) {
+    let step =
+        micro.backward(x, |x| Loss::mean(layer.layer.forward_t(&x, true).mean(Kind::Double)));
+    step.expect("a step");
+}
+
+fn assert_near(what: &str, expected: &[Tensor; 2], got: &[Tensor; 2]) {
+    for (expected, got) in expected.iter().zip(got) {
+        let error = ((expected - got) / expected).abs().max().double_value(&[]);
+        assert!(error <= 1e-12, "{what}: off by {error:e}");
+    }
+}
+
+#[test]
+fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
+    for shape in [vec![13, 3], vec![13, 3, 2, 5]] {
+        let x = batch(&shape);
+        let expected = {
+            let plain = layer(BatchNormPolicy::Deferred, shape.len());
+            // Outside a step the layer is an ordinary one.
+            for x in [&x, &(&x * 2.0)] {
+                let _ = plain.layer.forward_t(x, true);
+            }
+            statistics(&plain)
+        };
+        // Of 13 by 12 the cut is 7 and 6; of 13 by 1, every micro-batch is one sample.
+        for size in [1, 2, 5, 12, 13, 100] {
+            let split = layer(BatchNormPolicy::Deferred, shape.len());
+            let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));
+            train(&split, &mut micro, &x);
+            train(&split, &mut micro, &(&x * 2.0));
+            assert_near(&format!("{shape:?} by {size}"), &expected, &statistics(&split));
+        }
+    }
+}
+
+#[test]
+fn a_window_moves_them_once() {
+    let x = batch(&[13, 3]);
+    let plain = layer(BatchNormPolicy::Deferred, 2);
+    let _ = plain.layer.forward_t(&x, true);
+    let split = layer(BatchNormPolicy::Deferred, 2);
+    let mut micro = MicroBatcher::new(&split.store, Size::Fixed(3));
+    for (start, length) in [(0, 6), (6, 1), (7, 6)] {
+        let loss = |x: Tensor| Loss::mean(split.layer.forward_t(&x, true).mean(Kind::Double));
+        micro.accumulate(&x.narrow(0, start, length), loss).expect("a part");
+    }
+    micro.commit().expect("all");
+    assert_near("a window", &statistics(&plain), &statistics(&split));
+}
+
+#[test]
+fn the_other_policies_do_what_they_say() {
+    let x = batch(&[12, 3]);
+    let frozen = layer(BatchNormPolicy::Frozen, 2);
+    let before = statistics(&frozen);
+    let mut micro = MicroBatcher::new(&frozen.store, Size::Fixed(4));
+    train(&frozen, &mut micro, &x);
+    assert_eq!(before, statistics(&frozen));
+
+    let at_once = layer(BatchNormPolicy::PerMicroBatch, 2);
+    let mut micro = MicroBatcher::new(&at_once.store, Size::Fixed(4));
+    train(&at_once, &mut micro, &x);
+    let plain = layer(BatchNormPolicy::PerMicroBatch, 2);
+    for x in x.split(4, 0) {
+        let _ = plain.layer.forward_t(&x, true);
+    }
+    assert_eq!(statistics(&plain), statistics(&at_once));
+}
+
+#[test]
+fn a_loss_over_the_whole_counts_its_two_forwards_once() {
+    let x = batch(&[12, 3]);
+    let plain = layer(BatchNormPolicy::Deferred, 2);
+    let _ = plain.layer.forward_t(&x, true);
+    for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
+        let split = layer(policy, 2);
+        let mut micro = MicroBatcher::new(&split.store, Size::Fixed(12));
+        let forward = |x: Tensor| split.layer.forward_t(&x, true);
+        micro.backward_whole(&x, forward, |z| z.square().mean(Kind::Double)).expect("a step");
+        assert_near(&format!("{policy:?}"), &statistics(&plain), &statistics(&split));
+    }
+}
