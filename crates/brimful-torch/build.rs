@@ -4,7 +4,8 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 3] = ["bridge/arena.cpp", "bridge/autograd.cpp", "bridge/device.cpp"];
+const SOURCES: [&str; 4] =
+    ["bridge/arena.cpp", "bridge/autograd.cpp", "bridge/device.cpp", "bridge/meta.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=bridge");

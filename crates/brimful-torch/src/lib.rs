@@ -7,6 +7,7 @@
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`memory`] | an accelerator's memory figures and cache |
+//! | [`meta`] | tensors with a shape and no memory |
 //! | [`random`] | a generator's state, taken and put back |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
 //! | [`threads`] | threads an operation, for one thread alone |
@@ -20,6 +21,7 @@ mod error;
 mod ffi;
 pub mod libtorch;
 pub mod memory;
+pub mod meta;
 pub mod random;
 pub mod stream;
 pub mod threads;
