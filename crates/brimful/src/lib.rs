@@ -4,11 +4,13 @@
 pub mod bytes;
 pub mod device;
 mod error;
+pub mod layers;
 pub mod memory;
 pub mod oom;
 
 pub use bytes::Bytes;
 pub use error::Error;
+pub use layers::Layers;
 
 /// The result of this library's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
