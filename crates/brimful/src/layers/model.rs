@@ -55,9 +55,11 @@ impl ModuleT for Model {
     }
 }
 
+type Call = dyn Fn(&Tensor, bool) -> Tensor + Send + Sync;
+
 /// A function in a module's clothes.
 #[derive(Clone)]
-pub(super) struct Function(pub(super) Arc<dyn Fn(&Tensor, bool) -> Tensor + Send + Sync>);
+pub(super) struct Function(pub(super) Arc<Call>);
 
 impl fmt::Debug for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
