@@ -4,8 +4,14 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 4] =
-    ["bridge/arena.cpp", "bridge/autograd.cpp", "bridge/device.cpp", "bridge/meta.cpp"];
+const SOURCES: [&str; 6] = [
+    "bridge/arena.cpp",
+    "bridge/autograd.cpp",
+    "bridge/device.cpp",
+    "bridge/foreach.cpp",
+    "bridge/meta.cpp",
+    "bridge/optim.cpp",
+];
 
 fn main() {
     println!("cargo:rerun-if-changed=bridge");

@@ -1,1 +1,29 @@
-fn main() {}
+//! The program `brimful`: reads the command line, runs one command, says what went wrong in a line.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod output;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let outcome = match args.command {
+        Command::Doctor(options) => commands::doctor::run(&options),
+        Command::Demo => commands::demo::run(),
+        Command::Bench(bench) => commands::bench::run(&bench),
+    };
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            output::complain(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -5,6 +5,21 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd.h>
 
+namespace {
+
+// libtorch itself would take any gradient here, and fail far away.
+void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
+  TORCH_CHECK(
+      gradient.sizes() == tensor.sizes(), "a gradient of shape ", gradient.sizes(),
+      " does not fit a tensor of shape ", tensor.sizes());
+  TORCH_CHECK(
+      gradient.options().type_equal(tensor.options()) && gradient.device() == tensor.device(),
+      "a gradient of ", gradient.toString(), " on ", gradient.device(),
+      " does not fit a tensor of ", tensor.toString(), " on ", tensor.device());
+}
+
+}  // namespace
+
 extern "C" {
 
 // A null gradient stands for the default: one, for a scalar root.
@@ -26,6 +41,7 @@ int32_t brimful_backward(
 int32_t brimful_set_gradient(
     at::Tensor* tensor, const at::Tensor* gradient, char** message) noexcept {
   return brimful::guarded(message, [&] {
+    if (gradient != nullptr) check_fits(*tensor, *gradient);
     tensor->mutable_grad() = gradient == nullptr ? at::Tensor() : *gradient;
   });
 }

@@ -18,7 +18,9 @@ using brimful::guarded;
 
 namespace {
 
+// Before its first use a device's allocator knows of no device.
 c10::DeviceAllocator& allocator_of(c10::Device device) {
+  at::globalContext().lazyInitDevice(device.type());
   return *c10::getDeviceAllocator(device.type());
 }
 

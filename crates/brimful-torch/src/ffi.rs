@@ -6,6 +6,8 @@ use std::ffi::{c_char, c_void};
 pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
 pub(crate) type RawEvent = c_void;
+/// An array of tensors, whose length is told beside it.
+type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
 
 #[repr(C)]
@@ -17,6 +19,27 @@ pub(crate) struct RawMemory {
     pub(crate) retries: i64,
     pub(crate) free: i64,
     pub(crate) total: i64,
+}
+
+#[repr(C)]
+pub(crate) struct RawSgd {
+    pub(crate) learning_rate: f64,
+    pub(crate) momentum: f64,
+    pub(crate) dampening: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) nesterov: bool,
+    pub(crate) first: bool,
+}
+
+#[repr(C)]
+pub(crate) struct RawAdam {
+    pub(crate) learning_rate: f64,
+    pub(crate) beta1: f64,
+    pub(crate) beta2: f64,
+    pub(crate) eps: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) amsgrad: bool,
+    pub(crate) decoupled: bool,
 }
 
 unsafe extern "C" {
@@ -101,6 +124,52 @@ unsafe extern "C" {
         from: *const RawEvent,
         to: *const RawEvent,
         milliseconds: *mut f64,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_foreach_scale(t: Tensors, n: usize, factor: f64, m: Message) -> i32;
+    pub(crate) fn brimful_foreach_scale_by(
+        tensors: Tensors,
+        count: usize,
+        factor: *const RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_foreach_add(
+        into: Tensors,
+        what: Tensors,
+        count: usize,
+        factor: f64,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_foreach_copy(to: Tensors, from: Tensors, n: usize, m: Message) -> i32;
+    pub(crate) fn brimful_foreach_zero(tensors: Tensors, count: usize, message: Message) -> i32;
+    pub(crate) fn brimful_foreach_norm(
+        tensors: Tensors,
+        count: usize,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_fits(parameter: *const RawTensor, other: *const RawTensor) -> bool;
+    pub(crate) fn brimful_fused_sgd(
+        parameters: Tensors,
+        gradients: Tensors,
+        buffers: Tensors,
+        count: usize,
+        options: *const RawSgd,
+        rate: *const RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_fused_adam(
+        parameters: Tensors,
+        gradients: Tensors,
+        averages: Tensors,
+        squares: Tensors,
+        maxima: Tensors,
+        steps: Tensors,
+        count: usize,
+        options: *const RawAdam,
+        rate: *const RawTensor,
         message: Message,
     ) -> i32;
 }

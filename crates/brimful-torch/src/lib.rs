@@ -6,8 +6,10 @@
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
+//! | [`foreach`] | one operation on many tensors at once |
 //! | [`memory`] | an accelerator's memory figures and cache |
 //! | [`meta`] | tensors with a shape and no memory |
+//! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
 //! | [`threads`] | threads an operation, for one thread alone |
@@ -19,9 +21,11 @@ pub mod cuda;
 pub mod device;
 mod error;
 mod ffi;
+pub mod foreach;
 pub mod libtorch;
 pub mod memory;
 pub mod meta;
+pub mod optim;
 pub mod random;
 pub mod stream;
 pub mod threads;
@@ -34,6 +38,10 @@ use tch::Tensor;
 
 fn raw(tensor: &Tensor) -> *const RawTensor {
     tensor.as_ptr().cast()
+}
+
+fn raw_list(tensors: &[Tensor]) -> Vec<*const RawTensor> {
+    tensors.iter().map(raw).collect()
 }
 
 /// Takes over a tensor that the bridge has made.

@@ -14,8 +14,16 @@ pub fn threads() -> usize {
     usize::try_from(tch::get_num_threads()).unwrap_or(1)
 }
 
+/// libtorch's own call also becomes the default of threads that have not asked yet. A newcomer
+/// tells what that default was, and another one puts it back.
 fn set(count: usize) {
+    let newcomers = elsewhere(tch::get_num_threads);
     tch::set_num_threads(i32::try_from(count).unwrap_or(i32::MAX));
+    elsewhere(move || tch::set_num_threads(newcomers.max(1)));
+}
+
+fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    std::thread::spawn(f).join().expect("neither call panics")
 }
 
 /// Keeps a thread count in place; dropped, the one before holds again.

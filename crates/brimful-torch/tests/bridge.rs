@@ -1,6 +1,6 @@
 //! What the bridge adds to tch, against what tch can do in a longer way.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::{

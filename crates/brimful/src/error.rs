@@ -1,5 +1,6 @@
 //! Everything that can go wrong, with the numbers and the remedy.
 
+use tch::TchError;
 use thiserror::Error;
 
 use crate::bytes::Bytes;
@@ -131,10 +132,124 @@ pub enum Error {
         /// What the panic said.
         message: String,
     },
+
+    /// A batch without samples.
+    #[error("the batch is empty: give it at least one sample")]
+    EmptyBatch,
+
+    /// Micro-batches of no samples.
+    #[error(
+        "a micro-batch cannot have 0 samples: give it at least 1, or all {samples} of the mini-batch"
+    )]
+    MicroBatchSizeOfZero {
+        /// The samples of the mini-batch.
+        samples: usize,
+    },
+
+    /// A mini-batch in no micro-batches.
+    #[error("{samples} samples cannot be cut into 0 micro-batches: ask for at least 1")]
+    MicroBatchCountOfZero {
+        /// The samples of the mini-batch.
+        samples: usize,
+    },
+
+    /// Leaves of a batch that do not have the same samples.
+    #[error(
+        "the leaves of a batch must have one length, but are {} long: give each the same samples, \
+         and wrap what all micro-batches share in `Shared`",
+        enumerate(lengths)
+    )]
+    LeafLengthsDiffer {
+        /// The lengths of the leaves that are cut, in the order of the fields.
+        lengths: Vec<usize>,
+    },
+
+    /// A leaf without a first dimension.
+    #[error(
+        "leaf {leaf} of the batch (counted from 0) is a single number, which cannot be cut: wrap \
+         it in `Shared`, or give it a value for each sample"
+    )]
+    LeafOfOneNumber {
+        /// The leaf's place, counted from 0.
+        leaf: usize,
+    },
+
+    /// A batch of shared values, or of none.
+    #[error("the batch has nothing to cut: give it a tensor that is not `Shared`")]
+    NothingToCut,
+
+    /// Samples that a leaf does not have.
+    #[error(
+        "samples {start}..{end} cannot be cut out of leaf {leaf} of the batch (counted from 0), \
+         which is {length} long: `batch::len` says how many there are"
+    )]
+    SliceOutsideBatch {
+        /// The first sample that was asked for.
+        start: usize,
+        /// The one after the last.
+        end: usize,
+        /// The leaf's place, counted from 0.
+        leaf: usize,
+        /// The samples that it has.
+        length: usize,
+    },
+
+    /// No part at all.
+    #[error("there is nothing to join: give at least one part")]
+    NothingToJoin,
+
+    /// Parts that are not cuts of one batch.
+    #[error(
+        "part {part} (counted from 0) cannot be joined to part 0: it has {other} where that has \
+         {first}; parts may differ in their samples alone, so make a number that differs a tensor"
+    )]
+    PartsDiffer {
+        /// The place of the part that is unlike the first.
+        part: usize,
+        /// What the first part has.
+        first: String,
+        /// What this part has in its stead.
+        other: String,
+    },
+}
+
+/// `8, 8 and 6`.
+fn enumerate(lengths: &[usize]) -> String {
+    let words: Vec<String> = lengths.iter().map(usize::to_string).collect();
+    match words.split_last() {
+        Some((last, [])) => last.clone(),
+        Some((last, others)) => format!("{} and {last}", others.join(", ")),
+        None => String::new(),
+    }
+}
+
+impl From<TchError> for Error {
+    fn from(error: TchError) -> Self {
+        let text = match error {
+            TchError::Torch(text) => text,
+            other => other.to_string(),
+        };
+        // What follows the first line is a backtrace.
+        let message = || text.lines().next().unwrap_or_default().to_owned();
+        oom::recognise(&text).map_or_else(|| Self::Torch(message()), Self::OutOfMemory)
+    }
 }
 
 impl From<brimful_torch::TorchError> for Error {
     fn from(error: brimful_torch::TorchError) -> Self {
         oom::from_torch(&error).map_or(Self::Torch(error.message), Self::OutOfMemory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_tch_keeps_its_sentence_and_loses_its_backtrace() {
+        let error = TchError::Torch("sizes differ\nException raised from cat\nframe #0".into());
+        assert_eq!(Error::from(error), Error::Torch("sizes differ".into()));
+        let error = Error::from(TchError::Torch("CUDA out of memory. Tried to allocate".into()));
+        assert!(matches!(error, Error::OutOfMemory(_)), "{error:?}");
     }
 }

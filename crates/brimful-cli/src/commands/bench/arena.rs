@@ -1,0 +1,135 @@
+//! `brimful bench arena`: what counting memory costs, on a ResNet-50 training step.
+//!
+//! Steps with and without an arena take turns, so that a machine that slows down or speeds up does
+//! so for both. Without an arena libtorch's own allocator is in place.
+
+use std::fmt;
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::Bytes;
+use brimful::memory::Arena;
+use clap::Args;
+use serde::Serialize;
+use tch::nn::{self, ModuleT, OptimizerConfig};
+use tch::{Device, Kind, Tensor, vision};
+
+use crate::output;
+
+/// Options of `brimful bench arena`.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Samples a step.
+    #[arg(long, default_value_t = 8)]
+    batch: i64,
+    /// Height and width of the images.
+    #[arg(long, default_value_t = 96)]
+    image: i64,
+    /// Measured steps of each kind.
+    #[arg(long, default_value_t = 15)]
+    repeats: usize,
+    /// Print one JSON object instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures and prints.
+pub fn run(options: &Options) -> Result<()> {
+    let store = nn::VarStore::new(Device::Cpu);
+    let model = vision::resnet::resnet50(&store.root(), 1000);
+    let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
+    let images =
+        Tensor::randn([options.batch, 3, options.image, options.image], (Kind::Float, Device::Cpu));
+    let labels = Tensor::randint(1000, [options.batch], (Kind::Int64, Device::Cpu));
+    let mut step = || {
+        let start = Instant::now();
+        let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+        optimizer.backward_step(&loss);
+        start.elapsed().as_secs_f64()
+    };
+    step();
+    let (mut with, mut without) = (Vec::new(), Vec::new());
+    let (mut peak_bytes, mut allocations) = (0, 0);
+    for _ in 0..options.repeats {
+        without.push(step());
+        let arena = Arena::new("bench");
+        let inside = arena.enter();
+        with.push(step());
+        drop(inside);
+        (peak_bytes, allocations) = (arena.peak(), arena.allocations());
+    }
+    let row = Row::new(options, &mut without, &mut with, peak_bytes, allocations);
+    output::report(&Report { rows: vec![row] }, options.json)
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    model: &'static str,
+    device: &'static str,
+    dtype: &'static str,
+    batch: i64,
+    image: i64,
+    repeats: usize,
+    threads: usize,
+    seconds_without: f64,
+    seconds_with: f64,
+    /// Time without over time with: 1 is free.
+    ratio: f64,
+    samples_per_s: f64,
+    peak_bytes: Bytes,
+    allocations: u64,
+}
+
+impl Row {
+    fn new(
+        options: &Options,
+        without: &mut [f64],
+        with: &mut [f64],
+        peak: u64,
+        allocations: u64,
+    ) -> Self {
+        let (seconds_without, seconds_with) = (median(without), median(with));
+        Self {
+            model: "resnet50",
+            device: "cpu",
+            dtype: "f32",
+            batch: options.batch,
+            image: options.image,
+            repeats: options.repeats,
+            threads: brimful::libtorch::threads(),
+            seconds_without,
+            seconds_with,
+            ratio: seconds_without / seconds_with,
+            samples_per_s: options.batch as f64 / seconds_with,
+            peak_bytes: Bytes(peak),
+            allocations,
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for row in &self.rows {
+            writeln!(
+                f,
+                "{} training step, {} images of {} × {}, {} threads, median of {}",
+                row.model, row.batch, row.image, row.image, row.threads, row.repeats
+            )?;
+            writeln!(f, "  libtorch's allocator  {:>9.1} ms", row.seconds_without * 1e3)?;
+            writeln!(f, "  with an arena         {:>9.1} ms", row.seconds_with * 1e3)?;
+            writeln!(f, "  ratio                 {:>9.3}", row.ratio)?;
+            writeln!(f, "  allocations a step    {:>9}, peak {}", row.allocations, row.peak_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}

@@ -1,0 +1,23 @@
+//! `brimful bench`: speed and memory, side by side in one run.
+
+mod arena;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+/// What can be measured.
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// What counting memory costs: a ResNet-50 training step on the CPU, with an arena and without.
+    Arena(arena::Options),
+}
+
+/// Runs one benchmark.
+pub fn run(bench: &Bench) -> Result<ExitCode> {
+    match bench {
+        Bench::Arena(options) => arena::run(options)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

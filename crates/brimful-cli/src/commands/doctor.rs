@@ -1,0 +1,203 @@
+//! `brimful doctor`: what this machine has, what is wrong with its set-up, and how to mend it.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+
+use anyhow::Result;
+use brimful::{Bytes, device, libtorch};
+use clap::Args;
+use serde::Serialize;
+
+use crate::output;
+
+/// Options of `brimful doctor`.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Print one JSON object instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reports, and fails when something needs mending.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    let report = Report::of_this_machine()?;
+    output::report(&report, options.json)?;
+    Ok(if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    brimful: &'static str,
+    libtorch: String,
+    library: Option<PathBuf>,
+    cuda: Cuda,
+    cpu_capability: Option<String>,
+    cores: usize,
+    threads: usize,
+    features: Vec<&'static str>,
+    devices: Vec<DeviceRow>,
+    problems: Vec<Problem>,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Cuda {
+    /// The newest CUDA that the machine's driver serves; none without a driver.
+    driver: Option<String>,
+    loaded: bool,
+    /// The loader's words where it was not loaded.
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct DeviceRow {
+    name: String,
+    model: String,
+    total_bytes: Bytes,
+    free_bytes: Bytes,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Problem {
+    what: String,
+    remedy: String,
+}
+
+impl Report {
+    fn of_this_machine() -> Result<Self> {
+        let cuda = Cuda::of_this_machine();
+        let libtorch = libtorch::version().unwrap_or_else(|| "unknown".into());
+        let rows = device::all()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
+        let problems = diagnose(&libtorch, &cuda, rows.len() - 1);
+        Ok(Self {
+            brimful: env!("CARGO_PKG_VERSION"),
+            libtorch,
+            library: libtorch::library_path(),
+            features: if cuda.loaded { vec!["cpu", "cuda"] } else { vec!["cpu"] },
+            cuda,
+            cpu_capability: libtorch::cpu_capability(),
+            cores: thread::available_parallelism().map_or(1, usize::from),
+            threads: libtorch::threads(),
+            devices: rows,
+            problems,
+        })
+    }
+}
+
+impl Cuda {
+    fn of_this_machine() -> Self {
+        let driver = libtorch::cuda_driver().ok();
+        match libtorch::load_cuda() {
+            Ok(()) => Self { driver, loaded: true, error: None },
+            Err(error) => Self { driver, loaded: false, error: Some(error.to_string()) },
+        }
+    }
+}
+
+impl From<device::DeviceInfo> for DeviceRow {
+    fn from(info: device::DeviceInfo) -> Self {
+        let (total_bytes, free_bytes) = (info.total, info.free);
+        Self { name: info.name, model: info.model, total_bytes, free_bytes }
+    }
+}
+
+/// What is wrong, by what was found. A machine without a GPU has no fault.
+fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<Problem> {
+    let problem = |what: String, remedy: &str| Problem { what, remedy: remedy.to_owned() };
+    let mut problems = Vec::new();
+    if libtorch != libtorch::EXPECTED_VERSION {
+        problems.push(problem(
+            format!("libtorch is {libtorch}, but brimful is built for {}", libtorch::EXPECTED_VERSION),
+            "unset LD_LIBRARY_PATH and LIBTORCH, remove .libtorch, run scripts/libtorch and build again",
+        ));
+    }
+    match (&cuda.driver, cuda.loaded, accelerators) {
+        (Some(driver), false, _) => problems.push(problem(
+            format!(
+                "there is an NVIDIA driver (CUDA {driver}), but libtorch's CUDA half cannot be loaded: {}",
+                cuda.error.as_deref().unwrap_or("no reason was given")
+            ),
+            "remove .libtorch and run scripts/libtorch, which brings the CUDA libraries where there is a driver",
+        )),
+        (Some(driver), true, 0) => problems.push(problem(
+            format!("there is an NVIDIA driver (CUDA {driver}), but no usable GPU"),
+            "see whether nvidia-smi lists one, whether CUDA_VISIBLE_DEVICES hides it, and whether the \
+             driver serves CUDA 13.0 or newer",
+        )),
+        _ => {}
+    }
+    problems
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "brimful   {}", self.brimful)?;
+        let library = self.library.as_deref().map_or_else(String::new, |p| p.display().to_string());
+        writeln!(f, "libtorch  {}  {library}", self.libtorch)?;
+        writeln!(f, "cuda      {}", self.cuda)?;
+        let vectors = self.cpu_capability.as_deref().unwrap_or("no vector instructions");
+        writeln!(f, "threads   {} an operation, {} cores, {vectors}", self.threads, self.cores)?;
+        writeln!(f, "features  {}\n", self.features.join(", "))?;
+        writeln!(f, "{:<8}  {:>9}  {:>9}  model", "device", "total", "free")?;
+        for row in &self.devices {
+            let DeviceRow { name, model, total_bytes, free_bytes } = row;
+            writeln!(f, "{name:<8}  {total_bytes:>9}  {free_bytes:>9}  {model}")?;
+        }
+        if self.problems.is_empty() {
+            return writeln!(f, "\nNothing is wrong.");
+        }
+        self.problems.iter().try_for_each(|Problem { what, remedy }| {
+            writeln!(f, "\nproblem: {what}\n remedy: {remedy}")
+        })
+    }
+}
+
+impl fmt::Display for Cuda {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.driver, self.loaded) {
+            (None, false) => write!(f, "none (no NVIDIA driver)"),
+            (None, true) => write!(f, "loaded, but there is no NVIDIA driver"),
+            (Some(driver), true) => write!(f, "loaded; the driver serves CUDA {driver}"),
+            (Some(driver), false) => write!(f, "not loaded; the driver serves CUDA {driver}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cuda(driver: Option<&str>, loaded: bool) -> Cuda {
+        let error = (!loaded).then(|| "libcudnn.so.9: not found".to_owned());
+        Cuda { driver: driver.map(str::to_owned), loaded, error }
+    }
+
+    #[test]
+    fn a_good_set_up_has_no_problem() {
+        assert_eq!(diagnose("2.11.0", &cuda(None, false), 0), []);
+        assert_eq!(diagnose("2.11.0", &cuda(Some("13.0"), true), 1), []);
+    }
+
+    #[test]
+    fn each_fault_has_its_remedy() {
+        let cases = [
+            (diagnose("2.9.1", &cuda(None, false), 0), "built for 2.11.0", "scripts/libtorch"),
+            (
+                diagnose("2.11.0", &cuda(Some("13.0"), false), 0),
+                "libcudnn.so.9",
+                "scripts/libtorch",
+            ),
+            (
+                diagnose("2.11.0", &cuda(Some("12.2"), true), 0),
+                "no usable GPU",
+                "CUDA 13.0 or newer",
+            ),
+        ];
+        for (problems, what, remedy) in cases {
+            assert_eq!(problems.len(), 1, "{problems:?}");
+            assert!(problems[0].what.contains(what), "{problems:?}");
+            assert!(problems[0].remedy.contains(remedy), "{problems:?}");
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! One file a command.
+
+pub mod bench;
+pub mod demo;
+pub mod doctor;

@@ -1,0 +1,61 @@
+//! The program as people and programs meet it.
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+fn brimful() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command
+}
+
+#[test]
+fn doctor_says_versions_devices_and_that_all_is_well() {
+    brimful().arg("doctor").assert().success().stdout(
+        predicate::str::contains("libtorch  2.11.0")
+            .and(predicate::str::contains("cpu "))
+            .and(predicate::str::contains("Nothing is wrong.")),
+    );
+}
+
+#[test]
+fn doctor_speaks_json() {
+    let output =
+        brimful().args(["doctor", "--json"]).assert().success().get_output().stdout.clone();
+    let report: Value = serde_json::from_slice(&output).expect("one JSON object");
+    assert_eq!(report["libtorch"], "2.11.0");
+    let cpu = &report["devices"][0];
+    assert_eq!(cpu["name"], "cpu");
+    assert!(cpu["total_bytes"].as_u64() >= cpu["free_bytes"].as_u64());
+    assert_eq!(report["problems"], Value::Array(vec![]));
+}
+
+#[test]
+fn the_demo_runs_out_and_then_fits() {
+    brimful().arg("demo").assert().success().stdout(
+        predicate::str::contains("16384 samples  out of memory in arena 'demo': asked for")
+            .and(predicate::str::contains("fits: peak")),
+    );
+}
+
+#[test]
+fn the_arena_bench_prints_its_row() {
+    let arguments = ["bench", "arena", "--batch", "2", "--image", "32", "--repeats", "1", "--json"];
+    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
+    let report: Value = serde_json::from_slice(&output).expect("one JSON object");
+    let row = &report["rows"][0];
+    assert_eq!(row["model"], "resnet50");
+    assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
+}
+
+#[test]
+fn help_has_examples_and_nonsense_is_one_clear_line() {
+    brimful().arg("--help").assert().success().stdout(predicate::str::contains("Examples:"));
+    brimful()
+        .arg("train-harder")
+        .assert()
+        .failure()
+        .stderr(predicate::str::contains("unrecognized"));
+}

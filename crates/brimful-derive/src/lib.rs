@@ -1,0 +1,165 @@
+#![forbid(unsafe_code)]
+//! Writes `brimful::Batch` for structs.
+
+use proc_macro2::TokenStream;
+use quote::quote;
+use syn::{Attribute, Data, DeriveInput, Error, Generics, Member, Result, parse_quote};
+
+const NOT_AN_ENUM: &str = "`Batch` cannot be derived for an enum: make it a struct with `Option` \
+    fields, or implement `brimful::Batch` by hand (its documentation shows how)";
+const NOT_A_UNION: &str = "`Batch` cannot be derived for a union: make it a struct";
+
+/// Makes a struct a batch: its fields, each of which is a batch, are cut and joined one by one.
+///
+/// A field with `#[batch(shared)]` is the same for every micro-batch, as if it were in `Shared`.
+/// Type parameters must be batches too. Enums and unions are refused.
+#[proc_macro_derive(Batch, attributes(batch))]
+pub fn derive_batch(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    let input = syn::parse_macro_input!(input as DeriveInput);
+    expand(&input).unwrap_or_else(|error| error.to_compile_error()).into()
+}
+
+fn expand(input: &DeriveInput) -> Result<TokenStream> {
+    if let Some(attribute) = batch_attributes(&input.attrs).next() {
+        return Err(Error::new_spanned(attribute, "`#[batch(shared)]` goes above a field"));
+    }
+    let fields = read_fields(input)?;
+    let name = &input.ident;
+    let generics = with_bounds(input.generics.clone());
+    let (parameters, arguments, conditions) = generics.split_for_impl();
+    let visit = fields.iter().map(Field::visit);
+    let map = fields.iter().map(Field::map);
+    let outline = fields.iter().map(Field::outline);
+    Ok(quote! {
+        #[automatically_derived]
+        impl #parameters ::brimful::batch::Batch for #name #arguments #conditions {
+            fn visit<'__leaf>(
+                &'__leaf self,
+                __f: &mut dyn ::core::ops::FnMut(::brimful::batch::Leaf<'__leaf>),
+            ) {
+                #(#visit)*
+            }
+
+            fn map(
+                &self,
+                __f: &mut dyn ::core::ops::FnMut(
+                    ::brimful::batch::Leaf<'_>,
+                ) -> ::brimful::Result<::brimful::tch::Tensor>,
+            ) -> ::brimful::Result<Self> {
+                ::core::result::Result::Ok(Self { #(#map)* })
+            }
+
+            fn outline(
+                &self,
+                __f: &mut dyn ::core::ops::FnMut(&dyn ::core::fmt::Display),
+            ) {
+                #(#outline)*
+            }
+        }
+    })
+}
+
+struct Field {
+    member: Member,
+    shared: bool,
+}
+
+impl Field {
+    fn visit(&self) -> TokenStream {
+        let (member, f) = (&self.member, self.function());
+        quote!(::brimful::batch::Batch::visit(&self.#member, #f);)
+    }
+
+    fn map(&self) -> TokenStream {
+        let (member, f) = (&self.member, self.function());
+        quote!(#member: ::brimful::batch::Batch::map(&self.#member, #f)?,)
+    }
+
+    fn outline(&self) -> TokenStream {
+        let member = &self.member;
+        quote!(::brimful::batch::Batch::outline(&self.#member, __f);)
+    }
+
+    /// What the field's leaves are given to.
+    fn function(&self) -> TokenStream {
+        if self.shared { quote!(&mut |leaf| __f(leaf.shared())) } else { quote!(__f) }
+    }
+}
+
+fn read_fields(input: &DeriveInput) -> Result<Vec<Field>> {
+    let fields = match &input.data {
+        Data::Struct(data) => &data.fields,
+        Data::Enum(data) => return Err(Error::new_spanned(data.enum_token, NOT_AN_ENUM)),
+        Data::Union(data) => return Err(Error::new_spanned(data.union_token, NOT_A_UNION)),
+    };
+    fields.members().zip(fields).map(read_field).collect()
+}
+
+fn read_field((member, field): (Member, &syn::Field)) -> Result<Field> {
+    let mut shared = false;
+    for attribute in batch_attributes(&field.attrs) {
+        attribute.parse_nested_meta(|word| {
+            shared = word.path.is_ident("shared");
+            if shared { Ok(()) } else { Err(word.error("unknown: write `#[batch(shared)]`")) }
+        })?;
+    }
+    Ok(Field { member, shared })
+}
+
+fn batch_attributes(attributes: &[Attribute]) -> impl Iterator<Item = &Attribute> {
+    attributes.iter().filter(|attribute| attribute.path().is_ident("batch"))
+}
+
+fn with_bounds(mut generics: Generics) -> Generics {
+    for parameter in generics.type_params_mut() {
+        parameter.bounds.push(parse_quote!(::brimful::batch::Batch));
+    }
+    generics
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(input: &DeriveInput) -> String {
+        expand(input).expect_err("refused").to_string()
+    }
+
+    #[test]
+    fn what_is_no_struct_is_refused_with_a_way_out() {
+        let an_enum = refusal(&parse_quote!(
+            enum Input {
+                Text(Tensor),
+                Image(Tensor),
+            }
+        ));
+        assert!(an_enum.contains("an enum: make it a struct with `Option` fields"), "{an_enum}");
+        let a_union = refusal(&parse_quote!(union Input { text: Tensor }));
+        assert!(a_union.contains("a union: make it a struct"), "{a_union}");
+    }
+
+    #[test]
+    fn other_words_and_other_places_are_refused() {
+        let word = refusal(&parse_quote!(
+            struct Input {
+                #[batch(whole)]
+                text: Tensor,
+            }
+        ));
+        assert_eq!(word, "unknown: write `#[batch(shared)]`");
+        let bare = refusal(&parse_quote!(
+            struct Input {
+                #[batch]
+                text: Tensor,
+            }
+        ));
+        assert!(bare.contains("#[batch(...)]"), "{bare}");
+        let place = refusal(&parse_quote!(
+            #[batch(shared)]
+            struct Input {
+                text: Tensor,
+            }
+        ));
+        assert_eq!(place, "`#[batch(shared)]` goes above a field");
+    }
+}

@@ -1,0 +1,121 @@
+// One operation on many tensors at once: a few kernel launches instead of one a tensor.
+//
+// libtorch falls back to a loop by itself where tensors differ in device, kind or layout.
+
+#include "guard.h"
+#include "tensors.h"
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+
+using brimful::guarded;
+using brimful::list_of;
+
+namespace {
+
+bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
+
+// What norms of this kind are computed in: a sum of squares overflows f16 and is coarse in bf16.
+at::ScalarType norm_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
+
+// Calls `body` with the tensors of each device and kind: one call a device and kind is fast, and the
+// other operand of a whole list can have but one of each.
+template <class Body>
+void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
+  std::vector<bool> done(tensors.size(), false);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (done[i]) continue;
+    std::vector<at::Tensor> alike;
+    for (size_t j = i; j < tensors.size(); ++j) {
+      if (tensors[j].scalar_type() != tensors[i].scalar_type()) continue;
+      if (tensors[j].device() != tensors[i].device()) continue;
+      alike.push_back(tensors[j]);
+      done[j] = true;
+    }
+    body(alike);
+  }
+}
+
+std::vector<at::Tensor> norms_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> norms;
+  for_each_alike(tensors, [&](const std::vector<at::Tensor>& alike) {
+    const auto some = at::_foreach_norm(alike, 2, norm_kind(alike[0].scalar_type()));
+    norms.insert(norms.end(), some.begin(), some.end());
+  });
+  return norms;
+}
+
+at::Tensor global_norm(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK(!tensors.empty(), "the norm of no tensors is not defined");
+  auto norms = norms_of(tensors);
+  auto kind = norms[0].scalar_type();
+  for (const auto& norm : norms) kind = c10::promoteTypes(kind, norm.scalar_type());
+  for (auto& norm : norms) norm = norm.to(tensors[0].device(), kind);
+  return at::linalg_vector_norm(at::stack(norms), 2);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t brimful_foreach_scale(
+    const at::Tensor* const* tensors, size_t count, double factor, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    if (count > 0) at::_foreach_mul_(list_of(tensors, count), factor);
+  });
+}
+
+int32_t brimful_foreach_scale_by(
+    const at::Tensor* const* tensors, size_t count, const at::Tensor* factor,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    TORCH_CHECK(factor->dim() == 0, "a factor must be a 0-dim tensor, but has ", factor->sizes());
+    for_each_alike(list_of(tensors, count), [&](const std::vector<at::Tensor>& alike) {
+      const auto& one = alike[0];
+      at::_foreach_mul_(alike, factor->to(one.device(), one.scalar_type()));
+    });
+  });
+}
+
+int32_t brimful_foreach_add(
+    const at::Tensor* const* into, const at::Tensor* const* what, size_t count, double factor,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    if (count > 0) at::_foreach_add_(list_of(into, count), list_of(what, count), factor);
+  });
+}
+
+int32_t brimful_foreach_copy(
+    const at::Tensor* const* into, const at::Tensor* const* from, size_t count,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    if (count > 0) at::_foreach_copy_(list_of(into, count), list_of(from, count));
+  });
+}
+
+int32_t brimful_foreach_zero(
+    const at::Tensor* const* tensors, size_t count, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    if (count > 0) at::_foreach_zero_(list_of(tensors, count));
+  });
+}
+
+int32_t brimful_foreach_norm(
+    const at::Tensor* const* tensors, size_t count, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    *out = new at::Tensor(global_norm(list_of(tensors, count)));
+  });
+}
+
+}  // extern "C"

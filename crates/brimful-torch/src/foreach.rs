@@ -1,0 +1,98 @@
+//! One operation on many tensors at once, in place and outside autograd.
+//!
+//! On CUDA a whole list takes a few kernel launches. Lists of mixed devices, kinds or layouts are
+//! right too, only slower: libtorch then loops over them.
+
+use std::ptr;
+use tch::Tensor;
+
+use crate::error::{TorchError, call};
+use crate::{ffi, owned, raw_list};
+
+/// Multiplies every tensor by a number.
+///
+/// # Errors
+/// When a tensor's kind has no place for the product.
+pub fn scale(tensors: &[Tensor], factor: f64) -> Result<(), TorchError> {
+    let list = raw_list(tensors);
+    // SAFETY: the array has `list.len()` valid tensors.
+    call(|message| unsafe {
+        ffi::brimful_foreach_scale(list.as_ptr(), list.len(), factor, message)
+    })
+}
+
+/// Multiplies every tensor by a 0-dim tensor, without making the host wait for its value where it
+/// is on their device. It is rounded to each tensor's kind first.
+///
+/// # Errors
+/// When the factor has dimensions, or memory runs out.
+pub fn scale_by(tensors: &[Tensor], factor: &Tensor) -> Result<(), TorchError> {
+    let list = raw_list(tensors);
+    // SAFETY: the array has `list.len()` valid tensors, and the factor is valid.
+    call(|message| unsafe {
+        let factor = crate::raw(factor);
+        ffi::brimful_foreach_scale_by(list.as_ptr(), list.len(), factor, message)
+    })
+}
+
+/// Adds `factor` times the second list to the first.
+///
+/// # Errors
+/// When the lists or two of their tensors do not match.
+pub fn add(into: &[Tensor], what: &[Tensor], factor: f64) -> Result<(), TorchError> {
+    same_length("add", into, what)?;
+    let (into, what) = (raw_list(into), raw_list(what));
+    // SAFETY: both arrays have `into.len()` valid tensors.
+    call(|message| unsafe {
+        ffi::brimful_foreach_add(into.as_ptr(), what.as_ptr(), into.len(), factor, message)
+    })
+}
+
+/// Copies the second list into the first, across kinds, layouts and devices.
+///
+/// # Errors
+/// When the lists or two of their tensors do not match.
+pub fn copy(into: &[Tensor], from: &[Tensor]) -> Result<(), TorchError> {
+    same_length("copy", into, from)?;
+    let (into, from) = (raw_list(into), raw_list(from));
+    // SAFETY: both arrays have `into.len()` valid tensors.
+    call(|message| unsafe {
+        ffi::brimful_foreach_copy(into.as_ptr(), from.as_ptr(), into.len(), message)
+    })
+}
+
+/// Sets every tensor to zero.
+///
+/// # Errors
+/// When libtorch refuses.
+pub fn zero(tensors: &[Tensor]) -> Result<(), TorchError> {
+    let list = raw_list(tensors);
+    // SAFETY: the array has `list.len()` valid tensors.
+    call(|message| unsafe { ffi::brimful_foreach_zero(list.as_ptr(), list.len(), message) })
+}
+
+/// The 2-norm of all tensors as if they were one vector: a 0-dim tensor on the first one's device,
+/// computed without making the host wait where all are on one. Half kinds are summed in f32.
+///
+/// # Errors
+/// When the list is empty, or memory runs out.
+pub fn norm(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
+    let list = raw_list(tensors);
+    let mut norm = ptr::null_mut();
+    // SAFETY: the array has `list.len()` valid tensors; on success `norm` is a new one of ours.
+    call(|message| unsafe {
+        ffi::brimful_foreach_norm(list.as_ptr(), list.len(), &mut norm, message)
+    })?;
+    Ok(owned(norm))
+}
+
+fn same_length(what: &str, a: &[Tensor], b: &[Tensor]) -> Result<(), TorchError> {
+    if a.len() == b.len() {
+        return Ok(());
+    }
+    Err(TorchError::other(format!(
+        "{what} needs two lists of one length: {}, {}",
+        a.len(),
+        b.len()
+    )))
+}

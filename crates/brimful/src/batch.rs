@@ -1,0 +1,323 @@
+//! A mini-batch that can be cut along its first dimension, and joined again.
+//!
+//! Tensors are the leaves of a batch. Around them go tuples, arrays, `Vec`, `Option`, `Box`,
+//! `BTreeMap` and, by `#[derive(Batch)]`, structs. All leaves have the same number of samples, save
+//! those in [`Shared`], which go to every micro-batch whole, as do numbers and strings.
+//!
+//! ```
+//! use brimful::batch::{self, Batch, Shared};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! #[derive(Batch)]
+//! struct Sentences {
+//!     tokens: Tensor,
+//!     lengths: Option<Tensor>,
+//!     #[batch(shared)]
+//!     class_weights: Tensor,
+//! }
+//!
+//! let tokens = Tensor::zeros([8, 128], (Kind::Int64, Device::Cpu));
+//! let class_weights = Tensor::ones([10], (Kind::Float, Device::Cpu));
+//! let mini_batch = Sentences { tokens, lengths: None, class_weights };
+//! assert_eq!(batch::len(&mini_batch)?, 8);
+//!
+//! let micro_batch = batch::slice(&mini_batch, 2..5)?;
+//! assert_eq!(micro_batch.tokens.size(), [3, 128]);
+//! assert_eq!(micro_batch.class_weights.size(), [10]);
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor,
+//! padded where their sizes differ. For the same reason a `Vec` of numbers is not cut.
+
+mod containers;
+
+use std::fmt::Display;
+use std::ops::Range;
+
+use tch::Tensor;
+
+pub use brimful_derive::Batch;
+pub use containers::Shared;
+
+use crate::{Error, Result};
+
+/// One tensor of a batch, as seen by whoever walks it.
+#[derive(Debug, Clone, Copy)]
+pub enum Leaf<'a> {
+    /// Cut along its first dimension.
+    Cut(&'a Tensor),
+    /// The same for every micro-batch.
+    Shared(&'a Tensor),
+}
+
+impl<'a> Leaf<'a> {
+    /// The tensor, cut or not.
+    pub fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Cut(tensor) | Self::Shared(tensor) => tensor,
+        }
+    }
+
+    /// The same leaf, not to be cut.
+    #[must_use]
+    pub fn shared(self) -> Self {
+        Self::Shared(self.tensor())
+    }
+}
+
+/// A mini-batch that can be cut along its first dimension.
+///
+/// Derive it for a struct, generic ones included; `#[batch(shared)]` on a field is as good as
+/// [`Shared`] around its type. By hand, walk the leaves in one order everywhere:
+///
+/// ```
+/// use brimful::Result;
+/// use brimful::batch::{Batch, Leaf};
+/// use tch::Tensor;
+///
+/// enum Input {
+///     Text(Tensor),
+///     Image(Tensor),
+/// }
+///
+/// impl Batch for Input {
+///     fn visit<'a>(&'a self, f: &mut dyn FnMut(Leaf<'a>)) {
+///         let (Self::Text(tensor) | Self::Image(tensor)) = self;
+///         tensor.visit(f);
+///     }
+///
+///     fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self> {
+///         Ok(match self {
+///             Self::Text(tensor) => Self::Text(tensor.map(f)?),
+///             Self::Image(tensor) => Self::Image(tensor.map(f)?),
+///         })
+///     }
+///
+///     fn outline(&self, f: &mut dyn FnMut(&dyn std::fmt::Display)) {
+///         f(if matches!(self, Self::Text(_)) { &"text" } else { &"an image" });
+///     }
+/// }
+/// ```
+///
+/// An enum or a union cannot be derived, and a field knows no other word than `shared`:
+///
+/// ```compile_fail
+/// #[derive(brimful::Batch)]
+/// enum Input {
+///     Text(tch::Tensor),
+/// }
+/// ```
+///
+/// ```compile_fail
+/// #[derive(brimful::Batch)]
+/// union Input {
+///     text: std::mem::ManuallyDrop<tch::Tensor>,
+/// }
+/// ```
+///
+/// ```compile_fail
+/// #[derive(brimful::Batch)]
+/// struct Input {
+///     #[batch(whole)]
+///     text: tch::Tensor,
+/// }
+/// ```
+///
+/// Nor can a struct with a field that is no batch:
+///
+/// ```compile_fail
+/// #[derive(brimful::Batch)]
+/// struct Input {
+///     text: tch::Tensor,
+///     read_at: std::time::Instant,
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a batch",
+    note = "a batch is made of tensors, numbers and strings in tuples, arrays, `Vec`, `Option`, \
+            `Box`, `BTreeMap` and `Shared`",
+    note = "for a struct of such, write `#[derive(brimful::Batch)]` above it"
+)]
+pub trait Batch: Sized + Send {
+    /// Shows every leaf to `f`, always in the same order.
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(Leaf<'a>));
+
+    /// The same batch with other tensors: each leaf replaced by what `f` makes of it, in the order
+    /// of [`Batch::visit`].
+    ///
+    /// # Errors
+    /// The first one of `f`.
+    fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self>;
+
+    /// Shows `f` everything that is not a tensor: values, and how many items a part holds where
+    /// that may vary. Batches of different outline cannot be joined. The default shows nothing.
+    fn outline(&self, f: &mut dyn FnMut(&dyn Display)) {
+        let _ = f;
+    }
+}
+
+/// The samples of a batch: the length that all of its leaves have, shared ones apart.
+///
+/// # Errors
+/// When the lengths differ, a leaf has no dimension to cut, or there is nothing to cut.
+pub fn len<B: Batch>(batch: &B) -> Result<usize> {
+    let lengths = leaves(batch)
+        .into_iter()
+        .enumerate()
+        .filter(|(_, leaf)| matches!(leaf, Leaf::Cut(_)))
+        .map(|(position, leaf)| leaf_len(position, leaf.tensor()))
+        .collect::<Result<Vec<usize>>>()?;
+    match lengths.first() {
+        None => Err(Error::NothingToCut),
+        Some(first) if lengths.iter().any(|length| length != first) => {
+            Err(Error::LeafLengthsDiffer { lengths })
+        }
+        Some(0) => Err(Error::EmptyBatch),
+        Some(&first) => Ok(first),
+    }
+}
+
+/// The samples of this range, as views: nothing is copied.
+///
+/// # Errors
+/// When a leaf does not have all of these samples.
+pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
+    let mut position = 0;
+    batch.map(&mut |leaf| {
+        let sliced = match leaf {
+            Leaf::Cut(tensor) => slice_leaf(position, tensor, &range),
+            Leaf::Shared(tensor) => Ok(tensor.shallow_clone()),
+        };
+        position += 1;
+        sliced
+    })
+}
+
+/// The parts as one batch, in their order: the inverse of cutting by [`slice()`].
+///
+/// Shared leaves and whatever is no tensor are the first part's. Leaves that are single numbers,
+/// which [`slice()`] never makes but a micro-batch's results may have, become one leaf with a number
+/// for each part.
+///
+/// # Errors
+/// When there is no part, or the parts differ in more than their samples.
+pub fn join<B: Batch>(mut parts: Vec<B>) -> Result<B> {
+    check_alike(&parts)?;
+    let mut columns = columns(&parts).into_iter();
+    // Each part but the first lives on in the columns alone, and those end one by one below: at
+    // most one leaf is there twice.
+    let first = parts.swap_remove(0);
+    drop(parts);
+    first.map(&mut |leaf| {
+        let column = columns.next().unwrap_or_default();
+        match leaf {
+            Leaf::Cut(_) => join_leaves(&column),
+            Leaf::Shared(tensor) => Ok(tensor.shallow_clone()),
+        }
+    })
+}
+
+fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
+    let mut leaves = Vec::new();
+    batch.visit(&mut |leaf| leaves.push(leaf));
+    leaves
+}
+
+fn leaf_len(position: usize, tensor: &Tensor) -> Result<usize> {
+    let length = tensor.size().first().map(|&length| length as usize);
+    length.ok_or(Error::LeafOfOneNumber { leaf: position })
+}
+
+fn slice_leaf(position: usize, tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
+    let length = leaf_len(position, tensor)?;
+    if range.start > range.end || range.end > length {
+        let Range { start, end } = *range;
+        return Err(Error::SliceOutsideBatch { start, end, leaf: position, length });
+    }
+    Ok(tensor.f_narrow(0, range.start as i64, range.len() as i64)?)
+}
+
+/// For each leaf, the tensors that the parts have there.
+fn columns<B: Batch>(parts: &[B]) -> Vec<Vec<Tensor>> {
+    let mut columns = Vec::new();
+    for part in parts {
+        for (position, leaf) in leaves(part).into_iter().enumerate() {
+            if columns.len() == position {
+                columns.push(Vec::with_capacity(parts.len()));
+            }
+            columns[position].push(leaf.tensor().shallow_clone());
+        }
+    }
+    columns
+}
+
+fn join_leaves(tensors: &[Tensor]) -> Result<Tensor> {
+    match tensors {
+        [only] if only.dim() == 0 => Ok(only.f_unsqueeze(0)?),
+        [only] => Ok(only.shallow_clone()),
+        [first, ..] if first.dim() == 0 => Ok(Tensor::f_stack(tensors, 0)?),
+        _ => Ok(Tensor::f_cat(tensors, 0)?),
+    }
+}
+
+/// There is a part, and the others are like it.
+fn check_alike<B: Batch>(parts: &[B]) -> Result<()> {
+    let mut outlines = parts.iter().map(full_outline);
+    let Some(first) = outlines.next() else { return Err(Error::NothingToJoin) };
+    for (part, other) in (1..).zip(outlines) {
+        let mut positions = 0..first.len().max(other.len());
+        if let Some(position) = positions.find(|&at| first.get(at) != other.get(at)) {
+            let at = |lines: &[String]| lines.get(position).map_or("nothing", |l| l).to_owned();
+            return Err(Error::PartsDiffer { part, first: at(&first), other: at(&other) });
+        }
+    }
+    Ok(())
+}
+
+/// All of a batch but its samples, for comparison and for people.
+fn full_outline<B: Batch>(batch: &B) -> Vec<String> {
+    let mut lines = Vec::new();
+    batch.outline(&mut |line| lines.push(line.to_string()));
+    batch.visit(&mut |leaf| {
+        lines.push(match leaf {
+            Leaf::Cut(tensor) => describe(tensor),
+            Leaf::Shared(_) => "a shared tensor".to_owned(),
+        });
+    });
+    lines
+}
+
+/// `a Float tensor of shape [_, 3, 32]`.
+fn describe(tensor: &Tensor) -> String {
+    let mut dimensions: Vec<String> = tensor.size().iter().map(i64::to_string).collect();
+    if let Some(samples) = dimensions.first_mut() {
+        "_".clone_into(samples);
+    }
+    format!("a {:?} tensor of shape [{}]", tensor.kind(), dimensions.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[derive(Batch)]
+    struct Image<T> {
+        pixels: T,
+        #[batch(shared)]
+        palette: Tensor,
+    }
+
+    #[test]
+    fn the_derive_works_in_here_too() {
+        let zeros = |size: &[i64]| Tensor::zeros(size, (Kind::Uint8, Device::Cpu));
+        let image = Image { pixels: [zeros(&[4, 2, 2])], palette: zeros(&[256, 3]) };
+        let part = slice(&image, 1..3).expect("two images");
+        assert_eq!(len(&part), Ok(2));
+        assert_eq!(part.palette.size(), [256, 3]);
+        let outline = ["a Uint8 tensor of shape [_, 2, 2]", "a shared tensor"];
+        assert_eq!(full_outline(&part), outline);
+    }
+}
