@@ -79,6 +79,8 @@ unsafe extern "C" {
     pub(crate) fn brimful_reset_peak(device: i32, message: Message) -> i32;
     pub(crate) fn brimful_empty_cache(device: i32, message: Message) -> i32;
 
+    pub(crate) fn brimful_meta_enter(on: bool) -> bool;
+
     pub(crate) fn brimful_generator_state(
         device: i32,
         out: *mut *mut RawTensor,

@@ -8,6 +8,7 @@
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`foreach`] | one operation on many tensors at once |
 //! | [`memory`] | an accelerator's memory figures and cache |
+//! | [`meta`] | tensors with a shape and no memory |
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
@@ -23,6 +24,7 @@ mod ffi;
 pub mod foreach;
 pub mod libtorch;
 pub mod memory;
+pub mod meta;
 pub mod optim;
 pub mod random;
 pub mod stream;

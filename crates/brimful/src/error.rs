@@ -62,6 +62,79 @@ pub enum Error {
         text: String,
     },
 
+    /// A layer without a whole name.
+    #[error(
+        "layer {position} cannot be named '{name}': its variables are saved under that name, so \
+         give it one, without '.' at either end or two in a row"
+    )]
+    LayerName {
+        /// Its place in the list, from 0.
+        position: usize,
+        /// The name.
+        name: String,
+    },
+
+    /// Two layers of one name.
+    #[error("layers {first} and {second} are both named '{name}': rename one of them")]
+    LayerTwice {
+        /// The name.
+        name: String,
+        /// The place of the first one, from 0.
+        first: usize,
+        /// The place of the second one.
+        second: usize,
+    },
+
+    /// A layer whose name lies inside another's.
+    #[error(
+        "layer {second}, '{inner}', lies inside layer {first}, '{outer}', so that their variables \
+         could have the same names: rename one of them"
+    )]
+    LayerInside {
+        /// The shorter name.
+        outer: String,
+        /// Its place in the list, from 0.
+        first: usize,
+        /// The longer name.
+        inner: String,
+        /// Its place in the list.
+        second: usize,
+    },
+
+    /// A layer that shares with one that is not there before it.
+    #[error(
+        "layer {position}, '{name}', shares the variables of '{owner}', which is not among the \
+         layers before it: put that one first, or correct the name"
+    )]
+    LayerShares {
+        /// Its place in the list, from 0.
+        position: usize,
+        /// Its name.
+        name: String,
+        /// The name of the layer that it would share with.
+        owner: String,
+    },
+
+    /// A range that is not in the list.
+    #[error("there are no layers {start} to {end}: the model has {len}")]
+    LayerRange {
+        /// The first layer asked for.
+        start: usize,
+        /// The end of the range.
+        end: usize,
+        /// How many layers there are.
+        len: usize,
+    },
+
+    /// A layer whose building failed.
+    #[error("layer '{layer}' could not be built: {message}")]
+    LayerBuild {
+        /// The layer's name.
+        layer: String,
+        /// What the panic said.
+        message: String,
+    },
+
     /// A batch without samples.
     #[error("the batch is empty: give it at least one sample")]
     EmptyBatch,

@@ -10,6 +10,7 @@ pub mod bytes;
 pub mod device;
 mod error;
 mod feed;
+pub mod layers;
 pub mod libtorch;
 pub mod loss;
 pub mod memory;
@@ -23,6 +24,7 @@ mod statistics;
 pub use batch::{Batch, Shared};
 pub use bytes::Bytes;
 pub use error::{ClosureError, Error};
+pub use layers::Layers;
 pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
 /// The tch whose tensors this library takes.

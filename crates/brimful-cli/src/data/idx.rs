@@ -1,0 +1,225 @@
+//! Folders of MNIST-format files (IDX), such as MNIST's own and Fashion-MNIST, plain or gzipped.
+//!
+//! An IDX file is two zero bytes, a byte for the kind of its numbers, a byte for the number of its
+//! dimensions, each dimension as four bytes (the highest first), and then the numbers.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use flate2::read::GzDecoder;
+use tch::{Kind, Tensor};
+
+use super::{Dataset, Examples, of_images};
+
+/// The kind of numbers that images and labels have.
+const UNSIGNED_BYTES: u8 = 8;
+const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// Reads `train-` and `t10k-`, `images-idx3-ubyte` and `labels-idx1-ubyte`, each with or without
+/// `.gz`.
+pub(super) fn load(folder: &Path) -> Result<Dataset> {
+    let name = folder.display();
+    let [train, test] = [examples(folder, "train")?, examples(folder, "t10k")?];
+    let [size, test_size] = [&train, &test].map(|half| half.inputs.size()[2..].to_vec());
+    ensure!(
+        size == test_size,
+        "the images in {name} have {size:?} pixels for training and {test_size:?} for testing: is \
+         it one data set?"
+    );
+    let [last, test_last] = [&train, &test].map(|half| half.targets.max().int64_value(&[]));
+    of_images(train, test, last.max(test_last) + 1, &name.to_string())
+}
+
+/// The images and labels of one half, as samples × 1 × height × width and class numbers.
+fn examples(folder: &Path, half: &str) -> Result<Examples> {
+    let images = read_idx(&find(folder, &format!("{half}-images-idx3-ubyte"))?, 3)?;
+    let labels_path = find(folder, &format!("{half}-labels-idx1-ubyte"))?;
+    let labels = read_idx(&labels_path, 1)?;
+    let (samples, named) = (images.size()[0], labels.size()[0]);
+    ensure!(samples > 0, "there are no images for {half} in {}", folder.display());
+    ensure!(
+        samples == named,
+        "{} has {named} labels for {samples} images: fetch both files anew",
+        labels_path.display()
+    );
+    let inputs = images.unsqueeze(1).to_kind(Kind::Float);
+    Ok(Examples { inputs, targets: labels.to_kind(Kind::Int64) })
+}
+
+/// The file of this name, or the same name with `.gz`.
+fn find(folder: &Path, name: &str) -> Result<PathBuf> {
+    let candidates = [folder.join(name), folder.join(format!("{name}.gz"))];
+    match candidates.into_iter().find(|path| path.is_file()) {
+        Some(path) => Ok(path),
+        None => bail!(
+            "{} has neither {name} nor {name}.gz: a folder of MNIST-format data has both images and \
+             labels, train-… and t10k-…, under their original names",
+            folder.display()
+        ),
+    }
+}
+
+fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
+    let bytes = fs::read(path).and_then(unpack);
+    let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
+    parse(&bytes, dimensions).with_context(|| format!("{} is not right", path.display()))
+}
+
+/// What is gzipped is known by its content, because files are renamed.
+fn unpack(bytes: Vec<u8>) -> std::io::Result<Vec<u8>> {
+    if !bytes.starts_with(&GZIP) {
+        return Ok(bytes);
+    }
+    let mut unpacked = Vec::new();
+    GzDecoder::new(&*bytes).read_to_end(&mut unpacked)?;
+    Ok(unpacked)
+}
+
+fn parse(bytes: &[u8], dimensions: usize) -> Result<Tensor> {
+    let Some((&[0, 0, kind, count], rest)) = bytes.split_first_chunk() else {
+        bail!("it is not an IDX file: it does not begin with two zero bytes");
+    };
+    ensure!(
+        kind == UNSIGNED_BYTES,
+        "its numbers are of kind {kind:#04x}, not unsigned bytes (0x08)"
+    );
+    ensure!(usize::from(count) == dimensions, "it has {count} dimensions, not {dimensions}");
+    let Some((header, numbers)) = rest.split_at_checked(4 * dimensions) else {
+        bail!("it ends after {} bytes, within its header", bytes.len());
+    };
+    let (sizes, _) = header.as_chunks::<4>();
+    let shape: Vec<i64> = sizes.iter().map(|size| u32::from_be_bytes(*size).into()).collect();
+    let expected = shape.iter().fold(1, |product: i64, size| product.saturating_mul(*size));
+    ensure!(
+        expected == numbers.len() as i64,
+        "its header says {shape:?}, {expected} bytes, but {} follow: fetch it anew",
+        numbers.len()
+    );
+    Ok(Tensor::from_slice(numbers).view(&*shape))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Sample;
+    use super::*;
+    use flate2::write::GzEncoder;
+    use std::io::Write;
+
+    /// A folder of its own for a test, removed at the end.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(test: &str) -> Self {
+            let name = format!("brimful-idx-{test}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            fs::create_dir_all(&path).expect("a folder");
+            Self(path)
+        }
+
+        /// Three images of 2×2 to train on and two to test on.
+        fn filled(test: &str) -> Self {
+            let folder = Self::new(test);
+            for (half, samples) in [("train", 3), ("t10k", 2)] {
+                let pixels: Vec<u8> = (0..samples * 4).collect();
+                let labels: Vec<u8> = (0..samples).collect();
+                let images = idx(&[samples.into(), 2, 2], &pixels);
+                folder.write(&format!("{half}-images-idx3-ubyte"), &images);
+                folder
+                    .write(&format!("{half}-labels-idx1-ubyte"), &idx(&[samples.into()], &labels));
+            }
+            folder
+        }
+
+        fn write(&self, name: &str, bytes: &[u8]) {
+            fs::write(self.0.join(name), bytes).expect("written");
+        }
+
+        fn error(&self) -> String {
+            format!("{:#}", load(&self.0).expect_err("it is wrong"))
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn idx(shape: &[u32], numbers: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0, 0, UNSIGNED_BYTES, shape.len() as u8];
+        bytes.extend(shape.iter().flat_map(|size| size.to_be_bytes()));
+        bytes.extend(numbers);
+        bytes
+    }
+
+    fn gz(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(vec![], Default::default());
+        encoder.write_all(bytes).expect("in memory");
+        encoder.finish().expect("in memory")
+    }
+
+    #[test]
+    fn reads_both_halves_and_normalises_by_the_first() {
+        let data = load(&Folder::filled("good").0).expect("data");
+        assert_eq!(data.sample, Sample::Image { shape: [1, 2, 2], classes: 3 });
+        assert_eq!((data.train.len(), data.test.len()), (3, 2));
+        assert_eq!(data.train.inputs.size(), [3, 1, 2, 2]);
+        assert!(data.train.inputs.mean(None).double_value(&[]).abs() < 1e-6);
+        assert_eq!(data.test.inputs, data.train.inputs.narrow(0, 0, 2));
+        assert_eq!(Vec::<i64>::try_from(&data.train.targets).expect("labels"), [0, 1, 2]);
+    }
+
+    #[test]
+    fn gzipped_files_are_read_under_either_name() {
+        let folder = Folder::filled("gz");
+        let plain = load(&folder.0).expect("plain").train.inputs;
+        for (from, to) in [
+            ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"),
+            ("t10k-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"),
+        ] {
+            let bytes = fs::read(folder.0.join(from)).expect("plain");
+            fs::remove_file(folder.0.join(from)).expect("removed");
+            folder.write(to, &gz(&bytes));
+        }
+        assert_eq!(load(&folder.0).expect("gzipped").train.inputs, plain);
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = Folder::new("missing").error();
+        assert!(error.contains("has neither train-images-idx3-ubyte nor"), "{error}");
+    }
+
+    #[test]
+    fn foreign_truncated_and_mismatched_files_are_refused_with_the_numbers() {
+        let images = idx(&[3, 2, 2], &[7; 12]);
+        let mut floats = images.clone();
+        floats[2] = 0x0d;
+        let gzipped = gz(&idx(&[3, 2, 2], &(0..12).collect::<Vec<_>>()));
+        let cases: [(&[u8], &str); 9] = [
+            (b"", "not an IDX file"),
+            (b"GIF89a", "not an IDX file"),
+            (&images[..9], "ends after 9 bytes, within its header"),
+            (&images[..20], "says [3, 2, 2], 12 bytes, but 4 follow"),
+            (&floats, "of kind 0x0d"),
+            (&idx(&[12], &[0; 12]), "has 1 dimensions, not 3"),
+            (&idx(&[4, 2, 2], &[0; 16]), "has 3 labels for 4 images"),
+            (&idx(&[3, 4, 1], &[0; 12]), "have [4, 1] pixels for training and [2, 2]"),
+            (&gzipped[..gzipped.len() - 9], "cannot read"),
+        ];
+        let folder = Folder::filled("wrong");
+        for (bytes, expected) in cases {
+            folder.write("train-images-idx3-ubyte", bytes);
+            let error = folder.error();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_absurd_header_does_not_overflow() {
+        let error = parse(&idx(&[u32::MAX; 3], &[]), 3).expect_err("too large").to_string();
+        assert!(error.contains("but 0 follow"), "{error}");
+    }
+}

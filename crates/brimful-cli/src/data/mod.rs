@@ -1,0 +1,116 @@
+//! The data sets that the program trains on: shipped, read from files, or made up.
+
+mod digits;
+mod idx;
+mod synthetic;
+mod text;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use tch::Tensor;
+
+pub(crate) use synthetic::Synthetic;
+pub(crate) use text::Vocabulary;
+
+/// Samples and what they should give, side by side along the first dimension.
+#[derive(Debug)]
+pub(crate) struct Examples {
+    pub(crate) inputs: Tensor,
+    pub(crate) targets: Tensor,
+}
+
+impl Examples {
+    /// How many samples there are.
+    pub(crate) fn len(&self) -> usize {
+        usize::try_from(self.inputs.size()[0]).unwrap_or(0)
+    }
+}
+
+/// What a sample is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Sample {
+    /// An image as floats, channels × height × width; the target is its class.
+    Image { shape: [i64; 3], classes: i64 },
+    /// A sequence of token numbers; the targets are the same sequence, one token later.
+    Sequence { length: i64, vocabulary: i64 },
+}
+
+/// Examples to train on, others to test on, and what they are.
+#[derive(Debug)]
+pub(crate) struct Dataset {
+    pub(crate) train: Examples,
+    pub(crate) test: Examples,
+    pub(crate) sample: Sample,
+    /// One line for people.
+    pub(crate) description: String,
+}
+
+/// How a file of text becomes sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sequences {
+    pub(crate) length: i64,
+    pub(crate) vocabulary: Vocabulary,
+}
+
+/// The handwritten digits that come with the program: 8×8 pixels, one channel.
+pub(crate) fn digits() -> Result<Dataset> {
+    digits::load()
+}
+
+/// Random samples of the shape that a model asks for, the same for the same seed.
+pub(crate) fn synthetic(config: &Synthetic) -> Result<Dataset> {
+    synthetic::generate(config)
+}
+
+/// The data at this path: a folder of MNIST-format files, or a file of text.
+pub(crate) fn open(path: &Path, sequences: Sequences) -> Result<Dataset> {
+    let what = path
+        .metadata()
+        .with_context(|| format!("no data at {}: give a folder or a file", path.display()))?;
+    if what.is_dir() { idx::load(path) } else { text::load(path, sequences) }
+}
+
+/// Puts two halves of images (samples × channels × height × width) together, pixels moved to mean 0
+/// and deviation 1 by the training half's own figures.
+fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Result<Dataset> {
+    let [_, channels, height, width] = train.inputs.size()[..] else {
+        bail!("{name} does not hold images");
+    };
+    let (mean, deviation) = (train.inputs.mean(None), train.inputs.std(true));
+    if !deviation.double_value(&[]).is_normal() {
+        bail!("every training image in {name} has the same pixels: there is nothing to learn");
+    }
+    let normalise = |half: Examples| {
+        let inputs = (half.inputs - &mean) / &deviation;
+        Examples { inputs, ..half }
+    };
+    Ok(Dataset {
+        train: normalise(train),
+        test: normalise(test),
+        sample: Sample::Image { shape: [channels, height, width], classes },
+        description: format!("{name}, {height}×{width} pixels, {classes} classes"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_without_data_is_an_error_that_names_it() {
+        let sequences = Sequences { length: 8, vocabulary: Vocabulary::Bytes };
+        let error = open(Path::new("/no/such/data"), sequences).expect_err("nothing there");
+        assert!(format!("{error:#}").starts_with("no data at /no/such/data"), "{error:#}");
+    }
+
+    #[test]
+    fn images_without_contrast_are_refused() {
+        let grey = || {
+            let inputs = Tensor::ones([2, 1, 2, 2], (tch::Kind::Float, tch::Device::Cpu));
+            Examples { inputs, targets: Tensor::from_slice(&[0_i64, 1]) }
+        };
+        let error = of_images(grey(), grey(), 2, "fog").expect_err("nothing to see").to_string();
+        assert!(error.starts_with("every training image in fog has the same pixels"), "{error}");
+    }
+}

@@ -1,0 +1,137 @@
+//! Made-up samples for any model: random, and the same for the same seed.
+
+use anyhow::{Result, ensure};
+use tch::Tensor;
+use tch::kind::Element;
+
+use super::{Dataset, Examples, Sample};
+
+/// What to make up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Synthetic {
+    pub(crate) sample: Sample,
+    pub(crate) train: usize,
+    pub(crate) test: usize,
+    pub(crate) seed: u64,
+}
+
+/// Images of noise with random classes, or random tokens and what follows them.
+pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
+    let Synthetic { sample, train, test, seed } = config;
+    ensure!(
+        *train > 0 && *test > 0,
+        "{train} samples to train on and {test} to test on: make at least 1 of each"
+    );
+    let mut numbers = Numbers(*seed);
+    let [train, test] = [*train, *test].map(|count| examples(sample, count, &mut numbers));
+    let description = format!("made-up {}, seed {seed}", describe(sample));
+    Ok(Dataset { train, test, sample: sample.clone(), description })
+}
+
+fn describe(sample: &Sample) -> String {
+    match sample {
+        Sample::Image { shape: [c, h, w], classes } => {
+            format!("images, {c}×{h}×{w}, {classes} classes")
+        }
+        Sample::Sequence { length, vocabulary } => {
+            format!("sequences of {length}, {vocabulary} tokens")
+        }
+    }
+}
+
+fn examples(sample: &Sample, count: usize, numbers: &mut Numbers) -> Examples {
+    let count = count as i64;
+    match *sample {
+        Sample::Image { shape: [channels, height, width], classes } => Examples {
+            inputs: numbers.noise(&[count, channels, height, width]),
+            targets: numbers.below(classes, &[count]),
+        },
+        Sample::Sequence { length, vocabulary } => {
+            let tokens = numbers.below(vocabulary, &[count, length + 1]);
+            let [inputs, targets] =
+                [0, 1].map(|start| tokens.narrow(1, start, length).contiguous());
+            Examples { inputs, targets }
+        }
+    }
+}
+
+/// Random numbers of our own (SplitMix64), so that making data moves nobody else's generator.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Whole numbers from 0 up to this limit.
+    fn below(&mut self, limit: i64, shape: &[i64]) -> Tensor {
+        self.tensor(shape, |bits| ((u128::from(bits) * limit as u128) >> 64) as i64)
+    }
+
+    /// Even noise with mean 0 and deviation 1.
+    fn noise(&mut self, shape: &[i64]) -> Tensor {
+        let (unit, width) = (f32::powi(2.0, -24), 12_f32.sqrt());
+        self.tensor(shape, |bits| ((bits >> 40) as f32 * unit - 0.5) * width)
+    }
+
+    fn tensor<T: Element>(&mut self, shape: &[i64], number: impl Fn(u64) -> T) -> Tensor {
+        let count = shape.iter().product::<i64>();
+        let numbers: Vec<T> = (0..count).map(|_| number(self.next())).collect();
+        Tensor::from_slice(&numbers).view(shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Kind;
+
+    const IMAGE: Sample = Sample::Image { shape: [3, 16, 16], classes: 7 };
+    const SEQUENCE: Sample = Sample::Sequence { length: 9, vocabulary: 50 };
+
+    fn made_up(sample: Sample, seed: u64) -> Dataset {
+        generate(&Synthetic { sample, train: 40, test: 20, seed }).expect("data")
+    }
+
+    #[test]
+    fn images_are_noise_with_classes() {
+        let data = made_up(IMAGE, 1);
+        assert_eq!(data.train.inputs.size(), [40, 3, 16, 16]);
+        assert!(data.train.inputs.mean(Kind::Double).double_value(&[]).abs() < 0.05);
+        assert!((data.train.inputs.std(true).double_value(&[]) - 1.0).abs() < 0.05);
+        let (low, high) = (data.train.targets.min(), data.train.targets.max());
+        assert_eq!((low.int64_value(&[]), high.int64_value(&[])), (0, 6));
+        assert_eq!((data.train.targets.size(), data.test.len()), (vec![40], 20));
+    }
+
+    #[test]
+    fn sequences_are_followed_by_themselves() {
+        let Examples { inputs, targets } = made_up(SEQUENCE, 1).train;
+        assert_eq!((inputs.size(), inputs.kind()), (vec![40, 9], Kind::Int64));
+        assert_eq!(inputs.narrow(1, 1, 8), targets.narrow(1, 0, 8));
+        assert!(inputs.max().int64_value(&[]) < 50);
+    }
+
+    #[test]
+    fn the_seed_decides_and_the_halves_differ() {
+        for sample in [IMAGE, SEQUENCE] {
+            let [a, same, other] = [1, 1, 2].map(|seed| made_up(sample.clone(), seed));
+            assert_eq!(
+                (&a.train.inputs, &a.test.targets),
+                (&same.train.inputs, &same.test.targets)
+            );
+            assert_ne!(a.train.inputs, other.train.inputs);
+            assert_ne!(a.train.inputs.narrow(0, 0, 20), a.test.inputs);
+        }
+    }
+
+    #[test]
+    fn no_samples_are_refused() {
+        let none = Synthetic { sample: IMAGE, train: 0, test: 5, seed: 0 };
+        let error = generate(&none).expect_err("nothing to train on").to_string();
+        assert!(error.starts_with("0 samples to train on and 5 to test on"), "{error}");
+    }
+}

@@ -1,0 +1,137 @@
+//! A file of text as sequences of tokens, each token a byte or a character.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use tch::Tensor;
+
+use super::{Dataset, Examples, Sample, Sequences};
+
+/// What a token is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Vocabulary {
+    /// A byte: 256 tokens, whatever the text.
+    Bytes,
+    /// A character of those that occur, in the order of their code points.
+    Characters,
+}
+
+/// Cuts the text into sequences one after the other; the last tenth is for testing.
+pub(super) fn load(path: &Path, sequences: Sequences) -> Result<Dataset> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = String::from_utf8(bytes).map_err(|error| error.utf8_error());
+    let text = text.with_context(|| format!("{} is not UTF-8 text", path.display()))?;
+    let (train, test, vocabulary) =
+        split(&text, sequences).with_context(|| format!("{} does not do", path.display()))?;
+    let length = sequences.length;
+    Ok(Dataset {
+        train,
+        test,
+        sample: Sample::Sequence { length, vocabulary },
+        description: format!("{}, sequences of {length}, {vocabulary} tokens", path.display()),
+    })
+}
+
+fn split(text: &str, sequences: Sequences) -> Result<(Examples, Examples, i64)> {
+    let Sequences { length, vocabulary } = sequences;
+    ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
+    let (tokens, vocabulary) = tokenise(text, vocabulary);
+    let test = tokens.len() / 10;
+    // The shorter part needs a sequence, and one token more as its last target.
+    ensure!(
+        test as i64 > length,
+        "it has {} tokens, a tenth of which must hold a sequence of {length} and one more: take a \
+         longer text, or sequences of at most {}",
+        tokens.len(),
+        test.saturating_sub(1)
+    );
+    let (train, test) = tokens.split_at(tokens.len() - test);
+    Ok((cut(train, length), cut(test, length), vocabulary))
+}
+
+/// The tokens' numbers, and how many different ones there can be.
+fn tokenise(text: &str, vocabulary: Vocabulary) -> (Vec<i64>, i64) {
+    match vocabulary {
+        Vocabulary::Bytes => (text.bytes().map(i64::from).collect(), 256),
+        Vocabulary::Characters => {
+            let known: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
+            let number = |c| known.binary_search(&c).unwrap_or_default() as i64;
+            (text.chars().map(number).collect(), known.len() as i64)
+        }
+    }
+}
+
+/// Sequences that follow on each other; a rest that is too short is left out.
+fn cut(tokens: &[i64], length: i64) -> Examples {
+    let count = (tokens.len() as i64 - 1) / length;
+    let tokens = Tensor::from_slice(tokens);
+    let from = |start| tokens.narrow(0, start, count * length).reshape([count, length]);
+    Examples { inputs: from(0), targets: from(1) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    fn file(name: &str, bytes: &[u8]) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("brimful-text-{name}-{}", std::process::id()));
+        fs::write(&path, bytes).expect("written");
+        path
+    }
+
+    fn load_once(name: &str, bytes: &[u8], length: i64, v: Vocabulary) -> Result<Dataset> {
+        let path = file(name, bytes);
+        let loaded = load(&path, Sequences { length, vocabulary: v });
+        fs::remove_file(path).expect("removed");
+        loaded
+    }
+
+    fn numbers(tensor: &Tensor) -> Vec<i64> {
+        tensor.flatten(0, -1).try_into().expect("numbers")
+    }
+
+    #[test]
+    fn sequences_follow_on_each_other_and_targets_are_one_later() {
+        let text: Vec<u8> = (0..50).map(|i| b'0' + i).collect();
+        let data = load_once("bytes", &text, 4, Vocabulary::Bytes).expect("data");
+        assert_eq!(data.sample, Sample::Sequence { length: 4, vocabulary: 256 });
+        // 45 tokens to train on: 11 sequences and the last target; 5 to test on.
+        assert_eq!((data.train.len(), data.test.len()), (11, 1));
+        assert_eq!(numbers(&data.train.inputs), (48..92).collect::<Vec<_>>());
+        assert_eq!(numbers(&data.train.targets), (49..93).collect::<Vec<_>>());
+        assert_eq!(numbers(&data.test.inputs), (93..97).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn characters_are_numbered_in_order() {
+        let text = "öa€".repeat(20);
+        let data = load_once("characters", text.as_bytes(), 3, Vocabulary::Characters);
+        let data = data.expect("data");
+        assert_eq!(data.sample, Sample::Sequence { length: 3, vocabulary: 3 });
+        assert_eq!(numbers(&data.train.inputs.get(0)), [1, 0, 2]);
+    }
+
+    #[test]
+    fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
+        for (text, length, expected) in [
+            ("", 1, "it has 0 tokens"),
+            ("0123456789", 1, "at most 0"),
+            (&"x".repeat(40), 4, "it has 40 tokens, a tenth of which must hold a sequence of 4"),
+            ("abc", 0, "give at least 1"),
+        ] {
+            let error = load_once("short", text.as_bytes(), length, Vocabulary::Bytes);
+            let error = format!("{:#}", error.expect_err(text));
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_text_is_refused_with_the_place() {
+        let error = load_once("binary", b"ok\xff\xfe", 1, Vocabulary::Bytes).expect_err("binary");
+        let error = format!("{error:#}");
+        assert!(error.contains("not UTF-8 text") && error.contains("index 2"), "{error}");
+    }
+}

@@ -1,0 +1,174 @@
+//! The models: published sizes, shapes, first losses, and that they learn.
+
+use brimful::Layers;
+use brimful_models::{Gpt, ResNet, gpt, mlp, resnet18, resnet50, resnet101};
+use tch::nn::{self, ModuleT, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+
+const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+fn tiny_gpt() -> Gpt {
+    Gpt { layers: 2, width: 32, heads: 4, context: 16, vocabulary: 65, dropout: 0.0, tied: true }
+}
+
+fn tokens(samples: i64, sequence: i64) -> Tensor {
+    Tensor::randint(65, [samples, sequence], (Kind::Int64, Device::Cpu))
+}
+
+/// The shape of the output for this input, in evaluation.
+fn shape_after(layers: &Layers, x: &Tensor) -> Vec<i64> {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let model = layers.build(&vs.root()).expect("a model");
+    tch::no_grad(|| model.forward_t(x, false)).size()
+}
+
+#[test]
+fn parameter_counts_are_the_published_ones() {
+    let counts = [
+        (resnet18(1000), 11_689_512),
+        (resnet50(1000), 25_557_032),
+        (resnet101(1000), 44_549_160),
+        (gpt(&Gpt::gpt2_small()), 124_439_808),
+        (mlp(784, &[300, 100], 10), 266_610),
+    ];
+    for (layers, count) in counts {
+        assert_eq!(layers.parameter_count(), Ok(count), "{layers:?}");
+    }
+}
+
+#[test]
+fn an_untied_head_adds_a_table() {
+    let untied = Gpt { tied: false, ..Gpt::gpt2_small() };
+    assert_eq!(gpt(&untied).parameter_count(), Ok(124_439_808 + 50_257 * 768));
+    assert_eq!(gpt(&untied).shared(), Ok(vec![]));
+    assert_eq!(gpt(&Gpt::gpt2_small()).shared(), Ok(vec![(16, 0)]));
+}
+
+#[test]
+fn every_residual_and_transformer_block_is_a_layer() {
+    let names = |layers: &Layers| layers.names().map(str::to_owned).collect::<Vec<_>>();
+    let resnet = names(&resnet18(10));
+    let blocks = (1..=4).flat_map(|group| (0..2).map(move |n| format!("layer{group}.{n}")));
+    let expected = ["conv1", "bn1", "maxpool"].map(String::from).into_iter().chain(blocks);
+    let expected = expected.chain(["avgpool", "flatten", "fc"].map(String::from));
+    assert_eq!(resnet, expected.collect::<Vec<_>>());
+    let ends = ["wte", "wpe", "drop", "h.0", "h.1", "ln_f", "lm_head"];
+    assert_eq!(names(&gpt(&tiny_gpt())), ends);
+    assert_eq!(names(&mlp(4, &[3, 2], 2)), ["flatten", "fc1", "relu1", "fc2", "relu2", "fc3"]);
+}
+
+#[test]
+fn forward_shapes() {
+    let image = |channels, side| Tensor::randn([2, channels, side, side], CPU);
+    assert_eq!(shape_after(&resnet18(1000), &image(3, 224)), [2, 1000]);
+    assert_eq!(shape_after(&resnet50(7), &image(3, 64)), [2, 7]);
+    for side in [8, 28] {
+        let small = ResNet::resnet18(10).small_images(1).layers();
+        assert_eq!(shape_after(&small, &image(1, side)), [2, 10]);
+    }
+    assert_eq!(shape_after(&mlp(64, &[32], 10), &image(1, 8)), [2, 10]);
+    assert_eq!(shape_after(&gpt(&tiny_gpt()), &tokens(3, 16)), [3, 16, 65]);
+    assert_eq!(shape_after(&gpt(&tiny_gpt()), &tokens(3, 5)), [3, 5, 65]);
+}
+
+#[test]
+fn a_gpt_starts_out_knowing_nothing() {
+    for tied in [true, false] {
+        let vs = nn::VarStore::new(Device::Cpu);
+        let config = Gpt { width: 128, tied, ..tiny_gpt() };
+        let model = gpt(&config).build(&vs.root()).expect("a model");
+        let logits = model.forward_t(&tokens(16, 16), true).view([-1, 65]);
+        let loss = logits.cross_entropy_for_logits(&tokens(16, 16).view([-1]));
+        let expected = 65_f64.ln();
+        assert!((loss.double_value(&[]) - expected).abs() < 0.1, "{loss:?} for {expected}");
+    }
+}
+
+#[test]
+fn a_gpt_does_not_look_ahead() {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let model = gpt(&tiny_gpt()).build(&vs.root()).expect("a model");
+    let (some, others) = (tokens(1, 16), tokens(1, 16));
+    let changed = Tensor::cat(&[some.narrow(1, 0, 9), others.narrow(1, 9, 7)], 1);
+    let [a, b] = [some, changed].map(|x| model.forward_t(&x, false).narrow(1, 0, 9));
+    assert!(a.allclose(&b, 1e-5, 1e-6, false));
+}
+
+#[test]
+fn dropout_acts_in_training_alone() {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let config = Gpt { dropout: 0.5, ..tiny_gpt() };
+    let model = gpt(&config).build(&vs.root()).expect("a model");
+    let x = tokens(2, 8);
+    assert_eq!(model.forward_t(&x, false), model.forward_t(&x, false));
+    assert_ne!(model.forward_t(&x, true), model.forward_t(&x, true));
+}
+
+#[test]
+fn all_models_run_and_train_in_double_precision() {
+    let image = Tensor::randn([2, 1, 8, 8], (Kind::Double, Device::Cpu));
+    let cases = [
+        (mlp(64, &[16], 10), image.shallow_clone()),
+        (ResNet::resnet18(10).small_images(1).layers(), image),
+        (gpt(&tiny_gpt()), tokens(2, 8)),
+    ];
+    for (layers, x) in cases {
+        let mut vs = nn::VarStore::new(Device::Cpu);
+        let model = layers.build(&vs.root()).expect("a model");
+        vs.double();
+        let out = model.forward_t(&x, true);
+        assert_eq!(out.kind(), Kind::Double);
+        out.square().mean(Kind::Double).backward();
+        for (name, variable) in vs.variables() {
+            let has_gradient = !variable.requires_grad() || variable.grad().defined();
+            assert!(has_gradient, "{name} of {layers:?}");
+        }
+    }
+}
+
+#[test]
+fn an_mlp_learns_exclusive_or() {
+    tch::manual_seed(0);
+    let x = Tensor::from_slice2(&[[0.0_f32, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]);
+    let y = Tensor::from_slice(&[0_i64, 1, 1, 0]);
+    let vs = nn::VarStore::new(Device::Cpu);
+    let model = mlp(2, &[16], 2).build(&vs.root()).expect("a model");
+    let mut adam = nn::Adam::default().build(&vs, 0.03).expect("an optimizer");
+    for _ in 0..200 {
+        adam.backward_step(&model.forward_t(&x, true).cross_entropy_for_logits(&y));
+    }
+    assert_eq!(model.forward_t(&x, false).argmax(1, false), y);
+}
+
+#[test]
+fn a_gpt_learns_to_count() {
+    tch::manual_seed(0);
+    let start = Tensor::arange(60, (Kind::Int64, Device::Cpu)).unsqueeze(1);
+    let ahead = Tensor::arange(5, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+    let x = start + ahead;
+    let y = (&x + 1).view([-1]);
+    let vs = nn::VarStore::new(Device::Cpu);
+    let config = Gpt { layers: 1, ..tiny_gpt() };
+    let model = gpt(&config).build(&vs.root()).expect("a model");
+    let mut adam = nn::Adam::default().build(&vs, 0.01).expect("an optimizer");
+    for _ in 0..100 {
+        let logits = model.forward_t(&x, true).view([-1, 65]);
+        adam.backward_step(&logits.cross_entropy_for_logits(&y));
+    }
+    let right = model.forward_t(&x, false).argmax(-1, false).view([-1]).eq_tensor(&y);
+    assert!(right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[]) > 0.99);
+}
+
+#[test]
+fn a_gpt_that_does_not_add_up_is_refused_with_the_numbers() {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let odd = Gpt { heads: 5, ..tiny_gpt() };
+    let error = gpt(&odd).build(&vs.root()).expect_err("32 is not 5 × n").to_string();
+    assert!(error.contains("'h.0' could not be built: a width of 32"), "{error}");
+}
+
+#[test]
+#[should_panic = "a sequence of 17 tokens is longer than the context of 16"]
+fn a_sequence_that_is_too_long_is_refused() {
+    shape_after(&gpt(&tiny_gpt()), &tokens(1, 17));
+}

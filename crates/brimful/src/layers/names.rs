@@ -1,0 +1,63 @@
+//! Which names layers may have: whole, different, and never inside each other.
+
+use std::collections::HashMap;
+
+use super::Description;
+use crate::{Error, Result};
+
+/// Checks all names of a list, in order.
+pub(super) fn check(list: &[Description]) -> Result<()> {
+    let mut positions = HashMap::new();
+    for (position, layer) in list.iter().enumerate() {
+        let name = layer.name.as_str();
+        check_whole(position, name)?;
+        if let Some(&first) = positions.get(name) {
+            return Err(Error::LayerTwice { name: name.into(), first, second: position });
+        }
+        check_shared(position, layer, &positions)?;
+        positions.insert(name, position);
+    }
+    check_nesting(list, &positions)
+}
+
+/// The pairs (user, owner) of a list whose names are right.
+pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
+    let position = |name: &String| list.iter().position(|layer| layer.name == *name);
+    let users = list.iter().enumerate();
+    users.filter_map(|(i, layer)| Some((i, position(layer.shares.as_ref()?)?))).collect()
+}
+
+fn check_whole(position: usize, name: &str) -> Result<()> {
+    match name.split('.').any(str::is_empty) {
+        true => Err(Error::LayerName { position, name: name.into() }),
+        false => Ok(()),
+    }
+}
+
+fn check_shared(
+    position: usize,
+    layer: &Description,
+    earlier: &HashMap<&str, usize>,
+) -> Result<()> {
+    match &layer.shares {
+        Some(owner) if !earlier.contains_key(owner.as_str()) => {
+            Err(Error::LayerShares { position, name: layer.name.clone(), owner: owner.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `block` and `block.conv` cannot both be layers: `block` may well have a variable of that name.
+fn check_nesting(list: &[Description], positions: &HashMap<&str, usize>) -> Result<()> {
+    for (second, layer) in list.iter().enumerate() {
+        let inner = layer.name.as_str();
+        let outers = inner.match_indices('.').map(|(end, _)| &inner[..end]);
+        for outer in outers {
+            if let Some(&first) = positions.get(outer) {
+                let (outer, inner) = (outer.into(), inner.into());
+                return Err(Error::LayerInside { outer, first, inner, second });
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,199 @@
+//! Lists of layers: names, parts, sharing, counting, and what is refused.
+
+use super::*;
+use crate::memory::Arena;
+use tch::{Kind, nn};
+
+const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+    move |p| nn::linear(p, inputs, outputs, Default::default())
+}
+
+/// 4 → 8 → 8 → 8 → 2, with a nested list in the middle.
+fn nested() -> Layers {
+    let block = || Layers::new().add("fc", linear(8, 8)).add_fn("tanh", |x| x.tanh());
+    Layers::new()
+        .add("stem", linear(4, 8))
+        .add_layers("blocks", Layers::new().add_layers("0", block()).add_layers("1", block()))
+        .add_fn_t("drop", |x, train| x.dropout(0.5, train))
+        .add("head", linear(8, 2))
+}
+
+/// A table of five rows, used at both ends.
+fn tied() -> Layers {
+    let table = |p: &Path| p.get("weight").unwrap_or_else(|| p.randn("weight", &[5, 3], 0.0, 1.0));
+    Layers::new()
+        .add("table", move |p| {
+            let table = table(p);
+            nn::func(move |x| Tensor::embedding(&table, x, -1, false, false))
+        })
+        .add_sharing("head", "table", move |_, p| {
+            let table = table(p);
+            nn::func(move |x| x.linear(&table, None::<Tensor>))
+        })
+}
+
+fn names_of(vs: &VarStore) -> Vec<String> {
+    let mut names: Vec<_> = vs.variables().into_keys().collect();
+    names.sort();
+    names
+}
+
+fn error_of(layers: &Layers) -> String {
+    let vs = VarStore::new(Device::Cpu);
+    let error = layers.build(&vs.root()).expect_err("it is wrong");
+    assert_eq!(layers.check(), Err(error.clone()));
+    assert!(vs.is_empty(), "nothing is built of a list that is wrong");
+    error.to_string()
+}
+
+#[test]
+fn a_description_can_be_shared_between_threads() {
+    fn shareable<T: Send + Sync + Clone>() {}
+    shareable::<Layers>();
+}
+
+#[test]
+fn nested_lists_flatten_and_join_their_names() {
+    let layers = nested();
+    let names = ["stem", "blocks.0.fc", "blocks.0.tanh", "blocks.1.fc", "blocks.1.tanh"];
+    assert_eq!(layers.names().collect::<Vec<_>>(), [&names[..], &["drop", "head"]].concat());
+    let vs = VarStore::new(Device::Cpu);
+    let model = layers.build(&vs.root()).expect("a model");
+    assert_eq!(model.names().collect::<Vec<_>>(), layers.names().collect::<Vec<_>>());
+    assert!(vs.variables().contains_key("blocks.1.fc.weight"), "{:?}", names_of(&vs));
+}
+
+#[test]
+fn the_parts_together_are_the_whole_under_the_same_names() {
+    let (layers, x) = (nested(), Tensor::randn([3, 4], CPU));
+    let whole_vs = VarStore::new(Device::Cpu);
+    let whole = layers.build(&whole_vs.root()).expect("the whole");
+    let expected = whole.forward_t(&x, false);
+    for cut in 0..=layers.len() {
+        let mut stores = [0..cut, cut..layers.len()].map(|range| {
+            let vs = VarStore::new(Device::Cpu);
+            let part = layers.build_range(&vs.root(), range).expect("a part");
+            (vs, part)
+        });
+        for (vs, _) in &mut stores {
+            vs.copy(&whole_vs).expect("the same names");
+        }
+        let out = stores.iter().fold(x.shallow_clone(), |x, (_, part)| part.forward_t(&x, false));
+        assert_eq!(out, expected, "cut before layer {cut}");
+    }
+}
+
+#[test]
+fn running_the_layers_one_by_one_is_running_the_model() {
+    let vs = VarStore::new(Device::Cpu);
+    let model = nested().build(&vs.root()).expect("a model");
+    let x = Tensor::randn([3, 4], CPU);
+    let one_by_one =
+        (0..model.len()).fold(x.shallow_clone(), |x, i| model.forward_layer(i, &x, false));
+    assert_eq!(one_by_one, model.forward_t(&x, false));
+}
+
+#[test]
+fn functions_hear_whether_they_train() {
+    let layers = Layers::new().add_fn_t("drop", |x, train| x.dropout(1.0, train));
+    let vs = VarStore::new(Device::Cpu);
+    let model = layers.build(&vs.root()).expect("a model");
+    let x = Tensor::ones([4], CPU);
+    assert_eq!(model.forward_t(&x, false), x);
+    assert_eq!(model.forward_t(&x, true), x.zeros_like());
+}
+
+#[test]
+fn no_layers_give_what_they_are_given() {
+    let vs = VarStore::new(Device::Cpu);
+    let model = Layers::new().build(&vs.root()).expect("an empty model");
+    let x = Tensor::ones([2], CPU);
+    assert!(model.is_empty() && model.forward_t(&x, true) == x);
+    assert_eq!(Layers::new().parameter_count(), Ok(0));
+}
+
+#[test]
+fn shared_variables_exist_once_and_collect_both_gradients() {
+    let layers = Layers::new().add_layers("gpt", tied());
+    assert_eq!(layers.shared(), Ok(vec![(1, 0)]));
+    let vs = VarStore::new(Device::Cpu);
+    let model = layers.build(&vs.root()).expect("a model");
+    assert_eq!(names_of(&vs), ["gpt.table.weight"]);
+    assert_eq!(layers.parameter_counts(), Ok(vec![15, 0]));
+    let out = model.forward_t(&Tensor::from_slice(&[0_i64, 1]), true);
+    out.sum(Kind::Float).backward();
+    let gradient = vs.variables()["gpt.table.weight"].grad();
+    // Row 4 was only used by the head, row 0 by both.
+    assert!(gradient.get(4) != gradient.get(0) && gradient.get(4) == gradient.get(3));
+}
+
+#[test]
+fn a_part_makes_the_shared_variables_that_it_lacks_under_their_owners_name() {
+    let vs = VarStore::new(Device::Cpu);
+    tied().build_range(&vs.root(), 1..2).expect("the head alone");
+    assert_eq!(names_of(&vs), ["table.weight"]);
+}
+
+#[test]
+fn counting_needs_no_memory() {
+    let arena = Arena::limited("tiny", 1 << 10).expect("a limit");
+    let _inside = arena.enter();
+    let large = Layers::new().add("a", linear(1 << 20, 1 << 20)).add("b", linear(1 << 20, 7));
+    let (a, b) = ((1 << 40) + (1 << 20), 7 * (1 << 20) + 7);
+    assert_eq!(large.parameter_counts(), Ok(vec![a, b]));
+    assert_eq!(large.parameter_count(), Ok(a + b));
+    let vs = VarStore::new(Device::Cpu);
+    let error = large.build(&vs.root()).expect_err("4 TiB");
+    assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
+}
+
+#[test]
+fn a_layer_that_cannot_be_built_is_named() {
+    let layers = Layers::new().add("odd", |p| nn::linear(p, -3, 2, Default::default()));
+    let vs = VarStore::new(Device::Cpu);
+    let error = layers.build(&vs.root()).expect_err("-3 inputs").to_string();
+    assert!(error.starts_with("layer 'odd' could not be built: "), "{error}");
+}
+
+#[test]
+fn names_that_are_missing_or_broken_are_refused() {
+    for name in ["", ".a", "a.", "a..b"] {
+        let error = error_of(&nested().add_fn(name, Tensor::relu));
+        assert!(error.starts_with(&format!("layer 7 cannot be named '{name}'")), "{error}");
+    }
+}
+
+#[test]
+fn a_name_given_twice_is_refused_with_both_places() {
+    let error = error_of(&nested().add_fn("blocks.0.fc", Tensor::relu));
+    assert_eq!(error, "layers 1 and 7 are both named 'blocks.0.fc': rename one of them");
+}
+
+#[test]
+fn a_name_inside_another_is_refused_with_both_places() {
+    let error = error_of(&nested().add_fn("blocks", Tensor::relu));
+    assert!(error.starts_with("layer 1, 'blocks.0.fc', lies inside layer 7, 'blocks'"), "{error}");
+}
+
+#[test]
+fn sharing_with_a_layer_that_is_not_there_before_is_refused() {
+    for owner in ["nobody", "late", "self"] {
+        let user = |_: &Path, _: &Path| nn::func(Tensor::relu);
+        let layers = Layers::new().add_sharing("self", owner, user).add_fn("late", Tensor::relu);
+        let error = error_of(&layers);
+        assert!(error.starts_with("layer 0, 'self', shares the variables of "), "{error}");
+    }
+}
+
+#[test]
+#[allow(clippy::reversed_empty_ranges, reason = "the range that is tested")]
+fn ranges_outside_the_list_are_refused() {
+    let vs = VarStore::new(Device::Cpu);
+    for range in [3..8, 8..9, 5..4] {
+        let Range { start, end } = range;
+        let error = nested().build_range(&vs.root(), range).expect_err("no such range");
+        assert_eq!(error, Error::LayerRange { start, end, len: 7 });
+    }
+}
