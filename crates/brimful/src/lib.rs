@@ -7,6 +7,8 @@ mod error;
 pub mod libtorch;
 pub mod memory;
 pub mod oom;
+pub mod optim;
+pub mod save;
 
 pub use bytes::Bytes;
 pub use error::Error;
