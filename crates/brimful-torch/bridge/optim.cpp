@@ -58,6 +58,16 @@ std::vector<at::Tensor> step_list(
   return list;
 }
 
+// A CUDA kernel reads the rate where it lies, whatever that is.
+void check_rate(const at::Tensor* rate, const at::Tensor& parameter) {
+  if (rate == nullptr) return;
+  TORCH_CHECK(
+      rate->dim() == 0 && rate->scalar_type() == at::kFloat &&
+          rate->device() == parameter.device(),
+      "a learning rate must be one f32 on the parameters' device, but is ", rate->toString(),
+      rate->sizes(), " on ", rate->device());
+}
+
 // Without an allocation, so that nothing can fail between the counters and the update. A CPU's
 // `add_` allocates for the number that it adds.
 void advance(const std::vector<at::Tensor>& steps) {
@@ -96,10 +106,19 @@ int32_t brimful_fused_sgd(
     const at::NoGradGuard no_grad;
     const auto to = flat_list(parameters, parameters, count, "parameter");
     const auto by = flat_list(gradients, parameters, count, "gradient");
+    check_rate(rate, *parameters[0]);
+    TORCH_CHECK(
+        buffers != nullptr || options->momentum == 0, "a momentum of ", options->momentum,
+        " needs buffers");
     const auto held = buffers == nullptr
                           ? std::vector<at::Tensor>()
                           : flat_list(buffers, parameters, count, "momentum buffer");
     const auto& o = *options;
+    // Plain descent is one addition, for which the CPU's fused kernel starts its threads for the
+    // smallest tensor too.
+    if (to[0].is_cpu() && o.momentum == 0 && o.weight_decay == 0 && rate == nullptr) {
+      return at::_foreach_add_(to, by, -o.learning_rate);
+    }
     const auto update = [&](const auto& learning_rate) {
       at::_fused_sgd_(
           to, by, held, o.weight_decay, o.momentum, learning_rate, o.dampening, o.nesterov,
@@ -126,6 +145,7 @@ int32_t brimful_fused_adam(
                           ? std::vector<at::Tensor>()
                           : flat_list(maxima, parameters, count, "maximum of squares");
     const auto counters = step_list(steps, parameters, count);
+    check_rate(rate, *parameters[0]);
     const auto& o = *options;
     const auto update = [&](const auto& learning_rate) {
       const auto fused = [&](auto&& kernel) {

@@ -17,7 +17,9 @@ pub mod memory;
 pub mod micro;
 pub mod nn;
 pub mod oom;
+pub mod optim;
 mod random;
+pub mod save;
 pub mod split;
 mod statistics;
 

@@ -1,0 +1,171 @@
+//! Operations on many tensors, and the fused optimizers, against one tensor at a time.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, and mixes both devices.
+
+use brimful_torch::optim::{Adam, AdamState, LearningRate, Sgd};
+use brimful_torch::{cuda, foreach, optim};
+use tch::{Device, Kind, Tensor};
+
+fn test_device() -> Device {
+    match std::env::var("BRIMFUL_TEST_DEVICE").as_deref() {
+        Ok(name) if name.starts_with("cuda") => {
+            cuda::load().expect("CUDA was asked for");
+            Device::Cuda(0)
+        }
+        _ => Device::Cpu,
+    }
+}
+
+/// Tensors of several kinds, shapes, layouts and, where there is a GPU, devices.
+fn mixed(salt: f64) -> Vec<Tensor> {
+    let tensor = |shape: &[i64], kind, device| {
+        let count = shape.iter().product::<i64>();
+        let numbers = Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.7 + salt;
+        numbers.sin().reshape(shape).to_kind(kind).to_device(device)
+    };
+    let device = test_device();
+    vec![
+        tensor(&[3, 4], Kind::Double, device),
+        tensor(&[5], Kind::Float, device).set_requires_grad(true),
+        tensor(&[], Kind::Float, device),
+        tensor(&[4, 6], Kind::BFloat16, device),
+        tensor(&[4, 6], Kind::Double, device).tr(),
+        tensor(&[0, 2], Kind::Double, device),
+        tensor(&[7], Kind::Half, Device::Cpu),
+    ]
+}
+
+fn copies(tensors: &[Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(|tensor| tensor.detach().copy()).collect()
+}
+
+fn assert_close(found: &[Tensor], expected: &[Tensor]) {
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!((found.size(), found.kind()), (expected.size(), expected.kind()));
+        let bound = if expected.kind() == Kind::BFloat16 { 1e-2 } else { 1e-3 };
+        assert!(found.detach().allclose(expected, bound, bound, false), "{found} {expected}");
+    }
+}
+
+#[test]
+fn lists_of_mixed_tensors_are_scaled_added_copied_and_zeroed() {
+    let (into, what) = (mixed(0.0), mixed(1.0));
+    let before = copies(&into);
+    foreach::scale(&into, 3.0).expect("scaled");
+    assert_close(&into, &before.iter().map(|t| t * 3.0).collect::<Vec<_>>());
+    let factor = Tensor::from(0.5).to_device(test_device());
+    foreach::scale_by(&into, &factor).expect("scaled");
+    assert_close(&into, &before.iter().map(|t| t * 1.5).collect::<Vec<_>>());
+    let before = copies(&into);
+    foreach::add(&into, &what, -2.0).expect("added");
+    let expected: Vec<_> = before.iter().zip(&what).map(|(a, b)| (a - b * 2.0).detach()).collect();
+    assert_close(&into, &expected);
+    foreach::copy(&into, &what).expect("copied");
+    assert_close(&into, &copies(&what));
+    foreach::zero(&into).expect("zeroed");
+    assert!(into.iter().all(|t| t.abs().sum(Kind::Double).double_value(&[]) == 0.0));
+    foreach::zero(&[]).expect("nothing to do");
+}
+
+#[test]
+fn a_copy_crosses_kinds_layouts_and_devices() {
+    let from = mixed(2.0);
+    let into: Vec<_> = from
+        .iter()
+        .rev()
+        .map(|t| Tensor::zeros(t.size(), (Kind::Float, test_device())))
+        .rev()
+        .collect();
+    foreach::copy(&into, &from).expect("copied");
+    for (into, from) in into.iter().zip(&from) {
+        assert!(into.allclose(
+            &from.to_kind(Kind::Float).to_device(test_device()),
+            0.0,
+            0.0,
+            false
+        ));
+    }
+}
+
+#[test]
+fn the_norm_is_that_of_one_long_vector() {
+    let tensors = mixed(3.0);
+    let flat = |t: &Tensor| t.detach().to_device(Device::Cpu).to_kind(Kind::Double).reshape([-1]);
+    let long = Tensor::cat(&tensors.iter().map(flat).collect::<Vec<_>>(), 0);
+    let norm = foreach::norm(&tensors).expect("a norm");
+    assert_eq!((norm.dim(), norm.kind(), norm.device()), (0, Kind::Double, test_device()));
+    assert!((norm.double_value(&[]) / long.norm().double_value(&[]) - 1.0).abs() < 1e-6);
+    // 300² overflows f16, whose largest number is 65,504.
+    let large = [Tensor::full([100], 300.0, (Kind::Half, test_device()))];
+    assert_eq!(foreach::norm(&large).expect("a norm").double_value(&[]), 3000.0);
+    assert!(foreach::norm(&[]).expect_err("no tensors").message.contains("norm of no tensors"));
+}
+
+#[test]
+fn lists_that_do_not_match_are_refused() {
+    let (one, two) = (&mixed(0.0)[..1], &mixed(0.0)[..2]);
+    assert!(foreach::add(one, two, 1.0).expect_err("lengths").message.contains("1, 2"));
+    assert!(foreach::copy(two, one).expect_err("lengths").message.contains("2, 1"));
+    let vector = Tensor::ones([2], (Kind::Float, test_device()));
+    assert!(foreach::scale_by(one, &vector).expect_err("a vector").message.contains("0-dim"));
+}
+
+fn ones(shape: &[i64], kind: Kind) -> Tensor {
+    Tensor::ones(shape, (kind, test_device()))
+}
+
+#[test]
+fn a_learning_rate_may_be_a_tensor() {
+    let step = |rate: LearningRate<'_>| {
+        let parameters = [ones(&[8], Kind::Float), ones(&[3, 3], Kind::Float)];
+        let gradients = copies(&parameters);
+        let (averages, squares) = (copies(&parameters), copies(&parameters));
+        let steps = [(); 2].map(|()| Tensor::zeros([0_i64; 0], (Kind::Float, test_device())));
+        let state =
+            AdamState { averages: &averages, squares: &squares, maxima: None, steps: &steps };
+        let adam = Adam { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.1, decoupled: true };
+        optim::adam(&parameters, &gradients, state, rate, &adam).expect("a step");
+        let sgd =
+            Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: false };
+        optim::sgd(&parameters, &gradients, None, rate, &sgd).expect("a step");
+        assert!(steps.iter().all(|step| step.double_value(&[]) == 1.0));
+        parameters.map(|parameter| parameter.max().double_value(&[]))
+    };
+    let tensor = Tensor::from(0.125_f32).to_device(test_device());
+    let (by_number, by_tensor) =
+        (step(LearningRate::Number(0.125)), step(LearningRate::Tensor(&tensor)));
+    assert!(by_number[0] < 1.0);
+    assert!(by_number.iter().zip(by_tensor).all(|(a, b)| (a - b).abs() < 1e-6));
+}
+
+#[test]
+fn what_a_kernel_would_misread_is_refused() {
+    let sgd =
+        Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: true };
+    let parameter = [ones(&[4, 6], Kind::Float)];
+    let rate = LearningRate::Number(0.1);
+    for wrong in [
+        ones(&[4, 5], Kind::Float),
+        ones(&[4, 6], Kind::Double),
+        ones(&[6, 4], Kind::Float).tr(),
+        ones(&[4, 12], Kind::Float).slice(1, 0, 12, 2),
+        ones(&[1, 6], Kind::Float).expand([4, 6], false),
+        ones(&[4, 6], Kind::Float).to_sparse(None, None::<&[i64]>, None),
+    ] {
+        assert!(!optim::fits(&parameter[0], &wrong));
+        let (right, wrong) = ([parameter[0].copy()], [wrong]);
+        let refused = |gradients: &[Tensor], buffers: &[Tensor]| {
+            optim::sgd(&parameter, gradients, Some(buffers), rate, &sgd).expect_err("refused")
+        };
+        assert!(refused(&wrong, &right).message.contains("gradient 0"));
+        assert!(refused(&right, &wrong).message.contains("momentum buffer 0"));
+    }
+    let none = optim::sgd(&parameter, &parameter, None, rate, &sgd).expect_err("no buffers");
+    assert!(none.message.contains("a momentum of 0.9 needs buffers"), "{none}");
+    let rates = ones(&[2], Kind::Float);
+    let many = optim::sgd(&parameter, &parameter, None, LearningRate::Tensor(&rates), &sgd);
+    assert!(many.expect_err("two rates").message.contains("a learning rate must be"));
+    assert_eq!(parameter[0], ones(&[4, 6], Kind::Float));
+    let error = optim::sgd(&parameter, &[], None, rate, &sgd).expect_err("no gradients");
+    assert!(error.message.contains("1 parameters, but one has 0"), "{error}");
+}

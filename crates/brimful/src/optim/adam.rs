@@ -1,0 +1,114 @@
+//! Adam and `AdamW`, which differ in the one line that applies the weight decay.
+
+use brimful_torch::TorchError;
+use brimful_torch::optim::{self as fused, AdamState, LearningRate};
+use serde::{Deserialize, Serialize};
+
+use super::Method;
+use super::method::{self, Lists};
+use crate::{Error, Result};
+
+/// Adam: steps along the average gradient over the root of the average squared one. Weight decay
+/// is added to the gradient.
+pub type Adam = AdamWith<false>;
+
+/// Adam with decoupled weight decay: the parameter shrinks by *rate · decay*, whatever its gradient.
+pub type AdamW = AdamWith<true>;
+
+/// What [`Adam`] and [`AdamW`] have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[must_use]
+pub struct AdamWith<const DECOUPLED: bool> {
+    pub(super) learning_rate: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    amsgrad: bool,
+    pub(super) half_state: bool,
+}
+
+impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
+    /// With this learning rate, betas 0.9 and 0.999, eps 1e-8, and a weight decay of 0 for Adam
+    /// and 0.01 for `AdamW`.
+    pub fn new(learning_rate: f64) -> Self {
+        Self {
+            learning_rate,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: if DECOUPLED { 0.01 } else { 0.0 },
+            amsgrad: false,
+            half_state: false,
+        }
+    }
+
+    /// The decays of the averages: of gradients, and of their squares.
+    pub fn betas(self, beta1: f64, beta2: f64) -> Self {
+        Self { betas: (beta1, beta2), ..self }
+    }
+
+    /// What is added to the divisor, to keep it from zero.
+    pub fn eps(self, eps: f64) -> Self {
+        Self { eps, ..self }
+    }
+
+    /// How much the parameter shrinks.
+    pub fn weight_decay(self, weight_decay: f64) -> Self {
+        Self { weight_decay, ..self }
+    }
+
+    /// Divides by the largest average so far, not by the present one.
+    pub fn amsgrad(self, amsgrad: bool) -> Self {
+        Self { amsgrad, ..self }
+    }
+
+    /// Keeps the state of an f16 or bf16 parameter in its own kind, not in f32.
+    pub fn half_state(self, half_state: bool) -> Self {
+        Self { half_state, ..self }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        method::check_rate(self.learning_rate)?;
+        method::at_least_zero("eps", self.eps)?;
+        method::at_least_zero("weight decay", self.weight_decay)?;
+        let (beta1, beta2) = self.betas;
+        if [beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
+            return Ok(());
+        }
+        let remedy = "give two numbers of at least 0 and below 1";
+        Err(Error::BadOption { option: "betas", value: format!("({beta1}, {beta2})"), remedy })
+    }
+
+    pub(super) fn moments(&self) -> &'static [&'static str] {
+        const NAMES: &[&str] = &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"];
+        if self.amsgrad { NAMES } else { &NAMES[..2] }
+    }
+
+    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
+        let options = fused::Adam {
+            betas: self.betas,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+            decoupled: DECOUPLED,
+        };
+        let state = AdamState {
+            averages: &lists.moments[0],
+            squares: &lists.moments[1],
+            maxima: lists.moments.get(2).map(Vec::as_slice),
+            steps: &lists.steps,
+        };
+        let rate = LearningRate::Number(self.learning_rate);
+        fused::adam(&lists.parameters, &lists.gradients, state, rate, &options)
+    }
+}
+
+impl From<Adam> for Method {
+    fn from(config: Adam) -> Self {
+        Self::Adam(config)
+    }
+}
+
+impl From<AdamW> for Method {
+    fn from(config: AdamW) -> Self {
+        Self::AdamW(config)
+    }
+}

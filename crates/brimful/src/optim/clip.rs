@@ -1,0 +1,56 @@
+//! Keeps the gradients' common norm below a bound.
+
+use brimful_torch::foreach;
+use tch::Tensor;
+
+use super::method::within;
+use crate::{Error, Result};
+
+/// Keeps the divisor from zero, as in PyTorch.
+const EPS: f64 = 1e-6;
+
+/// The norm that gradients had, still on their device: clipping does not wait for it.
+#[derive(Debug)]
+pub struct GradientNorm(Tensor);
+
+impl GradientNorm {
+    /// The number, for which the host waits.
+    ///
+    /// # Errors
+    /// When the device reports what went wrong there before.
+    pub fn value(&self) -> Result<f64> {
+        Ok(self.0.f_double_value(&[])?)
+    }
+
+    /// The 0-dim tensor, for which nobody waits.
+    pub fn tensor(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+/// Multiplies all gradients by one factor so that their 2-norm, taken as one vector, is at most
+/// `max_norm`; smaller ones stay as they are. Gives the norm that they had.
+///
+/// A norm that is not finite leaves gradients that are not finite. Half gradients are multiplied by
+/// the factor rounded to their kind, so their norm may exceed the bound by that rounding.
+///
+/// # Errors
+/// When `max_norm` is not above 0, no parameter has a gradient, or memory runs out. The gradients
+/// are as before then.
+pub fn clip_gradient_norm<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+    max_norm: f64,
+) -> Result<GradientNorm> {
+    within("max_norm", max_norm, max_norm > 0.0, "give a number above 0")?;
+    let all: Vec<Tensor> = parameters.into_iter().map(Tensor::grad).collect();
+    let parameters = all.len();
+    let gradients: Vec<Tensor> = all.into_iter().filter(Tensor::defined).collect();
+    if gradients.is_empty() {
+        return Err(Error::NoGradient { parameters });
+    }
+    let norm = foreach::norm(&gradients)?;
+    let factor =
+        (norm.f_add_scalar(EPS)?.f_reciprocal()?.f_mul_scalar(max_norm)?).f_clamp_max(1.0)?;
+    foreach::scale_by(&gradients, &factor)?;
+    Ok(GradientNorm(norm))
+}

@@ -1,0 +1,120 @@
+//! The choice of an optimization method, and what all methods have in common.
+
+use brimful_torch::TorchError;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::{Adam, AdamW, Sgd};
+use crate::{Error, Result};
+
+/// How parameters are updated: by [`Sgd`], [`Adam`] or [`AdamW`], with their options.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "method", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Method {
+    /// Stochastic gradient descent.
+    Sgd(Sgd),
+    /// Adam.
+    Adam(Adam),
+    /// Adam with decoupled weight decay.
+    #[serde(rename = "adamw")]
+    AdamW(AdamW),
+}
+
+/// Parameters that are updated in one call, and what belongs to each, as parallel lists.
+pub(super) struct Lists {
+    pub(super) parameters: Vec<Tensor>,
+    pub(super) gradients: Vec<Tensor>,
+    /// One list a name of [`Method::moments`].
+    pub(super) moments: Vec<Vec<Tensor>>,
+    /// Empty where the method does not count.
+    pub(super) steps: Vec<Tensor>,
+    /// Whether this is the first step of all of them.
+    pub(super) first: bool,
+}
+
+impl Method {
+    /// `sgd`, `adam` or `adamw`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Sgd(_) => "sgd",
+            Self::Adam(_) => "adam",
+            Self::AdamW(_) => "adamw",
+        }
+    }
+
+    /// How far a step goes.
+    pub fn learning_rate(&self) -> f64 {
+        match self {
+            Self::Sgd(config) => config.learning_rate,
+            Self::Adam(config) => config.learning_rate,
+            Self::AdamW(config) => config.learning_rate,
+        }
+    }
+
+    pub(super) fn set_learning_rate(&mut self, rate: f64) {
+        match self {
+            Self::Sgd(config) => config.learning_rate = rate,
+            Self::Adam(config) => config.learning_rate = rate,
+            Self::AdamW(config) => config.learning_rate = rate,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        match self {
+            Self::Sgd(config) => config.check(),
+            Self::Adam(config) => config.check(),
+            Self::AdamW(config) => config.check(),
+        }
+    }
+
+    /// The names of the tensors that are kept of each parameter, shaped like it.
+    pub(super) fn moments(&self) -> &'static [&'static str] {
+        match self {
+            Self::Sgd(config) => config.moments(),
+            Self::Adam(config) => config.moments(),
+            Self::AdamW(config) => config.moments(),
+        }
+    }
+
+    /// Whether the steps of each parameter are counted.
+    pub(super) fn counts(&self) -> bool {
+        !matches!(self, Self::Sgd(_))
+    }
+
+    /// Whether a half parameter's state is of its own kind.
+    pub(super) fn half_state(&self) -> bool {
+        match self {
+            Self::Sgd(config) => config.half_state,
+            Self::Adam(config) => config.half_state,
+            Self::AdamW(config) => config.half_state,
+        }
+    }
+
+    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
+        match self {
+            Self::Sgd(config) => config.update(lists),
+            Self::Adam(config) => config.update(lists),
+            Self::AdamW(config) => config.update(lists),
+        }
+    }
+}
+
+pub(super) fn check_rate(rate: f64) -> Result<()> {
+    at_least_zero("learning rate", rate)
+}
+
+pub(super) fn at_least_zero(option: &'static str, value: f64) -> Result<()> {
+    let remedy = "give a finite number of at least 0";
+    within(option, value, value >= 0.0 && value.is_finite(), remedy)
+}
+
+/// Refuses the value unless it is `good`.
+pub(super) fn within(
+    option: &'static str,
+    value: f64,
+    good: bool,
+    remedy: &'static str,
+) -> Result<()> {
+    if good { Ok(()) } else { Err(Error::BadOption { option, value: value.to_string(), remedy }) }
+}

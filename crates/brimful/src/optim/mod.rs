@@ -1,0 +1,259 @@
+//! Optimizers on libtorch's fused kernels: one pass over the memory of all parameters, a step that
+//! is whole or not taken, and a state that can be saved.
+//!
+//! ```
+//! use brimful::optim::{AdamW, Optimizer};
+//! use tch::{Device, Kind, Tensor, nn, nn::Module};
+//!
+//! let vs = nn::VarStore::new(Device::Cpu);
+//! let model = nn::linear(vs.root() / "layer", 4, 2, Default::default());
+//! let config = AdamW::new(1e-3);
+//! let mut opt = Optimizer::new(&vs, config)?;
+//! opt.group("decay-free", |name| name.ends_with("bias"), config.weight_decay(0.0))?;
+//!
+//! let x = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+//! model.forward(&x).square().mean(Kind::Float).backward();
+//! opt.step()?;
+//! opt.zero_grad()?;
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! *Atomic.* A step allocates what it lacks before it changes anything, and nothing afterwards. One
+//! that runs out of memory leaves parameters, state and step counters as they were.
+//!
+//! *Half precision.* A parameter in f16 or bf16 gets its state in f32, and an f32 copy of itself
+//! that the updates go to: bf16 keeps 8 bits, and most of a small update would be rounded away. The
+//! fused kernels want one kind for all, so gradients are converted in pieces of 64 MiB. `half_state`
+//! keeps the state in the parameter's own kind instead, as PyTorch does, in half the memory or less.
+//!
+//! *tch's optimizers* can be used in place of these wherever one is stepped: both find the gradients
+//! in the parameters.
+
+mod adam;
+mod clip;
+mod method;
+mod saved;
+mod sgd;
+mod state;
+mod step;
+
+pub use adam::{Adam, AdamW, AdamWith};
+pub use clip::{GradientNorm, clip_gradient_norm};
+pub use method::Method;
+pub use sgd::Sgd;
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
+
+use brimful_torch::autograd;
+use tch::{Kind, Tensor, nn};
+
+use crate::{Error, Result};
+use state::State;
+
+/// The group of the parameters that no other group has taken.
+const DEFAULT_GROUP: &str = "default";
+
+/// Updates parameters by their gradients.
+#[derive(Debug)]
+pub struct Optimizer {
+    parameters: Vec<Parameter>,
+    groups: Vec<Group>,
+}
+
+#[derive(Debug)]
+struct Parameter {
+    name: String,
+    tensor: Tensor,
+    group: usize,
+    /// `None` until its first step.
+    state: Option<State>,
+}
+
+#[derive(Debug)]
+struct Group {
+    name: String,
+    method: Method,
+}
+
+impl Optimizer {
+    /// An optimizer of the store's trainable variables, frozen ones included: those are skipped
+    /// while they are frozen. Variables that are made later are not in it.
+    ///
+    /// # Errors
+    /// When an option makes no sense.
+    pub fn new(vs: &nn::VarStore, config: impl Into<Method>) -> Result<Self> {
+        // The store names all variables but lists the trainable ones without their names.
+        let trainable: HashSet<_> = vs.trainable_variables().iter().map(place).collect();
+        let named = vs.variables().into_iter().filter(|(_, t)| trainable.contains(&place(t)));
+        let mut named: Vec<_> = named.collect();
+        named.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Self::for_named(named, config)
+    }
+
+    /// An optimizer of these parameters.
+    ///
+    /// # Errors
+    /// When an option makes no sense, two parameters have one name or are one tensor, or one is no
+    /// leaf or not a floating-point tensor.
+    pub fn for_named(named: Vec<(String, Tensor)>, config: impl Into<Method>) -> Result<Self> {
+        let method = config.into();
+        method.check()?;
+        check_parameters(&named)?;
+        let parameters = named
+            .into_iter()
+            .map(|(name, tensor)| Parameter { name, tensor, group: 0, state: None })
+            .collect();
+        Ok(Self { parameters, groups: vec![Group { name: DEFAULT_GROUP.into(), method }] })
+    }
+
+    /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.
+    ///
+    /// # Errors
+    /// When an option makes no sense, the name is taken, no parameter or one of another group
+    /// satisfies `members`, or a step was taken already. No group is made then.
+    pub fn group(
+        &mut self,
+        name: &str,
+        members: impl Fn(&str) -> bool,
+        config: impl Into<Method>,
+    ) -> Result<()> {
+        let method = config.into();
+        method.check()?;
+        let bad = |reason: String| Err(Error::BadGroup { group: name.into(), reason });
+        if self.groups.iter().any(|group| group.name == name) {
+            return bad("there is one of that name; choose another".into());
+        }
+        if self.parameters.iter().any(|parameter| parameter.state.is_some()) {
+            return bad("a step was taken already; make all groups before the first".into());
+        }
+        let taken = self.parameters.iter().find(|p| members(&p.name) && p.group != 0);
+        if let Some(Parameter { name: parameter, group, .. }) = taken {
+            let other = &self.groups[*group].name;
+            return bad(format!(
+                "'{parameter}' is in group '{other}'; let one of them leave it out"
+            ));
+        }
+        let index = self.groups.len();
+        let mut empty = true;
+        for parameter in self.parameters.iter_mut().filter(|p| members(&p.name)) {
+            parameter.group = index;
+            empty = false;
+        }
+        if empty {
+            return Err(self.no_member(name));
+        }
+        self.groups.push(Group { name: name.into(), method });
+        Ok(())
+    }
+
+    /// Leaves every parameter without a gradient, so that the next backward makes its own.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        for parameter in &mut self.parameters {
+            autograd::set_gradient(&mut parameter.tensor, None)?;
+        }
+        Ok(())
+    }
+
+    /// Scales the gradients down together where their 2-norm exceeds `max_norm`: see
+    /// [`clip_gradient_norm`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn clip_gradient_norm(&self, max_norm: f64) -> Result<GradientNorm> {
+        clip_gradient_norm(self.parameters.iter().map(|parameter| &parameter.tensor), max_norm)
+    }
+
+    /// The learning rate of the parameters that are in no group of their own.
+    pub fn learning_rate(&self) -> f64 {
+        self.groups[0].method.learning_rate()
+    }
+
+    /// Sets the learning rate of every group.
+    ///
+    /// # Errors
+    /// When it is negative or not finite; the old ones stay then.
+    pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
+        method::check_rate(rate)?;
+        for group in &mut self.groups {
+            group.method.set_learning_rate(rate);
+        }
+        Ok(())
+    }
+
+    /// The learning rate of one group.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn group_learning_rate(&self, group: &str) -> Result<f64> {
+        let found = self.groups.iter().find(|known| known.name == group);
+        found.map(|group| group.method.learning_rate()).ok_or_else(|| self.no_group(group))
+    }
+
+    /// Sets the learning rate of one group.
+    ///
+    /// # Errors
+    /// When there is no such group, or the rate is negative or not finite.
+    pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
+        method::check_rate(rate)?;
+        match self.groups.iter_mut().find(|known| known.name == group) {
+            Some(found) => found.method.set_learning_rate(rate),
+            None => return Err(self.no_group(group)),
+        }
+        Ok(())
+    }
+
+    /// The parameters with their names.
+    pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.parameters.iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor))
+    }
+
+    fn no_group(&self, group: &str) -> Error {
+        let known: Vec<_> = self.groups.iter().map(|group| group.name.as_str()).collect();
+        Error::NoGroup { group: group.into(), known: known.join(", ") }
+    }
+
+    fn no_member(&self, group: &str) -> Error {
+        let first = self.parameters.first().map(|first| first.name.clone()).unwrap_or_default();
+        Error::EmptyGroup { group: group.into(), parameters: self.parameters.len(), first }
+    }
+}
+
+/// Where a tensor lies and how: clones of a tensor share it.
+fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
+    (tensor.data_ptr(), tensor.size(), tensor.stride())
+}
+
+fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
+    let mut names = HashSet::new();
+    let mut places = HashMap::new();
+    for (name, tensor) in named {
+        let bad = |reason: String| Err(Error::BadParameter { parameter: name.clone(), reason });
+        if !names.insert(name) {
+            return bad("two have that name; give each its own".into());
+        }
+        if !matches!(tensor.kind(), Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) {
+            return bad(format!("it is of kind {:?}; make it floating-point", tensor.kind()));
+        }
+        if !tensor.is_leaf() {
+            return bad("it was computed from others; give those instead".into());
+        }
+        if overlaps(tensor) {
+            return bad("its elements share memory; give it memory of its own".into());
+        }
+        if tensor.numel() > 0
+            && let Some(other) = places.insert(place(tensor), name)
+        {
+            return bad(format!("it is the same tensor as '{other}'; give it once"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether some elements are the same memory, as in an expanded tensor.
+fn overlaps(tensor: &Tensor) -> bool {
+    tensor.size().iter().zip(tensor.stride()).any(|(&size, stride)| size > 1 && stride == 0)
+}

@@ -1,0 +1,167 @@
+//! An optimizer's state as named tensors and texts, to be saved beside the model.
+//!
+//! | what | where |
+//! | --- | --- |
+//! | averages, buffers, step counts, masters | tensors `PARAMETER.exp_avg`, `PARAMETER.step`, … |
+//! | a group's method, learning rate and options | text `group.GROUP`, as JSON |
+//! | which group a parameter is in | text `parameter.PARAMETER` |
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use tch::Tensor;
+
+use super::state::{State, UNKNOWN_VERSION};
+use super::{Group, Method, Optimizer, Parameter};
+use crate::save::{self, Metadata};
+use crate::{Error, Result};
+
+const FORMAT: (&str, &str) = ("format", "brimful optimizer state 1");
+
+impl Optimizer {
+    /// The whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
+    /// own, which its next step changes.
+    pub fn state(&self) -> (Vec<(String, Tensor)>, Metadata) {
+        let mut tensors = Vec::new();
+        let mut metadata = Metadata::from([(FORMAT.0.into(), FORMAT.1.into())]);
+        for Group { name, method } in &self.groups {
+            metadata.insert(format!("group.{name}"), serde_json::json!(method).to_string());
+        }
+        for Parameter { name, group, state, .. } in &self.parameters {
+            let Group { name: group, method } = &self.groups[*group];
+            metadata.insert(format!("parameter.{name}"), group.clone());
+            for (slot, tensor) in state.iter().flat_map(|state| state.tensors(method)) {
+                tensors.push((format!("{name}.{slot}"), tensor.shallow_clone()));
+            }
+        }
+        (tensors, metadata)
+    }
+
+    /// Takes over a state that [`Optimizer::state`] gave, with the learning rates and options that
+    /// its groups had. The parameters themselves are not in it.
+    ///
+    /// # Errors
+    /// When it is of other parameters, shapes, groups or methods: the first difference is named,
+    /// and nothing is changed. So it is when memory runs out.
+    pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        if metadata.get(FORMAT.0).map(String::as_str) != Some(FORMAT.1) {
+            let saved = metadata.get(FORMAT.0).map_or("nothing", String::as_str);
+            return Err(mismatch(FORMAT.0, format!("'{saved}'"), format!("'{}'", FORMAT.1)));
+        }
+        let methods = self.read_methods(metadata)?;
+        self.check_names(metadata)?;
+        let mut left: BTreeMap<&str, &Tensor> =
+            tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let mut states = Vec::new();
+        for parameter in &self.parameters {
+            states.push(read_state(parameter, &methods[parameter.group], &mut left)?);
+        }
+        if let Some((name, tensor)) = left.first_key_value() {
+            return Err(mismatch(name, describe(tensor), "nothing".into()));
+        }
+        for (parameter, state) in self.parameters.iter_mut().zip(states) {
+            parameter.state = state;
+        }
+        for (group, method) in self.groups.iter_mut().zip(methods) {
+            group.method = method;
+        }
+        Ok(())
+    }
+
+    /// Writes the state to a safetensors file, whole or not at all.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let (tensors, metadata) = self.state();
+        save::write(path, &tensors, &metadata)
+    }
+
+    /// Reads the state from a file that [`Optimizer::save`] has written.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is damaged, or as [`Optimizer::load_state`]; nothing is
+    /// changed then.
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let (tensors, metadata) = save::read(path)?;
+        self.load_state(&tensors, &metadata)
+    }
+
+    /// The saved methods in the order of this optimizer's groups.
+    fn read_methods(&self, metadata: &Metadata) -> Result<Vec<Method>> {
+        let known = |name: &str| self.groups.iter().any(|group| group.name == name);
+        let saved = metadata.keys().filter_map(|key| key.strip_prefix("group."));
+        if let Some(name) = saved.into_iter().find(|name| !known(name)) {
+            return Err(mismatch(name, "a group".into(), "none".into()));
+        }
+        self.groups.iter().map(|group| read_method(group, metadata)).collect()
+    }
+
+    /// The saved parameters must be these, in these groups.
+    fn check_names(&self, metadata: &Metadata) -> Result<()> {
+        let saved = metadata.iter().filter_map(|(key, group)| {
+            key.strip_prefix("parameter.").map(|name| (name, group.as_str()))
+        });
+        let saved: BTreeMap<_, _> = saved.collect();
+        let here: BTreeMap<_, _> = (self.parameters.iter())
+            .map(|parameter| (parameter.name.as_str(), self.groups[parameter.group].name.as_str()))
+            .collect();
+        let names = saved.keys().chain(here.keys());
+        let differs = names.filter(|name| saved.get(*name) != here.get(*name)).min();
+        let Some(name) = differs else { return Ok(()) };
+        let describe = |group: Option<&&str>| {
+            group.map_or("missing".to_owned(), |group| format!("in group '{group}'"))
+        };
+        Err(mismatch(name, describe(saved.get(name)), describe(here.get(name))))
+    }
+}
+
+fn read_method(group: &Group, metadata: &Metadata) -> Result<Method> {
+    let Group { name, method: here } = group;
+    let Some(text) = metadata.get(&format!("group.{name}")) else {
+        return Err(mismatch(name, "missing".into(), "a group".into()));
+    };
+    let saved: Method = serde_json::from_str(text).map_err(|error| {
+        mismatch(name, format!("not a group's options ({error})"), here.name().into())
+    })?;
+    if saved.name() != here.name() {
+        return Err(mismatch(name, saved.name().into(), here.name().into()));
+    }
+    saved.check()?;
+    Ok(saved)
+}
+
+/// Takes the parameter's tensors out of those that are left: all that it needs, or none.
+fn read_state(
+    parameter: &Parameter,
+    method: &Method,
+    left: &mut BTreeMap<&str, &Tensor>,
+) -> Result<Option<State>> {
+    let Parameter { name, tensor, .. } = parameter;
+    let mut state = State::new(tensor, method, None)?;
+    let slots: Vec<_> = state.tensors(method).map(|(slot, _)| slot).collect();
+    if !slots.iter().any(|slot| left.contains_key(format!("{name}.{slot}").as_str())) {
+        return Ok(None);
+    }
+    for (slot, tensor) in state.tensors(method) {
+        let name = format!("{name}.{slot}");
+        let saved = left.remove(name.as_str());
+        let saved = saved.ok_or_else(|| mismatch(&name, "missing".into(), describe(tensor)))?;
+        if (saved.size(), saved.kind()) != (tensor.size(), tensor.kind()) {
+            return Err(mismatch(&name, describe(saved), describe(tensor)));
+        }
+        tensor.shallow_clone().f_copy_(saved)?;
+    }
+    // The model may be loaded before or after: the next step compares it with the master.
+    state.version = UNKNOWN_VERSION;
+    Ok(Some(state))
+}
+
+fn describe(tensor: &Tensor) -> String {
+    format!("{:?} of shape {:?}", tensor.kind(), tensor.size())
+}
+
+fn mismatch(name: &str, saved: String, here: String) -> Error {
+    Error::StateMismatch { name: name.into(), saved, here }
+}

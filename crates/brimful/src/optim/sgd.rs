@@ -1,0 +1,102 @@
+//! Stochastic gradient descent, with momentum if wanted.
+
+use brimful_torch::TorchError;
+use brimful_torch::optim::{self as fused, LearningRate};
+use serde::{Deserialize, Serialize};
+
+use super::Method;
+use super::method::{self, Lists};
+use crate::{Error, Result};
+
+/// Stochastic gradient descent: *p ← p − rate · d*, where the direction *d* is the gradient, or with
+/// momentum a running sum of gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[must_use]
+pub struct Sgd {
+    pub(super) learning_rate: f64,
+    momentum: f64,
+    dampening: f64,
+    weight_decay: f64,
+    nesterov: bool,
+    pub(super) half_state: bool,
+}
+
+impl Sgd {
+    /// Plain descent with this learning rate.
+    pub fn new(learning_rate: f64) -> Self {
+        Self {
+            learning_rate,
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            half_state: false,
+        }
+    }
+
+    /// How much of the last direction is kept.
+    pub fn momentum(self, momentum: f64) -> Self {
+        Self { momentum, ..self }
+    }
+
+    /// How much of the gradient is left out of the direction.
+    pub fn dampening(self, dampening: f64) -> Self {
+        Self { dampening, ..self }
+    }
+
+    /// How much of the parameter is added to its gradient.
+    pub fn weight_decay(self, weight_decay: f64) -> Self {
+        Self { weight_decay, ..self }
+    }
+
+    /// Looks ahead along the direction. Needs momentum, and no dampening.
+    pub fn nesterov(self, nesterov: bool) -> Self {
+        Self { nesterov, ..self }
+    }
+
+    /// Keeps the state of an f16 or bf16 parameter in its own kind, not in f32.
+    pub fn half_state(self, half_state: bool) -> Self {
+        Self { half_state, ..self }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        method::check_rate(self.learning_rate)?;
+        method::at_least_zero("momentum", self.momentum)?;
+        method::at_least_zero("weight decay", self.weight_decay)?;
+        method::within(
+            "dampening",
+            self.dampening,
+            self.dampening.is_finite(),
+            "give a finite number",
+        )?;
+        if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
+            let value = format!("on with momentum {}, dampening {}", self.momentum, self.dampening);
+            let remedy = "give it a momentum above 0 and no dampening";
+            return Err(Error::BadOption { option: "nesterov", value, remedy });
+        }
+        Ok(())
+    }
+
+    pub(super) fn moments(&self) -> &'static [&'static str] {
+        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    }
+
+    pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
+        let options = fused::Sgd {
+            momentum: self.momentum,
+            dampening: self.dampening,
+            weight_decay: self.weight_decay,
+            nesterov: self.nesterov,
+            first: lists.first,
+        };
+        let rate = LearningRate::Number(self.learning_rate);
+        let buffers = lists.moments.first().map(Vec::as_slice);
+        fused::sgd(&lists.parameters, &lists.gradients, buffers, rate, &options)
+    }
+}
+
+impl From<Sgd> for Method {
+    fn from(config: Sgd) -> Self {
+        Self::Sgd(config)
+    }
+}

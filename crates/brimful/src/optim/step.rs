@@ -1,0 +1,213 @@
+//! One step: everything that can fail first, then the update, which allocates nothing.
+//!
+//! ```text
+//!   prepare   gradients found · missing state, copies and scratch space allocated     may fail
+//!   commit    gradients converted · fused kernels · half parameters written back      cannot
+//! ```
+
+use brimful_torch::foreach;
+use brimful_torch::optim::fits;
+use tch::{Device, Kind, Tensor};
+
+use super::method::Lists;
+use super::state::{self, State};
+use super::{Optimizer, Parameter};
+use crate::{Error, Result};
+
+/// Gradients that must be converted are so in pieces of this many elements, or one parameter.
+const SCRATCH: usize = 16 << 20;
+/// Pieces of scratch space start at multiples of this many elements: kernels read 16 bytes at once.
+const ALIGNMENT: usize = 64;
+
+/// One parameter's part of a step.
+struct Item {
+    index: usize,
+    /// What the kernel updates: the parameter, its f32 master, or a copy of it without gaps.
+    work: Tensor,
+    gradient: Tensor,
+    /// What replaces the parameter's state; `None` where that can be used as it is.
+    state: Option<State>,
+    /// Whether `work` must be copied to the parameter afterwards.
+    write_back: bool,
+}
+
+/// What the parameters of one fused call have in common.
+#[derive(PartialEq)]
+struct Key {
+    group: usize,
+    device: Device,
+    kind: Kind,
+    /// Whether it is their first step.
+    first: bool,
+    /// Whether their gradients go through scratch space.
+    converted: bool,
+}
+
+/// The parameters of one fused call.
+struct Bucket {
+    key: Key,
+    items: Vec<Item>,
+    /// The scratch space that its gradients take, in elements.
+    scratch: usize,
+}
+
+/// A step that needs nothing more.
+struct Plan {
+    buckets: Vec<Bucket>,
+    scratch: Vec<Tensor>,
+}
+
+impl Optimizer {
+    /// Updates every parameter that has a gradient; those without one, and frozen ones, stay as
+    /// they are, with their state.
+    ///
+    /// # Errors
+    /// When memory runs out, or a gradient is sparse: parameters, state and step counters are as
+    /// before then.
+    pub fn step(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let plan = self.prepare()?;
+        self.commit(plan)
+    }
+
+    fn prepare(&self) -> Result<Plan> {
+        let mut buckets: Vec<Bucket> = Vec::new();
+        for (index, parameter) in self.parameters.iter().enumerate() {
+            if let Some(item) = self.prepare_one(index, parameter)? {
+                sort_in(&mut buckets, self.key_of(parameter, &item), item);
+            }
+        }
+        let scratch = scratch_for(&buckets)?;
+        Ok(Plan { buckets, scratch })
+    }
+
+    fn prepare_one(&self, index: usize, parameter: &Parameter) -> Result<Option<Item>> {
+        let tensor = &parameter.tensor;
+        let gradient = tensor.f_grad()?;
+        if !tensor.requires_grad() || !gradient.defined() {
+            return Ok(None);
+        }
+        if gradient.is_sparse() {
+            let reason = "its gradient is sparse; make the layer's gradient dense".into();
+            return Err(Error::BadParameter { parameter: parameter.name.clone(), reason });
+        }
+        let method = &self.groups[parameter.group].method;
+        let old = parameter.state.as_ref();
+        let state = match old {
+            Some(old) if old.is_current(tensor, method) => None,
+            _ => Some(State::new(tensor, method, old)?),
+        };
+        let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
+        let (work, write_back) = match master {
+            Some(master) => (master.shallow_clone(), true),
+            None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
+            None => (tensor.f_contiguous()?, true),
+        };
+        Ok(Some(Item { index, work, gradient, state, write_back }))
+    }
+
+    fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
+        Key {
+            group: parameter.group,
+            device: item.work.device(),
+            kind: item.work.kind(),
+            first: parameter.state.is_none(),
+            converted: !fits(&item.work, &item.gradient),
+        }
+    }
+
+    fn commit(&mut self, plan: Plan) -> Result<()> {
+        for Bucket { key, mut items, .. } in plan.buckets {
+            for item in &mut items {
+                if let Some(state) = item.state.take() {
+                    self.parameters[item.index].state = Some(state);
+                }
+            }
+            let gradients = if key.converted {
+                convert(&items, &plan.scratch)?
+            } else {
+                items.iter().map(|item| item.gradient.shallow_clone()).collect()
+            };
+            self.groups[key.group].method.update(&self.lists(&key, &items, gradients))?;
+            self.write_back(&items)?;
+        }
+        Ok(())
+    }
+
+    fn lists(&self, key: &Key, items: &[Item], gradients: Vec<Tensor>) -> Lists {
+        let states = || items.iter().filter_map(|item| self.parameters[item.index].state.as_ref());
+        let moments = self.groups[key.group].method.moments().len();
+        Lists {
+            parameters: items.iter().map(|item| item.work.shallow_clone()).collect(),
+            gradients,
+            moments: (0..moments)
+                .map(|of| states().map(|state| state.moments[of].shallow_clone()).collect())
+                .collect(),
+            steps: states()
+                .filter_map(|state| state.step.as_ref())
+                .map(Tensor::shallow_clone)
+                .collect(),
+            first: key.first,
+        }
+    }
+
+    fn write_back(&mut self, items: &[Item]) -> Result<()> {
+        let items = || items.iter().filter(|item| item.write_back);
+        let into: Vec<_> =
+            items().map(|item| self.parameters[item.index].tensor.shallow_clone()).collect();
+        let from: Vec<_> = items().map(|item| item.work.shallow_clone()).collect();
+        foreach::copy(&into, &from)?;
+        for item in items() {
+            let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
+            if let Some(state) = state {
+                state.version = state::version(tensor);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Puts the item into the bucket of its key, or into a new one where the scratch space is full.
+fn sort_in(buckets: &mut Vec<Bucket>, key: Key, item: Item) {
+    let needed = if key.converted { item.work.numel().next_multiple_of(ALIGNMENT) } else { 0 };
+    let last = buckets.iter_mut().rev().find(|bucket| bucket.key == key);
+    match last.filter(|bucket| bucket.scratch + needed <= SCRATCH) {
+        Some(bucket) => {
+            bucket.items.push(item);
+            bucket.scratch += needed;
+        }
+        None => buckets.push(Bucket { key, items: vec![item], scratch: needed }),
+    }
+}
+
+/// One tensor for each device and kind, of the size that the largest bucket needs.
+fn scratch_for(buckets: &[Bucket]) -> Result<Vec<Tensor>> {
+    let mut sizes: Vec<(Kind, Device, usize)> = Vec::new();
+    for Bucket { key, scratch, .. } in buckets.iter().filter(|bucket| bucket.key.converted) {
+        match sizes.iter_mut().find(|(kind, device, _)| (*kind, *device) == (key.kind, key.device))
+        {
+            Some((_, _, size)) => *size = (*size).max(*scratch),
+            None => sizes.push((key.kind, key.device, *scratch)),
+        }
+    }
+    let new = |(kind, device, size)| Ok(Tensor::f_empty([size as i64], (kind, device))?);
+    sizes.into_iter().map(new).collect()
+}
+
+/// The gradients in scratch space, laid out as what they are for.
+fn convert(items: &[Item], scratch: &[Tensor]) -> Result<Vec<Tensor>> {
+    let work = &items[0].work;
+    let space = scratch
+        .iter()
+        .find(|space| (space.kind(), space.device()) == (work.kind(), work.device()))
+        .expect("a plan has scratch space for its converted buckets");
+    let mut start = 0;
+    let mut gradients = Vec::with_capacity(items.len());
+    for Item { work, .. } in items {
+        gradients.push(space.f_as_strided(work.size(), work.stride(), start as i64)?);
+        start += work.numel().next_multiple_of(ALIGNMENT);
+    }
+    let found: Vec<_> = items.iter().map(|item| item.gradient.shallow_clone()).collect();
+    foreach::copy(&gradients, &found)?;
+    Ok(gradients)
+}

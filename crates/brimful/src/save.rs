@@ -1,0 +1,236 @@
+//! Named tensors to and from a safetensors file, whole or not at all.
+//!
+//! A file is written beside its place, forced to the disk, and renamed: whoever is interrupted
+//! leaves the old file or the new one. One tensor at a time is copied, so neither way needs memory
+//! for the file beside that for the tensors. The same tensors make the same bytes.
+//!
+//! ```
+//! use brimful::save::{self, Metadata};
+//! use tch::Tensor;
+//!
+//! let path = std::env::temp_dir().join("brimful-doc.safetensors");
+//! let metadata = Metadata::from([("epoch".to_owned(), "3".to_owned())]);
+//! save::write(&path, &[("weight".to_owned(), Tensor::from_slice(&[1.0, 2.0]))], &metadata)?;
+//! let (tensors, metadata) = save::read(&path)?;
+//! assert_eq!((tensors[0].0.as_str(), metadata["epoch"].as_str()), ("weight", "3"));
+//! # std::fs::remove_file(&path).expect("removed");
+//! # Ok::<(), brimful::Error>(())
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata as Header, TensorInfo};
+use tch::{Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// Texts that go with the tensors: what was saved, and with which options.
+pub type Metadata = BTreeMap<String, String>;
+
+/// The key under which a safetensors header keeps the texts, so no tensor can have it as a name.
+const METADATA: &str = "__metadata__";
+/// The length of the header comes first, as a little-endian number of so many bytes.
+const LENGTH_BYTES: u64 = 8;
+/// What readers of the format accept.
+const LARGEST_HEADER: u64 = 100_000_000;
+
+/// What libtorch and safetensors call the same kind of number.
+const KINDS: [(Kind, Dtype); 13] = [
+    (Kind::Double, Dtype::F64),
+    (Kind::Float, Dtype::F32),
+    (Kind::Half, Dtype::F16),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Float8e5m2, Dtype::F8_E5M2),
+    (Kind::Float8e4m3fn, Dtype::F8_E4M3),
+    (Kind::ComplexFloat, Dtype::C64),
+    (Kind::Int64, Dtype::I64),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Bool, Dtype::BOOL),
+];
+
+/// Writes the tensors, from whatever device they are on, in place of what the file held before.
+///
+/// # Errors
+/// When two tensors have one name, one is sparse or of a kind that the format lacks, or the file
+/// system refuses. The old file, if there was one, is then as before.
+pub fn write(
+    path: impl AsRef<Path>,
+    tensors: &[(String, Tensor)],
+    metadata: &Metadata,
+) -> Result<()> {
+    let path = path.as_ref();
+    let (order, header) = lay_out(tensors, metadata).map_err(|reason| unwritable(path, reason))?;
+    let beside = Beside::new(path).map_err(|reason| unwritable(path, reason))?;
+    let mut out = BufWriter::new(&beside.file);
+    out.write_all(&header).map_err(|reason| unwritable(path, reason))?;
+    for tensor in order {
+        out.write_all(&bytes_of(tensor)?).map_err(|reason| unwritable(path, reason))?;
+    }
+    out.flush().map_err(|reason| unwritable(path, reason))?;
+    drop(out);
+    beside.replace(path).map_err(|reason| unwritable(path, reason))
+}
+
+/// Reads all tensors, in the order of their names and on the CPU, and the texts that go with them.
+///
+/// # Errors
+/// When the file cannot be read, is no safetensors file, was cut off, or holds a kind of number
+/// that libtorch lacks.
+pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)> {
+    let path = path.as_ref();
+    let file = File::open(path).map_err(|reason| unreadable(path, reason))?;
+    let length = file.metadata().map_err(|reason| unreadable(path, reason))?.len();
+    let mut file = BufReader::new(file);
+    let header = read_header(&mut file, path, length)?;
+    let mut tensors = Vec::new();
+    // In the order of their bytes, so that the file is read from front to back.
+    for name in header.offset_keys() {
+        let info = header.info(&name).expect("the name is one of the header's");
+        let tensor = read_tensor(&mut file, path, &name, info)?;
+        tensors.push((name, tensor));
+    }
+    tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let metadata = header.metadata().clone().unwrap_or_default().into_iter().collect();
+    Ok((tensors, metadata))
+}
+
+/// The order in which the tensors are written, and the header that describes it. Kinds of more
+/// bytes come first, which keeps every tensor aligned.
+fn lay_out<'a>(
+    tensors: &'a [(String, Tensor)],
+    metadata: &Metadata,
+) -> Result<(Vec<&'a Tensor>, Vec<u8>), String> {
+    let mut order = Vec::new();
+    for (name, tensor) in tensors {
+        order.push((dtype_of(name, tensor)?, name.as_str(), tensor));
+    }
+    order.sort_by(|(a, name_a, _), (b, name_b, _)| b.cmp(a).then(name_a.cmp(name_b)));
+
+    let mut header = serde_json::Map::new();
+    header.insert(METADATA.into(), serde_json::json!(metadata));
+    let mut start = 0;
+    for &(dtype, name, tensor) in &order {
+        let shape = tensor.size().into_iter().map(|size| size.unsigned_abs() as usize).collect();
+        let end = start + tensor.numel() * dtype.bitsize() / 8;
+        let info = TensorInfo { dtype, shape, data_offsets: (start, end) };
+        if header.insert(name.into(), serde_json::json!(info)).is_some() {
+            return Err(format!("'{name}' names two tensors: give each its own name"));
+        }
+        start = end;
+    }
+    Ok((order.into_iter().map(|(_, _, tensor)| tensor).collect(), encode(header)))
+}
+
+/// The header as it stands in the file: its length, its text, and blanks to the next aligned place.
+fn encode(header: serde_json::Map<String, serde_json::Value>) -> Vec<u8> {
+    let mut text = serde_json::Value::Object(header).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text);
+    bytes
+}
+
+fn dtype_of(name: &str, tensor: &Tensor) -> Result<Dtype, String> {
+    if !tensor.defined() || tensor.is_sparse() {
+        return Err(format!("'{name}' is sparse or not defined: make it dense first"));
+    }
+    let kind = tensor.kind();
+    let found = KINDS.iter().find(|(known, _)| *known == kind);
+    found.map(|(_, dtype)| *dtype).ok_or_else(|| {
+        format!("'{name}' is of kind {kind:?}, which the format lacks: convert it first")
+    })
+}
+
+fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let elements = tensor.numel();
+    let mut bytes = vec![0; elements * tensor.kind().elt_size_in_bytes()];
+    tensor.f_copy_data_u8(&mut bytes, elements)?;
+    Ok(bytes)
+}
+
+fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header> {
+    let mut start = [0; LENGTH_BYTES as usize];
+    file.read_exact(&mut start)
+        .map_err(|_| damaged(path, format!("it has {length} bytes, too few for a header")))?;
+    let header_length = u64::from_le_bytes(start);
+    if header_length > LARGEST_HEADER || header_length > length - LENGTH_BYTES {
+        let reason = format!("it has {length} bytes, but a header of {header_length}");
+        return Err(damaged(path, reason));
+    }
+    let mut text = vec![0; header_length as usize];
+    file.read_exact(&mut text).map_err(|reason| unreadable(path, reason))?;
+    let header: Header = serde_json::from_slice(&text)
+        .map_err(|reason| damaged(path, format!("its header cannot be understood: {reason}")))?;
+    let told = LENGTH_BYTES + header_length + header.data_len() as u64;
+    if told != length {
+        let reason = format!("it has {length} bytes, but its header tells of {told}");
+        return Err(damaged(path, reason));
+    }
+    Ok(header)
+}
+
+fn read_tensor(file: &mut impl Read, path: &Path, name: &str, info: &TensorInfo) -> Result<Tensor> {
+    let found = KINDS.iter().find(|(_, known)| *known == info.dtype);
+    let (kind, _) = found.ok_or_else(|| {
+        let reason = format!("'{name}' is of kind {:?}, which libtorch lacks", info.dtype);
+        damaged(path, reason)
+    })?;
+    let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+    file.read_exact(&mut bytes).map_err(|reason| unreadable(path, reason))?;
+    let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
+    Ok(Tensor::f_from_data_size(&bytes, &shape, *kind)?)
+}
+
+/// A new file beside its final place, removed unless it gets there.
+struct Beside {
+    file: File,
+    path: PathBuf,
+}
+
+impl Beside {
+    fn new(target: &Path) -> io::Result<Self> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = target.with_file_name(format!(".{name}.{}-{number}.part", process::id()));
+        let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path)?;
+        Ok(Self { file, path })
+    }
+
+    /// Puts the file in its place, on the disk and in the folder, before it returns.
+    fn replace(self, target: &Path) -> io::Result<()> {
+        self.file.sync_all()?;
+        fs::rename(&self.path, target)?;
+        let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
+        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        // After the rename there is nothing to remove, and that is fine.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn unwritable(path: &Path, reason: impl Display) -> Error {
+    Error::File { action: "write", path: path.display().to_string(), reason: reason.to_string() }
+}
+
+fn unreadable(path: &Path, reason: impl Display) -> Error {
+    Error::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
+}
+
+fn damaged(path: &Path, reason: String) -> Error {
+    Error::NotTensors { path: path.display().to_string(), reason }
+}

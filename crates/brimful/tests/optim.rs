@@ -1,0 +1,650 @@
+//! The optimizers against tch's own, and what tch's cannot do: groups, saved state, atomic steps.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+
+use brimful::memory::Arena;
+use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd, clip_gradient_norm};
+use brimful::save::Metadata;
+use brimful::{Error, device};
+use tch::nn::{self, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+
+fn test_device() -> Device {
+    match std::env::var("BRIMFUL_TEST_DEVICE") {
+        Ok(name) => device::find(&name).expect("the device asked for"),
+        Err(_) => Device::Cpu,
+    }
+}
+
+/// Numbers that are the same on every call, without a generator that tests would share.
+fn numbers(shape: &[i64], salt: i64, kind: Kind) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let sines = ((Tensor::arange(count, (Kind::Double, Device::Cpu)) + salt) * 1.37).sin();
+    sines.reshape(shape).to_kind(kind).to_device(test_device())
+}
+
+/// A few trainable variables of different shapes, one buffer, and a scalar.
+fn store(kind: Kind) -> nn::VarStore {
+    let mut vs = nn::VarStore::new(test_device());
+    let root = vs.root();
+    for (i, (name, shape)) in SHAPES.iter().enumerate() {
+        let _ = root.var_copy(name, &numbers(shape, i as i64, Kind::Double));
+    }
+    let _ = root.zeros_no_train("running_mean", &[3]);
+    vs.set_kind(kind);
+    for (i, (name, shape)) in SHAPES.iter().enumerate() {
+        set(&vs, name, &numbers(shape, i as i64, Kind::Double));
+    }
+    vs
+}
+
+const SHAPES: [(&str, &[i64]); 5] = [
+    ("conv_weight", &[4, 3, 3, 3]),
+    ("conv_bias", &[4]),
+    ("head_weight", &[17, 33]),
+    ("head_bias", &[17]),
+    ("scale", &[]),
+];
+
+fn get(vs: &nn::VarStore, name: &str) -> Tensor {
+    vs.variables().remove(name).expect("a variable of that name")
+}
+
+fn set(vs: &nn::VarStore, name: &str, value: &Tensor) {
+    tch::no_grad(|| get(vs, name).copy_(value));
+}
+
+/// Leaves gradients that depend on the parameters, the step and the place.
+fn backward(vs: &nn::VarStore, step: i64) {
+    backward_of(vs, step, &SHAPES.map(|(name, _)| name));
+}
+
+fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
+    let mut loss = Tensor::zeros([0_i64; 0], (Kind::Double, test_device()));
+    for (i, name) in names.iter().enumerate() {
+        let parameter = get(vs, name).to_kind(Kind::Double);
+        let direction = numbers(&parameter.size(), 7 * step + i as i64, Kind::Double);
+        loss += (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
+    }
+    loss.backward();
+}
+
+/// The largest difference between two stores' variables, relative to their size.
+fn difference(a: &nn::VarStore, b: &nn::VarStore) -> f64 {
+    let of = |name: &str| {
+        let (a, b) = (get(a, name).to_kind(Kind::Double), get(b, name).to_kind(Kind::Double));
+        ((&a - &b).abs() / (b.abs() + 1.0)).max().double_value(&[])
+    };
+    SHAPES.iter().map(|(name, _)| of(name)).fold(0.0, f64::max)
+}
+
+fn assert_same_as_tch(kind: Kind, ours: Method, theirs: impl OptimizerConfig, bound: f64) {
+    let (a, b) = (store(kind), store(kind));
+    let mut opt_a = Optimizer::new(&a, ours).expect("an optimizer");
+    let mut opt_b = theirs.build(&b, ours.learning_rate()).expect("tch's optimizer");
+    for step in 0..20 {
+        backward(&a, step);
+        opt_a.step().expect("a step");
+        opt_a.zero_grad().expect("zeroed");
+        backward(&b, step);
+        opt_b.step();
+        opt_b.zero_grad();
+    }
+    let difference = difference(&a, &b);
+    assert!(difference <= bound, "{ours:?} in {kind:?}: {difference:e}");
+}
+
+const BOUNDS: [(Kind, f64); 2] = [(Kind::Double, 1e-12), (Kind::Float, 2e-6)];
+
+#[test]
+fn sgd_is_tchs_with_every_combination_of_options() {
+    for (kind, bound) in BOUNDS {
+        for decay in [0.0, 0.1] {
+            for (momentum, dampening, nesterov) in
+                [(0.0, 0.0, false), (0.9, 0.0, false), (0.9, 0.3, false), (0.9, 0.0, true)]
+            {
+                let ours = Sgd::new(0.05).momentum(momentum).dampening(dampening);
+                let ours = ours.weight_decay(decay).nesterov(nesterov);
+                let theirs = nn::sgd(momentum, dampening, decay, nesterov);
+                assert_same_as_tch(kind, ours.into(), theirs, bound);
+            }
+        }
+    }
+}
+
+#[test]
+fn adam_and_adamw_are_tchs_with_every_combination_of_options() {
+    for (kind, bound) in BOUNDS {
+        for decay in [0.0, 0.1] {
+            for (beta1, beta2) in [(0.9, 0.999), (0.0, 0.5)] {
+                for amsgrad in [false, true] {
+                    let ours = Adam::new(0.02).betas(beta1, beta2).eps(1e-6);
+                    let ours = ours.weight_decay(decay).amsgrad(amsgrad);
+                    let theirs = nn::adam(beta1, beta2, decay).eps(1e-6).amsgrad(amsgrad);
+                    assert_same_as_tch(kind, ours.into(), theirs, bound);
+                    let ours = AdamW::new(0.02).betas(beta1, beta2).eps(1e-6);
+                    let ours = ours.weight_decay(decay).amsgrad(amsgrad);
+                    let theirs = nn::adamw(beta1, beta2, decay).eps(1e-6).amsgrad(amsgrad);
+                    assert_same_as_tch(kind, ours.into(), theirs, bound);
+                }
+            }
+        }
+    }
+    assert_same_as_tch(Kind::Double, AdamW::new(0.02).into(), nn::AdamW::default(), 1e-12);
+}
+
+#[test]
+fn a_step_leaves_the_gradients_as_they_are() {
+    let vs = store(Kind::Double);
+    let config = Sgd::new(0.1).momentum(0.9).nesterov(true).weight_decay(0.1);
+    let mut opt = Optimizer::new(&vs, config).expect("an optimizer");
+    backward(&vs, 0);
+    let before = get(&vs, "head_weight").grad().copy();
+    opt.step().expect("a step");
+    assert_eq!(get(&vs, "head_weight").grad(), before);
+    opt.zero_grad().expect("zeroed");
+    assert!(!get(&vs, "head_weight").grad().defined());
+}
+
+#[test]
+fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
+    let shape = [6, 4, 3, 3];
+    let value = numbers(&shape, 0, Kind::Double);
+    let plain = value.copy();
+    let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
+    let channels_last = value.to_memory_format();
+    let turned = value.copy().permute([3, 1, 0, 2]).contiguous().permute([2, 1, 3, 0]);
+    let laid_out = [plain, with_gaps, channels_last, turned];
+    assert!(laid_out[1..].iter().all(|tensor| !tensor.is_contiguous()));
+    for config in [Method::from(AdamW::new(0.1)), Sgd::new(0.1).momentum(0.9).into()] {
+        for gradient_layout in 0..laid_out.len() {
+            let mut results = Vec::new();
+            for layout in &laid_out {
+                let mut tensor = layout.empty_like_strided().set_requires_grad(true);
+                tch::no_grad(|| tensor.copy_(&value));
+                let named = vec![("w".to_owned(), tensor.shallow_clone())];
+                let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
+                for step in 0..3 {
+                    let mut gradient = laid_out[gradient_layout].empty_like_strided();
+                    gradient.copy_(&numbers(&shape, step, Kind::Double));
+                    brimful_torch::autograd::set_gradient(&mut tensor, Some(&gradient))
+                        .expect("a gradient");
+                    opt.step().expect("a step");
+                }
+                results.push(tensor.detach().contiguous());
+            }
+            for result in &results {
+                assert_eq!(result, &results[0], "{config:?}, gradient {gradient_layout}");
+            }
+        }
+    }
+}
+
+/// Layouts that tch has no short word for.
+trait Layouts {
+    fn to_memory_format(&self) -> Tensor;
+    fn empty_like_strided(&self) -> Tensor;
+}
+
+impl Layouts for Tensor {
+    fn to_memory_format(&self) -> Tensor {
+        self.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
+    }
+
+    /// A new tensor of the same shape and strides, gaps included.
+    fn empty_like_strided(&self) -> Tensor {
+        Tensor::empty_strided(self.size(), self.stride(), (self.kind(), self.device()))
+    }
+}
+
+#[test]
+fn groups_have_their_own_options_and_learning_rates() {
+    let (a, b) = (store(Kind::Double), store(Kind::Double));
+    let config = AdamW::new(0.02).weight_decay(0.1);
+    let mut opt = Optimizer::new(&a, config).expect("an optimizer");
+    opt.group("decay-free", |name| name.ends_with("bias"), config.weight_decay(0.0)).expect("one");
+    opt.group("head", |name| name == "head_weight", Sgd::new(0.5)).expect("another method");
+    let part = |names: &[&str]| -> Vec<(String, Tensor)> {
+        names.iter().map(|name| (name.to_string(), get(&b, name))).collect()
+    };
+    let mut parts = [
+        Optimizer::for_named(part(&["conv_weight", "scale"]), config).expect("the rest"),
+        Optimizer::for_named(part(&["conv_bias", "head_bias"]), config.weight_decay(0.0))
+            .expect("biases"),
+        Optimizer::for_named(part(&["head_weight"]), Sgd::new(0.5)).expect("the head"),
+    ];
+    for step in 0..5 {
+        if step == 2 {
+            opt.set_group_learning_rate("decay-free", 0.3).expect("a rate");
+            parts[1].set_learning_rate(0.3).expect("a rate");
+        }
+        backward(&a, step);
+        backward(&b, step);
+        opt.step().expect("a step");
+        opt.zero_grad().expect("zeroed");
+        for part in &mut parts {
+            part.step().expect("a step");
+            part.zero_grad().expect("zeroed");
+        }
+    }
+    assert_eq!(difference(&a, &b), 0.0);
+    assert_eq!((opt.learning_rate(), opt.group_learning_rate("head")), (0.02, Ok(0.5)));
+    opt.set_learning_rate(0.1).expect("a rate");
+    assert_eq!(opt.group_learning_rate("decay-free"), Ok(0.1));
+}
+
+#[test]
+fn parameters_without_gradient_and_frozen_ones_stay_with_their_state() {
+    let (a, b) = (store(Kind::Double), store(Kind::Double));
+    let config = AdamW::new(0.02);
+    let mut opt = Optimizer::new(&a, config).expect("an optimizer");
+    // The same steps, taken by each parameter alone.
+    let alone = |name: &str| vec![(name.to_owned(), get(&b, name))];
+    let mut bias = Optimizer::for_named(alone("head_bias"), config).expect("an optimizer");
+    let mut weight = Optimizer::for_named(alone("head_weight"), config).expect("an optimizer");
+    for (step, names) in [&["head_bias"][..], &["head_bias", "head_weight"], &["head_weight"]]
+        .into_iter()
+        .enumerate()
+    {
+        backward_of(&a, step as i64, names);
+        backward_of(&b, step as i64, names);
+        for opt in [&mut opt, &mut bias, &mut weight] {
+            opt.step().expect("a step");
+            opt.zero_grad().expect("zeroed");
+        }
+    }
+    assert_eq!(difference(&a, &b), 0.0);
+
+    backward(&a, 9);
+    let frozen = get(&a, "scale").set_requires_grad(false);
+    let before = frozen.copy();
+    opt.step().expect("a step");
+    assert_eq!(get(&a, "scale"), before);
+    assert!(opt.state().0.iter().all(|(name, _)| !name.starts_with("scale")));
+    // A buffer is no parameter.
+    assert!(opt.parameters().all(|(name, _)| name != "running_mean"));
+    assert_eq!(opt.parameters().count(), SHAPES.len());
+}
+
+fn configs() -> Vec<Method> {
+    vec![
+        Sgd::new(0.05).into(),
+        Sgd::new(0.05).momentum(0.9).nesterov(true).into(),
+        Adam::new(0.02).amsgrad(true).into(),
+        AdamW::new(0.02).into(),
+        AdamW::new(0.02).half_state(true).into(),
+    ]
+}
+
+fn train(vs: &nn::VarStore, opt: &mut Optimizer, steps: std::ops::Range<i64>) {
+    for step in steps {
+        backward(vs, step);
+        opt.step().expect("a step");
+        opt.zero_grad().expect("zeroed");
+    }
+}
+
+fn new_optimizer(vs: &nn::VarStore, config: Method) -> Optimizer {
+    let mut opt = Optimizer::new(vs, config).expect("an optimizer");
+    opt.group("bias", |name| name.ends_with("bias"), config).expect("a group");
+    opt
+}
+
+#[test]
+fn a_saved_state_goes_on_exactly_where_it_stopped() {
+    let folder = std::env::temp_dir().join(format!("brimful-optim-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
+        for config in configs() {
+            for model_first in [true, false] {
+                let undisturbed = store(kind);
+                let mut opt = new_optimizer(&undisturbed, config);
+                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
+                train(&undisturbed, &mut opt, 0..6);
+
+                let first = store(kind);
+                let mut opt = new_optimizer(&first, config);
+                opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
+                train(&first, &mut opt, 0..3);
+                let path = folder.join("optimizer.safetensors");
+                opt.save(&path).expect("saved");
+
+                let second = store(kind);
+                let mut opt = new_optimizer(&second, config);
+                if !model_first {
+                    opt.load(&path).expect("loaded");
+                }
+                for (name, _) in SHAPES {
+                    set(&second, name, &get(&first, name));
+                }
+                if model_first {
+                    opt.load(&path).expect("loaded");
+                }
+                train(&second, &mut opt, 3..6);
+                assert_eq!(difference(&undisturbed, &second), 0.0, "{config:?} in {kind:?}");
+                assert_eq!(opt.group_learning_rate("bias"), Ok(0.1 + 0.2));
+            }
+        }
+    }
+    std::fs::remove_dir_all(&folder).expect("removed");
+}
+
+#[test]
+fn saved_names_are_the_parameters_and_their_slots() {
+    let vs = store(Kind::BFloat16);
+    let mut opt = Optimizer::new(&vs, AdamW::new(0.02)).expect("an optimizer");
+    train(&vs, &mut opt, 0..2);
+    let (tensors, metadata) = opt.state();
+    let names: Vec<_> = tensors.iter().map(|(name, _)| name.as_str()).take(4).collect();
+    let slots = ["step", "master", "exp_avg", "exp_avg_sq"];
+    assert_eq!(names, slots.map(|slot| format!("conv_bias.{slot}")));
+    assert_eq!(tensors[0].1.double_value(&[]), 2.0);
+    assert!(tensors.iter().all(|(_, tensor)| tensor.kind() == Kind::Float));
+    assert_eq!(metadata["parameter.conv_bias"], "default");
+    assert!(metadata["group.default"].contains(r#""method":"adamw""#), "{metadata:?}");
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() {
+    let vs = store(Kind::Double);
+    let config = AdamW::new(0.02);
+    let mut opt = Optimizer::new(&vs, config).expect("an optimizer");
+    train(&vs, &mut opt, 0..2);
+    let (good, metadata) = opt.state();
+    let copy = || -> Vec<_> { good.iter().map(|(n, t)| (n.clone(), t.copy())).collect() };
+    let before = copy();
+
+    let mut shape = copy();
+    shape[1].1 = Tensor::zeros([5], (Kind::Double, test_device()));
+    let mut missing = copy();
+    missing.retain(|(name, _)| name != "head_weight.exp_avg_sq");
+    let mut unknown = copy();
+    unknown.push(("tail.exp_avg".into(), Tensor::zeros([5], (Kind::Double, test_device()))));
+    let without = |key: &str| -> Metadata {
+        metadata.iter().filter(|(k, _)| *k != key).map(|(k, v)| (k.clone(), v.clone())).collect()
+    };
+    let with = |key: &str, value: &str| -> Metadata {
+        let mut changed = metadata.clone();
+        changed.insert(key.into(), value.into());
+        changed
+    };
+    let sgd = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer").state().1;
+    for (tensors, metadata, words) in [
+        (
+            &shape,
+            metadata.clone(),
+            "'conv_bias.exp_avg' is Double of shape [5] in it, but Double of shape [4] here",
+        ),
+        (
+            &missing,
+            metadata.clone(),
+            "'head_weight.exp_avg_sq' is missing in it, but Double of shape [17, 33] here",
+        ),
+        (
+            &unknown,
+            metadata.clone(),
+            "'tail.exp_avg' is Double of shape [5] in it, but nothing here",
+        ),
+        (
+            &good,
+            without("parameter.scale"),
+            "'scale' is missing in it, but in group 'default' here",
+        ),
+        (
+            &good,
+            with("parameter.tail", "default"),
+            "'tail' is in group 'default' in it, but missing here",
+        ),
+        (&good, with("group.bias", "{}"), "'bias' is a group in it, but none here"),
+        (&good, with("group.default", "{}"), "'default' is not a group's options"),
+        (&good, sgd, "'default' is sgd in it, but adamw here"),
+        (&good, Metadata::new(), "'format' is 'nothing' in it"),
+    ] {
+        let error = opt.load_state(tensors, &metadata).expect_err(words).to_string();
+        assert!(error.contains(words), "{error}");
+        for ((name, was), (_, is)) in before.iter().zip(opt.state().0) {
+            assert_eq!(was, &is, "{name} after: {error}");
+        }
+    }
+    opt.load_state(&good, &metadata).expect("its own state");
+}
+
+/// Everything that a step changes, copied.
+fn everything(vs: &nn::VarStore, opt: &Optimizer) -> Vec<(String, Tensor)> {
+    let mut all = opt.state().0;
+    all.extend(SHAPES.map(|(name, _)| (name.to_owned(), get(vs, name).detach())));
+    all.into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
+}
+
+#[test]
+fn a_step_that_runs_out_of_memory_anywhere_changes_nothing() {
+    if test_device() != Device::Cpu {
+        return;
+    }
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for config in configs() {
+            for steps_before in 0..2 {
+                fail_everywhere(kind, config, steps_before);
+            }
+        }
+    }
+}
+
+fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
+    let (vs, undisturbed) = (store(kind), store(kind));
+    let (mut opt, mut other) = (new_optimizer(&vs, config), new_optimizer(&undisturbed, config));
+    // A gradient in another order than its parameter, so that it is copied.
+    let turn = |vs: &nn::VarStore| {
+        let mut weight = get(vs, "head_weight");
+        let turned = weight.grad().tr().contiguous().tr();
+        brimful_torch::autograd::set_gradient(&mut weight, Some(&turned)).expect("a gradient");
+    };
+    train(&vs, &mut opt, 0..steps_before);
+    train(&undisturbed, &mut other, 0..steps_before);
+    backward(&vs, 5);
+    backward(&undisturbed, 5);
+    turn(&vs);
+    turn(&undisturbed);
+
+    let before = everything(&vs, &opt);
+    let arena = Arena::new("optimizer");
+    let mut failures = 0;
+    loop {
+        let result = {
+            let _inside = arena.enter();
+            arena.fail_nth_allocation(failures + 1);
+            opt.step()
+        };
+        arena.fail_nth_allocation(0);
+        if result.is_ok() {
+            break;
+        }
+        assert!(matches!(result, Err(Error::OutOfMemory(_))), "{result:?}");
+        failures += 1;
+        let after = everything(&vs, &opt);
+        assert_eq!(before.len(), after.len(), "{config:?}: state after failure {failures}");
+        for ((name, was), (_, is)) in before.iter().zip(&after) {
+            assert_eq!(was, is, "{config:?}: {name} after failure {failures}");
+        }
+    }
+    // The turned gradient takes scratch space, so every step allocates something.
+    assert!(failures >= 1, "{config:?}: {failures}");
+    other.step().expect("a step");
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}");
+    for (vs, opt) in [(&vs, &mut opt), (&undisturbed, &mut other)] {
+        opt.zero_grad().expect("zeroed");
+        train(vs, opt, 6..8);
+    }
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}, two steps later");
+}
+
+#[test]
+fn small_updates_of_a_bf16_parameter_are_not_lost() {
+    let run = |kind: Kind, half_state: bool| {
+        let tensor = Tensor::ones([64], (kind, test_device())).set_requires_grad(true);
+        let named = vec![("w".to_owned(), tensor.shallow_clone())];
+        let config = Sgd::new(1e-4).half_state(half_state);
+        let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
+        for _ in 0..1000 {
+            tensor.sum(Kind::Float).backward();
+            opt.step().expect("a step");
+            opt.zero_grad().expect("zeroed");
+        }
+        tensor.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
+    };
+    assert!((run(Kind::Float, false) - 0.9).abs() < 1e-4);
+    assert!((run(Kind::BFloat16, false) - 0.9).abs() < 2e-3, "one rounding of bf16");
+    assert_eq!(run(Kind::BFloat16, true), 1.0, "each update is less than half a digit");
+}
+
+#[test]
+fn a_half_parameter_that_is_set_by_hand_goes_on_from_there() {
+    let vs = store(Kind::BFloat16);
+    let mut opt = Optimizer::new(&vs, Sgd::new(0.5)).expect("an optimizer");
+    train(&vs, &mut opt, 0..2);
+    set(&vs, "scale", &Tensor::from(100.0));
+    backward_of(&vs, 3, &["scale"]);
+    let expected = 100.0 - 0.5 * get(&vs, "scale").grad().double_value(&[]);
+    opt.step().expect("a step");
+    assert!((get(&vs, "scale").double_value(&[]) - expected).abs() < 0.5);
+}
+
+#[test]
+fn a_model_that_changes_its_kind_keeps_its_state() {
+    let mut vs = store(Kind::Double);
+    let mut opt = Optimizer::new(&vs, Adam::new(0.02)).expect("an optimizer");
+    train(&vs, &mut opt, 0..2);
+    vs.set_kind(Kind::Float);
+    opt.zero_grad().expect("zeroed");
+    train(&vs, &mut opt, 2..3);
+    vs.set_kind(Kind::BFloat16);
+    opt.zero_grad().expect("zeroed");
+    train(&vs, &mut opt, 3..4);
+    let (tensors, _) = opt.state();
+    assert_eq!(tensors[0].0, "conv_bias.step");
+    assert_eq!(tensors[0].1.double_value(&[]), 4.0);
+}
+
+#[test]
+fn clipping_scales_all_gradients_by_one_factor() {
+    for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
+        let vs = store(kind);
+        backward_of(&vs, 0, &["conv_bias", "head_weight"]);
+        let gradients = || {
+            let of = |name| get(&vs, name).grad().to_kind(Kind::Double).reshape([-1]);
+            Tensor::cat(&[of("conv_bias"), of("head_weight")], 0)
+        };
+        let before = gradients();
+        let true_norm = before.norm().double_value(&[]);
+        let variables = vs.trainable_variables();
+        let norm = clip_gradient_norm(&variables, 1e6).expect("a norm");
+        assert_eq!((norm.tensor().dim(), norm.tensor().device()), (0, test_device()));
+        assert!((norm.value().expect("a number") / true_norm - 1.0).abs() < 1e-6);
+        assert_eq!(gradients(), before, "below the bound nothing is changed");
+        clip_gradient_norm(&variables, 0.5).expect("a norm");
+        let bound = if kind == Kind::BFloat16 { 1e-2 } else { 1e-5 };
+        assert!((gradients() - before * (0.5 / true_norm)).abs().max().double_value(&[]) < bound);
+    }
+}
+
+#[test]
+fn tchs_optimizers_and_ours_share_a_model() {
+    let vs = store(Kind::Double);
+    let other = store(Kind::Double);
+    let mut tchs = nn::Sgd::default().build(&vs, 0.1).expect("tch's optimizer");
+    let mut ours = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
+    let mut all_ours = Optimizer::new(&other, Sgd::new(0.1)).expect("an optimizer");
+    for step in 0..6 {
+        backward(&vs, step);
+        ours.clip_gradient_norm(3.0).expect("a norm");
+        if step % 2 == 0 {
+            tchs.step()
+        } else {
+            ours.step().expect("a step")
+        }
+        if step % 3 == 0 {
+            tchs.zero_grad()
+        } else {
+            ours.zero_grad().expect("zeroed")
+        }
+        backward(&other, step);
+        all_ours.clip_gradient_norm(3.0).expect("a norm");
+        all_ours.step().expect("a step");
+        all_ours.zero_grad().expect("zeroed");
+    }
+    assert!(difference(&vs, &other) < 1e-14);
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused_with_the_numbers() {
+    let vs = store(Kind::Double);
+    let cases: [(Method, &str); 12] = [
+        (Sgd::new(-0.1).into(), "learning rate cannot be -0.1: give a finite number of at least 0"),
+        (Sgd::new(f64::NAN).into(), "learning rate cannot be NaN"),
+        (Adam::new(f64::INFINITY).into(), "learning rate cannot be inf"),
+        (Sgd::new(0.1).momentum(-1.0).into(), "momentum cannot be -1"),
+        (Sgd::new(0.1).weight_decay(-1.0).into(), "weight decay cannot be -1"),
+        (Sgd::new(0.1).dampening(f64::NAN).into(), "dampening cannot be NaN: give a finite number"),
+        (Sgd::new(0.1).nesterov(true).into(), "nesterov cannot be on with momentum 0, dampening 0"),
+        (
+            Adam::new(0.1).betas(1.0, 0.9).into(),
+            "betas cannot be (1, 0.9): give two numbers of at least 0 and below 1",
+        ),
+        (AdamW::new(0.1).betas(0.9, f64::NAN).into(), "betas cannot be (0.9, NaN)"),
+        (AdamW::new(0.1).betas(-0.1, 0.9).into(), "betas cannot be (-0.1, 0.9)"),
+        (AdamW::new(0.1).eps(-1.0).into(), "eps cannot be -1"),
+        (AdamW::new(0.1).weight_decay(f64::NAN).into(), "weight decay cannot be NaN"),
+    ];
+    let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
+    for (config, words) in cases {
+        let error = Optimizer::new(&vs, config).expect_err(words).to_string();
+        assert!(error.starts_with(words), "{error}");
+        assert!(opt.group("g", |_| true, config).is_err());
+    }
+    assert!(opt.set_learning_rate(-1.0).is_err() && opt.learning_rate() == 0.1);
+    assert!(opt.set_group_learning_rate("default", f64::NAN).is_err());
+    for bad in [0.0, -1.0, f64::NAN] {
+        let error = opt.clip_gradient_norm(bad).expect_err("a bad bound").to_string();
+        assert_eq!(error, format!("max_norm cannot be {bad}: give a number above 0"));
+    }
+    let none = opt.clip_gradient_norm(1.0).expect_err("no gradient");
+    assert_eq!(none, Error::NoGradient { parameters: 5 });
+}
+
+#[test]
+fn groups_and_parameters_that_make_no_sense_are_refused() {
+    let vs = store(Kind::Double);
+    let mut opt = Optimizer::new(&vs, Sgd::new(0.1)).expect("an optimizer");
+    let refused = |opt: &mut Optimizer, name: &str, end: &'static str| {
+        opt.group(name, |n| n.ends_with(end), Sgd::new(0.1)).expect_err(name).to_string()
+    };
+    let empty = refused(&mut opt, "none", "embedding");
+    assert!(
+        empty.starts_with(
+            "group 'none' matches none of the 5 parameters (the first is 'conv_bias')"
+        )
+    );
+    opt.group("bias", |name| name.ends_with("bias"), Sgd::new(0.1)).expect("a group");
+    assert!(refused(&mut opt, "bias", "weight").contains("there is one of that name"));
+    let twice = refused(&mut opt, "head", "head_bias");
+    assert!(twice.contains("'head_bias' is in group 'bias'"), "{twice}");
+    let unknown = opt.set_group_learning_rate("head", 0.1).expect_err("no group").to_string();
+    assert_eq!(unknown, "there is no group 'head'; there is default, bias");
+    backward(&vs, 0);
+    opt.step().expect("a step");
+    assert!(refused(&mut opt, "weight", "weight").contains("a step was taken already"));
+
+    let leaf = || Tensor::ones([2], (Kind::Float, test_device())).set_requires_grad(true);
+    let tied = leaf();
+    let bad = |named: Vec<(&str, Tensor)>| {
+        let named = named.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
+        Optimizer::for_named(named, Sgd::new(0.1)).expect_err("refused").to_string()
+    };
+    assert!(bad(vec![("a", leaf()), ("a", leaf())]).contains("two have that name"));
+    let same = bad(vec![("a", tied.shallow_clone()), ("b", tied)]);
+    assert!(same.contains("'b' cannot be optimized: it is the same tensor as 'a'"), "{same}");
+    assert!(bad(vec![("a", leaf() * 2.0)]).contains("it was computed from others"));
+    assert!(bad(vec![("a", leaf().detach().to_kind(Kind::Int))]).contains("of kind Int"));
+    let expanded = leaf().detach().reshape([2, 1]).expand([2, 3], false);
+    assert!(bad(vec![("a", expanded)]).contains("its elements share memory"));
+}

@@ -1,0 +1,205 @@
+//! Tensors come back from a file as they went in, or the file is refused.
+
+use std::fs;
+use std::path::PathBuf;
+
+use brimful::save::{self, Metadata};
+use brimful::{Error, device};
+use tch::{Device, Kind, Tensor};
+
+fn test_device() -> Device {
+    match std::env::var("BRIMFUL_TEST_DEVICE") {
+        Ok(name) => device::find(&name).expect("the device asked for"),
+        Err(_) => Device::Cpu,
+    }
+}
+
+/// A folder of the test's own, removed at its end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("brimful-save-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).expect("a folder");
+        Self(path)
+    }
+
+    fn files(&self) -> usize {
+        fs::read_dir(&self.0).expect("the folder").count()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn named(tensors: Vec<(&str, Tensor)>) -> Vec<(String, Tensor)> {
+    tensors.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect()
+}
+
+fn one(value: f64) -> Vec<(String, Tensor)> {
+    named(vec![("x", Tensor::from_slice(&[value]))])
+}
+
+#[test]
+fn every_kind_shape_and_layout_comes_back_as_it_was() {
+    let folder = Folder::new("kinds");
+    let kinds = [
+        Kind::Double,
+        Kind::Float,
+        Kind::Half,
+        Kind::BFloat16,
+        Kind::Float8e5m2,
+        Kind::Float8e4m3fn,
+        Kind::ComplexFloat,
+        Kind::Int64,
+        Kind::Int,
+        Kind::Int16,
+        Kind::Int8,
+        Kind::Uint8,
+        Kind::Bool,
+    ];
+    let numbers = Tensor::arange(24, (Kind::Float, test_device())).reshape([2, 3, 4]);
+    let mut tensors: Vec<_> =
+        kinds.iter().map(|kind| (format!("kind {kind:?}"), numbers.to_kind(*kind))).collect();
+    tensors.extend(named(vec![
+        ("empty", Tensor::zeros([0, 5], (Kind::Float, test_device()))),
+        ("scalar", Tensor::from(2.5)),
+        ("turned", numbers.permute([2, 0, 1])),
+        ("with gaps", numbers.slice(2, 0, 4, 2)),
+        ("parameter", numbers.copy().set_requires_grad(true)),
+        ("naïve \"quoted\" 名", Tensor::from(1_i64)),
+    ]));
+    let metadata = Metadata::from([("note".into(), "two\nlines \"and quotes\"".into())]);
+    let path = folder.0.join("all.safetensors");
+    save::write(&path, &tensors, &metadata).expect("written");
+
+    let (back, texts) = save::read(&path).expect("read");
+    assert_eq!((back.len(), texts), (tensors.len(), metadata.clone()));
+    assert!(back.is_sorted_by(|(a, _), (b, _)| a < b));
+    for (name, tensor) in &tensors {
+        let (_, same) = back.iter().find(|(other, _)| other == name).expect(name);
+        assert_eq!((same.size(), same.kind()), (tensor.size(), tensor.kind()), "{name}");
+        let bits = |t: &Tensor| {
+            let mut bytes = vec![0_u8; t.numel() * t.kind().elt_size_in_bytes()];
+            t.copy_data_u8(&mut bytes, t.numel());
+            bytes
+        };
+        assert_eq!(bits(same), bits(tensor), "{name}");
+    }
+    // tch reads it too; the same tensors in another order make the same file.
+    let tchs: Vec<_> = tensors.iter().filter(|(name, _)| !name.starts_with("kind ")).collect();
+    let plain: Vec<_> = tchs.iter().map(|(name, t)| (name.clone(), t.shallow_clone())).collect();
+    save::write(&path, &plain, &Metadata::new()).expect("written");
+    assert_eq!(Tensor::read_safetensors(&path).expect("tch reads it").len(), plain.len());
+    let bytes = fs::read(&path).expect("the file");
+    let reversed: Vec<_> = plain.iter().rev().map(|(n, t)| (n.clone(), t.copy())).collect();
+    save::write(&path, &reversed, &Metadata::new()).expect("written");
+    assert_eq!(fs::read(&path).expect("the file"), bytes);
+    assert_eq!(folder.files(), 1);
+}
+
+#[test]
+fn a_file_of_tch_and_an_empty_one_can_be_read() {
+    let folder = Folder::new("tch");
+    let path = folder.0.join("tch.safetensors");
+    Tensor::write_safetensors(&[("x", Tensor::from_slice(&[1.0, 2.0]))], &path).expect("tch");
+    let (tensors, metadata) = save::read(&path).expect("read");
+    assert_eq!(tensors, named(vec![("x", Tensor::from_slice(&[1.0, 2.0]))]));
+    assert!(metadata.is_empty());
+    save::write(&path, &[], &Metadata::new()).expect("nothing to write");
+    assert_eq!(save::read(&path).expect("read").0.len(), 0);
+}
+
+#[test]
+fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
+    let folder = Folder::new("damaged");
+    let path = folder.0.join("damaged.safetensors");
+    let tensors = named(vec![
+        ("a", Tensor::from_slice(&[1.0, 2.0])),
+        ("b", Tensor::from_slice(&[1_u8, 2, 3])),
+    ]);
+    save::write(&path, &tensors, &Metadata::from([("k".into(), "v".into())])).expect("written");
+    let whole = fs::read(&path).expect("the file");
+    for length in 0..whole.len() {
+        fs::write(&path, &whole[..length]).expect("cut");
+        let error = save::read(&path).expect_err("cut off");
+        assert!(matches!(error, Error::NotTensors { .. }), "{length}: {error}");
+        assert!(error.to_string().contains(&format!("it has {length} bytes")), "{error}");
+    }
+    let header = whole.len() - 19;
+    for place in 0..header {
+        for change in [0x01, 0x80, 0xff] {
+            let mut damaged = whole.clone();
+            damaged[place] ^= change;
+            fs::write(&path, &damaged).expect("changed");
+            // A changed name is another name; anything else must be noticed, and nothing may panic.
+            if let Err(error) = save::read(&path) {
+                assert!(matches!(error, Error::NotTensors { .. }), "{place}: {error}");
+            }
+        }
+    }
+    let mut longer = whole.clone();
+    longer.push(0);
+    fs::write(&path, &longer).expect("longer");
+    assert!(save::read(&path).is_err());
+    for foreign in [&b"PK\x03\x04 this is a zip file, say"[..], &[0xff; 64], b"{}", b""] {
+        fs::write(&path, foreign).expect("foreign");
+        let error = save::read(&path).expect_err("foreign").to_string();
+        assert!(error.contains("is damaged, or not a safetensors file: "), "{error}");
+    }
+}
+
+#[test]
+fn what_cannot_be_written_leaves_the_old_file_and_nothing_else() {
+    let folder = Folder::new("refused");
+    let path = folder.0.join("x.safetensors");
+    save::write(&path, &one(1.0), &Metadata::new()).expect("written");
+    let old = fs::read(&path).expect("the file");
+
+    let float = || Tensor::from_slice(&[1.0]);
+    let sparse = Tensor::eye(3, (Kind::Float, Device::Cpu)).to_sparse(None, None::<&[i64]>, None);
+    for (tensors, words) in [
+        (named(vec![("x", float()), ("x", float())]), "'x' names two tensors"),
+        (named(vec![("__metadata__", float())]), "'__metadata__' names two tensors"),
+        (named(vec![("x", float().to_kind(Kind::ComplexDouble))]), "'x' is of kind ComplexDouble"),
+        (named(vec![("x", sparse)]), "'x' is sparse"),
+    ] {
+        let error = save::write(&path, &tensors, &Metadata::new()).expect_err(words).to_string();
+        assert!(error.starts_with("cannot write ") && error.contains(words), "{error}");
+        assert_eq!(fs::read(&path).expect("the file"), old);
+        assert_eq!(folder.files(), 1);
+    }
+    let nowhere = folder.0.join("no such folder/x.safetensors");
+    let error = save::write(&nowhere, &one(1.0), &Metadata::new()).expect_err("no folder");
+    assert!(matches!(error, Error::File { action: "write", .. }), "{error}");
+    assert!(save::write("/", &one(1.0), &Metadata::new()).is_err());
+    let error = save::read(&nowhere).expect_err("no file").to_string();
+    assert!(error.starts_with("cannot read ") && error.contains("No such file"), "{error}");
+    assert!(matches!(save::read(&folder.0), Err(Error::File { .. } | Error::NotTensors { .. })));
+}
+
+#[test]
+fn readers_see_the_old_file_or_the_new_one_while_it_is_written() {
+    let folder = Folder::new("atomic");
+    let path = folder.0.join("x.safetensors");
+    let tensors =
+        |value: f64| named(vec![("x", Tensor::full([10_000], value, (Kind::Double, Device::Cpu)))]);
+    save::write(&path, &tensors(0.0), &Metadata::new()).expect("written");
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for value in 1..=30 {
+                save::write(&path, &tensors(f64::from(value)), &Metadata::new()).expect("written");
+            }
+        });
+        while !writer.is_finished() {
+            let (read, _) = save::read(&path).expect("a whole file");
+            let (least, most) = (read[0].1.min(), read[0].1.max());
+            assert_eq!(least, most);
+        }
+    });
+    assert_eq!(save::read(&path).expect("read").0, tensors(30.0));
+    assert_eq!(folder.files(), 1);
+}
