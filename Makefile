@@ -3,6 +3,9 @@
 # The tests that run under miri, which knows no C++: pure code alone.
 MIRI_TESTS ?= -p brimful split::
 
+# Tests run side by side: threads within each would only get in each other's way.
+ONE_THREAD := OMP_NUM_THREADS=1
+
 BRIMFUL := cargo run --release -q -p brimful-cli --
 CHECKS := format clippy test setup-test docs licences miri
 
@@ -16,7 +19,7 @@ demo: libtorch ## show what brimful does, in a minute
 	@$(BRIMFUL) demo
 
 test: libtorch ## run all tests
-	cargo test --workspace
+	$(ONE_THREAD) cargo test --workspace
 
 check: ## format, lints, tests, docs, licences: what must hold before a commit
 	@for part in $(CHECKS); do \

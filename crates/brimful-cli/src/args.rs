@@ -2,17 +2,18 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, doctor};
+use crate::commands::{bench, doctor, train, verify};
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
 #[command(name = "brimful", version, arg_required_else_help = true)]
 #[command(after_help = "\
 Examples:
-  brimful doctor            what this machine has, and what is wrong with its set-up
-  brimful doctor --json     the same, for programs
-  brimful demo              a step that runs out of memory, caught, and one that fits
-  brimful bench arena       what counting memory costs, on a ResNet-50 training step")]
+  brimful demo                       a batch that does not fit, trained all the same
+  brimful train --help               train a model on digits, images or text
+  brimful verify --model gpt         full and split gradients, side by side
+  brimful doctor                     what this machine has, and what is wrong with its set-up
+  brimful bench arena                what counting memory costs")]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
@@ -24,8 +25,12 @@ pub struct Args {
 pub enum Command {
     /// Say what this machine has, what is wrong with its set-up, and how to mend it.
     Doctor(doctor::Options),
-    /// Show a step that runs out of memory, is caught, and a smaller one that fits.
+    /// Train on a mini-batch that does not fit: a plain step runs out of memory, micro-batches do not.
     Demo,
+    /// Train a model on data, in micro-batches, inside a memory limit.
+    Train(train::Options),
+    /// Compare the full batch's gradients with those of its micro-batches.
+    Verify(verify::Options),
     /// Measure speed and memory, side by side in one run.
     #[command(subcommand)]
     Bench(bench::Bench),

@@ -4,7 +4,9 @@
 
 mod args;
 mod commands;
+mod data;
 mod output;
+mod setting;
 
 use std::process::ExitCode;
 
@@ -17,6 +19,8 @@ fn main() -> ExitCode {
     let outcome = match args.command {
         Command::Doctor(options) => commands::doctor::run(&options),
         Command::Demo => commands::demo::run(),
+        Command::Train(options) => commands::train::run(&options),
+        Command::Verify(options) => commands::verify::run(&options),
         Command::Bench(bench) => commands::bench::run(&bench),
     };
     match outcome {

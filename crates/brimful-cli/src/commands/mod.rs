@@ -1,5 +1,7 @@
 //! One file a command.
 
-pub mod bench;
-pub mod demo;
-pub mod doctor;
+pub(crate) mod bench;
+pub(crate) mod demo;
+pub(crate) mod doctor;
+pub(crate) mod train;
+pub(crate) mod verify;

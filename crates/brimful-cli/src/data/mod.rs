@@ -11,7 +11,6 @@ use anyhow::{Context, Result, bail};
 use tch::Tensor;
 
 pub(crate) use synthetic::Synthetic;
-pub(crate) use text::Vocabulary;
 
 /// Samples and what they should give, side by side along the first dimension.
 #[derive(Debug)]
@@ -46,13 +45,6 @@ pub(crate) struct Dataset {
     pub(crate) description: String,
 }
 
-/// How a file of text becomes sequences.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Sequences {
-    pub(crate) length: i64,
-    pub(crate) vocabulary: Vocabulary,
-}
-
 /// The handwritten digits that come with the program: 8×8 pixels, one channel.
 pub(crate) fn digits() -> Result<Dataset> {
     digits::load()
@@ -63,12 +55,13 @@ pub(crate) fn synthetic(config: &Synthetic) -> Result<Dataset> {
     synthetic::generate(config)
 }
 
-/// The data at this path: a folder of MNIST-format files, or a file of text.
-pub(crate) fn open(path: &Path, sequences: Sequences) -> Result<Dataset> {
+/// The data at this path: a folder of MNIST-format files, or a file of text, which is cut into
+/// sequences of the given length.
+pub(crate) fn open(path: &Path, length: i64) -> Result<Dataset> {
     let what = path
         .metadata()
         .with_context(|| format!("no data at {}: give a folder or a file", path.display()))?;
-    if what.is_dir() { idx::load(path) } else { text::load(path, sequences) }
+    if what.is_dir() { idx::load(path) } else { text::load(path, length) }
 }
 
 /// Puts two halves of images (samples × channels × height × width) together, pixels moved to mean 0
@@ -99,8 +92,7 @@ mod tests {
 
     #[test]
     fn a_path_without_data_is_an_error_that_names_it() {
-        let sequences = Sequences { length: 8, vocabulary: Vocabulary::Bytes };
-        let error = open(Path::new("/no/such/data"), sequences).expect_err("nothing there");
+        let error = open(Path::new("/no/such/data"), 8).expect_err("nothing there");
         assert!(format!("{error:#}").starts_with("no data at /no/such/data"), "{error:#}");
     }
 

@@ -1,43 +1,34 @@
-//! A file of text as sequences of tokens, each token a byte or a character.
+//! A file of text as sequences of tokens, each token a byte.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use tch::Tensor;
 
-use super::{Dataset, Examples, Sample, Sequences};
+use super::{Dataset, Examples, Sample};
 
-/// What a token is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Vocabulary {
-    /// A byte: 256 tokens, whatever the text.
-    Bytes,
-    /// A character of those that occur, in the order of their code points.
-    Characters,
-}
+/// Tokens that there can be.
+const VOCABULARY: i64 = 256;
 
 /// Cuts the text into sequences one after the other; the last tenth is for testing.
-pub(super) fn load(path: &Path, sequences: Sequences) -> Result<Dataset> {
+pub(super) fn load(path: &Path, length: i64) -> Result<Dataset> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| error.utf8_error());
     let text = text.with_context(|| format!("{} is not UTF-8 text", path.display()))?;
-    let (train, test, vocabulary) =
-        split(&text, sequences).with_context(|| format!("{} does not do", path.display()))?;
-    let length = sequences.length;
+    let (train, test) =
+        split(&text, length).with_context(|| format!("{} does not do", path.display()))?;
     Ok(Dataset {
         train,
         test,
-        sample: Sample::Sequence { length, vocabulary },
-        description: format!("{}, sequences of {length}, {vocabulary} tokens", path.display()),
+        sample: Sample::Sequence { length, vocabulary: VOCABULARY },
+        description: format!("{}, sequences of {length} bytes", path.display()),
     })
 }
 
-fn split(text: &str, sequences: Sequences) -> Result<(Examples, Examples, i64)> {
-    let Sequences { length, vocabulary } = sequences;
+fn split(text: &str, length: i64) -> Result<(Examples, Examples)> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
-    let (tokens, vocabulary) = tokenise(text, vocabulary);
+    let tokens: Vec<i64> = text.bytes().map(i64::from).collect();
     let test = tokens.len() / 10;
     // The shorter part needs a sequence, and one token more as its last target.
     ensure!(
@@ -48,19 +39,7 @@ fn split(text: &str, sequences: Sequences) -> Result<(Examples, Examples, i64)> 
         test.saturating_sub(1)
     );
     let (train, test) = tokens.split_at(tokens.len() - test);
-    Ok((cut(train, length), cut(test, length), vocabulary))
-}
-
-/// The tokens' numbers, and how many different ones there can be.
-fn tokenise(text: &str, vocabulary: Vocabulary) -> (Vec<i64>, i64) {
-    match vocabulary {
-        Vocabulary::Bytes => (text.bytes().map(i64::from).collect(), 256),
-        Vocabulary::Characters => {
-            let known: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
-            let number = |c| known.binary_search(&c).unwrap_or_default() as i64;
-            (text.chars().map(number).collect(), known.len() as i64)
-        }
-    }
+    Ok((cut(train, length), cut(test, length)))
 }
 
 /// Sequences that follow on each other; a rest that is too short is left out.
@@ -82,9 +61,9 @@ mod tests {
         path
     }
 
-    fn load_once(name: &str, bytes: &[u8], length: i64, v: Vocabulary) -> Result<Dataset> {
+    fn load_once(name: &str, bytes: &[u8], length: i64) -> Result<Dataset> {
         let path = file(name, bytes);
-        let loaded = load(&path, Sequences { length, vocabulary: v });
+        let loaded = load(&path, length);
         fs::remove_file(path).expect("removed");
         loaded
     }
@@ -96,22 +75,13 @@ mod tests {
     #[test]
     fn sequences_follow_on_each_other_and_targets_are_one_later() {
         let text: Vec<u8> = (0..50).map(|i| b'0' + i).collect();
-        let data = load_once("bytes", &text, 4, Vocabulary::Bytes).expect("data");
+        let data = load_once("bytes", &text, 4).expect("data");
         assert_eq!(data.sample, Sample::Sequence { length: 4, vocabulary: 256 });
         // 45 tokens to train on: 11 sequences and the last target; 5 to test on.
         assert_eq!((data.train.len(), data.test.len()), (11, 1));
         assert_eq!(numbers(&data.train.inputs), (48..92).collect::<Vec<_>>());
         assert_eq!(numbers(&data.train.targets), (49..93).collect::<Vec<_>>());
         assert_eq!(numbers(&data.test.inputs), (93..97).collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn characters_are_numbered_in_order() {
-        let text = "öa€".repeat(20);
-        let data = load_once("characters", text.as_bytes(), 3, Vocabulary::Characters);
-        let data = data.expect("data");
-        assert_eq!(data.sample, Sample::Sequence { length: 3, vocabulary: 3 });
-        assert_eq!(numbers(&data.train.inputs.get(0)), [1, 0, 2]);
     }
 
     #[test]
@@ -122,7 +92,7 @@ mod tests {
             (&"x".repeat(40), 4, "it has 40 tokens, a tenth of which must hold a sequence of 4"),
             ("abc", 0, "give at least 1"),
         ] {
-            let error = load_once("short", text.as_bytes(), length, Vocabulary::Bytes);
+            let error = load_once("short", text.as_bytes(), length);
             let error = format!("{:#}", error.expect_err(text));
             assert!(error.contains(expected), "{error}");
         }
@@ -130,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_not_text_is_refused_with_the_place() {
-        let error = load_once("binary", b"ok\xff\xfe", 1, Vocabulary::Bytes).expect_err("binary");
+        let error = load_once("binary", b"ok\xff\xfe", 1).expect_err("binary");
         let error = format!("{error:#}");
         assert!(error.contains("not UTF-8 text") && error.contains("index 2"), "{error}");
     }

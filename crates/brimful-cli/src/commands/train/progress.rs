@@ -1,0 +1,98 @@
+//! What people and programs see while a model trains.
+
+use std::io::{self, IsTerminal};
+
+use anyhow::Result;
+use brimful::Bytes;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use tch::nn::VarStore;
+
+use super::{Epoch, Options, Trainer};
+use crate::output;
+
+/// A bar on the terminal, a line an epoch on standard output.
+#[derive(Debug)]
+pub(super) struct Progress {
+    bar: ProgressBar,
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    #[serde(flatten)]
+    epoch: &'a Epoch,
+    done: bool,
+}
+
+impl Progress {
+    /// Says what is going to be trained.
+    pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
+        let bar = bar(trainer.steps());
+        if !options.json {
+            output::line(&introduce(options, trainer))?;
+        }
+        Ok(Self { bar, json: options.json })
+    }
+
+    /// A step is done.
+    pub(super) fn step(&self, loss: f64) {
+        self.bar.set_message(format!("loss {loss:.4}"));
+        self.bar.inc(1);
+    }
+
+    /// An epoch is done.
+    pub(super) fn finished(&self, epoch: &Epoch, done: bool) -> Result<()> {
+        self.bar.reset();
+        self.bar.suspend(|| {
+            if self.json {
+                output::line(&serde_json::to_string(&Line { epoch, done })?)
+            } else {
+                output::line(&epoch.to_string())
+            }
+        })?;
+        if done {
+            self.bar.finish_and_clear();
+        }
+        Ok(())
+    }
+}
+
+/// A bar with rate and time left; hidden where nobody looks.
+fn bar(steps: usize) -> ProgressBar {
+    if !io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps  {per_sec}  {eta}  {msg}");
+    ProgressBar::new(steps as u64).with_style(style.expect("the template is right"))
+}
+
+fn introduce(options: &Options, trainer: &Trainer) -> String {
+    let parameters: usize = trainer.store.trainable_variables().iter().map(numel).sum();
+    let dataset = trainer.dataset();
+    format!(
+        "{:?}, {parameters} parameters, on {}\n{} samples to train on, {} to test on, {}",
+        options.model,
+        brimful::device::name(VarStore::device(&trainer.store)),
+        dataset.train.len(),
+        dataset.test.len(),
+        dataset.description
+    )
+}
+
+fn numel(tensor: &tch::Tensor) -> usize {
+    tensor.numel()
+}
+
+impl std::fmt::Display for Epoch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { epoch, loss, test_loss, test_accuracy, peak_bytes, samples_per_s, .. } = self;
+        let peak: &Bytes = peak_bytes;
+        write!(
+            f,
+            "epoch {epoch:>3}  loss {loss:.4}  test loss {test_loss:.4}  accuracy {:5.1} %  \
+             {samples_per_s:6.0} samples/s  peak {peak}",
+            test_accuracy * 100.0
+        )
+    }
+}

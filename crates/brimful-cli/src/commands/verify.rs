@@ -1,0 +1,173 @@
+//! `brimful verify`: the full batch's gradients beside those of its micro-batches, parameter by
+//! parameter.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use anyhow::{Result, ensure};
+use brimful::layers::Model;
+use brimful::optim::{Optimizer, Sgd};
+use brimful::{Loss, MicroBatcher, Size, batch, device};
+use clap::Args;
+use serde::Serialize;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::data::{self, Examples, Synthetic};
+use crate::output;
+use crate::setting::{ModelName, NumberType, cross_entropy, typed};
+
+/// Options of `brimful verify`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful verify --model gpt --batch-size 65 --micro-batch 16
+  brimful verify --model resnet18 --batch-size 10 --micro-batch 4 --dtype f32
+
+Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
+training mode: the models are compared in evaluation mode, where both are fixed.")]
+pub(crate) struct Options {
+    /// The model
+    #[arg(long, value_enum, default_value = "mlp")]
+    model: ModelName,
+    /// Samples in the mini-batch
+    #[arg(long, default_value_t = 65)]
+    batch_size: usize,
+    /// Samples in a micro-batch, at most
+    #[arg(long, default_value_t = 16)]
+    micro_batch: usize,
+    /// The type of the model's numbers
+    #[arg(long, value_enum, default_value = "f64")]
+    dtype: NumberType,
+    /// cpu, cuda or cuda:1
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Of the parameters and the samples
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Compares, and fails where a gradient differs by more than rounding.
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    ensure!(options.batch_size > 0, "--batch-size 0: give it at least 1 sample");
+    let subject = Subject::new(options)?;
+    let full = subject.gradients(Size::Count(1))?;
+    let split = subject.gradients(Size::Fixed(options.micro_batch))?;
+    let report = Report::new(options, &full, &split);
+    output::report(&report, options.json)?;
+    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+struct Subject {
+    store: VarStore,
+    model: Model,
+    examples: (Tensor, Tensor),
+    kind: Kind,
+}
+
+/// A loss, the micro-batches it took, and each parameter's gradient.
+struct Gradients {
+    loss: f64,
+    sizes: Vec<usize>,
+    named: Vec<(String, Tensor)>,
+}
+
+impl Subject {
+    fn new(options: &Options) -> Result<Self> {
+        let sample = options.model.synthetic_sample();
+        let layers = options.model.layers(&sample)?;
+        let (train, seed) = (options.batch_size, options.seed);
+        let Examples { inputs, targets } =
+            data::synthetic(&Synthetic { sample, train, test: 1, seed })?.train;
+        tch::manual_seed(i64::from_ne_bytes(seed.to_ne_bytes()));
+        let mut store = VarStore::new(device::find(&options.device)?);
+        let model = layers.build(&store.root())?;
+        let kind = options.dtype.kind();
+        store.set_kind(kind);
+        Ok(Self { store, model, examples: (inputs, targets), kind })
+    }
+
+    fn gradients(&self, size: Size) -> Result<Gradients> {
+        let mut micro = MicroBatcher::new(&self.store, size);
+        let whole = batch::slice(&self.examples, 0..batch::len(&self.examples)?)?;
+        let step = micro.backward(&whole, |(x, y)| {
+            let logits = self.model.forward_t(&typed(&x, self.kind), false);
+            Loss::mean(cross_entropy(&logits, &y))
+        })?;
+        let gradient = |(name, variable): (String, Tensor)| {
+            let gradient = variable.grad();
+            gradient.defined().then(|| (name, gradient.to_kind(Kind::Double).copy()))
+        };
+        let mut named: Vec<_> = self.store.variables().into_iter().filter_map(gradient).collect();
+        named.sort_by(|(a, _), (b, _)| a.cmp(b));
+        Optimizer::new(&self.store, Sgd::new(0.0))?.zero_grad()?;
+        Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    model: ModelName,
+    dtype: NumberType,
+    batch: usize,
+    sizes: Vec<usize>,
+    parameters: usize,
+    loss: f64,
+    loss_difference: f64,
+    max_relative_error: f64,
+    parameter: String,
+    tolerance: f64,
+    ok: bool,
+}
+
+impl Report {
+    fn new(options: &Options, full: &Gradients, split: &Gradients) -> Self {
+        let errors = full.named.iter().zip(&split.named).map(|((name, full), (_, split))| {
+            let scale = full.abs().max().double_value(&[]).max(f64::MIN_POSITIVE);
+            ((full - split).abs().max().double_value(&[]) / scale, name)
+        });
+        let worst = errors.max_by(|a, b| a.0.total_cmp(&b.0));
+        let (max_relative_error, parameter) =
+            worst.map_or((f64::NAN, ""), |(e, n)| (e, n.as_str()));
+        let tolerance = match options.dtype {
+            NumberType::F64 => 1e-9,
+            NumberType::F32 => 1e-3,
+            NumberType::Bf16 => 1e-1,
+        };
+        Self {
+            model: options.model,
+            dtype: options.dtype,
+            batch: options.batch_size,
+            sizes: split.sizes.clone(),
+            parameters: full.named.len(),
+            loss: full.loss,
+            loss_difference: (full.loss - split.loss).abs(),
+            max_relative_error,
+            parameter: parameter.to_owned(),
+            tolerance,
+            ok: max_relative_error <= tolerance,
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:?}, {} samples cut into {:?}", self.model, self.batch, self.sizes)?;
+        writeln!(
+            f,
+            "loss                    {:.6}, off by {:.1e}",
+            self.loss, self.loss_difference
+        )?;
+        writeln!(f, "parameters compared     {}", self.parameters)?;
+        writeln!(
+            f,
+            "largest relative error  {:.2e}, of {}",
+            self.max_relative_error, self.parameter
+        )?;
+        let verdict = if self.ok { "the same, but for rounding" } else { "NOT the same" };
+        writeln!(f, "full and split are      {verdict} (at most {:.0e})", self.tolerance)
+    }
+}

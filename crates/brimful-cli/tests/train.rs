@@ -1,0 +1,174 @@
+//! Training from the command line: limits, saving, going on after a kill, and plain refusals.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command as Process, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use assert_cmd::Command;
+use brimful::save;
+use predicates::prelude::*;
+use serde_json::Value;
+
+fn brimful() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command
+}
+
+/// A folder of this test's own.
+fn folder(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+fn lines(arguments: &[&str]) -> Vec<Value> {
+    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+#[test]
+fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {
+    let lines = lines(&[
+        "train",
+        "--batch-size",
+        "all",
+        "--micro-batch",
+        "64",
+        "--memory-limit",
+        "8MiB",
+        "--epochs",
+        "20",
+        "--learning-rate",
+        "0.005",
+        "--json",
+        "--device",
+        "cpu",
+    ]);
+    assert_eq!(lines.len(), 20);
+    let last = &lines[19];
+    assert_eq!((&last["done"], &lines[18]["done"]), (&Value::Bool(true), &Value::Bool(false)));
+    assert!(last["test_accuracy"].as_f64() > Some(0.95), "{last}");
+    assert!(last["peak_bytes"].as_u64() < Some(8 << 20), "{last}");
+    assert_eq!((&last["micro_batch_size"], &last["retries"]), (&64.into(), &0.into()));
+    for key in ["loss", "samples_per_s"] {
+        assert!(last[key].as_f64() > Some(0.0), "{key}");
+    }
+}
+
+#[test]
+fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
+    let arguments =
+        ["train", "--batch-size", "all", "--micro-batch", "1437", "--memory-limit", "8MiB"];
+    brimful().args(arguments).assert().failure().stderr(
+        predicate::str::starts_with("brimful: try --micro-batch 719: out of memory in arena 'cpu'")
+            .and(predicate::str::contains("limit 8388608"))
+            .and(predicate::function(|text: &str| text.lines().count() == 1)),
+    );
+}
+
+#[test]
+fn the_micro_batch_size_does_not_change_what_is_learnt() {
+    let run = |micro: &str| {
+        let arguments =
+            ["train", "--epochs", "2", "--dtype", "f64", "--json", "--micro-batch", micro];
+        lines(&arguments)[1]["loss"].as_f64().expect("a loss")
+    };
+    assert!((run("128") - run("7")).abs() < 1e-9);
+}
+
+const RUN: [&str; 9] =
+    ["train", "--model", "gpt", "--data", "synthetic", "--epochs", "3", "--json", "--device"];
+
+fn train_to(path: &Path, resume: bool) -> Process {
+    let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+    process.args(RUN).args(["cpu", "--batch-size", "100", "--save"]).arg(path);
+    if resume {
+        process.arg("--resume").arg(path);
+    }
+    process.stdout(Stdio::null()).env_remove("LD_LIBRARY_PATH");
+    process
+}
+
+/// Dropout, Adam's moments and the order of the samples must all come back.
+#[test]
+fn a_killed_run_goes_on_to_the_same_parameters() {
+    let folder = folder("killed");
+    let (whole, killed) = (folder.join("whole.safetensors"), folder.join("killed.safetensors"));
+    assert!(train_to(&whole, false).status().expect("a run").success());
+
+    let mut run = train_to(&killed, false).spawn().expect("a run");
+    while !killed.exists() {
+        sleep(Duration::from_millis(5));
+    }
+    // At some moment after its first epoch, perhaps while it writes.
+    sleep(Duration::from_millis(u64::from(std::process::id() % 200)));
+    run.kill().expect("killed");
+    run.wait().expect("gone");
+    assert!(train_to(&killed, true).status().expect("a run").success());
+
+    let (expected, told) = save::read(&whole).expect("whole");
+    let (got, told_too) = save::read(&killed).expect("killed");
+    assert_eq!(told, told_too);
+    assert_eq!(expected, got);
+    let left: Vec<_> = fs::read_dir(&folder).expect("a folder").collect();
+    let beside = left.iter().filter(|entry| {
+        entry
+            .as_ref()
+            .is_ok_and(|entry| !entry.file_name().to_string_lossy().ends_with(".safetensors"))
+    });
+    assert!(beside.count() <= 1, "at most the file that was being written: {left:?}");
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_with_the_reason() {
+    let folder = folder("refused");
+    let saved = folder.join("mlp.safetensors");
+    let save = saved.to_str().expect("a path");
+    brimful().args(["train", "--epochs", "1", "--save", save]).assert().success();
+    let cases: [(&[&str], &str); 4] = [
+        (&["train", "--resume", save, "--seed", "1"], "was made with --seed 0, but this run has 1"),
+        (&["train", "--resume", save, "--model", "resnet18"], "--model mlp"),
+        (&["train", "--resume", "/no/such/file"], "cannot go on from /no/such/file"),
+        (&["train", "--resume", "/proc/version"], "/proc/version"),
+    ];
+    for (arguments, expected) in cases {
+        brimful().args(arguments).assert().failure().stderr(
+            predicate::str::contains(expected)
+                .and(predicate::function(|text: &str| text.lines().count() == 1)),
+        );
+    }
+}
+
+#[test]
+fn nonsense_on_the_command_line_is_one_clear_error() {
+    let cases: [(&[&str], &str); 7] = [
+        (&["train", "--micro-batch", "0"], "at least 1 sample"),
+        (&["train", "--batch-size", "0"], "give a number from 1 on, or all"),
+        (&["train", "--memory-limit", "much"], "such as 96MiB"),
+        (&["train", "--memory-limit", "0"], "limit of 0 bytes"),
+        (&["train", "--device", "cuda:99"], "there is no device 'cuda:99' here"),
+        (&["train", "--model", "gpt"], "a gpt needs text"),
+        (&["train", "--learning-rate", "-1"], "unexpected argument"),
+    ];
+    for (arguments, expected) in cases {
+        brimful().args(arguments).assert().failure().stderr(predicate::str::contains(expected));
+    }
+}
+
+#[test]
+fn verify_finds_full_and_split_the_same() {
+    for model in ["mlp", "gpt", "resnet18"] {
+        let arguments =
+            ["verify", "--model", model, "--batch-size", "5", "--micro-batch", "2", "--json"];
+        let report = &lines(&arguments)[0];
+        assert!(report["max_relative_error"].as_f64() < Some(1e-10), "{report}");
+        assert!(report["parameter"].as_str().is_some_and(|name| name.contains('.')), "{report}");
+        assert_eq!(report["sizes"], serde_json::json!([2, 2, 1]));
+    }
+    brimful().args(["verify"]).assert().success().stdout(predicate::str::contains("the same"));
+}
