@@ -64,7 +64,7 @@ fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
     for (i, name) in names.iter().enumerate() {
         let parameter = get(vs, name).to_kind(Kind::Double);
         let direction = numbers(&parameter.size(), 7 * step + i as i64, Kind::Double);
-        loss = loss + (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
+        loss += (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
     }
     loss.backward();
 }
