@@ -34,18 +34,24 @@ fn main() -> Result<()> {
     compare("adamw, amsgrad", device, amsgrad.into(), nn::AdamW::default().amsgrad(true))
 }
 
-/// Takes turns, so that whatever else the machine does meets both, and prints the medians.
+/// Takes turns, in both orders, so that whatever else the machine does meets both; prints medians.
 fn compare(name: &str, device: Device, ours: Method, theirs: impl OptimizerConfig) -> Result<()> {
     let (a, b) = (store(device)?, store(device)?);
     let mut ours = Optimizer::new(&a, ours)?;
     let mut theirs = theirs.build(&b, 1e-3)?;
     let (mut our_times, mut their_times) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        our_times.push(milliseconds(device, || ours.step())?);
-        their_times.push(milliseconds(device, || {
-            theirs.step();
-            Ok(())
-        })?);
+    let mut their_step = || {
+        theirs.step();
+        Ok(())
+    };
+    for round in 0..ROUNDS {
+        if round % 2 == 0 {
+            our_times.push(milliseconds(device, || ours.step())?);
+            their_times.push(milliseconds(device, &mut their_step)?);
+        } else {
+            their_times.push(milliseconds(device, &mut their_step)?);
+            our_times.push(milliseconds(device, || ours.step())?);
+        }
     }
     let (ours, theirs) = (median(our_times), median(their_times));
     println!("{name:<22}{ours:>12.2}{theirs:>12.2}{:>8.2}", theirs / ours);
@@ -53,18 +59,11 @@ fn compare(name: &str, device: Device, ours: Method, theirs: impl OptimizerConfi
 }
 
 fn milliseconds(device: Device, f: impl FnOnce() -> Result<()>) -> Result<f64> {
-    synchronize(device)?;
+    torch_device::synchronize(device)?;
     let start = Instant::now();
     f()?;
-    synchronize(device)?;
+    torch_device::synchronize(device)?;
     Ok(start.elapsed().as_secs_f64() * 1e3)
-}
-
-fn synchronize(device: Device) -> Result<()> {
-    if device != Device::Cpu {
-        torch_device::synchronize(device)?;
-    }
-    Ok(())
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
