@@ -12,7 +12,8 @@ Examples:
   brimful doctor            what this machine has, and what is wrong with its set-up
   brimful doctor --json     the same, for programs
   brimful demo              a step that runs out of memory, caught, and one that fits
-  brimful bench arena       what counting memory costs, on a ResNet-50 training step")]
+  brimful bench arena       what counting memory costs, on a ResNet-50 training step
+  brimful bench micro       micro-batches by brimful and by a hand-written loop: speed, memory")]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]
