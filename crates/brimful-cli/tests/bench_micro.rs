@@ -14,7 +14,8 @@ fn bench_micro(arguments: &[&str]) -> Command {
 
 /// The lines of JSON, of which the last is split off.
 fn json(arguments: &[&str]) -> (Vec<Value>, Value) {
-    let output = bench_micro(arguments).arg("--json").assert().success().get_output().stdout.clone();
+    let output =
+        bench_micro(arguments).arg("--json").assert().success().get_output().stdout.clone();
     let text = String::from_utf8(output).expect("text");
     let mut lines: Vec<Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
