@@ -28,8 +28,10 @@ check: ## format, lints, tests, docs, licences: what must hold before a commit
 		echo "check: $$part took $$(($$(date +%s) - start)) s"; \
 	done
 
-bench: libtorch ## measure the speed against plain libtorch
+bench: libtorch ## measure speed and memory against plain libtorch
 	@$(BRIMFUL) bench arena
+	@$(BRIMFUL) bench micro
+	@$(BRIMFUL) bench micro --memory --micro-batch 2
 
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean

@@ -88,6 +88,14 @@ int32_t brimful_cuda_name(int32_t index, char** out, char** message) noexcept {
   });
 }
 
+// Products and convolutions of f32 in TF32, or not; means nothing to a CPU.
+int32_t brimful_allow_tf32(bool allowed, char** message) noexcept {
+  return guarded(message, [&] {
+    at::globalContext().setAllowTF32CuBLAS(allowed);
+    at::globalContext().setAllowTF32CuDNN(allowed);
+  });
+}
+
 // --- memory ---------------------------------------------------------------------------------
 
 struct BrimfulMemory {

@@ -1,6 +1,7 @@
 //! `brimful bench`: speed and memory, side by side in one run.
 
 mod arena;
+mod micro;
 
 use std::process::ExitCode;
 
@@ -12,12 +13,15 @@ use clap::Subcommand;
 pub enum Bench {
     /// What counting memory costs: a ResNet-50 training step on the CPU, with an arena and without.
     Arena(arena::Options),
+    /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
+    Micro(micro::Options),
 }
 
 /// Runs one benchmark.
 pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
+        Bench::Micro(options) => micro::run(options)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,0 +1,110 @@
+//! `brimful bench micro`: micro-batched training against a hand-written loop, and its memory.
+//!
+//! A row is a model with a number type, a mini-batch and a micro-batch. Its contestants take turns,
+//! step by step, so that a machine that slows down or speeds up does so for all of them. A step is
+//! forward and backward over the mini-batch and the reading of its loss, with gradients that start
+//! as none; the optimizer is left out, here and in bench/peers alike.
+
+mod contest;
+mod memory;
+mod progress;
+mod report;
+mod work;
+
+use anyhow::{Result, ensure};
+use brimful::device;
+use clap::Args;
+use tch::Device;
+
+use progress::Progress;
+use report::Journal;
+use work::{Dtype, GptShape, ModelName, Work};
+
+/// Options of `brimful bench micro`.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// The model.
+    #[arg(long, value_enum, default_value_t = ModelName::Resnet50)]
+    model: ModelName,
+    /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one].
+    #[arg(long)]
+    device: Option<String>,
+    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Samples in a mini-batch [default: by model and device].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Option<u32>,
+    /// Samples in a micro-batch [default: by model and device].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: Option<u32>,
+    /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    image: Option<u32>,
+    /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
+    /// the CPU]. A head is 64 wide; there are 50,257 tokens.
+    #[arg(long)]
+    gpt: Option<GptShape>,
+    /// Measured steps of each contestant.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// Run the four rows of the project's comparison; smaller ones on the CPU.
+    #[arg(long, conflicts_with_all = ["model", "dtype", "batch", "micro_batch"])]
+    table: bool,
+    /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
+    #[arg(long, conflicts_with_all = ["batch", "repeats"])]
+    memory: bool,
+    /// Print JSON: a line for each row as it comes, then one object with all of them.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures row after row, and prints each as it comes.
+pub fn run(options: &Options) -> Result<()> {
+    let device = match &options.device {
+        Some(name) => device::find(name)?,
+        None => device::best(),
+    };
+    let rows = options.rows(device)?;
+    if device != Device::Cpu {
+        // The same in the peers' scripts: every micro-batch has one shape, so it pays.
+        tch::Cuda::cudnn_set_benchmark(true);
+    }
+    let mut journal = Journal::begin(device, options.json)?;
+    let progress = Progress::new();
+    for work in &rows {
+        brimful::libtorch::allow_tf32(work.dtype != Dtype::F32)?;
+        if options.memory {
+            memory::measure(work, device, &progress, &mut journal)?;
+        } else {
+            contest::measure(work, device, options.repeats as usize, &progress, &mut journal)?;
+        }
+    }
+    journal.end()
+}
+
+impl Options {
+    fn rows(&self, device: Device) -> Result<Vec<Work>> {
+        if self.table {
+            let table = work::table(device);
+            return Ok(table.into_iter().map(|row| self.with_shapes(row)).collect());
+        }
+        let mut work = self.with_shapes(Work::default_of(self.model, device));
+        work.dtype = self.dtype.unwrap_or(work.dtype);
+        work.batch = self.batch.map_or(work.batch, |batch| batch as usize);
+        work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
+        ensure!(
+            device != Device::Cpu || work.dtype != Dtype::Tf32,
+            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
+        );
+        Ok(vec![work])
+    }
+
+    fn with_shapes(&self, work: Work) -> Work {
+        Work {
+            image: self.image.map_or(work.image, i64::from),
+            gpt: self.gpt.unwrap_or(work.gpt),
+            ..work
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! What is trained: a model, its number type, its samples, and how they are cut.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail, ensure};
+use brimful::Layers;
+use brimful::layers::Model;
+use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
+use clap::ValueEnum;
+use serde::Serialize;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+
+const CLASSES: i64 = 1000;
+const VOCABULARY: i64 = 50_257;
+const HEAD_WIDTH: i64 = 64;
+const MLP_INPUTS: i64 = 784;
+
+/// A model that can be measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum ModelName {
+    /// Two hidden layers of 1,024.
+    Mlp,
+    Resnet18,
+    Resnet50,
+    Resnet101,
+    /// A GPT-2 without dropout.
+    Gpt,
+}
+
+/// What numbers are computed in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Dtype {
+    F32,
+    /// f32 whose products CUDA computes in TF32.
+    Tf32,
+    /// Parameters and activations in bf16.
+    Bf16,
+}
+
+/// The shape of a GPT, written `12x768x512`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct GptShape {
+    pub(super) layers: usize,
+    pub(super) width: i64,
+    pub(super) sequence: i64,
+}
+
+/// One row's work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Work {
+    pub(super) model: ModelName,
+    pub(super) dtype: Dtype,
+    pub(super) batch: usize,
+    pub(super) micro_batch: usize,
+    pub(super) image: i64,
+    pub(super) gpt: GptShape,
+}
+
+/// Samples and their targets.
+pub(super) type Samples = (Tensor, Tensor);
+
+/// The rows that the peers are measured on; on a CPU, smaller ones that take seconds.
+pub(super) fn table(device: Device) -> Vec<Work> {
+    use Dtype::{Bf16, F32, Tf32};
+    use ModelName::{Gpt, Resnet50, Resnet101};
+    let rows = if device == Device::Cpu {
+        [(Resnet50, F32, 16, 4), (Resnet101, F32, 8, 2), (Resnet50, Bf16, 8, 2), (Gpt, Bf16, 8, 2)]
+    } else {
+        [
+            (Resnet50, Tf32, 512, 64),
+            (Resnet101, Tf32, 256, 32),
+            (Resnet50, Bf16, 512, 16),
+            (Gpt, Bf16, 128, 8),
+        ]
+    };
+    let row = |(model, dtype, batch, micro_batch)| Work {
+        dtype,
+        batch,
+        micro_batch,
+        ..Work::default_of(model, device)
+    };
+    rows.map(row).into()
+}
+
+impl Work {
+    /// What is measured of a model where nothing else is asked for.
+    pub(super) fn default_of(model: ModelName, device: Device) -> Self {
+        let cuda = device != Device::Cpu;
+        let (batch, micro_batch) = match (model, cuda) {
+            (ModelName::Mlp, _) => (1024, 128),
+            (ModelName::Gpt, true) => (128, 8),
+            (ModelName::Gpt, false) => (8, 2),
+            (ModelName::Resnet101, true) => (256, 32),
+            (_, true) => (512, 64),
+            (_, false) => (16, 4),
+        };
+        let gpt = if cuda {
+            GptShape { layers: 12, width: 768, sequence: 512 }
+        } else {
+            GptShape { layers: 2, width: 128, sequence: 64 }
+        };
+        let dtype = if cuda { Dtype::Tf32 } else { Dtype::F32 };
+        Self { model, dtype, batch, micro_batch, image: if cuda { 224 } else { 64 }, gpt }
+    }
+
+    /// Builds the model in a store, with its number type.
+    pub(super) fn build(&self, store: &mut VarStore) -> Result<Model> {
+        let model = self.layers().build(&store.root())?;
+        if self.dtype == Dtype::Bf16 {
+            store.bfloat16();
+        }
+        Ok(model)
+    }
+
+    fn layers(&self) -> Layers {
+        match self.model {
+            ModelName::Mlp => mlp(MLP_INPUTS, &[1024, 1024], CLASSES),
+            ModelName::Resnet18 => resnet18(CLASSES),
+            ModelName::Resnet50 => resnet50(CLASSES),
+            ModelName::Resnet101 => resnet101(CLASSES),
+            ModelName::Gpt => gpt(&self.gpt.config()),
+        }
+    }
+
+    /// Random samples in host memory. Never zeros: some kernels are faster on them.
+    pub(super) fn samples(&self, count: usize) -> Samples {
+        let count = count as i64;
+        let on_host = |kind| (kind, Device::Cpu);
+        match self.model {
+            ModelName::Gpt => {
+                let shape = [count, self.gpt.sequence];
+                let tokens = || Tensor::randint(VOCABULARY, shape, on_host(Kind::Int64));
+                (tokens(), tokens())
+            }
+            _ => {
+                let images = Tensor::randn(self.image_shape(count), on_host(Kind::Float));
+                let classes = Tensor::randint(CLASSES, [count], on_host(Kind::Int64));
+                (images.to_kind(self.kind()), classes)
+            }
+        }
+    }
+
+    fn image_shape(&self, count: i64) -> Vec<i64> {
+        match self.model {
+            ModelName::Mlp => vec![count, MLP_INPUTS],
+            _ => vec![count, 3, self.image, self.image],
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        if self.dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float }
+    }
+
+    /// The mean cross-entropy, as PyTorch's own function computes it.
+    pub(super) fn loss(&self, model: &Model, (x, y): &Samples) -> Tensor {
+        let logits = model.forward_t(x, true).flatten(0, -2);
+        logits.cross_entropy_loss(&y.flatten(0, -1), None::<&Tensor>, Reduction::Mean, -100, 0.0)
+    }
+
+    /// The sample's size for a table: `224×224`, `12×768×512`.
+    pub(super) fn shape(&self) -> String {
+        match self.model {
+            ModelName::Mlp => MLP_INPUTS.to_string(),
+            ModelName::Gpt => {
+                let GptShape { layers, width, sequence } = self.gpt;
+                format!("{layers}×{width}×{sequence}")
+            }
+            _ => format!("{0}×{0}", self.image),
+        }
+    }
+
+    /// The row's name while it runs.
+    pub(super) fn title(&self) -> String {
+        let Self { batch, micro_batch, .. } = self;
+        format!("{} {} {batch}/{micro_batch}", name(&self.model), name(&self.dtype))
+    }
+}
+
+/// The name that the command line takes.
+pub(super) fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+impl GptShape {
+    fn config(self) -> Gpt {
+        let Self { layers, width, sequence } = self;
+        let heads = width / HEAD_WIDTH;
+        Gpt { layers, width, heads, context: sequence, dropout: 0.0, ..Gpt::gpt2_small() }
+    }
+}
+
+impl FromStr for GptShape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let numbers = text.split('x').map(str::parse::<u32>).collect::<Result<Vec<_>, _>>();
+        let Ok([layers, width, sequence]) = numbers.as_deref() else {
+            bail!("'{text}' is not layers x width x sequence, such as 12x768x512");
+        };
+        ensure!(
+            *layers > 0 && *width > 0 && *sequence > 0 && i64::from(*width) % HEAD_WIDTH == 0,
+            "'{text}': give at least one layer and token, and a width that is a multiple of 64"
+        );
+        let layers = usize::try_from(*layers).context("too many layers")?;
+        Ok(Self { layers, width: i64::from(*width), sequence: i64::from(*sequence) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_is_three_numbers_and_whole_heads() {
+        let shape = GptShape { layers: 12, width: 768, sequence: 512 };
+        assert_eq!("12x768x512".parse::<GptShape>().expect("a shape"), shape);
+        for text in ["12x768", "12x768xlong", "0x768x512", "2x100x8", ""] {
+            assert!(text.parse::<GptShape>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_gpt_of_the_table_has_the_peers_parameters() {
+        let work = Work::default_of(ModelName::Gpt, Device::Cuda(0));
+        assert_eq!(work.layers().parameter_count().expect("a count"), 124_046_592);
+        assert_eq!(table(Device::Cuda(0)).len(), 4);
+    }
+}

@@ -1,0 +1,70 @@
+//! `brimful bench micro` as programs meet it: rows as they come, all of them at the end.
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+fn bench_micro(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command.args(["bench", "micro", "--device", "cpu"]).args(arguments);
+    command
+}
+
+/// The lines of JSON, of which the last is split off.
+fn json(arguments: &[&str]) -> (Vec<Value>, Value) {
+    let output =
+        bench_micro(arguments).arg("--json").assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let mut lines: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    let last = lines.pop().expect("a last line");
+    (lines, last)
+}
+
+#[test]
+fn each_contestant_has_a_row_and_the_last_line_has_all() {
+    let arguments = ["--model", "mlp", "--batch", "10", "--micro-batch", "4", "--repeats", "2"];
+    let (rows, last) = json(&arguments);
+    let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
+    assert_eq!(names, [Some("tch loop"), Some("brimful"), Some("brimful, batch on device")]);
+    for row in &rows {
+        assert_eq!((row["model"].as_str(), row["dtype"].as_str()), (Some("mlp"), Some("f32")));
+        assert_eq!((row["batch"].as_u64(), row["micro_batch"].as_u64()), (Some(10), Some(4)));
+        assert!(row["samples_per_s"].as_f64() > Some(0.0) && row["ratio"].as_f64() > Some(0.0));
+        assert!(row["peak_bytes"].as_u64() > Some(1 << 20), "{row}");
+        assert_eq!(row["seconds"].as_array().map(Vec::len), Some(2));
+    }
+    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows)));
+    assert_eq!(last["environment"]["libtorch"], "2.11.0");
+}
+
+#[test]
+fn memory_is_compared_by_micro_batches() {
+    let (rows, _) = json(&["--memory", "--model", "mlp", "--micro-batch", "16"]);
+    let counts: Vec<_> = rows.iter().map(|row| row["micro_batches"].as_u64()).collect();
+    assert_eq!(counts, [1, 2, 64, 128].map(Some));
+    assert_eq!(rows[3]["compared_with"].as_u64(), Some(2));
+    assert!(rows[3]["ratio"].as_f64() < Some(1.01), "{}", rows[3]);
+}
+
+#[test]
+fn people_read_a_table() {
+    let arguments = ["--model", "gpt", "--gpt", "1x64x8", "--batch", "3", "--repeats", "1"];
+    bench_micro(&arguments).assert().success().stdout(
+        predicate::str::contains("gpt 1×64×8, f32, micro-batch 2, mini-batch 3")
+            .and(predicate::str::contains("brimful, batch on device")),
+    );
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |arguments: &[&str], words: &str| {
+        bench_micro(arguments).assert().failure().stderr(predicate::str::contains(words));
+    };
+    refused(&["--dtype", "tf32"], "tf32 is an arithmetic of CUDA devices: use --dtype f32");
+    refused(&["--micro-batch", "0"], "0 is not in 1..");
+    refused(&["--gpt", "2x100x8"], "a multiple of 64");
+    refused(&["--table", "--model", "mlp"], "cannot be used with");
+}
