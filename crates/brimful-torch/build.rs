@@ -4,11 +4,12 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 7] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/device.cpp",
     "bridge/foreach.cpp",
+    "bridge/gradients.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
 ];

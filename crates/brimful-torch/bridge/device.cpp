@@ -46,6 +46,16 @@ Function* driver_function(const char* name) {
   return found;
 }
 
+void* open_cuda() { return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL); }
+
+// libtorch asks once and for all whether CUDA is there, at the first call that cares (a random seed
+// does). So on a machine with an NVIDIA driver it is loaded before `main`.
+const struct CudaAtStart {
+  CudaAtStart() {
+    if (dlopen("libcuda.so.1", RTLD_LAZY) != nullptr) open_cuda();
+  }
+} cuda_at_start;
+
 }  // namespace
 
 extern "C" {
@@ -55,7 +65,7 @@ void brimful_free_message(char* message) noexcept { free(message); }
 // Loads libtorch's CUDA half, which registers its kernels with the libtorch that is running.
 int32_t brimful_load_cuda(char** message) noexcept {
   return guarded(message, [] {
-    TORCH_CHECK(dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) != nullptr, dlerror());
+    TORCH_CHECK(open_cuda() != nullptr, dlerror());
   });
 }
 
@@ -210,6 +220,10 @@ int32_t brimful_event_record(
 int32_t brimful_event_block(
     const c10::Event* event, int32_t device, int64_t stream, char** message) noexcept {
   return guarded(message, [&] { event->block(stream_of(device, stream)); });
+}
+
+int32_t brimful_event_query(const c10::Event* event, bool* reached, char** message) noexcept {
+  return guarded(message, [&] { *reached = event->query(); });
 }
 
 int32_t brimful_event_synchronize(const c10::Event* event, char** message) noexcept {

@@ -1,11 +1,15 @@
-//! Loads libtorch's CUDA half at run time, where it is present: one binary for both machines.
+//! libtorch's CUDA half, loaded at run time where it is present: one binary for both machines.
+//!
+//! On a machine with an NVIDIA driver it is loaded before `main`, because libtorch asks for it once
+//! and for all at the first call that cares. Here one asks how that went.
 
 use std::sync::OnceLock;
 
 use crate::error::{TorchError, call, take_string};
 use crate::ffi;
 
-/// Loads the CUDA kernels, once for the process. Later calls repeat the first one's answer.
+/// Whether the CUDA kernels are loaded; tries again where they were not. Later calls repeat the
+/// first one's answer.
 ///
 /// # Errors
 /// With the loader's own words, when `libtorch_cuda.so` or one of its needs is not found.

@@ -70,6 +70,13 @@ unsafe extern "C" {
         keep_graph: bool,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_collect_gradients(
+        parameters: *const *const RawTensor,
+        sums: *mut *mut RawTensor,
+        count: usize,
+        piece_bytes: i64,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_set_gradient(
         tensor: *mut RawTensor,
         gradient: *const RawTensor,
@@ -120,6 +127,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_event_drop(event: *mut RawEvent);
     pub(crate) fn brimful_event_record(e: *mut RawEvent, d: i32, stream: i64, m: Message) -> i32;
     pub(crate) fn brimful_event_block(e: *const RawEvent, d: i32, stream: i64, m: Message) -> i32;
+    pub(crate) fn brimful_event_query(e: *const RawEvent, reached: *mut bool, m: Message) -> i32;
     pub(crate) fn brimful_event_synchronize(event: *const RawEvent, message: Message) -> i32;
     pub(crate) fn brimful_event_elapsed(
         from: *const RawEvent,

@@ -22,6 +22,7 @@ pub mod device;
 mod error;
 mod ffi;
 pub mod foreach;
+pub mod gradients;
 pub mod libtorch;
 pub mod memory;
 pub mod meta;
@@ -38,6 +39,11 @@ use tch::Tensor;
 
 fn raw(tensor: &Tensor) -> *const RawTensor {
     tensor.as_ptr().cast()
+}
+
+/// For calls that change what the tensor refers to, which tch's own do through `&Tensor` as well.
+fn raw_mut(tensor: &Tensor) -> *mut RawTensor {
+    tensor.as_ptr().cast_mut().cast()
 }
 
 fn raw_list(tensors: &[Tensor]) -> Vec<*const RawTensor> {

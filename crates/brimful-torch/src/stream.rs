@@ -179,6 +179,21 @@ impl Event {
         })
     }
 
+    /// Whether the mark is reached, or was never made.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn is_reached(&self) -> Result<bool, TorchError> {
+        let mut reached = true;
+        if !self.handle.is_null() {
+            // SAFETY: the event lives as long as `self`; `reached` is a valid place for the answer.
+            call(|message| unsafe {
+                ffi::brimful_event_query(self.handle, &mut reached, message)
+            })?;
+        }
+        Ok(reached)
+    }
+
     /// Waits, on the host, until the mark is reached.
     ///
     /// # Errors

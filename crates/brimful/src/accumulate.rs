@@ -9,6 +9,7 @@
 
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::foreach;
+use brimful_torch::gradients::collect;
 use tch::{Kind, Tensor};
 
 use crate::Result;
@@ -28,15 +29,17 @@ pub(crate) struct Accumulator {
     parameters: Vec<Tensor>,
     aside: Sum,
     groups: Vec<Sum>,
-    half: bool,
+    /// Whether sums must be kept apart: for f32 sums of half precision, and on CUDA, where a few
+    /// kernels add what takes autograd one a parameter.
+    apart: bool,
 }
 
 impl Accumulator {
     /// Sets aside what the parameters have. Dropped, it puts that back.
     pub(crate) fn begin(parameters: Vec<Tensor>) -> Result<Self> {
         let aside = parameters.iter().map(gradient).collect();
-        let half = parameters.iter().any(is_half);
-        let mut accumulator = Self { parameters, aside, groups: Vec::new(), half };
+        let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
+        let mut accumulator = Self { parameters, aside, groups: Vec::new(), apart };
         accumulator.clear()?;
         Ok(accumulator)
     }
@@ -49,9 +52,9 @@ impl Accumulator {
         }
     }
 
-    /// Whether autograd itself adds up: one group of terms, and no half-precision parameter.
+    /// Whether autograd itself adds up.
     fn in_place(&self) -> bool {
-        self.groups.len() == 1 && !self.half
+        self.groups.len() == 1 && !self.apart
     }
 
     /// Runs backward from one group's roots and adds what arrives to the group's sums.
@@ -64,30 +67,10 @@ impl Accumulator {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (*root, Some(gradient))).unzip();
         backward(&roots, &gradients, keep_graph)?;
-        if self.in_place() { Ok(()) } else { self.collect(group) }
-    }
-
-    /// Moves the gradients that autograd has just made into a group's sums.
-    fn collect(&mut self, group: usize) -> Result<()> {
-        let sums = &mut self.groups[group];
-        let (mut into, mut what) = (Vec::new(), Vec::new());
-        for (parameter, sum) in self.parameters.iter_mut().zip(sums) {
-            let Some(new) = gradient(parameter) else { continue };
-            match sum {
-                Some(sum) => {
-                    into.push(sum.shallow_clone());
-                    what.push(new);
-                }
-                // Half precision is summed in f32: a sum of many would lose the small ones.
-                None if is_half(parameter) => *sum = Some(new.f_to_kind(Kind::Float)?),
-                None => *sum = Some(new),
-            }
-            set_gradient(parameter, None)?;
+        if self.in_place() {
+            return Ok(());
         }
-        if !into.is_empty() {
-            foreach::add(&into, &what, 1.0)?;
-        }
-        Ok(())
+        Ok(collect(&self.parameters, &mut self.groups[group])?)
     }
 
     /// Puts back what the parameters had, and gives the step's sums.

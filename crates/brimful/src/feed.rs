@@ -11,6 +11,7 @@
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread;
+use std::time::Duration;
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
@@ -18,6 +19,9 @@ use tch::Device;
 
 use crate::batch::{self, Batch, Leaf};
 use crate::{Error, Result};
+
+/// How often the feeder looks whether there is room.
+const GLANCE: Duration = Duration::from_micros(100);
 
 /// Calls `f` with each micro-batch in turn, on the device.
 pub(crate) fn each<B: Batch>(
@@ -71,7 +75,7 @@ fn feed<B: Batch>(
     let copies = Stream::new(device);
     for (i, slice) in slices.into_iter().enumerate() {
         // Two are on the device: the one in use and the one that waits. A third needs its room.
-        if i >= 2 && !released.recv().is_ok_and(|used| used.synchronize().is_ok()) {
+        if i >= 2 && !released.recv().is_ok_and(|used| wait(&used).is_ok()) {
             return;
         }
         let arrival = copies.clone().map_err(Error::from).and_then(|copies| send(&slice, copies));
@@ -87,6 +91,15 @@ fn send<B: Batch>(slice: &B, copies: Stream) -> Result<Arrival<B>> {
     let mut copied = Event::new(copies.device())?;
     copied.record(copies)?;
     Ok(Arrival { micro_batch, copied })
+}
+
+/// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from
+/// the thread that launches kernels.
+fn wait(event: &Event) -> Result<()> {
+    while !event.is_reached()? {
+        thread::sleep(GLANCE);
+    }
+    Ok(())
 }
 
 /// The batch's tensors on the device, through page-locked memory.

@@ -46,7 +46,7 @@ fn assert_near(what: &str, expected: &[Tensor; 2], got: &[Tensor; 2]) {
 
 #[test]
 fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
-    for shape in [vec![13, 3], vec![13, 3, 2, 5]] {
+    for shape in [vec![13, 3], vec![13, 3, 2, 5], vec![40, 3]] {
         let x = batch(&shape);
         let expected = {
             let plain = layer(BatchNormPolicy::Deferred, shape.len());
@@ -56,7 +56,8 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
             }
             statistics(&plain)
         };
-        // Of 13 by 12 the cut is 7 and 6; of 13 by 1, every micro-batch is one sample.
+        // Of 13 by 12 the cut is 7 and 6; by 1, every micro-batch is one sample, and 40 are pooled in
+        // three goes.
         for size in [1, 2, 5, 12, 13, 100] {
             let split = layer(BatchNormPolicy::Deferred, shape.len());
             let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));

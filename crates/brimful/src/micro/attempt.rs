@@ -61,8 +61,8 @@ impl Undo {
     }
 
     /// Adds a later part of the same step.
-    pub(super) fn extend(&mut self, later: Self) {
-        self.statistics.extend(later.statistics);
+    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
+        self.statistics.extend(later.statistics)
     }
 }
 
@@ -78,7 +78,9 @@ impl MicroBatcher {
         let fresh = self.window.is_none();
         let run = |this: &Self| {
             let mut accumulator = Accumulator::begin(this.parameters())?;
-            let (mut tally, mut outputs) = (Tally::default(), Vec::with_capacity(ranges.len()));
+            let mut tally =
+                this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
+            let mut outputs = Vec::with_capacity(ranges.len());
             feed::each(batch, ranges, this.device, |i, micro_batch| {
                 let (loss, output) = f(micro_batch).into_parts()?;
                 let terms = loss.into_terms(true)?;
@@ -94,17 +96,14 @@ impl MicroBatcher {
             let groups = tally.groups(scale.last);
             Ok((accumulator.finish()?, tally, groups, batch::join(outputs)?))
         };
-        let ((sums, tally, groups, outputs), undo) = self.guarded(ranges.len(), false, run)?;
+        let ((sums, tally, groups, outputs), undo) = self.guarded(ranges.len(), run)?;
         Ok(Attempt { sums, tally, groups, outputs, undo })
     }
 
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
-    ///
-    /// In a rehearsal, statistics do not count.
     pub(super) fn guarded<T>(
         &mut self,
         micro_batches: usize,
-        rehearsal: bool,
         f: impl FnOnce(&Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(|memory| memory.enter());
@@ -113,8 +112,7 @@ impl MicroBatcher {
         }
         let randomness = Randomness::now(self.device)?;
         let foreign = self.foreign.save(&self.variables)?;
-        let (statistics, result) =
-            Pending::collect(micro_batches, rehearsal, || oom::catch(|| f(self)));
+        let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self)));
         let undo = Undo { statistics, randomness, foreign };
         match result {
             Ok(value) => {

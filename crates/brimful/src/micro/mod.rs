@@ -203,7 +203,7 @@ impl MicroBatcher {
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let ranges = self.ranges(batch::len(batch)?)?;
-        let (outputs, undo) = self.guarded(ranges.len(), false, |this| {
+        let (outputs, mut undo) = self.guarded(ranges.len(), |this| {
             let _without = tch::no_grad_guard();
             let mut outputs = Vec::with_capacity(ranges.len());
             feed::each(batch, &ranges, this.device, |_, micro_batch| {
@@ -228,7 +228,7 @@ impl MicroBatcher {
         let start = Instant::now();
         let ranges = self.ranges(batch::len(batch)?)?;
         let unit = samples(&ranges);
-        let ((totals, outputs), undo) = self.guarded(ranges.len(), false, |this| {
+        let ((totals, outputs), mut undo) = self.guarded(ranges.len(), |this| {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::with_capacity(ranges.len()));
             feed::each(batch, &ranges, this.device, |i, micro_batch| {
@@ -254,7 +254,7 @@ impl MicroBatcher {
 
     /// Reads the loss, and commits gradients and statistics if all is well; else undoes all.
     fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
-        let Window { sums, tally, groups, undo, unit, sizes } = window;
+        let Window { sums, tally, groups, mut undo, unit, sizes } = window;
         let total = sizes.iter().sum::<usize>() as f64;
         let committed = tally.read(self.non_finite).and_then(|totals| {
             let moved = undo.statistics.prepare()?;
@@ -294,9 +294,9 @@ impl MicroBatcher {
 
 impl Window {
     fn extend(&mut self, later: Self) -> Result<()> {
-        self.tally.extend(later.tally)?;
+        self.undo.extend(later.undo)?;
         self.sums.extend(later.sums)?;
-        self.undo.extend(later.undo);
+        self.tally.extend(later.tally);
         self.sizes.extend(later.sizes);
         Ok(())
     }

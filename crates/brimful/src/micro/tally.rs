@@ -44,6 +44,12 @@ pub(super) enum Group {
 }
 
 impl Tally {
+    /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
+    pub(super) fn following(&self) -> Self {
+        let line = |line: &Line| Line { parts: Vec::new(), ..*line };
+        Self { terms: self.terms.iter().map(line).collect(), norms: Vec::new() }
+    }
+
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
     pub(super) fn count(&mut self, terms: &[Term], part: &Part) -> Result<()> {
         if self.terms.is_empty() {
@@ -66,17 +72,11 @@ impl Tally {
     }
 
     /// Adds a later mini-batch of the same step.
-    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
-        let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
-        let (before, now) = (self.terms.len(), later.terms.len());
-        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
-            return Err(Error::TermsDiffer { before, now });
-        }
+    pub(super) fn extend(&mut self, later: Self) {
         for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
             mine.parts.extend(theirs.parts);
         }
         self.norms.extend(later.norms);
-        Ok(())
     }
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing

@@ -42,10 +42,10 @@ impl MicroBatcher {
         }
         let start = Instant::now();
         let ranges = self.ranges(batch::len(batch)?)?;
-        let ((sums, tally, outputs), undo) = self.guarded(ranges.len(), false, |this| {
+        let ((sums, tally, outputs), undo) = self.guarded(ranges.len(), |this| {
             let mut states = Vec::with_capacity(ranges.len());
             let mut parts = Vec::with_capacity(ranges.len());
-            let (_not_counted, rehearsed) = Pending::collect(ranges.len(), true, || {
+            let (_not_counted, rehearsed) = Pending::collect(true, || {
                 let _without = tch::no_grad_guard();
                 feed::each(batch, &ranges, this.device, |_, micro_batch| {
                     states.push(Randomness::now(this.device)?);

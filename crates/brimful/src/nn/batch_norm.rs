@@ -94,11 +94,11 @@ impl BatchNorm {
             dimensions,
             weight: affine("weight", 1.0),
             bias: affine("bias", 0.0),
-            running: Running {
-                mean: path.zeros_no_train("running_mean", &[channels]),
-                variance: path.ones_no_train("running_var", &[channels]),
-                momentum: config.momentum,
-            },
+            running: Running::new(
+                path.zeros_no_train("running_mean", &[channels]),
+                path.ones_no_train("running_var", &[channels]),
+                config.momentum,
+            ),
         }
     }
 

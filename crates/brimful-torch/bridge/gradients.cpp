@@ -1,0 +1,81 @@
+// Takes the gradients that a backward has made out of their parameters, into sums.
+//
+// Autograd would add each gradient to the one that is there with a kernel of its own. Taken out and
+// added as lists they need a few kernels in all, which is what small micro-batches spend their time
+// on; and half-precision gradients can be summed in f32.
+
+#include "guard.h"
+#include "tensors.h"
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
+
+using brimful::guarded;
+
+namespace {
+
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+at::Tensor empty_sum(const at::Tensor& gradient) {
+  return at::empty_like(gradient, gradient.options().dtype(at::kFloat));
+}
+
+// Half-precision gradients and their f32 sums, in pieces of bounded size: the kernels that work on
+// lists take one kind of number at a time, so each piece is converted first.
+void add_half(
+    const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients,
+    int64_t piece_bytes) {
+  for (size_t start = 0, end = 0; start < sums.size(); start = end) {
+    std::vector<at::Tensor> into, converted, from;
+    for (int64_t bytes = 0; end < sums.size() && (end == start || bytes < piece_bytes); ++end) {
+      bytes += static_cast<int64_t>(sums[end].nbytes());
+      into.push_back(sums[end]);
+      from.push_back(gradients[end]);
+      converted.push_back(empty_sum(gradients[end]));
+    }
+    at::_foreach_copy_(converted, from);
+    at::_foreach_add_(into, converted);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// For each parameter that has a gradient: adds it to its sum, or makes it the sum where there is none
+// yet, and leaves the parameter without one.
+int32_t brimful_collect_gradients(
+    at::Tensor* const* parameters, at::Tensor** sums, size_t count, int64_t piece_bytes,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> into, added, half_into, half_added, first_into, first_from;
+    for (size_t i = 0; i < count; ++i) {
+      at::Tensor& place = parameters[i]->mutable_grad();
+      if (!place.defined()) continue;
+      at::Tensor gradient = std::move(place);
+      place = at::Tensor();
+      if (sums[i] == nullptr && is_half(gradient)) {
+        sums[i] = new at::Tensor(empty_sum(gradient));
+        first_into.push_back(*sums[i]);
+        first_from.push_back(gradient);
+      } else if (sums[i] == nullptr) {
+        sums[i] = new at::Tensor(std::move(gradient));
+      } else if (is_half(gradient)) {
+        half_into.push_back(*sums[i]);
+        half_added.push_back(gradient);
+      } else {
+        into.push_back(*sums[i]);
+        added.push_back(gradient);
+      }
+    }
+    if (!first_into.empty()) at::_foreach_copy_(first_into, first_from);
+    if (!into.empty()) at::_foreach_add_(into, added);
+    add_half(half_into, half_added, piece_bytes);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,185 @@
+//! Running statistics that change once a step, or not at all.
+//!
+//! While a step is under way, the BatchNorm layers that run on its thread ask here where to put
+//! what they have seen. A *deferred* layer gets a row of its own for each micro-batch: libtorch
+//! writes the micro-batch's mean and variance there as "running statistics" of momentum one, at no
+//! extra cost. The rows are pooled into the mini-batch's statistics, those of many layers at once,
+//! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
+//! moves them at once, and what they were before is kept until the step has succeeded.
+
+mod pool;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use brimful_torch::foreach;
+use tch::Tensor;
+
+use crate::Result;
+use pool::Seen;
+
+/// A layer's running mean and variance, and how far one batch moves them.
+#[derive(Debug)]
+pub(crate) struct Running {
+    id: u64,
+    pub(crate) mean: Tensor,
+    pub(crate) variance: Tensor,
+    momentum: f64,
+}
+
+impl Running {
+    pub(crate) fn new(mean: Tensor, variance: Tensor, momentum: f64) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, momentum }
+    }
+
+    fn share(&self) -> Self {
+        let Self { id, momentum, .. } = *self;
+        let (mean, variance) = (self.mean.shallow_clone(), self.variance.shallow_clone());
+        Self { id, mean, variance, momentum }
+    }
+
+    fn whole(&self) -> Target {
+        let Self { mean, variance, momentum, .. } = self.share();
+        Some((mean, variance, momentum))
+    }
+}
+
+/// Where a layer's statistics go: tensors to be moved by this much, or nowhere.
+pub(crate) type Target = Option<(Tensor, Tensor, f64)>;
+
+thread_local! {
+    static STEP: RefCell<Option<Pending>> = const { RefCell::new(None) };
+}
+
+/// What a step has done to running statistics so far.
+#[derive(Debug, Default)]
+pub(crate) struct Pending {
+    /// A pass that will be run again, and whose statistics must not count twice.
+    rehearsal: bool,
+    deferred: HashMap<u64, Seen>,
+    rows: pool::RowSpace,
+    /// Layers that were changed in place, and what they were before.
+    changed: HashMap<u64, (Running, Tensor, Tensor)>,
+}
+
+impl Pending {
+    /// Lets layers of this thread report here while `f` runs.
+    pub(crate) fn collect<T>(rehearsal: bool, f: impl FnOnce() -> T) -> (Self, T) {
+        let outer = STEP.replace(Some(Self { rehearsal, ..Self::default() }));
+        let result = f();
+        let pending = STEP.replace(outer).unwrap_or_default();
+        (pending, result)
+    }
+
+    /// Adds a later part of the same step.
+    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
+        pool::pool_all(later.deferred.values_mut())?;
+        for (id, seen) in later.deferred {
+            match self.deferred.entry(id) {
+                Entry::Occupied(mut mine) => mine.get_mut().extend(seen),
+                Entry::Vacant(place) => drop(place.insert(seen)),
+            }
+        }
+        for (id, change) in later.changed {
+            self.changed.entry(id).or_insert(change);
+        }
+        Ok(())
+    }
+
+    /// Whether a layer with this running mean or variance has reported.
+    pub(crate) fn knows(&self, statistic: &Tensor) -> bool {
+        let deferred = self.deferred.values().map(|seen| &seen.running);
+        let mut all = deferred.chain(self.changed.values().map(|(running, ..)| running));
+        all.any(|running| same(&running.mean, statistic) || same(&running.variance, statistic))
+    }
+
+    /// Computes where the running statistics go, without changing them.
+    pub(crate) fn prepare(&mut self) -> Result<Moved> {
+        pool::moved(self.deferred.values_mut())
+    }
+
+    /// Puts everything back to what it was before the step.
+    pub(crate) fn undo(self) -> Result<()> {
+        let mut moved = Moved::default();
+        for (running, mean, variance) in self.changed.into_values() {
+            moved.push(&running, mean, variance);
+        }
+        moved.apply()
+    }
+
+    /// The next rows of a layer, for the mean and variance of `count` values.
+    fn next_rows(&mut self, running: &Running, count: i64) -> Result<(Tensor, Tensor)> {
+        if self.deferred.get(&running.id).is_some_and(Seen::is_full) {
+            // The layers fill up together, so the first to be full pools them all.
+            pool::pool_all(self.deferred.values_mut().filter(|seen| seen.is_full()))?;
+        }
+        let seen = match self.deferred.entry(running.id) {
+            Entry::Occupied(seen) => seen.into_mut(),
+            Entry::Vacant(place) => place.insert(Seen::new(running.share(), &mut self.rows)?),
+        };
+        seen.next(count)
+    }
+}
+
+fn same(a: &Tensor, b: &Tensor) -> bool {
+    a.data_ptr() == b.data_ptr()
+}
+
+/// Running statistics and the values that they are to have.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    running: Vec<Tensor>,
+    values: Vec<Tensor>,
+}
+
+impl Moved {
+    fn push(&mut self, running: &Running, mean: Tensor, variance: Tensor) {
+        self.running.extend([running.mean.shallow_clone(), running.variance.shallow_clone()]);
+        self.values.extend([mean, variance]);
+    }
+
+    /// Gives them those values. Nothing is allocated, so nothing can fail half-way.
+    pub(crate) fn apply(self) -> Result<()> {
+        if self.running.is_empty() {
+            return Ok(());
+        }
+        Ok(foreach::copy(&self.running, &self.values)?)
+    }
+}
+
+/// Where a layer that moves its statistics at every micro-batch puts them.
+pub(crate) fn at_once(running: &Running) -> Result<Target> {
+    with_step(running, |pending| {
+        if let Entry::Vacant(place) = pending.changed.entry(running.id) {
+            let Running { mean, variance, .. } = running;
+            place.insert((running.share(), mean.f_detach_copy()?, variance.f_detach_copy()?));
+        }
+        Ok(running.whole())
+    })
+}
+
+/// Where a deferred layer puts the statistics of `input`, whose mean is over `count` values.
+pub(crate) fn deferred(running: &Running, input: &Tensor, count: i64) -> Result<Target> {
+    with_step(running, |pending| {
+        let (mut mean, mut variance) = pending.next_rows(running, count)?;
+        if count > 1 {
+            return Ok(Some((mean, variance, 1.0)));
+        }
+        // One value has no unbiased variance: libtorch would write a NaN.
+        mean.f_copy_(&input.f_detach()?.f_reshape([-1_i64])?)?;
+        let _zero = variance.f_zero_()?;
+        Ok(None)
+    })
+}
+
+/// Asks the step under way, if there is one and it counts.
+fn with_step(running: &Running, f: impl FnOnce(&mut Pending) -> Result<Target>) -> Result<Target> {
+    STEP.with_borrow_mut(|step| match step {
+        None => Ok(running.whole()),
+        Some(pending) if pending.rehearsal => Ok(None),
+        Some(pending) => f(pending),
+    })
+}

@@ -1,0 +1,196 @@
+//! Pools the statistics of micro-batches into those of all their values, many layers at once.
+//!
+//! With n values of mean μ and squared deviations q in each part, N in all:
+//!
+//! ```text
+//!   M = Σ nμ / N          Q = Σ q + Σ n (μ − M)²          variance = Q / (N − 1)
+//! ```
+//!
+//! Nothing is subtracted from a sum of squares, so nothing cancels. Layers whose parts have the
+//! same numbers of values are laid side by side: a network's layers have but a few different ones,
+//! so that a step takes some dozens of small kernels, not some dozens for each layer.
+
+use tch::{Device, Kind, Tensor};
+
+use super::{Moved, Running};
+use crate::Result;
+
+/// Rows that a layer has before they are pooled: more would be more memory, fewer more kernels.
+const ROWS: i64 = 16;
+/// The least that is asked for at a time, in numbers.
+const SPACE: i64 = 1 << 16;
+
+/// What one layer has seen.
+#[derive(Debug)]
+pub(super) struct Seen {
+    pub(super) running: Running,
+    /// Means and unbiased variances, 2 × rows × channels.
+    rows: Tensor,
+    /// How many values each row is over.
+    counts: Vec<i64>,
+    pooled: Vec<Pooled>,
+}
+
+/// Rows that were put together.
+#[derive(Debug)]
+struct Pooled {
+    count: i64,
+    mean: Tensor,
+    squares: Tensor,
+}
+
+/// What layers must have in common to be pooled side by side.
+#[derive(Debug, PartialEq)]
+struct Alike {
+    counts: Vec<i64>,
+    pooled: Vec<i64>,
+    kind: Kind,
+    device: Device,
+    momentum: f64,
+}
+
+impl Seen {
+    pub(super) fn new(running: Running, space: &mut RowSpace) -> Result<Self> {
+        let rows = space.take(&running.mean)?;
+        Ok(Self { running, rows, counts: Vec::new(), pooled: Vec::new() })
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.counts.len() as i64 == ROWS
+    }
+
+    /// The next pair of rows, for the mean and variance of `count` values.
+    pub(super) fn next(&mut self, count: i64) -> Result<(Tensor, Tensor)> {
+        let row = self.rows.f_select(1, self.counts.len() as i64)?;
+        self.counts.push(count);
+        Ok((row.f_select(0, 0)?, row.f_select(0, 1)?))
+    }
+
+    /// Adds what was seen later, which has been pooled.
+    pub(super) fn extend(&mut self, later: Self) {
+        self.pooled.extend(later.pooled);
+    }
+
+    fn alike(&self) -> Alike {
+        Alike {
+            counts: self.counts.clone(),
+            pooled: self.pooled.iter().map(|part| part.count).collect(),
+            kind: self.running.mean.kind(),
+            device: self.running.mean.device(),
+            momentum: self.running.momentum,
+        }
+    }
+}
+
+/// Pools every layer's rows.
+pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
+    for (alike, mut group) in grouped(layers) {
+        let pooled = pool(&alike, &group)?;
+        let mut start = 0;
+        for seen in &mut group {
+            let channels = seen.running.mean.size1()?;
+            let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
+            let (mean, squares) = (part(&pooled.mean)?, part(&pooled.squares)?);
+            seen.pooled = vec![Pooled { count: pooled.count, mean, squares }];
+            seen.counts.clear();
+            start += channels;
+        }
+    }
+    Ok(())
+}
+
+/// Where the running statistics of every layer go: one movement towards what it has seen.
+pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Moved> {
+    let mut moved = Moved::default();
+    for (alike, group) in grouped(layers) {
+        let Pooled { count, mean, squares } = pool(&alike, &group)?;
+        let variance = squares.f_div_scalar((count - 1) as f64)?;
+        let toward = |running: Vec<&Tensor>, seen: &Tensor| {
+            let running = Tensor::f_cat(&running, 0)?.f_to_kind(seen.kind())?;
+            running.f_lerp(seen, alike.momentum)
+        };
+        let means = toward(group.iter().map(|seen| &seen.running.mean).collect(), &mean)?;
+        let variances =
+            toward(group.iter().map(|seen| &seen.running.variance).collect(), &variance)?;
+        let mut start = 0;
+        for seen in &group {
+            let channels = seen.running.mean.size1()?;
+            let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
+            moved.push(&seen.running, part(&means)?, part(&variances)?);
+            start += channels;
+        }
+    }
+    Ok(moved)
+}
+
+fn grouped<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Vec<(Alike, Vec<&'a mut Seen>)> {
+    let mut groups: Vec<(Alike, Vec<&'a mut Seen>)> = Vec::new();
+    for seen in layers {
+        let alike = seen.alike();
+        match groups.iter_mut().find(|(key, _)| *key == alike) {
+            Some((_, group)) => group.push(seen),
+            None => groups.push((alike, vec![seen])),
+        }
+    }
+    groups
+}
+
+/// Puts all parts together, the layers' channels side by side.
+fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
+    let kind = if alike.kind == Kind::Double { Kind::Double } else { Kind::Float };
+    let numbers = |counts: &[i64], less: i64| {
+        let counts: Vec<f64> = counts.iter().map(|count| (count - less) as f64).collect();
+        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_to_device(alike.device)?;
+        counts.f_unsqueeze(1)
+    };
+    let (mut means, mut squares) = (Vec::new(), Vec::new());
+    for index in 0..alike.pooled.len() {
+        let side_by_side = |part: fn(&Pooled) -> &Tensor| {
+            let parts: Vec<_> = group.iter().map(|seen| part(&seen.pooled[index])).collect();
+            Tensor::f_cat(&parts, 0)?.f_unsqueeze(0)
+        };
+        means.push(side_by_side(|pooled| &pooled.mean)?);
+        squares.push(side_by_side(|pooled| &pooled.squares)?);
+    }
+    if !alike.counts.is_empty() {
+        let used = alike.counts.len() as i64;
+        let rows = group.iter().map(|seen| seen.rows.f_narrow(1, 0, used));
+        let rows = Tensor::f_cat(&rows.collect::<Result<Vec<_>, _>>()?, 2)?.f_to_kind(kind)?;
+        means.push(rows.f_select(0, 0)?);
+        squares.push(rows.f_select(0, 1)?.f_mul(&numbers(&alike.counts, 1)?)?);
+    }
+    let counts = [&alike.pooled[..], &alike.counts[..]].concat();
+    let (total, weights) = (counts.iter().sum::<i64>(), numbers(&counts, 0)?);
+    let (means, squares) = (Tensor::f_cat(&means, 0)?, Tensor::f_cat(&squares, 0)?);
+    let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, kind);
+    let mean = sum(&means.f_mul(&weights)?)?.f_div_scalar(total as f64)?;
+    let between = sum(&means.f_sub(&mean)?.f_square()?.f_mul(&weights)?)?;
+    Ok(Pooled { count: total, mean, squares: sum(&squares)?.f_add(&between)? })
+}
+
+/// Memory for rows, asked for in large pieces: a small one would be a kernel for each layer.
+#[derive(Debug, Default)]
+pub(super) struct RowSpace {
+    pieces: Vec<(Tensor, i64)>,
+}
+
+impl RowSpace {
+    /// Rows for statistics like this one. They are zero, because a NaN that happens to be in memory
+    /// would stay one, even times nothing.
+    fn take(&mut self, like: &Tensor) -> Result<Tensor> {
+        let shape = [2, ROWS, like.size1()?];
+        let length = shape.iter().product::<i64>();
+        let fits = |(piece, used): &(Tensor, i64)| {
+            let alike = piece.kind() == like.kind() && piece.device() == like.device();
+            alike && used + length <= piece.numel() as i64
+        };
+        if !self.pieces.last().is_some_and(fits) {
+            let options = (like.kind(), like.device());
+            self.pieces.push((Tensor::f_zeros([length.max(SPACE)], options)?, 0));
+        }
+        let (piece, used) = self.pieces.last_mut().expect("one is there");
+        let rows = piece.f_narrow(0, *used, length)?.f_view(shape)?;
+        *used += length;
+        Ok(rows)
+    }
+}
