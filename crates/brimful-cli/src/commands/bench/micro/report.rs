@@ -244,6 +244,7 @@ impl Journal {
 fn environment(device: Device) -> Result<Value> {
     let devices = device::all()?;
     let model = |wanted| devices.iter().find(|info| info.device == wanted).map(|info| &info.model);
+    let cuda = device != Device::Cpu;
     Ok(json!({
         "program": "brimful",
         "brimful": env!("CARGO_PKG_VERSION"),
@@ -254,10 +255,10 @@ fn environment(device: Device) -> Result<Value> {
         "cpu_capability": libtorch::cpu_capability(),
         "threads": libtorch::threads(),
         "cuda_driver": libtorch::cuda_driver().ok(),
-        "cudnn_benchmark": device != Device::Cpu,
+        "cudnn_benchmark": cuda,
         "optimizer": "none",
         "batch_norm": "deferred; the loop's per micro-batch",
-        "host_batch": "pageable; the loop's page-locked",
+        "host_batch": if cuda { "pageable; the loop's page-locked" } else { "pageable" },
     }))
 }
 
