@@ -49,12 +49,11 @@ Function* driver_function(const char* name) {
 void* open_cuda() { return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL); }
 
 // libtorch asks once and for all whether CUDA is there, at the first call that cares (a random seed
-// does). So on a machine with an NVIDIA driver it is loaded before `main`.
-const struct CudaAtStart {
-  CudaAtStart() {
-    if (dlopen("libcuda.so.1", RTLD_LAZY) != nullptr) open_cuda();
-  }
-} cuda_at_start;
+// does). So on a machine with an NVIDIA driver it is loaded before `main`. The handle is kept because
+// a call whose result nobody uses becomes a jump, and the loader would then not see that it is this
+// program that calls, whose rpath it needs.
+void* volatile cuda_at_start =
+    dlopen("libcuda.so.1", RTLD_LAZY) != nullptr ? open_cuda() : nullptr;
 
 }  // namespace
 
