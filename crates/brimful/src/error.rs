@@ -138,6 +138,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A layer whose forward failed.
+    #[error("layer '{layer}' could not be run on an input of shape {shape:?}: {message}")]
+    LayerRun {
+        /// The layer's name.
+        layer: String,
+        /// The shape of its input.
+        shape: Vec<i64>,
+        /// What the panic said.
+        message: String,
+    },
+
     /// A batch without samples.
     #[error("the batch is empty: give it at least one sample")]
     EmptyBatch,

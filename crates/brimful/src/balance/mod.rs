@@ -1,5 +1,7 @@
 //! Chooses how many layers each stage gets: the exact min-max partition.
 //!
+//! What the layers cost is measured by [`Profile::measure`], or given in plain numbers:
+//!
 //! ```
 //! use brimful::balance::{self, Load, Slot};
 //!
@@ -13,6 +15,7 @@
 //! boundaries is chosen, and among cuts of equal bytes the layers are spread evenly.
 
 mod error;
+mod measure;
 mod partition;
 mod problem;
 mod profile;
