@@ -58,7 +58,7 @@ fn broken_rules() {
     device 1
     ");
     insta::assert_snapshot!(refused("# nothing\n\n"), @"the schedule holds no action: give each device at least one forward and its backward");
-    insta::assert_snapshot!(refused("0F0,0B0\n1F0;1B0"), @"line 2, cell 1: `1F0;1B0` is not an action: write stage, one of F B I W R, micro-batch, as in 2F0");
+    insta::assert_snapshot!(refused("0F0,0B0\n1F0;1B0"), @"line 2, cell 1: '1F0;1B0' is not an action: write stage, one of F B I W R, micro-batch, as in 2F0");
     insta::assert_snapshot!(refused("4294967295F4294967295,0B0"), @"
     0F0 is missing: every stage needs a forward and a backward of every micro-batch
     device 0    4294967295F4294967295   0B0  [0F0?]

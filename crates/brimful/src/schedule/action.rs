@@ -208,10 +208,10 @@ mod tests {
         ] {
             assert!(text.parse::<Action>().is_err(), "{text}");
         }
-        let error = "2X0".parse::<Action>().unwrap_err();
+        let error = "2X0".parse::<Action>().expect_err("no kind");
         assert_eq!(
             error.to_string(),
-            "`2X0` is not an action: write stage, one of F B I W R, micro-batch, as in 2F0"
+            "'2X0' is not an action: write stage, one of F B I W R, micro-batch, as in 2F0"
         );
     }
 }

@@ -31,7 +31,7 @@ pub enum ScheduleError {
     },
     /// A name that no schedule has.
     #[error(
-        "no schedule is called `{name}`: choose gpipe, 1f1b, interleaved, zero-bubble-h1, \
+        "no schedule is called '{name}': choose gpipe, 1f1b, interleaved, zero-bubble-h1, \
          interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)"
     )]
     UnknownName {
@@ -39,13 +39,13 @@ pub enum ScheduleError {
         name: String,
     },
     /// A recompute mode that does not exist.
-    #[error("no recompute mode is called `{name}`: choose never, except-last or always")]
+    #[error("no recompute mode is called '{name}': choose never, except-last or always")]
     UnknownRecompute {
         /// The name as given.
         name: String,
     },
     /// A text that is not an action.
-    #[error("`{text}` is not an action: write stage, one of F B I W R, micro-batch, as in 2F0")]
+    #[error("'{text}' is not an action: write stage, one of F B I W R, micro-batch, as in 2F0")]
     NotAnAction {
         /// The start of the text.
         text: String,
