@@ -2,7 +2,7 @@
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, doctor, train, verify};
+use crate::commands::{bench, doctor, plan, train, verify};
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
@@ -11,6 +11,7 @@ use crate::commands::{bench, doctor, train, verify};
 Examples:
   brimful demo                       a batch that does not fit, trained all the same
   brimful train --help               train a model on digits, images or text
+  brimful plan --help                predict time and memory of a pipeline before it runs
   brimful verify --model gpt         full and split gradients, side by side
   brimful doctor                     what this machine has, and what is wrong with its set-up
   brimful bench arena                what counting memory costs")]
@@ -29,6 +30,8 @@ pub enum Command {
     Demo,
     /// Train a model on data, in micro-batches, inside a memory limit.
     Train(train::Options),
+    /// Predict the time, the bubble and the memory of a step before anything runs.
+    Plan(plan::Options),
     /// Compare the full batch's gradients with those of its micro-batches.
     Verify(verify::Options),
     /// Measure speed and memory, side by side in one run.

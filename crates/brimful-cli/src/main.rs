@@ -20,6 +20,7 @@ fn main() -> ExitCode {
         Command::Doctor(options) => commands::doctor::run(&options),
         Command::Demo => commands::demo::run(),
         Command::Train(options) => commands::train::run(&options),
+        Command::Plan(options) => commands::plan::run(&options),
         Command::Verify(options) => commands::verify::run(&options),
         Command::Bench(bench) => commands::bench::run(&bench),
     };

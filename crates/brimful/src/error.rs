@@ -5,8 +5,11 @@ use std::sync::Arc;
 use tch::TchError;
 use thiserror::Error;
 
+use crate::balance::BalanceError;
 use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
+use crate::plan::PlanError;
+use crate::schedule::{CostError, ScheduleError};
 
 /// What a call of this library can fail with.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -131,6 +134,17 @@ pub enum Error {
     LayerBuild {
         /// The layer's name.
         layer: String,
+        /// What the panic said.
+        message: String,
+    },
+
+    /// A layer whose forward failed.
+    #[error("layer '{layer}' could not be run on an input of shape {shape:?}: {message}")]
+    LayerRun {
+        /// The layer's name.
+        layer: String,
+        /// The shape of its input.
+        shape: Vec<i64>,
         /// What the panic said.
         message: String,
     },
@@ -432,6 +446,22 @@ pub enum Error {
         /// What gave it away.
         reason: String,
     },
+
+    /// A schedule that cannot be made, read or run.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+
+    /// Costs that cannot be simulated.
+    #[error(transparent)]
+    Cost(#[from] CostError),
+
+    /// Layers that cannot be spread over the stages.
+    #[error(transparent)]
+    Balance(#[from] BalanceError),
+
+    /// A question that the planner cannot answer.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
 }
 
 /// An error that a user's closure returned, as it was.

@@ -5,6 +5,7 @@
 extern crate self as brimful;
 
 mod accumulate;
+pub mod balance;
 pub mod batch;
 pub mod bytes;
 pub mod device;
@@ -18,8 +19,10 @@ pub mod micro;
 pub mod nn;
 pub mod oom;
 pub mod optim;
+pub mod plan;
 mod random;
 pub mod save;
+pub mod schedule;
 pub mod split;
 mod statistics;
 

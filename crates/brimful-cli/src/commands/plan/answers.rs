@@ -1,0 +1,231 @@
+//! From the options to simulated steps, the best first.
+
+use std::cmp::Ordering;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use brimful::Bytes;
+use brimful::balance::{Layer, Profile};
+use brimful::plan::{Misfit, Request, Row, Step, misfits, plan};
+use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate};
+use serde::Serialize;
+
+use super::measure;
+use super::options::{Measured, Numbers, Options};
+
+/// What is printed, drawn and traced.
+pub(super) struct Answers {
+    /// All there is, the best first.
+    pub(super) lines: Vec<Line>,
+    /// The best one of each schedule, with its timeline.
+    pub(super) shown: Vec<Answer>,
+    /// What could not be built, and why.
+    pub(super) refused: Vec<String>,
+    /// Whether times are seconds, or in the user's own unit.
+    pub(super) in_seconds: bool,
+}
+
+/// A way to run the step, with its timeline.
+pub(super) struct Answer {
+    pub(super) line: Line,
+    pub(super) step: Step,
+}
+
+impl Answer {
+    /// What fits first, then by time, then by what is held.
+    fn rank(&self, other: &Self) -> Ordering {
+        let key = |answer: &Self| (!answer.line.fits, answer.line.makespan, answer.held());
+        let (a, b) = (key(self), key(other));
+        a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.total_cmp(&b.2))
+    }
+
+    /// The most activations on any device, as a multiple of what one micro-batch keeps there.
+    pub(super) fn held(&self) -> f64 {
+        let devices = self.step.simulation.devices();
+        let most = devices.iter().map(|device| device.peak_held).max().unwrap_or(0);
+        most as f64 * devices.len() as f64 / self.step.actions.stages() as f64
+    }
+}
+
+/// A line of the table; its fields are the keys of `--json`.
+#[derive(Clone, Serialize)]
+pub(super) struct Line {
+    /// The schedule's name, or the file that it is from.
+    pub(super) schedule: String,
+    pub(super) balance: Vec<usize>,
+    pub(super) micro_batches: usize,
+    /// Not known of a file.
+    pub(super) recompute: Option<Recompute>,
+    pub(super) makespan: f64,
+    pub(super) bubble: f64,
+    pub(super) peak_bytes: Vec<u64>,
+    pub(super) fits: bool,
+    /// Why it does not fit.
+    pub(super) reason: Option<String>,
+}
+
+/// Answers whichever of the questions the options ask.
+pub(super) fn find(options: &Options) -> Result<Answers> {
+    if let Some(profile) = profile(options)? {
+        return from_profile(options, &profile);
+    }
+    let mut shown = match &options.schedule_file {
+        Some(path) => vec![from_file(options, path)?],
+        None => from_numbers(options)?,
+    };
+    shown.sort_by(|a, b| a.rank(b));
+    let lines = shown.iter().map(|answer| answer.line.clone()).collect();
+    Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false })
+}
+
+/// The layers' costs, where they are asked for or given.
+fn profile(options: &Options) -> Result<Option<Profile>> {
+    let Measured { model, device, profile, .. } = &options.measured;
+    match (model, profile) {
+        (Some(model), _) => measure::measure(*model, device).map(Some),
+        (None, Some(path)) => read_profile(path).map(Some),
+        (None, None) => Ok(None),
+    }
+}
+
+fn from_profile(options: &Options, profile: &Profile) -> Result<Answers> {
+    let request = request(options, profile)?;
+    let plan = plan(&request)?;
+    let best = |schedule| plan.rows.iter().position(|row| row.choice.schedule == schedule);
+    let mut ranks: Vec<_> =
+        request.schedules.iter().filter_map(|schedule| best(*schedule)).collect();
+    ranks.sort_unstable();
+    let answer = |rank: usize| {
+        let row = &plan.rows[rank];
+        Ok(Answer { line: Line::of_row(row), step: Step::new(&request, row)? })
+    };
+    Ok(Answers {
+        lines: plan.rows.iter().map(Line::of_row).collect(),
+        shown: ranks.into_iter().map(answer).collect::<Result<_>>()?,
+        refused: plan.refused.iter().map(ToString::to_string).collect(),
+        in_seconds: true,
+    })
+}
+
+fn request<'a>(options: &Options, profile: &'a Profile) -> Result<Request<'a>> {
+    let (Some(stages), Some(batch)) = (options.stages, options.measured.batch) else {
+        bail!("a model needs --stages and --batch");
+    };
+    let layers = profile.layers.len();
+    ensure!(stages <= layers, "{stages} stages need as many layers, but the model has {layers}");
+    let mut request = Request::new(profile, vec![options.device(); stages], batch);
+    request.schedules = options.schedules()?;
+    request.optimizer_bytes = options.measured.optimizer;
+    if let Some(m) = options.micro_batches {
+        request.micro_batches = vec![m];
+    }
+    if let Some(recompute) = options.recompute {
+        request.recompute = vec![recompute];
+    }
+    Ok(request)
+}
+
+fn read_profile(path: &Path) -> Result<Profile> {
+    let text = read(path)?;
+    let is_json = path.extension().is_some_and(|extension| extension == "json");
+    let profile = if is_json {
+        serde_json::from_str(&text).map_err(anyhow::Error::from)
+    } else {
+        toml::from_str(&text).map_err(anyhow::Error::from)
+    };
+    profile.with_context(|| format!("{} is not a profile", path.display()))
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+fn from_file(options: &Options, path: &Path) -> Result<Answer> {
+    let actions = read(path)?.parse::<Actions>();
+    let actions = actions.with_context(|| format!("{} cannot be run", path.display()))?;
+    simulated(options, path.display().to_string(), None, actions)
+}
+
+fn from_numbers(options: &Options) -> Result<Vec<Answer>> {
+    let (Some(stages), Some(micro_batches)) = (options.stages, options.micro_batches) else {
+        bail!("plain numbers need --stages and --micro-batches");
+    };
+    let recompute = options.recompute.unwrap_or_default();
+    let answer = |schedule: Schedule| {
+        let actions = schedule.actions(stages, micro_batches, recompute)?;
+        simulated(options, schedule.to_string(), Some(recompute), actions)
+    };
+    options.schedules()?.into_iter().map(answer).collect()
+}
+
+fn simulated(
+    options: &Options,
+    schedule: String,
+    recompute: Option<Recompute>,
+    actions: Actions,
+) -> Result<Answer> {
+    let per_device = actions.stages() as f64 / actions.devices() as f64;
+    let costs = Costs::equal(actions.stages(), options.numbers.stage_cost(per_device));
+    let simulation = simulate(&actions, &costs)?;
+    let misfits = misfits(&simulation, &vec![options.device(); actions.devices()]);
+    let line = Line {
+        schedule,
+        balance: vec![1; actions.stages()],
+        micro_batches: actions.micro_batches(),
+        recompute,
+        makespan: simulation.makespan(),
+        bubble: simulation.bubble(),
+        peak_bytes: simulation.devices().iter().map(|device| device.peak_bytes).collect(),
+        fits: misfits.is_empty(),
+        reason: reason(&misfits),
+    };
+    Ok(Answer { line, step: Step { actions, costs, simulation } })
+}
+
+impl Line {
+    fn of_row(row: &Row) -> Self {
+        Self {
+            schedule: row.choice.schedule.to_string(),
+            balance: row.balance.sizes().to_vec(),
+            micro_batches: row.choice.micro_batches,
+            recompute: Some(row.choice.recompute),
+            makespan: row.makespan,
+            bubble: row.bubble,
+            peak_bytes: row.peak_bytes.clone(),
+            fits: row.fits,
+            reason: reason(&row.misfits),
+        }
+    }
+}
+
+fn reason(misfits: &[Misfit]) -> Option<String> {
+    let (first, rest) = misfits.split_first()?;
+    Some(if rest.is_empty() {
+        first.to_string()
+    } else {
+        format!("{first}, and {} more", rest.len())
+    })
+}
+
+impl Numbers {
+    /// A device's numbers, shared by the stages that it holds.
+    fn stage_cost(&self, per_device: f64) -> StageCost {
+        let whole = Layer {
+            backward: self.backward,
+            input_gradient: self.input_gradient,
+            weight_gradient: self.weight_gradient,
+            ..Layer::default()
+        };
+        let [f, i, w] =
+            [self.forward, whole.halves().0, whole.halves().1].map(|time| time / per_device);
+        let share =
+            |bytes: Option<Bytes>| (bytes.map_or(0, |bytes| bytes.0) as f64 / per_device) as u64;
+        StageCost {
+            backward: self.backward / per_device,
+            activation_bytes: share(self.activations),
+            parameter_bytes: share(self.parameters),
+            ..StageCost::new(f, i, w)
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! `brimful plan`: predicts time, bubble and memory of a step before anything runs.
+
+mod answers;
+mod measure;
+mod options;
+mod table;
+
+use std::io::{self, IsTerminal};
+use std::path::Path;
+use std::process::ExitCode;
+use std::{env, fs};
+
+use anyhow::{Context, Result, ensure};
+use brimful::plan::Step;
+use brimful::schedule::render::{self, Panel};
+
+use crate::output;
+use answers::{Answer, Answers};
+pub(crate) use options::Options;
+
+/// A grid of more lines than this is left out; the picture and the trace have it all.
+const LINES: usize = 16;
+const COLUMNS: usize = 120;
+/// A picture of more actions than this is no picture.
+const DRAWN: usize = 100_000;
+
+/// Answers, and writes the files asked for.
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    let Answers { lines, shown, refused, in_seconds } = answers::find(options)?;
+    if let Some(path) = &options.svg {
+        write_file(path, &picture(&shown)?)?;
+    }
+    if let Some(path) = &options.trace {
+        let Step { actions, costs, simulation } = &shown[0].step;
+        write_file(path, &render::trace(actions, costs, simulation))?;
+    }
+    let text = if options.json {
+        serde_json::json!({ "rows": lines }).to_string()
+    } else {
+        let table = table::table(&shown, in_seconds);
+        [table, left_out(&refused), grid(&shown[0])].concat()
+    };
+    output::line(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write_file(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// One reason for all is enough: they mostly have the same.
+fn left_out(refused: &[String]) -> String {
+    match refused {
+        [] => String::new(),
+        [only] => format!("\nLeft out: {only}\n"),
+        [first, rest @ ..] => format!("\nLeft out: {first} (and {} more)\n", rest.len()),
+    }
+}
+
+fn grid(best: &Answer) -> String {
+    let actions = &best.step.actions;
+    let colored = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none();
+    let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * COLUMNS;
+    let grid = || render::grid(actions).width(COLUMNS).color(colored).to_string();
+    match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
+        Some(grid) => format!("\n{}, one tick for each action:\n\n{grid}", best.line.schedule),
+        None => "\nThe grid is too large for a terminal: use --svg or --trace.\n".to_owned(),
+    }
+}
+
+fn picture(shown: &[Answer]) -> Result<String> {
+    let lists = shown.iter().flat_map(|answer| answer.step.actions.lists());
+    let actions: usize = lists.map(Vec::len).sum();
+    ensure!(
+        actions <= DRAWN,
+        "{actions} actions are too many for a picture: use fewer micro-batches, or --trace"
+    );
+    let panels: Vec<_> = shown.iter().map(Answer::panel).collect();
+    Ok(render::svg(&panels))
+}
+
+impl Answer {
+    fn panel(&self) -> Panel<'_> {
+        let Step { actions, simulation, .. } = &self.step;
+        Panel { title: &self.line.schedule, actions, simulation }
+    }
+}

@@ -1,0 +1,118 @@
+//! The program as a user meets it.
+
+#![allow(clippy::unwrap_used)]
+
+use std::process::{Command, Output};
+
+fn plan(arguments: &str) -> Output {
+    let program = env!("CARGO_BIN_EXE_brimful");
+    Command::new(program)
+        // What the tests see must not depend on what the caller has exported.
+        .env_remove("RUST_BACKTRACE")
+        .env_remove("LD_LIBRARY_PATH")
+        .env_remove("LIBTORCH")
+        .arg("plan")
+        .args(arguments.split(' '))
+        .output()
+        .unwrap()
+}
+
+fn answer(arguments: &str) -> String {
+    let output = plan(arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn refusal(arguments: &str) -> String {
+    let output = plan(arguments);
+    assert!(!output.status.success());
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn compares_all_schedules() {
+    insta::assert_snapshot!(answer("--stages 8 --micro-batches 24 --forward 1 --backward 2"));
+}
+
+#[test]
+fn shows_one() {
+    insta::assert_snapshot!(answer("-s 4 -m 8 --schedule 1f1b"));
+}
+
+#[test]
+fn says_what_fits() {
+    insta::assert_snapshot!(answer(
+        "-s 4 -m 16 --activations 3GiB --parameters 2GiB --memory 16GiB"
+    ));
+}
+
+#[test]
+fn plans_a_profile() {
+    let arguments = "--profile tests/data/model.toml --batch 64 --stages 4 --memory 600MiB";
+    insta::assert_snapshot!(answer(arguments));
+    let json: serde_json::Value =
+        serde_json::from_str(&answer(&format!("{arguments} --json"))).unwrap();
+    let rows = json["rows"].as_array().unwrap();
+    assert_eq!(rows[0]["fits"], true);
+    assert!(rows.len() > 100, "every alternative is there");
+}
+
+#[test]
+fn plans_a_model_that_it_measures() {
+    for (model, layers) in [("mlp", 6), ("gpt", 9)] {
+        let arguments = format!("--model {model} --batch 32 --stages 2 --memory 1GiB --json");
+        let json: serde_json::Value = serde_json::from_str(&answer(&arguments)).unwrap();
+        let best = &json["rows"][0];
+        let balance = best["balance"].as_array().unwrap();
+        let sum: u64 = balance.iter().filter_map(serde_json::Value::as_u64).sum();
+        assert_eq!((sum, &best["fits"]), (layers, &true.into()), "{best}");
+        assert!(best["makespan"].as_f64() > Some(0.0), "{best}");
+        let peaks = best["peak_bytes"].as_array().unwrap();
+        assert!(peaks.iter().all(|peak| peak.as_u64() > Some(100_000)), "{best}");
+    }
+}
+
+#[test]
+fn a_model_that_cannot_be_measured_is_refused() {
+    insta::assert_snapshot!(refusal("--model mlp --batch 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6");
+    let refused = refusal("--model mlp --batch 8 -s 2 --device gpu");
+    assert!(
+        refused.starts_with("brimful: there is no device 'gpu' here; there is cpu"),
+        "{refused}"
+    );
+    insta::assert_snapshot!(refusal("--model mlp --batch 0 -s 2"), @"brimful: no samples to choose from: give at least one");
+    let refused = refusal("--model mlp -s 2");
+    assert!(refused.contains("--batch <N>"), "{refused}");
+    let refused = refusal("--model mlp --batch 8 -s 2 --forward 3");
+    assert!(refused.contains("cannot be used with '--forward"), "{refused}");
+}
+
+#[test]
+fn runs_a_file() {
+    insta::assert_snapshot!(answer("--schedule-file tests/data/mine.csv"));
+}
+
+#[test]
+fn refuses_with_the_fix() {
+    insta::assert_snapshot!(refusal("--schedule-file tests/data/deadlock.csv"), @"
+    brimful: tests/data/deadlock.csv cannot be run: deadlock: device 0 waits in 0B0 for stage 1, device 1 waits in 1F1 for stage 0
+    device 0    0F0  [0B0]  0F1   0B1
+    device 1    1F0  [1F1]  1B0   1B1
+    ");
+    insta::assert_snapshot!(refusal("-s 0 -m 4"), @"brimful: the number of devices is 0: a schedule needs at least 1");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --schedule pipedream"), @"brimful: no schedule is called 'pipedream': choose gpipe, 1f1b, interleaved, zero-bubble-h1, interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"brimful: the backward time of stage 0 is -1: it must be finite and not negative");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --memory 16Gigs"), @"
+    error: invalid value '16Gigs' for '--memory <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch 8 -s 2"), @"
+    brimful: tests/data/mine.csv is not a profile: TOML parse error at line 2, column 4
+      |
+    2 | 0F0,0F1,,0B0,0B1
+      |    ^
+    key with no value, expected `=`
+    ");
+    insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18");
+}

@@ -1,0 +1,301 @@
+//! Measures the layers' time and size, one layer at a time, so that the whole model never exists.
+
+use std::time::Instant;
+
+use brimful_torch::device::synchronize;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use super::{Layer, Profile};
+use crate::layers::{Layers, Model};
+use crate::memory::Memory;
+use crate::oom::{self, Caught};
+use crate::random::Randomness;
+use crate::{Error, Result};
+
+/// How often each time is taken, after a first run that is not; the median counts.
+const REPEATS: usize = 5;
+
+impl Profile {
+    /// Measures the layers of a model in training, on this device, with this batch of samples.
+    ///
+    /// Each layer is built, run and freed before the next one, so a model that is larger than the
+    /// device can be measured on it. Random numbers go on afterwards as if nothing had been drawn.
+    ///
+    /// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which
+    /// tells the time of a call from the time of a sample. A layer that shares another's variables
+    /// is measured with its own copy of them, which is what it has on another device than theirs.
+    ///
+    /// ```
+    /// use brimful::Layers;
+    /// use brimful::balance::Profile;
+    /// use tch::{Device, Kind, Tensor, nn};
+    ///
+    /// let layers = Layers::new()
+    ///     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+    ///     .add_fn("relu", |x| x.relu());
+    /// let batch = Tensor::ones([16, 4], (Kind::Float, Device::Cpu));
+    /// let profile = Profile::measure(&layers, Device::Cpu, &batch)?;
+    /// assert_eq!(profile.layers[0].parameter_bytes, (4 * 8 + 8) * 4);
+    /// assert_eq!(profile.layers[1].output_bytes, 8 * 4);
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the batch has no samples, the device is not here, or a layer cannot be built or run;
+    /// the layer is named.
+    pub fn measure(layers: &Layers, device: Device, batch: &Tensor) -> Result<Self> {
+        Self::measure_watched(layers, device, batch, |_| {})
+    }
+
+    /// As [`Profile::measure`]; `watch` is shown each layer as soon as it is measured.
+    ///
+    /// # Errors
+    /// As [`Profile::measure`].
+    pub fn measure_watched(
+        layers: &Layers,
+        device: Device,
+        batch: &Tensor,
+        watch: impl FnMut(&Layer),
+    ) -> Result<Self> {
+        let bench = Bench::new(device, batch)?;
+        let random = Randomness::now(device)?;
+        let profile = tch::with_grad(|| bench.profile(layers, batch, watch));
+        random.restore()?;
+        profile
+    }
+}
+
+/// Where the layers are measured, one after the other.
+struct Bench {
+    memory: Memory,
+    device: Device,
+    /// Samples in the batch.
+    samples: i64,
+    /// The number type of the parameters.
+    kind: Kind,
+}
+
+/// Seconds of one call.
+#[derive(Debug, Clone, Copy, Default)]
+struct Times {
+    forward: f64,
+    backward: f64,
+    /// The backward for the input's gradient alone.
+    input_gradient: f64,
+}
+
+impl Bench {
+    fn new(device: Device, batch: &Tensor) -> Result<Self> {
+        let samples = *batch.size().first().ok_or(Error::LeafOfOneNumber { leaf: 0 })?;
+        if samples == 0 {
+            return Err(Error::EmptyBatch);
+        }
+        let kind = if batch.is_floating_point() { batch.kind() } else { Kind::Float };
+        Ok(Self { memory: Memory::of(device)?, device, samples, kind })
+    }
+
+    fn profile(
+        &self,
+        layers: &Layers,
+        batch: &Tensor,
+        mut watch: impl FnMut(&Layer),
+    ) -> Result<Profile> {
+        let _counted = self.memory.enter();
+        let mut input = batch.f_to_device(self.device)?.f_detach()?;
+        let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };
+        for (position, name) in layers.names().enumerate() {
+            let (layer, output) =
+                self.layer(layers, position, &input).map_err(|error| named(error, name))?;
+            watch(&layer);
+            profile.layers.push(layer);
+            input = output;
+        }
+        Ok(profile)
+    }
+
+    /// What a layer costs, and its output for the next one.
+    fn layer(&self, layers: &Layers, position: usize, input: &Tensor) -> Result<(Layer, Tensor)> {
+        let mut store = VarStore::new(self.device);
+        let model = layers.build_range(&store.root(), position..position + 1)?;
+        if self.kind != Kind::Float {
+            store.set_kind(self.kind);
+        }
+        let name = model.names().next().unwrap_or_default().to_owned();
+        let subject = Subject {
+            bench: self,
+            name: &name,
+            model: &model,
+            parameters: store.trainable_variables(),
+            is_first: position == 0,
+        };
+        let whole = subject.times(input)?;
+        let (activation_bytes, output) = subject.kept(input)?;
+        let layer = Layer {
+            parameter_bytes: subject.parameters.iter().map(bytes).sum(),
+            activation_bytes: self.per_sample(activation_bytes),
+            output_bytes: self.bytes_of(&output),
+            ..self.costs(whole, subject.part_times(input)?)
+        };
+        Ok((Layer { name, ..layer }, output))
+    }
+
+    /// The times of a sample and of a call. A layer has one overhead for both directions, their
+    /// mean, so that the sum of both is what was measured.
+    fn costs(&self, whole: Times, part: Option<(i64, Times)>) -> Layer {
+        let n = self.samples as f64;
+        let fixed = |whole: f64, few: i64, part: f64| {
+            let each = f64::max(whole - part, 0.0) / (n - few as f64);
+            f64::max(whole - n * each, 0.0)
+        };
+        let overhead = part.map_or(0.0, |(few, part)| {
+            let forward = fixed(whole.forward, few, part.forward);
+            f64::midpoint(forward, fixed(whole.backward, few, part.backward))
+        });
+        let each = |time: f64| f64::max(time - overhead, 0.0) / n;
+        Layer {
+            forward: each(whole.forward),
+            backward: each(whole.backward),
+            input_gradient: Some(each(whole.input_gradient)),
+            overhead,
+            ..Layer::default()
+        }
+    }
+
+    fn bytes_of(&self, tensor: &Tensor) -> u64 {
+        self.per_sample(bytes(tensor))
+    }
+
+    fn per_sample(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.samples as u64)
+    }
+
+    fn in_use(&self) -> Result<u64> {
+        synchronize(self.device)?;
+        Ok(self.memory.usage()?.current.0)
+    }
+
+    /// The result of `work`, and the seconds until the device has done it.
+    fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+        synchronize(self.device)?;
+        let start = Instant::now();
+        let result = work()?;
+        synchronize(self.device)?;
+        Ok((result, start.elapsed().as_secs_f64()))
+    }
+}
+
+/// The layer that is being measured.
+struct Subject<'a> {
+    bench: &'a Bench,
+    name: &'a str,
+    model: &'a Model,
+    parameters: Vec<Tensor>,
+    is_first: bool,
+}
+
+impl Subject<'_> {
+    /// The median times with these samples.
+    fn times(&self, input: &Tensor) -> Result<Times> {
+        self.run(input)?; // libraries set themselves up, caches fill
+        let runs = (0..REPEATS).map(|_| self.run(input)).collect::<Result<Vec<_>>>()?;
+        Ok(Times {
+            forward: median(&runs, |run| run.forward),
+            backward: median(&runs, |run| run.backward),
+            input_gradient: median(&runs, |run| run.input_gradient),
+        })
+    }
+
+    /// The same with a quarter of the samples, where that is more than one.
+    fn part_times(&self, input: &Tensor) -> Result<Option<(i64, Times)>> {
+        let few = self.bench.samples / 4;
+        // Only an output with a row for each sample can be cut again.
+        if few < 2 || input.size().first() != Some(&self.bench.samples) {
+            return Ok(None);
+        }
+        Ok(Some((few, self.times(&input.f_narrow(0, 0, few)?)?)))
+    }
+
+    fn run(&self, input: &Tensor) -> Result<Times> {
+        let input = self.leaf(input)?;
+        let (output, forward) = self.bench.timed(|| self.forward(&input))?;
+        let mut wanted: Vec<&Tensor> = self.parameters.iter().collect();
+        wanted.extend(input.requires_grad().then_some(&input));
+        // The first half keeps the graph for the second, which is the whole backward.
+        let input_gradient = match input.requires_grad() {
+            true => self.backward(&output, &[&input], true)?,
+            false => 0.0,
+        };
+        let backward = self.backward(&output, &wanted, false)?;
+        Ok(Times { forward, backward, input_gradient: input_gradient.min(backward) })
+    }
+
+    /// The bytes that the forward leaves behind, and its output.
+    fn kept(&self, input: &Tensor) -> Result<(u64, Tensor)> {
+        let input = self.leaf(input)?;
+        let before = self.bench.in_use()?;
+        let output = self.forward(&input)?;
+        let kept = self.bench.in_use()?.saturating_sub(before);
+        Ok((kept, output.f_detach()?))
+    }
+
+    /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
+    fn leaf(&self, input: &Tensor) -> Result<Tensor> {
+        let leaf = input.f_detach()?;
+        let wants_gradient = !self.is_first && leaf.is_floating_point();
+        Ok(leaf.f_set_requires_grad(wants_gradient)?)
+    }
+
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        let run = oom::catch(|| Ok::<_, Error>(self.model.forward_t(input, true)));
+        run.map_err(|caught| match caught {
+            Caught::OutOfMemory(oom) => oom.into(),
+            Caught::Error(error) => error,
+            Caught::Panic(payload) => Error::LayerRun {
+                layer: self.name.to_owned(),
+                shape: input.size(),
+                message: words(oom::panic_text(&*payload).unwrap_or("a panic")),
+            },
+        })
+    }
+
+    /// The seconds of a backward to these tensors; none where there is nothing to trace back to.
+    /// No `grad` of anyone is touched.
+    fn backward(&self, output: &Tensor, wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
+        if wanted.is_empty() || !output.requires_grad() {
+            return Ok(0.0);
+        }
+        let run = || Ok(Tensor::f_run_backward(&[output], wanted, keep_graph, false)?);
+        Ok(self.bench.timed(run)?.1)
+    }
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
+fn median(runs: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
+    let mut times: Vec<f64> = runs.iter().map(of).collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Errors that do not name a layer yet, with the layer's name.
+fn named(error: Error, layer: &str) -> Error {
+    match error {
+        Error::OutOfMemory(mut oom) => {
+            oom.message =
+                format!("layer '{layer}' was measured when memory ran out: {}", oom.message);
+            Error::OutOfMemory(oom)
+        }
+        Error::Torch(message) => Error::Torch(format!("layer '{layer}': {message}")),
+        other => other,
+    }
+}
+
+/// What a panic of tch says, without its wrapping and backtrace.
+fn words(panic: &str) -> String {
+    let text = panic.split_once("Torch(\"").map_or(panic, |(_, text)| text);
+    let line = text.split("\\n").next().and_then(|text| text.lines().next());
+    line.unwrap_or_default().trim_end_matches("\")").replace("\\\"", "\"")
+}

@@ -1,0 +1,79 @@
+//! Chooses balance, schedule, number of micro-batches and recompute for the shortest step that
+//! fits.
+//!
+//! ```
+//! use brimful::balance::{Layer, Profile};
+//! use brimful::plan::{Device, Request, plan};
+//!
+//! let times = Layer { forward: 0.01, backward: 0.02, ..Layer::default() };
+//! let layer = Layer { activation_bytes: 1 << 20, ..times };
+//! let profile = Profile { layers: vec![layer; 12], ..Profile::default() };
+//! let device = Device { memory: Some(64 << 20), ..Device::default() };
+//!
+//! let plan = plan(&Request::new(&profile, vec![device; 4], 64))?;
+//! let best = plan.best().expect("something fits");
+//! println!("{}, balance {}: {:.2} s", best.choice, best.balance, best.makespan);
+//! # Ok::<(), brimful::plan::PlanError>(())
+//! ```
+
+mod error;
+mod request;
+mod row;
+mod search;
+mod stage_costs;
+mod step;
+
+use serde::Serialize;
+
+pub use error::{Misfit, PlanError, Reason, Refusal};
+pub use request::{Device, Request};
+pub use row::{Choice, Row, misfits};
+pub use step::Step;
+
+/// The planner's answer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    /// Every way to run the step, the best first; those that do not fit come last, with their
+    /// reasons.
+    pub rows: Vec<Row>,
+    /// What could not even be built.
+    #[serde(skip)]
+    pub refused: Vec<Refusal>,
+}
+
+impl Plan {
+    /// The shortest step that fits.
+    #[must_use]
+    pub fn best(&self) -> Option<&Row> {
+        self.rows.first().filter(|row| row.fits)
+    }
+}
+
+/// Simulates every combination of what the request offers, and ranks them.
+///
+/// # Errors
+/// Where the request holds impossible numbers, or none of its combinations can be built.
+pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
+    request.check()?;
+    let mut plan = Plan { rows: Vec::new(), refused: Vec::new() };
+    for choice in request.choices() {
+        match search::best_row(request, choice)? {
+            Ok(row) => plan.rows.push(row),
+            Err(refusal) => plan.refused.push(refusal),
+        }
+    }
+    rank(&mut plan.rows);
+    match plan.refused.first() {
+        Some(first) if plan.rows.is_empty() => {
+            let first = Box::new(first.clone());
+            Err(PlanError::NothingBuilt { count: plan.refused.len(), first })
+        }
+        _ => Ok(plan),
+    }
+}
+
+fn rank(rows: &mut [Row]) {
+    let shortest = rows.iter().map(|row| row.makespan).fold(f64::INFINITY, f64::min);
+    let unit = f64::max(shortest * 1e-9, f64::MIN_POSITIVE);
+    rows.sort_by(|a, b| a.rank(b, unit));
+}

@@ -1,0 +1,42 @@
+//! Which stage does what when, as data.
+//!
+//! A [`Schedule`] names a way of working; [`Schedule::actions`] makes the list of [`Action`]s of
+//! each device. The list that is executed is the one that is validated, simulated, printed, drawn
+//! and traced:
+//!
+//! ```
+//! use brimful::schedule::{Costs, Recompute, Schedule, render, simulate};
+//!
+//! let actions = Schedule::OneFOneB.actions(4, 8, Recompute::Never)?;
+//! let simulation = simulate(&actions, &Costs::ticks(4))?;
+//! assert_eq!(simulation.makespan(), 33.0); // (m + s − 1)(F + B)
+//! println!("{}", render::grid(&actions));
+//! # Ok::<(), brimful::Error>(())
+//! ```
+#![cfg_attr(doc, doc = concat!("\n", include_str!("../../docs/1f1b-and-gpipe.svg")))]
+
+mod action;
+mod actions;
+mod costs;
+mod csv;
+mod error;
+mod gpipe;
+mod interleaved;
+mod memory;
+mod named;
+mod one_f_one_b;
+mod recompute;
+pub mod render;
+mod simulate;
+mod validate;
+mod zero_bubble;
+mod zero_bubble_v;
+
+pub use action::{Action, DeviceId, Kind, MicroBatchId, StageId};
+pub use actions::Actions;
+pub(crate) use costs::is_time;
+pub use costs::{Costs, Link, StageCost};
+pub use error::{CostError, Rule, ScheduleError, Wait};
+pub use named::Schedule;
+pub use recompute::Recompute;
+pub use simulate::{DeviceUse, Simulation, Span, simulate};

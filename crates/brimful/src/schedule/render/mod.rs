@@ -1,0 +1,11 @@
+//! Shows a schedule: a text grid for the terminal, an SVG picture, and a trace for Perfetto.
+
+mod grid;
+mod marked;
+mod svg;
+mod trace;
+
+pub use grid::{Grid, grid};
+pub(crate) use marked::{Mark, marked};
+pub use svg::{Panel, svg};
+pub use trace::trace;

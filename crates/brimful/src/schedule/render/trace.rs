@@ -1,0 +1,100 @@
+//! The simulated step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
+
+use serde::Serialize;
+
+use super::super::{Actions, Costs, Simulation, Span, memory};
+
+/// The file: a list of events.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Trace {
+    trace_events: Vec<Event>,
+    display_time_unit: &'static str,
+}
+
+/// An event, in the words of the format: times are in microseconds, a thread is a device.
+#[derive(Serialize, Default)]
+struct Event {
+    name: String,
+    #[serde(rename = "ph")]
+    phase: &'static str,
+    #[serde(rename = "ts")]
+    start: f64,
+    #[serde(rename = "dur", skip_serializing_if = "Option::is_none")]
+    duration: Option<f64>,
+    #[serde(rename = "cat", skip_serializing_if = "Option::is_none")]
+    category: Option<&'static str>,
+    pid: u32,
+    tid: usize,
+    args: Args,
+}
+
+/// What is shown when an event is selected.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Args {
+    Name { name: String },
+    Action { stage: u32, micro_batch: u32 },
+    Bytes { bytes: u64 },
+    Held { activations: usize },
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self::Held { activations: 0 }
+    }
+}
+
+const MICROSECONDS: f64 = 1e6;
+
+/// The trace, its times taken as seconds: a track for each device, and one for the memory that it
+/// holds.
+#[must_use]
+pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
+    let mut events = Vec::new();
+    for (device, spans) in simulation.timeline().iter().enumerate() {
+        events.push(track(device));
+        events.extend(spans.iter().map(|span| work(device, span)));
+        events.extend(memory(device, actions, costs, simulation));
+    }
+    let trace = Trace { trace_events: events, display_time_unit: "ms" };
+    serde_json::to_string(&trace).expect("strings and finite numbers")
+}
+
+fn track(device: usize) -> Event {
+    let name = format!("device {device}");
+    Event {
+        name: "thread_name".into(),
+        phase: "M",
+        tid: device,
+        args: Args::Name { name },
+        ..Event::default()
+    }
+}
+
+fn work(device: usize, span: &Span) -> Event {
+    let action = span.action;
+    Event {
+        name: action.to_string(),
+        phase: "X",
+        start: span.start * MICROSECONDS,
+        duration: Some((span.end - span.start) * MICROSECONDS),
+        category: Some(action.kind.name()),
+        tid: device,
+        args: Args::Action { stage: action.stage.0, micro_batch: action.micro_batch.0 },
+        ..Event::default()
+    }
+}
+
+/// Bytes where they are known, else the number of activations.
+fn memory(device: usize, actions: &Actions, costs: &Costs, simulation: &Simulation) -> Vec<Event> {
+    let has_bytes = simulation.devices()[device].peak_bytes > 0;
+    let mut events = Vec::new();
+    memory::walk(actions, costs, &simulation.timeline()[device], |time, bytes, activations| {
+        let args = if has_bytes { Args::Bytes { bytes } } else { Args::Held { activations } };
+        let name = format!("memory of device {device}");
+        let start = time * MICROSECONDS;
+        events.push(Event { name, phase: "C", start, tid: device, args, ..Event::default() });
+    });
+    events
+}

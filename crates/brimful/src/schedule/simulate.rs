@@ -1,0 +1,206 @@
+//! Runs a schedule on paper: when each action begins and ends, and what each device holds.
+//!
+//! A device runs its actions in their order, each as soon as its input is there. Transfers run
+//! beside the work, one at a time on each way between two devices; a sender never waits.
+
+use super::memory::{self, Peak};
+use super::{Action, Actions, CostError, Costs, DeviceId, Kind, StageId};
+
+/// An action and its time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Span {
+    /// What is done.
+    pub action: Action,
+    /// From when.
+    pub start: f64,
+    /// Until when.
+    pub end: f64,
+}
+
+/// What one device did during the step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeviceUse {
+    /// Time at work.
+    pub busy: f64,
+    /// Time without work, until the last device is done.
+    pub idle: f64,
+    /// The most bytes that it held.
+    pub peak_bytes: u64,
+    /// The most activations that it held, each of one micro-batch on one stage.
+    pub peak_held: usize,
+}
+
+/// A step as it was simulated.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Simulation {
+    timeline: Vec<Vec<Span>>,
+    devices: Vec<DeviceUse>,
+    makespan: f64,
+}
+
+impl Simulation {
+    /// Time from the first action's beginning to the last one's end.
+    #[must_use]
+    pub fn makespan(&self) -> f64 {
+        self.makespan
+    }
+
+    /// Idle time of all devices over all their time: 0 where everyone always works.
+    #[must_use]
+    pub fn bubble(&self) -> f64 {
+        let idle: f64 = self.devices.iter().map(|device| device.idle / self.makespan).sum();
+        if self.makespan > 0.0 { idle / self.devices.len() as f64 } else { 0.0 }
+    }
+
+    /// What each device did.
+    #[must_use]
+    pub fn devices(&self) -> &[DeviceUse] {
+        &self.devices
+    }
+
+    /// The actions of each device with their times.
+    #[must_use]
+    pub fn timeline(&self) -> &[Vec<Span>] {
+        &self.timeline
+    }
+}
+
+/// Simulates one step.
+///
+/// # Errors
+/// Where the costs are not those of the schedule's stages, or are negative or no numbers.
+pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostError> {
+    costs.check(actions.stages())?;
+    let timeline = Clockwork::new(actions, costs).run();
+    let makespan =
+        timeline.iter().filter_map(|spans| spans.last()).map(|s| s.end).fold(0.0, f64::max);
+    if !makespan.is_finite() {
+        return Err(CostError::Overflow);
+    }
+    let device = |spans: &Vec<Span>| {
+        let busy = spans.iter().map(|span| costs.time(span.action)).sum();
+        let Peak { bytes, held } = memory::peak(actions, costs, spans);
+        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
+    };
+    let devices = timeline.iter().map(device).collect();
+    Ok(Simulation { timeline, devices, makespan })
+}
+
+/// The state of the run: every device as far as its inputs let it go.
+struct Clockwork<'a> {
+    actions: &'a Actions,
+    costs: &'a Costs,
+    timeline: Vec<Vec<Span>>,
+    boundaries: Arrivals,
+    gradients: Arrivals,
+    /// For each device, the devices it sends to and when the way there is free.
+    ways: Vec<Vec<(DeviceId, f64)>>,
+    awake: Vec<DeviceId>,
+}
+
+/// When the input of each stage and micro-batch is there; NaN before.
+struct Arrivals {
+    micro_batches: usize,
+    at: Vec<f64>,
+}
+
+impl Arrivals {
+    fn new(actions: &Actions) -> Self {
+        let micro_batches = actions.micro_batches();
+        Self { micro_batches, at: vec![f64::NAN; actions.stages() * micro_batches] }
+    }
+
+    fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
+        &mut self.at[stage.index() * self.micro_batches + action.micro_batch.index()]
+    }
+}
+
+impl<'a> Clockwork<'a> {
+    fn new(actions: &'a Actions, costs: &'a Costs) -> Self {
+        let lists = actions.lists();
+        Self {
+            actions,
+            costs,
+            timeline: lists.iter().map(|list| Vec::with_capacity(list.len())).collect(),
+            boundaries: Arrivals::new(actions),
+            gradients: Arrivals::new(actions),
+            ways: vec![Vec::new(); lists.len()],
+            awake: (0..lists.len()).rev().map(DeviceId::at).collect(),
+        }
+    }
+
+    /// Validated actions never come to a halt before their end.
+    fn run(mut self) -> Vec<Vec<Span>> {
+        while let Some(device) = self.awake.pop() {
+            while self.advance(device) {}
+        }
+        self.timeline
+    }
+
+    fn advance(&mut self, device: DeviceId) -> bool {
+        let done = &self.timeline[device.index()];
+        let Some(&action) = self.actions.lists()[device.index()].get(done.len()) else {
+            return false;
+        };
+        let free = done.last().map_or(0.0, |span| span.end);
+        let ready = self.ready(action);
+        if ready.is_nan() {
+            return false;
+        }
+        let start = f64::max(free, ready);
+        let end = start + self.costs.time(action);
+        self.timeline[device.index()].push(Span { action, start, end });
+        self.deliver(action, device, end);
+        true
+    }
+
+    /// When what the action needs from another stage is there.
+    fn ready(&mut self, action: Action) -> f64 {
+        let last = self.actions.stages() - 1;
+        match action.kind {
+            Kind::Forward if action.stage.index() > 0 => {
+                *self.boundaries.cell(action.stage, action)
+            }
+            kind if kind.passes_gradient() && action.stage.index() < last => {
+                *self.gradients.cell(action.stage, action)
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// Hands the action's output to the stage that waits for it.
+    fn deliver(&mut self, action: Action, from: DeviceId, end: f64) {
+        let j = action.stage.0;
+        let gradient = action.kind.passes_gradient();
+        let (target, boundary) = match action.kind {
+            Kind::Forward if action.stage.index() + 1 < self.actions.stages() => (j + 1, j),
+            _ if gradient && j > 0 => (j - 1, j - 1),
+            _ => return,
+        };
+        let target = StageId(target);
+        let to = self.actions.placement()[target.index()];
+        let bytes = self.costs.stages[boundary as usize].output_bytes;
+        let arrival = self.transfer(from, to, bytes, end);
+        let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
+        *arrivals.cell(target, action) = arrival;
+        if to != from {
+            self.awake.push(to);
+        }
+    }
+
+    /// When the bytes are there; the way is taken as long as they are being sent.
+    fn transfer(&mut self, from: DeviceId, to: DeviceId, bytes: u64, end: f64) -> f64 {
+        if from == to {
+            return end;
+        }
+        let ways = &mut self.ways[from.index()];
+        let at = ways.iter().position(|(device, _)| *device == to).unwrap_or_else(|| {
+            ways.push((to, 0.0));
+            ways.len() - 1
+        });
+        let link = self.costs.link;
+        let sent = f64::max(end, ways[at].1) + bytes as f64 / link.bandwidth;
+        ways[at].1 = sent;
+        sent + link.latency
+    }
+}

@@ -1,0 +1,43 @@
+//! Finds out whether lists of actions can be run, and what they need.
+
+mod channels;
+mod held;
+mod order;
+
+use super::render::{self, Mark};
+use super::{Action, Rule, ScheduleError};
+use held::Held;
+use order::Order;
+
+/// What is known of lists that can be run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) order: Order,
+    pub(super) held: Vec<Held>,
+    pub(super) channel_capacity: usize,
+}
+
+/// Checks every rule; the first one broken is returned.
+pub(super) fn facts(lists: &[Vec<Action>]) -> Result<Facts, Violation> {
+    let order = order::check(lists)?;
+    let channel_capacity = channels::check(lists, &order)?;
+    let held = held::count(lists, &order);
+    Ok(Facts { order, held, channel_capacity })
+}
+
+/// A broken rule and the cells that break it.
+#[derive(Debug)]
+pub(super) struct Violation {
+    rule: Rule,
+    marks: Vec<Mark>,
+}
+
+impl Violation {
+    fn at(rule: Rule, mark: Mark) -> Self {
+        Self { rule, marks: vec![mark] }
+    }
+
+    pub(super) fn show(self, lists: &[Vec<Action>]) -> ScheduleError {
+        ScheduleError::Invalid { rule: self.rule, grid: render::marked(lists, &self.marks) }
+    }
+}

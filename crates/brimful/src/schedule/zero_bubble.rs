@@ -1,0 +1,49 @@
+//! Zero-bubble H1, and the same interleaved: the backward in two halves, the second filling the
+//! bubble.
+//!
+//! Only the input gradient (I) is waited for by the stage before. The weight gradient (W) runs
+//! whenever there is nothing more urgent:
+//!
+//! ```text
+//! stage 0  F0 F1 F2 F3 ·  ·  ·  I0 W0 I1 W1 I2 W2 I3 W3
+//! stage 1  ·  F0 F1 F2 ·  ·  I0 F3 I1 W0 I2 W1 I3 W2 W3
+//! stage 2  ·  ·  F0 F1 ·  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+//! stage 3  ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+//! ```
+//!
+//! Device d lets its weight gradients fall d behind, so that every device holds as much as the
+//! first one does, which is what 1F1B's first holds; the overhead falls from (s − 1)(F + I + W) to
+//! (s − 1)(F + I − W).
+
+use super::interleaved::Rounds;
+use super::{Action, Kind};
+
+/// The lists of `p` devices with `v` stages each, for `m` micro-batches; H1 is v = 1.
+pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    let rounds = Rounds::new(p, v, m);
+    (0..p).map(|d| list(&rounds, d, p - 1 - d)).collect()
+}
+
+/// `lead` is the distance to the last device: so many forwards more than the last one's run before
+/// the first gradient.
+fn list(rounds: &Rounds, device: usize, lead: usize) -> Vec<Action> {
+    let forwards = rounds.forwards(device);
+    let inputs = rounds.backwards(device, Kind::InputGradient);
+    let weights = rounds.backwards(device, Kind::WeightGradient);
+    let ahead = (rounds.first_return() + lead).min(forwards.len());
+    let pairs = forwards.len() - ahead;
+
+    let mut list = forwards[..ahead].to_vec();
+    for k in 0..pairs {
+        list.extend([forwards[ahead + k], inputs[k]]);
+        if k >= device {
+            list.push(weights[k - device]);
+        }
+    }
+    let done = pairs.saturating_sub(device);
+    for k in pairs..inputs.len() {
+        list.extend([inputs[k], weights[done + k - pairs]]);
+    }
+    list.extend(&weights[done + ahead..]);
+    list
+}

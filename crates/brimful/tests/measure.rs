@@ -1,0 +1,170 @@
+//! What measuring layers finds, and that it leaves nothing behind.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use brimful::balance::{Layer, Profile};
+use brimful::memory::Arena;
+use brimful::{Error, Layers};
+use tch::nn::{self, Path};
+use tch::{Device, Kind, Tensor};
+
+const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+    move |p| nn::linear(p, inputs, outputs, Default::default())
+}
+
+/// The generator is one for the process, so that tests that draw from it take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    Profile::measure(layers, Device::Cpu, batch)
+}
+
+fn measure(layers: &Layers, batch: &Tensor) -> Vec<Layer> {
+    profile(layers, batch).expect("a profile").layers
+}
+
+/// Linear layers with 64 and 4096 outputs, a ReLU between them.
+fn perceptron() -> Layers {
+    Layers::new()
+        .add("small", linear(256, 64))
+        .add_fn("relu", |x| x.relu())
+        .add("large", linear(64, 4096))
+}
+
+#[test]
+fn sizes_are_exact() {
+    let batch = Tensor::ones([8, 256], CPU);
+    let profile = profile(&perceptron(), &batch).expect("a profile");
+    assert_eq!(profile.input_bytes, 1024);
+    let names: Vec<_> = profile.layers.iter().map(|layer| layer.name.as_str()).collect();
+    assert_eq!(names, ["small", "relu", "large"]);
+    let sizes = |layer: &Layer| (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes);
+    let sizes: Vec<_> = profile.layers.iter().map(sizes).collect();
+    // Each keeps its output; the inputs are there already.
+    assert_eq!(sizes, [(257 * 64 * 4, 256, 256), (0, 256, 256), (65 * 4096 * 4, 16_384, 16_384)]);
+}
+
+#[test]
+fn what_is_kept_beyond_the_output_counts() {
+    let layers = Layers::new().add_fn("twice", |x| x.exp().exp());
+    let batch = Tensor::ones([4, 100], CPU);
+    let layers = Layers::new().add("first", linear(100, 100)).add_layers("then", layers);
+    assert_eq!(measure(&layers, &batch)[1].activation_bytes, 800);
+}
+
+#[test]
+fn times_are_there_and_a_larger_layer_takes_longer() {
+    let layers = perceptron();
+    let measured = measure(&layers, &Tensor::ones([64, 256], CPU));
+    let step = |layer: &Layer| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
+    assert!(measured.iter().all(|layer| step(layer) > 0.0), "{measured:?}");
+    assert!(step(&measured[2]) > step(&measured[1]), "{measured:?}");
+    let (input, weight) = measured[0].halves();
+    assert_eq!(input, 0.0, "nobody waits for the gradient of the batch");
+    assert!(weight > 0.0 || measured[0].overhead > 0.0, "{measured:?}");
+    let profile = Profile { layers: measured, ..Profile::default() };
+    profile.check().expect("every time is one");
+}
+
+#[test]
+fn a_layer_without_a_backward_takes_no_time_for_it() {
+    let layers = Layers::new()
+        .add_fn("same", |x| x.shallow_clone())
+        .add_fn("tokens", |x| (x * 2).to_kind(Kind::Int64))
+        .add("table", |p| nn::embedding(p, 20, 6, Default::default()))
+        .add_fn("also the same", |x| x.shallow_clone());
+    for batch in [Tensor::ones([3, 5], CPU), Tensor::ones([9, 5], (Kind::Int64, Device::Cpu))] {
+        let measured = measure(&layers, &batch);
+        assert!(measured[..2].iter().all(|layer| layer.backward == 0.0), "{measured:?}");
+        assert_eq!((measured[0].activation_bytes, measured[3].activation_bytes), (0, 0));
+        assert_eq!(measured[2].output_bytes, 5 * 6 * 4);
+        assert_eq!(measured[2].parameter_bytes, 20 * 6 * 4);
+    }
+}
+
+#[test]
+fn no_more_than_one_layer_exists_at_a_time() {
+    static ALIVE: AtomicUsize = AtomicUsize::new(0);
+    #[derive(Debug)]
+    struct Counted(nn::Linear);
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            ALIVE.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    impl nn::Module for Counted {
+        fn forward(&self, x: &Tensor) -> Tensor {
+            assert_eq!(ALIVE.load(Ordering::SeqCst), 1);
+            self.0.forward(x)
+        }
+    }
+    let build = |p: &Path| {
+        ALIVE.fetch_add(1, Ordering::SeqCst);
+        Counted(linear(8, 8)(p))
+    };
+    let layers = (0..5).fold(Layers::new(), |layers, k| layers.add(format!("fc{k}"), build));
+    assert_eq!(measure(&layers, &Tensor::ones([2, 8], CPU)).len(), 5);
+    assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn nothing_outside_is_touched() {
+    let mine = Tensor::ones([256], CPU).set_requires_grad(true);
+    let inner = Mutex::new(mine.shallow_clone());
+    let layers = perceptron()
+        .add_fn_t("drop", |x, train| x.dropout(0.5, train))
+        .add_fn("mine", move |x| x.narrow(1, 0, 256) * &*inner.lock().expect("one thread"));
+    let batch = Tensor::ones([8, 256], CPU).set_requires_grad(true);
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    tch::manual_seed(7);
+    let expected = Tensor::rand([4], CPU);
+    tch::manual_seed(7);
+    let arena = Arena::new("mine");
+    let inside = arena.enter();
+    let measured = tch::no_grad(|| Profile::measure(&layers, Device::Cpu, &batch));
+    measured.expect("a profile");
+    drop(inside);
+    assert_eq!(Tensor::rand([4], CPU), expected, "the generator stands where it stood");
+    assert!(!mine.grad().defined() && !batch.grad().defined());
+    assert_eq!(arena.current(), 0);
+}
+
+#[test]
+fn doubles_are_measured_as_doubles() {
+    let measured = measure(&perceptron(), &Tensor::ones([2, 256], (Kind::Double, Device::Cpu)));
+    assert_eq!(measured[0].parameter_bytes, 257 * 64 * 8);
+}
+
+#[test]
+fn each_layer_is_shown_as_it_is_measured() {
+    let mut seen = Vec::new();
+    let batch = Tensor::ones([2, 256], CPU);
+    let watch = |layer: &Layer| seen.push(layer.name.clone());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    Profile::measure_watched(&perceptron(), Device::Cpu, &batch, watch).expect("a profile");
+    assert_eq!(seen, ["small", "relu", "large"]);
+}
+
+#[test]
+fn errors_name_the_layer() {
+    let refused = |layers: &Layers, batch: &Tensor| {
+        profile(layers, batch).expect_err("no profile").to_string()
+    };
+    let batch = Tensor::ones([2, 256], CPU);
+    let layers = perceptron().add("wrong", linear(5, 5));
+    assert_eq!(
+        refused(&layers, &batch),
+        "layer 'wrong' could not be run on an input of shape [2, 4096]: mat1 and mat2 shapes \
+         cannot be multiplied (2x4096 and 5x5)"
+    );
+    let layers = perceptron().add("huge", linear(4096, 1 << 45));
+    assert!(refused(&layers, &batch).contains("layer 'huge'"), "{}", refused(&layers, &batch));
+    let empty = profile(&perceptron(), &Tensor::ones([0, 256], CPU));
+    assert_eq!(empty.expect_err("no samples"), Error::EmptyBatch);
+    let number = profile(&perceptron(), &Tensor::from(1.0));
+    assert_eq!(number.expect_err("no rows"), Error::LeafOfOneNumber { leaf: 0 });
+}
