@@ -48,6 +48,7 @@ impl Default for BatchNormConfig {
 pub struct BatchNorm {
     config: BatchNormConfig,
     dimensions: &'static [usize],
+    channels: i64,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     running: Running,
@@ -92,6 +93,7 @@ impl BatchNorm {
         Self {
             config,
             dimensions,
+            channels,
             weight: affine("weight", 1.0),
             bias: affine("bias", 0.0),
             running: Running::new(
@@ -108,7 +110,7 @@ impl BatchNorm {
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let shape = input.size();
-        let channels = self.running.mean.size1()?;
+        let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
             return Err(Error::BatchNormInput { dimensions: self.dimensions, channels, shape });
         }

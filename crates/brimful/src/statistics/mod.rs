@@ -120,7 +120,7 @@ impl Pending {
             Entry::Occupied(seen) => seen.into_mut(),
             Entry::Vacant(place) => place.insert(Seen::new(running.share(), &mut self.rows)?),
         };
-        seen.next(count)
+        Ok(seen.next(count))
     }
 }
 

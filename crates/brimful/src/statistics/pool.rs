@@ -26,6 +26,8 @@ pub(super) struct Seen {
     pub(super) running: Running,
     /// Means and unbiased variances, 2 × rows × channels.
     rows: Tensor,
+    /// The same, row by row: all means, then all variances.
+    single: Vec<Tensor>,
     /// How many values each row is over.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
@@ -52,7 +54,8 @@ struct Alike {
 impl Seen {
     pub(super) fn new(running: Running, space: &mut RowSpace) -> Result<Self> {
         let rows = space.take(&running.mean)?;
-        Ok(Self { running, rows, counts: Vec::new(), pooled: Vec::new() })
+        let single = rows.f_flatten(0, 1)?.f_unbind(0)?;
+        Ok(Self { running, rows, single, counts: Vec::new(), pooled: Vec::new() })
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -60,10 +63,11 @@ impl Seen {
     }
 
     /// The next pair of rows, for the mean and variance of `count` values.
-    pub(super) fn next(&mut self, count: i64) -> Result<(Tensor, Tensor)> {
-        let row = self.rows.f_select(1, self.counts.len() as i64)?;
+    pub(super) fn next(&mut self, count: i64) -> (Tensor, Tensor) {
+        let (means, variances) = self.single.split_at(ROWS as usize);
+        let row = self.counts.len();
         self.counts.push(count);
-        Ok((row.f_select(0, 0)?, row.f_select(0, 1)?))
+        (means[row].shallow_clone(), variances[row].shallow_clone())
     }
 
     /// Adds what was seen later, which has been pooled.
