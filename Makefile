@@ -1,7 +1,7 @@
 # The few commands of the project: each one sets up what it needs, on a fresh clone too.
 
 # The tests that run under miri, which knows no C++: pure code alone.
-MIRI_TESTS ?= -p brimful split::
+MIRI_TESTS ?= -p brimful --lib -- split:: bytes:: oom::tests::each oom::tests::cuda oom::tests::an_arena
 
 # Tests run side by side: threads within each would only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1

@@ -1,9 +1,13 @@
 //! Running statistics of a deferred BatchNorm are those of the whole mini-batch.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, Size};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
+use tracing::{Event, Level, Metadata, Subscriber, span};
 
 /// A batch whose mean is large beside its spread, where a sum of squares would cancel.
 fn batch(shape: &[i64]) -> Tensor {
@@ -100,6 +104,48 @@ fn the_other_policies_do_what_they_say() {
         let _ = plain.layer.forward_t(&x, true);
     }
     assert_eq!(statistics(&plain), statistics(&at_once));
+}
+
+/// Counts the warnings of its thread.
+struct Warnings(Arc<AtomicUsize>);
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::WARN
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn event(&self, _: &Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[test]
+fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
+    let x = batch(&[12, 3]);
+    let warned = |size: usize| {
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let layer = nn::batch_norm1d(store.root(), 3, Default::default());
+        store.set_kind(Kind::Double);
+        let count = Arc::new(AtomicUsize::new(0));
+        tracing::subscriber::with_default(Warnings(count.clone()), || {
+            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            for _ in 0..3 {
+                let loss = |x: Tensor| Loss::mean(layer.forward_t(&x, true).mean(Kind::Double));
+                micro.backward(&x, loss).expect("a step");
+            }
+        });
+        count.load(Ordering::Relaxed)
+    };
+    assert_eq!((warned(4), warned(12)), (1, 0));
 }
 
 #[test]
