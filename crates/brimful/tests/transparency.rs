@@ -205,7 +205,8 @@ fn check_all(kind: Kind, tolerance: f64) {
     for case in &CASES {
         for samples in SAMPLES {
             let expected = full(case, samples, kind);
-            for size in SIZES {
+            let whole = usize::try_from(samples).expect("a count");
+            for size in SIZES.into_iter().chain([whole]) {
                 let what = format!("{} of {samples} by {size}", case.name);
                 let got = split(case, samples, kind, Size::Fixed(size));
                 assert_close(&what, &expected, &got, tolerance);
