@@ -10,6 +10,7 @@ use super::{MicroBatcher, NonFinite, Outcome, Window, lengths};
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{self, Batch};
 use crate::loss::{Part, Term};
+use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::statistics::Pending;
@@ -106,7 +107,7 @@ impl MicroBatcher {
         micro_batches: usize,
         f: impl FnOnce(&Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
-        let _inside = self.memory.as_ref().and_then(|memory| memory.enter());
+        let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }

@@ -254,6 +254,7 @@ impl MicroBatcher {
 
     /// Reads the loss, and commits gradients and statistics if all is well; else undoes all.
     fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
+        let _inside = self.memory.as_ref().and_then(Memory::enter);
         let Window { sums, tally, groups, mut undo, unit, sizes } = window;
         let total = sizes.iter().sum::<usize>() as f64;
         let committed = tally.read(self.non_finite).and_then(|totals| {
