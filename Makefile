@@ -16,7 +16,7 @@ help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
 
 demo: libtorch ## show what brimful does, in a minute
-	@$(BRIMFUL) demo
+	@cargo run -p brimful-cli -- demo
 
 test: libtorch ## run all tests
 	$(ONE_THREAD) cargo test --workspace

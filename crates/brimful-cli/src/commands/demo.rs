@@ -17,14 +17,15 @@ const TRAIN: &str = "brimful train --model mlp --data digits --batch-size all --
 /// Shows a plain step that runs out, then trains in micro-batches inside the same limit.
 pub(crate) fn run() -> Result<ExitCode> {
     let options = options()?;
-    line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.\n")?;
-    line("A plain step:")?;
+    line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
+    line("\nA plain step:")?;
     match Trainer::new(&options)?.plain_step() {
-        Err(Error::OutOfMemory(oom)) => line(&format!("  {oom}\n"))?,
+        Err(Error::OutOfMemory(oom)) => line(&format!("  {oom}"))?,
         Err(other) => bail!("the plain step failed for another reason: {other}"),
         Ok(_) => bail!("the plain step fitted: this build of libtorch needs less than expected"),
     }
-    line(&format!("The same in micro-batches:\n  {TRAIN}\n"))?;
+    line(&format!("\nThe same in micro-batches:\n  {TRAIN}"))?;
+    line("")?;
     train::run(&options)
 }
 
