@@ -61,9 +61,9 @@ impl Undo {
         self.statistics.undo()
     }
 
-    /// Adds a later part of the same step.
-    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
-        self.statistics.extend(later.statistics)
+    /// Adds a later part of the same step, whose statistics have been pooled.
+    pub(super) fn extend(&mut self, later: Self) {
+        self.statistics.extend(later.statistics);
     }
 }
 

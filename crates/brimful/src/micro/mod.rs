@@ -294,8 +294,13 @@ impl MicroBatcher {
 }
 
 impl Window {
-    fn extend(&mut self, later: Self) -> Result<()> {
-        self.undo.extend(later.undo)?;
+    /// Adds a later mini-batch; where there is no memory for that, it is as if it had not been run.
+    fn extend(&mut self, mut later: Self) -> Result<()> {
+        if let Err(error) = later.undo.statistics.pool() {
+            later.undo.run()?;
+            return Err(error);
+        }
+        self.undo.extend(later.undo);
         self.sums.extend(later.sums)?;
         self.tally.extend(later.tally);
         self.sizes.extend(later.sizes);

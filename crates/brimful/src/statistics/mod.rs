@@ -74,9 +74,13 @@ impl Pending {
         (pending, result)
     }
 
-    /// Adds a later part of the same step.
-    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
-        pool::pool_all(later.deferred.values_mut())?;
+    /// Puts together what was seen so far, so that it can be added to an earlier part of the step.
+    pub(crate) fn pool(&mut self) -> Result<()> {
+        pool::pool_all(self.deferred.values_mut())
+    }
+
+    /// Adds a later part of the same step, which has been pooled.
+    pub(crate) fn extend(&mut self, later: Self) {
         for (id, seen) in later.deferred {
             match self.deferred.entry(id) {
                 Entry::Occupied(mut mine) => mine.get_mut().extend(seen),
@@ -86,7 +90,6 @@ impl Pending {
         for (id, change) in later.changed {
             self.changed.entry(id).or_insert(change);
         }
-        Ok(())
     }
 
     /// Whether a layer with this running mean or variance has reported.
