@@ -5,8 +5,10 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use brimful::Layers;
 use brimful_models::{Gpt, ResNet, gpt, mlp};
+use brimful_torch::autograd;
 use clap::ValueEnum;
 use serde::Serialize;
+use tch::nn::VarStore;
 use tch::{Kind, Reduction, Tensor};
 
 use crate::data::{self, Dataset, Sample, Synthetic};
@@ -120,6 +122,12 @@ pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Tensor {
         -100,
         0.0,
     )
+}
+
+/// Leaves every parameter without a gradient.
+pub(crate) fn clear_gradients(store: &VarStore) -> Result<()> {
+    let mut parameters = store.trainable_variables();
+    Ok(parameters.iter_mut().try_for_each(|p| autograd::set_gradient(p, None))?)
 }
 
 /// The inputs in the model's number type; token numbers stay what they are.

@@ -2,21 +2,12 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
 
-use brimful_torch::stream::{Event, Stream};
-use brimful_torch::{
-    ErrorKind, autograd, cuda, device, libtorch, memory, random, threads, transfer,
-};
-use tch::{Device, Kind, Tensor};
+mod test_device;
 
-fn test_device() -> Device {
-    match std::env::var("BRIMFUL_TEST_DEVICE").as_deref() {
-        Ok(name) if name.starts_with("cuda") => {
-            cuda::load().expect("CUDA was asked for");
-            Device::Cuda(0)
-        }
-        _ => Device::Cpu,
-    }
-}
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::{ErrorKind, autograd, device, libtorch, memory, random, threads, transfer};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
 
 fn leaf(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, (Kind::Double, test_device())).set_requires_grad(true)

@@ -2,19 +2,12 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, and mixes both devices.
 
-use brimful_torch::optim::{Adam, AdamState, LearningRate, Sgd};
-use brimful_torch::{cuda, foreach, optim};
-use tch::{Device, Kind, Tensor};
+mod test_device;
 
-fn test_device() -> Device {
-    match std::env::var("BRIMFUL_TEST_DEVICE").as_deref() {
-        Ok(name) if name.starts_with("cuda") => {
-            cuda::load().expect("CUDA was asked for");
-            Device::Cuda(0)
-        }
-        _ => Device::Cpu,
-    }
-}
+use brimful_torch::optim::{Adam, AdamState, LearningRate, Sgd};
+use brimful_torch::{foreach, optim};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
 
 /// Tensors of several kinds, shapes, layouts and, where there is a GPU, devices.
 fn mixed(salt: f64) -> Vec<Tensor> {

@@ -2,14 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same body on a GPU.
 
-use brimful_torch::{cuda, random};
-use tch::{Device, Kind, Tensor};
+mod test_device;
+
+use brimful_torch::random;
+use tch::{Kind, Tensor};
+use test_device::test_device;
 
 #[test]
 fn a_generator_draws_the_same_again_from_its_state() {
-    let gpu = std::env::var("BRIMFUL_TEST_DEVICE").is_ok_and(|name| name.starts_with("cuda"));
-    let device = if gpu { Device::Cuda(0) } else { Device::Cpu };
-    assert!(!gpu || cuda::load().is_ok());
+    let device = test_device();
     let draw = || Tensor::randn([64], (Kind::Double, device));
     let _skipped = draw();
     let state = random::generator_state(device).expect("state");

@@ -2,19 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
 
+mod test_device;
+
+use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
-use brimful::{Error, device};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
-
-fn test_device() -> Device {
-    match std::env::var("BRIMFUL_TEST_DEVICE") {
-        Ok(name) => device::find(&name).expect("the device asked for"),
-        Err(_) => Device::Cpu,
-    }
-}
+use test_device::test_device;
 
 /// Numbers that are the same on every call, without a generator that tests would share.
 fn numbers(shape: &[i64], salt: i64, kind: Kind) -> Tensor {

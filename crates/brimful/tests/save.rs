@@ -1,18 +1,14 @@
 //! Tensors come back from a file as they went in, or the file is refused.
 
+mod test_device;
+
 use std::fs;
 use std::path::PathBuf;
 
+use brimful::Error;
 use brimful::save::{self, Metadata};
-use brimful::{Error, device};
 use tch::{Device, Kind, Tensor};
-
-fn test_device() -> Device {
-    match std::env::var("BRIMFUL_TEST_DEVICE") {
-        Ok(name) => device::find(&name).expect("the device asked for"),
-        Err(_) => Device::Cpu,
-    }
-}
+use test_device::test_device;
 
 /// A folder of the test's own, removed at its end.
 struct Folder(PathBuf);

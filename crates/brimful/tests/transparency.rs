@@ -2,19 +2,17 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
 
-use brimful::{Loss, MicroBatcher, Shared, Size, device};
+mod test_device;
+
+use brimful::{Loss, MicroBatcher, Shared, Size};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
+use test_device::test_device;
 
 const SIZES: [usize; 6] = [1, 2, 7, 16, 65, 1000];
 const SAMPLES: [i64; 4] = [1, 5, 64, 65];
 const CLASSES: i64 = 4;
-
-fn test_device() -> Device {
-    let name = std::env::var("BRIMFUL_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    device::find(&name).expect("the device asked for")
-}
 
 /// A network with a parameter that nothing uses and one that already has a gradient.
 struct Net {

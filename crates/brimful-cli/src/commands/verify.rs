@@ -6,7 +6,6 @@ use std::process::ExitCode;
 
 use anyhow::{Result, ensure};
 use brimful::layers::Model;
-use brimful::optim::{Optimizer, Sgd};
 use brimful::{Loss, MicroBatcher, Size, batch, device};
 use clap::Args;
 use serde::Serialize;
@@ -15,7 +14,7 @@ use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, Synthetic};
 use crate::output;
-use crate::setting::{ModelName, NumberType, cross_entropy, typed};
+use crate::setting::{ModelName, NumberType, clear_gradients, cross_entropy, typed};
 
 /// Options of `brimful verify`.
 #[derive(Debug, Args)]
@@ -103,7 +102,7 @@ impl Subject {
         };
         let mut named: Vec<_> = self.store.variables().into_iter().filter_map(gradient).collect();
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
-        Optimizer::new(&self.store, Sgd::new(0.0))?.zero_grad()?;
+        clear_gradients(&self.store)?;
         Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
     }
 }

@@ -61,6 +61,17 @@ impl Undo {
         self.statistics.undo()
     }
 
+    /// Lets what was changed stand; where there is no memory for that, undoes it.
+    pub(super) fn keep(mut self) -> Result<()> {
+        match self.statistics.prepare() {
+            Ok(moved) => moved.apply(),
+            Err(error) => {
+                self.run()?;
+                Err(error)
+            }
+        }
+    }
+
     /// Adds a later part of the same step, whose statistics have been pooled.
     pub(super) fn extend(&mut self, later: Self) {
         self.statistics.extend(later.statistics);

@@ -155,9 +155,7 @@ impl MicroBatcher {
         batch: &B,
         f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
-        if let Some(window) = &self.window {
-            return Err(Error::WindowOpen { samples: window.sizes.iter().sum() });
-        }
+        self.check_no_window()?;
         let start = Instant::now();
         let ranges = self.ranges(batch::len(batch)?)?;
         let unit = samples(&ranges);
@@ -203,7 +201,7 @@ impl MicroBatcher {
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let ranges = self.ranges(batch::len(batch)?)?;
-        let (outputs, mut undo) = self.guarded(ranges.len(), |this| {
+        let (outputs, undo) = self.guarded(ranges.len(), |this| {
             let _without = tch::no_grad_guard();
             let mut outputs = Vec::with_capacity(ranges.len());
             feed::each(batch, &ranges, this.device, |_, micro_batch| {
@@ -212,7 +210,7 @@ impl MicroBatcher {
             })?;
             batch::join(outputs)
         })?;
-        undo.statistics.prepare()?.apply()?;
+        undo.keep()?;
         Ok(outputs)
     }
 
@@ -228,7 +226,7 @@ impl MicroBatcher {
         let start = Instant::now();
         let ranges = self.ranges(batch::len(batch)?)?;
         let unit = samples(&ranges);
-        let ((totals, outputs), mut undo) = self.guarded(ranges.len(), |this| {
+        let ((totals, outputs), undo) = self.guarded(ranges.len(), |this| {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::with_capacity(ranges.len()));
             feed::each(batch, &ranges, this.device, |i, micro_batch| {
@@ -239,9 +237,17 @@ impl MicroBatcher {
             })?;
             Ok((tally.read(this.non_finite)?, batch::join(outputs)?))
         })?;
-        undo.statistics.prepare()?.apply()?;
+        undo.keep()?;
         let step = self.report(totals.loss, totals.terms, lengths(&ranges), start)?;
         Ok(step.with_outputs(outputs))
+    }
+
+    /// A whole step has no place between the parts of another.
+    fn check_no_window(&self) -> Result<()> {
+        match &self.window {
+            Some(window) => Err(Error::WindowOpen { samples: window.sizes.iter().sum() }),
+            None => Ok(()),
+        }
     }
 
     /// Cuts the mini-batch.

@@ -37,9 +37,7 @@ impl MicroBatcher {
         mut forward: impl FnMut(B) -> O,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<Step<O>> {
-        if let Some(window) = &self.window {
-            return Err(Error::WindowOpen { samples: window.sizes.iter().sum() });
-        }
+        self.check_no_window()?;
         let start = Instant::now();
         let ranges = self.ranges(batch::len(batch)?)?;
         let ((sums, tally, outputs), undo) = self.guarded(ranges.len(), |this| {

@@ -14,6 +14,7 @@ use serde::Serialize;
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Device, Kind, Tensor, vision};
 
+use super::times::Times;
 use crate::output;
 
 /// Options of `brimful bench arena`.
@@ -48,7 +49,7 @@ pub fn run(options: &Options) -> Result<()> {
         start.elapsed().as_secs_f64()
     };
     step();
-    let (mut with, mut without) = (Vec::new(), Vec::new());
+    let (mut with, mut without) = (Times::default(), Times::default());
     let (mut peak_bytes, mut allocations) = (0, 0);
     for _ in 0..options.repeats {
         without.push(step());
@@ -58,7 +59,7 @@ pub fn run(options: &Options) -> Result<()> {
         drop(inside);
         (peak_bytes, allocations) = (arena.peak(), arena.allocations());
     }
-    let row = Row::new(options, &mut without, &mut with, peak_bytes, allocations);
+    let row = Row::new(options, &without, &with, peak_bytes, allocations);
     output::report(&Report { rows: vec![row] }, options.json)
 }
 
@@ -86,14 +87,8 @@ struct Row {
 }
 
 impl Row {
-    fn new(
-        options: &Options,
-        without: &mut [f64],
-        with: &mut [f64],
-        peak: u64,
-        allocations: u64,
-    ) -> Self {
-        let (seconds_without, seconds_with) = (median(without), median(with));
+    fn new(options: &Options, without: &Times, with: &Times, peak: u64, allocations: u64) -> Self {
+        let (seconds_without, seconds_with) = (without.median(), with.median());
         Self {
             model: "resnet50",
             device: "cpu",
@@ -127,9 +122,4 @@ impl fmt::Display for Report {
         }
         Ok(())
     }
-}
-
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }

@@ -2,6 +2,7 @@
 
 mod arena;
 mod micro;
+mod times;
 
 use std::process::ExitCode;
 

@@ -6,13 +6,15 @@ use anyhow::{Result, ensure};
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::{Bytes, Loss, MicroBatcher, Size, split};
-use brimful_torch::{autograd, device as torch_device, transfer};
+use brimful_torch::{device as torch_device, transfer};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use super::progress::Progress;
-use super::report::{Journal, SpeedRow, Times};
+use super::report::{Journal, SpeedRow};
 use super::work::{Dtype, Samples, Work};
+use crate::commands::bench::times::Times;
+use crate::setting::clear_gradients;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -179,12 +181,6 @@ impl<'a> Ring<'a> {
         clear_gradients(&self.store)?;
         Ok(peaks)
     }
-}
-
-/// Leaves every parameter without a gradient.
-pub(super) fn clear_gradients(store: &VarStore) -> Result<()> {
-    let mut parameters = store.trainable_variables();
-    Ok(parameters.iter_mut().try_for_each(|p| autograd::set_gradient(p, None))?)
 }
 
 fn share((x, y): &Samples) -> Samples {

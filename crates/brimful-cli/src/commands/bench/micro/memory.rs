@@ -10,10 +10,10 @@ use brimful::{Bytes, Loss, MicroBatcher, Size};
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::contest::clear_gradients;
 use super::progress::Progress;
 use super::report::{Journal, MemoryRow};
 use super::work::{Samples, Work};
+use crate::setting::clear_gradients;
 
 /// Micro-batches in each mini-batch, and which of them it is compared with.
 const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];

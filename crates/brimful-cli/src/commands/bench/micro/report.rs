@@ -8,11 +8,8 @@ use tch::Device;
 
 use super::contest::Contestant;
 use super::work::{Dtype, ModelName, Work, name};
+use crate::commands::bench::times::Times;
 use crate::output;
-
-/// The seconds of a contestant's steps.
-#[derive(Debug, Default)]
-pub(super) struct Times(Vec<f64>);
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -67,33 +64,6 @@ pub(super) struct Journal {
     environment: Value,
     rows: Vec<Value>,
     title: String,
-}
-
-impl Times {
-    pub(super) fn push(&mut self, seconds: f64) {
-        self.0.push(seconds);
-    }
-
-    pub(super) fn median(&self) -> f64 {
-        let sorted = self.sorted();
-        let middle = sorted.len() / 2;
-        if sorted.len() % 2 == 1 {
-            sorted[middle]
-        } else {
-            (sorted[middle - 1] + sorted[middle]) / 2.0
-        }
-    }
-
-    fn spread(&self) -> f64 {
-        let sorted = self.sorted();
-        (sorted[sorted.len() - 1] - sorted[0]) / self.median()
-    }
-
-    fn sorted(&self) -> Vec<f64> {
-        let mut sorted = self.0.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted
-    }
 }
 
 impl SpeedRow {

@@ -1,0 +1,32 @@
+//! Seconds of measured steps, and what is said of them.
+
+/// The seconds of a contestant's steps.
+#[derive(Debug, Default)]
+pub(crate) struct Times(pub(super) Vec<f64>);
+
+impl Times {
+    pub(crate) fn push(&mut self, seconds: f64) {
+        self.0.push(seconds);
+    }
+
+    pub(crate) fn median(&self) -> f64 {
+        let sorted = self.sorted();
+        let middle = sorted.len() / 2;
+        if sorted.len() % 2 == 1 {
+            sorted[middle]
+        } else {
+            (sorted[middle - 1] + sorted[middle]) / 2.0
+        }
+    }
+
+    pub(crate) fn spread(&self) -> f64 {
+        let sorted = self.sorted();
+        (sorted[sorted.len() - 1] - sorted[0]) / self.median()
+    }
+
+    fn sorted(&self) -> Vec<f64> {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted
+    }
+}
