@@ -17,6 +17,7 @@ pub(crate) struct RawMemory {
     pub(crate) peak: i64,
     pub(crate) reserved: i64,
     pub(crate) retries: i64,
+    pub(crate) refusals: i64,
     pub(crate) free: i64,
     pub(crate) total: i64,
 }
@@ -61,7 +62,8 @@ unsafe extern "C" {
     pub(crate) fn brimful_arena_peak(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
-    pub(crate) fn brimful_arena_fail_nth(arena: *mut RawArena, n: i64);
+    pub(crate) fn brimful_arena_refusals(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_fail(arena: *mut RawArena, n: i64, count: i64);
 
     pub(crate) fn brimful_backward(
         roots: *const *const RawTensor,

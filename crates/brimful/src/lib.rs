@@ -5,12 +5,14 @@
 extern crate self as brimful;
 
 mod accumulate;
+pub mod auto;
 pub mod balance;
 pub mod batch;
 pub mod bytes;
 pub mod device;
 mod error;
 mod feed;
+mod guard;
 pub mod layers;
 pub mod libtorch;
 pub mod loss;
@@ -26,9 +28,11 @@ pub mod schedule;
 pub mod split;
 mod statistics;
 
+pub use auto::Auto;
 pub use batch::{Batch, Shared};
 pub use bytes::Bytes;
 pub use error::{ClosureError, Error};
+pub use guard::guard;
 pub use layers::Layers;
 pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
