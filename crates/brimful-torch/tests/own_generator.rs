@@ -13,8 +13,10 @@ const LONG: (Kind, Device) = (Kind::Int64, Device::Cpu);
 /// Enough numbers that an equal draw is no accident, in odd numbers for the vectorised kernels.
 const SIZE: [i64; 2] = [17, 33];
 
+type Draw = fn() -> Tensor;
+
 /// Every kind of operation that draws: by a generator's argument, or by coming down to such a one.
-const DRAWS: [(&str, fn() -> Tensor); 28] = [
+const DRAWS: [(&str, Draw); 28] = [
     ("rand", || Tensor::rand(SIZE, CPU)),
     ("rand_like", || ones().rand_like()),
     ("randn", || Tensor::randn(SIZE, CPU)),
