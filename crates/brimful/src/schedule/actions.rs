@@ -89,17 +89,10 @@ impl Actions {
     }
 
     /// The smallest capacity of the channels between stages with which no device waits without end,
-    /// where a sender waits while its channel is full. It is 1 for every schedule here but two:
+    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here; lists of
+    /// one's own may need more.
     ///
-    /// - Interleaved 1F1B whose m is no multiple of p goes round in groups of g > p, so that at the
-    ///   first device the head of a group waits for the g − p behind it: at most g − p + 1. That is
-    ///   2 from m = p² on.
-    /// - Interleaved zero-bubble runs ahead half as far, to hold no more than 1F1B, so that its
-    ///   gradients wait as well: at most p.
-    ///
-    /// Groups of at most p would do with 1 throughout, but leave the devices waiting for their
-    /// heads: over p ≤ 8, v ≤ 4 and m < 6p such steps were 3 % longer on average and 12 % at worst.
-    /// A boundary that waits is cheaper.
+    /// [`Schedule`]: super::Schedule
     #[must_use]
     pub fn channel_capacity(&self) -> usize {
         self.facts.channel_capacity
