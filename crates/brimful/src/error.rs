@@ -118,6 +118,45 @@ pub enum Error {
         owner: String,
     },
 
+    /// A pop of what nobody stashes.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
+         one around it: add `.stash(\"{skip}\")` before it"
+    )]
+    SkipUnknown {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+    },
+
+    /// A pop that comes before its stash.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed only later, by layer {stash}: \
+         move the stash before it"
+    )]
+    SkipTooEarly {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+        /// The place of the stash.
+        stash: usize,
+    },
+
+    /// A stash that nobody pops.
+    #[error("layer {position} stashes '{skip}', which no layer pops: pop it, or remove it")]
+    SkipUnused {
+        /// The stash's place in the list, counted from 0.
+        position: usize,
+        /// Its name.
+        skip: String,
+    },
+
     /// A range that is not in the list.
     #[error("there are no layers {start} to {end}: the model has {len}")]
     LayerRange {
