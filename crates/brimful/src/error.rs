@@ -8,6 +8,7 @@ use thiserror::Error;
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
+use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::schedule::{CostError, ScheduleError};
 
@@ -501,6 +502,14 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A pipeline that cannot be built or used as asked.
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+
+    /// A stage of a pipeline that failed.
+    #[error(transparent)]
+    Stage(Box<StageError>),
 }
 
 /// An error that a user's closure returned, as it was.
@@ -521,6 +530,12 @@ fn enumerate(lengths: &[usize]) -> String {
         Some((last, [])) => last.clone(),
         Some((last, others)) => format!("{} and {last}", others.join(", ")),
         None => String::new(),
+    }
+}
+
+impl From<StageError> for Error {
+    fn from(error: StageError) -> Self {
+        Self::Stage(Box::new(error))
     }
 }
 

@@ -3,10 +3,12 @@
 use std::fmt;
 use std::sync::Arc;
 
+use brimful_torch::random::OwnGenerator;
 use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::skips::Stashed;
+use crate::random::Draws;
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
 pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync;
@@ -67,6 +69,18 @@ impl Model {
     pub fn forward_many(&self, values: &[Tensor], train: bool) -> Vec<Tensor> {
         let values = values.iter().map(Tensor::shallow_clone).collect();
         self.run(values, &mut Stashed::default(), train, |_| {})
+    }
+
+    /// Runs the model with the random numbers that a pipeline draws for one micro-batch of one step,
+    /// whatever else is drawn in this program.
+    ///
+    /// # Panics
+    /// As [`Model::forward_many`].
+    pub fn forward_drawing(&self, values: &[Tensor], train: bool, draws: Draws) -> Vec<Tensor> {
+        let own = OwnGenerator::enter();
+        let values = values.iter().map(Tensor::shallow_clone).collect();
+        let before = |position| own.seed(draws.seed(position));
+        self.run(values, &mut Stashed::default(), train, before)
     }
 
     /// Runs the layers, with what earlier parts of the model have stashed. `before` is told each

@@ -73,7 +73,9 @@ pub enum PipelineError {
         first: String,
     },
     /// Saved variables that are not the model's.
-    #[error("'{name}' is {saved} in the file, but {here} in the model: load what was saved from it")]
+    #[error(
+        "'{name}' is {saved} in the file, but {here} in the model: load what was saved from it"
+    )]
     Mismatch {
         /// The variable.
         name: String,
@@ -114,7 +116,7 @@ pub enum Cause {
     Panic(String),
     /// Another error.
     #[error(transparent)]
-    Error(Box<Error>),
+    Error(Error),
 }
 
 impl fmt::Display for StageError {
@@ -134,8 +136,11 @@ impl Error {
     pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
         match self {
             Self::OutOfMemory(oom) => Some(oom),
-            Self::Stage(StageError { cause: Cause::OutOfMemory(oom), .. }) => Some(oom),
-            Self::Stage(StageError { cause: Cause::Error(error), .. }) => error.out_of_memory(),
+            Self::Stage(stage) => match &stage.cause {
+                Cause::OutOfMemory(oom) => Some(oom),
+                Cause::Error(error) => error.out_of_memory(),
+                Cause::Panic(_) => None,
+            },
             _ => None,
         }
     }

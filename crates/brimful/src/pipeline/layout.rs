@@ -84,7 +84,8 @@ fn exports(skips: &[Skip], range: &Range<usize>, ranges: &[Range<usize>]) -> Vec
     let own = skips.iter().filter(|skip| range.contains(&skip.stash));
     let export = |skip: &Skip| {
         let popped = |stage: &Range<usize>| skip.pops.iter().any(|pop| stage.contains(pop));
-        let stages = ranges.iter().enumerate().filter(|(_, stage)| popped(stage) && *stage != range);
+        let stages =
+            ranges.iter().enumerate().filter(|(_, stage)| popped(stage) && *stage != range);
         Export { stash: skip.stash, targets: stages.map(|(j, _)| j).collect() }
     };
     own.map(export).filter(|export| !export.targets.is_empty()).collect()

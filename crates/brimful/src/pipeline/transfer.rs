@@ -22,7 +22,6 @@ pub(super) type Tensors = Vec<Vec<Option<Tensor>>>;
 #[derive(Debug)]
 pub(super) struct Parcel {
     tensors: Tensors,
-    device: Device,
     /// When the sender's device has computed them; none on a CPU, where that is now.
     ready: Option<Event>,
 }
@@ -30,7 +29,7 @@ pub(super) struct Parcel {
 impl Parcel {
     /// Packs tensors that this thread's work on `device` has made.
     pub(super) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
-        Ok(Self { tensors, device, ready: mark(device)? })
+        Ok(Self { tensors, ready: mark(device)? })
     }
 
     pub(super) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {
@@ -53,22 +52,12 @@ impl Dock {
 
     /// The parcel's tensors on this device, for this thread's work on it.
     pub(super) fn unpack(&mut self, parcel: Parcel) -> Result<Tensors> {
-        let Parcel { mut tensors, device, ready } = parcel;
-        // Workers of one device share its default stream, which keeps the order by itself.
-        if device != self.device {
-            let compute = Stream::current(self.device)?;
-            let (there, here) = (self.stream(device)?, self.stream(self.device)?);
-            let _copying = (there.enter()?, here.enter()?);
-            if let Some(ready) = &ready {
-                there.wait(ready)?;
-                here.wait(ready)?;
+        let Parcel { mut tensors, ready } = parcel;
+        for tensor in tensors.iter_mut().flatten().flatten() {
+            // Workers of one device share its default stream, which keeps the order by itself.
+            if tensor.device() != self.device {
+                *tensor = self.bring(tensor, ready.as_ref())?;
             }
-            let present = tensors.iter_mut().flatten().flatten();
-            present.into_iter().try_for_each(|tensor| {
-                *tensor = copied(tensor, there, self.device)?;
-                Ok::<_, crate::Error>(())
-            })?;
-            self.arrive(&tensors, there, here, compute)?;
         }
         Ok(tensors)
     }
@@ -78,15 +67,25 @@ impl Dock {
         Ok(self.unpack(parcel)?.into_iter().flatten().flatten().collect())
     }
 
-    /// Lets this device's work wait for the copies; the host waits only where it is the device.
-    fn arrive(&self, tensors: &Tensors, there: Stream, here: Stream, compute: Stream) -> Result<()> {
-        if self.device == Device::Cpu {
-            return Ok(there.synchronize()?);
+    /// A copy on this device. The host waits for it only where it is the device.
+    pub(super) fn bring(&mut self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
+        let compute = Stream::current(self.device)?;
+        let (there, here) = (self.stream(tensor.device())?, self.stream(self.device)?);
+        let _copying = (there.enter()?, here.enter()?);
+        if let Some(ready) = ready {
+            there.wait(ready)?;
+            here.wait(ready)?;
         }
-        let mut done = Event::new(self.device)?;
-        done.record(here)?;
-        compute.wait(&done)?;
-        tensors.iter().flatten().flatten().try_for_each(|tensor| Ok(compute.keep(tensor)?))
+        let copy = copied(tensor, there, self.device)?;
+        if self.device == Device::Cpu {
+            there.synchronize()?;
+        } else {
+            let mut done = Event::new(self.device)?;
+            done.record(here)?;
+            compute.wait(&done)?;
+            compute.keep(&copy)?;
+        }
+        Ok(copy)
     }
 
     fn stream(&mut self, device: Device) -> Result<Stream> {
