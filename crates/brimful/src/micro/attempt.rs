@@ -165,7 +165,7 @@ fn add(accumulator: &mut Accumulator, terms: &[Term], part: &Part, groups: &[Gro
 }
 
 /// The groups, each once, in the order of their first terms.
-pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
+pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
     let mut seen = Vec::new();
     for group in groups {
         if !seen.contains(group) {
@@ -175,10 +175,10 @@ pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
     seen
 }
 
-pub(super) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
+pub(crate) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
     Part { samples: ranges[i].len() as f64, unit, first: fresh && i == 0 }
 }
 
-pub(super) fn samples(ranges: &[Range<usize>]) -> f64 {
+pub(crate) fn samples(ranges: &[Range<usize>]) -> f64 {
     ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

@@ -23,10 +23,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod attempt;
+pub(crate) mod attempt;
 mod foreign;
 mod outcome;
-mod tally;
+pub(crate) mod tally;
 mod whole;
 
 use std::ops::Range;

@@ -2,7 +2,7 @@
 
 use super::render::{self, Mark};
 use super::validate::{self, Facts};
-use super::{Action, DeviceId, Kind, MicroBatchId, Rule, ScheduleError, StageId};
+use super::{Action, DeviceId, Kind, MicroBatchId, Recompute, Rule, ScheduleError, StageId};
 
 /// A list of actions for each device. Whoever holds one may run it: it was validated when it was
 /// made.
@@ -43,6 +43,21 @@ impl Actions {
             Ok(facts) => Ok(Self { lists, facts }),
             Err(violation) => Err(violation.show(&lists)),
         }
+    }
+
+    /// The same work in two phases: all forwards, then all backwards, each in the order that they
+    /// have here.
+    ///
+    /// # Errors
+    /// When the whole would be too large.
+    pub(crate) fn in_two_phases(&self, recompute: Recompute) -> Result<Self, ScheduleError> {
+        let phases = |list: &Vec<Action>| {
+            let of = |wanted: fn(Kind) -> bool| list.iter().filter(move |a| wanted(a.kind));
+            let forwards = of(|kind| kind == Kind::Forward);
+            let backwards = of(|kind| !matches!(kind, Kind::Forward | Kind::Recompute));
+            recompute.weave(forwards.chain(backwards).copied().collect())
+        };
+        Self::new(self.lists.iter().map(phases).collect())
     }
 
     /// The list of each device.
