@@ -4,10 +4,12 @@
 //! queue between two devices. These functions find another one that is as short, or nearly so, in
 //! which nobody waits for ever while a full channel blocks its sender.
 
+mod device;
 mod play;
 
 use super::{Action, Actions, Costs, simulate};
-pub(super) use play::{Rank, play};
+pub(super) use device::Rank;
+pub(super) use play::play;
 
 /// Whether one place is enough for these lists.
 pub(super) fn suffices(lists: &[Vec<Action>]) -> bool {

@@ -7,12 +7,10 @@
 //! it was played with no more.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap};
 
 use super::super::{Action, DeviceId, Kind, StageId};
-
-/// How urgent a wish is, the smallest first: by its class, and by a number within the class.
-pub(in super::super) type Rank = (u8, i64);
+use super::device::{Device, Rank, most_held};
 
 /// Plays the lists as wishes, none to hold more activations than the list that holds the most.
 ///
@@ -36,25 +34,6 @@ struct Game {
     /// Who is free and has a wish whose input is there.
     awake: BTreeSet<DeviceId>,
     ends: BinaryHeap<Reverse<(u64, DeviceId)>>,
-}
-
-#[derive(Default)]
-struct Device {
-    lanes: Vec<Lane>,
-    /// Who sends to it.
-    neighbours: BTreeSet<DeviceId>,
-    running: Option<(Action, u64)>,
-    held: usize,
-    /// The lane that it has promised to take from next.
-    promise: Option<usize>,
-    done: Vec<Action>,
-}
-
-/// The wishes of one kind on one stage, in their order.
-struct Lane {
-    stage: StageId,
-    kind: Kind,
-    wishes: VecDeque<(Rank, Action)>,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -275,39 +254,6 @@ impl Game {
     }
 }
 
-impl Device {
-    fn new(list: &[Action], rank: impl Fn(usize, Action) -> Rank) -> Self {
-        let mut device = Self::default();
-        for (position, &action) in list.iter().enumerate() {
-            let lane = device.lane(action.stage, action.kind).unwrap_or_else(|| {
-                let Action { stage, kind, .. } = action;
-                device.lanes.push(Lane { stage, kind, wishes: VecDeque::new() });
-                device.lanes.len() - 1
-            });
-            device.lanes[lane].wishes.push_back((rank(position, action), action));
-        }
-        device
-    }
-
-    fn lane(&self, stage: StageId, kind: Kind) -> Option<usize> {
-        self.lanes.iter().position(|lane| lane.stage == stage && lane.kind == kind)
-    }
-
-    /// Of an action that takes from no channel: whether what it needs was made here.
-    fn has_made_input(&self, action: Action) -> bool {
-        let made_by = match action.kind {
-            Kind::Forward => return true,
-            Kind::WeightGradient => Kind::InputGradient,
-            _ => Kind::Forward,
-        };
-        let left = |kind| {
-            let lane = self.lane(action.stage, kind);
-            lane.map_or(0, |lane| self.lanes[lane].wishes.len())
-        };
-        left(made_by) < left(action.kind)
-    }
-}
-
 /// The patient before those who settle for less.
 fn next_of(
     patient: &mut BTreeSet<DeviceId>,
@@ -320,14 +266,4 @@ fn next_of(
 /// As long as in [`Costs::ticks`](super::super::Costs::ticks).
 fn ticks(kind: Kind) -> u64 {
     if kind == Kind::Backward { 2 } else { 1 }
-}
-
-fn most_held(list: &[Action]) -> usize {
-    let (mut now, mut most) = (0, 0);
-    for action in list {
-        now += usize::from(action.kind == Kind::Forward);
-        most = most.max(now);
-        now -= usize::from(action.kind.releases());
-    }
-    most
 }
