@@ -4,7 +4,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/device.cpp",
@@ -12,6 +12,7 @@ const SOURCES: [&str; 7] = [
     "bridge/gradients.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
+    "bridge/random.cpp",
 ];
 
 fn main() {

@@ -6,6 +6,7 @@ use std::ffi::{c_char, c_void};
 pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
 pub(crate) type RawEvent = c_void;
+pub(crate) type RawGenerator = c_void;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
@@ -101,6 +102,11 @@ unsafe extern "C" {
         state: *const RawTensor,
         message: Message,
     ) -> i32;
+
+    pub(crate) fn brimful_own_generator_enter(own: *mut *mut RawGenerator, message: Message)
+    -> i32;
+    pub(crate) fn brimful_own_generator_seed(own: *mut RawGenerator, seed: u64);
+    pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_current(device: i32, id: *mut i64, message: Message) -> i32;

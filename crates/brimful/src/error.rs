@@ -9,6 +9,7 @@ use thiserror::Error;
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
+use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::schedule::{CostError, ScheduleError};
 
@@ -135,6 +136,45 @@ pub enum Error {
         name: String,
         /// The name of the layer that it would share with.
         owner: String,
+    },
+
+    /// A pop of what nobody stashes.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
+         one around it: add `.stash(\"{skip}\")` before it"
+    )]
+    SkipUnknown {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+    },
+
+    /// A pop that comes before its stash.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed only later, by layer {stash}: \
+         move the stash before it"
+    )]
+    SkipTooEarly {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+        /// The place of the stash.
+        stash: usize,
+    },
+
+    /// A stash that nobody pops.
+    #[error("layer {position} stashes '{skip}', which no layer pops: pop it, or remove it")]
+    SkipUnused {
+        /// The stash's place in the list, counted from 0.
+        position: usize,
+        /// Its name.
+        skip: String,
     },
 
     /// A range that is not in the list.
@@ -481,6 +521,14 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A pipeline that cannot be built or used as asked.
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+
+    /// A stage of a pipeline that failed.
+    #[error(transparent)]
+    Stage(Box<StageError>),
 }
 
 /// An error that a user's closure returned, as it was.
@@ -522,6 +570,12 @@ impl Error {
             Ok(torch) => Self::from(*torch),
             Err(other) => Self::Closure(ClosureError(other.into())),
         }
+    }
+}
+
+impl From<StageError> for Error {
+    fn from(error: StageError) -> Self {
+        Self::Stage(Box::new(error))
     }
 }
 

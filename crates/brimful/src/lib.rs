@@ -21,6 +21,7 @@ pub mod micro;
 pub mod nn;
 pub mod oom;
 pub mod optim;
+pub mod pipeline;
 pub mod plan;
 mod random;
 pub mod save;
@@ -36,6 +37,8 @@ pub use guard::guard;
 pub use layers::Layers;
 pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
+pub use pipeline::{Pipeline, is_recomputing};
+pub use random::Draws;
 /// The tch whose tensors this library takes.
 pub use tch;
 

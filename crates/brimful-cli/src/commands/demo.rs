@@ -19,10 +19,13 @@ pub(crate) fn run() -> Result<ExitCode> {
     let options = options()?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
-    match Trainer::new(&options)?.plain_step() {
-        Err(Error::OutOfMemory(oom)) => line(&format!("  {oom}"))?,
-        Err(other) => bail!("the plain step failed for another reason: {other}"),
-        Ok(_) => bail!("the plain step fitted: this build of libtorch needs less than expected"),
+    let plain = Options { micro_batch: usize::MAX, ..options.clone() };
+    let Err(error) = Trainer::new(&plain)?.run_epoch(|_| ()) else {
+        bail!("the plain step fitted: this build of libtorch needs less than expected");
+    };
+    match error.downcast_ref().and_then(Error::out_of_memory) {
+        Some(oom) => line(&format!("  {oom}"))?,
+        None => bail!("the plain step failed for another reason: {error:#}"),
     }
     line(&format!("\nThe same in micro-batches:\n  {TRAIN}"))?;
     line("")?;

@@ -1,5 +1,6 @@
 //! One try at a mini-batch: run it whole, or leave everything as it was.
 
+use std::ops::Range;
 use std::panic;
 
 use tch::Tensor;
@@ -162,7 +163,7 @@ fn add(accumulator: &mut Accumulator, terms: &[Term], part: &Part, groups: &[Gro
 }
 
 /// The groups, each once, in the order of their first terms.
-pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
+pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
     let mut seen = Vec::new();
     for group in groups {
         if !seen.contains(group) {
@@ -170,4 +171,12 @@ pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
         }
     }
     seen
+}
+
+pub(crate) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
+    Part { samples: ranges[i].len() as f64, unit, first: fresh && i == 0 }
+}
+
+pub(crate) fn samples(ranges: &[Range<usize>]) -> f64 {
+    ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

@@ -23,12 +23,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod attempt;
+pub(crate) mod attempt;
 mod cut;
 mod foreign;
 mod outcome;
 mod retry;
-mod tally;
+pub(crate) mod tally;
 mod whole;
 
 use std::sync::{Arc, Mutex, PoisonError};

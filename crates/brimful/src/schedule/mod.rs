@@ -25,6 +25,7 @@ mod interleaved;
 mod memory;
 mod named;
 mod one_f_one_b;
+mod one_place;
 mod recompute;
 pub mod render;
 mod simulate;

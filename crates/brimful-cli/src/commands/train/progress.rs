@@ -6,7 +6,6 @@ use anyhow::Result;
 use brimful::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
-use tch::nn::VarStore;
 
 use super::{Epoch, Options, Trainer};
 use crate::output;
@@ -30,7 +29,7 @@ impl Progress {
     pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
         let bar = bar(trainer.steps());
         if !options.json {
-            output::line(&introduce(options, trainer))?;
+            output::line(&introduce(options, trainer)?)?;
         }
         Ok(Self { bar, json: options.json })
     }
@@ -67,21 +66,19 @@ fn bar(steps: usize) -> ProgressBar {
     ProgressBar::new(steps as u64).with_style(style.expect("the template is right"))
 }
 
-fn introduce(options: &Options, trainer: &Trainer) -> String {
-    let parameters: usize = trainer.store.trainable_variables().iter().map(numel).sum();
+fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
+    let variables = trainer.engine.variables()?;
+    let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = trainer.dataset();
-    format!(
-        "{:?}, {parameters} parameters, on {}\n{} samples to train on, {} to test on, {}",
+    Ok(format!(
+        "{:?}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
         options.model,
-        brimful::device::name(VarStore::device(&trainer.store)),
+        parameters.map(|(_, parameter)| parameter.numel()).sum::<usize>(),
+        trainer.engine.place(),
         dataset.train.len(),
         dataset.test.len(),
         dataset.description
-    )
-}
-
-fn numel(tensor: &tch::Tensor) -> usize {
-    tensor.numel()
+    ))
 }
 
 impl std::fmt::Display for Epoch {
