@@ -141,7 +141,10 @@ const RUN: [&str; 9] =
 
 fn train_to(path: &Path, resume: bool) -> Process {
     let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-    process.args(RUN).args(["cpu", "--batch-size", "100", "--save"]).arg(path);
+    process
+        .args(RUN)
+        .args(["cpu", "--batch-size", "100", "--micro-batch", "32", "--save"])
+        .arg(path);
     if resume {
         process.arg("--resume").arg(path);
     }
@@ -209,7 +212,7 @@ fn nonsense_on_the_command_line_is_one_clear_error() {
         (&["train", "--stages", "2", "--memory-limit", "8MiB"], "say --stage-memory"),
         (&["train", "--stage-memory", "8MiB"], "--stages <S>"),
         (&["train", "--micro-batches", "2", "--micro-batch", "2"], "cannot be used with"),
-        (&["train", "--micro-batch", "0"], "at least 1 sample"),
+        (&["train", "--micro-batch", "0"], "from 1 on, auto or largest"),
         (&["train", "--batch-size", "0"], "give a number from 1 on, or all"),
         (&["train", "--memory-limit", "much"], "such as 96MiB"),
         (&["train", "--memory-limit", "0"], "limit of 0 bytes"),

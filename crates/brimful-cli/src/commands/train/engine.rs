@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use brimful::Bytes;
+use brimful::auto::Decision;
 use brimful::save::Metadata;
 use tch::Tensor;
 
@@ -9,9 +10,13 @@ use tch::Tensor;
 pub(super) type Named = Vec<(String, Tensor)>;
 
 /// What a step came to.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Stepped {
     pub(super) loss: f64,
+    /// What was decided about an automatic size.
+    pub(super) decisions: Vec<Decision>,
+    /// How often it was run again because memory had run out.
+    pub(super) retries: usize,
     /// The most memory in use on a device; of several, on the one that had the most.
     pub(super) peak: Bytes,
 }

@@ -28,7 +28,7 @@ pub(crate) use trainer::{Epoch, Trainer};
 #[command(after_help = "\
 Examples:
   brimful train                                       the shipped digits, an mlp
-  brimful train --model resnet18 --batch-size all --micro-batch 64 --memory-limit 256MiB
+  brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
   brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --stage-memory 64MiB
@@ -53,9 +53,10 @@ pub(crate) struct Options {
     /// Samples a step: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,
-    /// Samples in one forward and backward; the gradient does not depend on it
-    #[arg(long, default_value_t = 64, value_name = "N")]
-    pub(crate) micro_batch: usize,
+    /// Samples in one forward and backward: a number, auto (the fastest that fits) or largest (that
+    /// fits). The gradient does not depend on it
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    pub(crate) micro_batch: MicroBatch,
     /// The same by number: cut each mini-batch into so many
     #[arg(long, value_name = "M", conflicts_with = "micro_batch")]
     pub(crate) micro_batches: Option<usize>,
@@ -77,7 +78,8 @@ pub(crate) struct Options {
     /// Write model, optimizer and progress to this safetensors file after every epoch
     #[arg(long, value_name = "FILE")]
     pub(crate) save: Option<PathBuf>,
-    /// Go on from such a file, to the same parameters as without the interruption
+    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
+    /// interruption
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
     /// Print one JSON object an epoch instead of text, the last with "done": true
@@ -90,7 +92,7 @@ pub(crate) struct Options {
 impl Options {
     /// How a mini-batch is cut.
     fn size(&self) -> Size {
-        self.micro_batches.map_or(Size::Fixed(self.micro_batch), Size::Count)
+        self.micro_batches.map_or(self.micro_batch.0, Size::Count)
     }
 
     fn method(&self) -> Method {
@@ -132,6 +134,23 @@ impl std::str::FromStr for BatchSize {
     }
 }
 
+/// How many samples a micro-batch has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MicroBatch(pub(crate) Size);
+
+impl std::str::FromStr for MicroBatch {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self(Size::Auto)),
+            _ if text == "largest" => Ok(Self(Size::Largest)),
+            Ok(0) | Err(_) => Err("give a number from 1 on, auto or largest".into()),
+            Ok(samples) => Ok(Self(Size::Fixed(samples))),
+        }
+    }
+}
+
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     check(options)?;
@@ -155,7 +174,6 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 }
 
 fn check(options: &Options) -> Result<()> {
-    ensure!(options.micro_batch > 0, "--micro-batch 0: give it at least 1 sample");
     ensure!(options.micro_batches != Some(0), "--micro-batches 0: give it at least 1");
     options.stages.check(options)?;
     if let Some(rate) = options.learning_rate {

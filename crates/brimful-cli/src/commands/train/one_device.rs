@@ -5,7 +5,7 @@ use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::Optimizer;
 use brimful::save::Metadata;
-use brimful::{Layers, Loss, MicroBatcher, device};
+use brimful::{Layers, Loss, MicroBatcher, Step, device};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -42,7 +42,9 @@ impl OneDevice {
         let kind = options.dtype.kind();
         store.set_kind(kind);
         let optimizer = Optimizer::new(&store, options.method())?;
-        let micro = MicroBatcher::new(&store, options.size()).memory(memory.clone());
+        let micro = MicroBatcher::new(&store, options.size())
+            .memory(memory.clone())
+            .reserve(options.method());
         Ok(Self { micro, store, optimizer, model, memory, kind })
     }
 }
@@ -53,11 +55,11 @@ impl Engine for OneDevice {
         let step = self.micro.backward(&batch, |(x, y)| {
             Loss::mean(cross_entropy(&model.forward_t(&typed(&x, kind), true), &y))
         })?;
-        let _inside = self.memory.enter();
-        self.optimizer.step()?;
+        self.micro.guard(|| self.optimizer.step())?;
         self.optimizer.zero_grad()?;
         let peak = step.peak.unwrap_or_default().max(self.memory.usage()?.peak);
-        Ok(Stepped { loss: step.loss, peak })
+        let Step { loss, decisions, retries, .. } = step;
+        Ok(Stepped { loss, peak, decisions, retries })
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {

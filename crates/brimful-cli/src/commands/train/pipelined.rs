@@ -81,7 +81,7 @@ impl Engine for Pipelined {
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
-        let stepped = Stepped { loss: step.loss, peak };
+        let stepped = Stepped { loss: step.loss, peak, decisions: Vec::new(), retries: 0 };
         self.last = Some(step);
         Ok(stepped)
     }

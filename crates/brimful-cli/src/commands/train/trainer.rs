@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use brimful::auto::Decision;
 use brimful::{Bytes, Error, Size, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -21,6 +22,8 @@ pub(crate) struct Trainer {
     batch_size: usize,
     size: Size,
     seed: u64,
+    /// The size that was found, where it is automatic.
+    found: Option<usize>,
     pub(super) epoch: usize,
 }
 
@@ -33,8 +36,10 @@ pub(crate) struct Epoch {
     pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
     pub(crate) micro_batch_size: usize,
-    /// Steps that were run again with smaller micro-batches.
+    /// How often a step was run again with smaller micro-batches.
     pub(crate) retries: usize,
+    /// What changed about an automatic size, and why.
+    pub(crate) decisions: Vec<Decision>,
     pub(crate) peak_bytes: Bytes,
     pub(crate) samples_per_s: f64,
 }
@@ -58,7 +63,7 @@ impl Trainer {
             }
         };
         let (size, seed) = (options.size(), options.seed);
-        Ok(Self { engine, dataset, batch_size, size, seed, epoch: 0 })
+        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0 })
     }
 
     /// Epochs that are done.
@@ -82,7 +87,8 @@ impl Trainer {
     pub(crate) fn run_epoch(&mut self, progress: impl Fn(f64)) -> Result<Epoch> {
         tch::manual_seed(seed_of(self.seed, self.epoch + 1));
         let start = Instant::now();
-        let (mut loss, mut peak) = (0.0, Bytes(0));
+        let (mut loss, mut peak, mut retries) = (0.0, Bytes(0), 0);
+        let mut decisions: Vec<Decision> = Vec::new();
         let samples = self.dataset.train.len();
         let order = Tensor::randperm(samples as i64, (Kind::Int64, Device::Cpu));
         for range in split::by_size(samples, self.batch_size)? {
@@ -90,6 +96,14 @@ impl Trainer {
             let step = self.step(&chosen)?;
             loss += step.loss * range.len() as f64 / samples as f64;
             peak = peak.max(step.peak);
+            retries += step.retries;
+            for decision in step.decisions {
+                let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
+                if !decisions.last().is_some_and(same) {
+                    self.found = Some(decision.size);
+                    decisions.push(decision);
+                }
+            }
             progress(step.loss);
         }
         let seconds = start.elapsed().as_secs_f64();
@@ -100,8 +114,10 @@ impl Trainer {
             loss,
             test_loss,
             test_accuracy,
-            micro_batch_size: micro_batch_size(self.size, self.batch_size),
-            retries: 0,
+            micro_batch_size: (self.found)
+                .unwrap_or_else(|| micro_batch_size(self.size, self.batch_size)),
+            retries,
+            decisions,
             peak_bytes: peak,
             samples_per_s: samples as f64 / seconds,
         })
@@ -145,12 +161,12 @@ impl Trainer {
     }
 }
 
-/// Samples in the largest micro-batch.
+/// Samples in the largest micro-batch; of an automatic size a guess, to measure layers with.
 fn micro_batch_size(size: Size, batch_size: usize) -> usize {
     match size {
         Size::Fixed(size) => size.min(batch_size),
         Size::Count(count) => batch_size.div_ceil(count),
-        _ => batch_size,
+        _ => batch_size.div_ceil(8),
     }
 }
 
