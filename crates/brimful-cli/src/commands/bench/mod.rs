@@ -1,8 +1,11 @@
 //! `brimful bench`: speed and memory, side by side in one run.
 
 mod arena;
+mod journal;
 mod micro;
+mod progress;
 mod times;
+mod work;
 
 use std::process::ExitCode;
 

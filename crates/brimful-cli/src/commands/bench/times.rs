@@ -30,3 +30,16 @@ impl Times {
         sorted
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_is_between_its_middle_two() {
+        let times = |list: &[f64]| Times(list.to_vec());
+        assert_eq!(times(&[3.0, 1.0, 2.0]).median(), 2.0);
+        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).median(), 2.5);
+        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).spread(), 3.0 / 2.5);
+    }
+}
