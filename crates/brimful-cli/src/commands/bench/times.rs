@@ -9,6 +9,13 @@ impl Times {
         self.0.push(seconds);
     }
 
+    /// Keeps the time of a step that counts.
+    pub(crate) fn push_if(&mut self, counts: bool, seconds: f64) {
+        if counts {
+            self.push(seconds);
+        }
+    }
+
     pub(crate) fn median(&self) -> f64 {
         let sorted = self.sorted();
         let middle = sorted.len() / 2;
