@@ -123,7 +123,7 @@ pub(super) fn attempt<J: Send + 'static>(
     jobs: Vec<J>,
     f: impl Fn(&mut super::worker::Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
 ) -> Result<Vec<Told>> {
-    let answers = crew.each(jobs, f)?;
+    let answers = crew.each(jobs, move |worker, job| Ok(f(worker, job)))?;
     undone_unless(crew, first_failure(answers))
 }
 
@@ -154,7 +154,7 @@ fn prepare(crew: &Crew, factors: Vec<f64>) -> Result<()> {
     for (owner, name, gradient) in leaving.into_iter().flatten() {
         arriving[owner].push((name, gradient));
     }
-    crew.each(arriving, |worker, arriving| worker.join(arriving))?.into_iter().collect()
+    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
 }
 
 /// The result; where it is an error, every worker undoes what it has tried.
@@ -166,12 +166,13 @@ pub(super) fn undone_unless<T>(crew: &Crew, result: Result<T>) -> Result<T> {
 }
 
 /// All answers, or the error that came first: those that came later may be its consequences.
-fn first_failure(answers: Vec<Result<Told, Failure>>) -> Result<Vec<Told>> {
+fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told>> {
     let mut told = Vec::new();
     let mut first: Option<(Instant, Error)> = None;
     let mut stopped = None;
     for (device, answer) in answers.into_iter().enumerate() {
-        match answer {
+        let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
+        match answer.unwrap_or_else(failed_now) {
             Ok(answer) => told.push(answer),
             Err(Failure::Failed { at, error }) => {
                 if first.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
