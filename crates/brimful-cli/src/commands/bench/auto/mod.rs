@@ -82,24 +82,26 @@ pub fn run(options: &Options) -> Result<()> {
     journal.end()
 }
 
-/// The table's models, their mini-batches and limits, in MB.
-const ON_CPU: [(ModelName, usize, [u64; 3]); 3] = [
-    (ModelName::Mlp, 4096, [40, 60, 100]),
-    (ModelName::Resnet18, 64, [160, 200, 280]),
-    (ModelName::Gpt, 64, [120, 200, 320]),
+/// A table's rows: a model, limits in MB, and mini-batches of about twice what fits.
+type Rows = [(ModelName, [(u64, usize); 3])];
+const ON_CPU: &Rows = &[
+    (ModelName::Mlp, [(40, 2048), (60, 4096), (100, 8192)]),
+    (ModelName::Resnet18, [(180, 256), (220, 256), (300, 512)]),
+    (ModelName::Gpt, [(250, 16), (400, 32), (700, 64)]),
 ];
-const ON_CUDA: [(ModelName, usize, [u64; 3]); 2] = [
-    (ModelName::Resnet50, 2048, [8_000, 24_000, 80_000]),
-    (ModelName::Gpt, 512, [8_000, 24_000, 80_000]),
+const ON_CUDA: &Rows = &[
+    (ModelName::Resnet50, [(8_000, 192), (24_000, 576), (80_000, 2048)]),
+    (ModelName::Gpt, [(8_000, 48), (24_000, 128), (80_000, 384)]),
 ];
 
 impl Options {
     fn rows(&self, device: Device) -> Result<Vec<(Work, Bytes)>> {
         if self.table {
-            let table = if device == Device::Cpu { &ON_CPU[..] } else { &ON_CUDA };
-            let rows = table.iter().flat_map(|&(model, batch, limits)| {
-                limits
-                    .map(|limit| (self.work(model, Some(batch), device), Bytes(limit * 1_000_000)))
+            let table = if device == Device::Cpu { ON_CPU } else { ON_CUDA };
+            let rows = table.iter().flat_map(|&(model, rows)| {
+                rows.map(|(limit, batch)| {
+                    (self.work(model, Some(batch), device), Bytes(limit * 1_000_000))
+                })
             });
             return Ok(rows.collect());
         }

@@ -59,8 +59,7 @@ struct Fastest {
 #[derive(Debug, Serialize)]
 struct Best {
     size: usize,
-    samples_per_s: f64,
-    /// The rate of `auto` over it.
+    /// The rate of `auto` over that of this size, given, in turns.
     ratio: f64,
 }
 
@@ -72,16 +71,15 @@ impl Row {
     ) -> Result<Self> {
         let samples = subject.samples();
         let title = subject.work.title();
-        progress.row(&format!("{title}: auto"));
-        let fastest = fastest(subject, &samples)?;
         let (mut largest, mut best) = (None, None);
         if !steps_only {
             let feasible = trials::largest(subject, &samples, progress)?;
+            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
             progress.row(&format!("{title}: largest"));
             largest = Some(find_largest(subject, feasible, &samples)?);
-            let (size, rate) = trials::fastest(subject, feasible, &samples, progress)?;
-            best = Some(Best { size, samples_per_s: rate, ratio: fastest.samples_per_s / rate });
         }
+        progress.row(&format!("{title}: auto"));
+        let (fastest, best) = fastest(subject, best, &samples)?;
         let work = &subject.work;
         Ok(Self {
             model: work.model,
@@ -135,36 +133,45 @@ impl Row {
     }
 }
 
-fn fastest(subject: &Subject, samples: &Samples) -> Result<Fastest> {
+/// What `auto` does; then its steps in turns with those of the same size, and of the best one.
+fn fastest(
+    subject: &Subject,
+    best: Option<usize>,
+    samples: &Samples,
+) -> Result<(Fastest, Option<Best>)> {
     let mut built = subject.build(Size::Auto, samples)?;
-    let (mut failed, mut first_step_s) = (0, 0.0);
-    for turn in 0..FASTEST_STEPS {
+    let (mut failed, mut first_step_s) = (0, None);
+    for _ in 0..FASTEST_STEPS {
         let (seconds, step) = built.step()?;
         failed += step.retries;
-        if turn == 0 {
-            first_step_s = seconds;
-        }
+        first_step_s.get_or_insert(seconds);
     }
-    let [mut times, mut given] = [Times::default(), Times::default()];
+    let [mut times, mut same, mut of_best] = [(); 3].map(|()| Times::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
     for _ in 0..STEADY_STEPS {
         let (seconds, step) = built.step()?;
         times.push(seconds);
         failed += step.retries;
         (micro_batch, peak_bytes) = (size(&step), step.peak);
-        given.push(built.step_of(micro_batch)?);
+        same.push(built.step_of(micro_batch)?);
+        if let Some(best) = best {
+            of_best.push(built.step_of(best)?);
+        }
     }
-    Ok(Fastest {
+    let fastest = Fastest {
         micro_batch,
         failed,
-        first_step_s,
+        first_step_s: first_step_s.unwrap_or_default(),
         samples_per_s: subject.work.batch as f64 / times.median(),
         spread: times.spread(),
-        ratio_to_fixed: given.median() / times.median(),
+        ratio_to_fixed: same.median() / times.median(),
         peak_bytes,
-    })
+    };
+    let best = best.map(|size| Best { size, ratio: of_best.median() / times.median() });
+    Ok((fastest, best))
 }
 
+/// What `largest` finds, and what that takes beside as many first steps of the size, given.
 fn find_largest(subject: &Subject, feasible: usize, samples: &Samples) -> Result<Largest> {
     let mut built = subject.build(Auto::largest(), samples)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
@@ -174,8 +181,12 @@ fn find_largest(subject: &Subject, feasible: usize, samples: &Samples) -> Result
         failed += step.retries;
         found = size(&step);
     }
-    let plain = median_of(&mut built)?;
-    let extra_steps = total / plain - LARGEST_STEPS as f64;
+    drop(built);
+    let mut given = subject.build(Size::Fixed(found), samples)?;
+    for _ in 0..LARGEST_STEPS {
+        total -= given.step()?.0;
+    }
+    let extra_steps = total / median_of(&mut given)?;
     Ok(Largest { size: found, feasible, failed, extra_steps })
 }
 

@@ -26,21 +26,21 @@ pub(super) fn largest(subject: &Subject, samples: &Samples, progress: &Progress)
     if fits == 0 {
         bail!("{}: one sample does not fit {}", subject.work.title(), subject.limit);
     }
-    Ok(fits)
+    // Near-equal micro-batches are as large as that allows.
+    Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
 }
 
-/// The best rate of sizes that fit, and that size: powers of two, those half way between, and the
-/// largest.
+/// The size of the best rate: of powers of two from a 32nd of the largest on, and of the largest.
 pub(super) fn fastest(
     subject: &Subject,
     largest: usize,
     samples: &Samples,
     progress: &Progress,
-) -> Result<(usize, f64)> {
-    let powers = (1..).map(|power| 1 << power).take_while(|&size| size <= largest);
-    let sizes = powers.flat_map(|size: usize| [size, size + size / 2]).chain([largest]);
-    let mut best = (0, 0.0);
-    for size in sizes.filter(|&size| size <= largest) {
+) -> Result<usize> {
+    let powers = (1..).map(|power| 1 << power).take_while(|&size| size < largest);
+    let sizes = powers.filter(|&size: &usize| size >= largest / 32).chain([largest]);
+    let mut best = (largest, 0.0);
+    for size in sizes {
         progress.row(&format!("{}: how fast is {size}?", subject.work.title()));
         if let Some(rate) = rate(subject, size, samples, REPEATS)?
             && rate > best.1
@@ -48,7 +48,7 @@ pub(super) fn fastest(
             best = (size, rate);
         }
     }
-    Ok(best)
+    Ok(best.0)
 }
 
 /// Samples a second with a given size; `None` where it does not fit.
