@@ -14,6 +14,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::crew::Crew;
+use super::device::StageDevice;
 use super::error::PipelineError;
 use super::report::Step;
 use super::run::{End, Failure, Head};
@@ -94,7 +95,7 @@ impl Pipeline {
         let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
         let inputs = inputs(input, &ranges)?;
         let (end, parts) = (End::Loss(head), parts(&ranges));
-        drawing(|seed| {
+        drawing(&self.devices, |seed| {
             let work = Work { inputs, end, train: true, seed, parts, start };
             let crew = self.crew();
             let told =
@@ -108,12 +109,24 @@ impl Pipeline {
 }
 
 /// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
-pub(super) fn drawing<T>(f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
-    let before = Randomness::now(Device::Cpu)?;
-    let result = f(random::step_seed()?);
-    if result.is_err() {
-        before.restore()?;
-    }
+pub(super) fn drawing<T>(devices: &[StageDevice], f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
+    undisturbed(devices, || {
+        let before = Randomness::now(Device::Cpu)?;
+        let result = f(random::step_seed()?);
+        if result.is_err() {
+            before.restore()?;
+        }
+        result
+    })
+}
+
+/// Runs `f`; the accelerators' own generators, which the stages seed as they need, are as before
+/// afterwards.
+pub(super) fn undisturbed<T>(devices: &[StageDevice], f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let all = devices.iter().map(|device| device.device);
+    let accelerators = Randomness::of(all.filter(|device| *device != Device::Cpu).collect())?;
+    let result = f();
+    accelerators.restore()?;
     result
 }
 
