@@ -7,11 +7,14 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use brimful::memory::Arena;
+use brimful::micro::NonFinite;
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{Balance, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
-use pipeline_models::{CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp};
+use pipeline_models::{
+    CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp, test_device,
+};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -489,5 +492,64 @@ fn gradients_add_up_until_they_are_cleared() {
         let step = pipe.step(&x, &y, GPT.loss).expect("a step");
         plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
+    }
+}
+
+#[test]
+fn gradients_that_are_not_finite_are_refused_on_request() {
+    let _turn = alone();
+    // The root of 0 has an infinite slope: the loss is a number, its gradient is none.
+    let layers = || {
+        Layers::new()
+            .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+            .add_fn("first", |x| x.shallow_clone())
+            .add_fn("root", |x| (x * 0.0).sqrt())
+    };
+    let x = Tensor::ones([4, 2], DOUBLE);
+    let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
+    let mut pipe = builder(layers(), 3).micro_batches(2).build().expect("a pipeline");
+    pipe.step(&x, &x, sum).expect("nobody looks");
+    let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinite::RefuseGradients);
+    let mut pipe = strict.build().expect("a pipeline");
+    let error = pipe.step(&x, &x, sum).expect_err("not finite");
+    assert_eq!(error, Error::NonFiniteGradient { micro_batch: 0 });
+    assert!(pipe.gradients().expect("gradients").is_empty());
+}
+
+/// tch's own BatchNorm moves at every micro-batch, but not again in a recompute, and not for good if
+/// the step fails.
+#[test]
+fn foreign_batch_norm_moves_once_a_micro_batch() {
+    let _turn = alone();
+    tch::manual_seed(13);
+    let layers = || {
+        Layers::new()
+            .add("fc", |p| nn::linear(p, 3, 3, Default::default()))
+            .add("bn", |p| nn::batch_norm1d(p, 3, Default::default()))
+            .add_fn("last", |x| x.shallow_clone())
+    };
+    let running = |pipe: &Pipeline| -> Vec<(String, Tensor)> {
+        let all = pipe.variables().expect("variables").into_iter();
+        all.filter(|(name, _)| name.contains("running")).map(|(n, t)| (n, t.copy())).collect()
+    };
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(layers(), 2).balance([2, 1]).micro_batches(3).recompute(recompute).build();
+        let pipe = pipe.as_mut().expect("a pipeline");
+        let plain = Plain::of(&layers(), pipe);
+        for _ in 0..2 {
+            let x = Tensor::randn([9, 3], DOUBLE);
+            let before = running(pipe);
+            let failed = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double) / 0.0));
+            assert!(failed.is_err());
+            assert_close(&running(pipe), &before, "a step that failed");
+            pipe.step(&x, &x, mse).expect("a step");
+            for part in x.to_device(test_device()).chunk(3, 0) {
+                let _out = plain.model.forward_t(&part, true);
+            }
+            let all = plain.values().into_iter();
+            let expected: Vec<_> = all.filter(|(name, _)| name.contains("running")).collect();
+            assert_close(&running(pipe), &expected, &format!("{recompute}"));
+        }
     }
 }

@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::attempt::Told;
 use super::report::Step;
 use super::run::End;
 use super::step::{attempt, common_len, head, joined, one, parts, report, undisturbed};
-use super::worker::Told;
 use super::{Pipeline, Work, inputs, ranges};
 use crate::batch::{self, Batch};
 use crate::micro::Outcome;

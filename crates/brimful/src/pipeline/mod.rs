@@ -38,8 +38,10 @@
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`Draws`](crate::Draws)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
 
+mod attempt;
 mod backward;
 mod builder;
+mod commit;
 mod crew;
 mod device;
 mod error;

@@ -15,8 +15,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::backward::{self, Roots};
-use super::error::{Cause, StageError};
-use super::recompute;
+use super::error::{self, Cause, StageError};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::{Arriving, Tensors};
@@ -88,6 +87,8 @@ pub(super) struct Run {
     pub(super) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(super) output_gradients: Vec<Tensors>,
+    /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
+    pub(super) norms: Vec<(usize, Tensor)>,
     /// The model's next input, on its way to the device.
     pub(super) ahead: Option<Vec<Arriving>>,
     pub(super) timeline: Timeline,
@@ -125,6 +126,7 @@ impl Run {
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
+            norms: Vec::new(),
             ahead: None,
             next: 0,
             accumulator,
@@ -150,6 +152,10 @@ impl Run {
             }
         }
         Ok(())
+    }
+
+    pub(super) fn micro_batches(&self) -> usize {
+        self.job.actions.micro_batches()
     }
 
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<Flow> {
@@ -192,7 +198,7 @@ impl Run {
                 site.run(at, input.share(), self.pass(i, site))
             };
             // What has no graph now will have one then.
-            let traced = input.all().any(Tensor::requires_grad) || site.trains();
+            let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
             self.hand_on(site, at, action, output, traced)?.0
         };
@@ -210,7 +216,7 @@ impl Run {
             let output = site.run(at, input, pass);
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(recompute::again(|| site.run(at, input, pass)))
+            Output::Boundary(site.run_again(at, input, pass)?)
         };
         kept.output = Some(output);
         self.kept[at][i] = Some(kept);
@@ -237,6 +243,9 @@ impl Run {
         };
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
         let gradients = backward::run(accumulator, roots, kept.input)?;
+        if site.refuses_gradients {
+            self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
+        }
         drop(output);
         self.timeline.end(action)?;
         self.hand_back(site, at, gradients)
@@ -270,9 +279,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Error>) -> Failure {
     let cause = match caught {
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
         Caught::Error(error) => Cause::Error(error),
-        Caught::Panic(payload) => {
-            Cause::Panic(oom::panic_text(&*payload).unwrap_or("without a word").to_owned())
-        }
+        Caught::Panic(payload) => Cause::Panic(error::words(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

@@ -13,12 +13,12 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
+use super::attempt::Told;
 use super::crew::Crew;
 use super::device::StageDevice;
 use super::error::PipelineError;
 use super::report::Step;
 use super::run::{End, Failure, Head};
-use super::worker::Told;
 use super::{Pipeline, Work, inputs, ranges};
 use crate::batch::{self, Batch};
 use crate::loss::Part;
