@@ -40,6 +40,7 @@
 
 mod attempt;
 mod backward;
+mod balance;
 mod builder;
 mod commit;
 mod crew;
@@ -49,6 +50,7 @@ mod evaluate;
 mod exchange;
 mod layout;
 mod optimizer;
+mod optimizer_state;
 mod recompute;
 mod report;
 mod run;
@@ -69,7 +71,8 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-pub use builder::{Balance, Builder};
+pub use balance::Balance;
+pub use builder::Builder;
 pub use device::StageDevice;
 pub use error::{Cause, PipelineError, StageError};
 pub use optimizer::PipelineOptimizer;
@@ -80,7 +83,7 @@ pub use whole::Outputs;
 use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
-use crate::{Layers, Result, Size, balance, split};
+use crate::{Layers, Result, Size, split};
 use crew::Crew;
 use layout::Layout;
 use run::{End, Job};
@@ -94,7 +97,7 @@ pub struct Pipeline {
     crew: Arc<Mutex<Crew>>,
     layout: Arc<Layout>,
     devices: Vec<StageDevice>,
-    balance: balance::Balance,
+    balance: crate::balance::Balance,
     schedule: Schedule,
     recompute: Recompute,
     size: Size,
@@ -112,7 +115,7 @@ impl Pipeline {
     }
 
     /// How many layers each stage has.
-    pub fn balance(&self) -> &balance::Balance {
+    pub fn balance(&self) -> &crate::balance::Balance {
         &self.balance
     }
 
