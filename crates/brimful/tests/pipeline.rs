@@ -553,3 +553,62 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
         }
     }
 }
+
+/// What torchgpipe cannot see: a stage that is computed again from an input that it has changed.
+#[test]
+fn changes_in_place_are_right_or_refused() {
+    let _turn = alone();
+    tch::manual_seed(14);
+    let inside = || {
+        Layers::new()
+            .add("fc1", |p| nn::linear(p, 3, 3, Default::default()))
+            .add_fn("tanh", |x| x.shallow_clone().tanh_())
+            .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
+    };
+    let x = Tensor::randn([6, 3], DOUBLE);
+    for recompute in Recompute::ALL {
+        let build = |layers, sizes: [usize; 2]| {
+            let builder = builder(layers, 2).balance(sizes).micro_batches(3);
+            builder.recompute(recompute).build().expect("a pipeline")
+        };
+        // In the middle of a stage it is the stage's own affair.
+        let mut pipe = build(inside(), [2, 1]);
+        let plain = Plain::of(&inside(), &pipe);
+        pipe.step(&x, &x, mse).expect("a step");
+        let here = x.to_device(test_device());
+        plain.model.forward_t(&here, true).mse_loss(&here, tch::Reduction::Mean).backward();
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
+        // At its beginning it changes what another stage, or the caller, still needs.
+        let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));
+        let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
+        let mut of_boundary = build(inside(), [1, 2]);
+        for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
+            let error = pipe.step(&x, &x, mse).expect_err("changed in place").to_string();
+            let words = ["in place", "in-place operation", "inplace operation"];
+            assert!(words.iter().any(|words| error.contains(words)), "{recompute}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_skip_may_be_of_nothing() {
+    let layers = Layers::new()
+        .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+        .add_many("aside", |_| |x, _| vec![x[0].shallow_clone()])
+        .add_many("none", |_| |_, _| Vec::new())
+        .stash("nothing")
+        .add_many("one", |p| {
+            let number = p.zeros("number", &[1, 2]);
+            move |_, _| vec![number.shallow_clone()]
+        })
+        .pop_many("pop", "nothing", |x, nothing| {
+            assert!(nothing.is_empty());
+            x.iter().map(Tensor::shallow_clone).collect()
+        });
+    let _turn = alone();
+    let mut pipe = builder(layers, 3).balance([4, 1, 1]).build().expect("a pipeline");
+    let x = Tensor::ones([1, 2], DOUBLE);
+    pipe.step(&x, &x, mse).expect("a step");
+    let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
+    assert_eq!(trained, ["one.number"]);
+}

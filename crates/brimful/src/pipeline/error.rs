@@ -85,6 +85,12 @@ pub enum PipelineError {
         /// What the model has.
         here: String,
     },
+    /// An input that is needed again and is not what it was.
+    #[error(
+        "a layer changed the stage's input in place, but it is to be computed from again: let the \
+         stage's first layer make a tensor of its own, or do not recompute"
+    )]
+    InputChanged,
     /// A panic between a step's actions.
     #[error("a worker panicked between two actions: {message}; the step was undone")]
     Panicked {

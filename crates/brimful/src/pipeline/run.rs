@@ -15,7 +15,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::backward::{self, Roots};
-use super::error::{self, Cause, StageError};
+use super::error::{self, Cause, PipelineError, StageError};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::{Arriving, Tensors};
@@ -193,10 +193,7 @@ impl Run {
             self.timeline.end(action)?;
             Flow::Done
         } else {
-            let output = {
-                let _without = tch::no_grad_guard();
-                site.run(at, input.share(), self.pass(i, site))
-            };
+            let output = self.run_for_now(site, at, i, &input)?;
             // What has no graph now will have one then.
             let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
@@ -204,6 +201,17 @@ impl Run {
         };
         self.kept[at][i] = Some(Kept { input, output: None });
         Ok(flow)
+    }
+
+    /// Runs a stage that will be run again, from the same input and without a graph.
+    fn run_for_now(&self, site: &Site, at: usize, i: usize, input: &Boundary) -> Result<Boundary> {
+        let _without = tch::no_grad_guard();
+        let versions = || input.all().map(Tensor::f_internal_version).collect::<Vec<_>>();
+        let before = versions();
+        let output = site.run(at, input.share(), self.pass(i, site));
+        let unchanged =
+            before.iter().zip(versions()).all(|(a, b)| a.as_ref().ok() == b.as_ref().ok());
+        if unchanged { Ok(output) } else { Err(PipelineError::InputChanged.into()) }
     }
 
     fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
