@@ -5,7 +5,8 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::error;
-use super::run::{Failure, Job, Run};
+use super::job::Job;
+use super::run::{Failure, Run};
 use super::transfer::Tensors;
 use super::worker::Worker;
 use crate::accumulate::{Accumulator, Finished, Sums};

@@ -45,9 +45,12 @@ mod builder;
 mod commit;
 mod crew;
 mod device;
+mod drawing;
 mod error;
 mod evaluate;
 mod exchange;
+mod head;
+mod job;
 mod layout;
 mod optimizer;
 mod optimizer_state;
@@ -85,8 +88,8 @@ use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::{Layers, Result, Size, split};
 use crew::Crew;
+use job::{End, Job};
 use layout::Layout;
-use run::{End, Job};
 
 /// A model spread over devices.
 ///
