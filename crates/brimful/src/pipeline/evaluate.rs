@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::attempt::Told;
+use super::drawing::undisturbed;
+use super::head::{common_len, head, joined, one};
+use super::job::End;
 use super::report::Step;
-use super::run::End;
-use super::step::{attempt, common_len, head, joined, one, parts, report, undisturbed};
-use super::worker::Told;
+use super::step::{attempt, parts, report};
 use super::{Pipeline, Work, inputs, ranges};
 use crate::batch::{self, Batch};
 use crate::micro::Outcome;
