@@ -473,6 +473,8 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let error = pipe.step(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
+    // Who needs no target gives none.
+    pipe.step(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double))).expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
     assert_eq!(pipe.eval(&empty, 1).expect_err("nothing"), Error::EmptyBatch);
     let wide = Tensor::zeros([4, 9], DOUBLE);
