@@ -614,3 +614,35 @@ fn a_skip_may_be_of_nothing() {
     let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
     assert_eq!(trained, ["one.number"]);
 }
+
+#[test]
+fn stages_without_parameters_are_fine() {
+    let _turn = alone();
+    tch::manual_seed(15);
+    let layers = || {
+        Layers::new()
+            .add_fn("double", |x| x * 2.0)
+            .add("fc1", |p| nn::linear(p, 4, 4, Default::default()))
+            .add_fn("tanh", |x| x.tanh())
+            .add("fc2", |p| nn::linear(p, 4, 3, Default::default()))
+            .add_fn("last", |x| x.shallow_clone())
+    };
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(layers(), 5).micro_batches(3).recompute(recompute).build().expect("a pipeline");
+        let mut plain = Plain::of(&layers(), &pipe);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for _ in 0..2 {
+            let (x, y) = ((MLP.input)(7), (MLP.target)(7));
+            pipe.step(&x, &y, MLP.loss).expect("a step");
+            plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+            optimizer.clip_gradient_norm(0.1).expect("clipped");
+            let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
+            optimizer.step().expect("a step");
+            optimizer.zero_grad().expect("cleared");
+            plain.optimizer.step().expect("a step");
+            plain.optimizer.zero_grad().expect("cleared");
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), "without");
+        }
+    }
+}
