@@ -473,6 +473,8 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let error = pipe.step(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
+    // Who needs no target gives none.
+    pipe.step(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double))).expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
     assert_eq!(pipe.eval(&empty, 1).expect_err("nothing"), Error::EmptyBatch);
     let wide = Tensor::zeros([4, 9], DOUBLE);
@@ -611,4 +613,36 @@ fn a_skip_may_be_of_nothing() {
     pipe.step(&x, &x, mse).expect("a step");
     let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
     assert_eq!(trained, ["one.number"]);
+}
+
+#[test]
+fn stages_without_parameters_are_fine() {
+    let _turn = alone();
+    tch::manual_seed(15);
+    let layers = || {
+        Layers::new()
+            .add_fn("double", |x| x * 2.0)
+            .add("fc1", |p| nn::linear(p, 4, 4, Default::default()))
+            .add_fn("tanh", |x| x.tanh())
+            .add("fc2", |p| nn::linear(p, 4, 3, Default::default()))
+            .add_fn("last", |x| x.shallow_clone())
+    };
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(layers(), 5).micro_batches(3).recompute(recompute).build().expect("a pipeline");
+        let mut plain = Plain::of(&layers(), &pipe);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for _ in 0..2 {
+            let (x, y) = ((MLP.input)(7), (MLP.target)(7));
+            pipe.step(&x, &y, MLP.loss).expect("a step");
+            plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+            optimizer.clip_gradient_norm(0.1).expect("clipped");
+            let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
+            optimizer.step().expect("a step");
+            optimizer.zero_grad().expect("cleared");
+            plain.optimizer.step().expect("a step");
+            plain.optimizer.zero_grad().expect("cleared");
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), "without");
+        }
+    }
 }

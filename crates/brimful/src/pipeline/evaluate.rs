@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::attempt::Told;
 use super::drawing::undisturbed;
-use super::head::{common_len, head, joined, one};
+use super::head::{common_len, head, joined, one, shared};
 use super::job::End;
 use super::report::Step;
 use super::step::{attempt, parts, report};
@@ -72,7 +72,7 @@ impl Pipeline {
         let actions = self.actions(ranges.len())?;
         self.open = None;
         let loss = move |values: &[Tensor], y: &Y| loss(one(values)?, y).into_parts();
-        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
+        let (head, collected) = head(target, &ranges, self.output_device(), &shared(loss))?;
         let work = Work {
             inputs: inputs(input, &ranges)?,
             end: End::Loss(head),

@@ -13,19 +13,33 @@ use crate::{Error, Loss, Result, feed};
 /// What a closure gave beside its losses, by micro-batch.
 pub(super) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
+/// The caller's closure, which may be needed for more than one try.
+pub(super) type SharedLoss<F> = Arc<Mutex<F>>;
+
+pub(super) fn shared<F>(loss: F) -> SharedLoss<F> {
+    Arc::new(Mutex::new(loss))
+}
+
 /// The closure as the last stage calls it: with the number of a micro-batch.
-pub(super) fn head<Y: Batch + 'static, O: Batch + 'static>(
+pub(super) fn head<Y, O, F>(
     target: &Y,
     ranges: &[Range<usize>],
     device: Device,
-    mut loss: impl FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
-) -> Result<(Head, Collected<O>)> {
+    loss: &SharedLoss<F>,
+) -> Result<(Head, Collected<O>)>
+where
+    Y: Batch + 'static,
+    O: Batch + 'static,
+    F: FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
+{
     let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
     let targets = slices.collect::<Result<Vec<Y>>>()?;
     let collected: Collected<O> = Arc::new(Mutex::new(ranges.iter().map(|_| None).collect()));
-    let given = Arc::clone(&collected);
+    let (given, loss) = (Arc::clone(&collected), Arc::clone(loss));
     let head = move |i: usize, values: &[Tensor]| {
-        let (loss, output) = loss(values, &feed::moved(&targets[i], device)?)?;
+        let target = feed::moved(&targets[i], device)?;
+        let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
+        let (loss, output) = loss(values, &target)?;
         let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
         given.lock().unwrap_or_else(PoisonError::into_inner)[i] = Some(output);
         Ok(loss)
@@ -39,13 +53,16 @@ pub(super) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
     batch::join(parts.iter_mut().filter_map(Option::take).collect())
 }
 
-/// The samples of both, which must be as many.
+/// The samples of both, which must be as many; a target may also have nothing to cut.
 pub(super) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
-    let (input, target) = (batch::len(input)?, batch::len(target)?);
-    if input != target {
-        return Err(Error::LeafLengthsDiffer { lengths: vec![input, target] });
+    let input = batch::len(input)?;
+    match batch::len(target) {
+        Ok(target) if target != input => {
+            Err(Error::LeafLengthsDiffer { lengths: vec![input, target] })
+        }
+        Ok(_) | Err(Error::NothingToCut) => Ok(input),
+        Err(error) => Err(error),
     }
-    Ok(input)
 }
 
 /// The only output.

@@ -112,7 +112,10 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        crew.all(move |worker| Ok(foreach::scale(&gradients(optimizer(worker)), factor)?))?;
+        crew.all(move |worker| match &*gradients(optimizer(worker)) {
+            [] => Ok(()),
+            gradients => Ok(foreach::scale(gradients, factor)?),
+        })?;
         Ok(norm)
     }
 

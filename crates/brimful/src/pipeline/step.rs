@@ -17,7 +17,7 @@ use super::attempt::Told;
 use super::crew::Crew;
 use super::drawing::drawing;
 use super::error::PipelineError;
-use super::head::{common_len, head, joined, one};
+use super::head::{SharedLoss, common_len, head, joined, one, shared};
 use super::job::End;
 use super::report::Step;
 use super::run::Failure;
@@ -86,22 +86,38 @@ impl Pipeline {
         Y: Batch + 'static,
         O: Batch + 'static,
     {
-        let start = Instant::now();
         self.open = None;
         let ranges = ranges(self.size, common_len(input, target)?)?;
+        self.try_step(input, target, &shared(loss), &ranges)
+    }
+
+    /// One step over these micro-batches: whole, or as if it had not been tried. The closure can be
+    /// used for another try.
+    fn try_step<Y, O, F>(
+        &mut self,
+        input: &impl Batch,
+        target: &Y,
+        loss: &SharedLoss<F>,
+        ranges: &[Range<usize>],
+    ) -> Result<Step<O>>
+    where
+        Y: Batch + 'static,
+        O: Batch + 'static,
+        F: FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
+    {
+        let start = Instant::now();
         let actions = self.actions(ranges.len())?;
-        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
-        let inputs = inputs(input, &ranges)?;
-        let (end, parts) = (End::Loss(head), parts(&ranges));
+        let (head, collected) = head(target, ranges, self.output_device(), loss)?;
+        let (inputs, end, parts) = (inputs(input, ranges)?, End::Loss(head), parts(ranges));
         drawing(&self.devices, |seed| {
             let work = Work { inputs, end, train: true, seed, parts, start };
             let crew = self.crew();
             let told =
                 attempt(&crew, self.jobs(&actions, work), |worker, job| worker.attempt(job))?;
             let outputs = undone_unless(&crew, joined(&collected))?;
-            let (told, totals) = settle(&crew, told, samples(&ranges))?;
+            let (told, totals) = settle(&crew, told, samples(ranges))?;
             let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));
-            Ok(report(told, &ranges, start, seed, actions, loss, terms).with_outputs(outputs))
+            Ok(report(told, ranges, start, seed, actions, loss, terms).with_outputs(outputs))
         })
     }
 }
