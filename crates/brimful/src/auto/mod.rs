@@ -4,6 +4,7 @@
 //!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle, back off, grow
 //!              ├─────► memory_model (P)  what a size needs, from what others needed
 //!              └─────► rates (P)         how fast each size was
+//!   story      what was decided for a step, and how often it was run again
 //!   room       what is free for a step
 //!   stopwatch  how long its micro-batches took
 //!   remembered what earlier runs have found
@@ -42,6 +43,7 @@ mod room;
 mod sizer;
 mod sizes;
 mod stopwatch;
+mod story;
 #[cfg(test)]
 mod tests;
 
@@ -53,6 +55,7 @@ pub(crate) use room::room;
 pub(crate) use sizer::{Room, Sizer};
 pub(crate) use sizes::Sizes;
 pub(crate) use stopwatch::Stopwatch;
+pub(crate) use story::Story;
 
 use crate::micro::Size;
 

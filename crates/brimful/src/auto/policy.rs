@@ -169,6 +169,11 @@ impl Policy {
         self.chosen.map(|chosen| chosen.size).or_else(fastest)
     }
 
+    /// The most that failures leave.
+    pub(crate) fn limit(&self) -> usize {
+        self.ceiling.map_or(usize::MAX, |ceiling| ceiling.cap)
+    }
+
     pub(crate) fn rate(&self, size: usize) -> Option<f64> {
         self.rates.of(size)
     }
@@ -347,7 +352,7 @@ impl Policy {
         self.thrashing_steps = if retried { self.thrashing_steps + 1 } else { 0 };
         if self.thrashing_steps >= THRASHING_STEPS {
             self.thrashing_steps = 0;
-            self.limit(size, below(size), available, Why::Thrash);
+            self.set_ceiling(size, below(size), available, Why::Thrash);
         }
     }
 
@@ -363,10 +368,10 @@ impl Policy {
         .clamp(1, below(size));
         self.climb.over = true;
         self.climb.bound = Some(cap);
-        self.limit(size, cap, available, Why::BackOff);
+        self.set_ceiling(size, cap, available, Why::BackOff);
     }
 
-    fn limit(&mut self, size: usize, cap: usize, available: u64, why: Why) {
+    fn set_ceiling(&mut self, size: usize, cap: usize, available: u64, why: Why) {
         let tried_again = self.ceiling.is_some_and(|before| before.tried_again);
         self.calm_steps = 0;
         self.ceiling = Some(Ceiling { size, cap, available, why, tried_again, lifted: false });

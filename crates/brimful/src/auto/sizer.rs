@@ -4,7 +4,7 @@
 
 use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
-use super::policy::{Goal, Policy, Situation, Trial};
+use super::policy::{Goal, Policy, Situation, Trial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
 /// Memory that a step may take.
@@ -78,6 +78,17 @@ impl Sizer {
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
         let available = tightest(rooms);
         self.policy.next(Situation { fits, seen, reach, available, left, samples })
+    }
+
+    /// Decides how a whole mini-batch is cut. Nothing can be learnt while it runs, so the first time
+    /// it is cut into no more than 64.
+    pub(crate) fn next_whole(&mut self, rooms: &[Room], samples: usize) -> Trial {
+        let mut trial = self.next(rooms, samples, samples);
+        if trial.why == Why::Probe && self.lines().is_none() {
+            trial.size = trial.size.max((samples / 64).min(self.policy.limit()));
+        }
+        trial.size = in_near_equal_parts(samples, trial.size);
+        trial
     }
 
     /// The most that a size is expected to need in one of the memories.

@@ -6,10 +6,10 @@ use std::panic;
 use tch::Tensor;
 
 use super::cut::Cut;
-use super::retry::Story;
 use super::tally::{Group, Tally};
 use super::{MicroBatcher, NonFinite, Outcome, Window};
 use crate::accumulate::Accumulator;
+use crate::auto::Story;
 use crate::batch::{self, Batch};
 use crate::loss::{Part, Term};
 use crate::memory::Memory;

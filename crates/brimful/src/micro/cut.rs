@@ -185,13 +185,10 @@ impl Watch {
         Ok(ranges)
     }
 
-    /// Decides on all of the mini-batch at once. Nothing can be learnt while it runs, so the first
-    /// time it is cut into no more than 64.
+    /// Decides on all of the mini-batch at once.
     fn begin_all(&mut self, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
-        let mut trial = self.sizer.next(&[self.room], samples, samples);
-        trial.size = trial.size.max(if self.sizer.lines().is_none() { samples / 64 } else { 1 });
+        let trial = self.sizer.next_whole(&[self.room], samples);
         let ranges = split::by_size(samples, trial.size)?;
-        trial.size = longest(&ranges);
         self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
         self.open(samples, &ranges, Some(Stopwatch::start(device)?))?;
         Ok(ranges)

@@ -38,7 +38,7 @@ use tch::nn::{VarStore, Variables};
 use tch::{Device, Tensor};
 
 use crate::accumulate::Sums;
-use crate::auto::{Decision, Goal, Sizes, Use};
+use crate::auto::{Decision, Goal, Sizes, Story, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::loss::Part;
@@ -47,7 +47,6 @@ use crate::{Error, Result};
 
 use attempt::{Scale, Undo};
 pub use outcome::Outcome;
-use retry::Story;
 use tally::{Group, Tally};
 
 /// How a mini-batch is cut into micro-batches.

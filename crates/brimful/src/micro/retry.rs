@@ -7,29 +7,11 @@ use std::sync::PoisonError;
 
 use super::cut::{Cut, Watch};
 use super::{MicroBatcher, Size};
-use crate::auto::{Decision, Identity, Kind, Use};
+use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
-use crate::bytes::Bytes;
 use crate::memory::{self, Arena, Memory};
-use crate::oom::OutOfMemory;
 use crate::optim::Method;
 use crate::{Error, Result, device, guard, split};
-
-/// What an automatic size did for a step.
-#[derive(Debug, Default)]
-pub(super) struct Story {
-    pub(super) decisions: Vec<Decision>,
-    pub(super) retries: usize,
-    /// Whether the last try failed with a single sample: once more may be luck, twice is not.
-    at_the_end: bool,
-}
-
-impl Story {
-    pub(super) fn extend(&mut self, later: Self) {
-        self.decisions.extend(later.decisions);
-        self.retries += later.retries;
-    }
-}
 
 impl MicroBatcher {
     /// Keeps memory for the state that an optimizer makes at its first step, until the first step
@@ -109,19 +91,23 @@ impl MicroBatcher {
             let mut cut = Cut::watched(samples, sizer, memory, self.reserved)?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
-            let result = match result {
+            let ended = match result {
                 Err(Error::OutOfMemory(oom)) => {
                     memory.empty_cache()?;
-                    back_off(&mut watch, &mut story, oom).map(|()| None)
+                    watch.failed()?;
+                    let decisions = std::mem::take(&mut watch.decisions);
+                    story.failed(decisions, &watch.sizer, &[watch.room()], oom).map(|()| None)
                 }
-                Ok(value) => self.calm_end(&mut watch).map(|()| Some(value)),
+                Ok(value) => {
+                    self.calm_end(&mut watch)?;
+                    story.decisions.append(&mut watch.decisions);
+                    Ok(Some(value))
+                }
                 Err(other) => Err(other),
             };
-            story.decisions.append(&mut watch.decisions);
             self.sizes.put(kind.clone(), watch.sizer);
-            match result? {
-                Some(value) => return Ok((value, story)),
-                None => story.retries += 1,
+            if let Some(value) = ended? {
+                return Ok((value, story));
             }
         }
     }
@@ -142,22 +128,4 @@ impl MicroBatcher {
         }
         Ok(())
     }
-}
-
-/// Lowers the size; at one sample, where that has failed before, gives up.
-fn back_off(watch: &mut Watch, story: &mut Story, oom: OutOfMemory) -> Result<()> {
-    watch.failed()?;
-    let single = watch.decisions.last().is_none_or(|decision| decision.size == 1);
-    if !std::mem::replace(&mut story.at_the_end, single) || !single {
-        return Ok(());
-    }
-    let failed = story.decisions.iter().chain(&watch.decisions).filter(|d| d.failed);
-    let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
-    tried.dedup();
-    Err(Error::DoesNotFit {
-        tried,
-        needed: watch.sizer.predict(1).map(Bytes),
-        available: Bytes(watch.room().available),
-        cause: Box::new(oom),
-    })
 }

@@ -14,11 +14,10 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::cut::Cut;
-use super::retry::Story;
 use super::tally::Tally;
 use super::{MicroBatcher, Step, Window};
 use crate::accumulate::Accumulator;
-use crate::auto::Use;
+use crate::auto::{Story, Use};
 use crate::batch::{self, Batch, Leaf};
 use crate::loss::{Loss, Part};
 use crate::random::Randomness;

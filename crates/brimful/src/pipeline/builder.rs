@@ -11,6 +11,7 @@ use super::device::{StageDevice, settled};
 use super::drawing::drawing;
 use super::error::PipelineError;
 use super::layout::Layout;
+use super::sized::{PipelineSizes, given};
 use super::worker::Blueprint;
 use super::{Pipeline, saved};
 use crate::balance::BalanceError;
@@ -100,7 +101,10 @@ impl Builder {
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
         self.check()?;
-        let devices = settled(self.devices.clone())?;
+        let mut devices = settled(self.devices.clone())?;
+        if given(self.size, 1)?.is_none() {
+            devices = devices.into_iter().map(StageDevice::counted).collect();
+        }
         let question = Question {
             layers: &self.layers,
             devices: &devices,
@@ -137,6 +141,7 @@ impl Builder {
             actions: HashMap::new(),
             open: None,
             forwards: 0,
+            sizes: PipelineSizes::default(),
         })
     }
 
@@ -153,7 +158,7 @@ impl Builder {
             schedule => return Err(PipelineError::NotExecuted { schedule }.into()),
         }
         // A size or count of 0 is refused before anything is built.
-        super::ranges(self.size, 1).map(drop)
+        given(self.size, 1).map(drop)
     }
 
     /// How many workers so many stages need.

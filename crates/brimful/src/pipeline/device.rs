@@ -43,6 +43,14 @@ impl StageDevice {
         Self { arena: Some(arena), ..self }
     }
 
+    /// The same with an account of what it uses, as an automatic size needs.
+    pub(super) fn counted(self) -> Self {
+        match (&self.arena, self.device) {
+            (None, Device::Cpu) => self.arena(Arena::new("cpu")),
+            _ => self,
+        }
+    }
+
     /// The memory whose figures are known.
     pub(super) fn memory(&self) -> Option<Memory> {
         match (&self.arena, self.device) {

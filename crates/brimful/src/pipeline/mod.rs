@@ -58,6 +58,7 @@ mod recompute;
 mod report;
 mod run;
 mod saved;
+mod sized;
 mod stage;
 mod step;
 mod timeline;
@@ -86,10 +87,11 @@ pub use whole::Outputs;
 use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
-use crate::{Layers, Result, Size, split};
+use crate::{Layers, Result, Size};
 use crew::Crew;
 use job::{End, Job};
 use layout::Layout;
+use sized::PipelineSizes;
 
 /// A model spread over devices.
 ///
@@ -109,6 +111,7 @@ pub struct Pipeline {
     /// The forward that waits for its backward, by number.
     open: Option<u64>,
     forwards: u64,
+    sizes: PipelineSizes,
 }
 
 impl Pipeline {
@@ -189,15 +192,6 @@ struct Work {
     seed: u64,
     parts: Arc<[Part]>,
     start: Instant,
-}
-
-/// Cuts the samples.
-fn ranges(size: Size, samples: usize) -> Result<Vec<Range<usize>>> {
-    match size {
-        Size::Fixed(size) => split::by_size(samples, size),
-        Size::Count(count) => split::by_count(samples, count),
-        Size::Auto | Size::Largest => split::by_count(samples, 1),
-    }
 }
 
 /// The leaves of each micro-batch, without the graph behind them.

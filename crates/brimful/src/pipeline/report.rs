@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::auto::{Decision, Story};
 use crate::bytes::Bytes;
 use crate::schedule::{Actions, Span, render};
 
@@ -31,6 +32,10 @@ pub struct Step<O = ()> {
     pub actions: Arc<Actions>,
     /// For each device, its actions with their times in seconds since the step's start.
     pub timeline: Vec<Vec<Span>>,
+    /// What was decided about an automatic size, in order, failed tries included.
+    pub decisions: Vec<Decision>,
+    /// How often the mini-batch was run again because memory had run out.
+    pub retries: usize,
 }
 
 impl<O> Step<O> {
@@ -52,8 +57,24 @@ impl<O> Step<O> {
         render::measured_trace(&self.timeline)
     }
 
+    pub(super) fn with_story(self, story: Story) -> Self {
+        Self { decisions: story.decisions, retries: story.retries, ..self }
+    }
+
     pub(super) fn with_outputs<P>(self, outputs: P) -> Step<P> {
-        let Self { loss, terms, samples, sizes, time, peaks, seed, actions, timeline, .. } = self;
-        Step { loss, terms, samples, sizes, outputs, time, peaks, seed, actions, timeline }
+        Step {
+            outputs,
+            loss: self.loss,
+            terms: self.terms,
+            samples: self.samples,
+            sizes: self.sizes,
+            time: self.time,
+            peaks: self.peaks,
+            seed: self.seed,
+            actions: self.actions,
+            timeline: self.timeline,
+            decisions: self.decisions,
+            retries: self.retries,
+        }
     }
 }

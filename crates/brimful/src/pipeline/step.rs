@@ -21,7 +21,8 @@ use super::head::{SharedLoss, common_len, head, joined, one, shared};
 use super::job::End;
 use super::report::Step;
 use super::run::Failure;
-use super::{Pipeline, Work, inputs, ranges};
+use super::{Pipeline, Work, inputs};
+use crate::auto::Use;
 use crate::batch::Batch;
 use crate::loss::Part;
 use crate::micro::Outcome;
@@ -87,8 +88,11 @@ impl Pipeline {
         O: Batch + 'static,
     {
         self.open = None;
-        let ranges = ranges(self.size, common_len(input, target)?)?;
-        self.try_step(input, target, &shared(loss), &ranges)
+        let (samples, loss) = (common_len(input, target)?, shared(loss));
+        let (step, story) = self.sized(self.size, Use::Train, input, samples, |this, ranges| {
+            this.try_step(input, target, &loss, ranges)
+        })?;
+        Ok(step.with_story(story))
     }
 
     /// One step over these micro-batches: whole, or as if it had not been tried. The closure can be
@@ -209,7 +213,21 @@ pub(super) fn report(
         timeline.push(spans);
     }
     let (samples, time) = (sizes.iter().sum(), start.elapsed());
-    Step { loss, terms, samples, sizes, outputs: (), time, peaks, seed, actions, timeline }
+    let (decisions, retries) = (Vec::new(), 0);
+    Step {
+        loss,
+        terms,
+        samples,
+        sizes,
+        outputs: (),
+        time,
+        peaks,
+        seed,
+        actions,
+        timeline,
+        decisions,
+        retries,
+    }
 }
 
 /// Each micro-batch's place in the step.

@@ -6,14 +6,16 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::attempt::Told;
 use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
 use super::step::{attempt, parts, report, settle};
 use super::transfer::Tensors;
-use super::{Pipeline, Work, inputs, ranges};
+use super::{Pipeline, Work, inputs};
 use crate::Result;
+use crate::auto::Use;
 use crate::batch::{self, Batch};
 use crate::micro::attempt::samples;
 use crate::schedule::Actions;
@@ -60,15 +62,12 @@ impl Pipeline {
     pub fn forward(&mut self, input: &impl Batch) -> Result<Outputs> {
         let start = Instant::now();
         self.open = None;
-        let ranges = ranges(self.size, batch::len(input)?)?;
-        let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
-        let (inputs, parts) = (inputs(input, &ranges)?, parts(&ranges));
-        let (told, seed) = drawing(&self.devices, |seed| {
-            let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
-            let jobs = self.jobs(&actions, work);
-            let told = attempt(&self.crew(), jobs, |worker, job| worker.attempt_forward(job))?;
-            Ok((told, seed))
-        })?;
+        let samples = batch::len(input)?;
+        let ((told, seed, actions, ranges), _) =
+            self.sized(self.size, Use::TrainWhole, input, samples, |this, ranges| {
+                let (told, seed, actions) = this.try_forward(input, ranges, start)?;
+                Ok((told, seed, actions, ranges.to_vec()))
+            })?;
         let outputs = told.into_iter().map(|told| told.outputs).find(|parts| !parts[0].is_empty());
         let tensors = batch::join(outputs.unwrap_or_default())?;
         let traced = |t: Tensor| {
@@ -79,6 +78,22 @@ impl Pipeline {
         self.forwards += 1;
         self.open = Some(self.forwards);
         Ok(Outputs { tensors, ranges, number: self.forwards, seed, start, actions })
+    }
+
+    fn try_forward(
+        &mut self,
+        input: &impl Batch,
+        ranges: &[Range<usize>],
+        start: Instant,
+    ) -> Result<(Vec<Told>, u64, Arc<Actions>)> {
+        let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
+        let (inputs, parts) = (inputs(input, ranges)?, parts(ranges));
+        drawing(&self.devices, |seed| {
+            let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
+            let jobs = self.jobs(&actions, work);
+            let told = attempt(&self.crew(), jobs, |worker, job| worker.attempt_forward(job))?;
+            Ok((told, seed, Arc::clone(&actions)))
+        })
     }
 
     /// Runs backward from the outputs' gradients, and adds to the parameters' gradients what the

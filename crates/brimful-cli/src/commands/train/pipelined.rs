@@ -81,7 +81,8 @@ impl Engine for Pipelined {
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
-        let stepped = Stepped { loss: step.loss, peak, decisions: Vec::new(), retries: 0 };
+        let (loss, decisions, retries) = (step.loss, step.decisions.clone(), step.retries);
+        let stepped = Stepped { loss, peak, decisions, retries };
         self.last = Some(step);
         Ok(stepped)
     }

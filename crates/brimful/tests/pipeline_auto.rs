@@ -1,0 +1,132 @@
+//! Automatic sizes of pipelines: the tightest stage decides, and a failed step is run again.
+
+use brimful::auto::Why;
+use brimful::memory::Arena;
+use brimful::pipeline::StageDevice;
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Auto, Error, Layers, Loss, Pipeline, Size};
+use tch::{Device, Kind, Tensor, nn};
+
+const SAMPLES: i64 = 96;
+
+fn layers() -> Layers {
+    let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
+    Layers::new()
+        .add("one", linear(16, 64))
+        .add_fn("tanh", |x| x.tanh())
+        .add("two", linear(64, 64))
+        .add_fn("tanh_too", |x| x.tanh())
+        .add("three", linear(64, 4))
+}
+
+fn pipeline(size: impl Into<Size>, arenas: &[Arena; 2]) -> Pipeline {
+    tch::manual_seed(7);
+    Pipeline::builder(layers())
+        .devices(arenas.clone().map(StageDevice::from))
+        .balance([2, 3])
+        .micro_batches(size.into())
+        .schedule(Schedule::OneFOneB)
+        .recompute(Recompute::Never)
+        .kind(Kind::Double)
+        .build()
+        .expect("a pipeline")
+}
+
+fn batch() -> (Tensor, Tensor) {
+    let options = (Kind::Double, Device::Cpu);
+    let x = Tensor::arange(SAMPLES * 16, options).sin().view([SAMPLES, 16]);
+    let y = Tensor::arange(SAMPLES * 4, options).cos().view([SAMPLES, 4]);
+    (x, y)
+}
+
+fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
+    let (x, y) = batch();
+    pipe.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Double)))
+}
+
+fn gradients(pipe: &Pipeline) -> Vec<(String, Tensor)> {
+    let mut all: Vec<_> = pipe.gradients().expect("gradients");
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+fn assert_close(what: &str, one: &[(String, Tensor)], other: &[(String, Tensor)]) {
+    assert_eq!(one.len(), other.len(), "{what}");
+    for ((name, one), (_, other)) in one.iter().zip(other) {
+        let distance = (one - other).abs().max().double_value(&[]);
+        assert!(distance < 1e-12, "{what}: {name} is {distance} off");
+    }
+}
+
+fn free() -> [Arena; 2] {
+    [Arena::new("first"), Arena::new("second")]
+}
+
+#[test]
+fn the_tightest_stage_decides() {
+    let arenas = free();
+    let expected = {
+        let mut pipe = pipeline(4, &free());
+        let loss = step(&mut pipe).expect("a step").loss;
+        (loss, gradients(&pipe))
+    };
+    let mut pipe = pipeline(Auto::largest(), &arenas);
+    for turn in 0..4 {
+        let step = step(&mut pipe).expect("a step");
+        assert!((step.loss - expected.0).abs() < 1e-12);
+        if turn == 0 {
+            assert_close("the first step", &expected.1, &gradients(&pipe));
+        }
+        pipe.zero_grad().expect("cleared");
+    }
+    let whole = step(&mut pipe).expect("a step");
+    assert_eq!((whole.sizes.as_slice(), whole.retries), ([SAMPLES as usize].as_slice(), 0));
+    pipe.zero_grad().expect("cleared");
+
+    let needed = whole.decisions[0].measured.expect("measured").0;
+    arenas[1].set_limit(Some(arenas[1].current() + needed / 2)).expect("a limit");
+    let less = step(&mut pipe).expect("a step");
+    assert!(less.sizes[0] < SAMPLES as usize, "{:?}", less.sizes);
+    assert_eq!((less.decisions[0].why, less.retries), (Why::LessMemory, 0));
+    assert_close("a tight stage", &expected.1, &gradients(&pipe));
+}
+
+#[test]
+fn a_step_that_runs_out_in_any_stage_is_run_again() {
+    let expected = {
+        let mut pipe = pipeline(1, &free());
+        step(&mut pipe).expect("a step");
+        gradients(&pipe)
+    };
+    for stage in 0..2 {
+        let arenas = free();
+        let mut pipe = pipeline(Auto::largest(), &arenas);
+        (0..4).for_each(|_| drop(step(&mut pipe).expect("a step")));
+        for n in 1..12 {
+            pipe.zero_grad().expect("cleared");
+            arenas[stage].fail_nth_allocation(n);
+            let step = step(&mut pipe).expect("it fails once");
+            arenas[stage].fail_nth_allocation(0);
+            assert!(step.retries <= 1, "stage {stage}, allocation {n}");
+            assert_close(&format!("stage {stage}, allocation {n}"), &expected, &gradients(&pipe));
+        }
+        pipe.zero_grad().expect("cleared");
+        arenas[stage].fail_from_nth_allocation(1);
+        let error = step(&mut pipe).expect_err("all fail");
+        arenas[stage].fail_nth_allocation(0);
+        assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
+        step(&mut pipe).expect("the next step");
+        assert_close("the next step", &expected, &gradients(&pipe));
+    }
+}
+
+#[test]
+fn evaluation_has_a_size_of_its_own() {
+    let mut pipe = pipeline(Size::Auto, &free());
+    let (x, _) = batch();
+    let expected = pipe.eval(&x, 3).expect("outputs");
+    for _ in 0..3 {
+        let got = pipe.eval(&x, Size::Auto).expect("outputs");
+        assert!((&got - &expected).abs().max().double_value(&[]) < 1e-12);
+    }
+}
