@@ -7,13 +7,14 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/device.cpp",
     "bridge/foreach.cpp",
     "bridge/gradients.cpp",
     "bridge/graph_object.cpp",
+    "bridge/layout.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
 ];

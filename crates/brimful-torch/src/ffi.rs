@@ -104,6 +104,14 @@ unsafe extern "C" {
     pub(crate) fn brimful_reset_peak(device: i32, message: Message) -> i32;
     pub(crate) fn brimful_empty_cache(device: i32, message: Message) -> i32;
 
+    pub(crate) fn brimful_laid_out(
+        tensor: *const RawTensor,
+        channels_last: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_lay_out(t: *mut RawTensor, channels_last: bool, m: Message) -> i32;
+
     pub(crate) fn brimful_meta_enter(on: bool) -> bool;
 
     pub(crate) fn brimful_generator_state(

@@ -8,7 +8,7 @@ use crate::error::{TorchError, call};
 use crate::{ffi, owned, raw};
 
 /// Where a device's default generator stands.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct GeneratorState(Tensor);
 
 /// Takes the state of the device's default generator.

@@ -6,7 +6,7 @@ use tch::Device;
 use crate::Result;
 
 /// Where the generators of a device and of the CPU stood.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct Randomness {
     states: Vec<(Device, GeneratorState)>,
 }

@@ -2,14 +2,17 @@
 
 use std::ops::Range;
 use std::panic;
+use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
+use tch::nn::Variables;
 
+use super::pass::Pass;
 use super::tally::{Group, Tally};
 use super::{MicroBatcher, NonFinite, Outcome, Window, lengths};
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{self, Batch};
-use crate::loss::{Part, Term};
+use crate::loss::Part;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
@@ -79,7 +82,8 @@ impl Undo {
 }
 
 impl MicroBatcher {
-    /// Runs forward and backward over the micro-batches.
+    /// Runs forward and backward over the micro-batches. Where that fails in an order of memory
+    /// that is on trial, it is run again in the user's own.
     pub(super) fn attempt<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
@@ -87,26 +91,46 @@ impl MicroBatcher {
         scale: Scale,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Attempt<R::Outputs>> {
+        if self.arrangement.is_on_trial() {
+            match oom::catch_unseen(|| self.attempt_once(batch, ranges, scale, &mut f)) {
+                Ok(attempt) => return Ok(attempt),
+                Err(cause) => self.arrangement.refuse(&cause),
+            }
+        }
+        self.attempt_once(batch, ranges, scale, &mut f)
+    }
+
+    fn attempt_once<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+        &mut self,
+        batch: &B,
+        ranges: &[Range<usize>],
+        scale: Scale,
+        f: &mut F,
+    ) -> Result<Attempt<R::Outputs>> {
         let fresh = self.window.is_none();
-        let run = |this: &Self| {
-            let mut accumulator = Accumulator::begin(this.parameters())?;
-            let mut tally =
+        let run = |this: &mut Self| {
+            let mut parameters = this.parameters();
+            if fresh {
+                this.arrangement.begin(&mut parameters)?;
+            }
+            let accumulator = Accumulator::begin(parameters)?;
+            let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
-            let mut outputs = Vec::with_capacity(ranges.len());
+            let outputs = Vec::with_capacity(ranges.len());
+            let mut pass = Pass { accumulator, tally, outputs, single: scale.last };
+            this.replay.begin(pass.accumulator.parameters())?;
             feed::each(batch, ranges, this.device, |i, micro_batch| {
-                let (loss, output) = f(micro_batch).into_parts()?;
-                let terms = loss.into_terms(true)?;
                 let part = part(ranges, i, scale.unit, fresh);
-                tally.count(&terms, &part)?;
-                add(&mut accumulator, &terms, &part, &tally.groups(scale.last))?;
+                let micro_batch = this.arrangement.of(micro_batch)?;
+                let buffers = || without_gradient(&this.variables);
+                this.replay.run(&mut pass, micro_batch, &part, f, buffers)?;
                 if this.non_finite == NonFinite::RefuseGradients {
-                    tally.add_norm(accumulator.norm()?)?;
+                    pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                outputs.push(output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?);
                 Ok(())
             })?;
-            let groups = tally.groups(scale.last);
-            Ok((accumulator.finish()?, tally, groups, batch::join(outputs)?))
+            let groups = pass.groups();
+            Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))
         };
         let ((sums, tally, groups, outputs), undo) = self.guarded(ranges.len(), run)?;
         Ok(Attempt { sums, tally, groups, outputs, undo })
@@ -116,7 +140,7 @@ impl MicroBatcher {
     pub(super) fn guarded<T>(
         &mut self,
         micro_batches: usize,
-        f: impl FnOnce(&Self) -> Result<T>,
+        f: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
@@ -133,6 +157,9 @@ impl MicroBatcher {
             }
             Err(caught) => {
                 undo.run()?;
+                if matches!(caught, Caught::OutOfMemory(_)) {
+                    self.replay.clear()?;
+                }
                 Err(match caught {
                     Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
                     Caught::Error(error) => error,
@@ -143,36 +170,11 @@ impl MicroBatcher {
     }
 }
 
-/// Runs each group's terms backward; the graph is kept until the last.
-fn add(accumulator: &mut Accumulator, terms: &[Term], part: &Part, groups: &[Group]) -> Result<()> {
-    let distinct = distinct(groups);
-    accumulator.expect_groups(distinct.len());
-    let mut work = Vec::new();
-    for (index, group) in distinct.iter().enumerate() {
-        let mut roots = Vec::new();
-        for (term, _) in terms.iter().zip(groups).filter(|(_, own)| *own == group) {
-            roots.extend(term.root_gradient(part)?.map(|gradient| (&term.value, gradient)));
-        }
-        if !roots.is_empty() {
-            work.push((index, roots));
-        }
-    }
-    let last = work.len().saturating_sub(1);
-    for (k, (index, roots)) in work.iter().enumerate() {
-        accumulator.add(*index, roots, k < last)?;
-    }
-    Ok(())
-}
-
-/// The groups, each once, in the order of their first terms.
-pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
-    let mut seen = Vec::new();
-    for group in groups {
-        if !seen.contains(group) {
-            seen.push(*group);
-        }
-    }
-    seen
+/// Variables that are not trained, such as running statistics.
+fn without_gradient(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.named_variables.values();
+    all.filter(|tensor| !tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
 pub(super) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {

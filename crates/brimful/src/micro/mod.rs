@@ -25,7 +25,10 @@
 
 mod attempt;
 mod foreign;
+mod layout;
 mod outcome;
+mod pass;
+mod replay;
 mod tally;
 mod whole;
 
@@ -43,6 +46,8 @@ use crate::memory::Memory;
 use crate::{Error, Result, feed, split};
 
 use attempt::{Scale, Undo, part, samples};
+use layout::Arrangement;
+pub use layout::Layout;
 pub use outcome::Outcome;
 use tally::{Group, Tally};
 
@@ -78,6 +83,8 @@ pub struct MicroBatcher {
     non_finite: NonFinite,
     window: Option<Window>,
     foreign: foreign::Search,
+    replay: replay::Replay,
+    arrangement: Arrangement,
 }
 
 /// What one step did.
@@ -94,6 +101,8 @@ pub struct Step<O = ()> {
     pub sizes: Vec<usize>,
     /// The closure's outputs, joined in sample order.
     pub outputs: O,
+    /// Micro-batches that were replayed, see [`MicroBatcher::replay`].
+    pub replayed: usize,
     /// How long it took on the host, the reading of the loss included.
     pub time: Duration,
     /// The most memory in use at one moment, where it is counted: on an accelerator, or in an arena
@@ -126,6 +135,8 @@ impl MicroBatcher {
             non_finite: NonFinite::default(),
             window: None,
             foreign: foreign::Search::default(),
+            replay: replay::Replay::new(device),
+            arrangement: Arrangement::default(),
         }
     }
 
@@ -139,6 +150,43 @@ impl MicroBatcher {
     pub fn non_finite(mut self, policy: NonFinite) -> Self {
         self.non_finite = policy;
         self
+    }
+
+    /// On CUDA, captures micro-batches of each shape once and replays them: a single launch where
+    /// there were thousands, so that small micro-batches are as fast as large ones. The first three
+    /// of a shape run as ever, and the third is compared with a replay of it.
+    ///
+    /// The closure is then not called for every micro-batch, so it must do the same each time:
+    ///
+    /// - the shapes, and the tensors that it uses besides the micro-batch, stay the same;
+    /// - it reads nothing from the device (`double_value`, `nonzero`, an `if` on a tensor's value);
+    /// - it changes nothing but tensors: no counter, no log, no number of the host that changes;
+    /// - it draws random numbers on the device alone, as dropout does there.
+    ///
+    /// What cannot be captured is noticed, said once with the cause in the log and by
+    /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
+    pub fn replay(mut self, wanted: bool) -> Self {
+        self.replay.set(wanted);
+        self
+    }
+
+    /// Why micro-batches run eagerly although [`MicroBatcher::replay`] was asked for; `None` where
+    /// nothing stands in the way.
+    pub fn eager_cause(&self) -> Option<&str> {
+        self.replay.cause()
+    }
+
+    /// Says in which order images and convolutions are to be in memory. Others than
+    /// [`Layout::AsIs`] change the strides of inputs and of parameters of four or five dimensions,
+    /// so that a closure must not ask for a `view` across them; one that does is run as before.
+    pub fn layout(mut self, layout: Layout) -> Self {
+        self.arrangement = Arrangement::new(layout);
+        self
+    }
+
+    /// Whether channels are last in memory now.
+    pub fn is_channels_last(&self) -> bool {
+        self.arrangement.is_channels_last()
     }
 
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the full batch
@@ -161,7 +209,9 @@ impl MicroBatcher {
         let unit = samples(&ranges);
         let attempt = self.attempt(batch, &ranges, Scale { unit, last: true }, f)?;
         let (window, outputs) = attempt.into_window(unit, &ranges);
-        Ok(self.settle(window, start)?.with_outputs(outputs))
+        let step = self.settle(window, start)?;
+        self.arrangement.observe(step.samples, step.time, self.replay.take_new());
+        Ok(step.with_outputs(outputs))
     }
 
     /// Runs forward and backward, and keeps the result for [`MicroBatcher::commit`]: a step over
@@ -177,7 +227,8 @@ impl MicroBatcher {
         let ranges = self.ranges(batch::len(batch)?)?;
         let unit = self.window.as_ref().map_or(samples(&ranges), |window| window.unit);
         let attempt = self.attempt(batch, &ranges, Scale { unit, last: false }, f)?;
-        let (later, outputs) = attempt.into_window(unit, &ranges);
+        let (mut later, outputs) = attempt.into_window(unit, &ranges);
+        later.sums.own()?;
         match &mut self.window {
             None => self.window = Some(later),
             Some(window) => window.extend(later)?,
@@ -265,7 +316,7 @@ impl MicroBatcher {
         let total = sizes.iter().sum::<usize>() as f64;
         let committed = tally.read(self.non_finite).and_then(|totals| {
             let moved = undo.statistics.prepare()?;
-            let groups = attempt::distinct(&groups).into_iter();
+            let groups = pass::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;
             moved.apply()?;
@@ -281,15 +332,18 @@ impl MicroBatcher {
     }
 
     fn report(
-        &self,
+        &mut self,
         loss: f64,
         terms: Vec<f64>,
         sizes: Vec<usize>,
         start: Instant,
     ) -> Result<Step> {
-        let peak = self.memory.as_ref().map(|memory| Ok::<_, Error>(memory.usage()?.peak));
-        let (samples, peak) = (sizes.iter().sum(), peak.transpose()?);
-        Ok(Step { loss, terms, samples, sizes, outputs: (), time: start.elapsed(), peak })
+        // Captured work's memory is no tensor's, so it is not among what is in use.
+        let held = self.replay.held().0;
+        let peak = self.memory.as_ref().map(|memory| Ok::<_, Error>(memory.usage()?.peak.0 + held));
+        let (samples, peak) = (sizes.iter().sum(), peak.transpose()?.map(Bytes));
+        let (replayed, time) = (self.replay.take_replayed(), start.elapsed());
+        Ok(Step { loss, terms, samples, sizes, outputs: (), replayed, time, peak })
     }
 
     fn parameters(&self) -> Vec<Tensor> {
@@ -316,8 +370,8 @@ impl Window {
 
 impl Step {
     fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, sizes, outputs: (), time, peak } = self;
-        Step { loss, terms, samples, sizes, outputs, time, peak }
+        let Self { loss, terms, samples, sizes, outputs: (), replayed, time, peak } = self;
+        Step { loss, terms, samples, sizes, outputs, replayed, time, peak }
     }
 }
 

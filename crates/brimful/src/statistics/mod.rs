@@ -7,6 +7,7 @@
 //! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
 //! moves them at once, and what they were before is kept until the step has succeeded.
 
+mod again;
 mod pool;
 
 use std::cell::RefCell;
@@ -18,6 +19,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use crate::Result;
+pub(crate) use again::Again;
 use pool::Seen;
 
 /// A layer's running mean and variance, and how far one batch moves them.

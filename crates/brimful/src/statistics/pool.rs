@@ -33,6 +33,14 @@ pub(super) struct Seen {
     pooled: Vec<Pooled>,
 }
 
+/// The mean and the variance of `count` values.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) count: i64,
+    pub(super) mean: Tensor,
+    pub(super) variance: Tensor,
+}
+
 /// Rows that were put together.
 #[derive(Debug)]
 struct Pooled {
@@ -68,6 +76,18 @@ impl Seen {
         let row = self.counts.len();
         self.counts.push(count);
         (means[row].shallow_clone(), variances[row].shallow_clone())
+    }
+
+    /// The rows that are not pooled yet.
+    pub(super) fn rows_so_far(&self) -> Vec<Row> {
+        let (means, variances) = self.single.split_at(ROWS as usize);
+        let rows = self.counts.iter().zip(means).zip(variances);
+        let row = |((&count, mean), variance): ((&i64, &Tensor), &Tensor)| Row {
+            count,
+            mean: mean.shallow_clone(),
+            variance: variance.shallow_clone(),
+        };
+        rows.map(row).collect()
     }
 
     /// Adds what was seen later, which has been pooled.

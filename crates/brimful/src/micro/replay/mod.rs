@@ -1,0 +1,314 @@
+//! Replays micro-batches that have been captured, where the user has asked for it.
+//!
+//! ```text
+//!   of each shape    1st, 2nd  eager: kernels are chosen, memory is found
+//!                    3rd       eager, then captured and replayed on the same samples: both alike?
+//!                    4th …     samples copied in, replayed
+//! ```
+//!
+//! What cannot be captured, or gives something else when replayed, stays eager.
+
+mod compare;
+mod program;
+mod readout;
+mod shape;
+
+use std::mem;
+
+use brimful_torch::graph::{self, Pool};
+use brimful_torch::memory::{device_memory, empty_cache};
+use brimful_torch::stream::Stream;
+use tch::{Device, Kind, Tensor};
+
+use super::Outcome;
+use super::pass::{Pass, forward};
+use crate::Result;
+use crate::accumulate::Sum;
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::loss::Part;
+use crate::random::Randomness;
+use compare::{Buffers, Verdict};
+use program::{Program, Setting};
+use readout::Readout;
+use shape::Shape;
+
+/// Micro-batches of a shape that run eagerly before one is captured.
+const WARM_UP: usize = 2;
+/// Shapes that are kept. Near-equal splitting gives two a mini-batch.
+const SHAPES: usize = 16;
+
+/// What is known of each shape of micro-batch, and what captured work shares.
+#[derive(Debug)]
+pub(super) struct Replay {
+    device: Device,
+    wanted: bool,
+    entries: Vec<Entry>,
+    /// What captured work adds gradients to, one list a group of terms.
+    sums: Vec<Sum>,
+    /// Where the parameters were when it was captured.
+    parameters: Vec<usize>,
+    pool: Pool,
+    /// Where captures take place; made at the first.
+    stream: Option<Stream>,
+    /// What the pool has taken from the device.
+    held: Bytes,
+    replayed: usize,
+    /// Whether a shape was seen that may yet be captured.
+    new: bool,
+    /// Why some shape runs eagerly.
+    cause: Option<String>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    shape: Shape,
+    uses: u64,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// So many ran eagerly.
+    New(usize),
+    Captured(Box<Program>),
+    /// Not to be captured.
+    Eager,
+}
+
+impl Replay {
+    pub(super) fn new(device: Device) -> Self {
+        Self {
+            device,
+            wanted: false,
+            entries: Vec::new(),
+            sums: Vec::new(),
+            parameters: Vec::new(),
+            pool: Pool::default(),
+            stream: None,
+            held: Bytes(0),
+            replayed: 0,
+            new: false,
+            cause: None,
+        }
+    }
+
+    /// Turns it on or off.
+    pub(super) fn set(&mut self, wanted: bool) {
+        self.wanted = wanted;
+        let available = match self.device {
+            Device::Cuda(_) => graph::available().map_err(|error| error.to_string()),
+            _ => Err("replay is for CUDA devices".to_owned()),
+        };
+        if let (true, Err(cause)) = (wanted, available) {
+            self.wanted = false;
+            self.tell(cause);
+        }
+    }
+
+    /// Why micro-batches run eagerly although replay was asked for.
+    pub(super) fn cause(&self) -> Option<&str> {
+        self.cause.as_deref()
+    }
+
+    /// How many micro-batches were replayed since the last call.
+    pub(super) fn take_replayed(&mut self) -> usize {
+        mem::take(&mut self.replayed)
+    }
+
+    /// Whether a shape was seen since the last call that may yet be captured.
+    pub(super) fn take_new(&mut self) -> bool {
+        mem::take(&mut self.new)
+    }
+
+    /// Device memory that captured work keeps to itself.
+    pub(super) fn held(&self) -> Bytes {
+        self.held
+    }
+
+    /// Forgets all captured work and gives its memory back.
+    pub(super) fn clear(&mut self) -> Result<()> {
+        self.sums.clear();
+        if self.entries.is_empty() {
+            return Ok(());
+        }
+        self.entries.clear();
+        self.held = Bytes(0);
+        Ok(empty_cache(self.device)?)
+    }
+
+    /// Captured work uses the parameters where they were: others make it worthless.
+    pub(super) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
+        if !self.wanted {
+            return Ok(());
+        }
+        let now: Vec<usize> = parameters.iter().map(|p| p.data_ptr() as usize).collect();
+        if now != self.parameters {
+            self.clear()?;
+            self.parameters = now;
+        }
+        Ok(())
+    }
+
+    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch.
+    pub(super) fn run<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+        &mut self,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: B,
+        part: &Part,
+        f: &mut F,
+        buffers: impl FnOnce() -> Vec<Tensor>,
+    ) -> Result<()> {
+        if !self.wanted {
+            return pass.run(micro_batch, part, f);
+        }
+        let index = self.find(Shape::of::<B, F>(&micro_batch, pass.single));
+        let entry = &mut self.entries[index];
+        entry.uses += 1;
+        self.new |= matches!(entry.state, State::New(_));
+        match &mut entry.state {
+            State::Captured(program) => {
+                self.replayed += 1;
+                program.run(pass, &micro_batch, part)
+            }
+            State::New(seen) if *seen < WARM_UP => {
+                *seen += 1;
+                pass.run(micro_batch, part, f)
+            }
+            State::New(_) => {
+                let state = self.capture(pass, micro_batch, part, f, &buffers())?;
+                self.entries[index].state = state;
+                Ok(())
+            }
+            State::Eager => pass.run(micro_batch, part, f),
+        }
+    }
+
+    /// The entry of this shape; a new one takes the place of the least used.
+    fn find(&mut self, shape: Shape) -> usize {
+        if let Some(index) = self.entries.iter().position(|entry| entry.shape == shape) {
+            return index;
+        }
+        if self.entries.len() == SHAPES {
+            let least = self.entries.iter().enumerate().min_by_key(|(_, entry)| entry.uses);
+            let least = least.map_or(0, |(index, _)| index);
+            self.entries.swap_remove(least);
+        }
+        self.entries.push(Entry { shape, uses: 0, state: State::New(0) });
+        self.entries.len() - 1
+    }
+
+    /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay.
+    fn capture<B: Batch, R: Outcome>(
+        &mut self,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: B,
+        part: &Part,
+        f: &mut impl FnMut(B) -> R,
+        buffers: &[Tensor],
+    ) -> Result<State> {
+        let before = Randomness::now(self.device)?;
+        let earlier = pass.accumulator.exchange(Vec::new());
+        let (terms, output) = forward(share(&micro_batch)?, f)?;
+        let readout = Readout::of(&terms)?;
+        pass.add(&terms, &output, part)?;
+        // A graph that is kept would tie the capture to the stream that it was made on.
+        drop((terms, output));
+        let eager = pass.accumulator.exchange(earlier);
+        let after = Randomness::now(self.device)?;
+
+        pass.accumulator.disown()?;
+        let captured = self.captured(pass, &micro_batch, &eager, f);
+        after.restore()?;
+        let state = match captured {
+            Err(cause) => self.refuse(cause),
+            Ok(mut program) => {
+                let buffers = Buffers::save(buffers)?;
+                before.restore()?;
+                program.try_on(&micro_batch, part)?;
+                let same_numbers = Randomness::now(self.device)? == after;
+                after.restore()?;
+                buffers.restore()?;
+                let kind = coarsest(pass.accumulator.parameters());
+                let (sums, row) = (program.sums(), program.readout());
+                match compare::verdict(kind, &eager, &readout, sums, row)? {
+                    // Numbers that are not finite cannot be compared: another time.
+                    Verdict::Unknown => State::New(WARM_UP),
+                    Verdict::Differs(what) => self.refuse(what),
+                    Verdict::Alike if !same_numbers => {
+                        self.refuse("a replay draws other random numbers".into())
+                    }
+                    Verdict::Alike => State::Captured(Box::new(program)),
+                }
+            }
+        };
+        pass.accumulator.add_sums(eager)?;
+        Ok(state)
+    }
+
+    fn captured<B: Batch, R: Outcome>(
+        &mut self,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: &B,
+        eager: &[Sum],
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<Program, String> {
+        let words = |error: crate::Error| error.to_string();
+        self.prepare(eager).map_err(words)?;
+        let stream = self.stream.expect("it was prepared");
+        let before = self.reserved().map_err(words)?;
+        let setting = Setting { device: self.device, stream, sums: &self.sums };
+        let program = Program::capture(&setting, &mut self.pool, pass, micro_batch, f);
+        let after = self.reserved().map_err(words)?;
+        self.held = Bytes(self.held.0 + after.saturating_sub(before));
+        program
+    }
+
+    /// Makes what a capture needs: a stream, sums to add to, and room.
+    fn prepare(&mut self, eager: &[Sum]) -> Result<()> {
+        let stream = match self.stream {
+            Some(stream) => stream,
+            None => program::stream(self.device)?,
+        };
+        self.stream = Some(stream);
+        for (group, eager) in eager.iter().enumerate() {
+            if self.sums.len() == group {
+                self.sums.push(eager.iter().map(|_| None).collect());
+            }
+            for (sum, eager) in self.sums[group].iter_mut().zip(eager) {
+                if let (None, Some(eager)) = (&sum, eager) {
+                    *sum = Some(eager.f_zeros_like()?);
+                }
+            }
+        }
+        // What eager runs have left in the cache is of no use to captured work.
+        Ok(empty_cache(self.device)?)
+    }
+
+    fn reserved(&self) -> Result<u64> {
+        Ok(device_memory(self.device)?.reserved)
+    }
+
+    fn refuse(&mut self, cause: String) -> State {
+        self.tell(cause);
+        State::Eager
+    }
+
+    /// Says once why micro-batches run eagerly.
+    fn tell(&mut self, cause: String) {
+        if self.cause.is_none() {
+            tracing::warn!(%cause, "micro-batches are not replayed but run eagerly");
+            self.cause = Some(cause);
+        }
+    }
+}
+
+fn share<B: Batch>(micro_batch: &B) -> Result<B> {
+    micro_batch.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))
+}
+
+/// The kind of number with the fewest digits among the parameters.
+fn coarsest(parameters: &[Tensor]) -> Kind {
+    let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
+    parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
+}
