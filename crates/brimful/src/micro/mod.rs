@@ -338,10 +338,9 @@ impl MicroBatcher {
         sizes: Vec<usize>,
         start: Instant,
     ) -> Result<Step> {
-        // Captured work's memory is no tensor's, so it is not among what is in use.
-        let held = self.replay.held().0;
-        let peak = self.memory.as_ref().map(|memory| Ok::<_, Error>(memory.usage()?.peak.0 + held));
-        let (samples, peak) = (sizes.iter().sum(), peak.transpose()?.map(Bytes));
+        let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
+        let peak = usage.map(|usage| self.replay.take_peak(usage.peak));
+        let samples = sizes.iter().sum();
         let (replayed, time) = (self.replay.take_replayed(), start.elapsed());
         Ok(Step { loss, terms, samples, sizes, outputs: (), replayed, time, peak })
     }

@@ -11,12 +11,13 @@
 mod compare;
 mod program;
 mod readout;
+mod room;
 mod shape;
 
 use std::mem;
 
 use brimful_torch::graph::{self, Pool};
-use brimful_torch::memory::{device_memory, empty_cache};
+use brimful_torch::memory::empty_cache;
 use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
@@ -31,6 +32,7 @@ use crate::random::Randomness;
 use compare::{Buffers, Verdict};
 use program::{Program, Setting};
 use readout::Readout;
+use room::{Room, Watch};
 use shape::Shape;
 
 /// Micro-batches of a shape that run eagerly before one is captured.
@@ -51,8 +53,7 @@ pub(super) struct Replay {
     pool: Pool,
     /// Where captures take place; made at the first.
     stream: Option<Stream>,
-    /// What the pool has taken from the device.
-    held: Bytes,
+    room: Room,
     replayed: usize,
     /// Whether a shape was seen that may yet be captured.
     new: bool,
@@ -86,7 +87,7 @@ impl Replay {
             parameters: Vec::new(),
             pool: Pool::default(),
             stream: None,
-            held: Bytes(0),
+            room: Room::default(),
             replayed: 0,
             new: false,
             cause: None,
@@ -121,9 +122,10 @@ impl Replay {
         mem::take(&mut self.new)
     }
 
-    /// Device memory that captured work keeps to itself.
-    pub(super) fn held(&self) -> Bytes {
-        self.held
+    /// The most memory in use since the last call, where `usage` is what was in use besides captured
+    /// work.
+    pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
+        self.room.take_peak(usage)
     }
 
     /// Forgets all captured work and gives its memory back.
@@ -133,7 +135,9 @@ impl Replay {
             return Ok(());
         }
         self.entries.clear();
-        self.held = Bytes(0);
+        // One that was given back must not be asked for again.
+        self.pool = Pool::default();
+        self.room = Room::default();
         Ok(empty_cache(self.device)?)
     }
 
@@ -246,6 +250,7 @@ impl Replay {
         Ok(state)
     }
 
+    /// Captures a micro-batch like this one, with sums for what eager runs have reached.
     fn captured<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut Pass<R::Outputs>,
@@ -254,39 +259,53 @@ impl Replay {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Program, String> {
         let words = |error: crate::Error| error.to_string();
-        self.prepare(eager).map_err(words)?;
-        let stream = self.stream.expect("it was prepared");
-        let before = self.reserved().map_err(words)?;
-        let setting = Setting { device: self.device, stream, sums: &self.sums };
-        let program = Program::capture(&setting, &mut self.pool, pass, micro_batch, f);
-        let after = self.reserved().map_err(words)?;
-        self.held = Bytes(self.held.0 + after.saturating_sub(before));
-        program
+        let stream = self.prepare().map_err(words)?;
+        let sums = self.sums_for(eager).map_err(words)?;
+        let mut capture = |this: &mut Self, sums| {
+            let setting = Setting { device: this.device, stream };
+            Program::capture(&setting, sums, &mut this.pool, pass, micro_batch, f)
+        };
+        let watch = Watch::begin(self.device).map_err(words)?;
+        let known = count(&sums);
+        let mut program = capture(self, sums)?;
+        // A term that counts once a step has no part in most eager micro-batches, but has one here.
+        if count(program.sums()) > known {
+            let sums = self.sums_for(program.sums()).map_err(words)?;
+            drop(program);
+            program = capture(self, sums)?;
+        }
+        self.room.add(&watch).map_err(words)?;
+        Ok(program)
     }
 
-    /// Makes what a capture needs: a stream, sums to add to, and room.
-    fn prepare(&mut self, eager: &[Sum]) -> Result<()> {
+    /// Makes what a capture needs: a stream, and room. What eager runs have left in the cache is of
+    /// no use to captured work.
+    fn prepare(&mut self) -> Result<Stream> {
         let stream = match self.stream {
             Some(stream) => stream,
             None => program::stream(self.device)?,
         };
         self.stream = Some(stream);
-        for (group, eager) in eager.iter().enumerate() {
-            if self.sums.len() == group {
-                self.sums.push(eager.iter().map(|_| None).collect());
-            }
-            for (sum, eager) in self.sums[group].iter_mut().zip(eager) {
-                if let (None, Some(eager)) = (&sum, eager) {
-                    *sum = Some(eager.f_zeros_like()?);
-                }
-            }
-        }
-        // What eager runs have left in the cache is of no use to captured work.
-        Ok(empty_cache(self.device)?)
+        empty_cache(self.device)?;
+        Ok(stream)
     }
 
-    fn reserved(&self) -> Result<u64> {
-        Ok(device_memory(self.device)?.reserved)
+    /// What captured work is to add such gradients to.
+    fn sums_for(&mut self, gradients: &[Sum]) -> Result<Vec<Sum>> {
+        while self.sums.len() < gradients.len() {
+            self.sums.push(self.parameters.iter().map(|_| None).collect());
+        }
+        let place = |(sum, gradient): (&mut Option<Tensor>, &Option<Tensor>)| {
+            let Some(gradient) = gradient else { return Ok(None) };
+            if sum.is_none() {
+                *sum = Some(gradient.f_zeros_like()?);
+            }
+            Ok(sum.as_ref().map(Tensor::shallow_clone))
+        };
+        let groups = self.sums.iter_mut().zip(gradients);
+        groups
+            .map(|(sums, gradients)| sums.iter_mut().zip(gradients).map(place).collect())
+            .collect()
     }
 
     fn refuse(&mut self, cause: String) -> State {
@@ -311,4 +330,8 @@ fn share<B: Batch>(micro_batch: &B) -> Result<B> {
 fn coarsest(parameters: &[Tensor]) -> Kind {
     let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
     parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
+}
+
+fn count(sums: &[Sum]) -> usize {
+    sums.iter().flatten().flatten().count()
 }

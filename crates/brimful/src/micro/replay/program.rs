@@ -35,11 +35,9 @@ pub(super) struct Program {
 
 /// Where a capture takes place.
 #[derive(Debug)]
-pub(super) struct Setting<'a> {
+pub(super) struct Setting {
     pub(super) device: Device,
     pub(super) stream: Stream,
-    /// What gradients are to be added to.
-    pub(super) sums: &'a [Sum],
 }
 
 /// A stream for captures, on which cuBLAS has its workspace already: taken during a capture it would
@@ -54,28 +52,24 @@ pub(super) fn stream(device: Device) -> Result<Stream> {
 }
 
 impl Program {
-    /// Captures forward and backward of a micro-batch like this one. Nothing of it runs.
+    /// Captures forward and backward of a micro-batch like this one, with gradients added to these
+    /// sums. Nothing of it runs.
     pub(super) fn capture<B: Batch, R: Outcome>(
-        setting: &Setting<'_>,
+        setting: &Setting,
+        sums: Vec<Sum>,
         pool: &mut Pool,
         pass: &mut Pass<R::Outputs>,
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self, String> {
-        let own = shared(setting.sums);
-        let present = count(&own);
-        let groups = pass.accumulator.exchange(own);
+        let groups = pass.accumulator.exchange(sums);
         let captured = catch_unseen(|| Self::record(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
-        let program = captured?;
-        if count(&sums) != present {
-            return Err("it reaches other parameters than a moment ago".into());
-        }
-        Ok(Self { sums, ..program })
+        Ok(Self { sums, ..captured? })
     }
 
     fn record<B: Batch, R: Outcome>(
-        setting: &Setting<'_>,
+        setting: &Setting,
         pool: &mut Pool,
         pass: &mut Pass<R::Outputs>,
         micro_batch: &B,
@@ -86,6 +80,8 @@ impl Program {
         let mut inputs = Vec::new();
         statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
         let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
+        // Made here, because captured zeros would be written at every replay.
+        let rows = Pending::for_the_same_layers()?;
         let host = generator_state(Device::Cpu)?;
 
         let mut ready = Event::new(setting.device)?;
@@ -93,7 +89,7 @@ impl Program {
         setting.stream.wait(&ready)?;
         let inside = setting.stream.enter()?;
         let capture = Capture::begin(setting.device, pool)?;
-        let (statistics, result) = Pending::collect(false, || {
+        let (statistics, result) = rows.go_on(|| {
             let (terms, output) = forward(statics, f)?;
             let readout = Readout::of(&terms)?;
             pass.backward(&terms, |number, term| {
@@ -171,13 +167,4 @@ fn check_host(before: &GeneratorState) -> Result<()> {
         true => Ok(()),
         false => Err(Error::Torch("it draws random numbers on the host".into())),
     }
-}
-
-fn shared(sums: &[Sum]) -> Vec<Sum> {
-    let share = |sum: &Option<Tensor>| sum.as_ref().map(Tensor::shallow_clone);
-    sums.iter().map(|group| group.iter().map(share).collect()).collect()
-}
-
-fn count(sums: &[Sum]) -> usize {
-    sums.iter().flatten().flatten().count()
 }

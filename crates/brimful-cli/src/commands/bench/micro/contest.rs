@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
+use brimful::micro::Layout;
 use brimful::{Bytes, Loss, MicroBatcher, Size, split};
 use brimful_torch::{device as torch_device, transfer};
 use tch::nn::VarStore;
@@ -29,18 +30,59 @@ pub(super) enum Contestant {
     Streaming,
     /// The library, with the mini-batch already on the device.
     Resident,
+    /// The library, with the mini-batch in host memory, as it is to run the model.
+    Tuned(Tuning),
+}
+
+/// How the library is to run a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tuning {
+    pub(super) replay: bool,
+    pub(super) channels_last: bool,
 }
 
 impl Contestant {
-    const ALL: [Self; 3] = [Self::Loop, Self::Streaming, Self::Resident];
+    /// The first three are always there; replay is for CUDA, channels are for convolutions.
+    fn all(work: &Work, device: Device) -> Vec<Self> {
+        let mut all = vec![Self::Loop, Self::Streaming, Self::Resident];
+        for (replay, channels_last) in [(false, true), (true, false), (true, true)] {
+            let possible =
+                (!replay || device != Device::Cpu) && (!channels_last || work.is_image());
+            all.extend(possible.then_some(Self::Tuned(Tuning { replay, channels_last })));
+        }
+        all
+    }
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Loop => "tch loop",
             Self::Streaming => "brimful",
             Self::Resident => "brimful, batch on device",
+            Self::Tuned(tuning) => match (tuning.replay, tuning.channels_last) {
+                (true, true) => "brimful, replay, channels last",
+                (true, false) => "brimful, replay",
+                (false, _) => "brimful, channels last",
+            },
         }
     }
+
+    pub(super) fn tuning(self) -> Tuning {
+        match self {
+            Self::Tuned(tuning) => tuning,
+            _ => Tuning { replay: false, channels_last: false },
+        }
+    }
+}
+
+/// What a contestant has shown.
+#[derive(Debug)]
+pub(super) struct Figures {
+    pub(super) contestant: Contestant,
+    /// Seconds of the steps that do not count.
+    pub(super) warm_up: Vec<f64>,
+    pub(super) times: Times,
+    pub(super) peak: Option<Bytes>,
+    pub(super) loss: f64,
 }
 
 /// Measures a row: its contestants take turns.
@@ -53,32 +95,40 @@ pub(super) fn measure(
 ) -> Result<()> {
     progress.row(&work.title());
     let mut arena = Ring::new(work, device)?;
-    let mut times = Contestant::ALL.map(|_| Times::default());
-    let mut peaks = [None; 3];
-    let mut losses = [0.0; 3];
+    let new = |contestant| Figures {
+        contestant,
+        warm_up: Vec::new(),
+        times: Times::default(),
+        peak: None,
+        loss: 0.0,
+    };
+    let mut all: Vec<Figures> = Contestant::all(work, device).into_iter().map(new).collect();
     for turn in 0..WARM_UP + repeats {
-        for (i, contestant) in Contestant::ALL.into_iter().enumerate() {
-            progress.turn(&work.title(), contestant.name(), turn, WARM_UP, repeats);
-            let Turn { seconds, loss, peak } = arena.turn(contestant)?;
-            (peaks[i], losses[i]) = (peak, loss);
-            if turn >= WARM_UP {
-                times[i].push(seconds);
+        for figures in &mut all {
+            progress.turn(&work.title(), figures.contestant.name(), turn, WARM_UP, repeats);
+            let Turn { seconds, loss, peak } = arena.turn(figures.contestant)?;
+            (figures.peak, figures.loss) = (peak, loss);
+            if turn < WARM_UP {
+                figures.warm_up.push(seconds);
+            } else {
+                figures.times.push(seconds);
             }
         }
     }
-    same(&losses, work.dtype)?;
+    same(&all.iter().map(|figures| figures.loss).collect::<Vec<_>>(), work.dtype)?;
     if device == Device::Cpu {
-        peaks = arena.cpu_peaks()?;
+        for figures in &mut all {
+            figures.peak = Some(arena.cpu_peak(figures.contestant)?);
+        }
     }
     progress.done();
-    let speeds = times.each_ref().map(|times| work.batch as f64 / times.median());
-    for (i, contestant) in Contestant::ALL.into_iter().enumerate() {
-        let ratio = speeds[i] / speeds[0];
+    let speed = |figures: &Figures| work.batch as f64 / figures.times.median();
+    for figures in &all {
+        let ratio = speed(figures) / speed(&all[0]);
         // Only the streaming one copies what another finds in place.
-        let of_resident = (contestant == Contestant::Streaming).then(|| speeds[1] / speeds[2]);
-        let row =
-            SpeedRow::new(work, contestant, &times[i], ratio, of_resident, peaks[i], losses[i]);
-        journal.speed(row)?;
+        let streaming = figures.contestant == Contestant::Streaming;
+        let of_resident = streaming.then(|| speed(&all[1]) / speed(&all[2]));
+        journal.speed(SpeedRow::new(work, figures, ratio, of_resident))?;
     }
     Ok(())
 }
@@ -91,16 +141,24 @@ fn same(losses: &[f64], dtype: Dtype) -> Result<()> {
     Ok(())
 }
 
-/// One model, one mini-batch, and all who run it.
+/// One mini-batch, and all who run it.
 struct Ring<'a> {
     work: &'a Work,
     device: Device,
-    store: VarStore,
-    model: Model,
-    micro: MicroBatcher,
+    corners: Vec<Corner>,
     host: Samples,
     /// The same in page-locked memory: a careful loop's loader puts it there.
     pinned: Samples,
+}
+
+/// A model that is run in one way. One that is captured must stay where it is in memory.
+struct Corner {
+    tuning: Tuning,
+    store: VarStore,
+    model: Model,
+    micro: MicroBatcher,
+    /// Device memory that it keeps between its turns.
+    kept: u64,
 }
 
 /// What one turn gave.
@@ -112,75 +170,121 @@ struct Turn {
 
 impl<'a> Ring<'a> {
     fn new(work: &'a Work, device: Device) -> Result<Self> {
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         let host = work.samples(work.batch);
         let pinned = match device {
             Device::Cpu => share(&host),
             _ => (transfer::pin(&host.0)?, transfer::pin(&host.1)?),
         };
-        Ok(Self { work, device, store, model, micro, host, pinned })
+        Ok(Self { work, device, corners: Vec::new(), host, pinned })
+    }
+
+    /// The model that is run in this way, made where it is not there. All have the same parameters.
+    fn corner(&mut self, tuning: Tuning) -> Result<&mut Corner> {
+        let found = self.corners.iter().position(|corner| corner.tuning == tuning);
+        let index = found.unwrap_or(self.corners.len());
+        if found.is_none() {
+            let mut corner = Corner::new(self.work, self.device, tuning)?;
+            if let Some(first) = self.corners.first() {
+                corner.store.copy(&first.store)?;
+            }
+            self.corners.push(corner);
+        }
+        Ok(&mut self.corners[index])
     }
 
     /// One step, timed from a quiet device to a quiet device.
     fn turn(&mut self, contestant: Contestant) -> Result<Turn> {
-        clear_gradients(&self.store)?;
+        let device = self.device;
+        self.corner(contestant.tuning())?.clear()?;
+        let before = in_use(device)?;
         // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
         let batch = match contestant {
             Contestant::Loop => share(&self.pinned),
-            Contestant::Streaming => share(&self.host),
-            Contestant::Resident => on_device(&self.host, self.device),
+            Contestant::Resident => on_device(&self.host, device),
+            _ => share(&self.host),
         };
-        torch_device::synchronize(self.device)?;
-        let memory = (self.device != Device::Cpu).then_some(Memory::Accelerator(self.device));
-        if let Some(memory) = &memory {
-            memory.reset_peak()?;
-        }
+        let work = self.work;
+        let corner = self.corner(contestant.tuning())?;
+        torch_device::synchronize(device)?;
         let start = Instant::now();
-        let loss = self.step(contestant, &batch)?;
-        torch_device::synchronize(self.device)?;
+        let (loss, peak) = match contestant {
+            Contestant::Loop => corner.by_hand(work, &batch)?,
+            _ => corner.step(work, &batch)?,
+        };
+        torch_device::synchronize(device)?;
         let seconds = start.elapsed().as_secs_f64();
-        let peak = memory.map(|memory| memory.usage().map(|usage| usage.peak)).transpose()?;
+        // Nothing of what the others keep is in it.
+        let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + corner.kept));
+        drop(batch);
+        corner.clear()?;
+        corner.kept += in_use(device)?.saturating_sub(before);
         Ok(Turn { seconds, loss, peak })
     }
 
-    fn step(&mut self, contestant: Contestant, batch: &Samples) -> Result<f64> {
-        let Self { work, model, micro, .. } = self;
-        match contestant {
-            Contestant::Loop => self.by_hand(batch),
-            _ => Ok(micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?.loss),
+    /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
+    fn cpu_peak(&mut self, contestant: Contestant) -> Result<Bytes> {
+        self.corner(contestant.tuning())?.clear()?;
+        let arena = Arena::new("bench");
+        let inside = arena.enter();
+        self.turn(contestant)?;
+        drop(inside);
+        Ok(Bytes(arena.peak()))
+    }
+}
+
+impl Corner {
+    fn new(work: &Work, device: Device, tuning: Tuning) -> Result<Self> {
+        let before = in_use(device)?;
+        let mut store = VarStore::new(device);
+        let model = work.build(&mut store)?;
+        let layout = if tuning.channels_last { Layout::ChannelsLast } else { Layout::AsIs };
+        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let micro = micro.replay(tuning.replay).layout(layout);
+        let kept = in_use(device)?.saturating_sub(before);
+        Ok(Self { tuning, store, model, micro, kept })
+    }
+
+    fn clear(&self) -> Result<()> {
+        clear_gradients(&self.store)
+    }
+
+    fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
+        let Self { model, micro, .. } = self;
+        let step = micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
+            bail!("the model was not replayed: {cause}");
         }
+        Ok((step.loss, step.peak))
     }
 
     /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
-    fn by_hand(&self, (x, y): &Samples) -> Result<f64> {
-        let total = Tensor::zeros([], (Kind::Float, self.device));
-        for range in split::by_size(self.work.batch, self.work.micro_batch)? {
+    fn by_hand(&self, work: &Work, (x, y): &Samples) -> Result<(f64, Option<Bytes>)> {
+        let device = self.store.device();
+        let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
+        if let Some(memory) = &memory {
+            memory.reset_peak()?;
+        }
+        let total = Tensor::zeros([], (Kind::Float, device));
+        for range in split::by_size(work.batch, work.micro_batch)? {
             let (start, length) = (range.start as i64, range.len() as i64);
-            let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), self.device));
-            let loss = self.work.loss(&self.model, &(x, y));
-            let loss = loss * (length as f64 / self.work.batch as f64);
+            let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), device));
+            let loss = work.loss(&self.model, &(x, y));
+            let loss = loss * (length as f64 / work.batch as f64);
             loss.backward();
             let _ = total.shallow_clone().g_add_(&loss.detach());
         }
-        Ok(total.double_value(&[]))
+        let loss = total.double_value(&[]);
+        let peak = memory.map(|memory| memory.usage().map(|usage| usage.peak)).transpose()?;
+        Ok((loss, peak))
     }
+}
 
-    /// What a step of each contestant allocates on a CPU. Not in the timed turns: counting costs.
-    fn cpu_peaks(&mut self) -> Result<[Option<Bytes>; 3]> {
-        let mut peaks = [None; 3];
-        for (peak, contestant) in peaks.iter_mut().zip(Contestant::ALL) {
-            clear_gradients(&self.store)?;
-            let arena = Arena::new("bench");
-            let inside = arena.enter();
-            self.turn(contestant)?;
-            drop(inside);
-            *peak = Some(Bytes(arena.peak()));
-        }
-        clear_gradients(&self.store)?;
-        Ok(peaks)
-    }
+/// Device memory in use now; a CPU's is not counted here.
+fn in_use(device: Device) -> Result<u64> {
+    Ok(match device {
+        Device::Cpu => 0,
+        _ => Memory::Accelerator(device).usage()?.current.0,
+    })
 }
 
 fn share((x, y): &Samples) -> Samples {

@@ -6,9 +6,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tch::Device;
 
-use super::contest::Contestant;
+use super::contest::{Figures, Tuning};
 use super::work::{Dtype, ModelName, Work, name};
-use crate::commands::bench::times::Times;
 use crate::output;
 
 /// A contestant's figures.
@@ -17,6 +16,8 @@ pub(super) struct SpeedRow {
     contestant: &'static str,
     #[serde(flatten)]
     work: WorkColumns,
+    replay: bool,
+    channels_last: bool,
     samples_per_s: f64,
     /// Speed over that of the hand-written loop in the same run.
     ratio: f64,
@@ -25,6 +26,8 @@ pub(super) struct SpeedRow {
     /// (Longest − shortest) / median of the steps.
     spread: f64,
     seconds: Vec<f64>,
+    /// Of the steps before, in which kernels are chosen and micro-batches captured.
+    warm_up_seconds: Vec<f64>,
     peak_bytes: Option<Bytes>,
     loss: f64,
 }
@@ -69,23 +72,25 @@ pub(super) struct Journal {
 impl SpeedRow {
     pub(super) fn new(
         work: &Work,
-        contestant: Contestant,
-        times: &Times,
+        figures: &Figures,
         ratio: f64,
         ratio_to_resident: Option<f64>,
-        peak_bytes: Option<Bytes>,
-        loss: f64,
     ) -> Self {
+        let Figures { contestant, warm_up, times, peak, loss } = figures;
+        let Tuning { replay, channels_last } = contestant.tuning();
         Self {
             contestant: contestant.name(),
             work: WorkColumns::new(work),
+            replay,
+            channels_last,
             samples_per_s: work.batch as f64 / times.median(),
             ratio,
             ratio_to_resident,
             spread: times.spread(),
             seconds: times.0.clone(),
-            peak_bytes,
-            loss,
+            warm_up_seconds: warm_up.clone(),
+            peak_bytes: *peak,
+            loss: *loss,
         }
     }
 
@@ -93,7 +98,7 @@ impl SpeedRow {
         let peak = self.peak_bytes.map_or_else(String::new, |peak| peak.to_string());
         let hidden = self.ratio_to_resident.map_or_else(String::new, |r| format!("{r:.3}"));
         format!(
-            "  {:<26}{:>11.1}{:>8.3}{hidden:>11}{:>8.1} %{peak:>12}",
+            "  {:<32}{:>11.1}{:>8.3}{hidden:>11}{:>8.1} %{peak:>12}",
             self.contestant,
             self.samples_per_s,
             self.ratio,
@@ -165,7 +170,7 @@ impl Journal {
     pub(super) fn speed(&mut self, row: SpeedRow) -> Result<()> {
         let title = format!("{}, mini-batch {}", row.work.title(), row.work.batch);
         let columns = format!(
-            "  {:<26}{:>11}{:>8}{:>11}{:>10}{:>12}",
+            "  {:<32}{:>11}{:>8}{:>11}{:>10}{:>12}",
             "", "samples/s", "ratio", "streaming", "spread", "peak"
         );
         self.write(&title, &columns, &row.text(), &row)
@@ -234,7 +239,7 @@ fn environment(device: Device) -> Result<Value> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::commands::bench::times::Times;
 
     #[test]
     fn the_median_of_an_even_number_is_between_its_middle_two() {
