@@ -23,26 +23,22 @@ at::Tensor empty_sum(const at::Tensor& gradient) {
   return at::empty_like(gradient, gradient.options().dtype(at::kFloat));
 }
 
-// From so many elements on, a gradient is worth a kernel of its own.
-constexpr int64_t kLarge = 1 << 18;
-
-// Half-precision gradients and their f32 sums. The kernels that work on lists take one kind of number
-// at a time, so small gradients are converted first; large ones are read and added in one go.
-void add_half(const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients) {
-  std::vector<at::Tensor> into, converted, from;
-  for (size_t i = 0; i < sums.size(); ++i) {
-    if (gradients[i].numel() >= kLarge) {
-      at::Tensor sum = sums[i];
-      sum.add_(gradients[i]);
-      continue;
+// Half-precision gradients and their f32 sums, in pieces of bounded size: the kernels that work on
+// lists take one kind of number at a time, so each piece is converted first.
+void add_half(
+    const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients,
+    int64_t piece_bytes) {
+  for (size_t start = 0, end = 0; start < sums.size(); start = end) {
+    std::vector<at::Tensor> into, converted, from;
+    for (int64_t bytes = 0; end < sums.size() && (end == start || bytes < piece_bytes); ++end) {
+      bytes += static_cast<int64_t>(sums[end].nbytes());
+      into.push_back(sums[end]);
+      from.push_back(gradients[end]);
+      converted.push_back(empty_sum(gradients[end]));
     }
-    into.push_back(sums[i]);
-    from.push_back(gradients[i]);
-    converted.push_back(empty_sum(gradients[i]));
+    at::_foreach_copy_(converted, from);
+    at::_foreach_add_(into, converted);
   }
-  if (into.empty()) return;
-  at::_foreach_copy_(converted, from);
-  at::_foreach_add_(into, converted);
 }
 
 }  // namespace
@@ -52,7 +48,8 @@ extern "C" {
 // For each parameter that has a gradient: adds it to its sum, or makes it the sum where there is none
 // yet, and leaves the parameter without one.
 int32_t brimful_collect_gradients(
-    at::Tensor* const* parameters, at::Tensor** sums, size_t count, char** message) noexcept {
+    at::Tensor* const* parameters, at::Tensor** sums, size_t count, int64_t piece_bytes,
+    char** message) noexcept {
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> into, added, half_into, half_added, first_into, first_from;
@@ -77,7 +74,7 @@ int32_t brimful_collect_gradients(
     }
     if (!first_into.empty()) at::_foreach_copy_(first_into, first_from);
     if (!into.empty()) at::_foreach_add_(into, added);
-    add_half(half_into, half_added);
+    add_half(half_into, half_added, piece_bytes);
   });
 }
 

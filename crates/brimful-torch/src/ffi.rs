@@ -91,6 +91,7 @@ unsafe extern "C" {
         parameters: *const *const RawTensor,
         sums: *mut *mut RawTensor,
         count: usize,
+        piece_bytes: i64,
         message: Message,
     ) -> i32;
     pub(crate) fn brimful_set_gradient(

@@ -7,6 +7,9 @@ use tch::Tensor;
 use crate::error::{TorchError, call};
 use crate::{ffi, owned, raw_list};
 
+/// Half-precision gradients are converted to f32 in pieces of about this many bytes.
+const PIECE_BYTES: i64 = 64 << 20;
+
 /// Adds each parameter's gradient to its sum, or makes it the sum where there is none yet, and leaves
 /// the parameter without one. Sums of half-precision gradients are f32.
 ///
@@ -25,7 +28,7 @@ pub fn collect(parameters: &[Tensor], sums: &mut [Option<Tensor>]) -> Result<(),
     // SAFETY: both arrays have `count` entries: valid tensors, and valid tensors or null.
     let result = call(|message| unsafe {
         let (list, places) = (list.as_ptr(), places.as_mut_ptr());
-        ffi::brimful_collect_gradients(list, places, count, message)
+        ffi::brimful_collect_gradients(list, places, count, PIECE_BYTES, message)
     });
     for ((sum, place), known) in sums.iter_mut().zip(places).zip(known) {
         if !known && !place.is_null() {

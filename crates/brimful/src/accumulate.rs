@@ -225,19 +225,26 @@ fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
 /// Gives each sum its parameter's type. One that has it already stays as it is, or is copied where it
 /// is lent.
 fn cast(sum: Sum, parameters: &[Tensor], lent: bool) -> Result<Sum> {
-    let has_type = |(sum, p): (&Option<Tensor>, &Tensor)| {
-        sum.as_ref().is_some_and(|sum| sum.kind() == p.kind())
+    let kinds = parameters.iter().map(Tensor::kind);
+    let moves = |(sum, kind): (&Option<Tensor>, Kind)| {
+        sum.as_ref().is_some_and(|sum| lent || sum.kind() != kind)
     };
-    let to_copy = lent && sum.iter().zip(parameters).any(has_type);
-    let pairs = sum.into_iter().zip(parameters);
-    let cast = pairs.map(|(sum, p)| sum.map(|sum| sum.f_to_kind(p.kind())).transpose());
-    let cast = cast.collect::<std::result::Result<_, _>>()?;
-    if to_copy { copy_of(&cast) } else { Ok(cast) }
+    if !sum.iter().zip(kinds).any(moves) {
+        return Ok(sum);
+    }
+    copied(&sum, parameters.iter().map(Some))
 }
 
-/// The same sums in tensors of their own, by a few kernels for all of them.
+/// The same sums in tensors of their own.
 fn copy_of(sum: &Sum) -> Result<Sum> {
-    let empty = sum.iter().map(|sum| sum.as_ref().map(Tensor::f_empty_like).transpose());
+    copied(sum, sum.iter().map(Option::as_ref))
+}
+
+/// Copies of the sums, in kind and layout like those tensors, by a few kernels for all of them.
+fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Result<Sum> {
+    let pairs = sum.iter().zip(like);
+    let empty =
+        pairs.map(|(sum, like)| sum.as_ref().and(like).map(Tensor::f_empty_like).transpose());
     let copy = empty.collect::<std::result::Result<Sum, _>>()?;
     let present = |sum: &Sum| sum.iter().flatten().map(Tensor::shallow_clone).collect::<Vec<_>>();
     foreach::copy(&present(&copy), &present(sum))?;

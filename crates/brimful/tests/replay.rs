@@ -352,8 +352,8 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
             }
             one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
             let step = two.backward(&samples, |(x, y, t): Samples| replayed.loss(&x, &y, &t));
-            let replayed = step.expect("a step").replayed;
-            assert_eq!(replayed > 0, replays(), "{:?}", two.eager_cause());
+            let count = step.expect("a step").replayed;
+            assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
             assert_near(kind, &replayed, &eager, "after a refusal");
         }
     }

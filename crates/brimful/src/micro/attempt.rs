@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 use std::panic;
-use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
-use tch::nn::Variables;
 
 use super::pass::Pass;
+use super::replay::Surroundings;
 use super::tally::{Group, Tally};
 use super::{MicroBatcher, NonFinite, Outcome, Window, lengths};
 use crate::accumulate::{Accumulator, Sums};
@@ -119,11 +118,11 @@ impl MicroBatcher {
             let outputs = Vec::with_capacity(ranges.len());
             let mut pass = Pass { accumulator, tally, outputs, single: scale.last };
             this.replay.begin(pass.accumulator.parameters())?;
+            let surroundings =
+                Surroundings { arrangement: &this.arrangement, variables: &this.variables };
             feed::each(batch, ranges, this.device, |i, micro_batch| {
                 let part = part(ranges, i, scale.unit, fresh);
-                let micro_batch = this.arrangement.of(micro_batch)?;
-                let buffers = || without_gradient(&this.variables);
-                this.replay.run(&mut pass, micro_batch, &part, f, buffers)?;
+                this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
@@ -168,13 +167,6 @@ impl MicroBatcher {
             }
         }
     }
-}
-
-/// Variables that are not trained, such as running statistics.
-fn without_gradient(variables: &Mutex<Variables>) -> Vec<Tensor> {
-    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
-    let all = variables.named_variables.values();
-    all.filter(|tensor| !tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
 pub(super) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {

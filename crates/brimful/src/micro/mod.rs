@@ -314,8 +314,9 @@ impl MicroBatcher {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         let Window { sums, tally, groups, mut undo, unit, sizes } = window;
         let total = sizes.iter().sum::<usize>() as f64;
-        let committed = tally.read(self.non_finite).and_then(|totals| {
-            let moved = undo.statistics.prepare()?;
+        // Before the reading, which waits for the device, so that it has something to do then.
+        let committed = undo.statistics.prepare().and_then(|moved| {
+            let totals = tally.read(self.non_finite)?;
             let groups = pass::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;

@@ -10,10 +10,11 @@
 //! same numbers of values are laid side by side: a network's layers have but a few different ones,
 //! so that a step takes some dozens of small kernels, not some dozens for each layer.
 
+use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
 use super::{Moved, Running};
-use crate::Result;
+use crate::{Error, Result};
 
 /// Rows that a layer has before they are pooled: more would be more memory, fewer more kernels.
 const ROWS: i64 = 16;
@@ -164,8 +165,12 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
     let kind = if alike.kind == Kind::Double { Kind::Double } else { Kind::Float };
     let numbers = |counts: &[i64], less: i64| {
         let counts: Vec<f64> = counts.iter().map(|count| (count - less) as f64).collect();
-        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_to_device(alike.device)?;
-        counts.f_unsqueeze(1)
+        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
+        match alike.device {
+            Device::Cpu => Ok::<_, Error>(counts),
+            // Nobody waits for a copy from page-locked memory.
+            device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
+        }
     };
     let (mut means, mut squares) = (Vec::new(), Vec::new());
     for index in 0..alike.pooled.len() {

@@ -15,13 +15,16 @@ mod room;
 mod shape;
 
 use std::mem;
+use std::sync::{Mutex, PoisonError};
 
 use brimful_torch::graph::{self, Pool};
 use brimful_torch::memory::empty_cache;
 use brimful_torch::stream::Stream;
+use tch::nn::Variables;
 use tch::{Device, Kind, Tensor};
 
 use super::Outcome;
+use super::layout::Arrangement;
 use super::pass::{Pass, forward};
 use crate::Result;
 use crate::accumulate::Sum;
@@ -59,6 +62,13 @@ pub(super) struct Replay {
     new: bool,
     /// Why some shape runs eagerly.
     cause: Option<String>,
+}
+
+/// What a micro-batch runs in, besides its mini-batch.
+#[derive(Debug)]
+pub(super) struct Surroundings<'a> {
+    pub(super) arrangement: &'a Arrangement,
+    pub(super) variables: &'a Mutex<Variables>,
 }
 
 #[derive(Debug)]
@@ -135,8 +145,6 @@ impl Replay {
             return Ok(());
         }
         self.entries.clear();
-        // One that was given back must not be asked for again.
-        self.pool = Pool::default();
         self.room = Room::default();
         Ok(empty_cache(self.device)?)
     }
@@ -161,30 +169,33 @@ impl Replay {
         micro_batch: B,
         part: &Part,
         f: &mut F,
-        buffers: impl FnOnce() -> Vec<Tensor>,
+        surroundings: &Surroundings<'_>,
     ) -> Result<()> {
+        let laid_out = |micro_batch| surroundings.arrangement.of(micro_batch);
         if !self.wanted {
-            return pass.run(micro_batch, part, f);
+            return pass.run(laid_out(micro_batch)?, part, f);
         }
         let index = self.find(Shape::of::<B, F>(&micro_batch, pass.single));
         let entry = &mut self.entries[index];
         entry.uses += 1;
         self.new |= matches!(entry.state, State::New(_));
         match &mut entry.state {
+            // Its inputs are laid out already, and the samples will be as they are copied there.
             State::Captured(program) => {
                 self.replayed += 1;
                 program.run(pass, &micro_batch, part)
             }
             State::New(seen) if *seen < WARM_UP => {
                 *seen += 1;
-                pass.run(micro_batch, part, f)
+                pass.run(laid_out(micro_batch)?, part, f)
             }
             State::New(_) => {
-                let state = self.capture(pass, micro_batch, part, f, &buffers())?;
+                let buffers = without_gradient(surroundings.variables);
+                let state = self.capture(pass, laid_out(micro_batch)?, part, f, &buffers)?;
                 self.entries[index].state = state;
                 Ok(())
             }
-            State::Eager => pass.run(micro_batch, part, f),
+            State::Eager => pass.run(laid_out(micro_batch)?, part, f),
         }
     }
 
@@ -271,7 +282,6 @@ impl Replay {
         // A term that counts once a step has no part in most eager micro-batches, but has one here.
         if count(program.sums()) > known {
             let sums = self.sums_for(program.sums()).map_err(words)?;
-            drop(program);
             program = capture(self, sums)?;
         }
         self.room.add(&watch).map_err(words)?;
@@ -286,6 +296,10 @@ impl Replay {
             None => program::stream(self.device)?,
         };
         self.stream = Some(stream);
+        // A pool that nobody uses any more cannot be taken up again.
+        if !self.entries.iter().any(|entry| matches!(entry.state, State::Captured(_))) {
+            self.pool = Pool::default();
+        }
         empty_cache(self.device)?;
         Ok(stream)
     }
@@ -330,6 +344,13 @@ fn share<B: Batch>(micro_batch: &B) -> Result<B> {
 fn coarsest(parameters: &[Tensor]) -> Kind {
     let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
     parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
+}
+
+/// Variables that are not trained, such as running statistics.
+fn without_gradient(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.named_variables.values();
+    all.filter(|tensor| !tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
 fn count(sums: &[Sum]) -> usize {
