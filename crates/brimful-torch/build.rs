@@ -7,7 +7,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/device.cpp",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 9] = [
     "bridge/layout.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
+    "bridge/random.cpp",
 ];
 
 fn main() {

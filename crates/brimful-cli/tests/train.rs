@@ -81,12 +81,70 @@ fn the_micro_batch_size_does_not_change_what_is_learnt() {
     assert!((run("128") - run("7")).abs() < 1e-9);
 }
 
+const STAGES: [&str; 8] = [
+    "--stages",
+    "4",
+    "--schedule",
+    "interleaved-2",
+    "--recompute",
+    "except-last",
+    "--micro-batches",
+    "5",
+];
+
+#[test]
+fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
+    let trace = folder("stages").join("trace.json");
+    let mut arguments = vec!["train", "--epochs", "4", "--json", "--device", "cpu"];
+    arguments.extend(STAGES);
+    arguments.extend(["--stage-memory", "8MiB", "--trace", trace.to_str().expect("a path")]);
+    let lines = lines(&arguments);
+    let last = &lines[3];
+    assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
+    assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 8 << 20), "{last}");
+    assert_eq!((&last["micro_batch_size"], &last["done"]), (&26.into(), &true.into()));
+    let trace: Value =
+        serde_json::from_str(&fs::read_to_string(trace).expect("a trace")).expect("JSON");
+    let names = trace["traceEvents"].as_array().expect("events").iter().map(|e| &e["name"]);
+    let names: Vec<_> = names.filter_map(Value::as_str).collect();
+    for name in ["0F0", "3B4", "2R1"] {
+        assert!(names.contains(&name), "{name} is not in {names:?}");
+    }
+}
+
+/// One run, cut and saved in any way, is the same run.
+#[test]
+fn stages_and_one_device_go_on_from_each_others_files() {
+    let folder = folder("both");
+    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
+    let train = |epochs: &str, from: Option<&str>, to: &str, more: &[&str]| {
+        let mut run = brimful();
+        run.args(["train", "--dtype", "f64", "--epochs", epochs, "--save", &path(to)]);
+        run.args(from.iter().flat_map(|from| ["--resume".to_owned(), path(from)])).args(more);
+        run.assert().success();
+    };
+    train("1", None, "one", &[]);
+    train("2", Some("one"), "plain", &[]);
+    train("2", Some("one"), "staged", &STAGES);
+    let (plain, told) = save::read(path("plain")).expect("plain");
+    let (staged, told_too) = save::read(path("staged")).expect("staged");
+    assert_eq!(told, told_too);
+    for ((name, expected), (name_too, got)) in plain.iter().zip(&staged) {
+        assert_eq!(name, name_too);
+        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
+    }
+    train("3", Some("staged"), "back", &[]);
+}
+
 const RUN: [&str; 9] =
     ["train", "--model", "gpt", "--data", "synthetic", "--epochs", "3", "--json", "--device"];
 
 fn train_to(path: &Path, resume: bool) -> Process {
     let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-    process.args(RUN).args(["cpu", "--batch-size", "100", "--save"]).arg(path);
+    process
+        .args(RUN)
+        .args(["cpu", "--batch-size", "100", "--micro-batch", "32", "--save"])
+        .arg(path);
     if resume {
         process.arg("--resume").arg(path);
     }
@@ -146,8 +204,15 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
 
 #[test]
 fn nonsense_on_the_command_line_is_one_clear_error() {
-    let cases: [(&[&str], &str); 7] = [
-        (&["train", "--micro-batch", "0"], "at least 1 sample"),
+    let cases: [(&[&str], &str); 14] = [
+        (&["train", "--stages", "0"], "give it at least 1"),
+        (&["train", "--stages", "9"], "the model has 6 layers, so give it fewer"),
+        (&["train", "--stages", "3", "--schedule", "interleaved-2"], "a multiple of 2"),
+        (&["train", "--stages", "2", "--schedule", "zero-bubble-v"], "not executed yet"),
+        (&["train", "--stages", "2", "--memory-limit", "8MiB"], "say --stage-memory"),
+        (&["train", "--stage-memory", "8MiB"], "--stages <S>"),
+        (&["train", "--micro-batches", "2", "--micro-batch", "2"], "cannot be used with"),
+        (&["train", "--micro-batch", "0"], "from 1 on, auto or largest"),
         (&["train", "--batch-size", "0"], "give a number from 1 on, or all"),
         (&["train", "--memory-limit", "much"], "such as 96MiB"),
         (&["train", "--memory-limit", "0"], "limit of 0 bytes"),

@@ -27,8 +27,11 @@ struct Arena {
   std::atomic<int64_t> current{0};
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> allocations{0};
-  // The allocation number that is to fail, once; 0 for none.
-  std::atomic<int64_t> doomed{0};
+  // Allocations that were refused, for whatever reason.
+  std::atomic<int64_t> refusals{0};
+  // The allocation numbers that are to fail: from the first up to, not including, the last.
+  std::atomic<int64_t> doomed_from{0};
+  std::atomic<int64_t> doomed_to{0};
   // The owner's handle and each living block: the last one gone deletes the arena.
   std::atomic<int64_t> references{1};
 };
@@ -37,7 +40,8 @@ void release(Arena* arena) {
   if (arena->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete arena;
 }
 
-[[noreturn]] void refuse(const Arena& arena, int64_t asked, int64_t in_use, const char* limit) {
+[[noreturn]] void refuse(Arena& arena, int64_t asked, int64_t in_use, const char* limit) {
+  arena.refusals.fetch_add(1, std::memory_order_relaxed);
   // crates/brimful/src/oom.rs reads this sentence: change both together. It is thrown without a
   // backtrace, which takes a tenth of a second to write and which nobody reads.
   throw c10::OutOfMemoryError(
@@ -51,8 +55,8 @@ void release(Arena* arena) {
 void charge(Arena& arena, int64_t size) {
   const int64_t number = arena.allocations.fetch_add(1, std::memory_order_relaxed) + 1;
   int64_t current = arena.current.load(std::memory_order_relaxed);
-  if (number == arena.doomed.load(std::memory_order_relaxed)) {
-    arena.doomed.store(0, std::memory_order_relaxed);
+  if (number < arena.doomed_to.load(std::memory_order_relaxed) &&
+      number >= arena.doomed_from.load(std::memory_order_relaxed)) {
     refuse(arena, size, current, "injected");
   }
   const int64_t limit = arena.limit.load(std::memory_order_relaxed);
@@ -174,9 +178,14 @@ int64_t brimful_arena_allocations(const Arena* arena) noexcept { return arena->a
 
 void brimful_arena_reset_peak(Arena* arena) noexcept { arena->peak = arena->current.load(); }
 
-// Dooms the n-th allocation from now (1 is the next); 0 calls it off.
-void brimful_arena_fail_nth(Arena* arena, int64_t n) noexcept {
-  arena->doomed = n == 0 ? 0 : arena->allocations.load() + n;
+int64_t brimful_arena_refusals(const Arena* arena) noexcept { return arena->refusals; }
+
+// Dooms `count` allocations, the first of them the n-th from now (1 is the next); 0 of them calls
+// it off.
+void brimful_arena_fail(Arena* arena, int64_t n, int64_t count) noexcept {
+  arena->doomed_to = 0;
+  arena->doomed_from = arena->allocations.load() + n;
+  if (count > 0) arena->doomed_to = arena->doomed_from.load() + count;
 }
 
 }  // extern "C"

@@ -108,7 +108,7 @@ int32_t brimful_allow_tf32(bool allowed, char** message) noexcept {
 // --- memory ---------------------------------------------------------------------------------
 
 struct BrimfulMemory {
-  int64_t current, peak, reserved, retries, free, total;
+  int64_t current, peak, reserved, retries, refusals, free, total;
 };
 
 int32_t brimful_device_memory(int32_t index, BrimfulMemory* out, char** message) noexcept {
@@ -122,6 +122,7 @@ int32_t brimful_device_memory(int32_t index, BrimfulMemory* out, char** message)
     *out = {
         stats.allocated_bytes[all].current, stats.allocated_bytes[all].peak,
         stats.reserved_bytes[all].current,  stats.num_alloc_retries,
+        stats.num_ooms,
         static_cast<int64_t>(free),         static_cast<int64_t>(total)};
   });
 }

@@ -82,12 +82,19 @@ impl Arena {
         unsafe { ffi::brimful_arena_allocations(self.0.0) }.unsigned_abs()
     }
 
-    /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one,
-    /// 0 calls it off). For tests.
-    pub fn fail_nth_allocation(&self, n: u64) {
-        let n = i64::try_from(n).unwrap_or(i64::MAX / 2);
+    /// How many allocations were refused.
+    pub fn refusals(&self) -> u64 {
         // SAFETY: the arena lives as long as `self`.
-        unsafe { ffi::brimful_arena_fail_nth(self.0.0, n) }
+        unsafe { ffi::brimful_arena_refusals(self.0.0) }.unsigned_abs()
+    }
+
+    /// Makes the n-th allocation from now (1 is the next one) and those after it fail, `count` in
+    /// all, as if memory had run out; a count of 0 calls it off. For tests.
+    pub fn fail_allocations(&self, n: u64, count: u64) {
+        // Halved twice, so that the bridge can add the two to a number of its own.
+        let bounded = |number| i64::try_from(number).unwrap_or(i64::MAX).min(i64::MAX / 4);
+        // SAFETY: the arena lives as long as `self`.
+        unsafe { ffi::brimful_arena_fail(self.0.0, bounded(n), bounded(count)) }
     }
 }
 

@@ -7,6 +7,7 @@ pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
 pub(crate) type RawEvent = c_void;
 pub(crate) type RawGraph = c_void;
+pub(crate) type RawGenerator = c_void;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
@@ -18,6 +19,7 @@ pub(crate) struct RawMemory {
     pub(crate) peak: i64,
     pub(crate) reserved: i64,
     pub(crate) retries: i64,
+    pub(crate) refusals: i64,
     pub(crate) free: i64,
     pub(crate) total: i64,
 }
@@ -78,7 +80,8 @@ unsafe extern "C" {
     pub(crate) fn brimful_arena_peak(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
-    pub(crate) fn brimful_arena_fail_nth(arena: *mut RawArena, n: i64);
+    pub(crate) fn brimful_arena_refusals(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_fail(arena: *mut RawArena, n: i64, count: i64);
 
     pub(crate) fn brimful_backward(
         roots: *const *const RawTensor,
@@ -124,6 +127,11 @@ unsafe extern "C" {
         state: *const RawTensor,
         message: Message,
     ) -> i32;
+
+    pub(crate) fn brimful_own_generator_enter(own: *mut *mut RawGenerator, message: Message)
+    -> i32;
+    pub(crate) fn brimful_own_generator_seed(own: *mut RawGenerator, seed: u64);
+    pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_urgent(device: i32, id: *mut i64, message: Message) -> i32;

@@ -12,7 +12,7 @@
 //! | [`memory`] | an accelerator's memory figures and cache |
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`optim`] | the fused optimizers |
-//! | [`random`] | a generator's state, taken and put back |
+//! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
 //! | [`threads`] | threads an operation, for one thread alone |
 //! | [`libtorch`] | which libtorch is running |

@@ -17,6 +17,8 @@ pub struct DeviceMemory {
     pub reserved: u64,
     /// How often the allocator had to empty its cache to serve a request.
     pub allocation_retries: u64,
+    /// How many requests were refused, even then.
+    pub refusals: u64,
     /// Not held by anyone.
     pub free: u64,
     /// All of the device's.
@@ -37,6 +39,7 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
         peak: raw.peak.unsigned_abs(),
         reserved: raw.reserved.unsigned_abs(),
         allocation_retries: raw.retries.unsigned_abs(),
+        refusals: raw.refusals.unsigned_abs(),
         free: raw.free.unsigned_abs(),
         total: raw.total.unsigned_abs(),
     })

@@ -7,6 +7,8 @@
 //! Terms of a loss whose denominators are known only at the end each need sums of their own
 //! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
 
+use std::borrow::Borrow;
+
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::foreach;
 use brimful_torch::gradients::collect;
@@ -18,7 +20,7 @@ use crate::Result;
 pub(crate) type Sum = Vec<Option<Tensor>>;
 
 /// Gradient sums of a step so far, one list for each group of terms.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Sums {
     groups: Vec<Sum>,
     /// Whether some of them are captured graphs' own, which the next step will overwrite.
@@ -65,11 +67,11 @@ impl Accumulator {
     pub(crate) fn add(
         &mut self,
         group: usize,
-        roots: &[(&Tensor, Tensor)],
+        roots: &[(impl Borrow<Tensor>, Tensor)],
         keep_graph: bool,
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
-            roots.iter().map(|(root, gradient)| (*root, Some(gradient))).unzip();
+            roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
         backward(&roots, &gradients, keep_graph)?;
         if self.in_place() {
             return Ok(());
@@ -179,6 +181,11 @@ impl Sums {
     /// Adds the sums, each group times its factor, to the parameters' gradients. Everything that
     /// needs memory comes before the first change.
     pub(crate) fn commit(self, parameters: &mut [Tensor], factors: &[f64]) -> Result<()> {
+        self.finish(parameters, factors)?.apply(parameters)
+    }
+
+    /// The sums of all groups, each times its factor, ready to be added to the gradients.
+    pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
         let lent = self.lent;
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
@@ -187,9 +194,20 @@ impl Sums {
             scale(&sum, Some(*factor))?;
             add_sum(&mut total, sum)?;
         }
-        let finished = cast(total, parameters, lent)?;
+        total.resize_with(parameters.len(), || None);
+        Ok(Finished(cast(total, parameters, lent)?))
+    }
+}
+
+/// A step's gradients, one a parameter, which nobody has seen yet.
+#[derive(Debug)]
+pub(crate) struct Finished(pub(crate) Sum);
+
+impl Finished {
+    /// Adds them to the parameters' gradients. Nothing is allocated.
+    pub(crate) fn apply(self, parameters: &mut [Tensor]) -> Result<()> {
         let mut gradients: Sum = parameters.iter().map(gradient).collect();
-        add_sum(&mut gradients, finished)?;
+        add_sum(&mut gradients, self.0)?;
         for (parameter, new) in parameters.iter_mut().zip(&gradients) {
             set_gradient(parameter, new.as_ref())?;
         }

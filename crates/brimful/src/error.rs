@@ -1,5 +1,6 @@
 //! Everything that can go wrong, with the numbers and the remedy.
 
+use std::error::Error as StdError;
 use std::sync::Arc;
 
 use tch::TchError;
@@ -8,6 +9,7 @@ use thiserror::Error;
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
+use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::schedule::{CostError, ScheduleError};
 
@@ -18,6 +20,24 @@ pub enum Error {
     /// Memory ran out.
     #[error(transparent)]
     OutOfMemory(#[from] OutOfMemory),
+
+    /// Memory runs out whatever the size of the micro-batches.
+    #[error(
+        "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
+         recompute activations, take a smaller model or number type, or spread the layers over \
+         more devices. The last report: {cause}",
+        tried_in_words(tried), needed.map(|needed| format!("about {needed} needed, ")).unwrap_or_default()
+    )]
+    DoesNotFit {
+        /// The sizes that were tried.
+        tried: Vec<usize>,
+        /// What one sample was expected to need, where that is known.
+        needed: Option<Bytes>,
+        /// What was free.
+        available: Bytes,
+        /// How the last try ended.
+        cause: Box<OutOfMemory>,
+    },
 
     /// libtorch refused a call, in its own words.
     #[error("libtorch: {0}")]
@@ -116,6 +136,45 @@ pub enum Error {
         name: String,
         /// The name of the layer that it would share with.
         owner: String,
+    },
+
+    /// A pop of what nobody stashes.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
+         one around it: add `.stash(\"{skip}\")` before it"
+    )]
+    SkipUnknown {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+    },
+
+    /// A pop that comes before its stash.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed only later, by layer {stash}: \
+         move the stash before it"
+    )]
+    SkipTooEarly {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+        /// The place of the stash.
+        stash: usize,
+    },
+
+    /// A stash that nobody pops.
+    #[error("layer {position} stashes '{skip}', which no layer pops: pop it, or remove it")]
+    SkipUnused {
+        /// The stash's place in the list, counted from 0.
+        position: usize,
+        /// Its name.
+        skip: String,
     },
 
     /// A range that is not in the list.
@@ -462,16 +521,31 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A pipeline that cannot be built or used as asked.
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+
+    /// A stage of a pipeline that failed.
+    #[error(transparent)]
+    Stage(Box<StageError>),
 }
 
 /// An error that a user's closure returned, as it was.
 #[derive(Debug, Clone, Error)]
 #[error(transparent)]
-pub struct ClosureError(pub Arc<dyn std::error::Error + Send + Sync>);
+pub struct ClosureError(pub Arc<dyn StdError + Send + Sync>);
 
 impl PartialEq for ClosureError {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+fn tried_in_words(sizes: &[usize]) -> String {
+    match sizes {
+        [] => "before the first one was run".into(),
+        sizes => format!("tried {}", enumerate(sizes)),
     }
 }
 
@@ -482,6 +556,26 @@ fn enumerate(lengths: &[usize]) -> String {
         Some((last, [])) => last.clone(),
         Some((last, others)) => format!("{} and {last}", others.join(", ")),
         None => String::new(),
+    }
+}
+
+impl Error {
+    /// An error of the user's closure: one of ours or of libtorch as it is, another in its own words.
+    pub(crate) fn of_closure(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let error = match error.into().downcast::<Self>() {
+            Ok(ours) => return *ours,
+            Err(other) => other,
+        };
+        match error.downcast::<TchError>() {
+            Ok(torch) => Self::from(*torch),
+            Err(other) => Self::Closure(ClosureError(other.into())),
+        }
+    }
+}
+
+impl From<StageError> for Error {
+    fn from(error: StageError) -> Self {
+        Self::Stage(Box::new(error))
     }
 }
 

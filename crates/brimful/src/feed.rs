@@ -103,7 +103,7 @@ fn wait(event: &Event) -> Result<()> {
 }
 
 /// The batch's tensors on the device, through page-locked memory.
-fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
+pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
     batch.map(&mut |leaf| {
         let tensor = leaf.tensor();
         if tensor.device() == device {

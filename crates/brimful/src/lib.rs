@@ -5,12 +5,14 @@
 extern crate self as brimful;
 
 mod accumulate;
+pub mod auto;
 pub mod balance;
 pub mod batch;
 pub mod bytes;
 pub mod device;
 mod error;
 mod feed;
+mod guard;
 pub mod layers;
 pub mod libtorch;
 pub mod loss;
@@ -19,6 +21,7 @@ pub mod micro;
 pub mod nn;
 pub mod oom;
 pub mod optim;
+pub mod pipeline;
 pub mod plan;
 mod random;
 pub mod save;
@@ -26,12 +29,16 @@ pub mod schedule;
 pub mod split;
 mod statistics;
 
+pub use auto::Auto;
 pub use batch::{Batch, Shared};
 pub use bytes::Bytes;
 pub use error::{ClosureError, Error};
+pub use guard::guard;
 pub use layers::Layers;
 pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
+pub use pipeline::{Pipeline, is_recomputing};
+pub use random::Draws;
 /// The tch whose tensors this library takes.
 pub use tch;
 

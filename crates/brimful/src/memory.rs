@@ -107,10 +107,21 @@ impl Arena {
         self.account.allocations()
     }
 
+    /// How many allocations were refused.
+    pub fn refusals(&self) -> u64 {
+        self.account.refusals()
+    }
+
     /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one,
     /// 0 calls it off). For tests of what a program does then.
     pub fn fail_nth_allocation(&self, n: u64) {
-        self.account.fail_nth_allocation(n);
+        self.account.fail_allocations(n, u64::from(n > 0));
+    }
+
+    /// Makes every allocation fail from the n-th on (1 is the next one), until
+    /// [`Arena::fail_nth_allocation`] calls it off. For tests of what a program does then.
+    pub fn fail_from_nth_allocation(&self, n: u64) {
+        self.account.fail_allocations(n, u64::MAX);
     }
 }
 
@@ -137,6 +148,8 @@ pub struct Usage {
     pub limit: Option<Bytes>,
     /// How often the allocator had to empty its cache to serve a request. A CPU has no such cache.
     pub allocation_retries: u64,
+    /// How many requests were refused since the start.
+    pub refusals: u64,
 }
 
 impl Memory {
@@ -212,6 +225,7 @@ fn usage_of_arena(arena: &Arena) -> Usage {
         available: arena.limit().map(|limit| Bytes(limit.saturating_sub(current))),
         limit: arena.limit().map(Bytes),
         allocation_retries: 0,
+        refusals: arena.refusals(),
     }
 }
 
@@ -224,6 +238,7 @@ fn usage_of_accelerator(device: Device) -> Result<Usage> {
         available: Some(Bytes(figures.free + cached)),
         limit: Some(Bytes(figures.total)),
         allocation_retries: figures.allocation_retries,
+        refusals: figures.refusals,
     })
 }
 

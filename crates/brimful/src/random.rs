@@ -1,7 +1,8 @@
-//! Random state that can be put back, so that a failed step draws no numbers.
+//! Random state that can be put back, so that a failed step draws no numbers; and seeds for those
+//! who draw in parallel.
 
 use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
@@ -27,4 +28,43 @@ impl Randomness {
         }
         Ok(())
     }
+}
+
+/// The random numbers of one micro-batch in one step. Each layer has a seed of its own, so that they
+/// depend neither on the schedule, the balance and the threads nor on running a layer again.
+///
+/// A pipeline's [`Step`](crate::pipeline::Step) tells its seed, and a plain model can draw the same
+/// numbers by [`Model::forward_drawing`](crate::layers::Model::forward_drawing).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Draws {
+    step: u64,
+    micro_batch: u64,
+}
+
+impl Draws {
+    /// Of this micro-batch, counted from 0, in the step with this seed.
+    #[must_use]
+    pub fn new(step: u64, micro_batch: usize) -> Self {
+        Self { step, micro_batch: micro_batch as u64 }
+    }
+
+    /// The seed of the layer at this position of the model; the loss comes after the last.
+    #[must_use]
+    pub fn seed(self, layer: usize) -> u64 {
+        mixed(mixed(self.step ^ mixed(self.micro_batch)) ^ mixed(!(layer as u64)))
+    }
+}
+
+/// A seed for a step, from libtorch's default generator, so that `tch::manual_seed` rules it.
+pub(crate) fn step_seed() -> Result<u64> {
+    let drawn = Tensor::f_randint(i64::MAX, [1_i64], (Kind::Int64, Device::Cpu))?;
+    Ok(drawn.f_int64_value(&[0])?.unsigned_abs())
+}
+
+/// Spreads a number over all bits: the output function of `SplitMix64`.
+fn mixed(number: u64) -> u64 {
+    let z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }

@@ -81,6 +81,13 @@ pub fn write(
     beside.replace(path).map_err(|reason| unwritable(path, reason))
 }
 
+/// Writes bytes in place of what the file held before, whole or not at all.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let beside = Beside::new(path).map_err(|reason| unwritable(path, reason))?;
+    (&beside.file).write_all(bytes).map_err(|reason| unwritable(path, reason))?;
+    beside.replace(path).map_err(|reason| unwritable(path, reason))
+}
+
 /// Reads all tensors, in the order of their names and on the CPU, and the texts that go with them.
 ///
 /// # Errors

@@ -2,43 +2,16 @@
 //!
 //! One test at a time: all threads draw from one generator.
 
+mod fixture;
+
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::memory::{Arena, Memory};
 use brimful::micro::NonFinite;
-use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
-use brimful_torch::random::{generator_state, set_generator_state};
-use tch::nn::{self, ModuleT};
+use fixture::{Net, alone, assert_same, state};
+use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
-
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A network with both kinds of statistics, and dropout.
-struct Net {
-    store: nn::VarStore,
-    layers: nn::SequentialT,
-}
-
-fn net() -> Net {
-    tch::manual_seed(1);
-    let mut store = nn::VarStore::new(Device::Cpu);
-    let root = store.root();
-    let policy = |policy| BatchNormConfig { policy, ..Default::default() };
-    let layers = nn::seq_t()
-        .add(nn::linear(&root / "one", 4, 6, Default::default()))
-        .add(batch_norm1d(&root / "deferred", 6, policy(BatchNormPolicy::Deferred)))
-        .add_fn_t(|x, train| x.dropout(0.5, train))
-        .add(batch_norm1d(&root / "at_once", 6, policy(BatchNormPolicy::PerMicroBatch)))
-        .add(nn::batch_norm1d(&root / "foreign", 6, Default::default()))
-        .add(nn::linear(&root / "two", 6, 3, Default::default()));
-    store.set_kind(Kind::Double);
-    Net { store, layers }
-}
 
 fn batch() -> Tensor {
     Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
@@ -49,38 +22,12 @@ fn loss(net: &Net, x: &Tensor) -> Loss {
     Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
 }
 
-/// Everything that a step may change: values, gradients, and what the generator draws next.
-fn state(net: &Net) -> Vec<(String, Tensor)> {
-    let mut all = Vec::new();
-    for (name, variable) in net.store.variables() {
-        let gradient = variable.grad();
-        let gradient = if gradient.defined() {
-            gradient
-        } else {
-            Tensor::zeros([0], (Kind::Double, Device::Cpu))
-        };
-        all.push((format!("{name} gradient"), gradient.copy()));
-        all.push((name, variable.detach().copy()));
-    }
-    let now = generator_state(Device::Cpu).expect("state");
-    all.push(("random".into(), Tensor::rand([4], (Kind::Double, Device::Cpu))));
-    set_generator_state(Device::Cpu, &now).expect("state");
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all
-}
-
-fn assert_same(what: &str, before: &[(String, Tensor)], after: &[(String, Tensor)]) {
-    for ((name, before), (_, after)) in before.iter().zip(after) {
-        assert_eq!(before, after, "{what}: {name}");
-    }
-}
-
 #[test]
 fn the_n_th_allocation_fails_for_every_n() {
     let _alone = alone();
     let arena = Arena::new("faulty");
     let expected = {
-        let net = net();
+        let net = Net::with_dropout();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
         micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
         state(&net)
@@ -88,7 +35,7 @@ fn the_n_th_allocation_fails_for_every_n() {
     let mut n = 0;
     loop {
         n += 1;
-        let net = net();
+        let net = Net::with_dropout();
         // An earlier gradient, which must neither be lost nor counted twice.
         let mut micro =
             MicroBatcher::new(&net.store, Size::Fixed(4)).memory(Memory::Arena(arena.clone()));
@@ -112,7 +59,7 @@ fn the_n_th_allocation_fails_for_every_n() {
 fn a_failed_mini_batch_of_a_window_leaves_the_others() {
     let _alone = alone();
     let run = |fault: bool| {
-        let net = net();
+        let net = Net::with_dropout();
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
         micro.accumulate(&batch(), |x| loss(&net, &x)).expect("the first");
         if fault {
@@ -135,7 +82,7 @@ fn a_failed_mini_batch_of_a_window_leaves_the_others() {
 #[test]
 fn a_panic_goes_on_after_everything_was_put_back() {
     let _alone = alone();
-    let net = net();
+    let net = Net::with_dropout();
     let before = state(&net);
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let mut calls = 0;
@@ -154,7 +101,7 @@ fn a_panic_goes_on_after_everything_was_put_back() {
 
 /// Runs a step that must fail, and checks that nothing has changed.
 fn refused(what: &str, f: impl Fn(&Net, &Tensor) -> Loss) -> String {
-    let net = net();
+    let net = Net::with_dropout();
     let before = state(&net);
     let mut micro =
         MicroBatcher::new(&net.store, Size::Fixed(5)).non_finite(NonFinite::RefuseGradients);
@@ -215,7 +162,7 @@ fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
 #[test]
 fn bad_batches_and_sizes_are_refused() {
     let _alone = alone();
-    let net = net();
+    let net = Net::with_dropout();
     let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let error =
@@ -245,7 +192,7 @@ fn bad_batches_and_sizes_are_refused() {
 #[test]
 fn a_dropout_mask_is_the_same_in_both_passes_of_a_whole_loss() {
     let _alone = alone();
-    let net = net();
+    let net = Net::with_dropout();
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4));
     let mut seen = Vec::new();
     let forward = |x: Tensor| {

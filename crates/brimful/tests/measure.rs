@@ -168,3 +168,17 @@ fn errors_name_the_layer() {
     let number = profile(&perceptron(), &Tensor::from(1.0));
     assert_eq!(number.expect_err("no rows"), Error::LeafOfOneNumber { leaf: 0 });
 }
+
+#[test]
+fn skips_and_several_tensors_are_measured_too() {
+    let layers = Layers::new()
+        .stash("skip")
+        .add("fc", |p| nn::linear(p, 4, 4, Default::default()))
+        .add_many("pair", |_| |x, _| vec![x[0].shallow_clone(), x[0].relu()])
+        .add_many("sum", |_| |x, _| vec![&x[0] + &x[1]])
+        .pop("join", "skip", |x, skip| Tensor::cat(&[x, skip], 1));
+    let batch = Tensor::ones([16, 4], (Kind::Float, Device::Cpu));
+    let profile = Profile::measure(&layers, Device::Cpu, &batch).expect("measured");
+    let bytes: Vec<u64> = profile.layers.iter().map(|layer| layer.output_bytes).collect();
+    assert_eq!(bytes, [16, 16, 32, 16, 32]);
+}

@@ -3,11 +3,12 @@
 use std::time::Instant;
 
 use brimful_torch::device::synchronize;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use super::{Layer, Profile};
-use crate::layers::{Layers, Model};
+use crate::batch::{self, Batch};
+use crate::layers::{Layers, Model, Stashed};
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
@@ -44,7 +45,7 @@ impl Profile {
     /// # Errors
     /// When the batch has no samples, the device is not here, or a layer cannot be built or run;
     /// the layer is named.
-    pub fn measure(layers: &Layers, device: Device, batch: &Tensor) -> Result<Self> {
+    pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Self> {
         Self::measure_watched(layers, device, batch, |_| {})
     }
 
@@ -55,12 +56,14 @@ impl Profile {
     pub fn measure_watched(
         layers: &Layers,
         device: Device,
-        batch: &Tensor,
+        batch: &impl Batch,
         watch: impl FnMut(&Layer),
     ) -> Result<Self> {
-        let bench = Bench::new(device, batch)?;
+        let mut values = Vec::new();
+        batch.visit(&mut |leaf| values.push(leaf.tensor().shallow_clone()));
+        let bench = Bench::new(device, batch::len(batch)?, &values)?;
         let random = Randomness::now(device)?;
-        let profile = tch::with_grad(|| bench.profile(layers, batch, watch));
+        let profile = tch::with_grad(|| bench.profile(layers, &values, watch));
         random.restore()?;
         profile
     }
@@ -86,36 +89,41 @@ struct Times {
 }
 
 impl Bench {
-    fn new(device: Device, batch: &Tensor) -> Result<Self> {
-        let samples = *batch.size().first().ok_or(Error::LeafOfOneNumber { leaf: 0 })?;
-        if samples == 0 {
-            return Err(Error::EmptyBatch);
-        }
-        let kind = if batch.is_floating_point() { batch.kind() } else { Kind::Float };
-        Ok(Self { memory: Memory::of(device)?, device, samples, kind })
+    fn new(device: Device, samples: usize, values: &[Tensor]) -> Result<Self> {
+        let floating = values.iter().find(|value| value.is_floating_point());
+        let kind = floating.map_or(Kind::Float, Tensor::kind);
+        Ok(Self { memory: Memory::of(device)?, device, samples: samples as i64, kind })
     }
 
     fn profile(
         &self,
         layers: &Layers,
-        batch: &Tensor,
+        batch: &[Tensor],
         mut watch: impl FnMut(&Layer),
     ) -> Result<Profile> {
         let _counted = self.memory.enter();
-        let mut input = batch.f_to_device(self.device)?.f_detach()?;
+        let here = |value: &Tensor| Ok(value.f_to_device(self.device)?.f_detach()?);
+        let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
+        let mut stashed = Stashed::default();
         let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };
         for (position, name) in layers.names().enumerate() {
-            let (layer, output) =
-                self.layer(layers, position, &input).map_err(|error| named(error, name))?;
+            let measured = self.layer(layers, position, &input, stashed);
+            let (layer, output, kept) = measured.map_err(|error| named(error, name))?;
             watch(&layer);
             profile.layers.push(layer);
-            input = output;
+            (input, stashed) = (output, kept);
         }
         Ok(profile)
     }
 
-    /// What a layer costs, and its output for the next one.
-    fn layer(&self, layers: &Layers, position: usize, input: &Tensor) -> Result<(Layer, Tensor)> {
+    /// What a layer costs, and its output for the next one, with what is stashed for later ones.
+    fn layer(
+        &self,
+        layers: &Layers,
+        position: usize,
+        input: &[Tensor],
+        stashed: Stashed,
+    ) -> Result<(Layer, Vec<Tensor>, Stashed)> {
         let mut store = VarStore::new(self.device);
         let model = layers.build_range(&store.root(), position..position + 1)?;
         if self.kind != Kind::Float {
@@ -127,17 +135,18 @@ impl Bench {
             name: &name,
             model: &model,
             parameters: store.trainable_variables(),
+            stashed,
             is_first: position == 0,
         };
-        let whole = subject.times(input)?;
-        let (activation_bytes, output) = subject.kept(input)?;
+        let whole = subject.times(input, None)?;
+        let (activation_bytes, output, stashed) = subject.kept(input)?;
         let layer = Layer {
             parameter_bytes: subject.parameters.iter().map(bytes).sum(),
             activation_bytes: self.per_sample(activation_bytes),
             output_bytes: self.bytes_of(&output),
             ..self.costs(whole, subject.part_times(input)?)
         };
-        Ok((Layer { name, ..layer }, output))
+        Ok((Layer { name, ..layer }, output, stashed))
     }
 
     /// The times of a sample and of a call. A layer has one overhead for both directions, their
@@ -162,8 +171,8 @@ impl Bench {
         }
     }
 
-    fn bytes_of(&self, tensor: &Tensor) -> u64 {
-        self.per_sample(bytes(tensor))
+    fn bytes_of(&self, values: &[Tensor]) -> u64 {
+        self.per_sample(values.iter().map(bytes).sum())
     }
 
     fn per_sample(&self, bytes: u64) -> u64 {
@@ -191,14 +200,16 @@ struct Subject<'a> {
     name: &'a str,
     model: &'a Model,
     parameters: Vec<Tensor>,
+    /// What earlier layers have stashed.
+    stashed: Stashed,
     is_first: bool,
 }
 
 impl Subject<'_> {
-    /// The median times with these samples.
-    fn times(&self, input: &Tensor) -> Result<Times> {
-        self.run(input)?; // libraries set themselves up, caches fill
-        let runs = (0..REPEATS).map(|_| self.run(input)).collect::<Result<Vec<_>>>()?;
+    /// The median times with all samples, or with the first `few` of them.
+    fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<Times> {
+        self.run(input, few)?; // libraries set themselves up, caches fill
+        let runs = (0..REPEATS).map(|_| self.run(input, few)).collect::<Result<Vec<_>>>()?;
         Ok(Times {
             forward: median(&runs, |run| run.forward),
             backward: median(&runs, |run| run.backward),
@@ -207,53 +218,66 @@ impl Subject<'_> {
     }
 
     /// The same with a quarter of the samples, where that is more than one.
-    fn part_times(&self, input: &Tensor) -> Result<Option<(i64, Times)>> {
+    fn part_times(&self, input: &[Tensor]) -> Result<Option<(i64, Times)>> {
         let few = self.bench.samples / 4;
         // Only an output with a row for each sample can be cut again.
-        if few < 2 || input.size().first() != Some(&self.bench.samples) {
+        let rows = |value: &Tensor| value.size().first() == Some(&self.bench.samples);
+        if few < 2 || !input.iter().chain(self.stashed.all()).all(rows) {
             return Ok(None);
         }
-        Ok(Some((few, self.times(&input.f_narrow(0, 0, few)?)?)))
+        Ok(Some((few, self.times(input, Some(few))?)))
     }
 
-    fn run(&self, input: &Tensor) -> Result<Times> {
-        let input = self.leaf(input)?;
-        let (output, forward) = self.bench.timed(|| self.forward(&input))?;
+    fn run(&self, input: &[Tensor], few: Option<i64>) -> Result<Times> {
+        let input = self.leaves(input, few)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, few))?;
+        let leaves: Vec<Tensor> =
+            input.iter().chain(stashed.all()).map(Tensor::shallow_clone).collect();
+        let (output, forward) = self.bench.timed(|| self.forward(input, &mut stashed))?;
+        let traced: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
         let mut wanted: Vec<&Tensor> = self.parameters.iter().collect();
-        wanted.extend(input.requires_grad().then_some(&input));
+        wanted.extend(&traced);
         // The first half keeps the graph for the second, which is the whole backward.
-        let input_gradient = match input.requires_grad() {
-            true => self.backward(&output, &[&input], true)?,
-            false => 0.0,
-        };
+        let input_gradient = self.backward(&output, &traced, true)?;
         let backward = self.backward(&output, &wanted, false)?;
         Ok(Times { forward, backward, input_gradient: input_gradient.min(backward) })
     }
 
-    /// The bytes that the forward leaves behind, and its output.
-    fn kept(&self, input: &Tensor) -> Result<(u64, Tensor)> {
-        let input = self.leaf(input)?;
+    /// The bytes that the forward leaves behind, its output, and what is stashed for later layers.
+    fn kept(&self, input: &[Tensor]) -> Result<(u64, Vec<Tensor>, Stashed)> {
+        let detached = |values: &[Tensor]| -> Result<Vec<Tensor>> {
+            values.iter().map(|value| Ok(value.f_detach()?)).collect()
+        };
+        let input = self.leaves(input, None)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
         let before = self.bench.in_use()?;
-        let output = self.forward(&input)?;
+        let output = self.forward(input, &mut stashed)?;
         let kept = self.bench.in_use()?.saturating_sub(before);
-        Ok((kept, output.f_detach()?))
+        Ok((kept, detached(&output)?, stashed.map(detached)?))
     }
 
     /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
-    fn leaf(&self, input: &Tensor) -> Result<Tensor> {
-        let leaf = input.f_detach()?;
-        let wants_gradient = !self.is_first && leaf.is_floating_point();
-        Ok(leaf.f_set_requires_grad(wants_gradient)?)
+    fn leaves(&self, values: &[Tensor], few: Option<i64>) -> Result<Vec<Tensor>> {
+        let leaf = |value: &Tensor| {
+            let leaf = match few {
+                Some(few) => value.f_narrow(0, 0, few)?.f_detach()?,
+                None => value.f_detach()?,
+            };
+            let wants_gradient = !self.is_first && leaf.is_floating_point();
+            Ok(leaf.f_set_requires_grad(wants_gradient)?)
+        };
+        values.iter().map(leaf).collect()
     }
 
-    fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        let run = oom::catch(|| Ok::<_, Error>(self.model.forward_t(input, true)));
+    fn forward(&self, input: Vec<Tensor>, stashed: &mut Stashed) -> Result<Vec<Tensor>> {
+        let shape = input.first().map(Tensor::size).unwrap_or_default();
+        let run = oom::catch(|| Ok::<_, Error>(self.model.run(input, stashed, true, |_| {})));
         run.map_err(|caught| match caught {
             Caught::OutOfMemory(oom) => oom.into(),
             Caught::Error(error) => error,
             Caught::Panic(payload) => Error::LayerRun {
                 layer: self.name.to_owned(),
-                shape: input.size(),
+                shape,
                 message: words(oom::panic_text(&*payload).unwrap_or("a panic")),
             },
         })
@@ -261,11 +285,12 @@ impl Subject<'_> {
 
     /// The seconds of a backward to these tensors; none where there is nothing to trace back to.
     /// No `grad` of anyone is touched.
-    fn backward(&self, output: &Tensor, wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
-        if wanted.is_empty() || !output.requires_grad() {
+    fn backward(&self, output: &[Tensor], wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
+        let roots: Vec<&Tensor> = output.iter().filter(|value| value.requires_grad()).collect();
+        if wanted.is_empty() || roots.is_empty() {
             return Ok(0.0);
         }
-        let run = || Ok(Tensor::f_run_backward(&[output], wanted, keep_graph, false)?);
+        let run = || Ok(Tensor::f_run_backward(&roots, wanted, keep_graph, false)?);
         Ok(self.bench.timed(run)?.1)
     }
 }

@@ -21,9 +21,30 @@
 //! assert_eq!(out.size(), [3, 2]);
 //! # Ok::<(), brimful::Error>(())
 //! ```
+//!
+//! *Skip connections* are stashed at one place of the list and popped at one or more later ones,
+//! by name. The names are those of their own list, so that the levels of a U-Net can all say `skip`:
+//!
+//! ```
+//! # use brimful::Layers;
+//! # use tch::{Tensor, nn};
+//! fn level(inner: Layers) -> Layers {
+//!     Layers::new()
+//!         .stash("skip")
+//!         .add_fn("down", |x| x.max_pool2d_default(2))
+//!         .add_layers("inner", inner)
+//!         .add_fn("up", |x| x.upsample_nearest2d([8, 8], None, None))
+//!         .pop("join", "skip", |x, skip| Tensor::cat(&[x, skip], 1))
+//! }
+//! let layers = level(level(Layers::new().add_fn("bottom", |x| x.relu())));
+//! assert_eq!(layers.skips()?.len(), 2);
+//! # Ok::<(), brimful::Error>(())
+//! ```
 
+mod description;
 mod model;
 mod names;
+mod skips;
 #[cfg(test)]
 mod tests;
 
@@ -33,25 +54,14 @@ use std::sync::Arc;
 
 use brimful_torch::meta;
 use tch::nn::{ModuleT, Path, VarStore};
-use tch::{Device, TchError, Tensor};
+use tch::{Device, Tensor};
 
-use crate::oom::{self, Caught};
 use crate::{Error, Result};
+use description::{Description, Make};
 pub use model::Model;
-use model::{Function, Layer};
-
-/// Builds a layer under its own path; the second path is that of the layer whose variables it
-/// shares, and the layer's own where it shares none.
-type Build = dyn Fn(&Path, &Path) -> Box<dyn ModuleT> + Send + Sync;
-
-/// One line of the list.
-#[derive(Clone)]
-struct Description {
-    name: String,
-    /// The layer whose variables this one uses too.
-    shares: Option<String>,
-    build: Arc<Build>,
-}
+use model::{Function, Module};
+pub use skips::Skip;
+pub(crate) use skips::Stashed;
 
 /// A model as a list of named layers.
 ///
@@ -75,7 +85,28 @@ impl Layers {
         M: ModuleT + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.push(name.into(), None, move |own, _| Box::new(build(own)))
+        self.push(name, None, Make::of(move |own, _| Module::One(Box::new(build(own)))))
+    }
+
+    /// Appends a module over several tensors: it gets all that the layer before gave, be it one
+    /// tensor or more, and gives one or more.
+    ///
+    /// ```
+    /// # use brimful::Layers;
+    /// # use tch::Tensor;
+    /// let layers = Layers::new()
+    ///     .add_many("halves", |_| |x, _| x[0].chunk(2, 1))
+    ///     .add_many("product", |_| |x, _| vec![&x[0] * &x[1]]);
+    /// # layers.check()?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn add_many<M, F>(self, name: impl Into<String>, build: F) -> Self
+    where
+        M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
+        F: Fn(&Path) -> M + Send + Sync + 'static,
+    {
+        self.push(name, None, Make::of(move |own, _| Module::Many(Box::new(build(own)))))
     }
 
     /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
@@ -95,7 +126,8 @@ impl Layers {
         M: ModuleT + 'static,
         F: Fn(&Path, &Path) -> M + Send + Sync + 'static,
     {
-        self.push(name.into(), Some(with.into()), move |own, other| Box::new(build(own, other)))
+        let make = Make::of(move |own, other| Module::One(Box::new(build(own, other))));
+        self.push(name, Some(with.into()), make)
     }
 
     /// Appends a function. It must leave its input as it is.
@@ -114,10 +146,38 @@ impl Layers {
         F: Fn(&Tensor, bool) -> Tensor + Send + Sync + 'static,
     {
         let function = Function(Arc::new(function));
-        self.push(name.into(), None, move |_, _| Box::new(function.clone()))
+        self.push(name, None, Make::of(move |_, _| Module::One(Box::new(function.clone()))))
     }
 
-    /// Appends all layers of another list, each named `name.its own name`.
+    /// Keeps what flows here, under this name, for every later layer that pops it; and hands it on.
+    ///
+    /// It is a layer of that name itself, in the balance too.
+    #[must_use]
+    pub fn stash(self, skip: impl Into<String>) -> Self {
+        self.push(skip, None, Make::Stash)
+    }
+
+    /// Appends a function of what flows here and of what was stashed under the name `skip` in this
+    /// list, or in one that it is nested in.
+    #[must_use]
+    pub fn pop<F>(self, name: impl Into<String>, skip: impl Into<String>, function: F) -> Self
+    where
+        F: Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
+    {
+        self.pop_many(name, skip, move |x, skip| vec![function(model::one(x), model::one(skip))])
+    }
+
+    /// The same where several tensors flow here, were stashed, or are given.
+    #[must_use]
+    pub fn pop_many<F>(self, name: impl Into<String>, skip: impl Into<String>, function: F) -> Self
+    where
+        F: Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync + 'static,
+    {
+        let skip = skips::Name::new(skip.into());
+        self.push(name, None, Make::Pop { skip, function: Arc::new(function) })
+    }
+
+    /// Appends all layers of another list, each named `name.its own name`, skips included.
     #[must_use]
     pub fn add_layers(mut self, name: impl Into<String>, inner: Layers) -> Self {
         let name = name.into();
@@ -149,13 +209,22 @@ impl Layers {
         Ok(names::shared(&self.list))
     }
 
+    /// The skip connections, in the order of their stashes.
+    ///
+    /// # Errors
+    /// As [`Layers::check`].
+    pub fn skips(&self) -> Result<Vec<Skip>> {
+        names::check(&self.list)?;
+        skips::pair(&self.list)
+    }
+
     /// Whether every name is there, differs from the others and, if it is the name of a layer to
-    /// share with, comes earlier in the list.
+    /// share with or of a skip to pop, comes earlier in the list; and whether every stash is popped.
     ///
     /// # Errors
     /// The first name that is wrong, with its position and the one that it clashes with.
     pub fn check(&self) -> Result<()> {
-        names::check(&self.list)
+        self.skips().map(drop)
     }
 
     /// Builds the whole model under this path.
@@ -172,10 +241,25 @@ impl Layers {
     /// # Errors
     /// As [`Layers::build`], and when the range is not one of this list.
     pub fn build_range(&self, root: &Path, range: Range<usize>) -> Result<Model> {
-        self.check()?;
+        self.build_range_watched(root, range, |_| {})
+    }
+
+    /// As [`Layers::build_range`]; `before` is told each layer's position before it is built.
+    pub(crate) fn build_range_watched(
+        &self,
+        root: &Path,
+        range: Range<usize>,
+        mut before: impl FnMut(usize),
+    ) -> Result<Model> {
+        let skips = self.skips()?;
         let Range { start, end } = range;
         let list = self.list.get(range).ok_or(Error::LayerRange { start, end, len: self.len() })?;
-        list.iter().map(|layer| layer.build(root)).collect::<Result<_>>().map(Model::new)
+        let build = |(position, layer): (usize, &Description)| {
+            before(position);
+            layer.build(root, position, &skips)
+        };
+        let layers = (start..).zip(list).map(build).collect::<Result<_>>()?;
+        Ok(Model::new(start, layers))
     }
 
     /// How many numbers the model trains. Nothing is allocated to find out.
@@ -191,23 +275,20 @@ impl Layers {
     /// # Errors
     /// As [`Layers::build`].
     pub fn parameter_counts(&self) -> Result<Vec<u64>> {
-        self.check()?;
+        let skips = self.skips()?;
         let _shapes_alone = meta::enter();
         let vs = VarStore::new(Device::Cpu);
         let mut before = 0;
-        let count = |layer: &Description| {
-            layer.build(&vs.root())?;
+        let count = |(position, layer): (usize, &Description)| {
+            layer.build(&vs.root(), position, &skips)?;
             let now = trainable(&vs);
             Ok(now - std::mem::replace(&mut before, now))
         };
-        self.list.iter().map(count).collect()
+        self.list.iter().enumerate().map(count).collect()
     }
 
-    fn push<F>(mut self, name: String, shares: Option<String>, build: F) -> Self
-    where
-        F: Fn(&Path, &Path) -> Box<dyn ModuleT> + Send + Sync + 'static,
-    {
-        self.list.push(Description { name, shares, build: Arc::new(build) });
+    fn push(mut self, name: impl Into<String>, shares: Option<String>, make: Make) -> Self {
+        self.list.push(Description { name: name.into(), shares, make });
         self
     }
 }
@@ -216,36 +297,6 @@ impl fmt::Debug for Layers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.names()).finish()
     }
-}
-
-impl Description {
-    fn inside(self, outer: &str) -> Self {
-        let within = |name: String| format!("{outer}.{name}");
-        Self { name: within(self.name), shares: self.shares.map(within), ..self }
-    }
-
-    fn build(&self, root: &Path) -> Result<Layer> {
-        let other = self.shares.as_ref().unwrap_or(&self.name);
-        let (own, other) = (descend(root, &self.name), descend(root, other));
-        let built = oom::catch(|| Ok::<_, TchError>((self.build)(&own, &other)));
-        let module = built.map_err(|caught| self.failed(caught))?;
-        Ok(Layer { name: self.name.clone(), module })
-    }
-
-    /// Out of memory stays what it is; any other end gets the layer's name.
-    fn failed(&self, caught: Caught<TchError>) -> Error {
-        let message = match caught {
-            Caught::OutOfMemory(oom) => return oom.into(),
-            Caught::Error(error) => error.to_string(),
-            Caught::Panic(payload) => oom::panic_text(&*payload).unwrap_or("a panic").to_owned(),
-        };
-        Error::LayerBuild { layer: self.name.clone(), message }
-    }
-}
-
-/// The path of a joined name, one step a component, because tch allows no '.' in a step.
-fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
-    name.split('.').fold(root.clone(), |path, step| path / step)
 }
 
 fn trainable(vs: &VarStore) -> u64 {

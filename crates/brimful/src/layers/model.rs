@@ -3,25 +3,48 @@
 use std::fmt;
 use std::sync::Arc;
 
+use brimful_torch::random::OwnGenerator;
 use tch::Tensor;
 use tch::nn::ModuleT;
+
+use super::skips::Stashed;
+use crate::random::Draws;
+
+pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
+pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync;
 
 /// A layer in its place.
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) name: String,
-    pub(super) module: Box<dyn ModuleT>,
+    pub(super) module: Module,
+}
+
+/// What a layer does.
+pub(super) enum Module {
+    One(Box<dyn ModuleT>),
+    Many(Box<ManyFunction>),
+    Stash,
+    Pop {
+        /// The layer that stashed it.
+        stash: usize,
+        /// Whether nobody pops it later.
+        last: bool,
+        function: Arc<PopFunction>,
+    },
 }
 
 /// Layers that have been built, be it all of a model's or a stage's part of them.
 #[derive(Debug)]
 pub struct Model {
+    /// The position of the first one in the whole model.
+    first: usize,
     layers: Vec<Layer>,
 }
 
 impl Model {
-    pub(super) fn new(layers: Vec<Layer>) -> Self {
-        Self { layers }
+    pub(super) fn new(first: usize, layers: Vec<Layer>) -> Self {
+        Self { first, layers }
     }
 
     /// How many layers there are.
@@ -39,19 +62,103 @@ impl Model {
         self.layers.iter().map(|layer| layer.name.as_str())
     }
 
-    /// Runs one layer alone.
+    /// Runs the model on several tensors, for lists that begin or end with a layer of many.
     ///
     /// # Panics
-    /// When there are not that many layers, and when the layer itself does.
-    pub fn forward_layer(&self, position: usize, x: &Tensor, train: bool) -> Tensor {
-        self.layers[position].module.forward_t(x, train)
+    /// When a layer does, or gets another number of tensors than it takes.
+    pub fn forward_many(&self, values: &[Tensor], train: bool) -> Vec<Tensor> {
+        let values = values.iter().map(Tensor::shallow_clone).collect();
+        self.run(values, &mut Stashed::default(), train, |_| {})
+    }
+
+    /// Runs the model with the random numbers that a pipeline draws for one micro-batch of one step,
+    /// whatever else is drawn in this program.
+    ///
+    /// # Panics
+    /// As [`Model::forward_many`].
+    pub fn forward_drawing(&self, values: &[Tensor], train: bool, draws: Draws) -> Vec<Tensor> {
+        let own = OwnGenerator::enter();
+        let values = values.iter().map(Tensor::shallow_clone).collect();
+        let before = |position| own.seed(draws.seed(position));
+        self.run(values, &mut Stashed::default(), train, before)
+    }
+
+    /// Runs the layers, with what earlier parts of the model have stashed. `before` is told each
+    /// layer's position in the whole model before it runs.
+    pub(crate) fn run(
+        &self,
+        mut values: Vec<Tensor>,
+        stashed: &mut Stashed,
+        train: bool,
+        mut before: impl FnMut(usize),
+    ) -> Vec<Tensor> {
+        for (position, layer) in (self.first..).zip(&self.layers) {
+            before(position);
+            // Each layer's input is let go as soon as its output is there.
+            values = layer.run(position, values, stashed, train);
+        }
+        values
+    }
+}
+
+impl Layer {
+    fn run(
+        &self,
+        position: usize,
+        values: Vec<Tensor>,
+        stashed: &mut Stashed,
+        train: bool,
+    ) -> Vec<Tensor> {
+        match &self.module {
+            Module::One(module) => vec![module.forward_t(one(&values), train)],
+            Module::Many(function) => function(&values, train),
+            Module::Stash => {
+                stashed.put(position, values.iter().map(Tensor::shallow_clone).collect());
+                values
+            }
+            Module::Pop { stash, last: true, function } => {
+                function(&values, &stashed.take(*stash).unwrap_or_else(|| self.missing(*stash)))
+            }
+            Module::Pop { stash, last: false, function } => {
+                function(&values, stashed.get(*stash).unwrap_or_else(|| self.missing(*stash)))
+            }
+        }
+    }
+
+    fn missing(&self, stash: usize) -> ! {
+        panic!(
+            "layer '{}' pops what layer {stash} stashes, which is not in this part of the model: \
+             run the parts in a pipeline",
+            self.name
+        )
     }
 }
 
 impl ModuleT for Model {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        // Each layer's input is let go as soon as its output is there.
-        self.layers.iter().fold(x.shallow_clone(), |x, layer| layer.module.forward_t(&x, train))
+        let values = vec![x.shallow_clone()];
+        let mut values = self.run(values, &mut Stashed::default(), train, |_| {});
+        one(&values);
+        values.swap_remove(0)
+    }
+}
+
+/// The only tensor there is.
+pub(super) fn one(values: &[Tensor]) -> &Tensor {
+    match values {
+        [only] => only,
+        _ => panic!("{} tensors came where one was expected: see `add_many`", values.len()),
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::One(module) => module.fmt(f),
+            Self::Many(_) => f.write_str("function of many"),
+            Self::Stash => f.write_str("stash"),
+            Self::Pop { stash, .. } => write!(f, "pop of {stash}"),
+        }
     }
 }
 

@@ -86,16 +86,6 @@ fn the_parts_together_are_the_whole_under_the_same_names() {
 }
 
 #[test]
-fn running_the_layers_one_by_one_is_running_the_model() {
-    let vs = VarStore::new(Device::Cpu);
-    let model = nested().build(&vs.root()).expect("a model");
-    let x = Tensor::randn([3, 4], CPU);
-    let one_by_one =
-        (0..model.len()).fold(x.shallow_clone(), |x, i| model.forward_layer(i, &x, false));
-    assert_eq!(one_by_one, model.forward_t(&x, false));
-}
-
-#[test]
 fn functions_hear_whether_they_train() {
     let layers = Layers::new().add_fn_t("drop", |x, train| x.dropout(1.0, train));
     let vs = VarStore::new(Device::Cpu);
@@ -196,4 +186,79 @@ fn ranges_outside_the_list_are_refused() {
         let error = nested().build_range(&vs.root(), range).expect_err("no such range");
         assert_eq!(error, Error::LayerRange { start, end, len: 7 });
     }
+}
+
+/// Two levels of a U-Net, both of which call their skip `skip`.
+fn u_net() -> Layers {
+    let level = |inner: Layers| {
+        Layers::new().stash("skip").add_fn("half", |x| x / 2).add_layers("inner", inner).pop(
+            "join",
+            "skip",
+            |x, skip| x + skip * 10,
+        )
+    };
+    level(level(Layers::new().add_fn("bottom", |x| x + 1)))
+}
+
+#[test]
+fn a_skip_is_popped_in_its_own_list() {
+    let skips = u_net().skips().expect("paired");
+    let at = |stash, pop| Skip { stash, pops: vec![pop] };
+    assert_eq!(skips, [at(0, 6), at(2, 5)]);
+    let model = u_net().build(&VarStore::new(Device::Cpu).root()).expect("built");
+    let out = model.forward_t(&Tensor::from(8.0), true);
+    // 8 → 4 → 2 → 3; 3 + 10 · 4; 43 + 10 · 8
+    assert_eq!(f64::try_from(out).expect("a number"), 123.0);
+}
+
+#[test]
+fn a_skip_of_an_outer_list_is_popped_in_an_inner_one_and_more_than_once() {
+    let add = |x: &Tensor, skip: &Tensor| x + skip;
+    let inner = Layers::new().pop("first", "skip", add).pop("second", "skip", add);
+    let layers = Layers::new().stash("skip").add_layers("inner", inner).pop("third", "skip", add);
+    assert_eq!(layers.skips().expect("paired"), [Skip { stash: 0, pops: vec![1, 2, 3] }]);
+    let model = layers.build(&VarStore::new(Device::Cpu).root()).expect("built");
+    assert_eq!(model.forward_t(&Tensor::from(3), true).int64_value(&[]), 12);
+}
+
+#[test]
+fn several_tensors_flow_from_layer_to_layer() {
+    let layers = Layers::new()
+        .add_many("pair", |_| |x, _| vec![x[0].shallow_clone(), &x[0] * 2])
+        .stash("pair_skip")
+        .add_many("scaled", |p| {
+            let scale = p.ones("scale", &[1]);
+            move |x, train| vec![&x[0] * &scale, &x[1] + i64::from(train)]
+        })
+        .pop_many("sums", "pair_skip", |x, skip| vec![&x[0] + &skip[0], &x[1] + &skip[1]]);
+    let model = layers.build(&VarStore::new(Device::Cpu).root()).expect("built");
+    let out = model.forward_many(&[Tensor::from(5.0)], true);
+    let numbers: Vec<f64> = out.iter().map(|t| t.double_value(&[])).collect();
+    assert_eq!(numbers, [10.0, 21.0]);
+}
+
+#[test]
+fn skips_without_a_partner_are_refused_with_their_layers() {
+    let pop = |layers: Layers| layers.pop("join", "skip", |x, skip| x + skip);
+    let error = error_of(&pop(Layers::new().add_fn("first", Tensor::relu)));
+    assert!(error.starts_with("layer 1, 'join', pops 'skip', which is stashed neither"), "{error}");
+    let error = error_of(&pop(Layers::new()).stash("skip"));
+    let expected = "layer 0, 'join', pops 'skip', which is stashed only later, by layer 1";
+    assert!(error.starts_with(expected), "{error}");
+    let error = error_of(&Layers::new().stash("skip"));
+    assert_eq!(error, "layer 0 stashes 'skip', which no layer pops: pop it, or remove it");
+    let error = error_of(&pop(Layers::new().stash("skip").stash("skip")));
+    assert_eq!(error, "layers 0 and 1 are both named 'skip': rename one of them");
+    // What an inner list stashes is its own.
+    let error = error_of(&pop(Layers::new().add_layers("inner", Layers::new().stash("skip"))));
+    assert!(error.contains("pops 'skip', which is stashed neither"), "{error}");
+}
+
+#[test]
+#[should_panic(expected = "2 tensors came where one was expected")]
+fn a_layer_of_one_tensor_says_so() {
+    let layers = Layers::new().add_many("pair", |_| |x, _| x[0].chunk(2, 0));
+    let layers = layers.add_fn("relu", Tensor::relu);
+    let model = layers.build(&VarStore::new(Device::Cpu).root()).expect("built");
+    let _ = model.forward_t(&Tensor::ones([2, 2], CPU), true);
 }

@@ -5,28 +5,20 @@ use std::panic;
 
 use tch::Tensor;
 
+use super::cut::Cut;
 use super::pass::Pass;
 use super::replay::Surroundings;
+use super::retry::Story;
 use super::tally::{Group, Tally};
-use super::{MicroBatcher, NonFinite, Outcome, Window, lengths};
-use crate::accumulate::{Accumulator, Sums};
+use super::{MicroBatcher, NonFinite, Outcome, Window};
+use crate::accumulate::Accumulator;
 use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::statistics::Pending;
-use crate::{Error, Result, feed};
-
-/// A mini-batch that was run, of which nothing is committed yet.
-#[derive(Debug)]
-pub(super) struct Attempt<O> {
-    pub(super) sums: Sums,
-    pub(super) tally: Tally,
-    pub(super) groups: Vec<Group>,
-    pub(super) outputs: O,
-    pub(super) undo: Undo,
-}
+use crate::{Error, Result};
 
 /// What gradients are divided by while a mini-batch runs.
 #[derive(Debug, Clone, Copy)]
@@ -35,13 +27,6 @@ pub(super) struct Scale {
     pub(super) unit: f64,
     /// Whether that is the step's number of samples, and no other mini-batch follows.
     pub(super) last: bool,
-}
-
-impl<O> Attempt<O> {
-    pub(super) fn into_window(self, unit: f64, ranges: &[Range<usize>]) -> (Window, O) {
-        let Self { sums, tally, groups, outputs, undo } = self;
-        (Window { sums, tally, groups, undo, unit, sizes: lengths(ranges) }, outputs)
-    }
 }
 
 /// How to take back what a guarded run has changed.
@@ -64,12 +49,17 @@ impl Undo {
     }
 
     /// Lets what was changed stand; where there is no memory for that, undoes it.
-    pub(super) fn keep(mut self) -> Result<()> {
-        match self.statistics.prepare() {
-            Ok(moved) => moved.apply(),
-            Err(error) => {
+    pub(super) fn keep(self) -> Result<()> {
+        self.settle(|statistics| statistics.prepare()?.apply())
+    }
+
+    /// Runs the last part of a step, in which all may still fail; if it does, undoes the step.
+    pub(super) fn settle<T>(mut self, f: impl FnOnce(&mut Pending) -> Result<T>) -> Result<T> {
+        match oom::catch(|| f(&mut self.statistics)) {
+            Ok(value) => Ok(value),
+            Err(caught) => {
                 self.run()?;
-                Err(error)
+                Err(uncaught(caught))
             }
         }
     }
@@ -81,33 +71,16 @@ impl Undo {
 }
 
 impl MicroBatcher {
-    /// Runs forward and backward over the micro-batches. Where that fails in an order of memory
-    /// that is on trial, it is run again in the user's own.
-    pub(super) fn attempt<B: Batch, R: Outcome>(
+    /// Runs forward and backward over the micro-batches. Nothing is committed yet.
+    pub(super) fn attempt<B: Batch, R: Outcome, F: FnMut(B) -> R>(
         &mut self,
         batch: &B,
-        ranges: &[Range<usize>],
-        scale: Scale,
-        mut f: impl FnMut(B) -> R,
-    ) -> Result<Attempt<R::Outputs>> {
-        if self.arrangement.is_on_trial() {
-            match oom::catch_unseen(|| self.attempt_once(batch, ranges, scale, &mut f)) {
-                Ok(attempt) => return Ok(attempt),
-                Err(cause) => self.arrangement.refuse(&cause),
-            }
-        }
-        self.attempt_once(batch, ranges, scale, &mut f)
-    }
-
-    fn attempt_once<B: Batch, R: Outcome, F: FnMut(B) -> R>(
-        &mut self,
-        batch: &B,
-        ranges: &[Range<usize>],
+        cut: &mut Cut,
         scale: Scale,
         f: &mut F,
-    ) -> Result<Attempt<R::Outputs>> {
+    ) -> Result<(Window, R::Outputs)> {
         let fresh = self.window.is_none();
-        let run = |this: &mut Self| {
+        let run = |this: &mut Self, cut: &mut Cut| {
             let mut parameters = this.parameters();
             if fresh {
                 this.arrangement.begin(&mut parameters)?;
@@ -115,31 +88,33 @@ impl MicroBatcher {
             let accumulator = Accumulator::begin(parameters)?;
             let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
-            let outputs = Vec::with_capacity(ranges.len());
-            let mut pass = Pass { accumulator, tally, outputs, single: scale.last };
+            let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };
             this.replay.begin(pass.accumulator.parameters())?;
             let surroundings =
                 Surroundings { arrangement: &this.arrangement, variables: &this.variables };
-            feed::each(batch, ranges, this.device, |i, micro_batch| {
-                let part = part(ranges, i, scale.unit, fresh);
+            cut.each(batch, this.device, |i, samples, micro_batch| {
+                let (samples, first) = (samples as f64, fresh && i == 0);
+                let part = Part { samples, unit: scale.unit, first };
                 this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                Ok(())
+                Ok(this.replay.needed())
             })?;
             let groups = pass.groups();
             Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))
         };
-        let ((sums, tally, groups, outputs), undo) = self.guarded(ranges.len(), run)?;
-        Ok(Attempt { sums, tally, groups, outputs, undo })
+        let ((sums, tally, groups, outputs), undo) = self.guarded(cut, run)?;
+        let (sizes, peak, unit) = (cut.sizes().to_vec(), cut.peak(), scale.unit);
+        let story = Story::default();
+        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
     }
 
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
     pub(super) fn guarded<T>(
         &mut self,
-        micro_batches: usize,
-        f: impl FnOnce(&mut Self) -> Result<T>,
+        cut: &mut Cut,
+        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
@@ -147,11 +122,11 @@ impl MicroBatcher {
         }
         let randomness = Randomness::now(self.device)?;
         let foreign = self.foreign.save(&self.variables)?;
-        let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self)));
+        let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self, cut)));
         let undo = Undo { statistics, randomness, foreign };
         match result {
             Ok(value) => {
-                self.foreign.judge(&undo.statistics, &undo.foreign, micro_batches);
+                self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes().len());
                 Ok((value, undo))
             }
             Err(caught) => {
@@ -159,20 +134,36 @@ impl MicroBatcher {
                 if matches!(caught, Caught::OutOfMemory(_)) {
                     self.replay.clear()?;
                 }
-                Err(match caught {
-                    Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
-                    Caught::Error(error) => error,
-                    Caught::Panic(payload) => panic::resume_unwind(payload),
-                })
+                Err(uncaught(caught))
             }
         }
     }
 }
 
-pub(super) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
+/// The error; a panic that is not out-of-memory goes on.
+fn uncaught(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
+        Caught::Error(error) => error,
+        Caught::Panic(payload) => panic::resume_unwind(payload),
+    }
+}
+
+/// The groups, each once, in the order of their first terms.
+pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
+    let mut seen = Vec::new();
+    for group in groups {
+        if !seen.contains(group) {
+            seen.push(*group);
+        }
+    }
+    seen
+}
+
+pub(crate) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
     Part { samples: ranges[i].len() as f64, unit, first: fresh && i == 0 }
 }
 
-pub(super) fn samples(ranges: &[Range<usize>]) -> f64 {
+pub(crate) fn samples(ranges: &[Range<usize>]) -> f64 {
     ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

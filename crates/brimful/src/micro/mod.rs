@@ -23,16 +23,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod attempt;
+pub(crate) mod attempt;
+mod cut;
 mod foreign;
 mod layout;
 mod outcome;
 mod pass;
 mod replay;
-mod tally;
+mod retry;
+pub(crate) mod tally;
 mod whole;
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,15 +41,19 @@ use tch::nn::{VarStore, Variables};
 use tch::{Device, Tensor};
 
 use crate::accumulate::Sums;
+use crate::auto::{Decision, Goal, Sizes, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
+use crate::loss::Part;
 use crate::memory::Memory;
-use crate::{Error, Result, feed, split};
+use crate::{Error, Result};
 
-use attempt::{Scale, Undo, part, samples};
+use attempt::{Scale, Undo};
 use layout::Arrangement;
 pub use layout::Layout;
 pub use outcome::Outcome;
+use replay::Replay;
+use retry::Story;
 use tally::{Group, Tally};
 
 /// How a mini-batch is cut into micro-batches.
@@ -59,6 +64,10 @@ pub enum Size {
     Fixed(usize),
     /// So many micro-batches, or one a sample where there are fewer.
     Count(usize),
+    /// The fastest size that fits the memory, found while the first steps run.
+    Auto,
+    /// The largest size that fits the memory.
+    Largest,
 }
 
 /// What is refused because it is not a finite number.
@@ -83,7 +92,11 @@ pub struct MicroBatcher {
     non_finite: NonFinite,
     window: Option<Window>,
     foreign: foreign::Search,
-    replay: replay::Replay,
+    sizes: Sizes,
+    /// Bytes that an optimizer is about to take.
+    reserved: u64,
+    told_of_hidden: bool,
+    replay: Replay,
     arrangement: Arrangement,
 }
 
@@ -108,6 +121,10 @@ pub struct Step<O = ()> {
     /// The most memory in use at one moment, where it is counted: on an accelerator, or in an arena
     /// that was given.
     pub peak: Option<Bytes>,
+    /// What was decided about an automatic size, in order, failed tries included.
+    pub decisions: Vec<Decision>,
+    /// How often the mini-batch was run again because memory had run out.
+    pub retries: usize,
 }
 
 /// Mini-batches that have been run but not committed.
@@ -120,6 +137,9 @@ struct Window {
     /// See [`crate::loss::Part::unit`].
     unit: f64,
     sizes: Vec<usize>,
+    /// The most memory used while it was run.
+    peak: Bytes,
+    story: Story,
 }
 
 impl MicroBatcher {
@@ -127,6 +147,7 @@ impl MicroBatcher {
     pub fn new(store: &VarStore, size: Size) -> Self {
         let device = store.device();
         let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
+        let goal = if size == Size::Largest { Goal::Largest } else { Goal::Fastest };
         Self {
             variables: store.variables_.clone(),
             device,
@@ -135,7 +156,10 @@ impl MicroBatcher {
             non_finite: NonFinite::default(),
             window: None,
             foreign: foreign::Search::default(),
-            replay: replay::Replay::new(device),
+            sizes: Sizes::new(goal),
+            reserved: 0,
+            told_of_hidden: false,
+            replay: Replay::new(device),
             arrangement: Arrangement::default(),
         }
     }
@@ -201,17 +225,18 @@ impl MicroBatcher {
     pub fn backward<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
-        f: impl FnMut(B) -> R,
+        mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
         self.check_no_window()?;
         let start = Instant::now();
-        let ranges = self.ranges(batch::len(batch)?)?;
-        let unit = samples(&ranges);
-        let attempt = self.attempt(batch, &ranges, Scale { unit, last: true }, f)?;
-        let (window, outputs) = attempt.into_window(unit, &ranges);
-        let step = self.settle(window, start)?;
+        let (step, story) = self.sized(Use::Train, batch, |this, cut| {
+            let scale = Scale { unit: cut.samples() as f64, last: true };
+            let (window, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            Ok(this.settle(window, start)?.with_outputs(outputs))
+        })?;
+        self.reserved = 0;
         self.arrangement.observe(step.samples, step.time, self.replay.take_new());
-        Ok(step.with_outputs(outputs))
+        Ok(step.with_story(story))
     }
 
     /// Runs forward and backward, and keeps the result for [`MicroBatcher::commit`]: a step over
@@ -222,16 +247,21 @@ impl MicroBatcher {
     pub fn accumulate<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
-        f: impl FnMut(B) -> R,
+        mut f: impl FnMut(B) -> R,
     ) -> Result<R::Outputs> {
-        let ranges = self.ranges(batch::len(batch)?)?;
-        let unit = self.window.as_ref().map_or(samples(&ranges), |window| window.unit);
-        let attempt = self.attempt(batch, &ranges, Scale { unit, last: false }, f)?;
-        let (mut later, outputs) = attempt.into_window(unit, &ranges);
-        later.sums.own()?;
-        match &mut self.window {
-            None => self.window = Some(later),
-            Some(window) => window.extend(later)?,
+        let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
+            let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
+            let scale = Scale { unit, last: false };
+            let (mut later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            later.sums.own()?;
+            match &mut this.window {
+                None => this.window = Some(later),
+                Some(window) => window.extend(later)?,
+            }
+            Ok(outputs)
+        })?;
+        if let Some(window) = &mut self.window {
+            window.story.extend(story);
         }
         Ok(outputs)
     }
@@ -242,8 +272,11 @@ impl MicroBatcher {
     /// When there is none; when a denominator is 0 or the loss is not finite: then all of them are
     /// forgotten, and gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<Step> {
-        let window = self.window.take().ok_or(Error::NothingAccumulated)?;
-        self.settle(window, Instant::now())
+        let mut window = self.window.take().ok_or(Error::NothingAccumulated)?;
+        let story = std::mem::take(&mut window.story);
+        let step = self.settle(window, Instant::now())?;
+        self.reserved = 0;
+        Ok(step.with_story(story))
     }
 
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -251,17 +284,19 @@ impl MicroBatcher {
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
-        let ranges = self.ranges(batch::len(batch)?)?;
-        let (outputs, undo) = self.guarded(ranges.len(), |this| {
-            let _without = tch::no_grad_guard();
-            let mut outputs = Vec::with_capacity(ranges.len());
-            feed::each(batch, &ranges, this.device, |_, micro_batch| {
-                outputs.push(f(micro_batch));
-                Ok(())
+        let (outputs, _) = self.sized(Use::Map, batch, |this, cut| {
+            let (outputs, undo) = this.guarded(cut, |this, cut| {
+                let _without = tch::no_grad_guard();
+                let mut outputs = Vec::new();
+                cut.each(batch, this.device, |_, _, micro_batch| {
+                    outputs.push(f(micro_batch));
+                    Ok(Bytes(0))
+                })?;
+                batch::join(outputs)
             })?;
-            batch::join(outputs)
+            undo.keep()?;
+            Ok(outputs)
         })?;
-        undo.keep()?;
         Ok(outputs)
     }
 
@@ -275,22 +310,26 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
         let start = Instant::now();
-        let ranges = self.ranges(batch::len(batch)?)?;
-        let unit = samples(&ranges);
-        let ((totals, outputs), undo) = self.guarded(ranges.len(), |this| {
-            let _without = tch::no_grad_guard();
-            let (mut tally, mut outputs) = (Tally::default(), Vec::with_capacity(ranges.len()));
-            feed::each(batch, &ranges, this.device, |i, micro_batch| {
-                let (loss, output) = f(micro_batch).into_parts()?;
-                tally.count(&loss.into_terms(false)?, &part(&ranges, i, unit, true))?;
-                outputs.push(output);
-                Ok(())
+        let (step, story) = self.sized(Use::Evaluate, batch, |this, cut| {
+            let ((totals, outputs), undo) = this.guarded(cut, |this, cut| {
+                let _without = tch::no_grad_guard();
+                let unit = cut.samples() as f64;
+                let (mut tally, mut outputs) = (Tally::default(), Vec::new());
+                cut.each(batch, this.device, |i, samples, micro_batch| {
+                    let (loss, output) = f(micro_batch).into_parts()?;
+                    let part = Part { samples: samples as f64, unit, first: i == 0 };
+                    tally.count(&loss.into_terms(false)?, &part)?;
+                    outputs.push(output);
+                    Ok(Bytes(0))
+                })?;
+                Ok((tally.read(this.non_finite)?, batch::join(outputs)?))
             })?;
-            Ok((tally.read(this.non_finite)?, batch::join(outputs)?))
+            undo.keep()?;
+            let step =
+                this.report(totals.loss, totals.terms, cut.sizes().into(), cut.peak(), start)?;
+            Ok(step.with_outputs(outputs))
         })?;
-        undo.keep()?;
-        let step = self.report(totals.loss, totals.terms, lengths(&ranges), start)?;
-        Ok(step.with_outputs(outputs))
+        Ok(step.with_story(story))
     }
 
     /// A whole step has no place between the parts of another.
@@ -301,35 +340,22 @@ impl MicroBatcher {
         }
     }
 
-    /// Cuts the mini-batch.
-    fn ranges(&self, samples: usize) -> Result<Vec<Range<usize>>> {
-        match self.size {
-            Size::Fixed(size) => split::by_size(samples, size),
-            Size::Count(count) => split::by_count(samples, count),
-        }
-    }
-
     /// Reads the loss, and commits gradients and statistics if all is well; else undoes all.
     fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
-        let Window { sums, tally, groups, mut undo, unit, sizes } = window;
+        let Window { sums, tally, groups, undo, unit, sizes, peak, .. } = window;
         let total = sizes.iter().sum::<usize>() as f64;
-        // Before the reading, which waits for the device, so that it has something to do then.
-        let committed = undo.statistics.prepare().and_then(|moved| {
+        let totals = undo.settle(|statistics| {
+            // Before the reading, which waits for the device, so that it has something to do then.
+            let moved = statistics.prepare()?;
             let totals = tally.read(self.non_finite)?;
-            let groups = pass::distinct(&groups).into_iter();
+            let groups = attempt::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;
             moved.apply()?;
             Ok(totals)
-        });
-        match committed {
-            Ok(totals) => self.report(totals.loss, totals.terms, sizes, start),
-            Err(error) => {
-                undo.run()?;
-                Err(error)
-            }
-        }
+        })?;
+        self.report(totals.loss, totals.terms, sizes, peak, start)
     }
 
     fn report(
@@ -337,13 +363,22 @@ impl MicroBatcher {
         loss: f64,
         terms: Vec<f64>,
         sizes: Vec<usize>,
+        peak: Bytes,
         start: Instant,
     ) -> Result<Step> {
-        let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
-        let peak = usage.map(|usage| self.replay.take_peak(usage.peak));
-        let samples = sizes.iter().sum();
-        let (replayed, time) = (self.replay.take_replayed(), start.elapsed());
-        Ok(Step { loss, terms, samples, sizes, outputs: (), replayed, time, peak })
+        let now = self.memory.as_ref().map(Memory::usage).transpose()?;
+        Ok(Step {
+            loss,
+            terms,
+            samples: sizes.iter().sum(),
+            sizes,
+            outputs: (),
+            replayed: self.replay.take_replayed(),
+            time: start.elapsed(),
+            peak: now.map(|now| self.replay.take_peak(now.peak).max(peak)),
+            decisions: Vec::new(),
+            retries: 0,
+        })
     }
 
     fn parameters(&self) -> Vec<Tensor> {
@@ -364,17 +399,21 @@ impl Window {
         self.sums.extend(later.sums)?;
         self.tally.extend(later.tally);
         self.sizes.extend(later.sizes);
+        self.peak = self.peak.max(later.peak);
         Ok(())
     }
 }
 
 impl Step {
     fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, sizes, outputs: (), replayed, time, peak } = self;
-        Step { loss, terms, samples, sizes, outputs, replayed, time, peak }
+        let Self { loss, terms, samples, sizes, outputs: (), replayed, .. } = self;
+        let Self { time, peak, decisions, retries, .. } = self;
+        Step { loss, terms, samples, sizes, outputs, replayed, time, peak, decisions, retries }
     }
 }
 
-fn lengths(ranges: &[Range<usize>]) -> Vec<usize> {
-    ranges.iter().map(ExactSizeIterator::len).collect()
+impl<O> Step<O> {
+    fn with_story(self, story: Story) -> Self {
+        Self { decisions: story.decisions, retries: story.retries, ..self }
+    }
 }

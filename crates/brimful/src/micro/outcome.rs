@@ -2,10 +2,7 @@
 
 use std::error::Error as StdError;
 
-use tch::TchError;
-
 use crate::batch::Batch;
-use crate::error::ClosureError;
 use crate::loss::Loss;
 use crate::{Error, Result};
 
@@ -41,18 +38,6 @@ impl<R: Outcome, E: Into<Box<dyn StdError + Send + Sync>>> Outcome for Result<R,
     type Outputs = R::Outputs;
 
     fn into_parts(self) -> Result<(Loss, R::Outputs)> {
-        self.map_err(own)?.into_parts()
-    }
-}
-
-/// An error of the closure: one of ours or of libtorch as it is, another in its own words.
-fn own(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Error {
-    let error = match error.into().downcast::<Error>() {
-        Ok(ours) => return *ours,
-        Err(other) => other,
-    };
-    match error.downcast::<TchError>() {
-        Ok(torch) => Error::from(*torch),
-        Err(other) => Error::Closure(ClosureError(other.into())),
+        self.map_err(Error::of_closure)?.into_parts()
     }
 }

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::Outcome;
+use super::attempt::distinct;
 use super::tally::{Group, Tally};
 use crate::Result;
 use crate::accumulate::Accumulator;
@@ -83,15 +84,4 @@ pub(super) fn forward<B: Batch, R: Outcome>(
 /// The same outputs without what led to them.
 pub(super) fn detached<O: Batch>(output: &O) -> Result<O> {
     output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))
-}
-
-/// The groups, each once, in the order of their first terms.
-pub(super) fn distinct(groups: &[Group]) -> Vec<Group> {
-    let mut seen = Vec::new();
-    for group in groups {
-        if !seen.contains(group) {
-            seen.push(*group);
-        }
-    }
-    seen
 }

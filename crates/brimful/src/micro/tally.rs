@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// What a step's terms have added up to so far.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(crate) struct Tally {
     terms: Vec<Line>,
     /// The gradients' norm after each micro-batch, where that was asked for.
     norms: Vec<Tensor>,
@@ -34,7 +34,7 @@ enum LineOver {
 
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Group {
+pub(crate) enum Group {
     /// Nothing is left to divide by.
     Done,
     /// The samples of all mini-batches.
@@ -51,7 +51,7 @@ impl Tally {
     }
 
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
-    pub(super) fn count(&mut self, terms: &[Term], part: &Part) -> Result<()> {
+    pub(crate) fn count(&mut self, terms: &[Term], part: &Part) -> Result<()> {
         if self.terms.is_empty() {
             self.terms = terms.iter().map(Line::new).collect();
         }
@@ -65,7 +65,7 @@ impl Tally {
         Ok(())
     }
 
-    pub(super) fn add_norm(&mut self, norm: Option<Tensor>) -> Result<()> {
+    pub(crate) fn add_norm(&mut self, norm: Option<Tensor>) -> Result<()> {
         let norm = norm.map(|norm| norm.f_to_kind(Kind::Double)?.f_view([1_i64])).transpose()?;
         self.norms.extend(norm);
         Ok(())
@@ -81,7 +81,7 @@ impl Tally {
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
     /// is left to divide by.
-    pub(super) fn groups(&self, single: bool) -> Vec<Group> {
+    pub(crate) fn groups(&self, single: bool) -> Vec<Group> {
         let group = |(index, line): (usize, &Line)| match line.over {
             LineOver::Samples if !single => Group::Samples,
             LineOver::Given | LineOver::Undivided => Group::Term(index),
@@ -91,7 +91,7 @@ impl Tally {
     }
 
     /// Reads everything from the device, at once.
-    pub(super) fn read(&self, policy: NonFinite) -> Result<Totals> {
+    pub(crate) fn read(&self, policy: NonFinite) -> Result<Totals> {
         let mut numbers = self.fetch()?.into_iter();
         let mut next = || numbers.next().unwrap_or(f64::NAN);
         let mut totals = Totals::default();
@@ -179,10 +179,10 @@ fn double(tensor: &Tensor) -> Result<Tensor> {
 
 /// A step's loss, read.
 #[derive(Debug, Default)]
-pub(super) struct Totals {
-    pub(super) loss: f64,
+pub(crate) struct Totals {
+    pub(crate) loss: f64,
     /// Each term of it.
-    pub(super) terms: Vec<f64>,
+    pub(crate) terms: Vec<f64>,
     denominators: Vec<f64>,
 }
 
@@ -200,7 +200,7 @@ impl Totals {
     }
 
     /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
-    pub(super) fn factor(&self, group: Group, unit: f64, samples: f64) -> f64 {
+    pub(crate) fn factor(&self, group: Group, unit: f64, samples: f64) -> f64 {
         match group {
             Group::Done => 1.0,
             Group::Samples => unit / samples,

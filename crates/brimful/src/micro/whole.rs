@@ -8,16 +8,19 @@
 //!
 //! It costs a second forward, and memory for all outputs, but never for more than one graph.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use tch::Tensor;
 
-use super::attempt::{Attempt, samples};
+use super::cut::Cut;
+use super::retry::Story;
 use super::tally::Tally;
-use super::{MicroBatcher, Step, part};
+use super::{MicroBatcher, Step, Window};
 use crate::accumulate::Accumulator;
+use crate::auto::Use;
 use crate::batch::{self, Batch, Leaf};
-use crate::loss::Loss;
+use crate::loss::{Loss, Part};
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::{Error, Result, feed};
@@ -35,17 +38,31 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         mut forward: impl FnMut(B) -> O,
-        loss: impl FnOnce(&O) -> Tensor,
+        mut loss: impl FnMut(&O) -> Tensor,
     ) -> Result<Step<O>> {
         self.check_no_window()?;
         let start = Instant::now();
-        let ranges = self.ranges(batch::len(batch)?)?;
-        let ((sums, tally, outputs), undo) = self.guarded(ranges.len(), |this| {
+        let (step, story) = self.sized(Use::TrainWhole, batch, |this, cut| {
+            let (window, outputs) = this.attempt_whole(batch, cut, &mut forward, &mut loss)?;
+            Ok(this.settle(window, start)?.with_outputs(outputs))
+        })?;
+        self.reserved = 0;
+        Ok(step.with_story(story))
+    }
+
+    fn attempt_whole<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        forward: &mut impl FnMut(B) -> O,
+        loss: &mut impl FnMut(&O) -> Tensor,
+    ) -> Result<(Window, O)> {
+        let mut run = |this: &Self, ranges: &[Range<usize>]| {
             let mut states = Vec::with_capacity(ranges.len());
             let mut parts = Vec::with_capacity(ranges.len());
             let (_not_counted, rehearsed) = Pending::collect(true, || {
                 let _without = tch::no_grad_guard();
-                feed::each(batch, &ranges, this.device, |_, micro_batch| {
+                feed::each(batch, ranges, this.device, |_, micro_batch| {
                     states.push(Randomness::now(this.device)?);
                     parts.push(forward(micro_batch));
                     Ok(())
@@ -58,12 +75,13 @@ impl MicroBatcher {
             accumulator.expect_groups(1);
             let terms = Loss::sum(loss(&outputs)).into_terms(true)?;
             let mut tally = Tally::default();
-            tally.count(&terms, &part(&ranges, 0, 1.0, true))?;
+            let samples = ranges[0].len() as f64;
+            tally.count(&terms, &Part { samples, unit: 1.0, first: true })?;
             accumulator.add(0, &[(&terms[0].value, terms[0].value.f_ones_like()?)], false)?;
 
             let after = Randomness::now(this.device)?;
             let mut gradients = RowGradients::of(&outputs);
-            feed::each(batch, &ranges, this.device, |i, micro_batch| {
+            feed::each(batch, ranges, this.device, |i, micro_batch| {
                 states[i].restore()?;
                 let again = forward(micro_batch);
                 let roots = gradients.next(&again)?;
@@ -72,11 +90,12 @@ impl MicroBatcher {
             after.restore()?;
             let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
             Ok((accumulator.finish()?, tally, outputs))
-        })?;
-        let groups = tally.groups(true);
-        let attempt = Attempt { sums, tally, groups, outputs, undo };
-        let (window, outputs) = attempt.into_window(samples(&ranges), &ranges);
-        Ok(self.settle(window, start)?.with_outputs(outputs))
+        };
+        let ((sums, tally, outputs), undo) =
+            self.guarded(cut, |this, cut| cut.whole(this.device, |ranges| run(this, ranges)))?;
+        let (groups, unit) = (tally.groups(true), cut.samples() as f64);
+        let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
+        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
     }
 }
 

@@ -41,7 +41,7 @@ pub fn clip_gradient_norm<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
 ) -> Result<GradientNorm> {
-    within("max_norm", max_norm, max_norm > 0.0, "give a number above 0")?;
+    check_max_norm(max_norm)?;
     let all: Vec<Tensor> = parameters.into_iter().map(Tensor::grad).collect();
     let parameters = all.len();
     let gradients: Vec<Tensor> = all.into_iter().filter(Tensor::defined).collect();
@@ -53,4 +53,14 @@ pub fn clip_gradient_norm<'a>(
         (norm.f_add_scalar(EPS)?.f_reciprocal()?.f_mul_scalar(max_norm)?).f_clamp_max(1.0)?;
     foreach::scale_by(&gradients, &factor)?;
     Ok(GradientNorm(norm))
+}
+
+pub(crate) fn check_max_norm(max_norm: f64) -> Result<()> {
+    within("max_norm", max_norm, max_norm > 0.0, "give a number above 0")
+}
+
+/// What gradients of this norm are multiplied with; not finite where the norm is no number.
+pub(crate) fn clip_factor(norm: f64, max_norm: f64) -> f64 {
+    let factor = max_norm / (norm + EPS);
+    if factor > 1.0 { 1.0 } else { factor }
 }

@@ -39,6 +39,7 @@ mod step;
 
 pub use adam::{Adam, AdamW, AdamWith};
 pub use clip::{GradientNorm, clip_gradient_norm};
+pub(crate) use clip::{check_max_norm, clip_factor};
 pub use method::Method;
 pub use sgd::Sgd;
 
@@ -209,6 +210,11 @@ impl Optimizer {
     /// The parameters with their names.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.parameters.iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor))
+    }
+
+    /// The groups' names.
+    pub(crate) fn groups(&self) -> impl Iterator<Item = &str> {
+        self.groups.iter().map(|group| group.name.as_str())
     }
 
     fn no_group(&self, group: &str) -> Error {

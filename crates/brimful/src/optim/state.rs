@@ -60,6 +60,17 @@ impl State {
     }
 }
 
+impl Method {
+    /// What the state of this parameter takes, which its first step makes.
+    pub(crate) fn state_bytes(&self, parameter: &Tensor) -> u64 {
+        let master = has_master(parameter, self);
+        let size = if master { 4 } else { parameter.kind().elt_size_in_bytes() };
+        let tensors = self.moments().len() + usize::from(master);
+        let step = if self.counts() { 4 } else { 0 };
+        (tensors * size * parameter.numel() + step) as u64
+    }
+}
+
 /// Whether updates go to an f32 copy of the parameter.
 pub(super) fn has_master(tensor: &Tensor, method: &Method) -> bool {
     matches!(tensor.kind(), Kind::Half | Kind::BFloat16) && !method.half_state()

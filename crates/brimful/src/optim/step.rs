@@ -52,7 +52,7 @@ struct Bucket {
 }
 
 /// A step that needs nothing more.
-struct Plan {
+pub(crate) struct Plan {
     buckets: Vec<Bucket>,
     scratch: Vec<Tensor>,
 }
@@ -65,12 +65,13 @@ impl Optimizer {
     /// When memory runs out, or a gradient is sparse: parameters, state and step counters are as
     /// before then.
     pub fn step(&mut self) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
         let plan = self.prepare()?;
         self.commit(plan)
     }
 
-    fn prepare(&self) -> Result<Plan> {
+    /// Everything that can fail.
+    pub(crate) fn prepare(&self) -> Result<Plan> {
+        let _no_grad = tch::no_grad_guard();
         let mut buckets: Vec<Bucket> = Vec::new();
         for (index, parameter) in self.parameters.iter().enumerate() {
             if let Some(item) = self.prepare_one(index, parameter)? {
@@ -116,7 +117,9 @@ impl Optimizer {
         }
     }
 
-    fn commit(&mut self, plan: Plan) -> Result<()> {
+    /// The update, which allocates nothing.
+    pub(crate) fn commit(&mut self, plan: Plan) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
         for Bucket { key, mut items, .. } in plan.buckets {
             for item in &mut items {
                 if let Some(state) = item.state.take() {

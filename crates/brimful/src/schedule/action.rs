@@ -138,6 +138,39 @@ impl Action {
     pub const fn new(stage: StageId, kind: Kind, micro_batch: MicroBatchId) -> Self {
         Self { stage, kind, micro_batch }
     }
+
+    /// The stage whose output it takes: forwards take boundaries, backwards gradients.
+    pub(crate) fn source(self, last: StageId) -> Option<StageId> {
+        match self.kind {
+            Kind::Forward => self.stage.before(),
+            kind if kind.passes_gradient() => self.stage.after(last),
+            _ => None,
+        }
+    }
+
+    /// The stage that takes its output.
+    pub(crate) fn target(self, last: StageId) -> Option<StageId> {
+        match self.kind {
+            Kind::Forward => self.stage.after(last),
+            kind if kind.passes_gradient() => self.stage.before(),
+            _ => None,
+        }
+    }
+
+    /// Which of the two channels into a stage it uses: 0 for boundaries, 1 for gradients.
+    pub(crate) fn channel(self) -> usize {
+        usize::from(self.kind.passes_gradient())
+    }
+}
+
+impl StageId {
+    fn before(self) -> Option<Self> {
+        self.0.checked_sub(1).map(Self)
+    }
+
+    fn after(self, last: Self) -> Option<Self> {
+        (self < last).then_some(Self(self.0 + 1))
+    }
 }
 
 impl fmt::Display for Action {

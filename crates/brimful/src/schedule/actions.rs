@@ -2,7 +2,7 @@
 
 use super::render::{self, Mark};
 use super::validate::{self, Facts};
-use super::{Action, DeviceId, Kind, MicroBatchId, Rule, ScheduleError, StageId};
+use super::{Action, DeviceId, Kind, MicroBatchId, Recompute, Rule, ScheduleError, StageId};
 
 /// A list of actions for each device. Whoever holds one may run it: it was validated when it was
 /// made.
@@ -43,6 +43,21 @@ impl Actions {
             Ok(facts) => Ok(Self { lists, facts }),
             Err(violation) => Err(violation.show(&lists)),
         }
+    }
+
+    /// The same work in two phases: all forwards, then all backwards, each in the order that they
+    /// have here.
+    ///
+    /// # Errors
+    /// When the whole would be too large.
+    pub(crate) fn in_two_phases(&self, recompute: Recompute) -> Result<Self, ScheduleError> {
+        let phases = |list: &Vec<Action>| {
+            let of = |wanted: fn(Kind) -> bool| list.iter().filter(move |a| wanted(a.kind));
+            let forwards = of(|kind| kind == Kind::Forward);
+            let backwards = of(|kind| !matches!(kind, Kind::Forward | Kind::Recompute));
+            recompute.weave(forwards.chain(backwards).copied().collect())
+        };
+        Self::new(self.lists.iter().map(phases).collect())
     }
 
     /// The list of each device.
@@ -89,17 +104,10 @@ impl Actions {
     }
 
     /// The smallest capacity of the channels between stages with which no device waits without end,
-    /// where a sender waits while its channel is full. It is 1 for every schedule here but two:
+    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here; lists of
+    /// one's own may need more.
     ///
-    /// - Interleaved 1F1B whose m is no multiple of p goes round in groups of g > p, so that at the
-    ///   first device the head of a group waits for the g − p behind it: at most g − p + 1. That is
-    ///   2 from m = p² on.
-    /// - Interleaved zero-bubble runs ahead half as far, to hold no more than 1F1B, so that its
-    ///   gradients wait as well: at most p.
-    ///
-    /// Groups of at most p would do with 1 throughout, but leave the devices waiting for their
-    /// heads: over p ≤ 8, v ≤ 4 and m < 6p such steps were 3 % longer on average and 12 % at worst.
-    /// A boundary that waits is cheaper.
+    /// [`Schedule`]: super::Schedule
     #[must_use]
     pub fn channel_capacity(&self) -> usize {
         self.facts.channel_capacity

@@ -10,13 +10,48 @@
 //!
 //! The micro-batches go round in groups. A group smaller than p would leave the devices waiting for
 //! its head to come round, so m micro-batches make ⌊m / p⌋ groups of near-equal size, none below p
-//! (one small group where m < p).
+//! (one small group where m < p). In a larger group the head waits for those behind it, with more of
+//! them after it than a channel has places; then the shortest of three other orders is taken. Over
+//! p ≤ 8, v ≤ 4 and m < 6p it is 0.8 % longer on average and 5 % at worst.
 
-use super::{Action, Kind, MicroBatchId, StageId};
+use super::{Action, Kind, MicroBatchId, StageId, one_place};
 
 /// The lists of `p` devices with `v` stages each, for `m` micro-batches.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    let grouped = grouped(p, v, m);
+    if one_place::suffices(&grouped) {
+        return grouped;
+    }
+    let padded = padded(p, v, m);
+    let played = |wishes| one_place::play(wishes, |position, _| (0, position as i64));
+    let candidates = [played(&grouped), played(&padded), Some(padded)];
+    one_place::shortest(candidates.into_iter().flatten()).unwrap_or(grouped)
+}
+
+fn grouped(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     (0..p).map(|d| list(&Rounds::new(p, v, m), d)).collect()
+}
+
+/// As many micro-batches as make whole groups of p, the spare ones left out again, evenly: an order
+/// without some of its micro-batches is still an order, and needs no more places.
+fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    let full = m.next_multiple_of(p);
+    let spare = full - m;
+    let mut is_kept = vec![true; full];
+    (1..=spare).for_each(|k| is_kept[k * full / (spare + 1) - 1] = false);
+    let kept_before = is_kept.iter().scan(0, |kept, &is_kept| {
+        let number = MicroBatchId::at(*kept);
+        *kept += usize::from(is_kept);
+        Some(number)
+    });
+    let numbers: Vec<_> = kept_before.collect();
+
+    let mut lists = grouped(p, v, full);
+    for list in &mut lists {
+        list.retain(|action| is_kept[action.micro_batch.index()]);
+        list.iter_mut().for_each(|action| action.micro_batch = numbers[action.micro_batch.index()]);
+    }
+    lists
 }
 
 fn list(rounds: &Rounds, device: usize) -> Vec<Action> {

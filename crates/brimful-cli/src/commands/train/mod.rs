@@ -1,20 +1,26 @@
 //! `brimful train`: trains a model on data, in micro-batches, inside a memory limit.
 
+mod engine;
+mod one_device;
+mod pipelined;
 mod progress;
 mod saved;
+mod stages;
 mod trainer;
 
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
-use brimful::Bytes;
-use brimful::device;
+use brimful::optim::{Adam, AdamW, Method, Sgd};
+use brimful::{Bytes, Size, device};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::setting::{ModelName, NumberType};
 use progress::Progress;
+use stages::Stages;
 pub(crate) use trainer::{Epoch, Trainer};
 
 /// Options of `brimful train`.
@@ -22,9 +28,13 @@ pub(crate) use trainer::{Epoch, Trainer};
 #[command(after_help = "\
 Examples:
   brimful train                                       the shipped digits, an mlp
-  brimful train --model resnet18 --batch-size all --micro-batch 64 --memory-limit 256MiB
+  brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
+  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --stage-memory 64MiB
+                                                      a model over four devices of 64 MiB each
+  brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
+                --micro-batches 16 --trace trace.json     two stages on a device; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors")]
 pub(crate) struct Options {
@@ -43,9 +53,13 @@ pub(crate) struct Options {
     /// Samples a step: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,
-    /// Samples in one forward and backward; the gradient does not depend on it
-    #[arg(long, default_value_t = 64, value_name = "N")]
-    pub(crate) micro_batch: usize,
+    /// Samples in one forward and backward: a number, auto (the fastest that fits) or largest (that
+    /// fits). The gradient does not depend on it
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    pub(crate) micro_batch: MicroBatch,
+    /// The same by number: cut each mini-batch into so many
+    #[arg(long, value_name = "M", conflicts_with = "micro_batch")]
+    pub(crate) micro_batches: Option<usize>,
     /// Let the model, its gradients and its activations have at most so much memory (CPU alone)
     #[arg(long, value_name = "BYTES")]
     pub(crate) memory_limit: Option<Bytes>,
@@ -64,12 +78,31 @@ pub(crate) struct Options {
     /// Write model, optimizer and progress to this safetensors file after every epoch
     #[arg(long, value_name = "FILE")]
     pub(crate) save: Option<PathBuf>,
-    /// Go on from such a file, to the same parameters as without the interruption
+    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
+    /// interruption
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
     /// Print one JSON object an epoch instead of text, the last with "done": true
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) stages: Stages,
+}
+
+impl Options {
+    /// How a mini-batch is cut.
+    fn size(&self) -> Size {
+        self.micro_batches.map_or(self.micro_batch.0, Size::Count)
+    }
+
+    fn method(&self) -> Method {
+        let rate = |default| self.learning_rate.unwrap_or(default);
+        match self.optimizer {
+            OptimizerName::Sgd => Sgd::new(rate(0.05)).momentum(0.9).into(),
+            OptimizerName::Adam => Adam::new(rate(1e-3)).into(),
+            OptimizerName::Adamw => AdamW::new(rate(1e-3)).into(),
+        }
+    }
 }
 
 /// What updates the parameters.
@@ -101,6 +134,23 @@ impl std::str::FromStr for BatchSize {
     }
 }
 
+/// How many samples a micro-batch has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MicroBatch(pub(crate) Size);
+
+impl std::str::FromStr for MicroBatch {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self(Size::Auto)),
+            _ if text == "largest" => Ok(Self(Size::Largest)),
+            Ok(0) | Err(_) => Err("give a number from 1 on, auto or largest".into()),
+            Ok(samples) => Ok(Self(Size::Fixed(samples))),
+        }
+    }
+}
+
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     check(options)?;
@@ -117,11 +167,15 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         }
         progress.finished(&epoch, trainer.epoch() == options.epochs)?;
     }
+    if let (Some(path), Some(trace)) = (&options.stages.trace, trainer.trace()) {
+        fs::write(path, trace).with_context(|| format!("cannot write {}", path.display()))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 fn check(options: &Options) -> Result<()> {
-    ensure!(options.micro_batch > 0, "--micro-batch 0: give it at least 1 sample");
+    ensure!(options.micro_batches != Some(0), "--micro-batches 0: give it at least 1");
+    options.stages.check(options)?;
     if let Some(rate) = options.learning_rate {
         ensure!(
             rate.is_finite() && rate >= 0.0,
@@ -129,8 +183,12 @@ fn check(options: &Options) -> Result<()> {
         );
     }
     let wanted = options.device.as_deref().unwrap_or("cpu");
-    if options.memory_limit.is_some() && device::find(wanted)? != tch::Device::Cpu {
-        bail!("--memory-limit is for the CPU: leave it out, or say --device cpu");
+    let limits =
+        [("memory-limit", options.memory_limit), ("stage-memory", options.stages.stage_memory)];
+    for (name, limit) in limits {
+        if limit.is_some() && device::find(wanted)? != tch::Device::Cpu {
+            bail!("--{name} is for the CPU: leave it out, or say --device cpu");
+        }
     }
     Ok(())
 }

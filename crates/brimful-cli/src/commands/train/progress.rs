@@ -1,12 +1,13 @@
 //! What people and programs see while a model trains.
 
+use std::cell::Cell;
 use std::io::{self, IsTerminal};
 
 use anyhow::Result;
 use brimful::Bytes;
+use brimful::auto::{Decision, Why};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
-use tch::nn::VarStore;
 
 use super::{Epoch, Options, Trainer};
 use crate::output;
@@ -16,6 +17,8 @@ use crate::output;
 pub(super) struct Progress {
     bar: ProgressBar,
     json: bool,
+    /// The automatic size that was last told of; 0 at first.
+    said: Cell<usize>,
 }
 
 #[derive(Serialize)]
@@ -30,9 +33,9 @@ impl Progress {
     pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
         let bar = bar(trainer.steps());
         if !options.json {
-            output::line(&introduce(options, trainer))?;
+            output::line(&introduce(options, trainer)?)?;
         }
-        Ok(Self { bar, json: options.json })
+        Ok(Self { bar, json: options.json, said: Cell::new(0) })
     }
 
     /// A step is done.
@@ -48,6 +51,7 @@ impl Progress {
             if self.json {
                 output::line(&serde_json::to_string(&Line { epoch, done })?)
             } else {
+                self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
                 output::line(&epoch.to_string())
             }
         })?;
@@ -56,6 +60,38 @@ impl Progress {
         }
         Ok(())
     }
+
+    /// What an automatic size did: what was tried at first, what failed, and what was taken, where
+    /// that is new.
+    fn sizing(&self, decisions: &[Decision]) -> Vec<String> {
+        let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
+        let mut lines = Vec::new();
+        if self.said.get() == 0 {
+            lines.extend(tried(decisions.iter().filter(is_try).collect()));
+        }
+        let failed = decisions.iter().filter(|decision| decision.failed);
+        lines.extend(failed.map(|decision| format!("  memory ran out: {decision}")));
+        let taken = decisions.iter().rfind(|decision| !is_try(decision));
+        if let Some(Decision { size, why, .. }) = taken
+            && self.said.replace(*size) != *size
+        {
+            lines.push(format!("  took micro-batches of {size}: {why}"));
+        }
+        lines
+    }
+}
+
+/// The sizes that were tried, and what the largest of them needed.
+fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
+    decisions.sort_by_key(|decision| decision.size);
+    decisions.dedup_by_key(|decision| decision.size);
+    let Decision { size, measured, available, .. } = decisions.last()?;
+    let sizes: Vec<String> = decisions.iter().map(|decision| decision.size.to_string()).collect();
+    let needed = measured.unwrap_or_default();
+    Some(format!(
+        "  tried micro-batches of {}: {size} samples needed {needed} of the {available} free",
+        sizes.join(", ")
+    ))
 }
 
 /// A bar with rate and time left; hidden where nobody looks.
@@ -67,21 +103,19 @@ fn bar(steps: usize) -> ProgressBar {
     ProgressBar::new(steps as u64).with_style(style.expect("the template is right"))
 }
 
-fn introduce(options: &Options, trainer: &Trainer) -> String {
-    let parameters: usize = trainer.store.trainable_variables().iter().map(numel).sum();
+fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
+    let variables = trainer.engine.variables()?;
+    let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = trainer.dataset();
-    format!(
-        "{:?}, {parameters} parameters, on {}\n{} samples to train on, {} to test on, {}",
+    Ok(format!(
+        "{:?}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
         options.model,
-        brimful::device::name(VarStore::device(&trainer.store)),
+        parameters.map(|(_, parameter)| parameter.numel()).sum::<usize>(),
+        trainer.engine.place(),
         dataset.train.len(),
         dataset.test.len(),
         dataset.description
-    )
-}
-
-fn numel(tensor: &tch::Tensor) -> usize {
-    tensor.numel()
+    ))
 }
 
 impl std::fmt::Display for Epoch {

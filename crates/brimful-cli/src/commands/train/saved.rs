@@ -15,8 +15,8 @@ const EPOCH: &str = "epoch";
 
 /// Writes the run after its last finished epoch, whole or not at all.
 pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result<()> {
-    let (tensors, texts) = trainer.optimizer.state();
-    let mut all: Vec<(String, Tensor)> = trainer.store.variables().into_iter().collect();
+    let (tensors, texts) = trainer.engine.optimizer_state()?;
+    let mut all = trainer.engine.variables()?;
     all.extend(tensors.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
     let mut metadata = told(options);
     metadata.insert(EPOCH.into(), trainer.epoch.to_string());
@@ -38,14 +38,12 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &Options) -> Res
     let epoch = epoch.context("it does not say how many epochs are done")?;
     let (state, model): (Vec<_>, Vec<_>) =
         tensors.into_iter().partition(|(name, _)| name.starts_with(OPTIMIZER));
-    check_model(trainer, &model)?;
     let strip = |name: String| name.strip_prefix(OPTIMIZER).map(str::to_owned);
     let state: Vec<(String, Tensor)> =
         state.into_iter().filter_map(|(name, tensor)| Some((strip(name)?, tensor))).collect();
     let texts: Metadata =
         metadata.into_iter().filter_map(|(key, text)| Some((strip(key)?, text))).collect();
-    trainer.optimizer.load_state(&state, &texts)?;
-    copy_model(trainer, &model)?;
+    trainer.engine.load(model, &state, &texts)?;
     trainer.epoch = epoch;
     Ok(())
 }
@@ -61,35 +59,4 @@ fn told(options: &Options) -> Metadata {
         ("dtype".to_owned(), name(&options.dtype)),
         ("seed".to_owned(), options.seed.to_string()),
     ])
-}
-
-fn check_model(trainer: &Trainer, model: &[(String, Tensor)]) -> Result<()> {
-    let variables = trainer.store.variables();
-    ensure!(
-        variables.len() == model.len(),
-        "it has {} tensors of a model, but this one has {}",
-        model.len(),
-        variables.len()
-    );
-    for (name, tensor) in model {
-        let mine = variables.get(name).with_context(|| format!("the model has no {name}"))?;
-        ensure!(
-            mine.size() == tensor.size(),
-            "{name} has the shape {:?} in it, but {:?} in the model",
-            tensor.size(),
-            mine.size()
-        );
-    }
-    Ok(())
-}
-
-fn copy_model(trainer: &Trainer, model: &[(String, Tensor)]) -> Result<()> {
-    let _without = tch::no_grad_guard();
-    let mut variables = trainer.store.variables();
-    for (name, tensor) in model {
-        if let Some(variable) = variables.get_mut(name) {
-            variable.f_copy_(tensor)?;
-        }
-    }
-    Ok(())
 }

@@ -1,33 +1,29 @@
-//! The training loop: an epoch of steps, each one mini-batch in micro-batches, and a test.
+//! The training loop: an epoch of steps, each one mini-batch, and a test.
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
-use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
-use brimful::optim::{Adam, AdamW, Optimizer, Sgd};
-use brimful::{Bytes, Error, Loss, MicroBatcher, Size, batch, device, split};
+use anyhow::Result;
+use brimful::auto::Decision;
+use brimful::{Bytes, Error, Size, batch, split};
 use serde::Serialize;
-use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use super::{BatchSize, OptimizerName, Options};
+use super::engine::{Engine, Stepped};
+use super::one_device::OneDevice;
+use super::pipelined::Pipelined;
+use super::{BatchSize, Options};
 use crate::data::{Dataset, Examples};
-use crate::setting::{cross_entropy, typed};
 
 /// A model in training.
 #[derive(Debug)]
 pub(crate) struct Trainer {
-    pub(super) store: VarStore,
-    pub(super) optimizer: Optimizer,
-    model: Model,
-    micro: MicroBatcher,
-    memory: Memory,
+    pub(super) engine: Box<dyn Engine>,
     dataset: Dataset,
-    kind: Kind,
     batch_size: usize,
-    micro_batch: usize,
+    size: Size,
     seed: u64,
+    /// The size that was found, where it is automatic.
+    found: Option<usize>,
     pub(super) epoch: usize,
 }
 
@@ -40,46 +36,34 @@ pub(crate) struct Epoch {
     pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
     pub(crate) micro_batch_size: usize,
-    /// Steps that were run again with smaller micro-batches.
+    /// How often a step was run again with smaller micro-batches.
     pub(crate) retries: usize,
+    /// What changed about an automatic size, and why.
+    pub(crate) decisions: Vec<Decision>,
     pub(crate) peak_bytes: Bytes,
     pub(crate) samples_per_s: f64,
 }
 
 impl Trainer {
-    /// A model with its first parameters, inside its memory.
+    /// A model with its first parameters, on one device or in stages.
     pub(crate) fn new(options: &Options) -> Result<Self> {
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if options.memory_limit.is_some() => Device::Cpu,
-            None => device::best(),
-        };
         let dataset = options.model.data(&options.data, options.seed)?;
         let layers = options.model.layers(&dataset.sample)?;
-        let memory = memory(device, options.memory_limit)?;
-        let _inside = memory.enter();
+        let batch_size = match options.batch_size {
+            BatchSize::All => dataset.train.len(),
+            BatchSize::Samples(samples) => samples.min(dataset.train.len()),
+        };
         tch::manual_seed(seed_of(options.seed, 0));
-        let mut store = VarStore::new(device);
-        let model = layers.build(&store.root()).context("the model was not built")?;
-        store.set_kind(options.dtype.kind());
-        let optimizer = optimizer(&store, options)?;
-        let micro = MicroBatcher::new(&store, Size::Fixed(options.micro_batch));
-        Ok(Self {
-            micro: micro.memory(memory.clone()),
-            store,
-            optimizer,
-            model,
-            memory,
-            kind: options.dtype.kind(),
-            batch_size: match options.batch_size {
-                BatchSize::All => dataset.train.len(),
-                BatchSize::Samples(samples) => samples,
-            },
-            micro_batch: options.micro_batch,
-            dataset,
-            seed: options.seed,
-            epoch: 0,
-        })
+        let engine: Box<dyn Engine> = match options.stages.stages {
+            None => Box::new(OneDevice::new(&layers, options)?),
+            Some(_) => {
+                let samples = micro_batch_size(options.size(), batch_size);
+                let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
+                Box::new(Pipelined::new(layers, &options.stages, options, &sample)?)
+            }
+        };
+        let (size, seed) = (options.size(), options.seed);
+        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0 })
     }
 
     /// Epochs that are done.
@@ -103,14 +87,23 @@ impl Trainer {
     pub(crate) fn run_epoch(&mut self, progress: impl Fn(f64)) -> Result<Epoch> {
         tch::manual_seed(seed_of(self.seed, self.epoch + 1));
         let start = Instant::now();
-        let (mut loss, mut peak) = (0.0, Bytes(0));
+        let (mut loss, mut peak, mut retries) = (0.0, Bytes(0), 0);
+        let mut decisions: Vec<Decision> = Vec::new();
         let samples = self.dataset.train.len();
         let order = Tensor::randperm(samples as i64, (Kind::Int64, Device::Cpu));
         for range in split::by_size(samples, self.batch_size)? {
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
             loss += step.loss * range.len() as f64 / samples as f64;
-            peak = peak.max(step.peak.unwrap_or_default());
+            peak = peak.max(step.peak);
+            retries += step.retries;
+            for decision in step.decisions {
+                let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
+                if !decisions.last().is_some_and(same) {
+                    self.found = Some(decision.size);
+                    decisions.push(decision);
+                }
+            }
             progress(step.loss);
         }
         let seconds = start.elapsed().as_secs_f64();
@@ -121,81 +114,60 @@ impl Trainer {
             loss,
             test_loss,
             test_accuracy,
-            micro_batch_size: self.micro_batch.min(self.batch_size),
-            retries: 0,
-            peak_bytes: peak.max(self.memory.usage()?.peak),
+            micro_batch_size: (self.found)
+                .unwrap_or_else(|| micro_batch_size(self.size, self.batch_size)),
+            retries,
+            decisions,
+            peak_bytes: peak,
             samples_per_s: samples as f64 / seconds,
         })
     }
 
+    /// The last step as Chrome trace JSON, where its actions are known.
+    pub(super) fn trace(&self) -> Option<String> {
+        self.engine.trace()
+    }
+
     /// One step on the chosen samples.
-    fn step(&mut self, chosen: &Tensor) -> Result<brimful::Step> {
+    fn step(&mut self, chosen: &Tensor) -> Result<Stepped> {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
-        let (model, kind) = (&self.model, self.kind);
-        let step = self
-            .micro
-            .backward(&batch, |(x, y)| {
-                Loss::mean(cross_entropy(&model.forward_t(&typed(&x, kind), true), &y))
-            })
-            .map_err(|error| self.advise(error))?;
-        let _inside = self.memory.enter();
-        self.optimizer.step()?;
-        self.optimizer.zero_grad()?;
-        Ok(step)
+        self.engine.step(batch).map_err(|error| self.advise(error))
     }
 
     /// The loss and the share of right answers on the test samples.
     fn test(&mut self) -> Result<(f64, f64)> {
         let Examples { inputs, targets } = &self.dataset.test;
-        let batch = (inputs.shallow_clone(), targets.shallow_clone());
-        let (model, kind) = (&self.model, self.kind);
-        let step = self.micro.evaluate(&batch, |(x, y)| {
-            let logits = model.forward_t(&typed(&x, kind), false);
-            let right = logits.argmax(-1, false).eq_tensor(&y);
-            (Loss::mean(cross_entropy(&logits, &y)), right)
-        })?;
-        Ok((step.loss, step.outputs.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])))
-    }
-
-    /// Runs the first mini-batch whole, as a plain loop would.
-    pub(crate) fn plain_step(&mut self) -> brimful::Result<f64> {
-        let samples = self.batch_size.min(self.dataset.train.len());
-        let Examples { inputs, targets } = &self.dataset.train;
-        let whole = (inputs.shallow_clone(), targets.shallow_clone());
-        let batch = batch::slice(&whole, 0..samples)?;
-        let (model, kind) = (&self.model, self.kind);
-        let mut plain = MicroBatcher::new(&self.store, Size::Count(1)).memory(self.memory.clone());
-        let step = plain.backward(&batch, |(x, y)| {
-            Loss::mean(cross_entropy(&model.forward_t(&typed(&x, kind), true), &y))
-        })?;
-        self.optimizer.zero_grad()?;
-        Ok(step.loss)
+        let (loss, right) = self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?;
+        Ok((loss, right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])))
     }
 
     fn advise(&self, error: Error) -> anyhow::Error {
-        match error {
-            Error::OutOfMemory(_) if self.micro_batch > 1 => anyhow::Error::from(error)
-                .context(format!("try --micro-batch {}", self.micro_batch.div_ceil(2))),
+        let advice = match self.size {
+            Size::Fixed(size) if size > 1 => {
+                Some(format!("try --micro-batch {}", size.div_ceil(2)))
+            }
+            Size::Count(count) if count < self.batch_size => {
+                Some(format!("try --micro-batches {}", (2 * count).min(self.batch_size)))
+            }
+            _ => None,
+        };
+        match advice {
+            Some(advice) if error.out_of_memory().is_some() => {
+                anyhow::Error::from(error).context(advice)
+            }
             _ => error.into(),
         }
     }
 }
 
-fn memory(device: Device, limit: Option<Bytes>) -> Result<Memory> {
-    Ok(match (device, limit) {
-        (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
-        _ => Memory::of(device)?,
-    })
-}
-
-fn optimizer(store: &VarStore, options: &Options) -> Result<Optimizer> {
-    let rate = |default| options.learning_rate.unwrap_or(default);
-    Ok(match options.optimizer {
-        OptimizerName::Sgd => Optimizer::new(store, Sgd::new(rate(0.05)).momentum(0.9))?,
-        OptimizerName::Adam => Optimizer::new(store, Adam::new(rate(1e-3)))?,
-        OptimizerName::Adamw => Optimizer::new(store, AdamW::new(rate(1e-3)))?,
-    })
+/// Samples in the largest micro-batch; of an automatic size a guess, to measure layers with.
+fn micro_batch_size(size: Size, batch_size: usize) -> usize {
+    match size {
+        Size::Fixed(size) => size.min(batch_size),
+        Size::Count(count) => batch_size.div_ceil(count),
+        _ => batch_size.div_ceil(8),
+    }
 }
 
 /// A seed for each epoch, and for what comes before them (0), that are not neighbours.

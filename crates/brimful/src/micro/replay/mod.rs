@@ -132,6 +132,16 @@ impl Replay {
         mem::take(&mut self.new)
     }
 
+    /// Micro-batches of a shape before it runs at its full speed, besides the first.
+    pub(super) fn warm_up(&self) -> usize {
+        if self.wanted { WARM_UP } else { 0 }
+    }
+
+    /// What captured work has in use while it is replayed, which the memory's account does not show.
+    pub(super) fn needed(&self) -> Bytes {
+        self.room.needed()
+    }
+
     /// The most memory in use since the last call, where `usage` is what was in use besides captured
     /// work.
     pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {

@@ -33,10 +33,15 @@ impl Watch {
 impl Room {
     /// Counts what was allocated since, by a capture that allocates all that its replays will use.
     pub(super) fn add(&mut self, watch: &Watch) -> Result<()> {
-        let used = device_memory(watch.device)?.peak.saturating_sub(watch.before.current);
-        self.needed = self.needed.max(used);
-        self.interrupted = self.interrupted.max(watch.before.peak);
-        Ok(())
+        let peak = device_memory(watch.device)?.peak;
+        self.needed = self.needed.max(peak.saturating_sub(watch.before.current));
+        self.interrupted = self.interrupted.max(watch.before.peak).max(peak);
+        // What was counted here is not to be counted again as the step's.
+        Ok(reset_peak(watch.device)?)
+    }
+
+    pub(super) fn needed(&self) -> Bytes {
+        Bytes(self.needed)
     }
 
     pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {

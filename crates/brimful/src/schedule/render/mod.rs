@@ -8,4 +8,4 @@ mod trace;
 pub use grid::{Grid, grid};
 pub(crate) use marked::{Mark, marked};
 pub use svg::{Panel, svg};
-pub use trace::trace;
+pub use trace::{measured_trace, trace};

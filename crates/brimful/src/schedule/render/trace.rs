@@ -51,12 +51,29 @@ const MICROSECONDS: f64 = 1e6;
 /// holds.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
-    let mut events = Vec::new();
-    for (device, spans) in simulation.timeline().iter().enumerate() {
-        events.push(track(device));
-        events.extend(spans.iter().map(|span| work(device, span)));
+    let mut events = tracks(simulation.timeline());
+    for device in 0..simulation.timeline().len() {
         events.extend(memory(device, actions, costs, simulation));
     }
+    written(events)
+}
+
+/// The same of actions that were executed, with a track for each device.
+#[must_use]
+pub fn measured_trace(timeline: &[Vec<Span>]) -> String {
+    written(tracks(timeline))
+}
+
+fn tracks(timeline: &[Vec<Span>]) -> Vec<Event> {
+    let mut events = Vec::new();
+    for (device, spans) in timeline.iter().enumerate() {
+        events.push(track(device));
+        events.extend(spans.iter().map(|span| work(device, span)));
+    }
+    events
+}
+
+fn written(events: Vec<Event>) -> String {
     let trace = Trace { trace_events: events, display_time_unit: "ms" };
     serde_json::to_string(&trace).expect("strings and finite numbers")
 }

@@ -33,27 +33,6 @@ pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Viola
     Ok(enough)
 }
 
-/// Which channel an action uses: forwards pass boundaries on, backwards pass gradients back.
-fn source(action: Action, last: StageId) -> Option<StageId> {
-    match action.kind {
-        Kind::Forward => action.stage.0.checked_sub(1).map(StageId),
-        kind if kind.passes_gradient() => next(action.stage, last),
-        _ => None,
-    }
-}
-
-fn target(action: Action, last: StageId) -> Option<StageId> {
-    match action.kind {
-        Kind::Forward => next(action.stage, last),
-        kind if kind.passes_gradient() => action.stage.0.checked_sub(1).map(StageId),
-        _ => None,
-    }
-}
-
-fn next(stage: StageId, last: StageId) -> Option<StageId> {
-    (stage < last).then_some(StageId(stage.0 + 1))
-}
-
 /// Every stage takes the micro-batches in the order in which its neighbour hands them over.
 fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
     let last = StageId::at(order.device_of.len() - 1);
@@ -62,7 +41,7 @@ fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
     for (device, list) in lists.iter().enumerate() {
         let mut taken = vec![[0; 2]; order.device_of.len()];
         for (position, &action) in list.iter().enumerate() {
-            let Some(source) = source(action, last) else {
+            let Some(source) = action.source(last) else {
                 continue;
             };
             let gradient = action.kind.passes_gradient();
@@ -162,10 +141,10 @@ impl<'a> Network<'a> {
     }
 
     fn take(&mut self, action: Action) -> bool {
-        let Some(source) = source(action, self.last) else {
+        let Some(source) = action.source(self.last) else {
             return true;
         };
-        let waiting = &mut self.waiting[action.stage.index()][channel(action)];
+        let waiting = &mut self.waiting[action.stage.index()][action.channel()];
         if *waiting == 0 {
             return false;
         }
@@ -178,12 +157,12 @@ impl<'a> Network<'a> {
     }
 
     fn send(&mut self, action: Action, device: DeviceId) -> bool {
-        let Some(target) = target(action, self.last) else {
+        let Some(target) = action.target(self.last) else {
             return true;
         };
         // On one device there is no channel, and nothing to wait for.
         let is_local = self.device_of[target.index()] == device;
-        let waiting = &mut self.waiting[target.index()][channel(action)];
+        let waiting = &mut self.waiting[target.index()][action.channel()];
         if !is_local && *waiting >= self.capacity {
             return false;
         }
@@ -204,13 +183,9 @@ impl<'a> Network<'a> {
     fn wait(&self, device: DeviceId) -> Option<Wait> {
         let worker = self.workers[device.index()];
         let action = *self.lists[device.index()].get(worker.position)?;
-        let neighbour = if worker.has_input { target } else { source };
-        let stage = neighbour(action, self.last).unwrap_or(action.stage);
+        let neighbour =
+            if worker.has_input { action.target(self.last) } else { action.source(self.last) };
+        let stage = neighbour.unwrap_or(action.stage);
         Some(Wait { device, action, stage })
     }
-}
-
-/// 0 for boundaries, 1 for gradients.
-fn channel(action: Action) -> usize {
-    usize::from(action.kind.passes_gradient())
 }

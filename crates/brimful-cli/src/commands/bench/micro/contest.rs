@@ -11,10 +11,11 @@ use brimful_torch::{device as torch_device, transfer};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use super::progress::Progress;
-use super::report::{Journal, SpeedRow};
-use super::work::{Dtype, Samples, Work};
-use crate::commands::bench::times::Times;
+use super::super::journal::Journal;
+use super::super::progress::Progress;
+use super::super::times::Times;
+use super::super::work::{Dtype, Samples, Work};
+use super::report::SpeedRow;
 use crate::setting::clear_gradients;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
@@ -128,7 +129,7 @@ pub(super) fn measure(
         // Only the streaming one copies what another finds in place.
         let streaming = figures.contestant == Contestant::Streaming;
         let of_resident = streaming.then(|| speed(&all[1]) / speed(&all[2]));
-        journal.speed(SpeedRow::new(work, figures, ratio, of_resident))?;
+        SpeedRow::new(work, figures, ratio, of_resident).enter(journal)?;
     }
     Ok(())
 }

@@ -1,0 +1,103 @@
+//! Training on one device, in micro-batches.
+
+use anyhow::{Context, Result};
+use brimful::layers::Model;
+use brimful::memory::{Arena, Memory};
+use brimful::optim::Optimizer;
+use brimful::save::Metadata;
+use brimful::{Layers, Loss, MicroBatcher, Step, device};
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use super::Options;
+use super::engine::{Engine, Named, Stepped, check_model};
+use crate::setting::{cross_entropy, typed};
+
+/// A model on one device.
+#[derive(Debug)]
+pub(super) struct OneDevice {
+    store: VarStore,
+    optimizer: Optimizer,
+    model: Model,
+    micro: MicroBatcher,
+    memory: Memory,
+    kind: Kind,
+}
+
+impl OneDevice {
+    /// The model with its first parameters, inside its memory.
+    pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
+        let device = match &options.device {
+            Some(name) => device::find(name)?,
+            None if options.memory_limit.is_some() => Device::Cpu,
+            None => device::best(),
+        };
+        let memory = match (device, options.memory_limit) {
+            (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
+            _ => Memory::of(device)?,
+        };
+        let _inside = memory.enter();
+        let mut store = VarStore::new(device);
+        let model = layers.build(&store.root()).context("the model was not built")?;
+        let kind = options.dtype.kind();
+        store.set_kind(kind);
+        let optimizer = Optimizer::new(&store, options.method())?;
+        let micro = MicroBatcher::new(&store, options.size())
+            .memory(memory.clone())
+            .reserve(options.method());
+        Ok(Self { micro, store, optimizer, model, memory, kind })
+    }
+}
+
+impl Engine for OneDevice {
+    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Stepped> {
+        let (model, kind) = (&self.model, self.kind);
+        let step = self.micro.backward(&batch, |(x, y)| {
+            Loss::mean(cross_entropy(&model.forward_t(&typed(&x, kind), true), &y))
+        })?;
+        self.micro.guard(|| self.optimizer.step())?;
+        self.optimizer.zero_grad()?;
+        let peak = step.peak.unwrap_or_default().max(self.memory.usage()?.peak);
+        let Step { loss, decisions, retries, .. } = step;
+        Ok(Stepped { loss, peak, decisions, retries })
+    }
+
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+        let (model, kind) = (&self.model, self.kind);
+        let step = self.micro.evaluate(&batch, |(x, y)| {
+            let logits = model.forward_t(&typed(&x, kind), false);
+            let right = logits.argmax(-1, false).eq_tensor(&y);
+            (Loss::mean(cross_entropy(&logits, &y)), right)
+        })?;
+        Ok((step.loss, step.outputs))
+    }
+
+    fn variables(&self) -> Result<Named> {
+        Ok(self.store.variables().into_iter().collect())
+    }
+
+    fn optimizer_state(&self) -> Result<(Named, Metadata)> {
+        Ok(self.optimizer.state())
+    }
+
+    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
+        check_model(&self.variables()?, &model)?;
+        self.optimizer.load_state(state, texts)?;
+        let _without = tch::no_grad_guard();
+        let mut variables = self.store.variables();
+        for (name, tensor) in model {
+            if let Some(variable) = variables.get_mut(&name) {
+                variable.f_copy_(&tensor)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&self) -> String {
+        format!("on {}", device::name(self.store.device()))
+    }
+
+    fn trace(&self) -> Option<String> {
+        None
+    }
+}

@@ -1,0 +1,125 @@
+//! Training over several stages, every one of them busy.
+
+use anyhow::{Context, Result, ensure};
+use brimful::memory::Arena;
+use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice, Step};
+use brimful::save::Metadata;
+use brimful::{Layers, Loss, Pipeline, Size, device};
+use tch::{Device, Kind, Tensor};
+
+use super::Options;
+use super::engine::{Engine, Named, Stepped, check_model};
+use super::stages::Stages;
+use crate::setting::{cross_entropy, typed};
+
+/// A model over several devices.
+#[derive(Debug)]
+pub(super) struct Pipelined {
+    pipeline: Pipeline,
+    optimizer: PipelineOptimizer,
+    size: Size,
+    kind: Kind,
+    schedule: String,
+    device: Device,
+    last: Option<Step>,
+}
+
+impl Pipelined {
+    /// The model, cut by the time that its layers take for `sample`, a micro-batch.
+    pub(super) fn new(
+        layers: Layers,
+        stages: &Stages,
+        options: &Options,
+        sample: &Tensor,
+    ) -> Result<Self> {
+        let (kind, size) = (options.dtype.kind(), options.size());
+        let device = match &options.device {
+            Some(name) => device::find(name)?,
+            None if stages.stage_memory.is_some() => Device::Cpu,
+            None => device::best(),
+        };
+        let (count, wanted) = (layers.len(), stages.stages.unwrap_or(1));
+        ensure!(
+            wanted <= count,
+            "--stages {wanted}: the model has {count} layers, so give it fewer"
+        );
+        let mut pipeline = Pipeline::builder(layers)
+            .devices(devices(device, stages)?)
+            .balance(Balance::by_time(&typed(sample, kind)))
+            .micro_batches(size)
+            .schedule(stages.schedule)
+            .recompute(stages.recompute)
+            .kind(kind)
+            .build()
+            .context("the pipeline was not built")?;
+        let optimizer = pipeline.optimizer(options.method())?;
+        let schedule = stages.schedule.to_string();
+        Ok(Self { pipeline, optimizer, size, kind, schedule, device, last: None })
+    }
+}
+
+/// One for each group of stages that the schedule puts together, each with an account of its own.
+fn devices(device: Device, stages: &Stages) -> Result<Vec<StageDevice>> {
+    let stage_device = |number: usize| {
+        if device != Device::Cpu {
+            return Ok(device.into());
+        }
+        let name = format!("device {number}");
+        Ok(StageDevice::from(match stages.stage_memory {
+            Some(limit) => Arena::limited(&name, limit.0)?,
+            None => Arena::new(&name),
+        }))
+    };
+    (0..stages.devices()).map(stage_device).collect()
+}
+
+impl Engine for Pipelined {
+    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Stepped> {
+        let x = typed(&x, self.kind);
+        let loss = |out: &Tensor, y: &Tensor| Loss::mean(cross_entropy(out, y));
+        let step = self.pipeline.step(&x, &y, loss)?;
+        self.optimizer.step()?;
+        self.optimizer.zero_grad()?;
+        let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
+        let stepped = Stepped { loss: step.loss, peak, decisions: Vec::new(), retries: 0 };
+        self.last = Some(step);
+        Ok(stepped)
+    }
+
+    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+        let x = typed(&x, self.kind);
+        let step = self.pipeline.evaluate(&x, &y, self.size, |out: &Tensor, y: &Tensor| {
+            let right = out.argmax(-1, false).eq_tensor(y);
+            (Loss::mean(cross_entropy(out, y)), right)
+        })?;
+        Ok((step.loss, step.outputs))
+    }
+
+    fn variables(&self) -> Result<Named> {
+        Ok(self.pipeline.variables()?)
+    }
+
+    fn optimizer_state(&self) -> Result<(Named, Metadata)> {
+        Ok(self.optimizer.state()?)
+    }
+
+    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
+        check_model(&self.variables()?, &model)?;
+        self.optimizer.load_state(state, texts)?;
+        Ok(self.pipeline.set_variables(model)?)
+    }
+
+    fn place(&self) -> String {
+        let Self { schedule, device, .. } = self;
+        let sizes = self.pipeline.balance().sizes();
+        format!(
+            "in {} stages of {sizes:?} layers on {}, {schedule}",
+            sizes.len(),
+            device::name(*device)
+        )
+    }
+
+    fn trace(&self) -> Option<String> {
+        self.last.as_ref().map(Step::trace)
+    }
+}

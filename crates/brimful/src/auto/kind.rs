@@ -1,0 +1,66 @@
+//! What makes two mini-batches alike for sizing: the use, and the shape and type of a sample.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::batch::{Batch, Leaf};
+
+/// What is done with a mini-batch. Each use has needs of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Use {
+    /// Forward and backward.
+    Train,
+    /// Forward, a loss on the whole, forward again and backward.
+    TrainWhole,
+    /// Forward and a loss, without gradients.
+    Evaluate,
+    /// Forward, without gradients.
+    Map,
+}
+
+/// A kind of mini-batch.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Kind {
+    pub(crate) used: Use,
+    /// Each leaf's type and a sample's shape in it.
+    leaves: Vec<(String, Vec<i64>)>,
+}
+
+impl Kind {
+    pub(crate) fn of(used: Use, batch: &impl Batch) -> Self {
+        let mut leaves = Vec::new();
+        batch.visit(&mut |leaf| {
+            let tensor = leaf.tensor();
+            let shape = match leaf {
+                Leaf::Cut(_) => tensor.size().into_iter().skip(1).collect(),
+                Leaf::Shared(_) => Vec::new(),
+            };
+            leaves.push((format!("{:?}", tensor.kind()), shape));
+        });
+        Self { used, leaves }
+    }
+
+    /// How many numbers a sample has.
+    pub(crate) fn elements(&self) -> u64 {
+        let count = |shape: &Vec<i64>| shape.iter().map(|&n| n.unsigned_abs()).product::<u64>();
+        self.leaves.iter().map(|(_, shape)| count(shape)).sum()
+    }
+
+    /// Whether samples differ in nothing but their shapes.
+    pub(crate) fn is_akin(&self, other: &Self) -> bool {
+        let types = |kind: &Self| {
+            kind.leaves.iter().map(|(kind, s)| (kind.clone(), s.len())).collect::<Vec<_>>()
+        };
+        self.used == other.used && types(self) == types(other)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shapes: Vec<String> =
+            self.leaves.iter().map(|(_, shape)| format!("{shape:?}")).collect();
+        write!(f, "samples of {}", shapes.join(" and "))
+    }
+}

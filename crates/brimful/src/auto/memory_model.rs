@@ -1,0 +1,201 @@
+//! What a micro-batch of n samples needs, learnt from what others needed: fixed + per sample × n.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// A line through needs: bytes over samples.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Line {
+    pub(crate) fixed: f64,
+    pub(crate) per_sample: f64,
+}
+
+impl Line {
+    pub(crate) fn at(&self, samples: usize) -> u64 {
+        (self.fixed + self.per_sample * samples as f64).max(0.0) as u64
+    }
+
+    /// The most samples whose need is within the budget; 0 where the fixed part alone is not.
+    pub(crate) fn largest(&self, budget: u64) -> usize {
+        let left = budget as f64 - self.fixed;
+        if left <= 0.0 { 0 } else { (left / self.per_sample) as usize }
+    }
+}
+
+/// What is known of one memory's needs.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct MemoryModel {
+    /// The bytes that micro-batches of each size last needed.
+    needs: BTreeMap<usize, u64>,
+    /// What to go by while nothing has been seen.
+    prior: Option<Line>,
+}
+
+/// Two sizes tell a slope only where they differ by more than chance: by this factor.
+const APART: f64 = 0.75;
+
+/// How far above the largest size that has been seen a line is trusted.
+const FAR: usize = 8;
+
+impl MemoryModel {
+    /// A model that starts from a guess.
+    pub(crate) fn with_prior(prior: Line) -> Self {
+        Self { prior: Some(prior), ..Self::default() }
+    }
+
+    pub(crate) fn observe(&mut self, size: usize, bytes: u64) {
+        self.needs.insert(size, bytes);
+    }
+
+    /// The largest size that has been seen; 0 at first.
+    pub(crate) fn largest_seen(&self) -> usize {
+        self.needs.last_key_value().map_or(0, |(&size, _)| size)
+    }
+
+    /// The largest size that the line may be trusted for. Where needs hardly grow yet, because what
+    /// does not depend on the samples hides what does, that is not far.
+    pub(crate) fn reach(&self) -> usize {
+        let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
+        let far = large.saturating_mul(FAR);
+        let grown = self.predict(far).is_some_and(|need| need >= most.saturating_mul(2));
+        if grown { far } else { large.saturating_mul(2) }
+    }
+
+    /// The line through the largest size that has been seen, because needs are straight only from
+    /// some size on, and through the next one that is well below it.
+    pub(crate) fn line(&self) -> Option<Line> {
+        let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
+        let apart = |size: &usize| (*size as f64) <= large as f64 * APART;
+        let below = self.needs.iter().rev().find(|(size, _)| apart(size));
+        let (size, least) = match (below, &self.prior) {
+            (Some((&small, &least)), _) => (small, least as f64),
+            (None, Some(prior)) => (0, prior.fixed.min(most as f64)),
+            (None, None) => (0, 0.0),
+        };
+        let per_sample = ((most as f64 - least) / (large - size) as f64).max(0.0);
+        Some(Line { fixed: most as f64 - per_sample * large as f64, per_sample })
+    }
+
+    pub(crate) fn predict(&self, size: usize) -> Option<u64> {
+        self.line().map(|line| line.at(size))
+    }
+
+    /// The largest size within the budget, as far as that is known.
+    pub(crate) fn largest(&self, budget: u64) -> Option<usize> {
+        self.line().map(|line| line.largest(budget))
+    }
+}
+
+/// What to expect of samples of `elements` numbers, from what samples of other lengths needed.
+///
+/// The cost of an element may itself grow with their number, as attention's does: two lengths tell
+/// by which power, one is taken as it is.
+pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line> {
+    let distance = |(e, _): &&(u64, Line)| (*e as f64 / elements as f64).ln().abs();
+    let mut nearest: Vec<&(u64, Line)> = known.iter().collect();
+    nearest.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
+    let (e, line) = nearest.first()?;
+    let other = nearest.iter().find(|(other, line)| other != e && line.per_sample > 0.0);
+    let power = other.map_or(1.0, |(other, with)| {
+        let power = (line.per_sample / with.per_sample).ln() / (*e as f64 / *other as f64).ln();
+        if power.is_finite() { power.clamp(0.0, 2.0) } else { 1.0 }
+    });
+    let per_sample = line.per_sample * (elements as f64 / *e as f64).powf(power);
+    Some(Line { fixed: line.fixed, per_sample })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_known_at_first() {
+        let model = MemoryModel::default();
+        assert_eq!((model.predict(3), model.largest(100), model.largest_seen()), (None, None, 0));
+    }
+
+    #[test]
+    fn one_size_is_taken_to_be_all_samples() {
+        let mut model = MemoryModel::default();
+        model.observe(2, 100);
+        assert_eq!((model.predict(4), model.largest(199)), (Some(200), Some(3)));
+    }
+
+    #[test]
+    fn a_prior_gives_way_to_what_is_seen() {
+        let mut model = MemoryModel::with_prior(Line { fixed: 50.0, per_sample: 10.0 });
+        assert_eq!(model.largest(100), Some(5));
+        model.observe(10, 250);
+        assert_eq!((model.predict(20), model.largest(450)), (Some(450), Some(20)));
+    }
+
+    #[test]
+    fn a_fixed_part_above_the_budget_leaves_nothing() {
+        let mut model = MemoryModel::default();
+        model.observe(2, 120);
+        model.observe(4, 140);
+        assert_eq!(model.largest(99), Some(0));
+    }
+
+    #[test]
+    fn needs_that_do_not_grow_do_not_limit() {
+        let mut model = MemoryModel::default();
+        model.observe(2, 100);
+        model.observe(4, 90);
+        assert!(model.largest(100).is_some_and(|size| size > 1 << 40));
+    }
+
+    #[test]
+    fn a_line_is_trusted_only_where_it_climbs() {
+        let mut model = MemoryModel::default();
+        model.observe(4, 400);
+        assert_eq!(model.reach(), 32);
+        model.observe(8, 410);
+        assert_eq!(model.reach(), 16);
+    }
+
+    #[test]
+    fn attention_is_known_by_its_power() {
+        let line = |per_sample| Line { fixed: 5.0, per_sample };
+        let known = [(128, line(1e3)), (256, line(4e3))];
+        let predicted = predict_line(&known, 512).expect("two are known");
+        assert!((predicted.per_sample - 16e3).abs() < 1e-6, "{predicted:?}");
+        let one = predict_line(&known[..1], 512).expect("one is known");
+        assert_eq!(one, line(4e3));
+        assert_eq!(predict_line(&[], 512), None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_straight_line_is_found_and_kept(
+            fixed in 0_u64..1 << 30, slope in 1_u64..1 << 20, sizes in proptest::collection::vec(1_usize..2000, 2..6),
+        ) {
+            let mut model = MemoryModel::default();
+            for &size in &sizes {
+                model.observe(size, fixed + slope * size as u64);
+            }
+            let (smallest, largest) = (sizes.iter().min(), sizes.iter().max());
+            if smallest.zip(largest).is_some_and(|(s, l)| (*s as f64) <= *l as f64 * APART) {
+                let budget = fixed + slope * 5000 + slope / 2;
+                prop_assert_eq!(model.largest(budget), Some(5000));
+            }
+        }
+
+        #[test]
+        fn no_input_panics(
+            seen in proptest::collection::vec((1_usize..1 << 40, any::<u64>()), 0..5), budget in any::<u64>(),
+            known in proptest::collection::vec((any::<u64>(), -1e9..1e18, -1e9..1e18), 0..4), elements in any::<u64>(),
+        ) {
+            let mut model = MemoryModel::default();
+            seen.iter().for_each(|&(size, bytes)| model.observe(size, bytes));
+            let _ = (model.largest(budget), model.predict(usize::MAX));
+            let known: Vec<_> = known.into_iter().map(|(e, fixed, per_sample)| (e, Line { fixed, per_sample })).collect();
+            if let Some(line) = predict_line(&known, elements) {
+                let _ = (line.largest(budget), line.at(usize::MAX));
+            }
+        }
+    }
+}

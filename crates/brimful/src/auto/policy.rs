@@ -1,0 +1,373 @@
+//! Decides the next size: probe, climb, settle; back off, and grow again.
+//!
+//! ```text
+//!   probe     two small micro-batches, to learn what a sample needs
+//!   climb     twice the size while that is faster and fits       (the fastest size)
+//!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
+//!   settle    the best of those, measured again in whole steps while the run is young
+//!   back off  below what failed; above it once more, after many calm steps or when memory is free
+//! ```
+//!
+//! Whatever is tried is real work: a trial is a few micro-batches of the mini-batch at hand.
+
+use super::decision::Why;
+use super::rates::Rates;
+
+/// What an automatic size strives for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Goal {
+    Fastest,
+    Largest,
+}
+
+/// Samples in the first micro-batches: batch normalisation cannot digest one.
+const FIRST: usize = 2;
+/// Micro-batches in a timed trial. The first of them warms up.
+const REPEATS: usize = 3;
+/// A size is faster only if it is so by more than chance.
+const FASTER: f64 = 1.02;
+/// So many steps may be used to find the fastest size.
+const LEARNING_STEPS: u32 = 9;
+/// Sizes within this part of the best rate are measured this often while learning.
+const NEAR: f64 = 0.93;
+const READINGS: usize = 3;
+/// After so many steps without a failure, what failed once is tried again, once.
+const CALM_STEPS: u32 = 100;
+/// Memory has come free, or gone, where this part of it has.
+const CHANGED: f64 = 0.02;
+/// Steps in a row in which the allocator emptied its cache before the size is lowered.
+const THRASHING_STEPS: u32 = 2;
+
+/// What is known when a decision is due.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Situation {
+    /// The largest size that should fit, if anything is known of that.
+    pub(crate) fits: Option<usize>,
+    /// The largest size whose need has been measured.
+    pub(crate) seen: usize,
+    /// The largest size that what is known may be trusted for.
+    pub(crate) reach: usize,
+    /// Bytes free for the step.
+    pub(crate) available: u64,
+    /// Samples of the mini-batch that are still to be run, and all of them.
+    pub(crate) left: usize,
+    pub(crate) samples: usize,
+}
+
+impl Situation {
+    fn is_start(&self) -> bool {
+        self.left == self.samples
+    }
+}
+
+/// What to run next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Trial {
+    pub(crate) size: usize,
+    /// So many micro-batches of exactly that size; `None`: all that is left, in near-equal ones.
+    pub(crate) micro_batches: Option<usize>,
+    pub(crate) why: Why,
+    /// Whether its time is wanted.
+    pub(crate) timed: bool,
+}
+
+/// The state of the search for one kind of mini-batch.
+#[derive(Debug, Clone)]
+pub(crate) struct Policy {
+    goal: Goal,
+    /// A size to begin with, from another shape or an earlier run.
+    start: Option<(usize, Why)>,
+    rates: Rates,
+    climb: Climb,
+    chosen: Option<Chosen>,
+    ceiling: Option<Ceiling>,
+    steps: u32,
+    calm_steps: u32,
+    failures: u32,
+    thrashing_steps: u32,
+    /// The largest size that is known to have fitted.
+    fitted: usize,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Climb {
+    /// The last size tried.
+    rung: usize,
+    /// Sizes in a row that were no faster.
+    misses: u32,
+    over: bool,
+    /// Where memory ended it.
+    bound: Option<usize>,
+}
+
+/// The size that a step was run with, when all was learnt.
+#[derive(Debug, Clone, Copy)]
+struct Chosen {
+    size: usize,
+    available: u64,
+}
+
+/// A size that failed.
+#[derive(Debug, Clone, Copy)]
+struct Ceiling {
+    size: usize,
+    /// What is allowed since.
+    cap: usize,
+    /// Bytes that were free then.
+    available: u64,
+    why: Why,
+    /// Whether it was tried again after calm steps: that is done once.
+    tried_again: bool,
+    /// Whether it is being tried again.
+    lifted: bool,
+}
+
+impl Policy {
+    pub(crate) fn new(goal: Goal) -> Self {
+        Self {
+            goal,
+            start: None,
+            rates: Rates::default(),
+            climb: Climb::default(),
+            chosen: None,
+            ceiling: None,
+            steps: 0,
+            calm_steps: 0,
+            failures: 0,
+            thrashing_steps: 0,
+            fitted: 0,
+        }
+    }
+
+    /// Begins with a size that samples of another shape suggest.
+    pub(crate) fn predicted(goal: Goal, size: usize) -> Self {
+        Self { start: Some((size, Why::Predicted)), ..Self::new(goal) }
+    }
+
+    /// Goes on with the size that an earlier run has found.
+    pub(crate) fn remembered(goal: Goal, size: usize, rate: Option<f64>) -> Self {
+        let climb = Climb { rung: size, over: true, ..Climb::default() };
+        let mut rates = Rates::default();
+        rates.observe(size, rate.unwrap_or(f64::MIN_POSITIVE));
+        let start = Some((size, Why::Remembered));
+        Self { start, climb, rates, steps: LEARNING_STEPS, ..Self::new(goal) }
+    }
+
+    /// The size found, once there is nothing more to learn.
+    pub(crate) fn settled(&self) -> Option<usize> {
+        let learnt = self.goal == Goal::Largest || self.steps >= LEARNING_STEPS;
+        self.chosen.filter(|_| learnt).map(|chosen| chosen.size)
+    }
+
+    /// The size that is best as far as is known.
+    pub(crate) fn best(&self) -> Option<usize> {
+        let fastest = || self.rates.best(usize::MAX).map(|(size, _)| size);
+        self.chosen.map(|chosen| chosen.size).or_else(fastest)
+    }
+
+    pub(crate) fn rate(&self, size: usize) -> Option<f64> {
+        self.rates.of(size)
+    }
+
+    /// Decides what to run next.
+    pub(crate) fn next(&mut self, now: Situation) -> Trial {
+        let cap = self.cap(&now);
+        self.fitted = now.seen;
+        let Some(fits) = now.fits else {
+            let size = FIRST.min(cap).min(now.samples);
+            return Trial { size, micro_batches: Some(2), why: Why::Probe, timed: true };
+        };
+        let top = fits.min(cap).clamp(1, now.samples);
+        if let Some((size, why)) = self.start.take() {
+            return self.begin(size.min(top), why);
+        }
+        match self.goal {
+            Goal::Largest => self.reach(top, &now),
+            Goal::Fastest => self.climb(top, &now),
+        }
+    }
+
+    fn begin(&mut self, size: usize, why: Why) -> Trial {
+        let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
+        self.climb.rung = self.climb.rung.max(size);
+        let micro_batches = (why == Why::Predicted).then_some(1);
+        Trial { size, micro_batches, why, timed: why == Why::Predicted }
+    }
+
+    /// The most that failures leave; a ceiling is dropped when memory has come free, and lifted once
+    /// after calm steps.
+    fn cap(&mut self, now: &Situation) -> usize {
+        let Some(ceiling) = &mut self.ceiling else { return usize::MAX };
+        if now.available as f64 > ceiling.available as f64 * (1.0 + CHANGED) {
+            self.ceiling = None;
+            return usize::MAX;
+        }
+        if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
+            ceiling.tried_again = true;
+            ceiling.lifted = true;
+        }
+        if ceiling.lifted { usize::MAX } else { ceiling.cap }
+    }
+
+    /// Towards the largest size, never far above what is known.
+    fn reach(&mut self, top: usize, now: &Situation) -> Trial {
+        let near = now.reach.max(FIRST);
+        if near < top && near < now.left {
+            let (size, why) = (near, Why::Probe);
+            return Trial { size, micro_batches: Some(1), why, timed: false };
+        }
+        // A sample more or less is not worth a change.
+        let size = match self.chosen {
+            Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
+            _ => top.min(near),
+        };
+        self.choose(size, now)
+    }
+
+    /// Upwards while that is faster.
+    fn climb(&mut self, top: usize, now: &Situation) -> Trial {
+        self.climb_on(top);
+        if !self.climb.over {
+            let twice = (self.climb.rung * 2).clamp(FIRST.min(top), top);
+            let next = in_near_equal_parts(now.samples, twice);
+            if next > self.climb.rung {
+                // Two of a size tell its rate; where there are fewer left, the next step tells it.
+                if now.is_start() || now.left >= 2 * next {
+                    self.climb.rung = next;
+                    return measure(next, Some(REPEATS));
+                }
+            } else {
+                self.climb.over = true;
+                self.climb.bound = Some(top);
+            }
+        }
+        match self.doubtful(top, now) {
+            Some(size) => measure(size, None),
+            None => {
+                let best = self.rates.best(top).map_or(top.min(self.climb.rung), |(size, _)| size);
+                self.choose(best.max(1), now)
+            }
+        }
+    }
+
+    /// Goes on climbing where memory had ended it and now allows more.
+    fn climb_on(&mut self, top: usize) {
+        if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
+            self.climb.over = false;
+            self.climb.bound = None;
+        }
+    }
+
+    /// A size that is worth a whole step while the run is young: beside the best and never tried, or
+    /// as good as the best and tried too seldom.
+    fn doubtful(&self, top: usize, now: &Situation) -> Option<usize> {
+        if !self.climb.over || !now.is_start() || self.steps >= LEARNING_STEPS {
+            return None;
+        }
+        let (best, _) = self.rates.best(top)?;
+        let beside = [best * 3 / 2, best * 3 / 4, best / 2].into_iter();
+        let whole = beside.map(|size| in_near_equal_parts(now.samples, size.clamp(1, top)));
+        let mut untried = whole.filter(|&size| size >= FIRST && self.rates.count(size) == 0);
+        let seldom = |&size: &usize| self.rates.count(size) < READINGS;
+        untried.next().or_else(|| {
+            self.rates
+                .near_best(top, NEAR)
+                .filter(seldom)
+                .min_by_key(|&size| self.rates.count(size))
+        })
+    }
+
+    fn choose(&mut self, size: usize, now: &Situation) -> Trial {
+        let why = self.reason(size, now.available);
+        self.chosen = Some(Chosen { size, available: now.available });
+        Trial { size, micro_batches: None, why, timed: false }
+    }
+
+    /// What has changed since the last choice.
+    fn reason(&self, size: usize, available: u64) -> Why {
+        let goal = match self.goal {
+            Goal::Fastest => Why::Fastest,
+            Goal::Largest => Why::Largest,
+        };
+        if let Some(ceiling) = self.ceiling {
+            match ceiling.lifted {
+                true if size >= ceiling.size => return Why::Calm,
+                false if size >= ceiling.cap => return ceiling.why,
+                _ => {}
+            }
+        }
+        let Some(last) = self.chosen.filter(|last| last.size != size) else { return goal };
+        let change = available as f64 / last.available.max(1) as f64 - 1.0;
+        match size < last.size {
+            true if change < -CHANGED => Why::LessMemory,
+            false if change > CHANGED => Why::MoreMemory,
+            _ if self.settled().is_some() => Why::Corrected,
+            _ => goal,
+        }
+    }
+
+    /// Learns how fast micro-batches of this size were.
+    pub(crate) fn observe_rate(&mut self, size: usize, rate: f64) {
+        let best = self.rates.best(usize::MAX).map_or(0.0, |(_, rate)| rate);
+        self.rates.observe(size, rate);
+        if !self.climb.over {
+            self.climb.rung = self.climb.rung.max(size);
+            self.climb.misses = if rate > best * FASTER { 0 } else { self.climb.misses + 1 };
+            self.climb.over = self.climb.misses >= 2;
+        }
+    }
+
+    /// A step has succeeded; `size` is its largest, and `retried` whether the allocator had to empty
+    /// its cache for it.
+    pub(crate) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
+        self.steps += 1;
+        self.calm_steps += 1;
+        self.failures = 0;
+        match &mut self.ceiling {
+            Some(ceiling) if size >= ceiling.size => self.ceiling = None,
+            // What the model lacked when it failed, it has learnt from this.
+            Some(ceiling) if size == ceiling.cap => ceiling.cap = below(ceiling.size),
+            _ => {}
+        }
+        self.thrashing_steps = if retried { self.thrashing_steps + 1 } else { 0 };
+        if self.thrashing_steps >= THRASHING_STEPS {
+            self.thrashing_steps = 0;
+            self.limit(size, below(size), available, Why::Thrash);
+        }
+    }
+
+    /// Memory ran out.
+    pub(crate) fn failed(&mut self, size: usize, available: u64) {
+        self.failures += 1;
+        let cap = match self.failures {
+            // The model was wrong: half way back to what is known.
+            1 if self.fitted < size => (self.fitted + size) / 2,
+            1 => below(size),
+            _ => size / 2,
+        }
+        .clamp(1, below(size));
+        self.climb.over = true;
+        self.climb.bound = Some(cap);
+        self.limit(size, cap, available, Why::BackOff);
+    }
+
+    fn limit(&mut self, size: usize, cap: usize, available: u64, why: Why) {
+        let tried_again = self.ceiling.is_some_and(|before| before.tried_again);
+        self.calm_steps = 0;
+        self.ceiling = Some(Ceiling { size, cap, available, why, tried_again, lifted: false });
+    }
+}
+
+fn measure(size: usize, micro_batches: Option<usize>) -> Trial {
+    Trial { size, micro_batches, why: Why::Measure, timed: true }
+}
+
+/// A little less, at least one sample's.
+fn below(size: usize) -> usize {
+    (size - (size / 8).max(1)).max(1)
+}
+
+/// What a cut by `size` makes of so many samples.
+pub(super) fn in_near_equal_parts(samples: usize, size: usize) -> usize {
+    samples.div_ceil(samples.div_ceil(size))
+}

@@ -1,0 +1,77 @@
+//! How fast micro-batches of each size ran: the median of the last few readings.
+
+use std::collections::BTreeMap;
+
+/// So many readings of a size are kept.
+const KEPT: usize = 5;
+
+/// Samples a second, by size.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Rates {
+    readings: BTreeMap<usize, Vec<f64>>,
+}
+
+impl Rates {
+    pub(crate) fn observe(&mut self, size: usize, rate: f64) {
+        let readings = self.readings.entry(size).or_default();
+        if readings.len() == KEPT {
+            readings.remove(0);
+        }
+        readings.push(rate);
+    }
+
+    pub(crate) fn count(&self, size: usize) -> usize {
+        self.readings.get(&size).map_or(0, Vec::len)
+    }
+
+    pub(crate) fn of(&self, size: usize) -> Option<f64> {
+        self.readings.get(&size).map(|readings| median(readings))
+    }
+
+    /// The fastest size of at most `top`, and its rate.
+    pub(crate) fn best(&self, top: usize) -> Option<(usize, f64)> {
+        let rates = self.readings.range(..=top).map(|(&size, readings)| (size, median(readings)));
+        rates.max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// The sizes of at most `top` that are nearly as fast as the best: by this part of its rate.
+    pub(crate) fn near_best(&self, top: usize, part: f64) -> impl Iterator<Item = usize> {
+        let least = self.best(top).map_or(f64::INFINITY, |(_, rate)| rate * part);
+        let near = move |(_, readings): &(&usize, &Vec<f64>)| median(readings) >= least;
+        self.readings.range(..=top).filter(near).map(|(&size, _)| size)
+    }
+}
+
+fn median(readings: &[f64]) -> f64 {
+    let mut sorted = readings.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_slow_reading_does_not_count() {
+        let mut rates = Rates::default();
+        for rate in [10.0, 11.0, 2.0, 10.5] {
+            rates.observe(8, rate);
+        }
+        rates.observe(16, 9.0);
+        assert_eq!(rates.of(8), Some(10.25));
+        assert_eq!(rates.best(100), Some((8, 10.25)));
+        assert_eq!(rates.best(7), None);
+        assert_eq!(rates.near_best(100, 0.85).collect::<Vec<_>>(), [8, 16]);
+        assert_eq!(rates.near_best(100, 0.9).collect::<Vec<_>>(), [8]);
+    }
+
+    #[test]
+    fn old_readings_are_forgotten() {
+        let mut rates = Rates::default();
+        (0..KEPT).for_each(|_| rates.observe(4, 1.0));
+        (0..KEPT).for_each(|_| rates.observe(4, 3.0));
+        assert_eq!((rates.of(4), rates.count(4)), (Some(3.0), KEPT));
+    }
+}

@@ -1,0 +1,127 @@
+//! Sizes found by earlier runs, in a file that several models may share.
+//!
+//! The file helps or it does not: one that is damaged, or not ours, is left as it is, with a warning.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use tch::nn::Variables;
+
+use super::kind::Kind;
+use super::memory_model::Line;
+use super::sizer::Finding;
+use crate::{Result, save};
+
+/// The file's first words, and its version.
+const FORMAT: &str = "brimful sizes 1";
+
+/// What a size holds for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    /// A fingerprint of the variables' names, shapes and types.
+    model: String,
+    dtype: String,
+    device: String,
+    /// All of its memory, in bytes.
+    memory: u64,
+    goal: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Contents {
+    format: String,
+    sizes: Vec<Entry>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    #[serde(flatten)]
+    identity: Identity,
+    kind: Kind,
+    size: usize,
+    needs: Vec<Line>,
+    samples_per_s: Option<f64>,
+}
+
+impl Identity {
+    pub(crate) fn new(variables: &Variables, device: String, memory: u64, goal: String) -> Self {
+        let mut named: Vec<_> = variables.named_variables.iter().collect();
+        named.sort_by_key(|(name, _)| name.as_str());
+        let mut text = String::new();
+        for (name, tensor) in &named {
+            text += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
+        }
+        let first = variables.trainable_variables.first();
+        let dtype = first.map_or("none".into(), |v| format!("{:?}", v.tensor.kind()));
+        Self { model: format!("{:016x}", fnv(text.as_bytes())), dtype, device, memory, goal }
+    }
+}
+
+/// What the file says of this model; `None` where it is not a file of ours.
+pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
+    let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
+    Some(mine.filter(Entry::is_sound).map(|entry| (entry.kind.clone(), entry.into())).collect())
+}
+
+/// Writes what is known of this model in place of what the file said of it; others' lines stay.
+pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Finding>) {
+    // A file that has come to be somebody else's is not overwritten.
+    let Some(entries) = entries(path) else { return };
+    let others = entries.into_iter().filter(|entry| entry.identity != *identity);
+    let mine = found.iter().map(|(kind, found)| Entry {
+        identity: identity.clone(),
+        kind: kind.clone(),
+        size: found.size,
+        needs: found.lines.clone(),
+        samples_per_s: found.rate,
+    });
+    let contents = Contents { format: FORMAT.into(), sizes: others.chain(mine).collect() };
+    if let Err(error) = replace(path, &contents) {
+        tracing::warn!(%error, "the micro-batch size was found but cannot be remembered");
+    }
+}
+
+fn replace(path: &Path, contents: &Contents) -> Result<()> {
+    let text = serde_json::to_string_pretty(contents).expect("numbers and texts");
+    save::replace(path, text.as_bytes())
+}
+
+fn entries(path: &Path) -> Option<Vec<Entry>> {
+    let ignored = |reason: String| {
+        let path = path.display();
+        tracing::warn!(%path, reason, "remembered micro-batch sizes are not used");
+        None
+    };
+    let text = match fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Some(Vec::new()),
+        Err(error) => return ignored(error.to_string()),
+    };
+    match serde_json::from_str::<Contents>(&text) {
+        Ok(contents) if contents.format == FORMAT => Some(contents.sizes),
+        Ok(contents) => ignored(format!("it is '{}', not '{FORMAT}'", contents.format)),
+        Err(error) => ignored(format!("it is not a file of brimful's: {error}")),
+    }
+}
+
+impl Entry {
+    fn is_sound(&self) -> bool {
+        let sound = |line: &Line| line.fixed.is_finite() && line.per_sample.is_finite();
+        self.size > 0 && self.needs.iter().all(sound)
+    }
+}
+
+impl From<Entry> for Finding {
+    fn from(entry: Entry) -> Self {
+        Self { size: entry.size, lines: entry.needs, rate: entry.samples_per_s }
+    }
+}
+
+/// The FNV-1a hash: the same on every machine and with every compiler.
+fn fnv(bytes: &[u8]) -> u64 {
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}

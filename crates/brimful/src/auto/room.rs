@@ -1,0 +1,23 @@
+//! What a step may take of a memory.
+
+use super::sizer::Room;
+use crate::Result;
+use crate::memory::{self, Usage};
+
+/// The part of a device's or an arena's free memory that is not planned with.
+const MARGIN: f64 = 0.01;
+/// The same of a machine's own memory, which others use too.
+const HOST_MARGIN: f64 = 0.2;
+
+/// What is free for a step, less what is `reserved` for later.
+///
+/// # Errors
+/// When the memory has no limit and the system does not say what is free.
+pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<Room> {
+    let (available, margin) = match usage.available {
+        Some(available) => (available, MARGIN),
+        None => (memory::host()?.available, HOST_MARGIN),
+    };
+    let available = available.0.saturating_sub(reserved);
+    Ok(Room { available, budget: (available as f64 * (1.0 - margin)) as u64 })
+}

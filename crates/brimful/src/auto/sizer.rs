@@ -1,0 +1,156 @@
+//! What is known of one kind of mini-batch, and the sizes that follow from it.
+//!
+//! A step may run in several memories at once, as a pipeline's does: then the tightest decides.
+
+use super::decision::{Decision, Why};
+use super::memory_model::{Line, MemoryModel};
+use super::policy::{Goal, Policy, Situation, Trial};
+use crate::bytes::Bytes;
+
+/// Memory that a step may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// Bytes free when it begins.
+    pub(crate) available: u64,
+    /// Those of them that may be planned with.
+    pub(crate) budget: u64,
+}
+
+/// One kind's memory models, one for each memory, and its policy.
+#[derive(Debug, Clone)]
+pub(crate) struct Sizer {
+    models: Vec<MemoryModel>,
+    policy: Policy,
+    /// The size of the last log line that people see.
+    announced: Option<usize>,
+}
+
+/// What a size was found to be.
+#[derive(Debug, Clone)]
+pub(crate) struct Finding {
+    pub(crate) size: usize,
+    pub(crate) lines: Vec<Line>,
+    pub(crate) rate: Option<f64>,
+}
+
+impl Sizer {
+    /// For so many memories, about which nothing is known.
+    pub(crate) fn new(goal: Goal, memories: usize) -> Self {
+        Self::with(vec![MemoryModel::default(); memories], Policy::new(goal))
+    }
+
+    /// Begins with needs, and a size, that other shapes suggest.
+    pub(crate) fn predicted(goal: Goal, lines: &[Line], size: usize) -> Self {
+        Self::with(priors(lines), Policy::predicted(goal, size))
+    }
+
+    /// Goes on from what an earlier run has found.
+    pub(crate) fn remembered(goal: Goal, found: &Finding) -> Self {
+        Self::with(priors(&found.lines), Policy::remembered(goal, found.size, found.rate))
+    }
+
+    fn with(models: Vec<MemoryModel>, policy: Policy) -> Self {
+        Self { models, policy, announced: None }
+    }
+
+    /// What has been found, once there is nothing more to learn.
+    pub(crate) fn finding(&self) -> Option<Finding> {
+        let size = self.policy.settled()?;
+        Some(Finding { size, lines: self.lines()?, rate: self.policy.rate(size) })
+    }
+
+    /// What samples need, where that has been measured.
+    pub(crate) fn lines(&self) -> Option<Vec<Line>> {
+        self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
+    }
+
+    /// The size that is best as far as is known.
+    pub(crate) fn best(&self) -> Option<usize> {
+        self.policy.best()
+    }
+
+    /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
+    pub(crate) fn next(&mut self, rooms: &[Room], left: usize, samples: usize) -> Trial {
+        let pairs = || self.models.iter().zip(rooms);
+        let fits = pairs().map(|(model, room)| model.largest(room.budget));
+        let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
+        let reach = self.models.iter().map(MemoryModel::reach).min().unwrap_or(0);
+        let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
+        let available = tightest(rooms);
+        self.policy.next(Situation { fits, seen, reach, available, left, samples })
+    }
+
+    /// The most that a size is expected to need in one of the memories.
+    pub(crate) fn predict(&self, size: usize) -> Option<u64> {
+        self.models.iter().map(|model| model.predict(size)).max().flatten()
+    }
+
+    /// Learns what micro-batches of this size needed in each memory.
+    pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64]) {
+        self.models.iter_mut().zip(needs).for_each(|(model, &need)| model.observe(size, need));
+    }
+
+    /// Learns how many samples a second micro-batches of this size ran.
+    pub(crate) fn observe_rate(&mut self, size: usize, rate: f64) {
+        if rate.is_finite() && rate > 0.0 {
+            self.policy.observe_rate(size, rate);
+        }
+    }
+
+    /// Logs a decision, for people to see where it changes something.
+    pub(crate) fn announce(&mut self, decision: &Decision) {
+        let Decision { size, micro_batches, why, available, .. } = *decision;
+        let bytes = |bytes: Option<Bytes>| bytes.map(|bytes| bytes.0);
+        let (predicted, measured) = (bytes(decision.predicted), bytes(decision.measured));
+        let available = available.0;
+        macro_rules! log {
+            ($level:ident, $text:literal) => {
+                tracing::$level!(
+                    size, micro_batches, %why, ?predicted, ?measured, available, $text
+                )
+            };
+        }
+        if decision.failed {
+            log!(warn, "memory ran out: the mini-batch is run again in smaller micro-batches");
+        } else if self.announced.replace(size) != Some(size) {
+            log!(info, "micro-batch size");
+        } else {
+            log!(debug, "micro-batch size");
+        }
+    }
+
+    /// A step has succeeded.
+    pub(crate) fn succeeded(&mut self, size: usize, rooms: &[Room], retried: bool) {
+        self.policy.succeeded(size, tightest(rooms), retried);
+    }
+
+    /// Memory ran out.
+    pub(crate) fn failed(&mut self, size: usize, rooms: &[Room]) {
+        self.policy.failed(size, tightest(rooms));
+    }
+}
+
+fn priors(lines: &[Line]) -> Vec<MemoryModel> {
+    lines.iter().map(|line| MemoryModel::with_prior(*line)).collect()
+}
+
+/// What is free in the memory that has the least.
+pub(crate) fn tightest(rooms: &[Room]) -> u64 {
+    rooms.iter().map(|room| room.available).min().unwrap_or(u64::MAX)
+}
+
+impl Trial {
+    /// The decision to run it, of which nothing has come yet.
+    pub(crate) fn decision(&self, micro_batches: usize, sizer: &Sizer, rooms: &[Room]) -> Decision {
+        let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
+        Decision {
+            size: self.size,
+            micro_batches,
+            why: self.why,
+            predicted: sizer.predict(self.size).filter(|_| known).map(Bytes),
+            measured: None,
+            available: Bytes(tightest(rooms)),
+            failed: false,
+        }
+    }
+}

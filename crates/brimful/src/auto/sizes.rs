@@ -1,0 +1,95 @@
+//! The sizers of all kinds of mini-batches that one model meets.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use super::kind::Kind;
+use super::memory_model::{Line, predict_line};
+use super::policy::Goal;
+use super::remembered::{self, Identity};
+use super::sizer::{Finding, Sizer};
+
+/// All that is known about sizes.
+#[derive(Debug)]
+pub(crate) struct Sizes {
+    goal: Goal,
+    kinds: HashMap<Kind, Sizer>,
+    file: Option<File>,
+}
+
+/// Where sizes are remembered, and what was found there.
+#[derive(Debug)]
+struct File {
+    path: PathBuf,
+    identity: Identity,
+    found: HashMap<Kind, Finding>,
+}
+
+impl Sizes {
+    pub(crate) fn new(goal: Goal) -> Self {
+        Self { goal, kinds: HashMap::new(), file: None }
+    }
+
+    /// Uses what the file says of this model, device and memory, and writes there what is found.
+    pub(crate) fn remember(&mut self, path: PathBuf, identity: Identity) {
+        let found = remembered::read(&path, &identity);
+        self.file = found.map(|found| File { path, identity, found });
+    }
+
+    /// Takes this kind's sizer out, for the time of a step.
+    pub(crate) fn take(&mut self, kind: &Kind, memories: usize) -> Sizer {
+        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, memories))
+    }
+
+    /// Puts it back, and writes down what it has found, if that is new.
+    pub(crate) fn put(&mut self, kind: Kind, sizer: Sizer) {
+        if let (Some(file), Some(finding)) = (&mut self.file, sizer.finding())
+            && file.found.get(&kind).is_none_or(|known| known.size != finding.size)
+        {
+            file.found.insert(kind.clone(), finding);
+            remembered::write(&file.path, &file.identity, &file.found);
+        }
+        self.kinds.insert(kind, sizer);
+    }
+
+    fn new_kind(&self, kind: &Kind, memories: usize) -> Sizer {
+        let remembered = self.file.as_ref().and_then(|file| file.found.get(kind));
+        match remembered.filter(|found| found.lines.len() == memories) {
+            Some(found) => Sizer::remembered(self.goal, found),
+            None => self.suggested_by_others(kind, memories),
+        }
+    }
+
+    /// What samples of other shapes suggest: their cost for each element, and the sizes that were
+    /// good for them.
+    fn suggested_by_others(&self, kind: &Kind, memories: usize) -> Sizer {
+        let akin = || self.kinds.iter().filter(|(other, _)| other.is_akin(kind));
+        let known: Vec<(u64, Vec<Line>)> = akin()
+            .filter_map(|(other, sizer)| Some((other.elements(), sizer.lines()?)))
+            .filter(|(_, lines)| lines.len() == memories)
+            .collect();
+        let line = |memory: usize| {
+            let of_one: Vec<_> = known.iter().map(|(e, lines)| (*e, lines[memory])).collect();
+            predict_line(&of_one, kind.elements())
+        };
+        let lines: Option<Vec<Line>> = (0..memories).map(line).collect();
+        let sizes = akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.best()?)));
+        let nearest = sizes.min_by_key(|(elements, _)| elements.abs_diff(kind.elements()));
+        match (lines, nearest) {
+            (Some(lines), Some((elements, best))) => {
+                let ratio = elements as f64 / kind.elements().max(1) as f64;
+                Sizer::predicted(self.goal, &lines, self.start(best, ratio))
+            }
+            _ => Sizer::new(self.goal, memories),
+        }
+    }
+
+    /// Twice what the fastest size would be, because half of it is tried first; the largest size is
+    /// left to the memory model.
+    fn start(&self, best: usize, ratio: f64) -> usize {
+        match self.goal {
+            Goal::Fastest => ((2.0 * best as f64 * ratio) as usize).max(1),
+            Goal::Largest => usize::MAX,
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The search for a size in a made-up world: needs and rates are formulas, time and memory numbers.
+
+use proptest::prelude::*;
+
+use super::decision::Why;
+use super::policy::{Goal, in_near_equal_parts};
+use super::sizer::{Room, Sizer};
+
+/// What a device would do.
+#[derive(Debug, Clone)]
+struct World {
+    samples: usize,
+    available: u64,
+    fixed: u64,
+    per_sample: u64,
+    /// The size at which a sample is run in the least time.
+    fastest: f64,
+    sizer: Sizer,
+    /// Something that no model knows of: from this size on memory runs out.
+    surprise: usize,
+    failures: usize,
+}
+
+impl World {
+    fn new(goal: Goal, samples: usize, available: u64) -> Self {
+        let sizer = Sizer::new(goal, 1);
+        let (fixed, per_sample, fastest) = (1000, 100, 64.0);
+        Self {
+            samples,
+            available,
+            fixed,
+            per_sample,
+            fastest,
+            sizer,
+            surprise: usize::MAX,
+            failures: 0,
+        }
+    }
+
+    fn need(&self, size: usize) -> u64 {
+        self.fixed + self.per_sample * size as u64
+    }
+
+    /// Samples a second: an overhead for each micro-batch, and a price for large ones.
+    fn rate(&self, size: usize) -> f64 {
+        let n = size as f64;
+        1e3 / (1.0 + self.fastest / n + n / self.fastest)
+    }
+
+    fn room(&self) -> Room {
+        Room { available: self.available, budget: self.available - self.available / 100 }
+    }
+
+    /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.
+    fn step(&mut self) -> (usize, Why) {
+        'again: loop {
+            let (mut left, mut last) = (self.samples, (0, Why::Probe));
+            while left > 0 {
+                let trial = self.sizer.next(&[self.room()], left, self.samples);
+                last = (trial.size, trial.why);
+                let run = trial.size.min(left);
+                if self.need(run) > self.available || run >= self.surprise {
+                    self.failures += 1;
+                    assert!(trial.size > 1 && self.failures < 50, "no end: {self:?}");
+                    self.sizer.failed(trial.size, &[self.room()]);
+                    continue 'again;
+                }
+                let all = left.div_ceil(trial.size);
+                let count = trial.micro_batches.unwrap_or(all).min(all);
+                let size = match trial.micro_batches {
+                    Some(_) => run,
+                    None => in_near_equal_parts(left, trial.size),
+                };
+                self.sizer.observe_needs(size, &[self.need(size)]);
+                if trial.timed {
+                    self.sizer.observe_rate(size, self.rate(size));
+                }
+                left -= left.min(count * trial.size);
+            }
+            self.sizer.succeeded(last.0, &[self.room()], false);
+            return last;
+        }
+    }
+
+    fn steps(&mut self, count: usize) {
+        for _ in 0..count {
+            self.step();
+        }
+    }
+
+    fn largest_feasible(&self) -> usize {
+        (((self.available - self.fixed) / self.per_sample) as usize).min(self.samples)
+    }
+}
+
+#[test]
+fn the_first_step_probes_climbs_and_ends_with_the_best_so_far() {
+    let mut world = World::new(Goal::Fastest, 2048, 1 << 20);
+    assert_eq!(world.step().1, Why::Fastest);
+    let mut seen = Vec::new();
+    for _ in 0..12 {
+        seen.push(world.step());
+    }
+    assert_eq!(seen.last(), Some(&(64, Why::Fastest)), "{seen:?}");
+}
+
+#[test]
+fn a_failure_lowers_the_size_and_calm_steps_raise_it_once_more() {
+    let mut world = World::new(Goal::Largest, 10_000, 101_000);
+    world.steps(3);
+    let (before, _) = world.step();
+    world.surprise = before - 10;
+    let (lower, why) = world.step();
+    assert!(lower < before && why == Why::BackOff, "{lower} after {before}: {why}");
+    assert_eq!(world.failures, 1);
+    world.steps(150);
+    assert_eq!(world.failures, 2, "it is tried once more, after calm steps");
+    world.steps(500);
+    assert_eq!(world.failures, 2, "and that is remembered");
+    world.surprise = usize::MAX;
+    world.available += world.available / 10;
+    let (higher, why) = world.step();
+    assert!(higher > before && why == Why::MoreMemory, "{higher}: {why}");
+}
+
+#[test]
+fn what_failed_by_chance_comes_back_after_calm_steps() {
+    let mut world = World::new(Goal::Fastest, 4096, 1 << 20);
+    world.steps(12);
+    let (before, _) = world.step();
+    let room = [world.room()];
+    world.sizer.failed(before, &room);
+    assert!(world.step().0 < before);
+    world.steps(150);
+    assert_eq!(world.step(), (before, Why::Fastest));
+    assert_eq!(world.failures, 0);
+}
+
+#[test]
+fn the_size_follows_the_memory_both_ways() {
+    for goal in [Goal::Fastest, Goal::Largest] {
+        let mut world = World::new(goal, 4096, 20_000);
+        world.steps(12);
+        let (before, _) = world.step();
+        world.available = 5_000;
+        let (less, why) = world.step();
+        assert!(
+            less < before && world.need(less) <= 5_000 && why == Why::LessMemory,
+            "{less} {why}"
+        );
+        world.available = 20_000;
+        let (more, why) = world.step();
+        assert!(more == before && why == Why::MoreMemory, "{more} after {before}: {why}");
+        assert_eq!(world.failures, 0);
+    }
+}
+
+#[test]
+fn two_thrashing_steps_in_a_row_lower_the_size() {
+    let mut world = World::new(Goal::Largest, 4096, 101_000);
+    world.steps(3);
+    let (before, _) = world.step();
+    let room = [world.room()];
+    world.sizer.succeeded(before, &room, true);
+    assert_eq!(world.step().0, before, "one such step is nothing");
+    world.sizer.succeeded(before, &room, true);
+    world.sizer.succeeded(before, &room, true);
+    let (lower, why) = world.step();
+    assert!(lower < before && why == Why::Thrash, "{lower}: {why}");
+}
+
+proptest! {
+    #[test]
+    fn the_largest_size_is_found_with_at_most_one_failure(
+        samples in 1_usize..5000, fixed in 0_u64..1 << 20, per_sample in 1_u64..1 << 16, fits in 1_u64..6000,
+    ) {
+        let mut world = World::new(Goal::Largest, samples, fixed + per_sample * fits.max(2));
+        (world.fixed, world.per_sample) = (fixed, per_sample);
+        // The margin is a part of all that is free: where the fixed part is nearly all of it, a
+        // fixed part of the rest cannot be promised.
+        prop_assume!(per_sample * fits > fixed);
+        world.steps(5);
+        let (size, _) = world.step();
+        let feasible = world.largest_feasible();
+        prop_assert!(size * 100 >= feasible * 95 || size + 1 >= feasible, "{} of {}", size, feasible);
+        prop_assert!(world.failures <= 1, "{} failures", world.failures);
+    }
+
+    #[test]
+    fn the_fastest_size_is_found_within_ten_steps(
+        samples in 64_usize..5000, fastest in 2.0_f64..2000.0, available in 3_000_u64..1 << 22,
+    ) {
+        let mut world = World::new(Goal::Fastest, samples, available);
+        world.fastest = fastest;
+        world.steps(10);
+        let (size, _) = world.step();
+        let whole = |size| world.rate(in_near_equal_parts(samples, size));
+        // The margin is not for use, even if one size more would have fitted into it.
+        let top = ((world.room().budget - world.fixed) / world.per_sample) as usize;
+        let best = (1..=top.min(samples)).map(whole).fold(0.0, f64::max);
+        prop_assert!(whole(size) >= 0.97 * best, "size {}: {} of {}", size, whole(size), best);
+        prop_assert!(world.failures == 0);
+    }
+
+    #[test]
+    fn a_step_ends_whatever_fails(
+        samples in 1_usize..300, failing in proptest::collection::vec(any::<bool>(), 1..20), largest in any::<bool>(),
+    ) {
+        let goal = if largest { Goal::Largest } else { Goal::Fastest };
+        let mut world = World::new(goal, samples, 10_000_000);
+        for fails in failing {
+            let (size, _) = world.step();
+            prop_assert!(size >= 1);
+            if fails && size > 1 {
+                let room = [world.room()];
+                world.sizer.failed(size, &room);
+                let (lower, _) = world.step();
+                prop_assert!(lower < size, "{} after {} failed", lower, size);
+            }
+        }
+    }
+}

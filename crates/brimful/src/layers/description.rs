@@ -1,0 +1,93 @@
+//! One line of the list: a layer's name, what it shares, and how it is made.
+
+use std::sync::Arc;
+
+use tch::TchError;
+use tch::nn::Path;
+
+use super::model::{Layer, Module, PopFunction};
+use super::skips::{Name, Skip};
+use crate::oom::{self, Caught};
+use crate::{Error, Result};
+
+/// Builds a layer under its own path; the second path is that of the layer whose variables it
+/// shares, and the layer's own where it shares none.
+type Build = dyn Fn(&Path, &Path) -> Module + Send + Sync;
+
+/// One line of the list.
+#[derive(Clone)]
+pub(super) struct Description {
+    pub(super) name: String,
+    /// The layer whose variables this one uses too.
+    pub(super) shares: Option<String>,
+    pub(super) make: Make,
+}
+
+/// How a layer is made.
+#[derive(Clone)]
+pub(super) enum Make {
+    Build(Arc<Build>),
+    Stash,
+    Pop { skip: Name, function: Arc<PopFunction> },
+}
+
+impl Make {
+    pub(super) fn of(build: impl Fn(&Path, &Path) -> Module + Send + Sync + 'static) -> Self {
+        Self::Build(Arc::new(build))
+    }
+
+    fn inside(self, outer: &str) -> Self {
+        match self {
+            Self::Pop { skip, function } => Self::Pop { skip: skip.inside(outer), function },
+            other => other,
+        }
+    }
+}
+
+impl Description {
+    pub(super) fn inside(self, outer: &str) -> Self {
+        let within = |name: String| format!("{outer}.{name}");
+        Self {
+            name: within(self.name),
+            shares: self.shares.map(within),
+            make: self.make.inside(outer),
+        }
+    }
+
+    /// The layer at this position of a list with these skips.
+    pub(super) fn build(&self, root: &Path, position: usize, skips: &[Skip]) -> Result<Layer> {
+        let module = match &self.make {
+            Make::Build(build) => self.build_module(root, &**build)?,
+            Make::Stash => Module::Stash,
+            Make::Pop { function, .. } => {
+                let skip = skips.iter().find(|skip| skip.pops.contains(&position));
+                let skip = skip.expect("each pop was paired with its stash");
+                let last = skip.pops.last() == Some(&position);
+                Module::Pop { stash: skip.stash, last, function: Arc::clone(function) }
+            }
+        };
+        Ok(Layer { name: self.name.clone(), module })
+    }
+
+    fn build_module(&self, root: &Path, build: &Build) -> Result<Module> {
+        let other = self.shares.as_ref().unwrap_or(&self.name);
+        let (own, other) = (descend(root, &self.name), descend(root, other));
+        let built = oom::catch(|| Ok::<_, TchError>(build(&own, &other)));
+        built.map_err(|caught| self.failed(caught))
+    }
+
+    /// Out of memory stays what it is; any other end gets the layer's name.
+    fn failed(&self, caught: Caught<TchError>) -> Error {
+        let message = match caught {
+            Caught::OutOfMemory(oom) => return oom.into(),
+            Caught::Error(error) => error.to_string(),
+            Caught::Panic(payload) => oom::panic_text(&*payload).unwrap_or("a panic").to_owned(),
+        };
+        Error::LayerBuild { layer: self.name.clone(), message }
+    }
+}
+
+/// The path of a joined name, one step a component, because tch allows no '.' in a step.
+fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
+    name.split('.').fold(root.clone(), |path, step| path / step)
+}

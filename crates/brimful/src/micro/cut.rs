@@ -1,0 +1,293 @@
+//! Hands out a mini-batch's micro-batches piece by piece, and watches what each piece needs.
+//!
+//! A given size makes one piece. An automatic one makes several while it learns: a piece is run,
+//! and what it needed and how long it took decide on the next.
+
+use std::ops::Range;
+
+use tch::Device;
+
+use crate::auto::{Decision, Room, Sizer, Stopwatch, room};
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::memory::{Memory, Usage};
+use crate::{Result, feed, split};
+
+/// A mini-batch on its way through the device.
+#[derive(Debug)]
+pub(super) struct Cut {
+    samples: usize,
+    /// The first sample that has not been handed out.
+    next: usize,
+    pieces: Pieces,
+    sizes: Vec<usize>,
+}
+
+#[derive(Debug)]
+enum Pieces {
+    Given(Vec<Range<usize>>),
+    Watched(Box<Watch>),
+}
+
+/// An automatic size at work.
+#[derive(Debug)]
+pub(super) struct Watch {
+    pub(super) sizer: Sizer,
+    pub(super) decisions: Vec<Decision>,
+    memory: Memory,
+    room: Room,
+    /// As the memory was before the step.
+    before: Usage,
+    /// The most in use so far.
+    peak: Bytes,
+    /// Micro-batches of a new size before one that is worth timing.
+    warm_up: usize,
+    piece: Option<Piece>,
+}
+
+/// A piece that is being run.
+#[derive(Debug)]
+struct Piece {
+    size: usize,
+    /// Samples between two marks of the stopwatch.
+    lap: usize,
+    stopwatch: Option<Stopwatch>,
+    /// In use besides what the memory's account shows.
+    unseen: u64,
+}
+
+impl Cut {
+    pub(super) fn given(ranges: Vec<Range<usize>>) -> Self {
+        let samples = ranges.last().map_or(0, |last| last.end);
+        Self { samples, next: 0, pieces: Pieces::Given(ranges), sizes: Vec::new() }
+    }
+
+    pub(super) fn watched(
+        samples: usize,
+        sizer: Sizer,
+        memory: &Memory,
+        reserved: u64,
+        warm_up: usize,
+    ) -> Result<Self> {
+        let before = memory.usage()?;
+        let watch = Watch {
+            sizer,
+            decisions: Vec::new(),
+            memory: memory.clone(),
+            room: room(&before, reserved)?,
+            before,
+            peak: before.current,
+            warm_up,
+            piece: None,
+        };
+        let pieces = Pieces::Watched(Box::new(watch));
+        Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
+    }
+
+    pub(super) fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// The lengths of the micro-batches handed out so far.
+    pub(super) fn sizes(&self) -> &[usize] {
+        &self.sizes
+    }
+
+    /// The most memory that pieces which are over have used.
+    pub(super) fn peak(&self) -> Bytes {
+        match &self.pieces {
+            Pieces::Given(_) => Bytes(0),
+            Pieces::Watched(watch) => watch.peak,
+        }
+    }
+
+    pub(super) fn into_watch(self) -> Option<Watch> {
+        match self.pieces {
+            Pieces::Given(_) => None,
+            Pieces::Watched(watch) => Some(*watch),
+        }
+    }
+
+    /// Calls `f` with each micro-batch in turn, on the device, after how many came before it and how
+    /// many samples it has. It tells what is in use besides what the memory's account shows.
+    pub(super) fn each<B: Batch>(
+        &mut self,
+        batch: &B,
+        device: Device,
+        mut f: impl FnMut(usize, usize, B) -> Result<Bytes>,
+    ) -> Result<()> {
+        while self.next < self.samples {
+            let first = self.sizes.len();
+            let ranges = self.next_piece(device)?;
+            feed::each(batch, &ranges, device, |i, micro_batch| {
+                let unseen = f(first + i, ranges[i].len(), micro_batch)?;
+                self.lap(unseen)
+            })?;
+            self.end_piece()?;
+        }
+        Ok(())
+    }
+
+    /// All micro-batches as one piece, which is to be run twice.
+    pub(super) fn whole<T>(
+        &mut self,
+        device: Device,
+        f: impl FnOnce(&[Range<usize>]) -> Result<T>,
+    ) -> Result<T> {
+        let ranges = match &mut self.pieces {
+            Pieces::Given(ranges) => std::mem::take(ranges),
+            Pieces::Watched(watch) => watch.begin_all(self.samples, device)?,
+        };
+        self.hand_out(&ranges);
+        let result = f(&ranges)?;
+        self.lap(Bytes(0))?;
+        self.end_piece()?;
+        Ok(result)
+    }
+
+    fn next_piece(&mut self, device: Device) -> Result<Vec<Range<usize>>> {
+        let ranges = match &mut self.pieces {
+            Pieces::Given(ranges) => std::mem::take(ranges),
+            Pieces::Watched(watch) => watch.begin(self.next, self.samples, device)?,
+        };
+        self.hand_out(&ranges);
+        Ok(ranges)
+    }
+
+    fn hand_out(&mut self, ranges: &[Range<usize>]) {
+        self.next = ranges.last().map_or(self.samples, |last| last.end);
+        self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
+    }
+
+    fn lap(&mut self, unseen: Bytes) -> Result<()> {
+        match &mut self.pieces {
+            Pieces::Given(_) => Ok(()),
+            Pieces::Watched(watch) => watch.lap(unseen),
+        }
+    }
+
+    fn end_piece(&mut self) -> Result<()> {
+        match &mut self.pieces {
+            Pieces::Given(_) => Ok(()),
+            Pieces::Watched(watch) => watch.end(),
+        }
+    }
+}
+
+impl Watch {
+    /// Decides on the next piece.
+    fn begin(&mut self, next: usize, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
+        let mut trial = self.sizer.next(&[self.room], samples - next, samples);
+        let warm_up = if trial.timed { self.warm_up } else { 0 };
+        let ranges = match trial.micro_batches {
+            Some(count) => first_of(samples - next, trial.size, count + warm_up)?,
+            None => split::by_size(samples - next, trial.size)?,
+        };
+        let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
+        // Near-equal micro-batches may be smaller than they were allowed to be.
+        trial.size = longest(&ranges);
+        self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
+        let stopwatch = trial.timed.then(|| Stopwatch::start(device, warm_up)).transpose()?;
+        self.open(longest(&ranges), &ranges, stopwatch)?;
+        Ok(ranges)
+    }
+
+    /// Decides on all of the mini-batch at once. Nothing can be learnt while it runs, so the first
+    /// time it is cut into no more than 64.
+    fn begin_all(&mut self, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
+        let mut trial = self.sizer.next(&[self.room], samples, samples);
+        trial.size = trial.size.max(if self.sizer.lines().is_none() { samples / 64 } else { 1 });
+        let ranges = split::by_size(samples, trial.size)?;
+        trial.size = longest(&ranges);
+        self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
+        self.open(samples, &ranges, Some(Stopwatch::start(device, 0)?))?;
+        Ok(ranges)
+    }
+
+    fn open(
+        &mut self,
+        lap: usize,
+        ranges: &[Range<usize>],
+        stopwatch: Option<Stopwatch>,
+    ) -> Result<()> {
+        self.piece = Some(Piece { size: longest(ranges), lap, stopwatch, unseen: 0 });
+        self.memory.reset_peak()
+    }
+
+    fn lap(&mut self, unseen: Bytes) -> Result<()> {
+        let Some(piece) = &mut self.piece else { return Ok(()) };
+        piece.unseen = piece.unseen.max(unseen.0);
+        piece.stopwatch.as_mut().map_or(Ok(()), Stopwatch::lap)
+    }
+
+    /// Learns from the piece that has been run.
+    fn end(&mut self) -> Result<()> {
+        let Some(piece) = self.piece.take() else { return Ok(()) };
+        let Piece { size, lap, stopwatch, unseen } = piece;
+        let peak = Bytes(self.memory.usage()?.peak.0 + unseen);
+        self.peak = self.peak.max(peak);
+        let need = peak.0.saturating_sub(self.before.current.0);
+        self.sizer.observe_needs(size, &[need]);
+        if let Some(decision) = self.decisions.last_mut() {
+            decision.measured = Some(Bytes(need));
+            self.sizer.announce(decision);
+        }
+        if let Some(time) = stopwatch.map(|stopwatch| stopwatch.read()).transpose()?.flatten() {
+            self.sizer.observe_rate(size, lap as f64 / time.as_secs_f64());
+        }
+        Ok(())
+    }
+
+    /// The largest size of the step.
+    pub(super) fn size(&self) -> usize {
+        self.decisions.last().map_or(1, |decision| decision.size)
+    }
+
+    /// The step is done: learns how it went.
+    pub(super) fn succeeded(&mut self) -> Result<Ending> {
+        let now = self.memory.usage()?;
+        let retried = now.allocation_retries > self.before.allocation_retries;
+        self.sizer.succeeded(self.size(), &[self.room], retried);
+        Ok(Ending { retried, hidden: now.refusals > self.before.refusals })
+    }
+
+    /// Memory ran out: the next try will be smaller.
+    pub(super) fn failed(&mut self) -> Result<()> {
+        // Without a decision no size is to blame.
+        let Some(decision) = self.decisions.last_mut() else { return Ok(()) };
+        decision.failed = true;
+        self.sizer.announce(decision);
+        let size = decision.size;
+        let now = room(&self.memory.usage()?, 0)?;
+        let least = if now.available < self.room.available { now } else { self.room };
+        self.sizer.failed(size, &[least]);
+        Ok(())
+    }
+
+    pub(super) fn room(&self) -> Room {
+        self.room
+    }
+}
+
+/// How a step ended that has succeeded.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ending {
+    /// Whether the allocator had to empty its cache.
+    pub(super) retried: bool,
+    /// Whether memory ran out and somebody went on without it.
+    pub(super) hidden: bool,
+}
+
+fn longest(ranges: &[Range<usize>]) -> usize {
+    ranges.iter().map(ExactSizeIterator::len).max().unwrap_or(1)
+}
+
+/// `count` micro-batches of `size` samples, or as many as there are; a single sample is not left
+/// alone, which batch normalisation could not digest.
+fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize>>> {
+    let count = count.min(samples / size).max(1);
+    match samples.saturating_sub(count * size) {
+        0 | 1 => split::by_count(samples, count),
+        _ => Ok((0..count).map(|i| i * size..(i + 1) * size).collect()),
+    }
+}

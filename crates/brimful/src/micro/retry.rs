@@ -1,0 +1,181 @@
+//! Runs a mini-batch with an automatic size: again, in smaller micro-batches, where memory ran out.
+
+use std::error::Error as StdError;
+use std::fmt::Display;
+use std::path::Path;
+use std::sync::PoisonError;
+
+use super::cut::{Cut, Watch};
+use super::{MicroBatcher, Size};
+use crate::auto::{Decision, Identity, Kind, Use};
+use crate::batch::{self, Batch};
+use crate::bytes::Bytes;
+use crate::memory::{self, Arena, Memory};
+use crate::oom::{OutOfMemory, catch_unseen};
+use crate::optim::Method;
+use crate::{Error, Result, device, guard, split};
+
+/// What an automatic size did for a step.
+#[derive(Debug, Default)]
+pub(super) struct Story {
+    pub(super) decisions: Vec<Decision>,
+    pub(super) retries: usize,
+    /// Whether the last try failed with a single sample: once more may be luck, twice is not.
+    at_the_end: bool,
+}
+
+impl Story {
+    pub(super) fn extend(&mut self, later: Self) {
+        self.decisions.extend(later.decisions);
+        self.retries += later.retries;
+    }
+}
+
+impl MicroBatcher {
+    /// Keeps memory for the state that an optimizer makes at its first step, until the first step
+    /// of this `MicroBatcher` is over: by [`Sgd`](crate::optim::Sgd), [`Adam`](crate::optim::Adam)
+    /// or [`AdamW`](crate::optim::AdamW), or what is their like elsewhere.
+    pub fn reserve(mut self, method: impl Into<Method>) -> Self {
+        let method = method.into();
+        self.reserved = self.parameters().iter().map(|p| method.state_bytes(p)).sum();
+        self
+    }
+
+    /// Reads automatic sizes that an earlier run has found for this model on this device, and
+    /// writes there what is found now. The variables must have been made by now.
+    ///
+    /// # Errors
+    /// When the memory does not answer. A file that cannot be used is left as it is, with a warning.
+    pub fn remember(mut self, path: impl AsRef<Path>) -> Result<Self> {
+        let limit = match &self.memory {
+            Some(memory) => memory.usage()?.limit,
+            None => None,
+        };
+        let memory = limit.map_or_else(|| Ok(memory::host()?.total), Ok::<_, Error>)?;
+        let identity = {
+            let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
+            let goal = format!("{:?}", self.size);
+            Identity::new(&variables, device::name(self.device), memory.0, goal)
+        };
+        self.sizes.remember(path.as_ref().to_owned(), identity);
+        Ok(self)
+    }
+
+    /// Runs what is outside forward and backward, such as an optimizer's step, in this memory: see
+    /// [`guard`](crate::guard()).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn guard<T, E>(&self, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
+    where
+        E: Into<Box<dyn StdError + Send + Sync>> + Display,
+    {
+        match &self.memory {
+            Some(memory) => guard(memory, f),
+            None => f().map_err(Error::of_closure),
+        }
+    }
+
+    /// Runs a mini-batch as the size says: `run` is called until memory suffices. Where that fails in
+    /// an order of memory that is on trial, all of it is run again in the user's own.
+    pub(super) fn sized<B: Batch, T>(
+        &mut self,
+        used: Use,
+        batch: &B,
+        mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
+    ) -> Result<(T, Story)> {
+        if self.arrangement.is_on_trial() {
+            match catch_unseen(|| self.sized_once(used, batch, &mut run)) {
+                Ok(done) => return Ok(done),
+                Err(cause) => self.arrangement.refuse(&cause),
+            }
+        }
+        self.sized_once(used, batch, run)
+    }
+
+    fn sized_once<B: Batch, T>(
+        &mut self,
+        used: Use,
+        batch: &B,
+        mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
+    ) -> Result<(T, Story)> {
+        let samples = batch::len(batch)?;
+        let given = match self.size {
+            Size::Fixed(size) => split::by_size(samples, size)?,
+            Size::Count(count) => split::by_count(samples, count)?,
+            Size::Auto | Size::Largest => {
+                let unlimited = || Memory::Arena(Arena::new("cpu"));
+                let memory = self.memory.get_or_insert_with(unlimited).clone();
+                return self.retried(&memory, Kind::of(used, batch), samples, run);
+            }
+        };
+        Ok((run(self, &mut Cut::given(given))?, Story::default()))
+    }
+
+    fn retried<T>(
+        &mut self,
+        memory: &Memory,
+        kind: Kind,
+        samples: usize,
+        mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
+    ) -> Result<(T, Story)> {
+        let mut story = Story::default();
+        loop {
+            let sizer = self.sizes.take(&kind, 1);
+            let mut cut =
+                Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
+            let result = run(self, &mut cut);
+            let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
+            let result = match result {
+                Err(Error::OutOfMemory(oom)) => {
+                    self.replay.clear()?;
+                    memory.empty_cache()?;
+                    back_off(&mut watch, &mut story, oom).map(|()| None)
+                }
+                Ok(value) => self.calm_end(&mut watch).map(|()| Some(value)),
+                Err(other) => Err(other),
+            };
+            story.decisions.append(&mut watch.decisions);
+            self.sizes.put(kind.clone(), watch.sizer);
+            match result? {
+                Some(value) => return Ok((value, story)),
+                None => story.retries += 1,
+            }
+        }
+    }
+
+    /// Takes note of a success, and of what it hides.
+    fn calm_end(&mut self, watch: &mut Watch) -> Result<()> {
+        let ending = watch.succeeded()?;
+        if ending.retried && watch.size() == 1 {
+            tracing::warn!(
+                "the allocator emptied its cache to run a single sample: the memory is nearly full"
+            );
+        }
+        if ending.hidden && !std::mem::replace(&mut self.told_of_hidden, true) {
+            tracing::warn!(
+                "memory ran out within a step that went on all the same: if the closure catches \
+                 errors, let it pass out-of-memory on, because its result may be wrong"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Lowers the size; at one sample, where that has failed before, gives up.
+fn back_off(watch: &mut Watch, story: &mut Story, oom: OutOfMemory) -> Result<()> {
+    watch.failed()?;
+    let single = watch.decisions.last().is_none_or(|decision| decision.size == 1);
+    if !std::mem::replace(&mut story.at_the_end, single) || !single {
+        return Ok(());
+    }
+    let failed = story.decisions.iter().chain(&watch.decisions).filter(|d| d.failed);
+    let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
+    tried.dedup();
+    Err(Error::DoesNotFit {
+        tried,
+        needed: watch.sizer.predict(1).map(Bytes),
+        available: Bytes(watch.room().available),
+        cause: Box::new(oom),
+    })
+}

@@ -1,0 +1,95 @@
+//! The backward of one stage: from its output's gradients to its input's.
+
+use tch::Tensor;
+
+use super::stage::Boundary;
+use super::transfer::Tensors;
+use crate::Result;
+use crate::accumulate::Accumulator;
+use crate::loss::{Part, Term};
+use crate::micro::attempt::distinct;
+use crate::micro::tally::Tally;
+
+/// Tensors to start from, each with its gradient, for every group of loss terms.
+#[derive(Debug)]
+pub(super) struct Roots {
+    groups: Vec<Vec<(Tensor, Tensor)>>,
+}
+
+impl Roots {
+    /// The terms of a loss, in groups of one common denominator.
+    pub(super) fn of_terms(terms: &[Term], part: &Part, tally: &Tally) -> Result<Self> {
+        let own = tally.groups(true);
+        let mut groups = Vec::new();
+        for group in distinct(&own) {
+            let mut roots = Vec::new();
+            for (term, _) in terms.iter().zip(&own).filter(|(_, own)| **own == group) {
+                let gradient = term.root_gradient(part)?;
+                roots.extend(gradient.map(|gradient| (term.value.shallow_clone(), gradient)));
+            }
+            groups.push(roots);
+        }
+        Ok(Self { groups })
+    }
+
+    /// A stage's output, with the gradients of its values and of each skip.
+    pub(super) fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Self {
+        let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
+        let mut groups: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
+        let parts = std::iter::once(&output.values).chain(&output.skips);
+        for (values, gradients) in parts.zip(gradients) {
+            for (roots, gradients) in groups.iter_mut().zip(gradients) {
+                let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
+                let pairs = pairs.filter_map(|(value, gradient)| {
+                    gradient.map(|gradient| (value.shallow_clone(), gradient))
+                });
+                roots.extend(pairs);
+            }
+        }
+        Self { groups }
+    }
+}
+
+/// Runs backward from the roots; gives the gradients of the input's values and of each skip.
+pub(super) fn run(
+    accumulator: &mut Accumulator,
+    roots: Roots,
+    input: Boundary,
+) -> Result<Vec<Tensors>> {
+    let groups = roots.groups;
+    accumulator.expect_groups(groups.len());
+    let last = groups.iter().rposition(|roots| !roots.is_empty());
+    let mut gradients: Vec<Tensors> = (0..=input.skips.len()).map(|_| Vec::new()).collect();
+    for (group, roots) in groups.iter().enumerate() {
+        if !roots.is_empty() {
+            accumulator.add(group, roots, Some(group) != last)?;
+        }
+        let parts = std::iter::once(&input.values).chain(&input.skips);
+        for (gradients, leaves) in gradients.iter_mut().zip(parts) {
+            gradients.push(leaves.iter().map(taken).collect::<Result<_>>()?);
+        }
+    }
+    Ok(gradients)
+}
+
+/// The gradients of both, tensor by tensor.
+pub(super) fn add(into: Tensors, what: Tensors) -> Result<Tensors> {
+    let add = |pair| {
+        Ok(match pair {
+            (Some(a), Some(b)) => Some(Tensor::f_add(&a, &b)?),
+            (a, b) => a.or(b),
+        })
+    };
+    let rows = into.into_iter().zip(what);
+    rows.map(|(into, what)| into.into_iter().zip(what).map(add).collect()).collect()
+}
+
+/// The gradient that has gathered in a leaf, which is without one afterwards.
+fn taken(leaf: &Tensor) -> Result<Option<Tensor>> {
+    if !leaf.requires_grad() {
+        return Ok(None);
+    }
+    let gradient = leaf.f_grad()?;
+    brimful_torch::autograd::set_gradient(&mut leaf.shallow_clone(), None)?;
+    Ok(gradient.defined().then_some(gradient))
+}

@@ -1,0 +1,153 @@
+//! Why a pipeline cannot be built, and where one of its stages failed.
+
+use std::fmt;
+
+use thiserror::Error;
+
+use crate::Error;
+use crate::oom::OutOfMemory;
+use crate::schedule::{Action, Schedule};
+
+/// A pipeline that cannot be built or used as asked.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PipelineError {
+    /// A model of nothing.
+    #[error("the model has no layer: add at least one")]
+    NoLayers,
+    /// More stages than devices can take.
+    #[error(
+        "{stages} stages, {per_device} on a device, need {} devices, but there are {devices}: name a \
+         device more than once to put several workers on it, or use fewer stages",
+        stages.div_ceil(*per_device)
+    )]
+    TooFewDevices {
+        /// Stages in the balance.
+        stages: usize,
+        /// Stages that the schedule puts on a device.
+        per_device: usize,
+        /// Devices given.
+        devices: usize,
+    },
+    /// A balance that leaves a device with fewer stages than the others.
+    #[error(
+        "the schedule puts {per_device} stages on each device, which {stages} stages do not fill: \
+         give a balance of a multiple of {per_device} stages"
+    )]
+    UnevenStages {
+        /// Stages in the balance.
+        stages: usize,
+        /// Stages that the schedule puts on a device.
+        per_device: usize,
+    },
+    /// A schedule whose actions the executor does not know.
+    #[error(
+        "{schedule} splits the backward, which is simulated but not executed yet: choose gpipe, 1f1b \
+         or interleaved"
+    )]
+    NotExecuted {
+        /// The schedule.
+        schedule: Schedule,
+    },
+    /// A model that gives another number of tensors than the call is made for.
+    #[error("the model gives {given} tensors, not one: use the call whose name ends in `_many`")]
+    NotOneOutput {
+        /// How many it gives.
+        given: usize,
+    },
+    /// Outputs of a forward that was not the last.
+    #[error(
+        "these outputs are of an earlier forward, whose graphs are gone: call `backward` before the \
+         next `forward`, `step` or `eval`"
+    )]
+    OldOutputs,
+    /// Outputs that no loss was traced back to.
+    #[error("the outputs have no gradient: compute a loss from them and call its `backward` first")]
+    NoOutputGradient,
+    /// A name that no layer's variable has.
+    #[error("no variable's name satisfies the condition; the first of {variables} is '{first}'")]
+    NoSuchVariable {
+        /// How many there are.
+        variables: usize,
+        /// One of them.
+        first: String,
+    },
+    /// Saved variables that are not the model's.
+    #[error(
+        "'{name}' is {saved} in the file, but {here} in the model: load what was saved from it"
+    )]
+    Mismatch {
+        /// The variable.
+        name: String,
+        /// What the file has.
+        saved: String,
+        /// What the model has.
+        here: String,
+    },
+    /// A panic between a step's actions.
+    #[error("a worker panicked between two actions: {message}; the step was undone")]
+    Panicked {
+        /// Its words.
+        message: String,
+    },
+    /// A worker's thread that has ended.
+    #[error("the thread of device {device} has ended: build the pipeline again")]
+    WorkerGone {
+        /// Which one, counted from 0.
+        device: usize,
+    },
+}
+
+/// A stage that failed: the step was undone, and the pipeline can be used again.
+#[derive(Debug, Clone, PartialEq, Error)]
+pub struct StageError {
+    /// What the stage was doing, with which micro-batch.
+    pub action: Action,
+    /// The layer that was running; none in a backward, a transfer or the loss.
+    pub layer: Option<String>,
+    /// What happened.
+    #[source]
+    pub cause: Cause,
+}
+
+/// What happened in a stage.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// Memory ran out.
+    #[error(transparent)]
+    OutOfMemory(OutOfMemory),
+    /// A layer or the loss panicked, in its own words.
+    #[error("it panicked: {0}")]
+    Panic(String),
+    /// Another error.
+    #[error(transparent)]
+    Error(Error),
+}
+
+impl fmt::Display for StageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { action, layer, cause } = self;
+        let (stage, kind, i) = (action.stage, action.kind.name(), action.micro_batch);
+        write!(f, "stage {stage} failed in the {kind} of micro-batch {i}")?;
+        if let Some(layer) = layer {
+            write!(f, ", in layer '{layer}'")?;
+        }
+        write!(f, ": {cause}")
+    }
+}
+
+impl Error {
+    /// The report of memory that ran out, be it here or in a stage of a pipeline.
+    pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
+        match self {
+            Self::OutOfMemory(oom) => Some(oom),
+            Self::Stage(stage) => match &stage.cause {
+                Cause::OutOfMemory(oom) => Some(oom),
+                Cause::Error(error) => error.out_of_memory(),
+                Cause::Panic(_) => None,
+            },
+            _ => None,
+        }
+    }
+}

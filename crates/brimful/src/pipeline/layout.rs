@@ -1,0 +1,92 @@
+//! Which layers, skip connections and workers each stage has.
+
+use std::ops::Range;
+
+use crate::layers::{Layers, Skip};
+use crate::schedule::{DeviceId, StageId};
+use crate::{Result, balance};
+
+/// The model, cut into stages and spread over workers.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub(super) layers: Layers,
+    pub(super) stages: Vec<StagePlan>,
+    pub(super) workers: usize,
+}
+
+/// One stage on paper.
+#[derive(Debug)]
+pub(super) struct StagePlan {
+    pub(super) worker: usize,
+    pub(super) range: Range<usize>,
+    /// Skips that are popped here and come from an earlier stage, by the position of their stash.
+    pub(super) imports: Vec<usize>,
+    /// Skips that are stashed here and go to later stages.
+    pub(super) exports: Vec<Export>,
+}
+
+/// A skip that leaves its stage.
+#[derive(Debug, Clone)]
+pub(super) struct Export {
+    /// The position of its stash.
+    pub(super) stash: usize,
+    /// The stages that it goes to, straight.
+    pub(super) targets: Vec<usize>,
+}
+
+impl Layout {
+    pub(super) fn new(
+        layers: Layers,
+        balance: &balance::Balance,
+        placement: &[DeviceId],
+    ) -> Result<Self> {
+        let ranges: Vec<_> = balance.ranges().collect();
+        let skips = layers.skips()?;
+        let plan = |(j, range): (usize, &Range<usize>)| StagePlan {
+            worker: placement[j].index(),
+            range: range.clone(),
+            imports: imports(&skips, range),
+            exports: exports(&skips, range, &ranges),
+        };
+        let stages: Vec<_> = ranges.iter().enumerate().map(plan).collect();
+        let workers = stages.iter().map(|stage| stage.worker + 1).max().unwrap_or(0);
+        Ok(Self { layers, stages, workers })
+    }
+
+    /// The stages of a worker, in order.
+    pub(super) fn of_worker(&self, worker: usize) -> impl Iterator<Item = (StageId, &StagePlan)> {
+        let numbered = self.stages.iter().enumerate().map(|(j, stage)| (StageId::at(j), stage));
+        numbered.filter(move |(_, stage)| stage.worker == worker)
+    }
+
+    /// The worker that has the layer at this position.
+    pub(super) fn worker_of(&self, position: usize) -> usize {
+        let found = self.stages.iter().find(|stage| stage.range.contains(&position));
+        found.expect("the balance covers every layer").worker
+    }
+
+    pub(super) fn first_worker(&self) -> usize {
+        self.stages[0].worker
+    }
+
+    pub(super) fn last_worker(&self) -> usize {
+        self.stages[self.stages.len() - 1].worker
+    }
+}
+
+fn imports(skips: &[Skip], range: &Range<usize>) -> Vec<usize> {
+    let popped = |skip: &&Skip| skip.pops.iter().any(|pop| range.contains(pop));
+    let foreign = skips.iter().filter(popped).filter(|skip| !range.contains(&skip.stash));
+    foreign.map(|skip| skip.stash).collect()
+}
+
+fn exports(skips: &[Skip], range: &Range<usize>, ranges: &[Range<usize>]) -> Vec<Export> {
+    let own = skips.iter().filter(|skip| range.contains(&skip.stash));
+    let export = |skip: &Skip| {
+        let popped = |stage: &Range<usize>| skip.pops.iter().any(|pop| stage.contains(pop));
+        let stages =
+            ranges.iter().enumerate().filter(|(_, stage)| popped(stage) && *stage != range);
+        Export { stash: skip.stash, targets: stages.map(|(j, _)| j).collect() }
+    };
+    own.map(export).filter(|export| !export.targets.is_empty()).collect()
+}

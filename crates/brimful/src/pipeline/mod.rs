@@ -1,0 +1,209 @@
+//! Pipeline parallelism: a model spread over devices, with every device busy.
+//!
+//! The layers are cut into stages. One long-lived thread for each device owns its stages and runs
+//! its list of the schedule's actions; values, gradients and skips go from stage to stage. A step
+//! leaves exactly the gradients that the plain model has on the whole mini-batch.
+//!
+//! ```
+//! use brimful::optim::Sgd;
+//! use brimful::pipeline::StageDevice;
+//! use brimful::schedule::Schedule;
+//! use brimful::{Layers, Loss, Pipeline};
+//! use tch::{Device, Kind, Tensor, nn};
+//!
+//! let layers = Layers::new()
+//!     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+//!     .add_fn("relu", |x| x.relu())
+//!     .add("output", |p| nn::linear(p, 8, 3, Default::default()));
+//! let mut pipe = Pipeline::builder(layers)
+//!     .devices([StageDevice::cpu(), StageDevice::cpu()])
+//!     .balance([2, 1])
+//!     .micro_batches(4)
+//!     .schedule(Schedule::OneFOneB)
+//!     .build()?;
+//! let mut opt = pipe.optimizer(Sgd::new(0.1))?;
+//!
+//! let x = Tensor::randn([16, 4], (Kind::Float, Device::Cpu));
+//! let y = Tensor::randint(3, [16], (Kind::Int64, Device::Cpu));
+//! let step = pipe.step(&x, &y, |out, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
+//! opt.step()?;
+//! opt.zero_grad()?;
+//! assert_eq!(step.sizes, [4, 4, 4, 4]);
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! *Atomic.* A step in which anything fails, in whatever stage, leaves gradients, statistics and
+//! random state as they were, and an error that says where ([`StageError`]). The next one works.
+//!
+//! *Random numbers* belong to a step, a layer and a micro-batch ([`Draws`](crate::Draws)): they
+//! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
+
+mod backward;
+mod builder;
+mod crew;
+mod device;
+mod error;
+mod evaluate;
+mod layout;
+mod optimizer;
+mod recompute;
+mod report;
+mod run;
+mod saved;
+mod stage;
+mod step;
+mod timeline;
+mod transfer;
+mod variables;
+mod whole;
+mod wiring;
+mod worker;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use tch::{Device, Tensor};
+
+pub use builder::{Balance, Builder};
+pub use device::StageDevice;
+pub use error::{Cause, PipelineError, StageError};
+pub use optimizer::PipelineOptimizer;
+pub use recompute::is_recomputing;
+pub use report::Step;
+pub use whole::Outputs;
+
+use crate::batch::{self, Batch};
+use crate::loss::Part;
+use crate::schedule::{Actions, Recompute, Schedule};
+use crate::{Layers, Result, Size, balance, split};
+use crew::Crew;
+use layout::Layout;
+use run::{End, Job};
+
+/// A model spread over devices.
+///
+/// Made by [`Pipeline::builder`]. Dropped, it waits until its threads have ended.
+#[derive(Debug)]
+pub struct Pipeline {
+    /// Shared with the optimizers, which take turns with the pipeline.
+    crew: Arc<Mutex<Crew>>,
+    layout: Arc<Layout>,
+    devices: Vec<StageDevice>,
+    balance: balance::Balance,
+    schedule: Schedule,
+    recompute: Recompute,
+    size: Size,
+    /// The lists of actions, by number of micro-batches.
+    actions: HashMap<usize, Arc<Actions>>,
+    /// The forward that waits for its backward, by number.
+    open: Option<u64>,
+    forwards: u64,
+}
+
+impl Pipeline {
+    /// Describes a pipeline of these layers.
+    pub fn builder(layers: Layers) -> Builder {
+        Builder::new(layers)
+    }
+
+    /// How many layers each stage has.
+    pub fn balance(&self) -> &balance::Balance {
+        &self.balance
+    }
+
+    /// The devices that have a stage, in the order of the schedule.
+    pub fn devices(&self) -> &[StageDevice] {
+        &self.devices
+    }
+
+    /// The device of the last stage, where outputs and losses are.
+    pub fn output_device(&self) -> Device {
+        self.devices[self.layout.last_worker()].device
+    }
+
+    /// The layers' names, in order.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.layout.layers.names()
+    }
+
+    /// How a mini-batch is cut from now on.
+    pub fn set_micro_batches(&mut self, size: impl Into<Size>) {
+        self.size = size.into();
+    }
+
+    /// The actions of a step of so many micro-batches, as they are executed.
+    ///
+    /// # Errors
+    /// When there are more than any step has.
+    pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
+        if let Some(known) = self.actions.get(&micro_batches) {
+            return Ok(Arc::clone(known));
+        }
+        let made = self.schedule.actions(self.devices.len(), micro_batches, self.recompute)?;
+        let made = Arc::new(made);
+        self.actions.insert(micro_batches, Arc::clone(&made));
+        Ok(made)
+    }
+
+    fn crew(&self) -> MutexGuard<'_, Crew> {
+        self.crew.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What each worker is to do with these micro-batches.
+    fn jobs(&self, actions: &Arc<Actions>, work: Work) -> Vec<Job> {
+        let Work { inputs, end, train, seed, parts, start } = work;
+        let mut ports: Vec<_> = wiring::wire(&self.layout, actions).into_iter().map(Some).collect();
+        let (mut inputs, mut end) = (Some(inputs), Some(end));
+        let job = |worker| Job {
+            actions: Arc::clone(actions),
+            ports: (self.layout.of_worker(worker))
+                .filter_map(|(stage, _)| ports[stage.index()].take())
+                .collect(),
+            inputs: (inputs.take_if(|_| worker == self.layout.first_worker())).unwrap_or_default(),
+            end: (end.take_if(|_| worker == self.layout.last_worker())).unwrap_or(End::Elsewhere),
+            train,
+            seed,
+            parts: Arc::clone(&parts),
+            start,
+        };
+        (0..self.layout.workers).map(job).collect()
+    }
+}
+
+/// What is to be done with a mini-batch.
+struct Work {
+    inputs: Vec<Vec<Tensor>>,
+    end: End,
+    train: bool,
+    seed: u64,
+    parts: Arc<[Part]>,
+    start: Instant,
+}
+
+/// Cuts the samples.
+fn ranges(size: Size, samples: usize) -> Result<Vec<Range<usize>>> {
+    match size {
+        Size::Fixed(size) => split::by_size(samples, size),
+        Size::Count(count) => split::by_count(samples, count),
+        Size::Auto | Size::Largest => split::by_count(samples, 1),
+    }
+}
+
+/// The leaves of each micro-batch, without the graph behind them.
+fn inputs(batch: &impl Batch, ranges: &[Range<usize>]) -> Result<Vec<Vec<Tensor>>> {
+    let leaves = |range: &Range<usize>| {
+        let mut leaves = Vec::new();
+        batch::slice(batch, range.clone())?.visit(&mut |leaf| leaves.push(leaf.tensor().detach()));
+        Ok(leaves)
+    };
+    ranges.iter().map(leaves).collect()
+}
+
+impl From<usize> for Size {
+    /// So many micro-batches.
+    fn from(count: usize) -> Self {
+        Self::Count(count)
+    }
+}

@@ -1,0 +1,169 @@
+//! The variables of all stages under the layers' own names: looked at, frozen, saved and loaded.
+//!
+//! What is saved does not tell how the model was cut: it loads into any other balance, and into the
+//! plain model's `VarStore`.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use brimful_torch::autograd::set_gradient;
+use tch::Tensor;
+
+use super::Pipeline;
+use super::crew::Crew;
+use super::error::PipelineError;
+use super::variables::Variable;
+use crate::Result;
+use crate::save::{self, Metadata};
+
+impl Pipeline {
+    /// All variables with their names, in the order of the names, each on its stage's device. Shared
+    /// ones are there once. They are the stages' own: what is done to them is done to the model.
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn variables(&self) -> Result<Vec<(String, Tensor)>> {
+        owned(&self.crew(), |variable| variable.tensor.shallow_clone())
+    }
+
+    /// The gradients of all parameters that have one, with their names.
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
+        let all = owned(&self.crew(), |variable| variable.tensor.grad())?;
+        Ok(all.into_iter().filter(|(_, gradient)| gradient.defined()).collect())
+    }
+
+    /// Leaves every parameter without a gradient, as the optimizer's call does.
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        zero_grad(&self.crew())
+    }
+
+    /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers
+    /// leave them as they are.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn freeze(&mut self, which: impl Fn(&str) -> bool) -> Result<()> {
+        self.set_trained(false, which)
+    }
+
+    /// Lets these parameters be trained again.
+    ///
+    /// # Errors
+    /// When there are none.
+    pub fn unfreeze(&mut self, which: impl Fn(&str) -> bool) -> Result<()> {
+        self.set_trained(true, which)
+    }
+
+    /// Writes all variables to a safetensors file, whole or not at all.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        save::write(path, &self.variables()?, &Metadata::new())
+    }
+
+    /// Reads all variables from a file that a pipeline of any balance, or a plain model, has saved.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or holds other variables than the model has; nothing is changed
+    /// then.
+    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let (tensors, _) = save::read(path)?;
+        self.set_variables(tensors)
+    }
+
+    /// Gives all variables these values.
+    ///
+    /// # Errors
+    /// When they are not those of the model; nothing is changed then.
+    pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
+        check(&self.variables()?, &values)?;
+        let crew = self.crew();
+        let jobs = (0..crew.len()).map(|_| share(&values)).collect();
+        crew.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
+    }
+
+    fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
+        let crew = self.crew();
+        let names = crew.all(|worker| Ok(names(worker.variables.all())))?;
+        let chosen: Vec<Vec<String>> = (names.iter())
+            .map(|names| names.iter().filter(|name| which(name)).cloned().collect())
+            .collect();
+        if chosen.iter().all(Vec::is_empty) {
+            let all: Vec<String> = names.into_iter().flatten().collect();
+            let first = all.first().cloned().unwrap_or_default();
+            return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
+        }
+        let done = crew.each_or_error(chosen, move |worker, chosen| {
+            for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
+                let _itself = v.tensor.f_set_requires_grad(trained)?;
+            }
+            Ok(())
+        });
+        done.map(drop)
+    }
+}
+
+/// Brings the owners' values to all copies of shared variables.
+pub(super) fn spread(crew: &Crew) -> Result<()> {
+    let wanted = crew.all(|worker| Ok(names(worker.variables.copies())))?;
+    if wanted.iter().all(Vec::is_empty) {
+        return Ok(());
+    }
+    let all = wanted.concat();
+    let values = crew.all(move |worker| {
+        let owned = worker.variables.owned().filter(|v| all.contains(&v.name));
+        Ok(owned.map(|v| (v.name.clone(), v.tensor.detach())).collect::<Vec<_>>())
+    })?;
+    let values: Vec<(String, Tensor)> = values.into_iter().flatten().collect();
+    let jobs = (0..crew.len()).map(|_| share(&values)).collect();
+    crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
+}
+
+pub(super) fn zero_grad(crew: &Crew) -> Result<()> {
+    let cleared = crew.all(|worker| {
+        let mut all = worker.variables.all();
+        all.try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))
+    });
+    cleared.map(drop)
+}
+
+/// Something of every variable that is no copy, in the order of the names.
+fn owned(crew: &Crew, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
+    let parts = crew.all(move |worker| {
+        let owned = worker.variables.owned();
+        Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())
+    })?;
+    let mut all: Vec<_> = parts.into_iter().flatten().collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(all)
+}
+
+fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
+    variables.map(|variable| variable.name.clone()).collect()
+}
+
+fn share(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
+}
+
+/// The values must be for these variables, all of them and no others.
+fn check(here: &[(String, Tensor)], saved: &[(String, Tensor)]) -> Result<()> {
+    let shapes = |list: &[(String, Tensor)]| -> BTreeMap<String, Vec<i64>> {
+        list.iter().map(|(name, tensor)| (name.clone(), tensor.size())).collect()
+    };
+    let (here, saved) = (shapes(here), shapes(saved));
+    let mut names = here.keys().chain(saved.keys());
+    let Some(name) = names.find(|name| here.get(*name) != saved.get(*name)) else { return Ok(()) };
+    let describe = |list: &BTreeMap<String, Vec<i64>>| {
+        list.get(name).map_or("missing".to_owned(), |shape| format!("of shape {shape:?}"))
+    };
+    let (saved, here) = (describe(&saved), describe(&here));
+    Err(PipelineError::Mismatch { name: name.clone(), saved, here }.into())
+}

@@ -1,0 +1,82 @@
+//! One stage at work: its layers on a micro-batch, with the skips that come in and go out.
+
+use std::cell::Cell;
+
+use brimful_torch::random::OwnGenerator;
+use tch::Tensor;
+
+use super::layout::{Export, StagePlan};
+use crate::Result;
+use crate::layers::{Model, Stashed};
+use crate::random::Draws;
+use crate::schedule::StageId;
+
+/// Consecutive layers on one device.
+#[derive(Debug)]
+pub(super) struct Stage {
+    pub(super) id: StageId,
+    model: Model,
+    imports: Vec<usize>,
+    exports: Vec<Export>,
+}
+
+/// What enters a stage, or leaves it: the values that flow, and skips beside them.
+#[derive(Debug, Default)]
+pub(super) struct Boundary {
+    pub(super) values: Vec<Tensor>,
+    pub(super) skips: Vec<Vec<Tensor>>,
+}
+
+/// One run over a micro-batch: what it draws, and where it is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pass<'a> {
+    pub(super) own: &'a OwnGenerator,
+    pub(super) draws: Draws,
+    pub(super) train: bool,
+    /// The position of the layer that is running.
+    pub(super) layer: &'a Cell<Option<usize>>,
+}
+
+impl Stage {
+    pub(super) fn new(id: StageId, model: Model, plan: &StagePlan) -> Self {
+        Self { id, model, imports: plan.imports.clone(), exports: plan.exports.clone() }
+    }
+
+    /// Runs the layers.
+    ///
+    /// # Panics
+    /// When one of them does.
+    pub(super) fn run(&self, input: Boundary, pass: Pass<'_>) -> Boundary {
+        let mut stashed = Stashed::default();
+        for (stash, values) in self.imports.iter().zip(input.skips) {
+            stashed.put(*stash, values);
+        }
+        let values = self.model.run(input.values, &mut stashed, pass.train, |position| {
+            pass.layer.set(Some(position));
+            pass.own.seed(pass.draws.seed(position));
+        });
+        pass.layer.set(None);
+        let leaving = |export: &Export| stashed.take(export.stash).unwrap_or_default();
+        Boundary { values, skips: self.exports.iter().map(leaving).collect() }
+    }
+}
+
+impl Boundary {
+    /// All tensors, the values first.
+    pub(super) fn all(&self) -> impl Iterator<Item = &Tensor> {
+        self.values.iter().chain(self.skips.iter().flatten())
+    }
+
+    /// The same tensors, not copied.
+    pub(super) fn share(&self) -> Self {
+        let share = |values: &Vec<Tensor>| values.iter().map(Tensor::shallow_clone).collect();
+        Self { values: share(&self.values), skips: self.skips.iter().map(share).collect() }
+    }
+}
+
+/// The tensors as the next stage gets them: without the graph behind them, and with a gradient where
+/// `traced` says so.
+pub(super) fn leaves(values: &[Tensor], traced: impl Fn(&Tensor) -> bool) -> Result<Vec<Tensor>> {
+    let leaf = |value: &Tensor| Ok(value.f_detach()?.f_set_requires_grad(traced(value))?);
+    values.iter().map(leaf).collect()
+}

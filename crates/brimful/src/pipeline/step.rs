@@ -1,0 +1,257 @@
+//! A step: every worker tries, and then all commit, or all undo.
+//!
+//! ```text
+//!   attempt   every worker runs its actions; loss and gradients are summed up beside the old ones
+//!   prepare   all that a commit needs is computed; gradients of shared variables go to their owners
+//!   commit    gradients and statistics are put in place, which needs no memory
+//!   undo      wherever attempt or prepare failed: what was tried is dropped
+//! ```
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use tch::{Device, Tensor};
+
+use super::crew::Crew;
+use super::error::PipelineError;
+use super::report::Step;
+use super::run::{End, Failure, Head};
+use super::worker::Told;
+use super::{Pipeline, Work, inputs, ranges};
+use crate::batch::{self, Batch};
+use crate::loss::Part;
+use crate::micro::Outcome;
+use crate::micro::attempt::{part, samples};
+use crate::micro::tally::{Group, Totals};
+use crate::random::{self, Randomness};
+use crate::schedule::Actions;
+use crate::{Error, Result, feed};
+
+/// What a closure gave beside its losses, by micro-batch.
+pub(super) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
+
+impl Pipeline {
+    /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
+    /// would have added on the whole mini-batch.
+    ///
+    /// `loss` runs on the last stage's thread, for each micro-batch once. It gets the model's output
+    /// and the micro-batch's part of `target`, both on that stage's device, and returns its
+    /// [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of them.
+    ///
+    /// # Errors
+    /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
+    /// and the pipeline can be used again.
+    pub fn step<X, Y, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        mut loss: impl FnMut(&Tensor, &Y) -> R + Send + 'static,
+    ) -> Result<Step<R::Outputs>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        R: Outcome,
+        R::Outputs: 'static,
+    {
+        self.step_with(input, target, move |values, y| loss(one(values)?, y).into_parts())
+    }
+
+    /// The same for a model that gives several tensors.
+    ///
+    /// # Errors
+    /// As [`Pipeline::step`].
+    pub fn step_many<X, Y, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        mut loss: impl FnMut(&[Tensor], &Y) -> R + Send + 'static,
+    ) -> Result<Step<R::Outputs>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        R: Outcome,
+        R::Outputs: 'static,
+    {
+        self.step_with(input, target, move |values, y| loss(values, y).into_parts())
+    }
+
+    fn step_with<X, Y, O>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        loss: impl FnMut(&[Tensor], &Y) -> Result<(crate::Loss, O)> + Send + 'static,
+    ) -> Result<Step<O>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        O: Batch + 'static,
+    {
+        let start = Instant::now();
+        self.open = None;
+        let ranges = ranges(self.size, common_len(input, target)?)?;
+        let actions = self.actions(ranges.len())?;
+        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
+        let inputs = inputs(input, &ranges)?;
+        let (end, parts) = (End::Loss(head), parts(&ranges));
+        drawing(|seed| {
+            let work = Work { inputs, end, train: true, seed, parts, start };
+            let crew = self.crew();
+            let told =
+                attempt(&crew, self.jobs(&actions, work), |worker, job| worker.attempt(job))?;
+            let outputs = undone_unless(&crew, joined(&collected))?;
+            let (told, totals) = settle(&crew, told, samples(&ranges))?;
+            let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));
+            Ok(report(told, &ranges, start, seed, actions, loss, terms).with_outputs(outputs))
+        })
+    }
+}
+
+/// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
+pub(super) fn drawing<T>(f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
+    let before = Randomness::now(Device::Cpu)?;
+    let result = f(random::step_seed()?);
+    if result.is_err() {
+        before.restore()?;
+    }
+    result
+}
+
+/// Lets every worker try; if one fails, all undo.
+pub(super) fn attempt<J: Send + 'static>(
+    crew: &Crew,
+    jobs: Vec<J>,
+    f: impl Fn(&mut super::worker::Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
+) -> Result<Vec<Told>> {
+    let answers = crew.each(jobs, move |worker, job| Ok(f(worker, job)))?;
+    undone_unless(crew, first_failure(answers))
+}
+
+/// Commits what all workers have tried.
+pub(super) fn settle(
+    crew: &Crew,
+    mut told: Vec<Told>,
+    samples: f64,
+) -> Result<(Vec<Told>, Option<Totals>)> {
+    let loss = told.iter_mut().find_map(|told| told.loss.take());
+    let factors = match &loss {
+        Some((totals, groups)) => {
+            groups.iter().map(|group| totals.factor(*group, samples, samples)).collect()
+        }
+        None => vec![Totals::default().factor(Group::Done, samples, samples)],
+    };
+    undone_unless(crew, prepare(crew, factors))?;
+    crew.all(|worker| worker.commit())?;
+    Ok((told, loss.map(|(totals, _)| totals)))
+}
+
+fn prepare(crew: &Crew, factors: Vec<f64>) -> Result<()> {
+    let leaving = crew.all(move |worker| worker.prepare(&factors))?;
+    if leaving.iter().all(Vec::is_empty) {
+        return Ok(());
+    }
+    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..crew.len()).map(|_| Vec::new()).collect();
+    for (owner, name, gradient) in leaving.into_iter().flatten() {
+        arriving[owner].push((name, gradient));
+    }
+    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
+}
+
+/// The result; where it is an error, every worker undoes what it has tried.
+pub(super) fn undone_unless<T>(crew: &Crew, result: Result<T>) -> Result<T> {
+    if result.is_err() {
+        crew.all(|worker| worker.undo())?;
+    }
+    result
+}
+
+/// All answers, or the error that came first: those that came later may be its consequences.
+fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told>> {
+    let mut told = Vec::new();
+    let mut first: Option<(Instant, Error)> = None;
+    let mut stopped = None;
+    for (device, answer) in answers.into_iter().enumerate() {
+        let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
+        match answer.unwrap_or_else(failed_now) {
+            Ok(answer) => told.push(answer),
+            Err(Failure::Failed { at, error }) => {
+                if first.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+                    first = Some((at, error));
+                }
+            }
+            Err(Failure::Stopped) => stopped = Some(PipelineError::WorkerGone { device }.into()),
+        }
+    }
+    match first.map(|(_, error)| error).or(stopped) {
+        Some(error) => Err(error),
+        None => Ok(told),
+    }
+}
+
+pub(super) fn report(
+    told: Vec<Told>,
+    ranges: &[Range<usize>],
+    start: Instant,
+    seed: u64,
+    actions: Arc<Actions>,
+    loss: f64,
+    terms: Vec<f64>,
+) -> Step {
+    let sizes: Vec<usize> = ranges.iter().map(ExactSizeIterator::len).collect();
+    let (mut peaks, mut timeline) = (Vec::new(), Vec::new());
+    for Told { spans, peak, .. } in told {
+        peaks.push(peak);
+        timeline.push(spans);
+    }
+    let (samples, time) = (sizes.iter().sum(), start.elapsed());
+    Step { loss, terms, samples, sizes, outputs: (), time, peaks, seed, actions, timeline }
+}
+
+/// The closure as the last stage calls it: with the number of a micro-batch.
+pub(super) fn head<Y: Batch + 'static, O: Batch + 'static>(
+    target: &Y,
+    ranges: &[Range<usize>],
+    device: Device,
+    mut loss: impl FnMut(&[Tensor], &Y) -> Result<(crate::Loss, O)> + Send + 'static,
+) -> Result<(Head, Collected<O>)> {
+    let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
+    let targets = slices.collect::<Result<Vec<Y>>>()?;
+    let collected: Collected<O> = Arc::new(Mutex::new(ranges.iter().map(|_| None).collect()));
+    let given = Arc::clone(&collected);
+    let head = move |i: usize, values: &[Tensor]| {
+        let (loss, output) = loss(values, &feed::moved(&targets[i], device)?)?;
+        let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
+        given.lock().unwrap_or_else(PoisonError::into_inner)[i] = Some(output);
+        Ok(loss)
+    };
+    Ok((Box::new(head), collected))
+}
+
+/// What the closure gave beside its losses, in sample order.
+pub(super) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
+    let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
+    batch::join(parts.iter_mut().filter_map(Option::take).collect())
+}
+
+/// Each micro-batch's place in the step.
+pub(super) fn parts(ranges: &[Range<usize>]) -> Arc<[Part]> {
+    let unit = samples(ranges);
+    (0..ranges.len()).map(|i| part(ranges, i, unit, true)).collect()
+}
+
+/// The samples of both, which must be as many.
+pub(super) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
+    let (input, target) = (batch::len(input)?, batch::len(target)?);
+    if input != target {
+        return Err(Error::LeafLengthsDiffer { lengths: vec![input, target] });
+    }
+    Ok(input)
+}
+
+/// The only output.
+pub(super) fn one(values: &[Tensor]) -> Result<&Tensor> {
+    match values {
+        [only] => Ok(only),
+        _ => Err(PipelineError::NotOneOutput { given: values.len() }.into()),
+    }
+}

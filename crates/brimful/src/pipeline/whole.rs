@@ -1,0 +1,119 @@
+//! Any loss on the outputs of the whole mini-batch: all forwards, the caller's loss, all backwards.
+
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tch::Tensor;
+
+use super::error::PipelineError;
+use super::report::Step;
+use super::run::End;
+use super::step::{attempt, drawing, parts, report, settle};
+use super::transfer::Tensors;
+use super::{Pipeline, Work, inputs, ranges};
+use crate::Result;
+use crate::batch::{self, Batch};
+use crate::micro::attempt::samples;
+use crate::schedule::Actions;
+
+/// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
+///
+/// They are leaves of a graph of their own: compute a loss from them, call its `backward`, and give
+/// them to [`Pipeline::backward`]. A model of one output can be used as that tensor.
+#[derive(Debug)]
+pub struct Outputs {
+    tensors: Vec<Tensor>,
+    ranges: Vec<Range<usize>>,
+    number: u64,
+    seed: u64,
+    start: Instant,
+    actions: Arc<Actions>,
+}
+
+impl Outputs {
+    /// All of them.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+}
+
+impl Deref for Outputs {
+    type Target = Tensor;
+
+    /// The first output.
+    fn deref(&self) -> &Tensor {
+        &self.tensors[0]
+    }
+}
+
+impl Pipeline {
+    /// Runs forward in training, and keeps what [`Pipeline::backward`] needs.
+    ///
+    /// All forwards come before the first backward, so every stage holds all micro-batches, as with
+    /// GPipe; with recompute, it holds their inputs alone. To look at outputs without training, use
+    /// [`Pipeline::eval`].
+    ///
+    /// # Errors
+    /// As [`Pipeline::step`].
+    pub fn forward(&mut self, input: &impl Batch) -> Result<Outputs> {
+        let start = Instant::now();
+        self.open = None;
+        let ranges = ranges(self.size, batch::len(input)?)?;
+        let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
+        let (inputs, parts) = (inputs(input, &ranges)?, parts(&ranges));
+        let (told, seed) = drawing(|seed| {
+            let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
+            let jobs = self.jobs(&actions, work);
+            let told = attempt(&self.crew(), jobs, |worker, job| worker.attempt_forward(job))?;
+            Ok((told, seed))
+        })?;
+        let outputs = told.into_iter().map(|told| told.outputs).find(|parts| !parts[0].is_empty());
+        let tensors = batch::join(outputs.unwrap_or_default())?;
+        let traced = |t: Tensor| {
+            let floating = t.is_floating_point();
+            Ok(t.f_detach()?.f_set_requires_grad(floating)?)
+        };
+        let tensors = tensors.into_iter().map(traced).collect::<Result<Vec<_>>>()?;
+        self.forwards += 1;
+        self.open = Some(self.forwards);
+        Ok(Outputs { tensors, ranges, number: self.forwards, seed, start, actions })
+    }
+
+    /// Runs backward from the outputs' gradients, and adds to the parameters' gradients what the
+    /// plain model would have added.
+    ///
+    /// # Errors
+    /// When the outputs are not of the last forward or have no gradient; and as [`Pipeline::step`].
+    pub fn backward(&mut self, outputs: Outputs) -> Result<Step> {
+        let Outputs { tensors, ranges, number, seed, start, actions } = outputs;
+        if self.open != Some(number) {
+            return Err(PipelineError::OldOutputs.into());
+        }
+        let gradients = cut(&tensors, &ranges)?;
+        self.open = None;
+        let crew = self.crew();
+        let mut jobs: Vec<_> = (0..crew.len()).map(|_| Vec::new()).collect();
+        jobs[self.layout.last_worker()] = gradients;
+        let told = attempt(&crew, jobs, |worker, job| worker.attempt_backward(job))?;
+        let (told, _) = settle(&crew, told, samples(&ranges))?;
+        Ok(report(told, &ranges, start, seed, actions, f64::NAN, Vec::new()))
+    }
+}
+
+/// Each micro-batch's rows of the outputs' gradients.
+fn cut(outputs: &[Tensor], ranges: &[Range<usize>]) -> Result<Vec<Tensors>> {
+    let whole: Vec<Tensor> = outputs.iter().map(Tensor::grad).collect();
+    if !whole.iter().any(Tensor::defined) {
+        return Err(PipelineError::NoOutputGradient.into());
+    }
+    let rows = |gradient: &Tensor, range: &Range<usize>| {
+        let rows = || gradient.f_narrow(0, range.start as i64, range.len() as i64);
+        gradient.defined().then(rows).transpose()
+    };
+    let row = |range: &Range<usize>| {
+        let parts = whole.iter().map(|gradient| rows(gradient, range));
+        Ok(vec![parts.collect::<Result<_, _>>()?])
+    };
+    ranges.iter().map(row).collect()
+}

@@ -1,0 +1,417 @@
+//! Automatic sizes: what fits is found, out of memory is survived, and the step is the same.
+//!
+//! One test at a time: all threads draw from one generator.
+
+mod fixture;
+
+use brimful::auto::Why;
+use brimful::memory::{Arena, Memory};
+use brimful::optim::{Adam, Optimizer, Sgd};
+use brimful::{Auto, Error, Loss, MicroBatcher, Size, Step};
+use fixture::{Net, alone, assert_same, close, logged, state};
+use tch::nn::{self, Module, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+const SAMPLES: i64 = 24;
+
+fn batch() -> Tensor {
+    Tensor::arange(SAMPLES * 4, (Kind::Double, Device::Cpu)).sin().view([SAMPLES, 4])
+}
+
+fn loss(net: &Net, x: &Tensor) -> Loss {
+    let out = net.layers.forward_t(x, true);
+    let weight = 3.0 * x.size()[0] as f64;
+    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), weight)
+}
+
+fn arena_of(memory: &str) -> (Arena, Memory) {
+    let arena = Arena::new(memory);
+    (arena.clone(), Memory::Arena(arena))
+}
+
+/// A `MicroBatcher` that runs two micro-batches a step, because memory ran out once.
+fn settled(net: &Net, arena: &Arena) -> MicroBatcher {
+    let mut micro =
+        MicroBatcher::new(&net.store, Auto::largest()).memory(Memory::Arena(arena.clone()));
+    let mut step = || micro.backward(&batch(), |x| loss(net, &x)).expect("a step").sizes;
+    assert_eq!([step(), step()].last(), Some(&vec![24]));
+    arena.fail_nth_allocation(20);
+    assert_eq!([step(), step()], [[12, 12], [12, 12]]);
+    micro
+}
+
+#[test]
+fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
+    let _alone = alone();
+    let (arena, _) = arena_of("faulty");
+    let mut sizes = Vec::new();
+    for n in 1.. {
+        let net = Net::with_dropout();
+        let mut micro = settled(&net, &arena);
+        let before = net.snapshot();
+        arena.fail_nth_allocation(n);
+        let step = micro.backward(&batch(), |x| loss(&net, &x)).expect("it fails once");
+        arena.fail_nth_allocation(0);
+        let after = state(&net);
+
+        net.restore(&before);
+        let size = *step.sizes.first().expect("a micro-batch");
+        let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
+        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("undisturbed");
+        assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
+        assert_same(&format!("allocation {n}"), &state(&net), &after);
+        if step.retries == 0 {
+            break;
+        }
+        assert_eq!(step.retries, 1, "allocation {n}");
+        sizes.push(size);
+    }
+    assert!(sizes.len() > 100, "only {} allocations", sizes.len());
+}
+
+#[test]
+fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same() {
+    let _alone = alone();
+    let run = |n: u64| {
+        let net = Net::plain();
+        let (arena, memory) = arena_of("faulty");
+        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory);
+        // Adam would make a gradient of rounding errors as large as any other.
+        let mut optimizer = Optimizer::new(&net.store, Sgd::new(0.1)).expect("an optimizer");
+        let mut retries = 0;
+        for step in 0..3 {
+            if step == 1 && n > 0 {
+                arena.fail_nth_allocation(n);
+            }
+            let step = micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
+            arena.fail_nth_allocation(0);
+            retries += step.retries;
+            micro.guard(|| optimizer.step()).expect("an update");
+            optimizer.zero_grad().expect("cleared");
+        }
+        (state(&net), retries)
+    };
+    let (expected, _) = run(0);
+    for n in 1.. {
+        let (got, retries) = run(n);
+        close(&format!("allocation {n}"), &expected, &got, 1e-12);
+        if retries == 0 {
+            assert!(n > 50, "only {n} allocations");
+            break;
+        }
+    }
+}
+
+#[test]
+fn when_all_allocations_fail_from_the_n_th_on_nothing_has_changed() {
+    let _alone = alone();
+    let (arena, _) = arena_of("full");
+    for n in 1.. {
+        let net = Net::with_dropout();
+        let mut micro = settled(&net, &arena);
+        let before = state(&net);
+        arena.fail_from_nth_allocation(n);
+        let result = micro.backward(&batch(), |x| loss(&net, &x));
+        arena.fail_nth_allocation(0);
+        match result {
+            Err(Error::DoesNotFit { .. }) => {
+                assert_same(&format!("allocation {n}"), &before, &state(&net));
+            }
+            Err(other) => panic!("allocation {n}: {other}"),
+            Ok(_) => {
+                assert!(n > 100, "only {n} allocations");
+                break;
+            }
+        }
+        micro.backward(&batch(), |x| loss(&net, &x)).expect("the next step");
+    }
+}
+
+#[test]
+fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
+    let _alone = alone();
+    let (arena, memory) = arena_of("faulty");
+    let prepared = || {
+        let net = Net::plain();
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(8)).memory(memory.clone());
+        micro.backward(&batch(), |x| loss(&net, &x)).expect("a step");
+        let optimizer = Optimizer::new(&net.store, Adam::new(0.1)).expect("an optimizer");
+        (net, micro, optimizer)
+    };
+    let expected = {
+        let (net, micro, mut optimizer) = prepared();
+        micro.guard(|| optimizer.step()).expect("an update");
+        state(&net)
+    };
+    for n in 1.. {
+        let (net, micro, mut optimizer) = prepared();
+        let before = (state(&net), arena.refusals());
+        arena.fail_nth_allocation(n);
+        micro.guard(|| optimizer.step()).expect("once is survived");
+        arena.fail_nth_allocation(0);
+        assert_same(&format!("allocation {n}"), &expected, &state(&net));
+        if arena.refusals() == before.1 {
+            break;
+        }
+        let (net, micro, mut optimizer) = prepared();
+        arena.fail_from_nth_allocation(n);
+        let error = micro.guard(|| optimizer.step()).expect_err("all of them fail");
+        arena.fail_nth_allocation(0);
+        assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
+        assert_same(&format!("from allocation {n}"), &before.0, &state(&net));
+        micro.guard(|| optimizer.step()).expect("the next try");
+        assert_same(&format!("after allocation {n}"), &expected, &state(&net));
+    }
+}
+
+#[test]
+fn a_guarded_closure_keeps_its_own_errors() {
+    let _alone = alone();
+    let (_, memory) = arena_of("cpu");
+    let error = brimful::guard(&memory, || Err::<(), _>("my own")).expect_err("its error");
+    assert_eq!(error.to_string(), "my own");
+}
+
+#[test]
+fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
+    let _alone = alone();
+    let (arena, memory) = arena_of("faulty");
+    let evaluate = |micro: &mut MicroBatcher, net: &Net| {
+        let forward = |x: Tensor| {
+            let out = net.layers.forward_t(&x, false);
+            (Loss::mean(out.square().mean(Kind::Double)), out)
+        };
+        micro.evaluate(&batch(), forward).expect("it fails once")
+    };
+    let net = Net::with_dropout();
+    let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
+    (0..12).for_each(|_| drop(evaluate(&mut micro, &net)));
+    let expected = evaluate(&mut micro, &net);
+    let before = state(&net);
+    for n in 1.. {
+        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
+        arena.fail_nth_allocation(n);
+        let step = evaluate(&mut micro, &net);
+        arena.fail_nth_allocation(0);
+        assert!((step.loss - expected.loss).abs() < 1e-12, "{} {}", step.loss, expected.loss);
+        let difference = (&step.outputs - &expected.outputs).abs().max().double_value(&[]);
+        assert!(difference < 1e-12, "{difference}");
+        assert_eq!(step.samples as i64, SAMPLES);
+        assert_same(&format!("allocation {n}"), &before, &state(&net));
+        if step.retries == 0 {
+            assert!(n > 20, "only {n} allocations");
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_mapping_and_a_whole_loss_survive_too() {
+    let _alone = alone();
+    let (arena, memory) = arena_of("faulty");
+    let net = Net::plain();
+    let whole = net.layers.forward_t(&batch(), false);
+    for n in [1, 5, 20] {
+        let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
+        arena.fail_nth_allocation(n);
+        let mapped = micro.map(&batch(), |x| net.layers.forward_t(&x, false)).expect("a mapping");
+        assert!((mapped - &whole).abs().max().double_value(&[]) < 1e-12);
+        arena.fail_nth_allocation(n);
+        let forward = |x: Tensor| net.layers.forward_t(&x, true);
+        let step = micro.backward_whole(&batch(), forward, |z| z.square().mean(Kind::Double));
+        let step = step.expect("a whole loss");
+        assert_eq!((step.retries, step.samples as i64), (1, SAMPLES));
+        arena.fail_nth_allocation(0);
+    }
+}
+
+/// A model whose micro-batches are what its memory is full of.
+struct Wide {
+    store: nn::VarStore,
+    layers: nn::SequentialT,
+}
+
+impl Wide {
+    fn new() -> Self {
+        tch::manual_seed(3);
+        let store = nn::VarStore::new(Device::Cpu);
+        let root = store.root();
+        let layers = nn::seq_t()
+            .add(nn::linear(&root / "in", 64, 256, Default::default()))
+            .add_fn(|x| x.relu())
+            .add(nn::linear(&root / "out", 256, 8, Default::default()));
+        Self { store, layers }
+    }
+
+    fn batch(samples: i64, features: i64) -> Tensor {
+        Tensor::ones([samples, features], (Kind::Float, Device::Cpu))
+    }
+
+    fn step(&self, micro: &mut MicroBatcher, samples: i64) -> brimful::Result<Step> {
+        micro.backward(&Self::batch(samples, 64), |x| {
+            Loss::mean(self.layers.forward_t(&x, true).square().mean(Kind::Float))
+        })
+    }
+}
+
+#[test]
+fn the_largest_size_is_found_with_at_most_one_failure() {
+    let _alone = alone();
+    for limit in [300 << 10, 1 << 20, 5 << 20] {
+        let feasible = (1..=2000).rev().find(|&size| {
+            let wide = Wide::new();
+            let memory = Memory::Arena(Arena::limited("exhaustive", limit).expect("a limit"));
+            let mut micro = MicroBatcher::new(&wide.store, Size::Fixed(size)).memory(memory);
+            (0..2).all(|_| wide.step(&mut micro, 4 * size as i64).is_ok())
+        });
+        let (feasible, wide) = (feasible.expect("one sample fits"), Wide::new());
+        let memory = Memory::Arena(Arena::limited("auto", limit).expect("a limit"));
+        let mut micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        let steps: Vec<Step> =
+            (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
+        let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
+        let failed: usize = steps.iter().map(|step| step.retries).sum();
+        assert!(found * 100 >= feasible * 95, "{limit}: {found} of {feasible}");
+        assert!(failed <= 1, "{limit}: {failed} failed");
+    }
+}
+
+#[test]
+fn the_size_follows_a_limit_that_is_lowered_and_raised_with_a_log_line_each_time() {
+    let _alone = alone();
+    let wide = Wide::new();
+    let arena = Arena::limited("shared", 2 << 20).expect("a limit");
+    let mut micro =
+        MicroBatcher::new(&wide.store, Auto::largest()).memory(Memory::Arena(arena.clone()));
+    (0..3).for_each(|_| drop(wide.step(&mut micro, 4000).expect("a step")));
+    let mut size_and_log = || {
+        let mut step = None;
+        let log = logged(|| step = Some(wide.step(&mut micro, 4000).expect("a step")));
+        let step = step.expect("it ran");
+        (step.decisions[0].size, step.decisions[0].why, log)
+    };
+    let (full, _, _) = size_and_log();
+    let other = {
+        let _inside = arena.enter();
+        Tensor::zeros([300_000], (Kind::Float, Device::Cpu))
+    };
+    let (less, why, log) = size_and_log();
+    assert!(less < full && why == Why::LessMemory, "{less} of {full}: {why}");
+    assert!(log.contains("INFO") && log.contains("less memory"), "{log}");
+    drop(other);
+    let (again, why, log) = size_and_log();
+    assert!(again > less && why == Why::MoreMemory, "{again} after {less}: {why}");
+    assert!(log.contains("more memory"), "{log}");
+    let (_, _, log) = size_and_log();
+    assert!(!log.contains("INFO"), "a calm step is silent: {log}");
+}
+
+#[test]
+fn a_new_shape_is_predicted_from_the_known_ones() {
+    let _alone = alone();
+    tch::manual_seed(4);
+    let store = nn::VarStore::new(Device::Cpu);
+    let conv = nn::conv1d(store.root(), 3, 16, 3, Default::default());
+    let memory = Memory::Arena(Arena::limited("small", 4 << 20).expect("a limit"));
+    let mut micro = MicroBatcher::new(&store, Auto::largest()).memory(memory);
+    let mut step = |length: i64| {
+        let batch = Tensor::ones([3000, 3, length], (Kind::Float, Device::Cpu));
+        let run = |x: Tensor| Loss::mean(conv.forward(&x).relu().square().mean(Kind::Float));
+        micro.backward(&batch, run).expect("a step")
+    };
+    (0..3).for_each(|_| drop(step(64)));
+    let longer = step(128);
+    assert_eq!((longer.decisions[0].why, longer.retries), (Why::Predicted, 0));
+    let (short, long) = (step(64).decisions[0].size, step(128).decisions[0].size);
+    assert!(short > long * 17 / 10 && short < long * 23 / 10, "{short} and {long}");
+}
+
+#[test]
+fn what_an_optimizer_will_take_is_left_free_for_it() {
+    let _alone = alone();
+    let run = |reserve: bool| {
+        let wide = Wide::new();
+        let memory = Memory::Arena(Arena::limited("tight", 600 << 10).expect("a limit"));
+        let mut micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        if reserve {
+            micro = micro.reserve(Adam::new(0.1));
+        }
+        let step = wide.step(&mut micro, 4000).expect("a step");
+        step.decisions.last().expect("a size").size
+    };
+    let (with, without) = (run(true), run(false));
+    assert!(with < without, "{with} and {without}");
+}
+
+#[test]
+fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
+    let _alone = alone();
+    let wide = Wide::new();
+    for (limit, tried) in [(100, "before the first one was run"), (80 << 10, "tried 2 and 1")] {
+        let memory = Memory::Arena(Arena::limited("tiny", limit).expect("a limit"));
+        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(memory);
+        let error = wide.step(&mut micro, 100).expect_err("too small").to_string();
+        let parts = [tried, " free; recompute", "out of memory in arena 'tiny'"];
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        assert!(wide.store.trainable_variables().iter().all(|v| !v.grad().defined()));
+    }
+}
+
+#[test]
+fn a_closure_that_hides_out_of_memory_is_told_of() {
+    let _alone = alone();
+    let wide = Wide::new();
+    let arena = Arena::limited("hidden", 8 << 20).expect("a limit");
+    let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(Memory::Arena(arena));
+    let hiding = |x: Tensor| {
+        let huge = Tensor::f_zeros([100 << 20], (Kind::Float, Device::Cpu));
+        assert!(huge.is_err(), "it does not fit");
+        Loss::mean(wide.layers.forward_t(&x, true).square().mean(Kind::Float))
+    };
+    let log = logged(|| {
+        micro.backward(&Wide::batch(100, 64), hiding).expect("it goes on");
+        micro.backward(&Wide::batch(100, 64), hiding).expect("it goes on");
+    });
+    assert_eq!(log.matches("let it pass out-of-memory on").count(), 1, "{log}");
+}
+
+#[test]
+fn without_a_limit_the_machine_s_memory_is_the_budget() {
+    let _alone = alone();
+    let wide = Wide::new();
+    let mut micro = MicroBatcher::new(&wide.store, Auto::largest());
+    let steps: Vec<_> = (0..3).map(|_| wide.step(&mut micro, 500).expect("a step")).collect();
+    let last = steps.last().expect("a step");
+    assert_eq!((last.sizes.as_slice(), last.retries), ([500].as_slice(), 0));
+    let host = brimful::memory::host().expect("the machine's memory").total;
+    assert!(last.decisions[0].available <= host);
+}
+
+#[test]
+fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
+    let _alone = alone();
+    let path = std::env::temp_dir().join(format!("brimful-sizes-{}.json", std::process::id()));
+    let start = |limit: u64| {
+        let wide = Wide::new();
+        let memory = Memory::Arena(Arena::limited("cpu", limit).expect("a limit"));
+        let micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        (wide, micro.remember(&path).expect("the memory answers"))
+    };
+    let (wide, mut micro) = start(1 << 20);
+    let found = (0..4).map(|_| wide.step(&mut micro, 4000).expect("a step").sizes[0]).last();
+    let first = |limit: u64| {
+        let (wide, mut micro) = start(limit);
+        let step = wide.step(&mut micro, 4000).expect("a step");
+        (step.decisions[0].why, step.sizes[0], step.retries)
+    };
+    assert_eq!(first(1 << 20), (Why::Remembered, found.expect("a size"), 0));
+    assert_eq!(first(2 << 20).0, Why::Probe);
+
+    for foreign in ["{\"format\": \"something else\", \"sizes\": []}", "not even {", "[]"] {
+        std::fs::write(&path, foreign).expect("written");
+        let log = logged(|| assert_eq!(first(1 << 20).0, Why::Probe));
+        assert!(log.contains("WARN") && log.contains("are not used"), "{log}");
+        assert_eq!(std::fs::read_to_string(&path).expect("read"), foreign, "it is left as it is");
+    }
+    std::fs::remove_file(&path).expect("removed");
+}

@@ -1,0 +1,240 @@
+//! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model beside.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::layers::Model;
+use brimful::nn::batch_norm2d;
+use brimful::optim::{Adam, Optimizer};
+use brimful::pipeline::{Builder, StageDevice};
+use brimful::{Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use tch::nn::{self, Path, VarStore};
+use tch::{Device, Kind, Tensor};
+
+const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
+
+/// The default generator is one for the process, so that tests that draw from it take turns.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A model, data for it, and whether the cut into micro-batches shows in its results.
+pub struct Case {
+    pub name: &'static str,
+    pub layers: fn() -> Layers,
+    pub input: fn(i64) -> Tensor,
+    pub target: fn(i64) -> Tensor,
+    pub loss: fn(&Tensor, &Tensor) -> Loss,
+    pub shows_cut: bool,
+}
+
+pub const MLP: Case = Case {
+    name: "mlp",
+    layers: mlp,
+    input: |n| Tensor::randn([n, 4], DOUBLE),
+    target: classes,
+    loss: cross_entropy,
+    shows_cut: false,
+};
+
+/// With deferred BatchNorm.
+pub const CNN: Case = Case {
+    name: "cnn",
+    layers: cnn,
+    input: |n| Tensor::randn([n, 2, 6, 6], DOUBLE),
+    target: classes,
+    loss: cross_entropy,
+    shows_cut: true,
+};
+
+/// With skips across stages, one of them popped twice.
+pub const U_NET: Case = Case {
+    name: "u-net",
+    layers: u_net,
+    input: |n| Tensor::randn([n, 2, 8, 8], DOUBLE),
+    target: |n| Tensor::randn([n, 1, 8, 8], DOUBLE),
+    loss: |out, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)),
+    shows_cut: false,
+};
+
+/// With a shared table and dropout, and a loss over tokens that are not padding.
+pub const GPT: Case = Case {
+    name: "gpt",
+    layers: gpt,
+    input: |n| Tensor::randint(VOCABULARY, [n, SEQUENCE], (Kind::Int64, Device::Cpu)),
+    target: |n| Tensor::randint(VOCABULARY, [n, SEQUENCE], (Kind::Int64, Device::Cpu)),
+    loss: token_loss,
+    shows_cut: true,
+};
+
+pub const CASES: [Case; 4] = [MLP, CNN, U_NET, GPT];
+
+const VOCABULARY: i64 = 11;
+const SEQUENCE: i64 = 5;
+const WIDTH: i64 = 6;
+
+fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+    move |p| nn::linear(p, inputs, outputs, Default::default())
+}
+
+/// Without a bias: before a BatchNorm its gradient is rounding alone, which Adam would blow up.
+fn conv(from: i64, to: i64) -> impl Fn(&Path) -> nn::Conv2D + Send + Sync {
+    let config = nn::ConvConfig { padding: 1, bias: false, ..Default::default() };
+    move |p| nn::conv2d(p, from, to, 3, config)
+}
+
+pub fn mlp() -> Layers {
+    Layers::new()
+        .add("fc1", linear(4, 6))
+        .add_fn("tanh1", |x| x.tanh())
+        .add("fc2", linear(6, 6))
+        .add_fn("tanh2", |x| x.tanh())
+        .add("fc3", linear(6, 6))
+        .add_fn("relu3", |x| x.relu())
+        .add("fc4", linear(6, 5))
+        .add("fc5", linear(5, 3))
+}
+
+fn cnn() -> Layers {
+    Layers::new()
+        .add("conv1", conv(2, 3))
+        .add("bn1", |p| batch_norm2d(p, 3, Default::default()))
+        .add_fn("relu1", |x| x.relu())
+        .add("conv2", conv(3, 4))
+        .add("bn2", |p| batch_norm2d(p, 4, Default::default()))
+        .add_fn("relu2", |x| x.relu())
+        .add_fn("flat", |x| x.flatten(1, -1))
+        .add("fc", linear(4 * 36, 3))
+}
+
+/// One level: what goes down is popped on the way up, where both levels call it `skip`.
+fn level(channels: i64, size: i64, inner: Layers) -> Layers {
+    Layers::new()
+        .add("in", conv(channels, channels))
+        .stash("skip")
+        .add_fn("down", |x| x.max_pool2d_default(2))
+        .add_layers("inner", inner)
+        .add_fn("up", move |x| x.upsample_nearest2d([size, size], None, None))
+        .pop("join", "skip", |x, skip| Tensor::cat(&[x, skip], 1))
+        .add("out", conv(2 * channels, channels))
+        .pop("again", "skip", |x, skip| x + skip.tanh())
+}
+
+fn u_net() -> Layers {
+    let bottom = Layers::new().add("conv", conv(2, 2)).add_fn("tanh", |x| x.tanh());
+    Layers::new()
+        .add_layers("net", level(2, 8, level(2, 4, bottom)))
+        .add("head", |p| nn::conv2d(p, 2, 1, 1, Default::default()))
+}
+
+fn table(p: &Path) -> Tensor {
+    p.get("weight").unwrap_or_else(|| p.randn("weight", &[VOCABULARY, WIDTH], 0.0, 0.5))
+}
+
+fn gpt() -> Layers {
+    let block = || {
+        Layers::new()
+            .stash("residual")
+            .add("norm", |p| nn::layer_norm(p, vec![WIDTH], Default::default()))
+            .add("mix", linear(WIDTH, WIDTH))
+            .add_fn("gelu", |x| x.gelu("none"))
+            .add_fn_t("drop", |x, train| x.dropout(0.3, train))
+            .pop("sum", "residual", |x, residual| x + residual)
+    };
+    Layers::new()
+        .add("wte", |p| {
+            let table = table(p);
+            nn::func(move |x| Tensor::embedding(&table, x, -1, false, false))
+        })
+        .add_fn_t("drop", |x, train| x.dropout(0.2, train))
+        .add_layers("h0", block())
+        .add_layers("h1", block())
+        .add_sharing("head", "wte", |_, p| {
+            let table = table(p);
+            nn::func(move |x| x.linear(&table, None::<Tensor>))
+        })
+}
+
+fn classes(n: i64) -> Tensor {
+    Tensor::randint(3, [n], (Kind::Int64, Device::Cpu))
+}
+
+fn cross_entropy(out: &Tensor, y: &Tensor) -> Loss {
+    Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, tch::Reduction::Mean, -100, 0.0))
+}
+
+/// A mean over the tokens but those of number 0, and a term on the outputs beside it.
+fn token_loss(out: &Tensor, y: &Tensor) -> Loss {
+    let rows = out.view([-1, VOCABULARY]);
+    let sum = rows.cross_entropy_loss::<Tensor>(&y.view([-1]), None, tch::Reduction::Sum, 0, 0.0);
+    Loss::ratio(sum, y.ne(0).sum(Kind::Double)) + Loss::mean(out.square().mean(Kind::Double)) * 0.1
+}
+
+/// A pipeline in f64 on CPU devices of one thread each.
+pub fn builder(layers: Layers, devices: usize) -> Builder {
+    let device = || StageDevice::cpu().threads(1);
+    Pipeline::builder(layers).devices((0..devices).map(|_| device())).kind(Kind::Double)
+}
+
+/// The plain model with a pipeline's values, trained by its own optimizer.
+pub struct Plain {
+    pub store: VarStore,
+    pub model: Model,
+    pub optimizer: Optimizer,
+}
+
+impl Plain {
+    pub fn of(layers: &Layers, pipe: &Pipeline) -> Self {
+        let mut store = VarStore::new(Device::Cpu);
+        let model = layers.build(&store.root()).expect("built");
+        store.set_kind(Kind::Double);
+        let values = pipe.variables().expect("variables");
+        let mut here = store.variables();
+        assert_eq!(here.len(), values.len());
+        tch::no_grad(|| {
+            for (name, value) in values {
+                here.get_mut(&name).expect("the same names").copy_(&value);
+            }
+        });
+        let optimizer = Optimizer::new(&store, Adam::new(0.01)).expect("an optimizer");
+        Self { store, model, optimizer }
+    }
+
+    /// The loss and gradients over these micro-batches, with the numbers of the step of this seed.
+    pub fn backward(&self, case: &Case, x: &Tensor, y: &Tensor, size: Size, seed: u64) -> f64 {
+        let mut micro = MicroBatcher::new(&self.store, size);
+        let i = Cell::new(0);
+        let batch = (x.shallow_clone(), y.shallow_clone());
+        let step = micro.backward(&batch, |(x, y)| {
+            let draws = Draws::new(seed, i.replace(i.get() + 1));
+            let out = self.model.forward_drawing(&[x], true, draws);
+            (case.loss)(&out[0], &y)
+        });
+        step.expect("a plain step").loss
+    }
+
+    pub fn values(&self) -> Vec<(String, Tensor)> {
+        let mut all: Vec<_> = self.store.variables().into_iter().collect();
+        all.sort_by(|(a, _), (b, _)| a.cmp(b));
+        all
+    }
+
+    pub fn gradients(&self) -> Vec<(String, Tensor)> {
+        let all = self.values().into_iter().map(|(name, value)| (name, value.grad()));
+        all.filter(|(_, gradient)| gradient.defined()).collect()
+    }
+}
+
+/// The same names, and values that differ by at most 1e-10 of their size.
+pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) {
+    let names = |list: &[(String, Tensor)]| list.iter().map(|(n, _)| n.clone()).collect::<Vec<_>>();
+    assert_eq!(names(a), names(b), "{what}");
+    for ((name, a), (_, b)) in a.iter().zip(b) {
+        let scale = b.abs().max().double_value(&[]).max(1e-3);
+        let error = (a - b).abs().max().double_value(&[]) / scale;
+        assert!(error < 1e-10, "{what}: {name} is off by {error:e}");
+    }
+}
