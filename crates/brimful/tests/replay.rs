@@ -388,6 +388,36 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
 }
 
 #[test]
+fn an_automatic_size_backs_off_and_is_replayed() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    for size in [Size::Auto, Size::Largest] {
+        // Without normalisation, whose numbers depend on the size.
+        let [eager, replayed] = [(); 2].map(|()| Net::new(kind, BatchNormPolicy::Frozen, 0.0));
+        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+        let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
+        let (mut retries, mut count) = (0, 0);
+        for step in 0..6 {
+            let samples = batch(60, kind, step);
+            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
+            let closure = |(x, y, tokens): Samples| {
+                // More than 7 samples ask for 16 TiB.
+                if x.size()[0] > 7 {
+                    let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
+                }
+                replayed.loss(&x, &y, &tokens)
+            };
+            let b = two.backward(&samples, closure).expect("a step");
+            assert!(b.sizes.iter().all(|size| *size <= 7), "{:?}", b.sizes);
+            assert_near(kind, &replayed, &eager, &format!("{size:?} step {step}"));
+            (retries, count) = (retries + b.retries, count + b.replayed);
+        }
+        assert!(retries > 0);
+        assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
+    }
+}
+
+#[test]
 fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let _alone = alone();
     let device = test_device();
