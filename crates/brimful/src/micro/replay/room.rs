@@ -1,6 +1,6 @@
 //! The memory that captured work runs in, which no tensor's account shows while it is replayed.
 
-use brimful_torch::memory::{DeviceMemory, device_memory, reset_peak};
+use brimful_torch::memory::{device_memory, reset_peak};
 use tch::Device;
 
 use crate::Result;
@@ -19,23 +19,27 @@ pub(super) struct Room {
 #[derive(Debug)]
 pub(super) struct Watch {
     device: Device,
-    before: DeviceMemory,
+    /// The step's peak so far.
+    before: u64,
 }
 
 impl Watch {
     pub(super) fn begin(device: Device) -> Result<Self> {
-        let before = device_memory(device)?;
+        let before = device_memory(device)?.peak;
         reset_peak(device)?;
         Ok(Self { device, before })
     }
 }
 
 impl Room {
-    /// Counts what was allocated since, by a capture that allocates all that its replays will use.
-    pub(super) fn add(&mut self, watch: &Watch) -> Result<()> {
-        let peak = device_memory(watch.device)?.peak;
-        self.needed = self.needed.max(peak.saturating_sub(watch.before.current));
-        self.interrupted = self.interrupted.max(watch.before.peak).max(peak);
+    /// Counts what a capture has allocated, which is what its replays will use; of one that failed,
+    /// nothing remains. What it keeps is among what is in use.
+    pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<()> {
+        let now = device_memory(watch.device)?;
+        if succeeded {
+            self.needed = self.needed.max(now.peak.saturating_sub(now.current));
+        }
+        self.interrupted = self.interrupted.max(watch.before).max(now.peak);
         // What was counted here is not to be counted again as the step's.
         Ok(reset_peak(watch.device)?)
     }

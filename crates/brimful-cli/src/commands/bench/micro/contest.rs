@@ -2,21 +2,18 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
-use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
-use brimful::micro::Layout;
-use brimful::{Bytes, Loss, MicroBatcher, Size, split};
+use anyhow::{Result, ensure};
+use brimful::Bytes;
+use brimful::memory::Arena;
 use brimful_torch::{device as torch_device, transfer};
-use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::Device;
 
 use super::super::journal::Journal;
 use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::{Dtype, Samples, Work};
+use super::corner::{Corner, Tuning, in_use};
 use super::report::SpeedRow;
-use crate::setting::clear_gradients;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -33,13 +30,6 @@ pub(super) enum Contestant {
     Resident,
     /// The library, with the mini-batch in host memory, as it is to run the model.
     Tuned(Tuning),
-}
-
-/// How the library is to run a model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tuning {
-    pub(super) replay: bool,
-    pub(super) channels_last: bool,
 }
 
 impl Contestant {
@@ -152,16 +142,6 @@ struct Ring<'a> {
     pinned: Samples,
 }
 
-/// A model that is run in one way. One that is captured must stay where it is in memory.
-struct Corner {
-    tuning: Tuning,
-    store: VarStore,
-    model: Model,
-    micro: MicroBatcher,
-    /// Device memory that it keeps between its turns.
-    kept: u64,
-}
-
 /// What one turn gave.
 struct Turn {
     seconds: f64,
@@ -233,69 +213,10 @@ impl<'a> Ring<'a> {
     }
 }
 
-impl Corner {
-    fn new(work: &Work, device: Device, tuning: Tuning) -> Result<Self> {
-        let before = in_use(device)?;
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
-        let layout = if tuning.channels_last { Layout::ChannelsLast } else { Layout::AsIs };
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
-        let micro = micro.replay(tuning.replay).layout(layout);
-        let kept = in_use(device)?.saturating_sub(before);
-        Ok(Self { tuning, store, model, micro, kept })
-    }
-
-    fn clear(&self) -> Result<()> {
-        clear_gradients(&self.store)
-    }
-
-    fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
-        let Self { model, micro, .. } = self;
-        let step = micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
-        if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
-            bail!("the model was not replayed: {cause}");
-        }
-        Ok((step.loss, step.peak))
-    }
-
-    /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
-    fn by_hand(&self, work: &Work, (x, y): &Samples) -> Result<(f64, Option<Bytes>)> {
-        let device = self.store.device();
-        let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
-        if let Some(memory) = &memory {
-            memory.reset_peak()?;
-        }
-        let total = Tensor::zeros([], (Kind::Float, device));
-        for range in split::by_size(work.batch, work.micro_batch)? {
-            let (start, length) = (range.start as i64, range.len() as i64);
-            let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), device));
-            let loss = work.loss(&self.model, &(x, y));
-            let loss = loss * (length as f64 / work.batch as f64);
-            loss.backward();
-            let _ = total.shallow_clone().g_add_(&loss.detach());
-        }
-        let loss = total.double_value(&[]);
-        let peak = memory.map(|memory| memory.usage().map(|usage| usage.peak)).transpose()?;
-        Ok((loss, peak))
-    }
-}
-
-/// Device memory in use now; a CPU's is not counted here.
-fn in_use(device: Device) -> Result<u64> {
-    Ok(match device {
-        Device::Cpu => 0,
-        _ => Memory::Accelerator(device).usage()?.current.0,
-    })
-}
-
 fn share((x, y): &Samples) -> Samples {
     (x.shallow_clone(), y.shallow_clone())
 }
 
 fn on_device((x, y): &Samples, device: Device) -> Samples {
     (x.to_device(device), y.to_device(device))
-}
-
-fn send(tensor: &Tensor, device: Device) -> Tensor {
-    tensor.to_device_(device, tensor.kind(), true, false)
 }

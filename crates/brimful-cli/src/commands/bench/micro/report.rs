@@ -6,7 +6,8 @@ use serde::Serialize;
 
 use super::super::journal::Journal;
 use super::super::work::{Dtype, ModelName, Work, name};
-use super::contest::{Figures, Tuning};
+use super::contest::Figures;
+use super::corner::Tuning;
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
