@@ -73,6 +73,9 @@ def options():
     parser.add_argument("--image", type=int, default=224)
     parser.add_argument("--gpt", default="12x768x512", help="layers x width x sequence")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--channels-last", action="store_true", help="for the loop on images")
+    parser.add_argument("--compile", choices=["default", "reduce-overhead"], help="for the loop")
+    parser.set_defaults(keep_gradients=False)
     return parser.parse_args()
 
 
@@ -108,7 +111,7 @@ def synchronize(device):
 
 def turn(args, network, step):
     """One step, timed from a quiet device to a quiet device: seconds and loss."""
-    network.zero_grad(set_to_none=True)
+    network.zero_grad(set_to_none=not args.keep_gradients)
     synchronize(args.device)
     start = time.perf_counter()
     loss = float(step().detach())
@@ -117,21 +120,27 @@ def turn(args, network, step):
 
 
 def measure(contestant, make_step, **versions):
-    """Runs the script of one peer: `make_step(args, network)` gives its step of (x, y)."""
+    """Runs the script of one peer: `make_step(args, network)` gives its step of (x, y).
+
+    A contestant's name may depend on the options.
+    """
     args = options()
+    contestant = contestant(args) if callable(contestant) else contestant
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.dtype != "f32"
     network, (x, y) = model(args), samples(args)
     step = make_step(args, network)
     print(f"{contestant} {args.model} {args.dtype} {args.batch}/{args.micro_batch}", file=sys.stderr)
-    turns = [turn(args, network, lambda: step(x, y)) for _ in range(WARM_UP)]
+    warm_up = [turn(args, network, lambda: step(x, y))[0] for _ in range(WARM_UP)]
     cuda = args.device.startswith("cuda")
     if cuda:
-        network.zero_grad(set_to_none=True)
+        network.zero_grad(set_to_none=not args.keep_gradients)
         torch.cuda.reset_peak_memory_stats()
     turns = [turn(args, network, lambda: step(x, y)) for _ in range(args.repeats)]
     peak = torch.cuda.max_memory_allocated() if cuda else None
     row = row_of(contestant, args, [seconds for seconds, _ in turns], turns[-1][1], peak)
+    row["warm_up_seconds"] = warm_up
+    row["reserved_bytes"] = torch.cuda.max_memory_reserved() if cuda else None
     last = {"done": True, "environment": environment(contestant, args, versions), "rows": [row]}
     for line in (row, last):
         print(json.dumps(line, ensure_ascii=False), flush=True)

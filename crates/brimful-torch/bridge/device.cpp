@@ -173,6 +173,14 @@ int32_t brimful_stream_from_pool(int32_t device, int64_t* id, char** message) no
   });
 }
 
+// From libtorch's pool of high priority, which is apart from the other.
+int32_t brimful_stream_urgent(int32_t device, int64_t* id, char** message) noexcept {
+  return guarded(message, [&] {
+    const bool high_priority = true;
+    *id = guard_of(device).getStreamFromGlobalPool(device_of(device), high_priority).id();
+  });
+}
+
 int32_t brimful_stream_current(int32_t device, int64_t* id, char** message) noexcept {
   return guarded(message, [&] { *id = guard_of(device).getStream(device_of(device)).id(); });
 }

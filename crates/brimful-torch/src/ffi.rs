@@ -6,6 +6,7 @@ use std::ffi::{c_char, c_void};
 pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
 pub(crate) type RawEvent = c_void;
+pub(crate) type RawGraph = c_void;
 pub(crate) type RawGenerator = c_void;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
@@ -44,7 +45,23 @@ pub(crate) struct RawAdam {
     pub(crate) decoupled: bool,
 }
 
+/// What `graph/graph.cpp` can do, once it is loaded.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct RawGraphs {
+    pub(crate) begin: unsafe extern "C" fn(i32, *const u64, *mut *mut RawGraph, Message) -> i32,
+    pub(crate) end: unsafe extern "C" fn(*mut RawGraph, *mut u64, Message) -> i32,
+    pub(crate) replay: unsafe extern "C" fn(*mut RawGraph, Message) -> i32,
+    pub(crate) drop: unsafe extern "C" fn(*mut RawGraph),
+}
+
 unsafe extern "C" {
+    pub(crate) fn brimful_load_graphs(
+        bytes: *const u8,
+        length: usize,
+        out: *mut *const RawGraphs,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_free_message(message: *mut c_char);
     pub(crate) fn brimful_load_cuda(message: Message) -> i32;
     pub(crate) fn brimful_cuda_driver(version: *mut i32, message: Message) -> i32;
@@ -90,6 +107,14 @@ unsafe extern "C" {
     pub(crate) fn brimful_reset_peak(device: i32, message: Message) -> i32;
     pub(crate) fn brimful_empty_cache(device: i32, message: Message) -> i32;
 
+    pub(crate) fn brimful_laid_out(
+        tensor: *const RawTensor,
+        channels_last: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_lay_out(t: *mut RawTensor, channels_last: bool, m: Message) -> i32;
+
     pub(crate) fn brimful_meta_enter(on: bool) -> bool;
 
     pub(crate) fn brimful_generator_state(
@@ -110,6 +135,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
+    pub(crate) fn brimful_stream_urgent(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_current(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_enter(d: i32, id: i64, last: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_synchronize(device: i32, id: i64, message: Message) -> i32;

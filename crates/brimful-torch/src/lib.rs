@@ -7,6 +7,8 @@
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`foreach`] | one operation on many tensors at once |
+//! | [`graph`] | work on a CUDA stream, captured once and replayed |
+//! | [`layout`] | numbers in memory with the channels last |
 //! | [`memory`] | an accelerator's memory figures and cache |
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`optim`] | the fused optimizers |
@@ -23,6 +25,8 @@ mod error;
 mod ffi;
 pub mod foreach;
 pub mod gradients;
+pub mod graph;
+pub mod layout;
 pub mod libtorch;
 pub mod memory;
 pub mod meta;

@@ -10,7 +10,7 @@ use crate::ffi::{self, RawGenerator};
 use crate::{owned, raw};
 
 /// Where a device's default generator stands.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct GeneratorState(Tensor);
 
 /// Takes the state of the device's default generator.

@@ -28,6 +28,15 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_from_pool)
     }
 
+    /// A stream from another pool, which no [`Stream::new`] ever gives again: for a capture, into
+    /// which no other thread must put its work.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn urgent(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_urgent)
+    }
+
     /// The stream that this thread's work on the device goes to.
     ///
     /// # Errors

@@ -23,6 +23,8 @@ pub(crate) type Sum = Vec<Option<Tensor>>;
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     groups: Vec<Sum>,
+    /// Whether some of them are captured graphs' own, which the next step will overwrite.
+    lent: bool,
 }
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.
@@ -34,6 +36,8 @@ pub(crate) struct Accumulator {
     /// Whether sums must be kept apart: for f32 sums of half precision, and on CUDA, where a few
     /// kernels add what takes autograd one a parameter.
     apart: bool,
+    /// See [`Sums`].
+    lent: bool,
 }
 
 impl Accumulator {
@@ -41,7 +45,7 @@ impl Accumulator {
     pub(crate) fn begin(parameters: Vec<Tensor>) -> Result<Self> {
         let aside = parameters.iter().map(gradient).collect();
         let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
-        let mut accumulator = Self { parameters, aside, groups: Vec::new(), apart };
+        let mut accumulator = Self { parameters, aside, groups: Vec::new(), apart, lent: false };
         accumulator.clear()?;
         Ok(accumulator)
     }
@@ -82,7 +86,53 @@ impl Accumulator {
         }
         self.put_back()?;
         self.parameters.clear();
-        Ok(Sums { groups: std::mem::take(&mut self.groups) })
+        Ok(Sums { groups: std::mem::take(&mut self.groups), lent: self.lent })
+    }
+
+    pub(crate) fn parameters(&self) -> &[Tensor] {
+        &self.parameters
+    }
+
+    /// Puts other sums in place, and gives those that were there.
+    pub(crate) fn exchange(&mut self, groups: Vec<Sum>) -> Vec<Sum> {
+        std::mem::replace(&mut self.groups, groups)
+    }
+
+    /// Adds gradients of the same step that were summed apart.
+    pub(crate) fn add_sums(&mut self, groups: Vec<Sum>) -> Result<()> {
+        self.expect_groups(groups.len());
+        let mut pairs = self.groups.iter_mut().zip(groups);
+        pairs.try_for_each(|(mine, theirs)| add_sum(mine, theirs))
+    }
+
+    /// Goes on summing in these tensors, which a captured graph adds to, from what there is so far.
+    pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
+        self.expect_groups(lenders.len());
+        self.lent = true;
+        let (mut empty, mut into, mut from) = (Vec::new(), Vec::new(), Vec::new());
+        for (mine, lender) in self.groups.iter_mut().flatten().zip(lenders.iter().flatten()) {
+            let Some(lender) = lender else { continue };
+            match mine {
+                Some(sum) if sum.data_ptr() == lender.data_ptr() => continue,
+                Some(sum) => {
+                    into.push(lender.shallow_clone());
+                    from.push(sum.shallow_clone());
+                }
+                None => empty.push(lender.shallow_clone()),
+            }
+            *mine = Some(lender.shallow_clone());
+        }
+        foreach::zero(&empty)?;
+        Ok(foreach::copy(&into, &from)?)
+    }
+
+    /// Goes on summing in tensors of its own.
+    pub(crate) fn disown(&mut self) -> Result<()> {
+        if self.lent {
+            self.groups = self.groups.iter().map(copy_of).collect::<Result<_>>()?;
+            self.lent = false;
+        }
+        Ok(())
     }
 
     fn clear(&mut self) -> Result<()> {
@@ -119,6 +169,15 @@ impl Sums {
         Ok(())
     }
 
+    /// Makes them its own, so that they outlast the step.
+    pub(crate) fn own(&mut self) -> Result<()> {
+        if self.lent {
+            self.groups = self.groups.iter().map(copy_of).collect::<Result<_>>()?;
+            self.lent = false;
+        }
+        Ok(())
+    }
+
     /// Adds the sums, each group times its factor, to the parameters' gradients. Everything that
     /// needs memory comes before the first change.
     pub(crate) fn commit(self, parameters: &mut [Tensor], factors: &[f64]) -> Result<()> {
@@ -127,6 +186,7 @@ impl Sums {
 
     /// The sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
+        let lent = self.lent;
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
         scale(&total, factors.first().copied())?;
@@ -135,7 +195,7 @@ impl Sums {
             add_sum(&mut total, sum)?;
         }
         total.resize_with(parameters.len(), || None);
-        Ok(Finished(cast(total, parameters)?))
+        Ok(Finished(cast(total, parameters, lent)?))
     }
 }
 
@@ -180,11 +240,33 @@ fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
     }
 }
 
-/// Gives each sum its parameter's type.
-fn cast(sum: Sum, parameters: &[Tensor]) -> Result<Sum> {
-    let pairs = sum.into_iter().zip(parameters);
-    let cast = pairs.map(|(sum, p)| sum.map(|sum| sum.f_to_kind(p.kind())).transpose());
-    Ok(cast.collect::<std::result::Result<_, _>>()?)
+/// Gives each sum its parameter's type. One that has it already stays as it is, or is copied where it
+/// is lent.
+fn cast(sum: Sum, parameters: &[Tensor], lent: bool) -> Result<Sum> {
+    let kinds = parameters.iter().map(Tensor::kind);
+    let moves = |(sum, kind): (&Option<Tensor>, Kind)| {
+        sum.as_ref().is_some_and(|sum| lent || sum.kind() != kind)
+    };
+    if !sum.iter().zip(kinds).any(moves) {
+        return Ok(sum);
+    }
+    copied(&sum, parameters.iter().map(Some))
+}
+
+/// The same sums in tensors of their own.
+fn copy_of(sum: &Sum) -> Result<Sum> {
+    copied(sum, sum.iter().map(Option::as_ref))
+}
+
+/// Copies of the sums, in kind and layout like those tensors, by a few kernels for all of them.
+fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Result<Sum> {
+    let pairs = sum.iter().zip(like);
+    let empty =
+        pairs.map(|(sum, like)| sum.as_ref().and(like).map(Tensor::f_empty_like).transpose());
+    let copy = empty.collect::<std::result::Result<Sum, _>>()?;
+    let present = |sum: &Sum| sum.iter().flatten().map(Tensor::shallow_clone).collect::<Vec<_>>();
+    foreach::copy(&present(&copy), &present(sum))?;
+    Ok(copy)
 }
 
 fn gradient(parameter: &Tensor) -> Option<Tensor> {

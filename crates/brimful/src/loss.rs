@@ -120,21 +120,37 @@ impl Term {
     /// The gradient to start this term's backward from; none for a term that has no part in this
     /// micro-batch.
     pub(crate) fn root_gradient(&self, part: &Part) -> Result<Option<Tensor>> {
+        let Some(number) = self.root_number(part) else { return Ok(None) };
+        Ok(Some(match &self.over {
+            Over::Given(Weight::Tensor(weight)) => {
+                like(weight, &self.value)?.f_mul_scalar(number)?
+            }
+            _ => self.value.f_full_like(number)?,
+        }))
+    }
+
+    /// The same where the number is on the device, to be filled in later.
+    pub(crate) fn root_gradient_of(&self, number: &Tensor) -> Result<Tensor> {
+        let number = like(number, &self.value)?;
+        Ok(match &self.over {
+            Over::Given(Weight::Tensor(weight)) => like(weight, &self.value)?.f_mul(&number)?,
+            _ => number,
+        })
+    }
+
+    /// What the root's gradient is, or, where the term's weight is on the device, is times that.
+    pub(crate) fn root_number(&self, part: &Part) -> Option<f64> {
         let number = match &self.over {
             Over::Samples => part.samples / part.unit,
             // A mean over nothing is 0/0, and so is its gradient.
-            Over::Given(Weight::Number(0.0)) => return Ok(None),
+            Over::Given(Weight::Number(0.0)) => return None,
             Over::Given(Weight::Number(weight)) => weight / part.unit,
-            Over::Given(Weight::Tensor(weight)) => {
-                let scaled = like(weight, &self.value)?.f_mul_scalar(self.factor / part.unit)?;
-                return Ok(Some(scaled));
-            }
-            Over::Undivided(_) => 1.0 / part.unit,
+            Over::Given(Weight::Tensor(_)) | Over::Undivided(_) => 1.0 / part.unit,
             Over::Nothing => 1.0,
             Over::Once if part.first => 1.0,
-            Over::Once => return Ok(None),
+            Over::Once => return None,
         };
-        Ok(Some(self.value.f_full_like(number * self.factor)?))
+        Some(number * self.factor)
     }
 }
 

@@ -77,7 +77,7 @@ pub enum Caught<E> {
 /// A panic that is out-of-memory is not shown on standard error, since the caller is about to
 /// handle it; any other is shown as usual.
 pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caught<E>> {
-    match silently(|| panic::catch_unwind(AssertUnwindSafe(f))) {
+    match unseen(Unseen::OutOfMemory, || panic::catch_unwind(AssertUnwindSafe(f))) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(match recognise(&error.to_string()) {
             Some(oom) => Caught::OutOfMemory(oom),
@@ -152,25 +152,50 @@ fn bytes_after(text: &str, phrase: &str) -> Option<Bytes> {
     format!("{} {unit}", words[0]).parse().ok()
 }
 
-thread_local! {
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
+/// Runs `f`, whose failure is nobody's business but the caller's: no panic of it is shown. Gives the
+/// first line of what went wrong.
+pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    let text = match unseen(Unseen::All, || panic::catch_unwind(AssertUnwindSafe(f))) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error.to_string(),
+        Err(payload) => panic_text(&*payload).unwrap_or("a panic without words").to_owned(),
+    };
+    Err(own_words(&text, ""))
 }
 
-/// Runs `f` while panics of this thread that are out-of-memory stay off standard error.
-fn silently<T>(f: impl FnOnce() -> T) -> T {
+/// Which panics of a thread stay off standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unseen {
+    None,
+    OutOfMemory,
+    All,
+}
+
+thread_local! {
+    static UNSEEN: Cell<Unseen> = const { Cell::new(Unseen::None) };
+}
+
+/// Runs `f` while such panics of this thread stay off standard error.
+fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let others = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            let expected = || panic_text(info.payload()).is_some_and(|t| recognise(t).is_some());
-            if !(GUARDED.get() && expected()) {
+            let expected = match UNSEEN.get() {
+                Unseen::None => false,
+                Unseen::OutOfMemory => {
+                    panic_text(info.payload()).is_some_and(|t| recognise(t).is_some())
+                }
+                Unseen::All => true,
+            };
+            if !expected {
                 others(info);
             }
         }));
     });
-    let before = GUARDED.replace(true);
+    let before = UNSEEN.replace(which);
     let result = f();
-    GUARDED.set(before);
+    UNSEEN.set(before);
     result
 }
 

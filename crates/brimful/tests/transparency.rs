@@ -1,11 +1,13 @@
 //! Micro-batches leave exactly the gradient, loss and outputs of the full batch.
 //!
-//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, `BRIMFUL_TEST_REPLAY=1` with replay.
 
+mod micro_batcher;
 mod test_device;
 
-use brimful::{Loss, MicroBatcher, Shared, Size};
+use brimful::{Loss, Shared, Size};
 use brimful_torch::autograd::set_gradient;
+use micro_batcher::micro_batcher;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 use test_device::test_device;
@@ -189,7 +191,7 @@ fn full(case: &Case, samples: i64, kind: Kind) -> Left {
 
 fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Left {
     let net = net(kind);
-    let mut micro = MicroBatcher::new(&net.store, size);
+    let mut micro = micro_batcher(&net.store, size);
     let step = micro
         .backward(&batch(samples, kind), |(x, y, tokens)| (case.micro)(&net, &x, &y, &tokens))
         .unwrap_or_else(|error| panic!("{}: {error}", case.name));
@@ -244,7 +246,7 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
         let expected = left(&reference, loss.double_value(&[]));
         for size in SIZES {
             let net = net(Kind::Double);
-            let mut micro = MicroBatcher::new(&net.store, Size::Fixed(size));
+            let mut micro = micro_batcher(&net.store, Size::Fixed(size));
             let step = micro
                 .backward_whole(&x, |x| net.layers.forward(&x), |z| contrastive(z, &heat(&net)))
                 .expect("a step");
@@ -261,7 +263,7 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
         let expected = full(case, 65, Kind::Double);
         let net = net(Kind::Double);
         let (x, y, tokens) = batch(65, Kind::Double);
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(7));
+        let mut micro = micro_batcher(&net.store, Size::Fixed(7));
         for (start, length) in [(0, 20), (20, 20), (40, 20), (60, 5)] {
             let cut = |t: &Tensor| t.narrow(0, start, length);
             let loaded = (cut(&x), cut(&y), cut(&tokens));
@@ -278,8 +280,8 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
 fn outputs_come_back_in_sample_order_without_their_graphs() {
     let net = net(Kind::Double);
     let (x, y, _) = batch(65, Kind::Double);
-    let expected = net.layers.forward(&x.to_device(test_device()));
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let expected = tch::no_grad(|| net.layers.forward(&x.to_device(test_device())));
+    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
     let mut calls = 0;
     let step = micro
         .backward(&(x, y.shallow_clone()), |(x, y)| {
@@ -289,7 +291,7 @@ fn outputs_come_back_in_sample_order_without_their_graphs() {
             (loss, (logits, y))
         })
         .expect("a step");
-    assert_eq!(calls, 5);
+    assert!(calls == 5 || step.replayed > 0, "{calls} calls");
     assert!(!step.outputs.0.requires_grad());
     assert!((step.outputs.0 - expected).abs().max().double_value(&[]) < 1e-12);
     assert_eq!(step.outputs.1.to_device(Device::Cpu), y);
@@ -301,7 +303,7 @@ fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
         let expected = full(case, 65, Kind::Double);
         let net = net(Kind::Double);
         let before = left(&net, 0.0);
-        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+        let mut micro = micro_batcher(&net.store, Size::Fixed(16));
         let step = micro
             .evaluate(&batch(65, Kind::Double), |(x, y, t)| (case.micro)(&net, &x, &y, &t))
             .expect(case.name);
@@ -310,7 +312,7 @@ fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
     }
     let net = net(Kind::Double);
     let (x, ..) = batch(65, Kind::Double);
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
     let outputs = micro.map(&x, |x| net.layers.forward(&x)).expect("outputs");
     assert_eq!(outputs.size(), [65, CLASSES]);
     assert!(!outputs.requires_grad());
@@ -321,7 +323,7 @@ fn shared_values_reach_every_micro_batch_on_the_device() {
     let net = net(Kind::Double);
     let (x, y, _) = batch(65, Kind::Double);
     let weights = Tensor::from_slice(&[0.5, 1.0, 2.0, 4.0]);
-    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(16));
+    let mut micro = micro_batcher(&net.store, Size::Fixed(16));
     let step = micro.backward(&(x, y, Shared(weights)), |(x, y, weights)| {
         assert_eq!(weights.device(), x.device());
         let logits = net.layers.forward(&x);
@@ -352,7 +354,7 @@ fn half_precision_is_summed_in_f32() {
         store.set_kind(Kind::BFloat16);
         let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Float);
         if micro_batches {
-            MicroBatcher::new(&store, Size::Fixed(1))
+            micro_batcher(&store, Size::Fixed(1))
                 .backward(&x, |x| Loss::mean(loss(&x)))
                 .expect("a step");
         } else {

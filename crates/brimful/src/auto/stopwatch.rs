@@ -11,6 +11,8 @@ use crate::Result;
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
     device: Device,
+    /// Micro-batches, besides the first, that do not count.
+    warm_up: usize,
     marks: Vec<Mark>,
 }
 
@@ -21,8 +23,8 @@ enum Mark {
 }
 
 impl Stopwatch {
-    pub(crate) fn start(device: Device) -> Result<Self> {
-        let mut stopwatch = Self { device, marks: Vec::new() };
+    pub(crate) fn start(device: Device, warm_up: usize) -> Result<Self> {
+        let mut stopwatch = Self { device, warm_up, marks: Vec::new() };
         stopwatch.lap()?;
         Ok(stopwatch)
     }
@@ -40,7 +42,7 @@ impl Stopwatch {
         Ok(())
     }
 
-    /// The typical time of a micro-batch: the median of all but the first, which warms up. Waits
+    /// The typical time of a micro-batch: the median of all but the first ones, which warm up. Waits
     /// for the device.
     pub(crate) fn read(&self) -> Result<Option<Duration>> {
         if let Some(Mark::Queue(last)) = self.marks.last() {
@@ -48,9 +50,7 @@ impl Stopwatch {
         }
         let laps = self.marks.windows(2).map(|pair| between(&pair[0], &pair[1]));
         let mut laps = laps.collect::<Result<Vec<_>>>()?;
-        if laps.len() > 1 {
-            laps.remove(0);
-        }
+        laps.drain(..(1 + self.warm_up).min(laps.len().saturating_sub(1)));
         laps.sort();
         Ok(laps.get(laps.len() / 2).copied())
     }

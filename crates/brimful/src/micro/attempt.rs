@@ -6,12 +6,14 @@ use std::panic;
 use tch::Tensor;
 
 use super::cut::Cut;
+use super::pass::Pass;
+use super::replay::Surroundings;
 use super::tally::{Group, Tally};
 use super::{MicroBatcher, NonFinite, Outcome, Window};
 use crate::accumulate::Accumulator;
 use crate::auto::Story;
 use crate::batch::{self, Batch};
-use crate::loss::{Part, Term};
+use crate::loss::Part;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
@@ -70,34 +72,37 @@ impl Undo {
 
 impl MicroBatcher {
     /// Runs forward and backward over the micro-batches. Nothing is committed yet.
-    pub(super) fn attempt<B: Batch, R: Outcome>(
+    pub(super) fn attempt<B: Batch, R: Outcome, F: FnMut(B) -> R>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
         scale: Scale,
-        f: &mut impl FnMut(B) -> R,
+        f: &mut F,
     ) -> Result<(Window, R::Outputs)> {
         let fresh = self.window.is_none();
-        let run = |this: &Self, cut: &mut Cut| {
-            let mut accumulator = Accumulator::begin(this.parameters())?;
-            let mut tally =
+        let run = |this: &mut Self, cut: &mut Cut| {
+            let mut parameters = this.parameters();
+            if fresh {
+                this.arrangement.begin(&mut parameters)?;
+            }
+            let accumulator = Accumulator::begin(parameters)?;
+            let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
-            let mut outputs = Vec::new();
+            let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };
+            this.replay.begin(pass.accumulator.parameters())?;
+            let surroundings =
+                Surroundings { arrangement: &this.arrangement, variables: &this.variables };
             cut.each(batch, this.device, |i, samples, micro_batch| {
-                let (loss, output) = f(micro_batch).into_parts()?;
-                let terms = loss.into_terms(true)?;
                 let (samples, first) = (samples as f64, fresh && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
-                tally.count(&terms, &part)?;
-                add(&mut accumulator, &terms, &part, &tally.groups(scale.last))?;
+                this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
-                    tally.add_norm(accumulator.norm()?)?;
+                    pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                outputs.push(output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?);
-                Ok(())
+                Ok(this.replay.needed())
             })?;
-            let groups = tally.groups(scale.last);
-            Ok((accumulator.finish()?, tally, groups, batch::join(outputs)?))
+            let groups = pass.groups();
+            Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))
         };
         let ((sums, tally, groups, outputs), undo) = self.guarded(cut, run)?;
         let (sizes, peak, unit) = (cut.sizes().to_vec(), cut.peak(), scale.unit);
@@ -109,7 +114,7 @@ impl MicroBatcher {
     pub(super) fn guarded<T>(
         &mut self,
         cut: &mut Cut,
-        f: impl FnOnce(&Self, &mut Cut) -> Result<T>,
+        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         if let Some(memory) = &self.memory {
@@ -126,6 +131,9 @@ impl MicroBatcher {
             }
             Err(caught) => {
                 undo.run()?;
+                if matches!(caught, Caught::OutOfMemory(_)) {
+                    self.replay.clear()?;
+                }
                 Err(uncaught(caught))
             }
         }
@@ -139,27 +147,6 @@ fn uncaught(caught: Caught<Error>) -> Error {
         Caught::Error(error) => error,
         Caught::Panic(payload) => panic::resume_unwind(payload),
     }
-}
-
-/// Runs each group's terms backward; the graph is kept until the last.
-fn add(accumulator: &mut Accumulator, terms: &[Term], part: &Part, groups: &[Group]) -> Result<()> {
-    let distinct = distinct(groups);
-    accumulator.expect_groups(distinct.len());
-    let mut work = Vec::new();
-    for (index, group) in distinct.iter().enumerate() {
-        let mut roots = Vec::new();
-        for (term, _) in terms.iter().zip(groups).filter(|(_, own)| *own == group) {
-            roots.extend(term.root_gradient(part)?.map(|gradient| (&term.value, gradient)));
-        }
-        if !roots.is_empty() {
-            work.push((index, roots));
-        }
-    }
-    let last = work.len().saturating_sub(1);
-    for (k, (index, roots)) in work.iter().enumerate() {
-        accumulator.add(*index, roots, k < last)?;
-    }
-    Ok(())
 }
 
 /// The groups, each once, in the order of their first terms.

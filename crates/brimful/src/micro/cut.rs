@@ -40,6 +40,8 @@ pub(super) struct Watch {
     before: Usage,
     /// The most in use so far.
     peak: Bytes,
+    /// Micro-batches of a new size before one that is worth timing.
+    warm_up: usize,
     piece: Option<Piece>,
 }
 
@@ -50,6 +52,8 @@ struct Piece {
     /// Samples between two marks of the stopwatch.
     lap: usize,
     stopwatch: Option<Stopwatch>,
+    /// In use besides what the memory's account shows.
+    unseen: u64,
 }
 
 impl Cut {
@@ -63,6 +67,7 @@ impl Cut {
         sizer: Sizer,
         memory: &Memory,
         reserved: u64,
+        warm_up: usize,
     ) -> Result<Self> {
         let before = memory.usage()?;
         let watch = Watch {
@@ -72,6 +77,7 @@ impl Cut {
             room: room(&before, reserved)?,
             before,
             peak: before.current,
+            warm_up,
             piece: None,
         };
         let pieces = Pieces::Watched(Box::new(watch));
@@ -103,19 +109,19 @@ impl Cut {
     }
 
     /// Calls `f` with each micro-batch in turn, on the device, after how many came before it and how
-    /// many samples it has.
+    /// many samples it has. It tells what is in use besides what the memory's account shows.
     pub(super) fn each<B: Batch>(
         &mut self,
         batch: &B,
         device: Device,
-        mut f: impl FnMut(usize, usize, B) -> Result<()>,
+        mut f: impl FnMut(usize, usize, B) -> Result<Bytes>,
     ) -> Result<()> {
         while self.next < self.samples {
             let first = self.sizes.len();
             let ranges = self.next_piece(device)?;
             feed::each(batch, &ranges, device, |i, micro_batch| {
-                f(first + i, ranges[i].len(), micro_batch)?;
-                self.lap()
+                let unseen = f(first + i, ranges[i].len(), micro_batch)?;
+                self.lap(unseen)
             })?;
             self.end_piece()?;
         }
@@ -134,7 +140,7 @@ impl Cut {
         };
         self.hand_out(&ranges);
         let result = f(&ranges)?;
-        self.lap()?;
+        self.lap(Bytes(0))?;
         self.end_piece()?;
         Ok(result)
     }
@@ -153,10 +159,10 @@ impl Cut {
         self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
     }
 
-    fn lap(&mut self) -> Result<()> {
+    fn lap(&mut self, unseen: Bytes) -> Result<()> {
         match &mut self.pieces {
             Pieces::Given(_) => Ok(()),
-            Pieces::Watched(watch) => watch.lap(),
+            Pieces::Watched(watch) => watch.lap(unseen),
         }
     }
 
@@ -172,15 +178,16 @@ impl Watch {
     /// Decides on the next piece.
     fn begin(&mut self, next: usize, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
         let mut trial = self.sizer.next(&[self.room], samples - next, samples);
+        let warm_up = if trial.timed { self.warm_up } else { 0 };
         let ranges = match trial.micro_batches {
-            Some(count) => first_of(samples - next, trial.size, count)?,
+            Some(count) => first_of(samples - next, trial.size, count + warm_up)?,
             None => split::by_size(samples - next, trial.size)?,
         };
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
         // Near-equal micro-batches may be smaller than they were allowed to be.
         trial.size = longest(&ranges);
         self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
-        let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
+        let stopwatch = trial.timed.then(|| Stopwatch::start(device, warm_up)).transpose()?;
         self.open(longest(&ranges), &ranges, stopwatch)?;
         Ok(ranges)
     }
@@ -190,7 +197,7 @@ impl Watch {
         let trial = self.sizer.next_whole(&[self.room], samples);
         let ranges = split::by_size(samples, trial.size)?;
         self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
-        self.open(samples, &ranges, Some(Stopwatch::start(device)?))?;
+        self.open(samples, &ranges, Some(Stopwatch::start(device, 0)?))?;
         Ok(ranges)
     }
 
@@ -200,21 +207,21 @@ impl Watch {
         ranges: &[Range<usize>],
         stopwatch: Option<Stopwatch>,
     ) -> Result<()> {
-        self.piece = Some(Piece { size: longest(ranges), lap, stopwatch });
+        self.piece = Some(Piece { size: longest(ranges), lap, stopwatch, unseen: 0 });
         self.memory.reset_peak()
     }
 
-    fn lap(&mut self) -> Result<()> {
-        match self.piece.as_mut().and_then(|piece| piece.stopwatch.as_mut()) {
-            Some(stopwatch) => stopwatch.lap(),
-            None => Ok(()),
-        }
+    fn lap(&mut self, unseen: Bytes) -> Result<()> {
+        let Some(piece) = &mut self.piece else { return Ok(()) };
+        piece.unseen = piece.unseen.max(unseen.0);
+        piece.stopwatch.as_mut().map_or(Ok(()), Stopwatch::lap)
     }
 
     /// Learns from the piece that has been run.
     fn end(&mut self) -> Result<()> {
-        let Some(Piece { size, lap, stopwatch }) = self.piece.take() else { return Ok(()) };
-        let peak = self.memory.usage()?.peak;
+        let Some(piece) = self.piece.take() else { return Ok(()) };
+        let Piece { size, lap, stopwatch, unseen } = piece;
+        let peak = Bytes(self.memory.usage()?.peak.0 + unseen);
         self.peak = self.peak.max(peak);
         let need = peak.0.saturating_sub(self.before.current.0);
         self.sizer.observe_needs(size, &[need]);

@@ -26,7 +26,10 @@
 pub(crate) mod attempt;
 mod cut;
 pub(crate) mod foreign;
+mod layout;
 mod outcome;
+mod pass;
+mod replay;
 mod retry;
 pub(crate) mod tally;
 mod whole;
@@ -46,7 +49,10 @@ use crate::memory::Memory;
 use crate::{Error, Result};
 
 use attempt::{Scale, Undo};
+use layout::Arrangement;
+pub use layout::Layout;
 pub use outcome::Outcome;
+use replay::Replay;
 use tally::{Group, Tally};
 
 /// How a mini-batch is cut into micro-batches.
@@ -89,6 +95,8 @@ pub struct MicroBatcher {
     /// Bytes that an optimizer is about to take.
     reserved: u64,
     told_of_hidden: bool,
+    replay: Replay,
+    arrangement: Arrangement,
 }
 
 /// What one step did.
@@ -105,6 +113,8 @@ pub struct Step<O = ()> {
     pub sizes: Vec<usize>,
     /// The closure's outputs, joined in sample order.
     pub outputs: O,
+    /// Micro-batches that were replayed, see [`MicroBatcher::replay`].
+    pub replayed: usize,
     /// How long it took on the host, the reading of the loss included.
     pub time: Duration,
     /// The most memory in use at one moment, where it is counted: on an accelerator, or in an arena
@@ -148,6 +158,8 @@ impl MicroBatcher {
             sizes: Sizes::new(goal),
             reserved: 0,
             told_of_hidden: false,
+            replay: Replay::new(device),
+            arrangement: Arrangement::default(),
         }
     }
 
@@ -161,6 +173,43 @@ impl MicroBatcher {
     pub fn non_finite(mut self, policy: NonFinite) -> Self {
         self.non_finite = policy;
         self
+    }
+
+    /// On CUDA, captures micro-batches of each shape once and replays them: a single launch where
+    /// there were thousands, so that small micro-batches are as fast as large ones. The first three
+    /// of a shape run as ever, and the third is compared with a replay of it.
+    ///
+    /// The closure is then not called for every micro-batch, so it must do the same each time:
+    ///
+    /// - the shapes, and the tensors that it uses besides the micro-batch, stay the same;
+    /// - it reads nothing from the device (`double_value`, `nonzero`, an `if` on a tensor's value);
+    /// - it changes nothing but tensors: no counter, no log, no number of the host that changes;
+    /// - it draws random numbers on the device alone, as dropout does there.
+    ///
+    /// What cannot be captured is noticed, said once with the cause in the log and by
+    /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
+    pub fn replay(mut self, wanted: bool) -> Self {
+        self.replay.set(wanted);
+        self
+    }
+
+    /// Why micro-batches run eagerly although [`MicroBatcher::replay`] was asked for; `None` where
+    /// nothing stands in the way.
+    pub fn eager_cause(&self) -> Option<&str> {
+        self.replay.cause()
+    }
+
+    /// Says in which order images and convolutions are to be in memory. Others than
+    /// [`Layout::AsIs`] change the strides of inputs and of parameters of four or five dimensions,
+    /// so that a closure must not ask for a `view` across them; one that does is run as before.
+    pub fn layout(mut self, layout: Layout) -> Self {
+        self.arrangement = Arrangement::new(layout);
+        self
+    }
+
+    /// Whether channels are last in memory now.
+    pub fn is_channels_last(&self) -> bool {
+        self.arrangement.is_channels_last()
     }
 
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the full batch
@@ -185,6 +234,7 @@ impl MicroBatcher {
             Ok(this.settle(window, start)?.with_outputs(outputs))
         })?;
         self.reserved = 0;
+        self.arrangement.observe(step.samples, step.time, self.replay.take_new());
         Ok(step.with_story(story))
     }
 
@@ -200,7 +250,9 @@ impl MicroBatcher {
     ) -> Result<R::Outputs> {
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
-            let (later, outputs) = this.attempt(batch, cut, Scale { unit, last: false }, &mut f)?;
+            let scale = Scale { unit, last: false };
+            let (mut later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            later.sums.own()?;
             match &mut this.window {
                 None => this.window = Some(later),
                 Some(window) => window.extend(later)?,
@@ -237,7 +289,7 @@ impl MicroBatcher {
                 let mut outputs = Vec::new();
                 cut.each(batch, this.device, |_, _, micro_batch| {
                     outputs.push(f(micro_batch));
-                    Ok(())
+                    Ok(Bytes(0))
                 })?;
                 batch::join(outputs)
             })?;
@@ -267,7 +319,7 @@ impl MicroBatcher {
                     let part = Part { samples: samples as f64, unit, first: i == 0 };
                     tally.count(&loss.into_terms(false)?, &part)?;
                     outputs.push(output);
-                    Ok(())
+                    Ok(Bytes(0))
                 })?;
                 Ok((tally.read(this.non_finite)?, batch::join(outputs)?))
             })?;
@@ -293,8 +345,9 @@ impl MicroBatcher {
         let Window { sums, tally, groups, undo, unit, sizes, peak, .. } = window;
         let total = sizes.iter().sum::<usize>() as f64;
         let totals = undo.settle(|statistics| {
-            let totals = tally.read(self.non_finite)?;
+            // Before the reading, which waits for the device, so that it has something to do then.
             let moved = statistics.prepare()?;
+            let totals = tally.read(self.non_finite)?;
             let groups = attempt::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;
@@ -305,7 +358,7 @@ impl MicroBatcher {
     }
 
     fn report(
-        &self,
+        &mut self,
         loss: f64,
         terms: Vec<f64>,
         sizes: Vec<usize>,
@@ -319,8 +372,9 @@ impl MicroBatcher {
             samples: sizes.iter().sum(),
             sizes,
             outputs: (),
+            replayed: self.replay.take_replayed(),
             time: start.elapsed(),
-            peak: now.map(|now| now.peak.max(peak)),
+            peak: now.map(|now| self.replay.take_peak(now.peak).max(peak)),
             decisions: Vec::new(),
             retries: 0,
         })
@@ -351,9 +405,9 @@ impl Window {
 
 impl Step {
     fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, sizes, outputs: (), time, peak, decisions, retries } =
-            self;
-        Step { loss, terms, samples, sizes, outputs, time, peak, decisions, retries }
+        let Self { loss, terms, samples, sizes, outputs: (), replayed, .. } = self;
+        let Self { time, peak, decisions, retries, .. } = self;
+        Step { loss, terms, samples, sizes, outputs, replayed, time, peak, decisions, retries }
     }
 }
 

@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// A loss, a pair of a loss and outputs, or a `Result` of one of them.
 pub trait Outcome {
     /// What comes back joined in sample order; nothing for a bare loss.
-    type Outputs: Batch;
+    type Outputs: Batch + 'static;
 
     /// Takes it apart.
     ///
@@ -26,7 +26,7 @@ impl Outcome for Loss {
     }
 }
 
-impl<O: Batch> Outcome for (Loss, O) {
+impl<O: Batch + 'static> Outcome for (Loss, O) {
     type Outputs = O;
 
     fn into_parts(self) -> Result<(Loss, O)> {

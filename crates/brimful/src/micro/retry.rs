@@ -10,6 +10,7 @@ use super::{MicroBatcher, Size};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::memory::{self, Arena, Memory};
+use crate::oom::catch_unseen;
 use crate::optim::Method;
 use crate::{Error, Result, device, guard, split};
 
@@ -58,8 +59,24 @@ impl MicroBatcher {
         }
     }
 
-    /// Runs a mini-batch as the size says: `run` is called until memory suffices.
+    /// Runs a mini-batch as the size says: `run` is called until memory suffices. Where that fails in
+    /// an order of memory that is on trial, all of it is run again in the user's own.
     pub(super) fn sized<B: Batch, T>(
+        &mut self,
+        used: Use,
+        batch: &B,
+        mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
+    ) -> Result<(T, Story)> {
+        if self.arrangement.is_on_trial() {
+            match catch_unseen(|| self.sized_once(used, batch, &mut run)) {
+                Ok(done) => return Ok(done),
+                Err(cause) => self.arrangement.refuse(&cause),
+            }
+        }
+        self.sized_once(used, batch, run)
+    }
+
+    fn sized_once<B: Batch, T>(
         &mut self,
         used: Use,
         batch: &B,
@@ -88,11 +105,13 @@ impl MicroBatcher {
         let mut story = Story::default();
         loop {
             let sizer = self.sizes.take(&kind, 1);
-            let mut cut = Cut::watched(samples, sizer, memory, self.reserved)?;
+            let mut cut =
+                Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {
                 Err(Error::OutOfMemory(oom)) => {
+                    self.replay.clear()?;
                     memory.empty_cache()?;
                     watch.failed()?;
                     let decisions = std::mem::take(&mut watch.decisions);

@@ -7,6 +7,7 @@
 //! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
 //! moves them at once, and what they were before is kept until the step has succeeded.
 
+mod again;
 mod pool;
 
 use std::cell::RefCell;
@@ -18,6 +19,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use crate::Result;
+pub(crate) use again::Again;
 use pool::Seen;
 
 /// A layer's running mean and variance, and how far one batch moves them.
@@ -68,10 +70,28 @@ pub(crate) struct Pending {
 impl Pending {
     /// Lets layers of this thread report here while `f` runs.
     pub(crate) fn collect<T>(rehearsal: bool, f: impl FnOnce() -> T) -> (Self, T) {
-        let outer = STEP.replace(Some(Self { rehearsal, ..Self::default() }));
+        Self { rehearsal, ..Self::default() }.go_on(f)
+    }
+
+    /// The same, after what was reported before.
+    pub(crate) fn go_on<T>(self, f: impl FnOnce() -> T) -> (Self, T) {
+        let outer = Outer(STEP.replace(Some(self)));
         let result = f();
-        let pending = STEP.replace(outer).unwrap_or_default();
+        let pending = STEP.take().unwrap_or_default();
+        drop(outer);
         (pending, result)
+    }
+
+    /// Rows for the layers that have reported to the step under way, and nothing in them yet.
+    pub(crate) fn for_the_same_layers() -> Result<Self> {
+        let mut new = Self::default();
+        STEP.with_borrow(|step| {
+            for seen in step.iter().flat_map(|step| step.deferred.values()) {
+                let running = seen.running.share();
+                new.deferred.insert(running.id, Seen::new(running, &mut new.rows)?);
+            }
+            Ok(new)
+        })
     }
 
     /// Puts together what was seen so far, so that it can be added to an earlier part of the step.
@@ -124,6 +144,15 @@ impl Pending {
             Entry::Vacant(place) => place.insert(Seen::new(running.share(), &mut self.rows)?),
         };
         Ok(seen.next(count))
+    }
+}
+
+/// The step that an inner one stands before; dropped, even by a panic, it is the thread's again.
+struct Outer(Option<Pending>);
+
+impl Drop for Outer {
+    fn drop(&mut self) {
+        STEP.set(self.0.take());
     }
 }
 

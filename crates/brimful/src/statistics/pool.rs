@@ -10,10 +10,11 @@
 //! same numbers of values are laid side by side: a network's layers have but a few different ones,
 //! so that a step takes some dozens of small kernels, not some dozens for each layer.
 
+use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
 use super::{Moved, Running};
-use crate::Result;
+use crate::{Error, Result};
 
 /// Rows that a layer has before they are pooled: more would be more memory, fewer more kernels.
 const ROWS: i64 = 16;
@@ -31,6 +32,14 @@ pub(super) struct Seen {
     /// How many values each row is over.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
+}
+
+/// The mean and the variance of `count` values.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) count: i64,
+    pub(super) mean: Tensor,
+    pub(super) variance: Tensor,
 }
 
 /// Rows that were put together.
@@ -68,6 +77,18 @@ impl Seen {
         let row = self.counts.len();
         self.counts.push(count);
         (means[row].shallow_clone(), variances[row].shallow_clone())
+    }
+
+    /// The rows that are not pooled yet.
+    pub(super) fn rows_so_far(&self) -> Vec<Row> {
+        let (means, variances) = self.single.split_at(ROWS as usize);
+        let rows = self.counts.iter().zip(means).zip(variances);
+        let row = |((&count, mean), variance): ((&i64, &Tensor), &Tensor)| Row {
+            count,
+            mean: mean.shallow_clone(),
+            variance: variance.shallow_clone(),
+        };
+        rows.map(row).collect()
     }
 
     /// Adds what was seen later, which has been pooled.
@@ -144,8 +165,12 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
     let kind = if alike.kind == Kind::Double { Kind::Double } else { Kind::Float };
     let numbers = |counts: &[i64], less: i64| {
         let counts: Vec<f64> = counts.iter().map(|count| (count - less) as f64).collect();
-        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_to_device(alike.device)?;
-        counts.f_unsqueeze(1)
+        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
+        match alike.device {
+            Device::Cpu => Ok::<_, Error>(counts),
+            // Nobody waits for a copy from page-locked memory.
+            device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
+        }
     };
     let (mut means, mut squares) = (Vec::new(), Vec::new());
     for index in 0..alike.pooled.len() {

@@ -148,6 +148,11 @@ impl Work {
         }
     }
 
+    /// Whether its samples are images, and its layers convolutions.
+    pub(super) fn is_image(&self) -> bool {
+        !matches!(self.model, ModelName::Mlp | ModelName::Gpt)
+    }
+
     fn image_shape(&self, count: i64) -> Vec<i64> {
         match self.model {
             ModelName::Mlp => vec![count, MLP_INPUTS],

@@ -66,6 +66,10 @@ pub(crate) struct Options {
     /// cpu, cuda or cuda:1 [default: cuda where there is one]
     #[arg(long)]
     pub(crate) device: Option<String>,
+    /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
+    /// CUDA alone
+    #[arg(long)]
+    pub(crate) no_replay: bool,
     /// The type of the model's numbers
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) dtype: NumberType,

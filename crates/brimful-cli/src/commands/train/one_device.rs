@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
+use brimful::micro::Layout;
 use brimful::optim::Optimizer;
 use brimful::save::Metadata;
 use brimful::{Layers, Loss, MicroBatcher, Step, device};
@@ -44,7 +45,9 @@ impl OneDevice {
         let optimizer = Optimizer::new(&store, options.method())?;
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
-            .reserve(options.method());
+            .reserve(options.method())
+            .replay(device.is_cuda() && !options.no_replay)
+            .layout(if device.is_cuda() { Layout::Measured } else { Layout::AsIs });
         Ok(Self { micro, store, optimizer, model, memory, kind })
     }
 }

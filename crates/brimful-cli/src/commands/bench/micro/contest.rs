@@ -3,19 +3,17 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, Loss, MicroBatcher, Size, split};
+use brimful::Bytes;
+use brimful::memory::Arena;
 use brimful_torch::{device as torch_device, transfer};
-use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::Device;
 
 use super::super::journal::Journal;
 use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::{Dtype, Samples, Work};
+use super::corner::{Corner, Tuning, in_use};
 use super::report::SpeedRow;
-use crate::setting::clear_gradients;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -30,18 +28,52 @@ pub(super) enum Contestant {
     Streaming,
     /// The library, with the mini-batch already on the device.
     Resident,
+    /// The library, with the mini-batch in host memory, as it is to run the model.
+    Tuned(Tuning),
 }
 
 impl Contestant {
-    const ALL: [Self; 3] = [Self::Loop, Self::Streaming, Self::Resident];
+    /// The first three are always there; replay is for CUDA, channels are for convolutions.
+    fn all(work: &Work, device: Device) -> Vec<Self> {
+        let mut all = vec![Self::Loop, Self::Streaming, Self::Resident];
+        for (replay, channels_last) in [(false, true), (true, false), (true, true)] {
+            let possible =
+                (!replay || device != Device::Cpu) && (!channels_last || work.is_image());
+            all.extend(possible.then_some(Self::Tuned(Tuning { replay, channels_last })));
+        }
+        all
+    }
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Loop => "tch loop",
             Self::Streaming => "brimful",
             Self::Resident => "brimful, batch on device",
+            Self::Tuned(tuning) => match (tuning.replay, tuning.channels_last) {
+                (true, true) => "brimful, replay, channels last",
+                (true, false) => "brimful, replay",
+                (false, _) => "brimful, channels last",
+            },
         }
     }
+
+    pub(super) fn tuning(self) -> Tuning {
+        match self {
+            Self::Tuned(tuning) => tuning,
+            _ => Tuning { replay: false, channels_last: false },
+        }
+    }
+}
+
+/// What a contestant has shown.
+#[derive(Debug)]
+pub(super) struct Figures {
+    pub(super) contestant: Contestant,
+    /// Seconds of the steps that do not count.
+    pub(super) warm_up: Vec<f64>,
+    pub(super) times: Times,
+    pub(super) peak: Option<Bytes>,
+    pub(super) loss: f64,
 }
 
 /// Measures a row: its contestants take turns.
@@ -54,32 +86,40 @@ pub(super) fn measure(
 ) -> Result<()> {
     progress.row(&work.title());
     let mut arena = Ring::new(work, device)?;
-    let mut times = Contestant::ALL.map(|_| Times::default());
-    let mut peaks = [None; 3];
-    let mut losses = [0.0; 3];
+    let new = |contestant| Figures {
+        contestant,
+        warm_up: Vec::new(),
+        times: Times::default(),
+        peak: None,
+        loss: 0.0,
+    };
+    let mut all: Vec<Figures> = Contestant::all(work, device).into_iter().map(new).collect();
     for turn in 0..WARM_UP + repeats {
-        for (i, contestant) in Contestant::ALL.into_iter().enumerate() {
-            progress.turn(&work.title(), contestant.name(), turn, WARM_UP, repeats);
-            let Turn { seconds, loss, peak } = arena.turn(contestant)?;
-            (peaks[i], losses[i]) = (peak, loss);
-            if turn >= WARM_UP {
-                times[i].push(seconds);
+        for figures in &mut all {
+            progress.turn(&work.title(), figures.contestant.name(), turn, WARM_UP, repeats);
+            let Turn { seconds, loss, peak } = arena.turn(figures.contestant)?;
+            (figures.peak, figures.loss) = (peak, loss);
+            if turn < WARM_UP {
+                figures.warm_up.push(seconds);
+            } else {
+                figures.times.push(seconds);
             }
         }
     }
-    same(&losses, work.dtype)?;
+    same(&all.iter().map(|figures| figures.loss).collect::<Vec<_>>(), work.dtype)?;
     if device == Device::Cpu {
-        peaks = arena.cpu_peaks()?;
+        for figures in &mut all {
+            figures.peak = Some(arena.cpu_peak(figures.contestant)?);
+        }
     }
     progress.done();
-    let speeds = times.each_ref().map(|times| work.batch as f64 / times.median());
-    for (i, contestant) in Contestant::ALL.into_iter().enumerate() {
-        let ratio = speeds[i] / speeds[0];
+    let speed = |figures: &Figures| work.batch as f64 / figures.times.median();
+    for figures in &all {
+        let ratio = speed(figures) / speed(&all[0]);
         // Only the streaming one copies what another finds in place.
-        let of_resident = (contestant == Contestant::Streaming).then(|| speeds[1] / speeds[2]);
-        let row =
-            SpeedRow::new(work, contestant, &times[i], ratio, of_resident, peaks[i], losses[i]);
-        row.enter(journal)?;
+        let streaming = figures.contestant == Contestant::Streaming;
+        let of_resident = streaming.then(|| speed(&all[1]) / speed(&all[2]));
+        SpeedRow::new(work, figures, ratio, of_resident).enter(journal)?;
     }
     Ok(())
 }
@@ -92,13 +132,11 @@ fn same(losses: &[f64], dtype: Dtype) -> Result<()> {
     Ok(())
 }
 
-/// One model, one mini-batch, and all who run it.
+/// One mini-batch, and all who run it.
 struct Ring<'a> {
     work: &'a Work,
     device: Device,
-    store: VarStore,
-    model: Model,
-    micro: MicroBatcher,
+    corners: Vec<Corner>,
     host: Samples,
     /// The same in page-locked memory: a careful loop's loader puts it there.
     pinned: Samples,
@@ -113,74 +151,65 @@ struct Turn {
 
 impl<'a> Ring<'a> {
     fn new(work: &'a Work, device: Device) -> Result<Self> {
-        let mut store = VarStore::new(device);
-        let model = work.build(&mut store)?;
-        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         let host = work.samples(work.batch);
         let pinned = match device {
             Device::Cpu => share(&host),
             _ => (transfer::pin(&host.0)?, transfer::pin(&host.1)?),
         };
-        Ok(Self { work, device, store, model, micro, host, pinned })
+        Ok(Self { work, device, corners: Vec::new(), host, pinned })
+    }
+
+    /// The model that is run in this way, made where it is not there. All have the same parameters.
+    fn corner(&mut self, tuning: Tuning) -> Result<&mut Corner> {
+        let found = self.corners.iter().position(|corner| corner.tuning == tuning);
+        let index = found.unwrap_or(self.corners.len());
+        if found.is_none() {
+            let mut corner = Corner::new(self.work, self.device, tuning)?;
+            if let Some(first) = self.corners.first() {
+                corner.store.copy(&first.store)?;
+            }
+            self.corners.push(corner);
+        }
+        Ok(&mut self.corners[index])
     }
 
     /// One step, timed from a quiet device to a quiet device.
     fn turn(&mut self, contestant: Contestant) -> Result<Turn> {
-        clear_gradients(&self.store)?;
+        let device = self.device;
+        self.corner(contestant.tuning())?.clear()?;
+        let before = in_use(device)?;
         // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
         let batch = match contestant {
             Contestant::Loop => share(&self.pinned),
-            Contestant::Streaming => share(&self.host),
-            Contestant::Resident => on_device(&self.host, self.device),
+            Contestant::Resident => on_device(&self.host, device),
+            _ => share(&self.host),
         };
-        torch_device::synchronize(self.device)?;
-        let memory = (self.device != Device::Cpu).then_some(Memory::Accelerator(self.device));
-        if let Some(memory) = &memory {
-            memory.reset_peak()?;
-        }
+        let work = self.work;
+        let corner = self.corner(contestant.tuning())?;
+        torch_device::synchronize(device)?;
         let start = Instant::now();
-        let loss = self.step(contestant, &batch)?;
-        torch_device::synchronize(self.device)?;
+        let (loss, peak) = match contestant {
+            Contestant::Loop => corner.by_hand(work, &batch)?,
+            _ => corner.step(work, &batch)?,
+        };
+        torch_device::synchronize(device)?;
         let seconds = start.elapsed().as_secs_f64();
-        let peak = memory.map(|memory| memory.usage().map(|usage| usage.peak)).transpose()?;
+        // Nothing of what the others keep is in it.
+        let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + corner.kept));
+        drop(batch);
+        corner.clear()?;
+        corner.kept += in_use(device)?.saturating_sub(before);
         Ok(Turn { seconds, loss, peak })
     }
 
-    fn step(&mut self, contestant: Contestant, batch: &Samples) -> Result<f64> {
-        let Self { work, model, micro, .. } = self;
-        match contestant {
-            Contestant::Loop => self.by_hand(batch),
-            _ => Ok(micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?.loss),
-        }
-    }
-
-    /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
-    fn by_hand(&self, (x, y): &Samples) -> Result<f64> {
-        let total = Tensor::zeros([], (Kind::Float, self.device));
-        for range in split::by_size(self.work.batch, self.work.micro_batch)? {
-            let (start, length) = (range.start as i64, range.len() as i64);
-            let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), self.device));
-            let loss = self.work.loss(&self.model, &(x, y));
-            let loss = loss * (length as f64 / self.work.batch as f64);
-            loss.backward();
-            let _ = total.shallow_clone().g_add_(&loss.detach());
-        }
-        Ok(total.double_value(&[]))
-    }
-
-    /// What a step of each contestant allocates on a CPU. Not in the timed turns: counting costs.
-    fn cpu_peaks(&mut self) -> Result<[Option<Bytes>; 3]> {
-        let mut peaks = [None; 3];
-        for (peak, contestant) in peaks.iter_mut().zip(Contestant::ALL) {
-            clear_gradients(&self.store)?;
-            let arena = Arena::new("bench");
-            let inside = arena.enter();
-            self.turn(contestant)?;
-            drop(inside);
-            *peak = Some(Bytes(arena.peak()));
-        }
-        clear_gradients(&self.store)?;
-        Ok(peaks)
+    /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
+    fn cpu_peak(&mut self, contestant: Contestant) -> Result<Bytes> {
+        self.corner(contestant.tuning())?.clear()?;
+        let arena = Arena::new("bench");
+        let inside = arena.enter();
+        self.turn(contestant)?;
+        drop(inside);
+        Ok(Bytes(arena.peak()))
     }
 }
 
@@ -190,8 +219,4 @@ fn share((x, y): &Samples) -> Samples {
 
 fn on_device((x, y): &Samples, device: Device) -> Samples {
     (x.to_device(device), y.to_device(device))
-}
-
-fn send(tensor: &Tensor, device: Device) -> Tensor {
-    tensor.to_device_(device, tensor.kind(), true, false)
 }

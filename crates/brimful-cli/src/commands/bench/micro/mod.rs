@@ -6,6 +6,7 @@
 //! as none; the optimizer is left out, here and in bench/peers alike.
 
 mod contest;
+mod corner;
 mod memory;
 mod report;
 

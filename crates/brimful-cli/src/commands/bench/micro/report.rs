@@ -5,9 +5,9 @@ use brimful::Bytes;
 use serde::Serialize;
 
 use super::super::journal::Journal;
-use super::super::times::Times;
 use super::super::work::{Dtype, ModelName, Work, name};
-use super::contest::Contestant;
+use super::contest::Figures;
+use super::corner::Tuning;
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -15,6 +15,8 @@ pub(super) struct SpeedRow {
     contestant: &'static str,
     #[serde(flatten)]
     work: WorkColumns,
+    replay: bool,
+    channels_last: bool,
     samples_per_s: f64,
     /// Speed over that of the hand-written loop in the same run.
     ratio: f64,
@@ -23,6 +25,8 @@ pub(super) struct SpeedRow {
     /// (Longest − shortest) / median of the steps.
     spread: f64,
     seconds: Vec<f64>,
+    /// Of the steps before, in which kernels are chosen and micro-batches captured.
+    warm_up_seconds: Vec<f64>,
     peak_bytes: Option<Bytes>,
     loss: f64,
 }
@@ -57,30 +61,32 @@ struct WorkColumns {
 impl SpeedRow {
     pub(super) fn new(
         work: &Work,
-        contestant: Contestant,
-        times: &Times,
+        figures: &Figures,
         ratio: f64,
         ratio_to_resident: Option<f64>,
-        peak_bytes: Option<Bytes>,
-        loss: f64,
     ) -> Self {
+        let Figures { contestant, warm_up, times, peak, loss } = figures;
+        let Tuning { replay, channels_last } = contestant.tuning();
         Self {
             contestant: contestant.name(),
             work: WorkColumns::new(work),
+            replay,
+            channels_last,
             samples_per_s: work.batch as f64 / times.median(),
             ratio,
             ratio_to_resident,
             spread: times.spread(),
             seconds: times.0.clone(),
-            peak_bytes,
-            loss,
+            warm_up_seconds: warm_up.clone(),
+            peak_bytes: *peak,
+            loss: *loss,
         }
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let title = format!("{}, mini-batch {}", self.work.title(), self.work.batch);
         let columns = format!(
-            "  {:<26}{:>11}{:>8}{:>11}{:>10}{:>12}",
+            "  {:<32}{:>11}{:>8}{:>11}{:>10}{:>12}",
             "", "samples/s", "ratio", "streaming", "spread", "peak"
         );
         journal.write(&title, &columns, &self.text(), self)
@@ -90,7 +96,7 @@ impl SpeedRow {
         let peak = self.peak_bytes.map_or_else(String::new, |peak| peak.to_string());
         let hidden = self.ratio_to_resident.map_or_else(String::new, |r| format!("{r:.3}"));
         format!(
-            "  {:<26}{:>11.1}{:>8.3}{hidden:>11}{:>8.1} %{peak:>12}",
+            "  {:<32}{:>11.1}{:>8.3}{hidden:>11}{:>8.1} %{peak:>12}",
             self.contestant,
             self.samples_per_s,
             self.ratio,

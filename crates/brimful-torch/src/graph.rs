@@ -1,0 +1,108 @@
+//! Work on a CUDA stream, captured once and replayed: one launch where there were thousands.
+//!
+//! What a thread puts on its current stream during a capture is not run but remembered, with the
+//! addresses of its tensors. A replay runs it on whatever these hold by then. Random numbers go on
+//! from where the device's generator stands at each replay, as if the work had been run anew.
+
+use std::ptr;
+use std::sync::OnceLock;
+
+use tch::Device;
+
+use crate::device::accelerator;
+use crate::error::{TorchError, call};
+use crate::ffi::{self, RawGraph, RawGraphs};
+
+static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_graph.so"));
+
+/// Whether work can be captured here.
+///
+/// # Errors
+/// With the cause, where it cannot: no CUDA, or one that lacks what is needed.
+pub fn available() -> Result<(), TorchError> {
+    functions().map(|_| ())
+}
+
+fn functions() -> Result<&'static RawGraphs, TorchError> {
+    static LOADED: OnceLock<Result<&'static RawGraphs, TorchError>> = OnceLock::new();
+    let load = || {
+        crate::cuda::load()?;
+        let mut table = ptr::null();
+        // SAFETY: the bytes are valid for their length; on success the table is one of this layout,
+        // in an object that stays loaded.
+        unsafe {
+            call(|message| {
+                ffi::brimful_load_graphs(OBJECT.as_ptr(), OBJECT.len(), &mut table, message)
+            })?;
+            Ok(&*table)
+        }
+    };
+    let unavailable =
+        |error: TorchError| TorchError::other(format!("replay is not available here: {error}"));
+    LOADED.get_or_init(|| load().map_err(unavailable)).clone()
+}
+
+/// Memory that captured work uses, apart from all other. Graphs that are never replayed at the same
+/// time may share it: each overwrites what the others have left in it.
+#[derive(Debug, Default)]
+pub struct Pool([u64; 2]);
+
+/// A capture under way on this thread's current stream; dropped, it is called off.
+#[derive(Debug)]
+#[must_use = "a capture that is dropped is called off"]
+pub struct Capture {
+    handle: *mut RawGraph,
+    functions: &'static RawGraphs,
+}
+
+/// Captured work.
+#[derive(Debug)]
+pub struct Graph(Capture);
+
+// SAFETY: a graph that is not being captured is a handle of CUDA's that any thread may use, one at a
+// time; nobody else has it.
+unsafe impl Send for Graph {}
+
+impl Capture {
+    /// Begins on the current stream, which must not be the device's default one. Until the end this
+    /// thread must not wait for the device, nor read from it.
+    ///
+    /// # Errors
+    /// Where nothing can be captured, or the stream is the default one.
+    pub fn begin(device: Device, pool: &Pool) -> Result<Self, TorchError> {
+        let (index, functions) = (accelerator(device)?, functions()?);
+        let mut handle = ptr::null_mut();
+        // SAFETY: the pool is two numbers; on success the handle is ours.
+        call(|message| unsafe { (functions.begin)(index, pool.0.as_ptr(), &mut handle, message) })?;
+        Ok(Self { handle, functions })
+    }
+
+    /// Ends it, on the thread and the stream that began it.
+    ///
+    /// # Errors
+    /// When something could not be captured. The stream can be used again.
+    pub fn end(self, pool: &mut Pool) -> Result<Graph, TorchError> {
+        // SAFETY: the handle is a capture under way; the pool has room for two numbers.
+        call(|message| unsafe { (self.functions.end)(self.handle, pool.0.as_mut_ptr(), message) })?;
+        Ok(Graph(self))
+    }
+}
+
+impl Graph {
+    /// Runs the work on this thread's current stream.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn replay(&mut self) -> Result<(), TorchError> {
+        let Capture { handle, functions } = self.0;
+        // SAFETY: the handle is a captured graph, borrowed mutably.
+        call(|message| unsafe { (functions.replay)(handle, message) })
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        // SAFETY: the handle is ours and dropped once.
+        unsafe { (self.functions.drop)(self.handle) }
+    }
+}

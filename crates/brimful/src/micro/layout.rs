@@ -1,0 +1,144 @@
+//! The order in memory of a convolutional model's numbers: as the user has them, or channels last.
+//!
+//! Which is faster depends on the device, the type of the numbers and the shapes, so it is measured,
+//! in the first steps: two of each order count, after those that choose kernels.
+
+use std::time::Duration;
+
+use brimful_torch::layout::{laid_out, lay_out};
+use tch::Tensor;
+
+use crate::Result;
+use crate::batch::{Batch, Leaf};
+
+/// The order of images and convolutions in memory. It changes neither values nor saved models.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Layout {
+    /// As the user has them.
+    #[default]
+    AsIs,
+    /// With the channels last, inputs and weights.
+    ChannelsLast,
+    /// The faster of the two, measured in the first steps.
+    Measured,
+}
+
+/// Steps of each order that are timed.
+const TIMED: usize = 2;
+/// Steps after which a measurement that came to nothing is given up: shapes differ all the time.
+const PATIENCE: usize = 40;
+/// How much faster the other order must be to be taken.
+const WORTH: f64 = 1.03;
+
+/// The order in use, and what is known of both.
+#[derive(Debug, Default)]
+pub(super) struct Arrangement {
+    channels_last: bool,
+    /// Whether the parameters are still in the other order.
+    changed: bool,
+    trial: Option<Trial>,
+}
+
+/// A measurement under way: seconds a sample of each order.
+#[derive(Debug, Default)]
+struct Trial {
+    steps: usize,
+    /// Whether this is the order's first step, in which kernels are chosen.
+    first: bool,
+    as_is: Vec<f64>,
+    channels_last: Vec<f64>,
+}
+
+impl Arrangement {
+    pub(super) fn new(layout: Layout) -> Self {
+        let trial = Trial { first: true, ..Trial::default() };
+        let channels_last = layout == Layout::ChannelsLast;
+        Self {
+            channels_last,
+            changed: channels_last,
+            trial: (layout == Layout::Measured).then_some(trial),
+        }
+    }
+
+    /// Whether the order may yet turn out not to work for the user's closure.
+    pub(super) fn is_on_trial(&self) -> bool {
+        self.channels_last && self.trial.is_some()
+    }
+
+    pub(super) fn is_channels_last(&self) -> bool {
+        self.channels_last
+    }
+
+    /// Lays the parameters out; those of a model without convolutions stay as they are for good.
+    pub(super) fn begin(&mut self, parameters: &mut [Tensor]) -> Result<()> {
+        let mut convolutions = parameters.iter_mut().filter(|p| has_channels(p)).peekable();
+        if convolutions.peek().is_none() {
+            *self = Self::default();
+        }
+        if self.changed {
+            convolutions.try_for_each(|p| lay_out(p, self.channels_last))?;
+            self.changed = false;
+        }
+        Ok(())
+    }
+
+    /// The micro-batch with its images laid out as the convolutions are.
+    pub(super) fn of<B: Batch>(&self, micro_batch: B) -> Result<B> {
+        if !self.channels_last {
+            return Ok(micro_batch);
+        }
+        micro_batch.map(&mut |leaf| match leaf {
+            Leaf::Cut(tensor) if has_channels(tensor) && tensor.is_floating_point() => {
+                Ok(laid_out(tensor, true)?)
+            }
+            leaf => Ok(leaf.tensor().shallow_clone()),
+        })
+    }
+
+    /// Learns from a step; one in which something was new to the device is not timed.
+    pub(super) fn observe(&mut self, samples: usize, time: Duration, new: bool) {
+        let Some(trial) = &mut self.trial else { return };
+        trial.steps += 1;
+        let untimed = std::mem::take(&mut trial.first) || new;
+        let times = if self.channels_last { &mut trial.channels_last } else { &mut trial.as_is };
+        if !untimed {
+            times.push(time.as_secs_f64() / samples as f64);
+        }
+        if times.len() == TIMED {
+            if self.channels_last {
+                return self.decide();
+            }
+            (self.channels_last, self.changed, trial.first) = (true, true, true);
+        } else if trial.steps >= PATIENCE {
+            self.refuse("shapes that differ from step to step");
+        }
+    }
+
+    fn decide(&mut self) {
+        let Some(trial) = self.trial.take() else { return };
+        let best = |times: &[f64]| times.iter().copied().fold(f64::INFINITY, f64::min);
+        let (as_is, last) = (best(&trial.as_is), best(&trial.channels_last));
+        self.channels_last = as_is > last * WORTH;
+        self.changed = !self.channels_last;
+        tracing::info!(
+            channels_last = self.channels_last,
+            as_is_samples_per_s = 1.0 / as_is,
+            channels_last_samples_per_s = 1.0 / last,
+            "the order of images and convolutions in memory is chosen"
+        );
+    }
+
+    /// Ends the measurement in favour of the user's own order.
+    pub(super) fn refuse(&mut self, cause: &str) {
+        if self.trial.take().is_some() {
+            tracing::warn!(cause, "channels stay where they are in memory");
+        }
+        self.changed |= self.channels_last;
+        self.channels_last = false;
+    }
+}
+
+fn has_channels(tensor: &Tensor) -> bool {
+    matches!(tensor.dim(), 4 | 5)
+}

@@ -1,0 +1,87 @@
+//! One micro-batch forward and backward, added to what its mini-batch has so far.
+
+use tch::Tensor;
+
+use super::Outcome;
+use super::attempt::distinct;
+use super::tally::{Group, Tally};
+use crate::Result;
+use crate::accumulate::Accumulator;
+use crate::batch::Batch;
+use crate::loss::{Part, Term};
+
+/// A mini-batch under way.
+#[derive(Debug)]
+pub(super) struct Pass<O> {
+    pub(super) accumulator: Accumulator,
+    pub(super) tally: Tally,
+    pub(super) outputs: Vec<O>,
+    /// Whether the mini-batch is a step of its own, and no other follows.
+    pub(super) single: bool,
+}
+
+impl<O: Batch> Pass<O> {
+    /// Runs the closure on a micro-batch, and its backward.
+    pub(super) fn run<B: Batch, R: Outcome<Outputs = O>>(
+        &mut self,
+        micro_batch: B,
+        part: &Part,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<()> {
+        let (terms, output) = forward(micro_batch, f)?;
+        self.add(&terms, &output, part)
+    }
+
+    /// Adds what a forward has given.
+    pub(super) fn add(&mut self, terms: &[Term], output: &O, part: &Part) -> Result<()> {
+        self.tally.count(terms, part)?;
+        self.backward(terms, |_, term| term.root_gradient(part))?;
+        self.outputs.push(detached(output)?);
+        Ok(())
+    }
+
+    /// Runs each group's terms backward from the gradient that `root` gives for a term and its
+    /// number; the graph is kept until the last.
+    pub(super) fn backward(
+        &mut self,
+        terms: &[Term],
+        root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
+    ) -> Result<()> {
+        let groups = self.groups();
+        let distinct = distinct(&groups);
+        self.accumulator.expect_groups(distinct.len());
+        let mut work = Vec::new();
+        for (index, group) in distinct.iter().enumerate() {
+            let mut roots = Vec::new();
+            for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == *group) {
+                roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
+            }
+            if !roots.is_empty() {
+                work.push((index, roots));
+            }
+        }
+        let last = work.len().saturating_sub(1);
+        for (k, (index, roots)) in work.iter().enumerate() {
+            self.accumulator.add(*index, roots, k < last)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn groups(&self) -> Vec<Group> {
+        self.tally.groups(self.single)
+    }
+}
+
+/// Runs the closure, and gives its loss's terms and its outputs.
+pub(super) fn forward<B: Batch, R: Outcome>(
+    micro_batch: B,
+    f: &mut impl FnMut(B) -> R,
+) -> Result<(Vec<Term>, R::Outputs)> {
+    let (loss, output) = f(micro_batch).into_parts()?;
+    Ok((loss.into_terms(true)?, output))
+}
+
+/// The same outputs without what led to them.
+pub(super) fn detached<O: Batch>(output: &O) -> Result<O> {
+    output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))
+}

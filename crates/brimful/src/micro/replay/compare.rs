@@ -1,0 +1,95 @@
+//! Whether a replay gives what an eager run gave, up to rounding.
+
+use brimful_torch::foreach;
+use tch::{Device, Kind, Tensor};
+
+use super::readout::Readout;
+use crate::Result;
+use crate::accumulate::Sum;
+
+/// What a comparison came to.
+#[derive(Debug)]
+pub(super) enum Verdict {
+    Alike,
+    /// In what.
+    Differs(String),
+    /// The eager run gave no finite numbers.
+    Unknown,
+}
+
+/// Compares losses and gradients of a model whose numbers are of this kind. The replayed gradients
+/// are used up.
+pub(super) fn verdict(
+    kind: Kind,
+    eager: &[Sum],
+    eager_loss: &Readout,
+    replayed: &[Sum],
+    replayed_loss: &Readout,
+) -> Result<Verdict> {
+    let tolerance = tolerance(kind);
+    let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
+    // What an eager run did not reach must come to nothing in a replay too.
+    let (mut errors, mut into, mut what) = (Vec::new(), Vec::new(), Vec::new());
+    for (replayed, eager) in replayed.iter().flatten().zip(eager.iter().flatten()) {
+        errors.extend(share(replayed));
+        if let (Some(replayed), Some(eager)) = (share(replayed), share(eager)) {
+            into.push(replayed);
+            what.push(eager);
+        }
+    }
+    foreach::add(&into, &what, -1.0)?;
+    let (sizes, errors) = (norms(&what)?, norms(&errors)?);
+    let (expected, got) = (numbers(eager_loss.row())?, numbers(replayed_loss.row())?);
+
+    if !expected.iter().chain(&sizes).all(|number| number.is_finite()) {
+        return Ok(Verdict::Unknown);
+    }
+    let near = |a: f64, b: f64| (a - b).abs() <= tolerance * a.abs().max(f64::MIN_POSITIVE);
+    if let Some((a, b)) = expected.iter().zip(&got).find(|(a, b)| !near(**a, **b)) {
+        return Ok(Verdict::Differs(format!("a replay gives a loss of {b}, not {a}")));
+    }
+    let all = sizes.iter().map(|size| size * size).sum::<f64>().sqrt();
+    Ok(match errors.iter().find(|error| error.is_nan() || **error > tolerance * all) {
+        Some(error) => Verdict::Differs(format!(
+            "a replay gives another gradient: a parameter's is off by {error:.3e} of {all:.3e}"
+        )),
+        None => Verdict::Alike,
+    })
+}
+
+/// Running statistics and other variables without a gradient, as they were.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    now: Vec<Tensor>,
+    before: Vec<Tensor>,
+}
+
+impl Buffers {
+    pub(super) fn save(now: &[Tensor]) -> Result<Self> {
+        let before = now.iter().map(Tensor::f_detach_copy).collect::<Result<_, _>>()?;
+        Ok(Self { now: now.iter().map(Tensor::shallow_clone).collect(), before })
+    }
+
+    pub(super) fn restore(self) -> Result<()> {
+        Ok(foreach::copy(&self.now, &self.before)?)
+    }
+}
+
+/// What kernels may differ by that add in another order each time.
+fn tolerance(kind: Kind) -> f64 {
+    match kind {
+        Kind::Double => 1e-9,
+        Kind::Float => 1e-3,
+        _ => 3e-2,
+    }
+}
+
+fn norms(tensors: &[Tensor]) -> Result<Vec<f64>> {
+    let norm = |t: &Tensor| Ok(t.f_norm()?.f_view([1_i64])?.f_to_kind(Kind::Double)?);
+    let all = tensors.iter().map(norm).collect::<Result<Vec<_>>>()?;
+    if all.is_empty() { Ok(Vec::new()) } else { numbers(&Tensor::f_cat(&all, 0)?) }
+}
+
+fn numbers(row: &Tensor) -> Result<Vec<f64>> {
+    Ok(Vec::try_from(row.f_to_device(Device::Cpu)?)?)
+}

@@ -1,0 +1,243 @@
+//! Replays micro-batches that have been captured, where the user has asked for it.
+//!
+//! ```text
+//!   of each shape    1st, 2nd  eager: kernels are chosen, memory is found
+//!                    3rd       eager, then captured and replayed on the same samples: both alike?
+//!                    4th …     samples copied in, replayed
+//! ```
+//!
+//! What cannot be captured, or gives something else when replayed, stays eager.
+
+mod capture;
+mod compare;
+mod program;
+mod readout;
+mod room;
+mod shape;
+
+use std::mem;
+use std::sync::{Mutex, PoisonError};
+
+use brimful_torch::graph::{self, Pool};
+use brimful_torch::memory::empty_cache;
+use brimful_torch::stream::Stream;
+use tch::nn::Variables;
+use tch::{Device, Tensor};
+
+use super::Outcome;
+use super::layout::Arrangement;
+use super::pass::Pass;
+use crate::Result;
+use crate::accumulate::Sum;
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::loss::Part;
+use program::Program;
+use room::Room;
+use shape::Shape;
+
+/// Micro-batches of a shape that run eagerly before one is captured.
+const WARM_UP: usize = 2;
+/// Shapes that are kept. Near-equal splitting gives two a mini-batch.
+const SHAPES: usize = 16;
+
+/// What is known of each shape of micro-batch, and what captured work shares.
+#[derive(Debug)]
+pub(super) struct Replay {
+    device: Device,
+    wanted: bool,
+    entries: Vec<Entry>,
+    /// What captured work adds gradients to, one list a group of terms.
+    sums: Vec<Sum>,
+    /// Where the parameters were when it was captured.
+    parameters: Vec<usize>,
+    pool: Pool,
+    /// Where captures take place; made at the first.
+    stream: Option<Stream>,
+    room: Room,
+    replayed: usize,
+    /// Whether a shape was seen that may yet be captured.
+    new: bool,
+    /// Why some shape runs eagerly.
+    cause: Option<String>,
+}
+
+/// What a micro-batch runs in, besides its mini-batch.
+#[derive(Debug)]
+pub(super) struct Surroundings<'a> {
+    pub(super) arrangement: &'a Arrangement,
+    pub(super) variables: &'a Mutex<Variables>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    shape: Shape,
+    uses: u64,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// So many ran eagerly.
+    New(usize),
+    Captured(Box<Program>),
+    /// Not to be captured.
+    Eager,
+}
+
+impl Replay {
+    pub(super) fn new(device: Device) -> Self {
+        Self {
+            device,
+            wanted: false,
+            entries: Vec::new(),
+            sums: Vec::new(),
+            parameters: Vec::new(),
+            pool: Pool::default(),
+            stream: None,
+            room: Room::default(),
+            replayed: 0,
+            new: false,
+            cause: None,
+        }
+    }
+
+    /// Turns it on or off.
+    pub(super) fn set(&mut self, wanted: bool) {
+        self.wanted = wanted;
+        let available = match self.device {
+            Device::Cuda(_) => graph::available().map_err(|error| error.to_string()),
+            _ => Err("replay is for CUDA devices".to_owned()),
+        };
+        if let (true, Err(cause)) = (wanted, available) {
+            self.wanted = false;
+            self.tell(cause);
+        }
+    }
+
+    /// Why micro-batches run eagerly although replay was asked for.
+    pub(super) fn cause(&self) -> Option<&str> {
+        self.cause.as_deref()
+    }
+
+    /// How many micro-batches were replayed since the last call.
+    pub(super) fn take_replayed(&mut self) -> usize {
+        mem::take(&mut self.replayed)
+    }
+
+    /// Whether a shape was seen since the last call that may yet be captured.
+    pub(super) fn take_new(&mut self) -> bool {
+        mem::take(&mut self.new)
+    }
+
+    /// Micro-batches of a shape before it runs at its full speed, besides the first.
+    pub(super) fn warm_up(&self) -> usize {
+        if self.wanted { WARM_UP } else { 0 }
+    }
+
+    /// What captured work has in use while it is replayed, which the memory's account does not show.
+    pub(super) fn needed(&self) -> Bytes {
+        self.room.needed()
+    }
+
+    /// The most memory in use since the last call, where `usage` is what was in use besides captured
+    /// work.
+    pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
+        self.room.take_peak(usage)
+    }
+
+    /// Forgets all captured work and gives its memory back.
+    pub(super) fn clear(&mut self) -> Result<()> {
+        self.sums.clear();
+        if self.entries.is_empty() {
+            return Ok(());
+        }
+        self.entries.clear();
+        self.room = Room::default();
+        Ok(empty_cache(self.device)?)
+    }
+
+    /// Captured work uses the parameters where they were: others make it worthless.
+    pub(super) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
+        if !self.wanted {
+            return Ok(());
+        }
+        let now: Vec<usize> = parameters.iter().map(|p| p.data_ptr() as usize).collect();
+        if now != self.parameters {
+            self.clear()?;
+            self.parameters = now;
+        }
+        Ok(())
+    }
+
+    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch.
+    pub(super) fn run<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+        &mut self,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: B,
+        part: &Part,
+        f: &mut F,
+        surroundings: &Surroundings<'_>,
+    ) -> Result<()> {
+        let laid_out = |micro_batch| surroundings.arrangement.of(micro_batch);
+        if !self.wanted {
+            return pass.run(laid_out(micro_batch)?, part, f);
+        }
+        let index = self.find(Shape::of::<B, F>(&micro_batch, pass.single));
+        let entry = &mut self.entries[index];
+        entry.uses += 1;
+        self.new |= matches!(entry.state, State::New(_));
+        match &mut entry.state {
+            // Its inputs are laid out already, and the samples will be as they are copied there.
+            State::Captured(program) => {
+                self.replayed += 1;
+                program.run(pass, &micro_batch, part)
+            }
+            State::New(seen) if *seen < WARM_UP => {
+                *seen += 1;
+                pass.run(laid_out(micro_batch)?, part, f)
+            }
+            State::New(_) => {
+                let buffers = without_gradient(surroundings.variables);
+                let state = self.capture(pass, laid_out(micro_batch)?, part, f, &buffers)?;
+                self.entries[index].state = state;
+                Ok(())
+            }
+            State::Eager => pass.run(laid_out(micro_batch)?, part, f),
+        }
+    }
+
+    /// The entry of this shape; a new one takes the place of the least used.
+    fn find(&mut self, shape: Shape) -> usize {
+        if let Some(index) = self.entries.iter().position(|entry| entry.shape == shape) {
+            return index;
+        }
+        if self.entries.len() == SHAPES {
+            let least = self.entries.iter().enumerate().min_by_key(|(_, entry)| entry.uses);
+            let least = least.map_or(0, |(index, _)| index);
+            self.entries.swap_remove(least);
+        }
+        self.entries.push(Entry { shape, uses: 0, state: State::New(0) });
+        self.entries.len() - 1
+    }
+
+    fn refuse(&mut self, cause: String) -> State {
+        self.tell(cause);
+        State::Eager
+    }
+
+    /// Says once why micro-batches run eagerly.
+    fn tell(&mut self, cause: String) {
+        if self.cause.is_none() {
+            tracing::warn!(%cause, "micro-batches are not replayed but run eagerly");
+            self.cause = Some(cause);
+        }
+    }
+}
+
+/// Variables that are not trained, such as running statistics.
+fn without_gradient(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.named_variables.values();
+    all.filter(|tensor| !tensor.requires_grad()).map(Tensor::shallow_clone).collect()
+}

@@ -1,0 +1,170 @@
+//! One captured micro-batch: its graph, and the tensors that the graph reads and writes.
+
+use std::any::Any;
+
+use brimful_torch::autograd::backward;
+use brimful_torch::graph::{Capture, Graph, Pool};
+use brimful_torch::random::{GeneratorState, generator_state};
+use brimful_torch::stream::{Event, Stream};
+use tch::{Device, Kind, Tensor};
+
+use super::readout::Readout;
+use crate::accumulate::Sum;
+use crate::batch::Batch;
+use crate::loss::Part;
+use crate::micro::Outcome;
+use crate::micro::pass::{Pass, detached, forward};
+use crate::oom::catch_unseen;
+use crate::statistics::{Again, Pending};
+use crate::{Error, Result};
+
+/// A captured micro-batch.
+#[derive(Debug)]
+pub(super) struct Program {
+    graph: Graph,
+    inputs: Vec<Tensor>,
+    /// What each term's backward starts from, and what was last written there.
+    roots: Tensor,
+    written: Vec<f64>,
+    readout: Readout,
+    sums: Vec<Sum>,
+    statistics: Again,
+    /// The closure's outputs, of its own type.
+    outputs: Box<dyn Any + Send>,
+}
+
+/// Where a capture takes place.
+#[derive(Debug)]
+pub(super) struct Setting {
+    pub(super) device: Device,
+    pub(super) stream: Stream,
+}
+
+/// A stream for captures, on which cuBLAS has its workspace already: taken during a capture it would
+/// stay in the captured work's memory for good.
+pub(super) fn stream(device: Device) -> Result<Stream> {
+    let stream = Stream::urgent(device)?;
+    let _inside = stream.enter()?;
+    // In both threads that launch kernels: this one, and autograd's.
+    let x = Tensor::f_ones([16, 16], (Kind::Float, device))?.set_requires_grad(true);
+    backward(&[&x.f_mm(&x)?.f_sum(Kind::Float)?], &[None], false)?;
+    Ok(stream)
+}
+
+impl Program {
+    /// Captures forward and backward of a micro-batch like this one, with gradients added to these
+    /// sums. Nothing of it runs.
+    pub(super) fn capture<B: Batch, R: Outcome>(
+        setting: &Setting,
+        sums: Vec<Sum>,
+        pool: &mut Pool,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: &B,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<Self, String> {
+        let groups = pass.accumulator.exchange(sums);
+        let captured = catch_unseen(|| Self::record(setting, pool, pass, micro_batch, f));
+        let sums = pass.accumulator.exchange(groups);
+        Ok(Self { sums, ..captured? })
+    }
+
+    fn record<B: Batch, R: Outcome>(
+        setting: &Setting,
+        pool: &mut Pool,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: &B,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<Self> {
+        // Zeros, not the samples: what escapes the capture and is computed now will then differ.
+        let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
+        let mut inputs = Vec::new();
+        statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
+        let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
+        // Made here, because captured zeros would be written at every replay.
+        let rows = Pending::for_the_same_layers()?;
+        let host = generator_state(Device::Cpu)?;
+
+        let mut ready = Event::new(setting.device)?;
+        ready.record(Stream::current(setting.device)?)?;
+        setting.stream.wait(&ready)?;
+        let inside = setting.stream.enter()?;
+        let capture = Capture::begin(setting.device, pool)?;
+        let (statistics, result) = rows.go_on(|| {
+            let (terms, output) = forward(statics, f)?;
+            let readout = Readout::of(&terms)?;
+            pass.backward(&terms, |number, term| {
+                Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
+            })?;
+            Ok::<_, Error>((readout, detached(&output)?))
+        });
+        let (readout, outputs) = result?;
+        let graph = capture.end(pool)?;
+        drop(inside);
+
+        check_host(&host)?;
+        let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));
+        let written = vec![0.0; readout.terms().len()];
+        let sums = Vec::new();
+        Ok(Self { graph, inputs, roots, written, readout, sums, statistics, outputs })
+    }
+
+    /// Replays on this micro-batch, and adds what comes out to its mini-batch.
+    pub(super) fn run<B: Batch, O: Batch + 'static>(
+        &mut self,
+        pass: &mut Pass<O>,
+        micro_batch: &B,
+        part: &Part,
+    ) -> Result<()> {
+        pass.accumulator.adopt(&self.sums)?;
+        self.statistics.before()?;
+        self.launch(micro_batch, part)?;
+        self.statistics.after()?;
+        pass.tally.count(&self.readout.read()?, part)?;
+        let outputs = self.outputs.downcast_ref::<O>().expect("a closure has one type of outputs");
+        pass.outputs.push(outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))?);
+        Ok(())
+    }
+
+    /// Replays on this micro-batch from empty sums, to see what comes out.
+    pub(super) fn try_on(&mut self, micro_batch: &impl Batch, part: &Part) -> Result<()> {
+        let all = self.sums.iter().flatten().flatten();
+        brimful_torch::foreach::zero(&all.map(Tensor::shallow_clone).collect::<Vec<_>>())?;
+        self.launch(micro_batch, part)
+    }
+
+    pub(super) fn sums(&self) -> &[Sum] {
+        &self.sums
+    }
+
+    pub(super) fn readout(&self) -> &Readout {
+        &self.readout
+    }
+
+    /// Copies the samples in and starts the graph.
+    fn launch(&mut self, micro_batch: &impl Batch, part: &Part) -> Result<()> {
+        let mut result = Ok(());
+        let mut inputs = self.inputs.iter_mut();
+        micro_batch.visit(&mut |leaf| {
+            if let (Ok(()), Some(input)) = (&result, inputs.next()) {
+                result = input.f_copy_(leaf.tensor());
+            }
+        });
+        result?;
+        for (number, term) in self.readout.terms().iter().enumerate() {
+            let root = term.root_number(part).unwrap_or(0.0);
+            if root != self.written[number] {
+                let _ = self.roots.f_select(0, number as i64)?.f_fill_(root)?;
+                self.written[number] = root;
+            }
+        }
+        Ok(self.graph.replay()?)
+    }
+}
+
+/// The host's random numbers would be the same in every replay.
+fn check_host(before: &GeneratorState) -> Result<()> {
+    match generator_state(Device::Cpu)? == *before {
+        true => Ok(()),
+        false => Err(Error::Torch("it draws random numbers on the host".into())),
+    }
+}

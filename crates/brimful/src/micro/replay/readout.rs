@@ -1,0 +1,77 @@
+//! The numbers of a micro-batch's loss side by side in one tensor, read out after each replay.
+
+use tch::{Kind, Tensor};
+
+use crate::Result;
+use crate::loss::{Over, Term, Weight};
+
+/// Terms whose values and weights are views of one row of doubles.
+#[derive(Debug)]
+pub(super) struct Readout {
+    row: Tensor,
+    terms: Vec<Term>,
+}
+
+impl Readout {
+    /// Writes the terms' numbers into a new row.
+    pub(super) fn of(terms: &[Term]) -> Result<Self> {
+        let mut numbers = Vec::new();
+        for term in terms {
+            numbers.push(double(&term.value)?);
+            if let Some(weight) = weight_of(&term.over) {
+                numbers.push(double(&weight.f_to_device(term.value.device())?)?);
+            }
+        }
+        let row = Tensor::f_cat(&numbers, 0)?;
+        Ok(Self { terms: viewed(terms, &row)?, row })
+    }
+
+    /// The terms as they are now, in a row of their own.
+    pub(super) fn read(&self) -> Result<Vec<Term>> {
+        viewed(&self.terms, &self.row.f_detach_copy()?)
+    }
+
+    pub(super) fn terms(&self) -> &[Term] {
+        &self.terms
+    }
+
+    pub(super) fn row(&self) -> &Tensor {
+        &self.row
+    }
+}
+
+/// The same terms with their numbers in the row.
+fn viewed(terms: &[Term], row: &Tensor) -> Result<Vec<Term>> {
+    let mut next = 0;
+    let mut number = || {
+        next += 1;
+        row.f_narrow(0, next - 1, 1)
+    };
+    let view = |term: &Term| {
+        let value = number()?;
+        let over = match &term.over {
+            Over::Samples => Over::Samples,
+            Over::Given(Weight::Number(weight)) => Over::Given(Weight::Number(*weight)),
+            Over::Given(Weight::Tensor(_)) => Over::Given(Weight::Tensor(number()?)),
+            Over::Undivided(Weight::Number(weight)) => Over::Undivided(Weight::Number(*weight)),
+            Over::Undivided(Weight::Tensor(_)) => Over::Undivided(Weight::Tensor(number()?)),
+            Over::Nothing => Over::Nothing,
+            Over::Once => Over::Once,
+        };
+        Ok(Term { value, over, factor: term.factor })
+    };
+    terms.iter().map(view).collect()
+}
+
+fn weight_of(over: &Over) -> Option<&Tensor> {
+    match over {
+        Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight)) => {
+            Some(weight)
+        }
+        _ => None,
+    }
+}
+
+fn double(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
+}

@@ -1,0 +1,437 @@
+//! Replayed micro-batches leave what eager ones leave; what cannot be replayed runs eagerly.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
+//! must come to the same.
+
+mod test_device;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::micro::NonFinite;
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
+use brimful::{Error, Loss, MicroBatcher, Size};
+use brimful_torch::autograd::set_gradient;
+use brimful_torch::stream::{Event, Stream};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Reduction, Tensor};
+use test_device::test_device;
+
+const CLASSES: i64 = 4;
+
+/// One test at a time: all threads draw from one generator.
+fn alone() -> MutexGuard<'static, ()> {
+    static DRAWING: Mutex<()> = Mutex::new(());
+    DRAWING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Numbers between -1 and 1 that look random.
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+struct Net {
+    store: nn::VarStore,
+    layers: nn::SequentialT,
+    dropout: f64,
+}
+
+impl Net {
+    fn new(kind: Kind, policy: BatchNormPolicy, dropout: f64) -> Self {
+        let mut store = nn::VarStore::new(test_device());
+        let root = store.root();
+        let config = BatchNormConfig { policy, ..Default::default() };
+        let layers = nn::seq_t()
+            .add(nn::linear(&root / "one", 6, 16, Default::default()))
+            .add(batch_norm1d(&root / "norm", 16, config))
+            .add_fn(Tensor::tanh)
+            .add(nn::linear(&root / "two", 16, CLASSES, Default::default()));
+        let _unused = root.randn_standard("unused", &[3]);
+        store.set_kind(kind);
+        for (name, mut variable) in store.variables() {
+            if variable.requires_grad() {
+                tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
+            }
+        }
+        Self { store, layers, dropout }
+    }
+
+    fn plain(kind: Kind) -> Self {
+        Self::new(kind, BatchNormPolicy::default(), 0.0)
+    }
+
+    fn logits(&self, x: &Tensor) -> Tensor {
+        self.layers.forward_t(&x.dropout(self.dropout, true), true)
+    }
+
+    /// A mean over samples, one over tokens and a penalty.
+    fn loss(&self, x: &Tensor, y: &Tensor, tokens: &Tensor) -> Loss {
+        let logits = self.logits(x);
+        let each = logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0);
+        let count = tokens.sum(tokens.kind());
+        let over_tokens = (&each * tokens).sum(each.kind()) / &count;
+        let weight = &self.store.variables()["two.weight"];
+        Loss::mean(each.mean(each.kind()))
+            + Loss::mean_over(over_tokens, count) * 0.5
+            + Loss::once(weight.square().sum(weight.kind()) * 0.01)
+    }
+
+    /// Every gradient and every variable that is not trained, by name.
+    fn state(&self) -> Vec<(String, Option<Tensor>)> {
+        let value = |t: Tensor| match (t.requires_grad(), t.grad()) {
+            (false, _) => Some(t.copy()),
+            (true, gradient) => gradient.defined().then(|| gradient.copy()),
+        };
+        let mut all: Vec<_> = self.store.variables().into_iter().collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all.into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
+    }
+
+    fn zero_grad(&self) {
+        for mut variable in self.store.trainable_variables() {
+            set_gradient(&mut variable, None).expect("no gradient");
+        }
+    }
+}
+
+type Samples = (Tensor, Tensor, Tensor);
+
+fn batch(samples: i64, kind: Kind, seed: i64) -> Samples {
+    let x = numbers(&[samples, 6], 100 + seed).to_kind(kind);
+    let y = (numbers(&[samples], 200 + seed) * 1e4).remainder(CLASSES as f64);
+    let tokens = (numbers(&[samples], 300 + seed) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
+}
+
+fn assert_near(kind: Kind, got: &Net, expected: &Net, what: &str) {
+    let tolerance = match kind {
+        Kind::Double => 1e-11,
+        Kind::Float => 1e-5,
+        _ => 2e-2,
+    };
+    for ((name, got), (_, expected)) in got.state().into_iter().zip(expected.state()) {
+        assert_eq!(got.is_some(), expected.is_some(), "{what}: {name}");
+        let (Some(got), Some(expected)) = (got, expected) else { continue };
+        let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
+        let error = (&got - &expected).abs().max().double_value(&[]);
+        let scale = expected.abs().max().double_value(&[]).max(0.1);
+        assert!(error <= tolerance * scale, "{what}: {name} off by {error:e} of {scale:e}");
+    }
+}
+
+fn replays() -> bool {
+    test_device().is_cuda()
+}
+
+/// Runs both over the same mini-batches and compares after each.
+fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i64]) {
+    let [eager, replayed] = [(); 2].map(|()| Net::new(kind, policy, dropout));
+    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let mut count = 0;
+    for (step, &length) in lengths.iter().enumerate() {
+        let samples = batch(length, kind, step as i64);
+        let run = |micro: &mut MicroBatcher, net: &Net| {
+            tch::manual_seed(step as i64);
+            let closure = |(x, y, tokens): Samples| (net.loss(&x, &y, &tokens), net.logits(&x));
+            micro.backward(&samples, closure).expect("a step")
+        };
+        let (one, two) = (run(&mut one, &eager), run(&mut two, &replayed));
+        let what = format!("{kind:?} {policy:?} step {step} of {length}");
+        assert_near(kind, &replayed, &eager, &what);
+        let outputs = (&one.outputs - &two.outputs).abs().max().double_value(&[]);
+        let tolerance = if kind == Kind::Double { 1e-11 } else { 2e-2 };
+        assert!(outputs < tolerance, "{what}: outputs off by {outputs:e}");
+        for (a, b) in one.terms.iter().zip(&two.terms) {
+            assert!((a - b).abs() <= tolerance * a.abs(), "{what}: {a} and {b}");
+        }
+        assert_eq!((one.replayed, one.sizes), (0, two.sizes));
+        count += two.replayed;
+        if step % 2 == 1 {
+            eager.zero_grad();
+            replayed.zero_grad();
+        }
+    }
+    assert_eq!(two.eager_cause().is_none(), replays(), "{:?}", two.eager_cause());
+    assert_eq!(count > 0, replays());
+}
+
+#[test]
+fn replayed_steps_are_the_eager_ones() {
+    let _alone = alone();
+    // Sizes of 4; of 4 and 3; fewer micro-batches; a single one.
+    let lengths = [24, 24, 23, 23, 23, 24, 7, 4, 23];
+    for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
+        side_by_side(Kind::Double, policy, 0.0, &lengths);
+    }
+    side_by_side(Kind::Float, BatchNormPolicy::Frozen, 0.0, &lengths);
+    side_by_side(Kind::BFloat16, BatchNormPolicy::Deferred, 0.0, &[24, 24, 23]);
+}
+
+#[test]
+fn dropout_draws_the_masks_of_an_eager_step() {
+    let _alone = alone();
+    side_by_side(Kind::Double, BatchNormPolicy::Deferred, 0.5, &[24, 24, 23, 23, 23]);
+}
+
+#[test]
+fn windows_of_several_mini_batches_come_to_the_same() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    for window in 0..3 {
+        let run = |micro: &mut MicroBatcher, net: &Net| {
+            for part in 0..3 {
+                let samples = batch(20 + part, kind, window * 10 + part);
+                let closure = |(x, y, tokens): Samples| net.loss(&x, &y, &tokens);
+                micro.accumulate(&samples, closure).expect("a part");
+            }
+            micro.commit().expect("a step")
+        };
+        let (a, b) = (run(&mut one, &eager), run(&mut two, &replayed));
+        assert!((a.loss - b.loss).abs() < 1e-12, "{} {}", a.loss, b.loss);
+        assert_near(kind, &replayed, &eager, &format!("window {window}"));
+        assert_eq!(b.replayed > 0, replays(), "{:?}", two.eager_cause());
+    }
+}
+
+#[test]
+fn parameters_that_are_frozen_or_thawed_are_noticed() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    for step in 0..6 {
+        let frozen = step / 2 == 1;
+        let run = |micro: &mut MicroBatcher, net: &Net| {
+            net.zero_grad();
+            let weight = net.store.variables()["one.weight"].shallow_clone();
+            let _ = weight.set_requires_grad(!frozen);
+            let samples = batch(24, kind, step);
+            micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step")
+        };
+        let (_, b) = (run(&mut one, &eager), run(&mut two, &replayed));
+        assert_near(kind, &replayed, &eager, &format!("step {step}"));
+        assert_eq!(b.replayed > 0, replays(), "{:?}", two.eager_cause());
+    }
+}
+
+/// A closure that cannot be replayed: its name, and a word of the cause.
+type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&Net, Samples) -> Loss>);
+
+fn uncapturable() -> Vec<Uncapturable<'static>> {
+    let mean = |net: &Net, (x, y, tokens): &Samples| net.loss(x, y, tokens);
+    let mut calls = 0;
+    vec![
+        (
+            "reads a value",
+            "captur",
+            Box::new(move |net, samples| {
+                assert!(samples.0.sum(Kind::Double).double_value(&[]).is_finite());
+                mean(net, &samples)
+            }),
+        ),
+        (
+            "branches on data",
+            "captur",
+            Box::new(move |net, samples| {
+                let positive = samples.0.sum(Kind::Double).double_value(&[]) > 0.0;
+                mean(net, &samples) * if positive { 2.0 } else { 1.0 }
+            }),
+        ),
+        (
+            "has a shape that depends on data",
+            "captur",
+            Box::new(move |net, samples| {
+                let rows = samples.0.select(1, 0).nonzero().size()[0];
+                mean(net, &samples) * (1.0 + rows as f64)
+            }),
+        ),
+        (
+            "copies from the host",
+            "captur",
+            Box::new(move |net, samples| {
+                let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
+                let (x, y, tokens) = samples;
+                mean(net, &(x * ones.to_device(test_device()), y, tokens))
+            }),
+        ),
+        (
+            "works on another stream",
+            "",
+            Box::new(move |net, (x, y, tokens)| {
+                let device = x.device();
+                let other = Stream::new(device).expect("a stream");
+                let inside = other.enter().expect("entered");
+                let doubled = &x * 2.0;
+                drop(inside);
+                let mut done = Event::new(device).expect("an event");
+                done.record(other).expect("recorded");
+                Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
+                mean(net, &(doubled, y, tokens))
+            }),
+        ),
+        (
+            "counts its calls",
+            "replay",
+            Box::new(move |net, samples| {
+                calls += 1;
+                mean(net, &samples) * (1.0 + f64::from(calls % 5))
+            }),
+        ),
+        (
+            "draws random numbers on the host",
+            "host",
+            Box::new(move |net, samples| {
+                let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
+                mean(net, &samples) * (1.0 + drawn)
+            }),
+        ),
+    ]
+}
+
+#[test]
+fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
+    let _alone = alone();
+    for index in 0..uncapturable().len() {
+        let kind = Kind::Double;
+        let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+        let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+        let (name, word, mut first) = uncapturable().swap_remove(index);
+        let (_, _, mut second) = uncapturable().swap_remove(index);
+        // A closure that counts is called once more for the capture, and is another one from there.
+        let compared = name != "counts its calls";
+        for step in 0..3 {
+            let samples = batch(24, kind, step);
+            tch::manual_seed(step);
+            let a = one.backward(&samples, |s: Samples| first(&eager, s)).expect("a step");
+            tch::manual_seed(step);
+            let b = two.backward(&samples, |s: Samples| second(&replayed, s)).expect("a step");
+            assert_eq!(b.replayed, 0, "{name}");
+            if compared {
+                assert!((a.loss - b.loss).abs() < 1e-11, "{name}: {} {}", a.loss, b.loss);
+                assert_near(kind, &replayed, &eager, name);
+            }
+        }
+        let cause = two.eager_cause().expect(name).to_owned();
+        if replays() {
+            assert!(cause.contains(word), "{name}: {cause}");
+        }
+        // The device goes on: another micro-batcher replays.
+        let net = Net::plain(kind);
+        let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
+        let step = micro.backward(&batch(24, kind, 0), |(x, y, t): Samples| net.loss(&x, &y, &t));
+        assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
+    }
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
+        let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+        let mut two =
+            MicroBatcher::new(&replayed.store, Size::Fixed(4)).non_finite(policy).replay(true);
+        for step in 0..4 {
+            let samples = batch(24, kind, step);
+            if step % 2 == 1 {
+                let before = replayed.state();
+                let (x, y, tokens) = batch(24, kind, step);
+                let _ = x.narrow(0, 14, 1).fill_(f64::NAN);
+                let closure = |(x, y, t): Samples| replayed.loss(&x, &y, &t);
+                let error = two.backward(&(x, y, tokens), closure).expect_err("not a number");
+                assert!(matches!(error, Error::NonFiniteLoss { micro_batch: 3, .. }), "{error}");
+                assert_eq!(format!("{before:?}"), format!("{:?}", replayed.state()));
+            }
+            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
+            let step = two.backward(&samples, |(x, y, t): Samples| replayed.loss(&x, &y, &t));
+            let count = step.expect("a step").replayed;
+            assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
+            assert_near(kind, &replayed, &eager, "after a refusal");
+        }
+    }
+}
+
+#[test]
+fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(8));
+    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(8)).replay(true);
+    let closure = |net: &Net, (x, y, tokens): Samples| {
+        // Only micro-batches of 5 ask for 16 TiB.
+        if x.size()[0] == 5 {
+            let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
+        }
+        net.loss(&x, &y, &tokens)
+    };
+    for step in 0..4 {
+        let samples = batch(40, kind, step);
+        one.backward(&samples, |s: Samples| closure(&eager, s)).expect("a step");
+        let b = two.backward(&samples, |s: Samples| closure(&replayed, s)).expect("a step");
+        assert_eq!(b.replayed > 0, replays(), "{:?}", two.eager_cause());
+        assert_near(kind, &replayed, &eager, &format!("step {step}"));
+        if step == 1 {
+            let ragged = batch(5, kind, 9);
+            let error = two.backward(&ragged, |s: Samples| closure(&replayed, s));
+            assert!(matches!(error, Err(Error::OutOfMemory(_))), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn an_automatic_size_backs_off_and_is_replayed() {
+    let _alone = alone();
+    let kind = Kind::Double;
+    for size in [Size::Auto, Size::Largest] {
+        // Without normalisation, whose numbers depend on the size.
+        let [eager, replayed] = [(); 2].map(|()| Net::new(kind, BatchNormPolicy::Frozen, 0.0));
+        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
+        let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
+        let (mut retries, mut count) = (0, 0);
+        for step in 0..6 {
+            let samples = batch(60, kind, step);
+            one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");
+            let closure = |(x, y, tokens): Samples| {
+                // More than 7 samples ask for 16 TiB.
+                if x.size()[0] > 7 {
+                    let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
+                }
+                replayed.loss(&x, &y, &tokens)
+            };
+            let b = two.backward(&samples, closure).expect("a step");
+            assert!(b.sizes.iter().all(|size| *size <= 7), "{:?}", b.sizes);
+            assert_near(kind, &replayed, &eager, &format!("{size:?} step {step}"));
+            (retries, count) = (retries + b.retries, count + b.replayed);
+        }
+        assert!(retries > 0);
+        assert_eq!(count > 0, replays(), "{:?}", two.eager_cause());
+    }
+}
+
+#[test]
+fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
+    let _alone = alone();
+    let device = test_device();
+    let net = Net::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
+    let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
+    let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
+    for step in 0..steps {
+        let samples = batch(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
+        micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step");
+        net.zero_grad();
+        if replays() && (step == 100 || step == steps - 1) {
+            let now = brimful_torch::memory::device_memory(device).expect("figures");
+            let (current, reserved) = early.get_or_insert((now.current, now.reserved));
+            assert!(now.current <= *current && now.reserved <= *reserved, "{now:?}");
+        }
+    }
+}
