@@ -22,6 +22,7 @@ mod csv;
 mod error;
 mod gpipe;
 mod interleaved;
+mod measured;
 mod memory;
 mod named;
 mod one_f_one_b;

@@ -33,9 +33,9 @@ pub struct DeviceUse {
 /// A step as it was simulated.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulation {
-    timeline: Vec<Vec<Span>>,
-    devices: Vec<DeviceUse>,
-    makespan: f64,
+    pub(super) timeline: Vec<Vec<Span>>,
+    pub(super) devices: Vec<DeviceUse>,
+    pub(super) makespan: f64,
 }
 
 impl Simulation {

@@ -1,8 +1,12 @@
 //! `brimful bench`: speed and memory, side by side in one run.
 
 mod arena;
+mod journal;
 mod micro;
+mod pipeline;
+mod progress;
 mod times;
+mod work;
 
 use std::process::ExitCode;
 
@@ -16,6 +20,8 @@ pub enum Bench {
     Arena(arena::Options),
     /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
     Micro(micro::Options),
+    /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
+    Pipeline(pipeline::Options),
 }
 
 /// Runs one benchmark.
@@ -23,6 +29,7 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
         Bench::Micro(options) => micro::run(options)?,
+        Bench::Pipeline(options) => pipeline::run(options)?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -9,6 +9,13 @@ impl Times {
         self.0.push(seconds);
     }
 
+    /// Keeps the time of a step that counts.
+    pub(crate) fn push_if(&mut self, counts: bool, seconds: f64) {
+        if counts {
+            self.push(seconds);
+        }
+    }
+
     pub(crate) fn median(&self) -> f64 {
         let sorted = self.sorted();
         let middle = sorted.len() / 2;
@@ -28,5 +35,18 @@ impl Times {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
         sorted
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_an_even_number_is_between_its_middle_two() {
+        let times = |list: &[f64]| Times(list.to_vec());
+        assert_eq!(times(&[3.0, 1.0, 2.0]).median(), 2.0);
+        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).median(), 2.5);
+        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).spread(), 3.0 / 2.5);
     }
 }

@@ -10,10 +10,11 @@ use brimful_torch::{device as torch_device, transfer};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use super::progress::Progress;
-use super::report::{Journal, SpeedRow};
-use super::work::{Dtype, Samples, Work};
-use crate::commands::bench::times::Times;
+use super::super::journal::Journal;
+use super::super::progress::Progress;
+use super::super::times::Times;
+use super::super::work::{Dtype, Samples, Work};
+use super::report::SpeedRow;
 use crate::setting::clear_gradients;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
@@ -78,7 +79,7 @@ pub(super) fn measure(
         let of_resident = (contestant == Contestant::Streaming).then(|| speeds[1] / speeds[2]);
         let row =
             SpeedRow::new(work, contestant, &times[i], ratio, of_resident, peaks[i], losses[i]);
-        journal.speed(row)?;
+        row.enter(journal)?;
     }
     Ok(())
 }

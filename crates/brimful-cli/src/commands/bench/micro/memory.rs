@@ -10,9 +10,10 @@ use brimful::{Bytes, Loss, MicroBatcher, Size};
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::progress::Progress;
-use super::report::{Journal, MemoryRow};
-use super::work::{Samples, Work};
+use super::super::journal::Journal;
+use super::super::progress::Progress;
+use super::super::work::{Samples, Work};
+use super::report::MemoryRow;
 use crate::setting::clear_gradients;
 
 /// Micro-batches in each mini-batch, and which of them it is compared with.
@@ -53,7 +54,7 @@ pub(super) fn measure(
         progress.done();
         let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
         let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
-        journal.memory(MemoryRow::new(&work, count, peak, base, ratio))?;
+        MemoryRow::new(&work, count, peak, base, ratio).enter(journal)?;
         peaks.push((count, peak));
     }
     Ok(())

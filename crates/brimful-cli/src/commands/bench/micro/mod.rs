@@ -7,18 +7,17 @@
 
 mod contest;
 mod memory;
-mod progress;
 mod report;
-mod work;
 
 use anyhow::{Result, ensure};
 use brimful::device;
 use clap::Args;
+use serde_json::json;
 use tch::Device;
 
-use progress::Progress;
-use report::Journal;
-use work::{Dtype, GptShape, ModelName, Work};
+use super::journal::Journal;
+use super::progress::Progress;
+use super::work::{self, Dtype, GptShape, ModelName, Work};
 
 /// Options of `brimful bench micro`.
 #[derive(Debug, Args)]
@@ -70,7 +69,14 @@ pub fn run(options: &Options) -> Result<()> {
         // The same in the peers' scripts: every micro-batch has one shape, so it pays.
         tch::Cuda::cudnn_set_benchmark(true);
     }
-    let mut journal = Journal::begin(device, options.json)?;
+    let cuda = device != Device::Cpu;
+    let facts = json!({
+        "cudnn_benchmark": cuda,
+        "optimizer": "none",
+        "batch_norm": "deferred; the loop's per micro-batch",
+        "host_batch": if cuda { "pageable; the loop's page-locked" } else { "pageable" },
+    });
+    let mut journal = Journal::begin(device, options.json, facts)?;
     let progress = Progress::new();
     for work in &rows {
         brimful::libtorch::allow_tf32(work.dtype != Dtype::F32)?;

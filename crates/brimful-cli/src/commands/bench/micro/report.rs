@@ -1,15 +1,13 @@
-//! Rows as they come, as text or JSON lines, and all of them at the end.
+//! The rows of micro-batched training: speeds, and peaks of memory.
 
-use anyhow::{Context, Result};
-use brimful::{Bytes, device, libtorch};
+use anyhow::Result;
+use brimful::Bytes;
 use serde::Serialize;
-use serde_json::{Value, json};
-use tch::Device;
 
+use super::super::journal::Journal;
+use super::super::times::Times;
+use super::super::work::{Dtype, ModelName, Work, name};
 use super::contest::Contestant;
-use super::work::{Dtype, ModelName, Work, name};
-use crate::commands::bench::times::Times;
-use crate::output;
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -56,16 +54,6 @@ struct WorkColumns {
     recompute: Option<&'static str>,
 }
 
-/// Prints rows as they come, and keeps them for the last line.
-#[derive(Debug)]
-pub(super) struct Journal {
-    json: bool,
-    device: String,
-    environment: Value,
-    rows: Vec<Value>,
-    title: String,
-}
-
 impl SpeedRow {
     pub(super) fn new(
         work: &Work,
@@ -87,6 +75,15 @@ impl SpeedRow {
             peak_bytes,
             loss,
         }
+    }
+
+    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let title = format!("{}, mini-batch {}", self.work.title(), self.work.batch);
+        let columns = format!(
+            "  {:<26}{:>11}{:>8}{:>11}{:>10}{:>12}",
+            "", "samples/s", "ratio", "streaming", "spread", "peak"
+        );
+        journal.write(&title, &columns, &self.text(), self)
     }
 
     fn text(&self) -> String {
@@ -112,6 +109,11 @@ impl MemoryRow {
     ) -> Self {
         let work = WorkColumns::new(work);
         Self { contestant: "brimful", work, micro_batches, peak_bytes, compared_with, ratio }
+    }
+
+    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let columns = format!("  {:>13}{:>10}{:>12}", "micro-batches", "samples", "peak");
+        journal.write(&self.work.title(), &columns, &self.text(), self)
     }
 
     fn text(&self) -> String {
@@ -143,104 +145,5 @@ impl WorkColumns {
     fn title(&self) -> String {
         let Self { model, shape, dtype, micro_batch, .. } = self;
         format!("{} {shape}, {}, micro-batch {micro_batch}", name(model), name(dtype))
-    }
-}
-
-impl Journal {
-    pub(super) fn begin(device: Device, json: bool) -> Result<Self> {
-        let environment = environment(device)?;
-        let device = device::name(device);
-        if !json {
-            let text = |key: &str| environment[key].as_str().unwrap_or("?").to_owned();
-            output::line(&format!(
-                "{device}: {}; libtorch {}, {} threads; a step without its optimizer",
-                text("device_model"),
-                text("libtorch"),
-                environment["threads"],
-            ))?;
-        }
-        Ok(Self { json, device, environment, rows: Vec::new(), title: String::new() })
-    }
-
-    pub(super) fn speed(&mut self, row: SpeedRow) -> Result<()> {
-        let title = format!("{}, mini-batch {}", row.work.title(), row.work.batch);
-        let columns = format!(
-            "  {:<26}{:>11}{:>8}{:>11}{:>10}{:>12}",
-            "", "samples/s", "ratio", "streaming", "spread", "peak"
-        );
-        self.write(&title, &columns, &row.text(), &row)
-    }
-
-    pub(super) fn memory(&mut self, row: MemoryRow) -> Result<()> {
-        let columns = format!("  {:>13}{:>10}{:>12}", "micro-batches", "samples", "peak");
-        self.write(&row.work.title(), &columns, &row.text(), &row)
-    }
-
-    /// A heading where a new table begins, then the row.
-    fn write(
-        &mut self,
-        title: &str,
-        columns: &str,
-        text: &str,
-        row: &impl Serialize,
-    ) -> Result<()> {
-        let mut value = serde_json::to_value(row)?;
-        let object = value.as_object_mut().context("a row is an object")?;
-        object.insert("device".into(), json!(self.device));
-        if self.json {
-            output::line(&value.to_string())?;
-        } else {
-            if self.title != title {
-                output::line(&format!("\n{title}\n{columns}"))?;
-                self.title = title.to_owned();
-            }
-            output::line(text)?;
-        }
-        self.rows.push(value);
-        Ok(())
-    }
-
-    /// The last line of JSON: all rows, and where they come from.
-    pub(super) fn end(self) -> Result<()> {
-        let Self { json, environment, rows, .. } = self;
-        if !json {
-            return Ok(());
-        }
-        output::line(&json!({ "done": true, "environment": environment, "rows": rows }).to_string())
-    }
-}
-
-/// What a figure depends on besides the code.
-fn environment(device: Device) -> Result<Value> {
-    let devices = device::all()?;
-    let model = |wanted| devices.iter().find(|info| info.device == wanted).map(|info| &info.model);
-    let cuda = device != Device::Cpu;
-    Ok(json!({
-        "program": "brimful",
-        "brimful": env!("CARGO_PKG_VERSION"),
-        "libtorch": libtorch::version(),
-        "device": device::name(device),
-        "device_model": model(device),
-        "cpu_model": model(Device::Cpu),
-        "cpu_capability": libtorch::cpu_capability(),
-        "threads": libtorch::threads(),
-        "cuda_driver": libtorch::cuda_driver().ok(),
-        "cudnn_benchmark": cuda,
-        "optimizer": "none",
-        "batch_norm": "deferred; the loop's per micro-batch",
-        "host_batch": if cuda { "pageable; the loop's page-locked" } else { "pageable" },
-    }))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_of_an_even_number_is_between_its_middle_two() {
-        let times = |list: &[f64]| Times(list.to_vec());
-        assert_eq!(times(&[3.0, 1.0, 2.0]).median(), 2.0);
-        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).median(), 2.5);
-        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).spread(), 3.0 / 2.5);
     }
 }

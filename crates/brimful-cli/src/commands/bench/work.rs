@@ -57,6 +57,9 @@ pub(super) struct Work {
     pub(super) micro_batch: usize,
     pub(super) image: i64,
     pub(super) gpt: GptShape,
+    /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
+    pub(super) vocabulary: i64,
+    pub(super) tied: bool,
 }
 
 /// Samples and their targets.
@@ -103,7 +106,9 @@ impl Work {
             GptShape { layers: 2, width: 128, sequence: 64 }
         };
         let dtype = if cuda { Dtype::Tf32 } else { Dtype::F32 };
-        Self { model, dtype, batch, micro_batch, image: if cuda { 224 } else { 64 }, gpt }
+        let image = if cuda { 224 } else { 64 };
+        let (vocabulary, tied) = (VOCABULARY, true);
+        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied }
     }
 
     /// Builds the model in a store, with its number type.
@@ -115,13 +120,13 @@ impl Work {
         Ok(model)
     }
 
-    fn layers(&self) -> Layers {
+    pub(super) fn layers(&self) -> Layers {
         match self.model {
             ModelName::Mlp => mlp(MLP_INPUTS, &[1024, 1024], CLASSES),
             ModelName::Resnet18 => resnet18(CLASSES),
             ModelName::Resnet50 => resnet50(CLASSES),
             ModelName::Resnet101 => resnet101(CLASSES),
-            ModelName::Gpt => gpt(&self.gpt.config()),
+            ModelName::Gpt => gpt(&self.gpt.config(self.vocabulary, self.tied)),
         }
     }
 
@@ -132,7 +137,7 @@ impl Work {
         match self.model {
             ModelName::Gpt => {
                 let shape = [count, self.gpt.sequence];
-                let tokens = || Tensor::randint(VOCABULARY, shape, on_host(Kind::Int64));
+                let tokens = || Tensor::randint(self.vocabulary, shape, on_host(Kind::Int64));
                 (tokens(), tokens())
             }
             _ => {
@@ -154,10 +159,9 @@ impl Work {
         if self.dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float }
     }
 
-    /// The mean cross-entropy, as PyTorch's own function computes it.
+    /// The loss of a model in training.
     pub(super) fn loss(&self, model: &Model, (x, y): &Samples) -> Tensor {
-        let logits = model.forward_t(x, true).flatten(0, -2);
-        logits.cross_entropy_loss(&y.flatten(0, -1), None::<&Tensor>, Reduction::Mean, -100, 0.0)
+        cross_entropy(&model.forward_t(x, true), y)
     }
 
     /// The sample's size for a table: `224×224`, `12×768×512`.
@@ -179,16 +183,22 @@ impl Work {
     }
 }
 
+/// The mean cross-entropy, as PyTorch's own function computes it.
+pub(super) fn cross_entropy(logits: &Tensor, y: &Tensor) -> Tensor {
+    let (logits, y) = (logits.flatten(0, -2), y.flatten(0, -1));
+    logits.cross_entropy_loss(&y, None::<&Tensor>, Reduction::Mean, -100, 0.0)
+}
+
 /// The name that the command line takes.
 pub(super) fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 impl GptShape {
-    fn config(self) -> Gpt {
+    fn config(self, vocabulary: i64, tied: bool) -> Gpt {
         let Self { layers, width, sequence } = self;
         let heads = width / HEAD_WIDTH;
-        Gpt { layers, width, heads, context: sequence, dropout: 0.0, ..Gpt::gpt2_small() }
+        Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
     }
 }
 

@@ -1,0 +1,99 @@
+//! The contestants for one number of stages, and their turns.
+
+use anyhow::{Result, ensure};
+use brimful::balance::Profile;
+use brimful::plan::Choice;
+use tch::Device;
+
+use super::super::journal::Journal;
+use super::super::progress::Progress;
+use super::super::times::Times;
+use super::super::work::{Samples, Work};
+use super::alone::{Alone, Copies};
+use super::report::{AloneRow, PipelineRow};
+use super::runner::Runner;
+use super::{Options, picture};
+
+/// Steps of each contestant before the first one that counts.
+const WARM_UP: usize = 1;
+
+/// The model alone, its copies, and the pipelines.
+pub(super) struct Contest {
+    work: Work,
+    stages: usize,
+    batch: Samples,
+    alone: Alone,
+    /// None on an accelerator, which all stages share, and where one stage makes them pointless.
+    copies: Option<Copies>,
+    runners: Vec<Runner>,
+}
+
+impl Contest {
+    pub(super) fn new(
+        options: &Options,
+        work: &Work,
+        profile: &Profile,
+        device: Device,
+        stages: usize,
+    ) -> Result<Self> {
+        let alone = Alone::new(work, device)?;
+        let is_parallel = device == Device::Cpu && stages > 1;
+        let copies = is_parallel.then(|| Copies::new(work, stages)).transpose()?;
+        let (parameters, mut runners) = (alone.variables(), Vec::new());
+        for &schedule in &options.schedule {
+            for &recompute in &options.recompute {
+                let micro_batches = options.micro_batches as usize;
+                let choice = Choice { schedule, micro_batches, recompute };
+                let runner = Runner::new(choice, work, profile, device, stages, &parameters)?;
+                runners.push(runner);
+            }
+        }
+        let batch = work.samples(work.batch);
+        Ok(Self { work: work.clone(), stages, batch, alone, copies, runners })
+    }
+
+    /// Measures, and enters a row for each contestant.
+    pub(super) fn run(
+        &mut self,
+        repeats: usize,
+        progress: &Progress,
+        journal: &mut Journal,
+    ) -> Result<()> {
+        let title = format!("{}, {} stages", self.work.title(), self.stages);
+        progress.row(&title);
+        let (mut alone, mut copies) = (Times::default(), Times::default());
+        for turn in 0..WARM_UP + repeats {
+            let counts = turn >= WARM_UP;
+            progress.turn(&title, "one thread", turn, WARM_UP, repeats);
+            let (seconds, expected) = self.alone.step(&self.work, &self.batch)?;
+            alone.push_if(counts, seconds);
+            if let Some(all) = &mut self.copies {
+                progress.turn(&title, "copies", turn, WARM_UP, repeats);
+                copies.push_if(counts, all.step(&self.work, &self.batch)?);
+            }
+            for runner in &mut self.runners {
+                progress.turn(&title, &runner.row.choice.to_string(), turn, WARM_UP, repeats);
+                let (seconds, loss) = runner.step(&self.batch)?;
+                runner.times.push_if(counts, seconds);
+                // Contestants that compute different things are not worth comparing.
+                let near = (loss - expected).abs() <= 1e-3 * expected.abs();
+                ensure!(near, "{}: the loss is {loss}, not {expected}", runner.row.choice);
+            }
+        }
+        for runner in &mut self.runners {
+            runner.count(&self.batch)?;
+        }
+        progress.done();
+        let machine = self.copies.as_ref().map_or(1.0, |_| alone.median() / copies.median());
+        AloneRow::new(&self.work, &alone).enter(journal)?;
+        for runner in &self.runners {
+            PipelineRow::new(&self.work, runner, self.stages, &alone, machine)?.enter(journal)?;
+        }
+        Ok(())
+    }
+
+    /// Every schedule as it was simulated and as it was measured.
+    pub(super) fn picture(&self) -> String {
+        picture::draw(&self.runners)
+    }
+}

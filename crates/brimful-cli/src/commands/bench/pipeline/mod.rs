@@ -1,0 +1,142 @@
+//! `brimful bench pipeline`: stages with a thread each, against the same model on one thread.
+//!
+//! For each number of stages the contestants take turns, step by step: the model on one thread; as
+//! many copies of it at once as there are stages, which shows what the machine gives; and every
+//! schedule. A step is forward and backward over the mini-batch and the reading of its loss, with
+//! gradients that start as none; the optimizer is left out, here and in bench/peers alike.
+
+mod alone;
+mod contest;
+mod picture;
+mod report;
+mod runner;
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use brimful::balance::Profile;
+use brimful::device;
+use brimful::schedule::{Recompute, Schedule};
+use brimful_torch::threads;
+use clap::Args;
+use serde_json::json;
+
+use super::journal::Journal;
+use super::progress::Progress;
+use super::work::{Dtype, GptShape, ModelName, Work};
+use contest::Contest;
+
+/// Tokens of the GPT: bytes. A larger table would make its head the one large stage.
+const VOCABULARY: i64 = 256;
+
+/// Options of `brimful bench pipeline`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench pipeline --table                     the transformer and the ResNet-101 of the comparison
+  brimful bench pipeline --stages 4 --svg steps.svg  what was simulated and what was measured, drawn
+  brimful bench pipeline --model resnet101 --stages 2,4 --schedule gpipe --recompute never,always")]
+pub struct Options {
+    /// The models, one after the other
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "gpt")]
+    model: Vec<ModelName>,
+    /// Stages, each with a thread of its own; interleaved-V puts V times as many on the threads
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    stages: Vec<usize>,
+    /// gpipe, 1f1b, interleaved-V
+    #[arg(long, value_delimiter = ',', default_value = "gpipe,1f1b,interleaved-2")]
+    schedule: Vec<Schedule>,
+    /// never, except-last, always
+    #[arg(long, value_delimiter = ',', default_value = "never")]
+    recompute: Vec<Recompute>,
+    /// Micro-batches in a mini-batch
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: u32,
+    /// Samples in a micro-batch [default: 1 of a gpt, 2 of a ResNet, 32 of an mlp]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: Option<u32>,
+    /// Where it is trained: cpu, or cuda:0, where all stages share the device
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Height and width of the images
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    image: u32,
+    /// The shape of the GPT as layers x width x sequence. A head is 64 wide; there are 256 tokens.
+    #[arg(long, default_value = "24x256x64")]
+    gpt: GptShape,
+    /// Measured steps of each contestant
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// Both models of the project's comparison
+    #[arg(long, conflicts_with = "model")]
+    table: bool,
+    /// Draw the last model's steps with the most stages, simulated and measured
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print JSON: a line for each row as it comes, then one object with all of them
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures row after row, and prints each as it comes.
+pub fn run(options: &Options) -> Result<()> {
+    ensure!(!options.stages.contains(&0), "--stages 0: give each at least 1");
+    let device = device::find(&options.device)?;
+    // Each stage's thread is told so by the pipeline; this is for the model alone.
+    let _one = threads::limit_threads(1);
+    let facts = json!({
+        "threads_per_stage": 1,
+        "cores": std::thread::available_parallelism().map_or(0, usize::from),
+        "optimizer": "none",
+        "batch_norm": "deferred",
+    });
+    let mut journal = Journal::begin(device, options.json, facts)?;
+    let progress = Progress::new();
+    let mut picture = None;
+    for work in options.works() {
+        let sample = work.samples(work.micro_batch).0;
+        progress.row(&format!("{}: the layers", work.title()));
+        let profile = Profile::measure(&work.layers(), device, &sample)?;
+        progress.done();
+        for &stages in &options.stages {
+            let mut contest = Contest::new(options, &work, &profile, device, stages)?;
+            contest.run(options.repeats as usize, &progress, &mut journal)?;
+            picture = options.svg.as_ref().map(|_| contest.picture());
+        }
+    }
+    if let (Some(path), Some(picture)) = (&options.svg, picture) {
+        fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    journal.end()
+}
+
+impl Options {
+    fn works(&self) -> Vec<Work> {
+        let models = if self.table {
+            &[ModelName::Gpt, ModelName::Resnet101]
+        } else {
+            self.model.as_slice()
+        };
+        models.iter().map(|&model| self.work(model)).collect()
+    }
+
+    fn work(&self, model: ModelName) -> Work {
+        let usual = match model {
+            ModelName::Mlp => 32,
+            ModelName::Gpt => 1,
+            _ => 2,
+        };
+        let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
+        Work {
+            model,
+            dtype: Dtype::F32,
+            batch: micro_batch * self.micro_batches as usize,
+            micro_batch,
+            image: i64::from(self.image),
+            gpt: self.gpt,
+            vocabulary: VOCABULARY,
+            tied: false,
+        }
+    }
+}

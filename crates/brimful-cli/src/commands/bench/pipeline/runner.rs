@@ -1,0 +1,100 @@
+//! One schedule's pipeline: planned, built, run and timed.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::balance::Profile;
+use brimful::memory::Arena;
+use brimful::pipeline::{StageDevice, Step};
+use brimful::plan::{self, Choice, Request, Row, plan};
+use brimful::schedule::{Actions, Costs, simulate};
+use brimful::{Bytes, Loss, Pipeline};
+use tch::{Device, Tensor};
+
+use super::super::times::Times;
+use super::super::work::{Samples, Work, cross_entropy};
+
+/// A pipeline and what is known of it.
+pub(super) struct Runner {
+    pub(super) row: Row,
+    /// What the layers' own times promise.
+    pub(super) planned: plan::Step,
+    pub(super) times: Times,
+    pub(super) last: Option<Step>,
+    /// On each device, where they are counted.
+    pub(super) peaks: Vec<Option<Bytes>>,
+    pipeline: Pipeline,
+    work: Work,
+    stages: usize,
+}
+
+impl Runner {
+    /// A pipeline balanced by the layers' time, with the model's parameters.
+    pub(super) fn new(
+        choice: Choice,
+        work: &Work,
+        profile: &Profile,
+        device: Device,
+        stages: usize,
+        parameters: &[(String, Tensor)],
+    ) -> Result<Self> {
+        let mut request = Request::new(profile, vec![plan::Device::default(); stages], work.batch);
+        request.schedules = vec![choice.schedule];
+        request.micro_batches = vec![choice.micro_batches];
+        request.recompute = vec![choice.recompute];
+        let row = plan(&request)?.rows.swap_remove(0);
+        let planned = plan::Step::new(&request, &row)?;
+        let devices = vec![StageDevice::from(device).threads(1); stages];
+        let mut pipeline = Pipeline::builder(work.layers()).devices(devices).plan(&row).build()?;
+        let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
+        pipeline.set_variables(parameters.iter().map(share).collect())?;
+        let (times, work) = (Times::default(), work.clone());
+        let (last, peaks) = (None, Vec::new());
+        Ok(Self { row, planned, times, last, peaks, pipeline, work, stages })
+    }
+
+    /// One step: its seconds and its loss.
+    pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
+        let step = step(&mut self.pipeline, batch)?;
+        let (seconds, loss) = (step.1, step.0.loss);
+        self.last = Some(step.0);
+        Ok((seconds, loss))
+    }
+
+    /// Finds the peaks: on a CPU in another pipeline, because counting costs time.
+    pub(super) fn count(&mut self, batch: &Samples) -> Result<()> {
+        if self.pipeline.output_device() != Device::Cpu {
+            self.peaks = self.last.as_ref().map(|step| step.peaks.clone()).unwrap_or_default();
+            return Ok(());
+        }
+        let device = |number| StageDevice::from(Arena::new(&format!("stage {number}"))).threads(1);
+        let devices = (0..self.stages).map(device);
+        let builder = Pipeline::builder(self.work.layers()).devices(devices).plan(&self.row);
+        self.peaks = step(&mut builder.build()?, batch)?.0.peaks;
+        Ok(())
+    }
+
+    /// The speed-up over one thread that equal stages would have: a backward takes as long as two
+    /// forwards.
+    pub(super) fn limit(&self) -> Result<f64> {
+        let actions: &Actions = &self.planned.actions;
+        let costs = Costs::ticks(actions.stages());
+        let work = 3.0 * (actions.stages() * actions.micro_batches()) as f64;
+        Ok(work / simulate(actions, &costs)?.makespan())
+    }
+
+    /// The speed-up that the stages' measured times promise.
+    pub(super) fn simulated(&self) -> f64 {
+        let plan::Step { actions, costs, simulation } = &self.planned;
+        let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();
+        once * actions.micro_batches() as f64 / simulation.makespan()
+    }
+}
+
+fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let loss = |out: &Tensor, y: &Tensor| Loss::mean(cross_entropy(out, y));
+    let step = pipeline.step(x, y, loss)?;
+    Ok((step, start.elapsed().as_secs_f64()))
+}
