@@ -13,9 +13,9 @@ use tch::{Device, Kind, Tensor};
 use super::super::journal::Journal;
 use super::super::progress::Progress;
 use super::super::times::Times;
-use super::super::work::{Dtype, Samples, Work};
+use super::super::work::{Samples, Work};
 use super::report::SpeedRow;
-use crate::setting::clear_gradients;
+use crate::setting::{NumberType, clear_gradients};
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -85,8 +85,8 @@ pub(super) fn measure(
 }
 
 /// Contestants that compute different things are not worth comparing.
-fn same(losses: &[f64], dtype: Dtype) -> Result<()> {
-    let tolerance = if dtype == Dtype::Bf16 { 0.02 } else { 1e-3 };
+fn same(losses: &[f64], dtype: NumberType) -> Result<()> {
+    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
     let near = |loss: &f64| (loss - losses[0]).abs() <= tolerance * losses[0].abs();
     ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
     Ok(())

@@ -6,8 +6,9 @@ use serde::Serialize;
 
 use super::super::journal::Journal;
 use super::super::times::Times;
-use super::super::work::{Dtype, ModelName, Work, name};
+use super::super::work::Work;
 use super::contest::Contestant;
+use crate::setting::{ModelName, NumberType};
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -46,7 +47,7 @@ pub(super) struct MemoryRow {
 struct WorkColumns {
     model: ModelName,
     shape: String,
-    dtype: Dtype,
+    dtype: NumberType,
     batch: usize,
     micro_batch: usize,
     stages: usize,
@@ -144,6 +145,6 @@ impl WorkColumns {
     /// What a table's heading says of its rows.
     fn title(&self) -> String {
         let Self { model, shape, dtype, micro_batch, .. } = self;
-        format!("{} {shape}, {}, micro-batch {micro_batch}", name(model), name(dtype))
+        format!("{} {shape}, {}, micro-batch {micro_batch}", model, dtype)
     }
 }
