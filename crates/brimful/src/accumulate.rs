@@ -134,6 +134,7 @@ impl Sums {
             scale(&sum, Some(*factor))?;
             add_sum(&mut total, sum)?;
         }
+        total.resize_with(parameters.len(), || None);
         Ok(Finished(cast(total, parameters)?))
     }
 }

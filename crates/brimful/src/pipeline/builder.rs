@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::crew::Crew;
 use super::device::{StageDevice, settled};
 use super::error::PipelineError;
 use super::layout::Layout;
+use super::step::drawing;
 use super::worker::Blueprint;
 use super::{Pipeline, saved};
 use crate::balance::{self, BalanceError, Layer, Load, Profile, Slot};
@@ -17,7 +18,7 @@ use crate::memory::{Arena, Memory};
 use crate::micro::NonFinite;
 use crate::plan::{self, Request, Row};
 use crate::schedule::{Recompute, Schedule, StageId};
-use crate::{Layers, Result, Size, random};
+use crate::{Layers, Result, Size};
 
 /// How the layers are cut into stages: given, or found by measuring them.
 ///
@@ -157,17 +158,19 @@ impl Builder {
         let workers = self.workers(balance.sizes().len(), devices.len())?;
         let one = self.schedule.actions(workers, 1, Recompute::Never)?;
         let layout = Arc::new(Layout::new(self.layers, &balance, one.placement())?);
-        let seed = random::step_seed()?;
         let devices: Vec<_> = devices.into_iter().take(workers).collect();
-        let blueprint = |(number, device): (usize, &StageDevice)| Blueprint {
+        let turns = turns(&devices);
+        let blueprint = |number: usize, seed| Blueprint {
             layout: Arc::clone(&layout),
             number,
-            device: device.clone(),
+            device: devices[number].clone(),
+            turn: turns[number].clone(),
             kind: self.kind,
             seed,
             non_finite: self.non_finite,
         };
-        let crew = Crew::hire(devices.iter().enumerate().map(blueprint).collect())?;
+        let hire = |seed| Crew::hire((0..workers).map(|number| blueprint(number, seed)).collect());
+        let crew = drawing(&devices, hire)?;
         saved::spread(&crew)?;
         Ok(Pipeline {
             crew: Arc::new(Mutex::new(crew)),
@@ -274,6 +277,17 @@ impl Builder {
             _ => self.devices.len() * self.schedule.stages_per_device(),
         }
     }
+}
+
+/// A lock for each accelerator that several workers share.
+fn turns(devices: &[StageDevice]) -> Vec<Option<Arc<Mutex<()>>>> {
+    let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
+    let shared = |device: &StageDevice| {
+        let others = devices.iter().filter(|other| other.device == device.device).count();
+        (device.device != Device::Cpu && others > 1)
+            .then(|| Arc::clone(locks.entry(crate::device::name(device.device)).or_default()))
+    };
+    devices.iter().map(shared).collect()
 }
 
 fn leaves(sample: &impl Batch) -> Vec<Tensor> {

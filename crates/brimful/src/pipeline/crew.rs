@@ -7,6 +7,7 @@ use brimful_torch::threads::limit_threads;
 
 use super::error::PipelineError;
 use super::worker::{Blueprint, Worker};
+use crate::oom::{self, Caught};
 use crate::{Error, Result};
 
 /// Work for a worker, which answers for itself.
@@ -59,31 +60,40 @@ impl Crew {
     pub(super) fn each<J: Send + 'static, T: Send + 'static>(
         &self,
         jobs: Vec<J>,
-        f: impl Fn(&mut Worker, J) -> T + Clone + Send + 'static,
-    ) -> Result<Vec<T>> {
+        f: impl Fn(&mut Worker, J) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<Result<T>>> {
         let mut answers = Vec::with_capacity(jobs.len());
         for ((d, member), job) in self.members.iter().enumerate().zip(jobs) {
             let (answer, answered) = channel();
             let f = f.clone();
             let command: Command = Box::new(move |worker| {
                 // Whoever asked may have gone.
-                let _ = answer.send(f(worker, job));
+                let _ = answer.send(oom::catch(|| f(worker, job)).map_err(error));
             });
             let commands = member.commands.as_ref().ok_or_else(|| gone(d))?;
             commands.send(command).map_err(|_| gone(d))?;
             answers.push(answered);
         }
-        let answer = |(d, answered): (usize, Receiver<T>)| answered.recv().map_err(|_| gone(d));
+        let answer = |(d, answered): (usize, Receiver<_>)| answered.recv().map_err(|_| gone(d));
         answers.into_iter().enumerate().map(answer).collect()
     }
 
-    /// Lets every worker do the same; their answers, or the first error.
+    /// The same; all answers, or the first error.
+    pub(super) fn each_or_error<J: Send + 'static, T: Send + 'static>(
+        &self,
+        jobs: Vec<J>,
+        f: impl Fn(&mut Worker, J) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<T>> {
+        self.each(jobs, f)?.into_iter().collect()
+    }
+
+    /// Lets every worker do the same; all answers, or the first error.
     pub(super) fn all<T: Send + 'static>(
         &self,
         f: impl Fn(&mut Worker) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<T>> {
         let jobs = self.members.iter().map(|_| ()).collect();
-        self.each(jobs, move |worker, ()| f(worker))?.into_iter().collect()
+        self.each_or_error(jobs, move |worker, ()| f(worker))
     }
 }
 
@@ -109,6 +119,18 @@ fn work(blueprint: &Blueprint, answer: &Sender<Result<()>>, commands: &Receiver<
     let _ = answer.send(Ok(()));
     for command in commands {
         command(&mut worker);
+    }
+}
+
+/// tch turns numbers into tensors by calls that panic where memory runs out.
+fn error(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::OutOfMemory(oom) => oom.into(),
+        Caught::Error(error) => error,
+        Caught::Panic(payload) => {
+            let message = oom::panic_text(&*payload).unwrap_or("without a word").to_owned();
+            PipelineError::Panicked { message }.into()
+        }
     }
 }
 

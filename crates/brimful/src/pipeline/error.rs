@@ -84,6 +84,12 @@ pub enum PipelineError {
         /// What the model has.
         here: String,
     },
+    /// A panic between a step's actions.
+    #[error("a worker panicked between two actions: {message}; the step was undone")]
+    Panicked {
+        /// Its words.
+        message: String,
+    },
     /// A worker's thread that has ended.
     #[error("the thread of device {device} has ended: build the pipeline again")]
     WorkerGone {

@@ -44,6 +44,7 @@ mod crew;
 mod device;
 mod error;
 mod evaluate;
+mod exchange;
 mod layout;
 mod optimizer;
 mod recompute;

@@ -66,14 +66,14 @@ impl PipelineOptimizer {
             let first = all.first().cloned().unwrap_or_default();
             return Err(Error::EmptyGroup { group: name, parameters: all.len(), first });
         }
-        let answers = crew.each(chosen, move |worker, chosen| {
+        let made = crew.each_or_error(chosen, move |worker, chosen| {
             if chosen.is_empty() {
                 return Ok(());
             }
             let is_member = |name: &str| chosen.iter().any(|chosen| chosen == name);
             optimizer(worker).group(&name, is_member, method)
-        })?;
-        answers.into_iter().collect()
+        });
+        made.map(drop)
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none.
@@ -83,8 +83,7 @@ impl PipelineOptimizer {
     pub fn step(&mut self) -> Result<()> {
         let crew = self.crew();
         let plans = crew.all(|worker| optimizer(worker).prepare())?;
-        let answers = crew.each(plans, |worker, plan| optimizer(worker).commit(plan))?;
-        answers.into_iter().collect::<Result<()>>()?;
+        crew.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan))?;
         saved::spread(&crew)
     }
 
@@ -205,11 +204,10 @@ impl PipelineOptimizer {
         }
         // Those who could load go back to what they had.
         let (befores, errors): (Vec<_>, Vec<_>) = answers.into_iter().map(split).unzip();
-        let undone = crew.each(befores, |worker, before| match before {
+        crew.each_or_error(befores, |worker, before| match before {
             Some((tensors, metadata)) => optimizer(worker).load_state(&tensors, &metadata),
             None => Ok(()),
         })?;
-        undone.into_iter().collect::<Result<()>>()?;
         errors.into_iter().flatten().next().map_or(Ok(()), Err)
     }
 

@@ -17,10 +17,10 @@ use tch::Tensor;
 use super::backward::{self, Roots};
 use super::error::{Cause, StageError};
 use super::recompute;
-use super::stage::{Boundary, Pass, leaves};
+use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
-use super::transfer::{Parcel, Tensors};
-use super::wiring::{Inlet, Outlet, Ports};
+use super::transfer::{Arriving, Tensors};
+use super::wiring::Ports;
 use super::worker::Site;
 use crate::accumulate::Accumulator;
 use crate::loss::{Loss, Part, Term};
@@ -68,14 +68,14 @@ pub(super) enum Failure {
 
 /// Whether an action was done, or a neighbour is gone.
 #[derive(Debug, PartialEq, Eq)]
-enum Flow {
+pub(super) enum Flow {
     Done,
     Stopped,
 }
 
 /// A step under way in one worker.
 pub(super) struct Run {
-    job: Job,
+    pub(super) job: Job,
     list: Vec<Action>,
     /// How far it has come.
     next: usize,
@@ -88,6 +88,8 @@ pub(super) struct Run {
     pub(super) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(super) output_gradients: Vec<Tensors>,
+    /// The model's next input, on its way to the device.
+    pub(super) ahead: Option<Vec<Arriving>>,
     pub(super) timeline: Timeline,
 }
 
@@ -123,6 +125,7 @@ impl Run {
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
+            ahead: None,
             next: 0,
             accumulator,
             timeline,
@@ -153,7 +156,11 @@ impl Run {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
-            Kind::Forward => self.forward(site, at, action),
+            Kind::Forward => {
+                let flow = self.forward(site, at, action)?;
+                self.look_ahead(site, at, action.micro_batch.index())?;
+                Ok(flow)
+            }
             Kind::Recompute => self.recompute(site, at, action),
             Kind::Backward => self.backward(site, at, action),
             Kind::InputGradient | Kind::WeightGradient => {
@@ -237,132 +244,26 @@ impl Run {
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
         let draws = Draws::new(self.job.seed, i);
-        Pass { own: &site.own, draws, train: self.job.train, layer: &site.layer }
+        Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
     }
 
-    fn is_last(&self, at: usize) -> bool {
+    /// The terms of the micro-batch's loss, counted.
+    pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
+        let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
+        let _turn = site.turn();
+        site.dice.seed(Draws::new(self.job.seed, i).seed(site.model_length));
+        let terms = head(i, values)?.into_terms(self.job.train)?;
+        self.tally.count(&terms, &self.job.parts[i])?;
+        Ok(terms)
+    }
+
+    pub(super) fn is_last(&self, at: usize) -> bool {
         self.job.ports[at].values_out.is_none()
     }
 
     fn ends_in_loss(&self, at: usize) -> bool {
         self.is_last(at) && matches!(self.job.end, End::Loss(_))
     }
-
-    /// What enters the stage, or nothing where the stages before are gone.
-    fn receive(&mut self, site: &mut Site, at: usize, i: usize) -> Result<Option<Boundary>> {
-        let ports = &self.job.ports[at];
-        let values = match &ports.values_in {
-            Some(inlet) => take(inlet),
-            None => Some(Parcel::values(std::mem::take(&mut self.job.inputs[i]), site.device)?),
-        };
-        let Some(values) = values else { return Ok(None) };
-        let values = site.dock.unpack_values(values)?;
-        let mut skips = Vec::with_capacity(ports.skips_in.len());
-        for (inlet, _) in &ports.skips_in {
-            let Some(parcel) = take(inlet) else { return Ok(None) };
-            skips.push(site.dock.unpack_values(parcel)?);
-        }
-        Ok(Some(Boundary { values, skips }))
-    }
-
-    /// Sends the output on, or ends the model with it.
-    fn hand_on(
-        &mut self,
-        site: &Site,
-        at: usize,
-        action: Action,
-        output: Boundary,
-        traced: impl Fn(&Tensor) -> bool,
-    ) -> Result<(Flow, Output)> {
-        let i = action.micro_batch.index();
-        if self.is_last(at) {
-            let output = match self.job.end {
-                End::Loss(_) => Output::Terms(self.loss(site, i, &output.values)?),
-                _ => {
-                    self.outputs[i] = leaves(&output.values, |_| false)?;
-                    Output::Boundary(output)
-                }
-            };
-            self.timeline.end(action)?;
-            return Ok((Flow::Done, output));
-        }
-        let pack = |values: &[Tensor]| Parcel::values(leaves(values, &traced)?, site.device);
-        let values = pack(&output.values)?;
-        let mut skips = Vec::new();
-        for (values, ends) in output.skips.iter().zip(&self.job.ports[at].skips_out) {
-            // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
-            skips.extend(ends.iter().map(|(outlet, _)| Ok((outlet, pack(values)?))));
-        }
-        let skips: Vec<(&Outlet, Parcel)> = skips.into_iter().collect::<Result<_>>()?;
-        self.timeline.end(action)?;
-        let all_sent = skips.into_iter().all(|(outlet, parcel)| outlet.send(parcel).is_ok())
-            && send(self.job.ports[at].values_out.as_ref(), values);
-        Ok((if all_sent { Flow::Done } else { Flow::Stopped }, Output::Boundary(output)))
-    }
-
-    /// The terms of the micro-batch's loss, counted.
-    fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
-        let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
-        site.own.seed(Draws::new(self.job.seed, i).seed(site.model_length));
-        let terms = head(i, values)?.into_terms(self.job.train)?;
-        self.tally.count(&terms, &self.job.parts[i])?;
-        Ok(terms)
-    }
-
-    /// The gradients of the stage's output, its skips' last, or nothing where others are gone.
-    fn receive_gradients(
-        &mut self,
-        site: &mut Site,
-        at: usize,
-        i: usize,
-        output: &Boundary,
-    ) -> Result<Option<Vec<Tensors>>> {
-        let ports = &self.job.ports[at];
-        let mut gradients = Vec::with_capacity(1 + output.skips.len());
-        gradients.push(match &ports.gradients_in {
-            Some(inlet) => match take(inlet) {
-                Some(parcel) => site.dock.unpack(parcel)?,
-                None => return Ok(None),
-            },
-            None => std::mem::take(&mut self.output_gradients[i]),
-        });
-        for ends in &ports.skips_out {
-            let mut sum: Option<Tensors> = None;
-            for (_, inlet) in ends {
-                let Some(parcel) = take(inlet) else { return Ok(None) };
-                let arrived = site.dock.unpack(parcel)?;
-                sum = Some(match sum {
-                    Some(sum) => backward::add(sum, arrived)?,
-                    None => arrived,
-                });
-            }
-            gradients.extend(sum);
-        }
-        Ok(Some(gradients))
-    }
-
-    /// Sends the input's gradients to where the input came from.
-    fn hand_back(&self, site: &Site, at: usize, gradients: Vec<Tensors>) -> Result<Flow> {
-        let ports = &self.job.ports[at];
-        let mut gradients = gradients.into_iter();
-        let values = gradients.next().unwrap_or_default();
-        for ((_, outlet), gradients) in ports.skips_in.iter().zip(gradients) {
-            if outlet.send(Parcel::pack(gradients, site.device)?).is_err() {
-                return Ok(Flow::Stopped);
-            }
-        }
-        let Some(outlet) = &ports.gradients_out else { return Ok(Flow::Done) };
-        let sent = outlet.send(Parcel::pack(values, site.device)?).is_ok();
-        Ok(if sent { Flow::Done } else { Flow::Stopped })
-    }
-}
-
-fn take(inlet: &Inlet) -> Option<Parcel> {
-    inlet.recv().ok()
-}
-
-fn send(outlet: Option<&Outlet>, parcel: Parcel) -> bool {
-    outlet.is_none_or(|outlet| outlet.send(parcel).is_ok())
 }
 
 fn failure(site: &Site, action: Action, caught: Caught<Error>) -> Failure {

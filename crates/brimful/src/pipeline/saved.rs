@@ -86,7 +86,7 @@ impl Pipeline {
         check(&self.variables()?, &values)?;
         let crew = self.crew();
         let jobs = (0..crew.len()).map(|_| share(&values)).collect();
-        crew.each(jobs, |worker, values| worker.variables.set(&values))?.into_iter().collect()
+        crew.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
     }
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
@@ -100,13 +100,13 @@ impl Pipeline {
             let first = all.first().cloned().unwrap_or_default();
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
         }
-        let answers = crew.each(chosen, move |worker, chosen| {
+        let done = crew.each_or_error(chosen, move |worker, chosen| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
             }
             Ok(())
-        })?;
-        answers.into_iter().collect()
+        });
+        done.map(drop)
     }
 }
 
@@ -123,7 +123,7 @@ pub(super) fn spread(crew: &Crew) -> Result<()> {
     })?;
     let values: Vec<(String, Tensor)> = values.into_iter().flatten().collect();
     let jobs = (0..crew.len()).map(|_| share(&values)).collect();
-    crew.each(jobs, |worker, values| worker.variables.set_copies(&values))?.into_iter().collect()
+    crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
 }
 
 pub(super) fn zero_grad(crew: &Crew) -> Result<()> {

@@ -14,6 +14,7 @@ use std::time::Instant;
 use tch::{Device, Tensor};
 
 use super::crew::Crew;
+use super::device::StageDevice;
 use super::error::PipelineError;
 use super::report::Step;
 use super::run::{End, Failure, Head};
@@ -94,7 +95,7 @@ impl Pipeline {
         let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
         let inputs = inputs(input, &ranges)?;
         let (end, parts) = (End::Loss(head), parts(&ranges));
-        drawing(|seed| {
+        drawing(&self.devices, |seed| {
             let work = Work { inputs, end, train: true, seed, parts, start };
             let crew = self.crew();
             let told =
@@ -108,12 +109,24 @@ impl Pipeline {
 }
 
 /// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
-pub(super) fn drawing<T>(f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
-    let before = Randomness::now(Device::Cpu)?;
-    let result = f(random::step_seed()?);
-    if result.is_err() {
-        before.restore()?;
-    }
+pub(super) fn drawing<T>(devices: &[StageDevice], f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
+    undisturbed(devices, || {
+        let before = Randomness::now(Device::Cpu)?;
+        let result = f(random::step_seed()?);
+        if result.is_err() {
+            before.restore()?;
+        }
+        result
+    })
+}
+
+/// Runs `f`; the accelerators' own generators, which the stages seed as they need, are as before
+/// afterwards.
+pub(super) fn undisturbed<T>(devices: &[StageDevice], f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let all = devices.iter().map(|device| device.device);
+    let accelerators = Randomness::of(all.filter(|device| *device != Device::Cpu).collect())?;
+    let result = f();
+    accelerators.restore()?;
     result
 }
 
@@ -123,7 +136,7 @@ pub(super) fn attempt<J: Send + 'static>(
     jobs: Vec<J>,
     f: impl Fn(&mut super::worker::Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
 ) -> Result<Vec<Told>> {
-    let answers = crew.each(jobs, f)?;
+    let answers = crew.each(jobs, move |worker, job| Ok(f(worker, job)))?;
     undone_unless(crew, first_failure(answers))
 }
 
@@ -154,7 +167,7 @@ fn prepare(crew: &Crew, factors: Vec<f64>) -> Result<()> {
     for (owner, name, gradient) in leaving.into_iter().flatten() {
         arriving[owner].push((name, gradient));
     }
-    crew.each(arriving, |worker, arriving| worker.join(arriving))?.into_iter().collect()
+    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
 }
 
 /// The result; where it is an error, every worker undoes what it has tried.
@@ -166,12 +179,13 @@ pub(super) fn undone_unless<T>(crew: &Crew, result: Result<T>) -> Result<T> {
 }
 
 /// All answers, or the error that came first: those that came later may be its consequences.
-fn first_failure(answers: Vec<Result<Told, Failure>>) -> Result<Vec<Told>> {
+fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told>> {
     let mut told = Vec::new();
     let mut first: Option<(Instant, Error)> = None;
     let mut stopped = None;
     for (device, answer) in answers.into_iter().enumerate() {
-        match answer {
+        let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
+        match answer.unwrap_or_else(failed_now) {
             Ok(answer) => told.push(answer),
             Err(Failure::Failed { at, error }) => {
                 if first.as_ref().is_none_or(|(earlier, _)| at < *earlier) {

@@ -1,10 +1,9 @@
 //! One worker: a thread's own stages, their variables, and the step that it has under way.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use brimful_torch::random::OwnGenerator;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
@@ -21,7 +20,7 @@ use crate::micro::NonFinite;
 use crate::micro::attempt::distinct;
 use crate::micro::tally::{Group, Totals};
 use crate::optim::Optimizer;
-use crate::random::Draws;
+use crate::random::{Dice, Draws};
 use crate::schedule::{Kind, Span};
 use crate::statistics::{Moved, Pending};
 use crate::{Error, Result};
@@ -32,6 +31,8 @@ pub(super) struct Blueprint {
     pub(super) layout: Arc<Layout>,
     pub(super) number: usize,
     pub(super) device: StageDevice,
+    /// Of workers that share an accelerator, and so its random numbers.
+    pub(super) turn: Option<Arc<Mutex<()>>>,
     pub(super) kind: tch::Kind,
     /// Of the parameters' first values.
     pub(super) seed: u64,
@@ -44,12 +45,13 @@ pub(super) struct Site {
     pub(super) device: Device,
     pub(super) stages: Vec<Stage>,
     pub(super) dock: Dock,
-    pub(super) own: OwnGenerator,
+    pub(super) dice: Dice,
     /// The position of the layer that is running.
     pub(super) layer: Cell<Option<usize>>,
     /// How many layers the whole model has.
     pub(super) model_length: usize,
     layout: Arc<Layout>,
+    turn: Option<Arc<Mutex<()>>>,
     trains: bool,
 }
 
@@ -89,7 +91,13 @@ pub(super) struct Told {
 impl Site {
     /// Runs one of the stages.
     pub(super) fn run(&self, at: usize, input: Boundary, pass: Pass<'_>) -> Boundary {
+        let _turn = self.turn();
         self.stages[at].run(input, pass)
+    }
+
+    /// Waits until nobody else draws from the same generator.
+    pub(super) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        self.turn.as_ref().map(taken)
     }
 
     /// Whether a parameter of this worker is trained.
@@ -105,12 +113,13 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(super) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, device, kind, seed, non_finite } = blueprint;
-        let (own, first) = (OwnGenerator::enter(), Draws::new(*seed, 0));
+        let Blueprint { layout, number, device, turn, kind, seed, non_finite } = blueprint;
+        let (dice, first) = (Dice::new(device.device), Draws::new(*seed, 0));
         let mut store = VarStore::new(device.device);
         let mut stages = Vec::new();
         for (id, plan) in layout.of_worker(*number) {
-            let before = |position| own.seed(first.seed(position));
+            let _turn = turn.as_ref().map(taken);
+            let before = |position| dice.seed(first.seed(position));
             let built =
                 layout.layers.build_range_watched(&store.root(), plan.range.clone(), before);
             stages.push(Stage::new(id, built?, plan));
@@ -122,7 +131,8 @@ impl Worker {
             device: device.device,
             stages,
             dock: Dock::new(device.device),
-            own,
+            dice,
+            turn: turn.clone(),
             layer: Cell::new(None),
             model_length: layout.layers.len(),
             layout: Arc::clone(layout),
@@ -285,6 +295,11 @@ impl Worker {
         };
         Ok((told, sums))
     }
+}
+
+/// A turn; a layer that panicked in its own leaves nothing to be feared.
+fn taken(turn: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
+    turn.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn is_forward(kind: Kind) -> bool {

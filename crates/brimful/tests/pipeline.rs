@@ -1,0 +1,493 @@
+//! What a pipeline can do beside its steps: any loss on the whole output, several tensors, frozen
+//! layers, clipping, saving, evaluation, random numbers, reports; and what it refuses.
+
+mod pipeline_models;
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+
+use brimful::memory::Arena;
+use brimful::optim::{Adam, Optimizer, Sgd};
+use brimful::pipeline::{Balance, PipelineError, StageDevice};
+use brimful::schedule::{Costs, Recompute, Schedule, simulate};
+use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
+use pipeline_models::{CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
+const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
+
+fn mse(out: &Tensor, y: &Tensor) -> Loss {
+    Loss::mean(out.mse_loss(y, tch::Reduction::Mean))
+}
+
+#[test]
+fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
+    let _turn = alone();
+    tch::manual_seed(1);
+    for case in &CASES {
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
+            for recompute in Recompute::ALL {
+                let what = format!("{}, {schedule}, {recompute}", case.name);
+                let layers = (case.layers)();
+                let mut pipe = builder(layers.clone(), 3)
+                    .schedule(schedule)
+                    .recompute(recompute)
+                    .micro_batches(4)
+                    .build()
+                    .expect("a pipeline");
+                let plain = Plain::of(&layers, &pipe);
+                let x = (case.input)(7);
+                let out = pipe.forward(&x).expect("a forward");
+                // A loss that needs all rows at once.
+                let loss = |out: &Tensor| {
+                    let rows = out.flatten(1, -1);
+                    rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
+                };
+                loss(&out).backward();
+                let step = pipe.backward(out).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let parts: Vec<Tensor> = brimful::split::by_count(7, 4)
+                    .expect("cut")
+                    .into_iter()
+                    .enumerate()
+                    .map(|(i, range)| {
+                        let part = x.narrow(0, range.start as i64, range.len() as i64);
+                        let draws = Draws::new(step.seed, i);
+                        plain.model.forward_drawing(&[part], true, draws).swap_remove(0)
+                    })
+                    .collect();
+                loss(&Tensor::cat(&parts, 0)).backward();
+                assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
+    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let x = Tensor::ones([4, 4], DOUBLE);
+    let out = pipe.forward(&x).expect("a forward");
+    let error = pipe.backward(out).expect_err("no gradient");
+    assert_eq!(error, PipelineError::NoOutputGradient.into());
+    let old = pipe.forward(&x).expect("a forward");
+    let new = pipe.forward(&x).expect("another");
+    old.sum(Kind::Double).backward();
+    assert_eq!(pipe.backward(old).expect_err("old"), PipelineError::OldOutputs.into());
+    new.sum(Kind::Double).backward();
+    pipe.backward(new).expect("the last one");
+    // A forward whose backward never comes is forgotten by the next step.
+    let _unused = pipe.forward(&x).expect("a forward");
+    pipe.zero_grad().expect("cleared");
+    pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double))).expect("a step");
+}
+
+#[derive(Batch)]
+struct Pair {
+    left: Tensor,
+    right: Tensor,
+    #[batch(shared)]
+    scale: Tensor,
+}
+
+/// Two inputs and a shared one, all needed by a middle stage too; two outputs, one of integers.
+fn many() -> Layers {
+    Layers::new()
+        .stash("inputs")
+        .add_many("mix", |p| {
+            let fc = nn::linear(p, 3, 3, Default::default());
+            move |x, _| vec![x[0].apply(&fc) * &x[2], x[1].shallow_clone()]
+        })
+        .add_many("swap", |_| |x, _| vec![x[1].shallow_clone(), x[0].tanh()])
+        .pop_many("again", "inputs", |x, inputs| vec![&x[0] + &inputs[0], x[1].shallow_clone()])
+        .add_many("out", |p| {
+            let fc = nn::linear(p, 3, 2, Default::default());
+            move |x, _| {
+                let out = (&x[0] * &x[1]).apply(&fc);
+                vec![out.argmax(1, false), out]
+            }
+        })
+}
+
+#[test]
+fn several_tensors_flow_through_stages() {
+    let _turn = alone();
+    tch::manual_seed(2);
+    let batch = Pair {
+        left: Tensor::randn([7, 3], DOUBLE),
+        right: Tensor::randn([7, 3], DOUBLE),
+        scale: Tensor::randn([3], DOUBLE),
+    };
+    let target = (Tensor::randn([7, 2], DOUBLE), 3.0);
+    let loss = |out: &Tensor, y: &Tensor, weight: f64| {
+        Loss::mean(out.mse_loss(y, tch::Reduction::Mean)) * weight
+    };
+    for recompute in Recompute::ALL {
+        for stages in 1..=5 {
+            let what = format!("{stages} stages, {recompute}");
+            let mut pipe = builder(many(), stages)
+                .micro_batches(3)
+                .recompute(recompute)
+                .build()
+                .expect("a pipeline");
+            let plain = Plain::of(&many(), &pipe);
+            let step = pipe.step_many(&batch, &target, move |out, (y, weight)| {
+                (loss(&out[1], y, *weight), out[0].shallow_clone())
+            });
+            let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+            let inputs = [&batch.left, &batch.right, &batch.scale].map(Tensor::shallow_clone);
+            let out = plain.model.forward_many(&inputs, true);
+            (out[1].mse_loss(&target.0, tch::Reduction::Mean) * target.1).backward();
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+            assert_eq!(step.outputs, out[0], "{what}");
+            let evaluated = pipe.eval_many(&batch, Size::Fixed(2)).expect("an evaluation");
+            assert_eq!(evaluated[0], out[0], "{what}");
+        }
+    }
+    let mut pipe = builder(many(), 2).build().expect("a pipeline");
+    let error = pipe.eval(&batch, 1).expect_err("two outputs");
+    assert_eq!(error, PipelineError::NotOneOutput { given: 2 }.into());
+}
+
+#[test]
+fn what_is_drawn_depends_on_neither_balance_nor_schedule() {
+    let _turn = alone();
+    let gradients = |devices: usize, schedule, recompute| {
+        tch::manual_seed(11);
+        let mut pipe = builder((GPT.layers)(), devices)
+            .schedule(schedule)
+            .recompute(recompute)
+            .micro_batches(3)
+            .build()
+            .expect("a pipeline");
+        let (x, y) = ((GPT.input)(7), (GPT.target)(7));
+        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        (step.loss, pipe.gradients().expect("gradients"))
+    };
+    let (loss, expected) = gradients(1, Schedule::GPipe, Recompute::Never);
+    for devices in 2..=4 {
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
+            let (other, found) = gradients(devices, schedule, Recompute::Always);
+            assert!((loss - other).abs() < 1e-12, "{devices}, {schedule}: {loss} {other}");
+            assert_close(&found, &expected, &format!("{devices}, {schedule}"));
+        }
+    }
+}
+
+#[test]
+fn layers_can_tell_a_recompute() {
+    let _turn = alone();
+    static SEEN: Mutex<Vec<(usize, bool)>> = Mutex::new(Vec::new());
+    let seen = |stage: usize| {
+        move |x: &Tensor| {
+            SEEN.lock().expect("whole").push((stage, is_recomputing()));
+            x.shallow_clone()
+        }
+    };
+    let layers = Layers::new()
+        .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+        .add_fn("first", seen(0))
+        .add_fn("second", seen(1));
+    let x = Tensor::ones([2, 2], DOUBLE);
+    // For each mode, the runs of both stages: (stage, again) for two micro-batches.
+    let expected: [(Recompute, &[(usize, bool)]); 3] = [
+        (Recompute::Never, &[(0, false), (0, false), (1, false), (1, false)]),
+        (Recompute::ExceptLast, &[(0, false), (0, false), (0, true), (1, false), (1, false)]),
+        (
+            Recompute::Always,
+            &[(0, false), (0, false), (0, true), (0, true), (1, false), (1, false)],
+        ),
+    ];
+    for (recompute, expected) in expected {
+        let mut pipe = builder(layers.clone(), 2)
+            .balance([2, 1])
+            .schedule(Schedule::GPipe)
+            .recompute(recompute)
+            .micro_batches(2)
+            .build()
+            .expect("a pipeline");
+        SEEN.lock().expect("whole").clear();
+        pipe.step(&x, &x, mse).expect("a step");
+        let mut seen = SEEN.lock().expect("whole").clone();
+        seen.sort_unstable();
+        assert_eq!(seen, expected, "{recompute}");
+        SEEN.lock().expect("whole").clear();
+        let _ = pipe.eval(&x, 2).expect("an evaluation");
+        assert!(SEEN.lock().expect("whole").iter().all(|(_, again)| !again));
+    }
+}
+
+#[test]
+fn frozen_layers_get_no_gradient_and_stay() {
+    let _turn = alone();
+    tch::manual_seed(4);
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(mlp(), 3).micro_batches(2).recompute(recompute).build().expect("built");
+        let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+        let before = pipe.variables().expect("variables").into_iter();
+        let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
+        let frozen = |name: &str| name.starts_with("fc1") || name.starts_with("fc3");
+        pipe.freeze(frozen).expect("frozen");
+        let (x, y) = ((MLP.input)(6), (MLP.target)(6));
+        pipe.step(&x, &y, MLP.loss).expect("a step");
+        let trained: BTreeSet<String> =
+            pipe.gradients().expect("gradients").into_iter().map(|(name, _)| name).collect();
+        assert!(!trained.iter().any(|name| frozen(name)) && trained.len() == 6, "{trained:?}");
+        optimizer.step().expect("a step");
+        for ((name, before), (_, after)) in before.iter().zip(pipe.variables().expect("variables"))
+        {
+            assert_eq!(before == &after, frozen(name), "{name}");
+        }
+        pipe.unfreeze(|_| true).expect("all");
+        pipe.step(&x, &y, MLP.loss).expect("a step");
+        assert_eq!(pipe.gradients().expect("gradients").len(), 10);
+        let error = pipe.freeze(|name| name == "nobody").expect_err("no such variable");
+        assert!(error.to_string().contains("the first of 10 is 'fc1.bias'"), "{error}");
+    }
+}
+
+#[test]
+fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
+    let _turn = alone();
+    tch::manual_seed(5);
+    let folder = std::env::temp_dir().join(format!("brimful-pipeline-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
+    for case in &CASES {
+        let train = |pipe: &mut Pipeline| {
+            let (x, y) = ((case.input)(6), (case.target)(6));
+            pipe.step(&x, &y, case.loss).expect("a step")
+        };
+        let build = |devices| {
+            builder((case.layers)(), devices).micro_batches(3).build().expect("a pipeline")
+        };
+        let mut first = build(3);
+        let mut optimizer = first.optimizer(Adam::new(0.01)).expect("an optimizer");
+        train(&mut first);
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("cleared");
+        first.save(&model).expect("saved");
+        optimizer.save(&state).expect("saved");
+
+        let mut second = build(2);
+        let mut other = second.optimizer(Adam::new(0.5)).expect("an optimizer");
+        second.load(&model).expect("loaded");
+        other.load(&state).expect("loaded");
+        assert_eq!(other.learning_rate(), 0.01);
+        let mut plain = Plain::of(&(case.layers)(), &build(1));
+        plain.store.load(&model).expect("loaded");
+        plain.optimizer.load(&state).expect("loaded");
+
+        tch::manual_seed(6);
+        let step = train(&mut first);
+        optimizer.step().expect("a step");
+        tch::manual_seed(6);
+        train(&mut second);
+        other.step().expect("a step");
+        assert_close(
+            &second.variables().expect("variables"),
+            &first.variables().expect("variables"),
+            case.name,
+        );
+        tch::manual_seed(6);
+        let (x, y) = ((case.input)(6), (case.target)(6));
+        plain.backward(case, &x, &y, Size::Count(3), step.seed);
+        plain.optimizer.step().expect("a step");
+        assert_close(&first.variables().expect("variables"), &plain.values(), case.name);
+    }
+    std::fs::remove_dir_all(folder).expect("removed");
+}
+
+#[test]
+fn what_does_not_fit_is_not_loaded() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
+    let before = pipe.variables().expect("variables").into_iter();
+    let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
+    let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
+    let error = pipe.set_variables(other.variables().expect("variables")).expect_err("others");
+    assert!(error.to_string().starts_with("'fc1.bias' is missing in the file"), "{error}");
+    assert_close(&pipe.variables().expect("variables"), &before, "as before");
+
+    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
+    let store = nn::VarStore::new(Device::Cpu);
+    (U_NET.layers)().build(&store.root()).expect("built");
+    let (tensors, metadata) = Optimizer::new(&store, Adam::new(0.2)).expect("one").state();
+    let error = optimizer.load_state(&tensors, &metadata).expect_err("others");
+    assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
+    assert_eq!(optimizer.learning_rate(), 0.1);
+}
+
+#[test]
+fn clipping_groups_and_rates_are_those_of_one_optimizer() {
+    let _turn = alone();
+    tch::manual_seed(8);
+    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+    let mut plain = Plain::of(&(GPT.layers)(), &pipe);
+    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    let bias = |name: &str| name.ends_with("bias");
+    optimizer.group("biases", bias, Sgd::new(0.1)).expect("a group");
+    plain.optimizer.group("biases", bias, Sgd::new(0.1)).expect("a group");
+    for rate in [0.02, 0.005] {
+        optimizer.set_learning_rate(rate).expect("a rate");
+        plain.optimizer.set_learning_rate(rate).expect("a rate");
+        optimizer.set_group_learning_rate("biases", 2.0 * rate).expect("a rate");
+        plain.optimizer.set_group_learning_rate("biases", 2.0 * rate).expect("a rate");
+        let (x, y) = ((GPT.input)(5), (GPT.target)(5));
+        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        let expected = plain.optimizer.clip_gradient_norm(0.05).expect("clipped");
+        assert!((norm - expected.value().expect("a number")).abs() < 1e-10);
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("cleared");
+        plain.optimizer.step().expect("a step");
+        plain.optimizer.zero_grad().expect("cleared");
+        assert_close(&pipe.variables().expect("variables"), &plain.values(), "groups");
+    }
+    assert!(matches!(optimizer.set_group_learning_rate("no", 0.1), Err(Error::NoGroup { .. })));
+    assert!(matches!(optimizer.clip_gradient_norm(1.0), Err(Error::NoGradient { .. })));
+    assert!(matches!(optimizer.clip_gradient_norm(0.0), Err(Error::BadOption { .. })));
+    let error = optimizer.group("empty", |_| false, Sgd::new(0.1)).expect_err("nobody");
+    assert!(matches!(error, Error::EmptyGroup { .. }), "{error}");
+}
+
+#[test]
+fn evaluation_has_its_own_cut_and_leaves_nothing() {
+    let _turn = alone();
+    tch::manual_seed(9);
+    let mut pipe = builder(mlp(), 3).micro_batches(3).build().expect("a pipeline");
+    let plain = Plain::of(&mlp(), &pipe);
+    let (x, y) = ((MLP.input)(10), (MLP.target)(10));
+    let loss = |out: &Tensor, y: &Tensor| ((MLP.loss)(out, y), out.argmax(1, false));
+    let step = pipe.evaluate(&x, &y, Size::Fixed(4), loss).expect("an evaluation");
+    assert_eq!(step.sizes, [4, 3, 3]);
+    let out = tch::no_grad(|| plain.model.forward_t(&x, false));
+    assert_eq!(step.outputs, out.argmax(1, false));
+    let expected = plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+    assert!((step.loss - expected).abs() < 1e-12);
+    assert!(pipe.gradients().expect("gradients").is_empty());
+    for size in [1, 2, 10, 64] {
+        let found = pipe.eval(&x, size).expect("an evaluation");
+        assert!(!found.requires_grad());
+        assert_close(&[(String::new(), found)], &[(String::new(), out.copy())], "eval");
+    }
+}
+
+#[test]
+fn every_action_is_reported_with_its_time() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 3).micro_batches(5).build().expect("a pipeline");
+    let (x, y) = ((MLP.input)(10), (MLP.target)(10));
+    let step = pipe.step(&x, &y, MLP.loss).expect("a step");
+    for (spans, list) in step.timeline.iter().zip(step.actions.lists()) {
+        let actions: Vec<_> = spans.iter().map(|span| span.action).collect();
+        assert_eq!(&actions, list);
+        assert!(spans.iter().all(|span| span.start <= span.end));
+        assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start));
+    }
+    assert!((0.0..1.0).contains(&step.bubble()));
+    let simulated = simulate(&step.actions, &Costs::ticks(3)).expect("simulated").bubble();
+    assert!((0.0..1.0).contains(&simulated));
+    let trace: serde_json::Value = serde_json::from_str(&step.trace()).expect("JSON");
+    assert_eq!(trace["traceEvents"].as_array().expect("events").len(), 3 + 3 * 10);
+}
+
+#[test]
+fn a_balance_is_found_by_measuring() {
+    let _turn = alone();
+    let sample = (MLP.input)(4);
+    for balance in [Balance::by_time(&sample), Balance::by_bytes(&sample)] {
+        let mut pipe =
+            builder(mlp(), 3).balance(balance).micro_batches(4).build().expect("a pipeline");
+        assert_eq!(pipe.balance().sizes().iter().sum::<usize>(), 8);
+        assert_eq!(pipe.balance().sizes().len(), 3);
+        let y = (MLP.target)(4);
+        pipe.step(&sample, &y, MLP.loss).expect("a step");
+    }
+    let sample = (U_NET.input)(4);
+    let pipe = builder((U_NET.layers)(), 2).balance(Balance::by_time(&sample)).build();
+    assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
+}
+
+#[test]
+fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 6).balance([5, 3]).micro_batches(8).build().expect("a pipeline");
+    assert_eq!(pipe.devices().len(), 2);
+    let step = pipe.step(&(MLP.input)(3), &(MLP.target)(3), MLP.loss).expect("a step");
+    assert_eq!(step.sizes, [1, 1, 1]);
+    assert_eq!(step.actions.micro_batches(), 3);
+}
+
+#[test]
+fn what_cannot_be_built_is_refused_with_numbers() {
+    let error = |builder: brimful::pipeline::Builder| {
+        builder.build().expect_err("something is wrong").to_string()
+    };
+    let cpus = |n| (0..n).map(|_| StageDevice::cpu());
+    let base = || Pipeline::builder(mlp()).devices(cpus(2));
+    let cases = [
+        (error(Pipeline::builder(Layers::new())), "the model has no layer: add at least one"),
+        (error(base().balance([3, 4])), "balance [3, 4] sums to 7, but the model has 8 layers"),
+        (error(base().balance([8, 0])), "stage 1 of balance [8, 0] is empty"),
+        (error(base().balance(Vec::new())), "there is no stage to put the layers on"),
+        (
+            error(base().balance([3, 3, 2])),
+            "3 stages, 1 on a device, need 3 devices, but there are 2",
+        ),
+        (error(base().devices(cpus(0))), "there is no stage to put the layers on"),
+        (error(base().devices(cpus(9))), "9 stages need at least 9 layers, but the model has 8"),
+        (error(base().micro_batches(0)), "1 samples cannot be cut into 0 micro-batches"),
+        (error(base().micro_batches(Size::Fixed(0))), "a micro-batch cannot have 0 samples"),
+        (
+            error(base().schedule(INTERLEAVED).balance([3, 3, 2])),
+            "the schedule puts 2 stages on each device, which 3 stages do not fill",
+        ),
+        (
+            error(base().schedule(Schedule::ZeroBubbleH1)),
+            "zero-bubble-h1 splits the backward, which is simulated but not executed yet",
+        ),
+        (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
+        (
+            error(Pipeline::builder(mlp().stash("skip"))),
+            "layer 8 stashes 'skip', which no layer pops",
+        ),
+    ];
+    for (found, expected) in cases {
+        assert!(found.starts_with(expected), "{found}");
+    }
+    let small = Arena::limited("small", 100).expect("a limit");
+    let error = Pipeline::builder(mlp()).devices([small]).build().expect_err("no room");
+    assert!(error.out_of_memory().is_some(), "{error}");
+}
+
+#[test]
+fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let error = pipe.step(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
+    assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
+    let empty = Tensor::zeros([0, 4], DOUBLE);
+    assert_eq!(pipe.eval(&empty, 1).expect_err("nothing"), Error::EmptyBatch);
+    let wide = Tensor::zeros([4, 9], DOUBLE);
+    let error = pipe.step(&wide, &(MLP.target)(4), MLP.loss).expect_err("9 columns").to_string();
+    assert!(error.contains("micro-batch 0, in layer 'fc1'"), "{error}");
+    pipe.step(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
+}
+
+#[test]
+fn gradients_add_up_until_they_are_cleared() {
+    let _turn = alone();
+    tch::manual_seed(12);
+    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+    let plain = Plain::of(&(GPT.layers)(), &pipe);
+    for _ in 0..2 {
+        let (x, y) = ((GPT.input)(5), (GPT.target)(5));
+        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
+    }
+}

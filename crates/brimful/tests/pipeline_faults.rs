@@ -1,0 +1,335 @@
+//! Any panic, error or out-of-memory in any stage at any action ends the step with an error that says
+//! where; nothing is left behind, nobody hangs, and the next step is an undisturbed one.
+
+mod pipeline_models;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use brimful::memory::Arena;
+use brimful::nn::batch_norm1d;
+use brimful::oom::Place;
+use brimful::pipeline::{Cause, StageDevice, StageError};
+use brimful::schedule::{Kind as ActionKind, Recompute, Schedule};
+use brimful::{Error, Layers, Loss, Pipeline, is_recomputing};
+use pipeline_models::{alone, assert_close};
+use tch::nn;
+use tch::{Device, Kind, Tensor};
+
+const STAGES: usize = 3;
+const MICRO_BATCHES: usize = 4;
+
+/// What a layer is to do wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Panic,
+    /// libtorch refuses.
+    Refused,
+    /// A forward that libtorch refuses to trace back.
+    RefusedInBackward,
+}
+
+/// The fault to come: in which stage, whether in a recompute, after how many calls.
+static FAULT: Mutex<Option<(usize, bool, usize, Fault)>> = Mutex::new(None);
+
+fn plan_fault(fault: Option<(usize, bool, usize, Fault)>) {
+    *FAULT.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+}
+
+/// Whether this call is the one that goes wrong.
+fn due(stage: usize) -> Option<Fault> {
+    let mut planned = FAULT.lock().unwrap_or_else(PoisonError::into_inner);
+    let (_, _, left, fault) =
+        planned.as_mut().filter(|(at, again, ..)| *at == stage && *again == is_recomputing())?;
+    let fault = *fault;
+    if *left == 0 {
+        *planned = None;
+        return Some(fault);
+    }
+    *left -= 1;
+    None
+}
+
+fn faulty(stage: usize) -> impl Fn(&Tensor) -> Tensor + Send + Sync {
+    move |x| match due(stage) {
+        None => x * 1.0,
+        Some(Fault::Panic) => panic!("the layer of stage {stage} gives up"),
+        Some(Fault::Refused) => x.matmul(&Tensor::zeros([17, 17], (Kind::Double, Device::Cpu))),
+        Some(Fault::RefusedInBackward) => {
+            let y = x.exp();
+            let z = &y * &y;
+            let _changed = y.detach().fill_(0.0);
+            z
+        }
+    }
+}
+
+fn layers() -> Layers {
+    (0..STAGES).fold(Layers::new(), |layers, j| {
+        let stage = Layers::new()
+            .add("fc", |p| nn::linear(p, 4, 4, Default::default()))
+            .add("bn", |p| batch_norm1d(p, 4, Default::default()))
+            .add_fn("fault", faulty(j))
+            .add_fn_t("drop", |x, train| x.dropout(0.2, train));
+        let layers = if j == 0 { layers.stash("skip") } else { layers };
+        let layers = layers.add_layers(format!("s{j}"), stage);
+        if j == 2 { layers.pop("join", "skip", |x, skip| x + skip) } else { layers }
+    })
+}
+
+fn pipeline(schedule: Schedule, recompute: Recompute, arenas: &[Arena]) -> Pipeline {
+    let device = |arena: &Arena| StageDevice::cpu().threads(1).arena(arena.clone());
+    Pipeline::builder(layers())
+        .devices(arenas.iter().map(device))
+        .balance([5, 4, 5])
+        .micro_batches(MICRO_BATCHES)
+        .schedule(schedule)
+        .recompute(recompute)
+        .kind(Kind::Double)
+        .build()
+        .expect("a pipeline")
+}
+
+fn arenas() -> Vec<Arena> {
+    (0..STAGES).map(|j| Arena::new(&format!("stage {j}"))).collect()
+}
+
+type Named = Vec<(String, Tensor)>;
+
+/// One step on fixed data; its loss and gradients, and the variables after it.
+fn step(pipe: &mut Pipeline) -> Result<(f64, Named, Named), Error> {
+    let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
+    let step = pipe.step(&x, &x, |out, y| Loss::mean((out - y).square().mean(Kind::Double)))?;
+    Ok((step.loss, pipe.gradients()?, copies(pipe)))
+}
+
+fn copies(pipe: &Pipeline) -> Named {
+    let variables = pipe.variables().expect("variables");
+    variables.into_iter().map(|(name, value)| (name, value.copy())).collect()
+}
+
+/// Fails if `f` takes longer than ten seconds.
+fn watched<T: Send + 'static>(what: &str, f: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, waited) = channel();
+    let thread = thread::spawn(move || done.send(f()));
+    match waited.recv_timeout(Duration::from_secs(10)) {
+        Ok(result) => result,
+        Err(_) if thread.is_finished() => panic!("{what}: failed"),
+        Err(_) => panic!("{what}: nobody came to an end"),
+    }
+}
+
+/// A pipeline, and what a step of it is when nothing goes wrong.
+struct Trial {
+    pipe: Pipeline,
+    initial: Named,
+    expected: (f64, Named, Named),
+}
+
+impl Trial {
+    fn new(mut pipe: Pipeline) -> Self {
+        let initial = copies(&pipe);
+        tch::manual_seed(3);
+        let expected = step(&mut pipe).expect("an undisturbed step");
+        Self { pipe, initial, expected }
+    }
+
+    /// Runs one step that may fail, then one that must not.
+    fn run(mut self, what: String) -> (Self, Option<Error>) {
+        watched(&what.clone(), move || {
+            self.pipe.zero_grad().expect("cleared");
+            let initial = self.initial.iter().map(|(n, t)| (n.clone(), t.copy())).collect();
+            self.pipe.set_variables(initial).expect("the same variables");
+            tch::manual_seed(3);
+            let mut outcome = step(&mut self.pipe);
+            let error = outcome.as_ref().err().cloned();
+            if error.is_some() {
+                assert!(self.pipe.gradients().expect("gradients").is_empty(), "{what}: gradients");
+                assert_close(&copies(&self.pipe), &self.initial, &format!("{what}: left behind"));
+                outcome = step(&mut self.pipe);
+            }
+            let (loss, gradients, variables) = outcome.expect("an undisturbed step");
+            assert_eq!(loss, self.expected.0, "{what}");
+            assert_close(&gradients, &self.expected.1, &what);
+            assert_close(&variables, &self.expected.2, &what);
+            (self, error)
+        })
+    }
+}
+
+fn stage_error(error: Option<Error>, what: &str) -> StageError {
+    match error {
+        Some(Error::Stage(stage)) => *stage,
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+const MODES: [(Schedule, Recompute); 5] = [
+    (Schedule::GPipe, Recompute::Never),
+    (Schedule::OneFOneB, Recompute::Never),
+    (Schedule::GPipe, Recompute::ExceptLast),
+    (Schedule::OneFOneB, Recompute::ExceptLast),
+    (Schedule::OneFOneB, Recompute::Always),
+];
+
+#[test]
+fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
+    let _turn = alone();
+    for (schedule, recompute) in MODES {
+        let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
+        for stage in 0..STAGES {
+            for again in [false, true] {
+                for call in 0..MICRO_BATCHES {
+                    for fault in [Fault::Panic, Fault::Refused] {
+                        let what =
+                            format!("{schedule}, {recompute}, {stage} {again} {call} {fault:?}");
+                        plan_fault(Some((stage, again, call, fault)));
+                        let (next, error) = trial.run(what.clone());
+                        trial = next;
+                        let met = FAULT.lock().unwrap_or_else(PoisonError::into_inner).is_none();
+                        if !met {
+                            // The stage is not run again so often.
+                            assert!(again && error.is_none(), "{what}: {error:?}");
+                            continue;
+                        }
+                        let error = stage_error(error, &what);
+                        assert_eq!(error.action.stage.index(), stage, "{what}");
+                        assert_eq!(error.layer, Some(format!("s{stage}.fault")), "{what}");
+                        let Cause::Panic(words) = &error.cause else { panic!("{what}: {error:?}") };
+                        let expected =
+                            if fault == Fault::Panic { "gives up" } else { "cannot be multiplied" };
+                        assert!(words.contains(expected), "{what}: {words}");
+                    }
+                }
+            }
+        }
+    }
+    plan_fault(None);
+}
+
+#[test]
+fn a_backward_that_is_refused_is_named_with_its_action() {
+    let _turn = alone();
+    // What is recomputed is spoilt in the recompute, and on the last stage, which is run once.
+    let modes = [(MODES[0], false), (MODES[1], false), (MODES[4], true)];
+    for ((schedule, recompute), again) in modes {
+        let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
+        for stage in 0..STAGES {
+            for call in 0..MICRO_BATCHES {
+                let what = format!("{schedule}, {recompute}, {stage} {call}");
+                let again = again && stage + 1 < STAGES;
+                plan_fault(Some((stage, again, call, Fault::RefusedInBackward)));
+                let (next, error) = trial.run(what.clone());
+                trial = next;
+                let error = stage_error(error, &what);
+                assert_eq!(error.action.kind, ActionKind::Backward, "{what}");
+                assert_eq!(error.action.stage.index(), stage, "{what}");
+                assert!(error.to_string().contains("inplace operation"), "{what}: {error}");
+            }
+        }
+    }
+    plan_fault(None);
+}
+
+#[test]
+fn memory_may_run_out_at_any_allocation_of_any_stage() {
+    let _turn = alone();
+    for (schedule, recompute) in [MODES[1], MODES[3]] {
+        let arenas = arenas();
+        let mut trial = Trial::new(pipeline(schedule, recompute, &arenas));
+        for (stage, arena) in arenas.iter().enumerate() {
+            let mut kinds = Vec::new();
+            for n in 1.. {
+                let what = format!("{schedule}, {recompute}, stage {stage}, allocation {n}");
+                // The restoring of the variables before the step allocates nothing.
+                arena.fail_nth_allocation(n);
+                let (next, error) = trial.run(what.clone());
+                trial = next;
+                arena.fail_nth_allocation(0);
+                let Some(error) = error else { break };
+                let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error:?}"));
+                assert_eq!(oom.place, Place::Arena(format!("stage {stage}")), "{what}");
+                if let Error::Stage(error) = &error {
+                    assert_eq!(error.action.stage.index(), stage, "{what}");
+                    kinds.push(error.action.kind);
+                }
+            }
+            assert!(kinds.contains(&ActionKind::Forward), "{kinds:?}");
+            assert!(kinds.contains(&ActionKind::Backward), "{kinds:?}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_fails_is_reported_as_it_was() {
+    let _turn = alone();
+    let mut pipe = pipeline(Schedule::OneFOneB, Recompute::Never, &arenas());
+    let x = Tensor::ones([8, 4], (Kind::Double, Device::Cpu));
+    let error = pipe.step(&x, &x, |_, _| Err::<Loss, _>(std::fmt::Error)).expect_err("an error");
+    let error = stage_error(Some(error), "error");
+    assert!(matches!(error.cause, Cause::Error(Error::Closure(_))), "{error:?}");
+    assert_eq!((error.action.stage.index(), error.layer), (2, None));
+    let error = pipe.step(&x, &x, |_, _| -> Loss { panic!("no loss") }).expect_err("a panic");
+    assert_eq!(
+        error.to_string(),
+        "stage 2 failed in the forward of micro-batch 0: it panicked: no loss"
+    );
+    let error = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double) / 0.0));
+    assert!(matches!(error, Err(Error::NonFiniteLoss { .. })), "{error:?}");
+}
+
+/// A failing last stage stops the others before they have run all that they could.
+#[test]
+fn the_others_stop_as_soon_as_they_can() {
+    let _turn = alone();
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    let layers = Layers::new()
+        .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+        .add_fn("counts", |x| {
+            CALLS.fetch_add(1, Ordering::Relaxed);
+            x.shallow_clone()
+        })
+        .add_fn("fails", |_| panic!("at once"));
+    let mut pipe = Pipeline::builder(layers)
+        .devices((0..3).map(|_| StageDevice::cpu().threads(1)))
+        .micro_batches(64)
+        .build()
+        .expect("a pipeline");
+    let x = Tensor::ones([64, 2], (Kind::Float, Device::Cpu));
+    let error = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Float))).expect_err("a panic");
+    assert!(error.to_string().ends_with("in layer 'fails': it panicked: at once"), "{error}");
+    // One in the failing stage's hands, one in each channel's place, one with each sender.
+    assert!(CALLS.load(Ordering::Relaxed) <= 4, "{CALLS:?}");
+}
+
+#[test]
+fn a_thousand_steps_leave_neither_memory_nor_threads() {
+    let _turn = alone();
+    let arenas = arenas();
+    let mut pipe = pipeline(Schedule::OneFOneB, Recompute::ExceptLast, &arenas);
+    let mut in_use = Vec::new();
+    for number in 0..1000 {
+        step(&mut pipe).expect("a step");
+        pipe.zero_grad().expect("cleared");
+        if number % 100 == 99 {
+            in_use.push((arenas.iter().map(Arena::current).collect::<Vec<_>>(), threads()));
+        }
+    }
+    assert!(in_use.iter().all(|figures| *figures == in_use[0]), "{in_use:?}");
+    assert_eq!(in_use[0].1, STAGES);
+    drop(pipe);
+    assert!(arenas.iter().all(|arena| arena.current() == 0), "{arenas:?}");
+    assert_eq!(threads(), 0);
+}
+
+/// How many workers' threads there are.
+fn threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
+    let name = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    tasks.filter_map(name).filter(|name| name.starts_with("brimful ")).count()
+}

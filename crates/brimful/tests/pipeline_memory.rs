@@ -1,0 +1,139 @@
+//! What the stages hold: as the schedules' formulas say, and no more than their arenas allow.
+//!
+//! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for
+//! its backward, the tanh's output; the last one is also the boundary that the next stage keeps.
+
+mod pipeline_models;
+
+use brimful::memory::Arena;
+use brimful::optim::Adam;
+use brimful::pipeline::StageDevice;
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Error, Layers, Loss, Pipeline, Size};
+use pipeline_models::alone;
+use tch::nn;
+use tch::{Device, Kind, Tensor};
+
+const STAGES: usize = 4;
+const LAYERS: usize = 8;
+const WIDTH: i64 = 32;
+/// Samples in a micro-batch: enough for the parameters to be small beside the activations.
+const SAMPLES: i64 = 1024;
+/// Bytes of one micro-batch between two layers.
+const BOUNDARY: u64 = (WIDTH * SAMPLES * 4) as u64;
+
+fn layers(stages: usize) -> Layers {
+    (0..stages * LAYERS).fold(Layers::new(), |layers, number| {
+        layers
+            .add(format!("fc{number}"), |p| nn::linear(p, WIDTH, WIDTH, Default::default()))
+            .add_fn(format!("tanh{number}"), |x| x.tanh())
+    })
+}
+
+fn pipeline(arenas: &[Arena], schedule: Schedule, recompute: Recompute) -> Pipeline {
+    let device = |arena: &Arena| StageDevice::cpu().threads(1).arena(arena.clone());
+    Pipeline::builder(layers(STAGES))
+        .devices(arenas.iter().map(device))
+        .schedule(schedule)
+        .recompute(recompute)
+        .micro_batches(Size::Fixed(SAMPLES as usize))
+        .build()
+        .expect("a pipeline")
+}
+
+fn step(pipe: &mut Pipeline, m: i64) -> Result<Vec<u64>, Error> {
+    let x = Tensor::ones([m * SAMPLES, WIDTH], (Kind::Float, Device::Cpu));
+    let loss = |out: &Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
+    let step = pipe.step(&x, &x, loss)?;
+    Ok(step.peaks.into_iter().map(|peak| peak.expect("an arena").0).collect())
+}
+
+/// Each stage's peak in a step of `m` micro-batches.
+fn peaks(schedule: Schedule, recompute: Recompute, m: i64) -> Vec<u64> {
+    let arenas: Vec<_> = (0..STAGES).map(|j| Arena::new(&format!("stage {j}"))).collect();
+    let mut pipe = pipeline(&arenas, schedule, recompute);
+    step(&mut pipe, m).expect("a step")
+}
+
+/// Within 5 %. A gradient that the stage before has not yet used is charged to the stage that made
+/// it: one may be in the channel, and one in use.
+fn assert_near(found: u64, expected: u64, under_way: u64, what: &str) {
+    let (least, most) = (0.95 * expected as f64, 1.05 * (expected + under_way * BOUNDARY) as f64);
+    assert!((least..=most).contains(&(found as f64)), "{what}: {found} bytes, not {expected}");
+}
+
+#[test]
+fn gpipe_holds_every_micro_batch() {
+    let _turn = alone();
+    let (few, many) = (4, 12);
+    let (less, more) = (
+        peaks(Schedule::GPipe, Recompute::Never, few),
+        peaks(Schedule::GPipe, Recompute::Never, many),
+    );
+    for j in 0..STAGES {
+        let grown = more[j] - less[j];
+        let expected = (many - few) as u64 * LAYERS as u64 * BOUNDARY;
+        assert_near(grown, expected, 0, &format!("stage {j}"));
+    }
+}
+
+#[test]
+fn one_f_one_b_holds_as_many_as_there_are_stages_from_here_on() {
+    let _turn = alone();
+    let found = peaks(Schedule::OneFOneB, Recompute::Never, 12);
+    for (j, found) in found.into_iter().enumerate() {
+        let held = (STAGES - j) as i64;
+        let expected = peaks(Schedule::GPipe, Recompute::Never, held)[j];
+        assert_near(found, expected, if j > 0 { 2 } else { 0 }, &format!("stage {j}"));
+    }
+}
+
+#[test]
+fn recompute_holds_boundaries_and_one_micro_batch() {
+    let _turn = alone();
+    let m = 12;
+    let one = peaks(Schedule::GPipe, Recompute::Never, 1);
+    for recompute in [Recompute::ExceptLast, Recompute::Always] {
+        let found = peaks(Schedule::GPipe, recompute, m);
+        for j in 0..STAGES {
+            // What leaves the last stage is its loss.
+            let boundaries = if j + 1 < STAGES { (m - 1) as u64 * BOUNDARY } else { 0 };
+            let under_way = if j > 0 { 2 } else { 0 };
+            let what = format!("{recompute}, stage {j}");
+            assert_near(found[j], one[j] + boundaries, under_way, &what);
+        }
+    }
+}
+
+#[test]
+fn a_model_too_large_for_one_arena_trains_over_four_of_that_size() {
+    let _turn = alone();
+    let train = |pipe: &mut Pipeline| -> Result<(), Error> {
+        let mut optimizer = pipe.optimizer(Adam::new(0.01))?;
+        for _ in 0..2 {
+            step(pipe, 8)?;
+            optimizer.step()?;
+            optimizer.zero_grad()?;
+        }
+        Ok(())
+    };
+    let limit = 3 << 20;
+    let arena = |name: &str| Arena::limited(name, limit).expect("a limit");
+    let build = |stages, arenas: &[Arena]| {
+        Pipeline::builder(layers(stages))
+            .devices(arenas.iter().cloned())
+            .micro_batches(Size::Fixed(SAMPLES as usize))
+            .recompute(Recompute::ExceptLast)
+            .build()
+    };
+    let alone = build(STAGES, &[arena("alone")]).and_then(|mut pipe| train(&mut pipe));
+    let error = alone.expect_err("no room");
+    assert!(error.out_of_memory().is_some(), "{error}");
+
+    let arenas: Vec<_> = (0..STAGES).map(|j| arena(&format!("stage {j}"))).collect();
+    let mut pipe = build(STAGES, &arenas).expect("a pipeline");
+    train(&mut pipe).expect("room for all");
+
+    let mut pipe = build(1, &[arena("small")]).expect("a pipeline");
+    train(&mut pipe).expect("a quarter of the model fits one");
+}
