@@ -2,6 +2,7 @@
 
 mod arena;
 mod journal;
+mod memory;
 mod micro;
 mod pipeline;
 mod progress;
@@ -20,6 +21,8 @@ pub enum Bench {
     Arena(arena::Options),
     /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
     Micro(micro::Options),
+    /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
+    Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
 }
@@ -28,6 +31,7 @@ pub enum Bench {
 pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
+        Bench::Memory(options) => memory::run(options)?,
         Bench::Micro(options) => micro::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
     }
