@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 
 /// Where the generators of a device and of the CPU stood.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Randomness {
     states: Vec<(Device, GeneratorState)>,
 }

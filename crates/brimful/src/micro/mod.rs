@@ -24,7 +24,7 @@
 //! ```
 
 pub(crate) mod attempt;
-mod foreign;
+pub(crate) mod foreign;
 mod outcome;
 pub(crate) mod tally;
 mod whole;

@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::attempt::Told;
+use super::drawing::undisturbed;
+use super::head::{common_len, head, joined, one, shared};
+use super::job::End;
 use super::report::Step;
-use super::run::End;
-use super::step::{attempt, common_len, head, joined, one, parts, report, undisturbed};
-use super::worker::Told;
+use super::step::{attempt, parts, report};
 use super::{Pipeline, Work, inputs, ranges};
 use crate::batch::{self, Batch};
 use crate::micro::Outcome;
@@ -70,7 +72,7 @@ impl Pipeline {
         let actions = self.actions(ranges.len())?;
         self.open = None;
         let loss = move |values: &[Tensor], y: &Y| loss(one(values)?, y).into_parts();
-        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
+        let (head, collected) = head(target, &ranges, self.output_device(), &shared(loss))?;
         let work = Work {
             inputs: inputs(input, &ranges)?,
             end: End::Loss(head),

@@ -3,7 +3,8 @@
 use tch::{Device, Tensor};
 
 use super::backward;
-use super::run::{End, Flow, Output, Run};
+use super::job::End;
+use super::run::{Output, Run, Stop};
 use super::stage::{Boundary, leaves};
 use super::transfer::{Parcel, Tensors};
 use super::wiring::{Inlet, Outlet};
@@ -12,27 +13,22 @@ use crate::Result;
 use crate::schedule::Action;
 
 impl Run {
-    /// What enters the stage, or nothing where the stages before are gone.
+    /// What enters the stage.
     pub(super) fn receive(
         &mut self,
         site: &mut Site,
         at: usize,
         i: usize,
-    ) -> Result<Option<Boundary>> {
+    ) -> Result<Boundary, Stop> {
         let values = match &self.job.ports[at].values_in {
-            Some(inlet) => match take(inlet) {
-                Some(parcel) => site.dock.unpack_values(parcel)?,
-                None => return Ok(None),
-            },
+            Some(inlet) => site.dock.unpack_values(take(inlet)?)?,
             None => self.next_input(site, i)?,
         };
-        let ports = &self.job.ports[at];
-        let mut skips = Vec::with_capacity(ports.skips_in.len());
-        for (inlet, _) in &ports.skips_in {
-            let Some(parcel) = take(inlet) else { return Ok(None) };
-            skips.push(site.dock.unpack_values(parcel)?);
+        let mut skips = Vec::new();
+        for (inlet, _) in &self.job.ports[at].skips_in {
+            skips.push(site.dock.unpack_values(take(inlet)?)?);
         }
-        Ok(Some(Boundary { values, skips }))
+        Ok(Boundary { values, skips })
     }
 
     /// The model's input, most of whose way to the device lies behind it.
@@ -54,7 +50,7 @@ impl Run {
         Ok(())
     }
 
-    /// Sends the output on, or ends the model with it.
+    /// Sends the output on, or ends the model with it. Gives what its backward will start from.
     pub(super) fn hand_on(
         &mut self,
         site: &Site,
@@ -62,63 +58,57 @@ impl Run {
         action: Action,
         output: Boundary,
         traced: impl Fn(&Tensor) -> bool,
-    ) -> Result<(Flow, Output)> {
-        let i = action.micro_batch.index();
+    ) -> Result<Output, Stop> {
         if self.is_last(at) {
-            let output = match self.job.end {
-                End::Loss(_) => Output::Terms(self.loss(site, i, &output.values)?),
-                _ => {
-                    self.outputs[i] = leaves(&output.values, |_| false)?;
-                    Output::Boundary(output)
-                }
-            };
+            let output = self.end_with(site, action.micro_batch.index(), output)?;
             self.timeline.end(action)?;
-            return Ok((Flow::Done, output));
+            return Ok(output);
         }
+        let ports = &self.job.ports[at];
         let pack = |values: &[Tensor]| Parcel::values(leaves(values, &traced)?, site.device);
-        let values = pack(&output.values)?;
-        let mut skips = Vec::new();
-        for (values, ends) in output.skips.iter().zip(&self.job.ports[at].skips_out) {
+        let mut parcels = Vec::new();
+        for (values, ends) in output.skips.iter().zip(&ports.skips_out) {
             // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
-            skips.extend(ends.iter().map(|(outlet, _)| Ok((outlet, pack(values)?))));
+            for (outlet, _) in ends {
+                parcels.push((outlet, pack(values)?));
+            }
         }
-        let skips: Vec<(&Outlet, Parcel)> = skips.into_iter().collect::<Result<_>>()?;
+        if let Some(outlet) = &ports.values_out {
+            parcels.push((outlet, pack(&output.values)?));
+        }
         self.timeline.end(action)?;
-        let all_sent = skips.into_iter().all(|(outlet, parcel)| outlet.send(parcel).is_ok())
-            && send(self.job.ports[at].values_out.as_ref(), values);
-        Ok((if all_sent { Flow::Done } else { Flow::Stopped }, Output::Boundary(output)))
+        send(parcels)?;
+        Ok(Output::Boundary(output))
     }
 
-    /// The gradients of the stage's output, its skips' last, or nothing where others are gone.
+    fn end_with(&mut self, site: &Site, i: usize, output: Boundary) -> Result<Output> {
+        if let End::Loss(_) = self.job.end {
+            return Ok(Output::Terms(self.loss(site, i, &output.values)?));
+        }
+        self.outputs[i] = leaves(&output.values, |_| false)?;
+        Ok(Output::Boundary(output))
+    }
+
+    /// The gradients of the stage's output: of its values, then of each skip.
     pub(super) fn receive_gradients(
         &mut self,
         site: &mut Site,
         at: usize,
         i: usize,
-        output: &Boundary,
-    ) -> Result<Option<Vec<Tensors>>> {
+    ) -> Result<Vec<Tensors>, Stop> {
         let ports = &self.job.ports[at];
-        let mut gradients = Vec::with_capacity(1 + output.skips.len());
-        gradients.push(match &ports.gradients_in {
-            Some(inlet) => match take(inlet) {
-                Some(parcel) => site.dock.unpack(parcel)?,
-                None => return Ok(None),
-            },
+        let mut gradients = vec![match &ports.gradients_in {
+            Some(inlet) => site.dock.unpack(take(inlet)?)?,
             None => std::mem::take(&mut self.output_gradients[i]),
-        });
+        }];
         for ends in &ports.skips_out {
-            let mut sum: Option<Tensors> = None;
+            let mut sum = Vec::new();
             for (_, inlet) in ends {
-                let Some(parcel) = take(inlet) else { return Ok(None) };
-                let arrived = site.dock.unpack(parcel)?;
-                sum = Some(match sum {
-                    Some(sum) => backward::add(sum, arrived)?,
-                    None => arrived,
-                });
+                sum = backward::add(sum, site.dock.unpack(take(inlet)?)?)?;
             }
-            gradients.extend(sum);
+            gradients.push(sum);
         }
-        Ok(Some(gradients))
+        Ok(gradients)
     }
 
     /// Sends the input's gradients to where the input came from.
@@ -127,25 +117,27 @@ impl Run {
         site: &Site,
         at: usize,
         gradients: Vec<Tensors>,
-    ) -> Result<Flow> {
+    ) -> Result<(), Stop> {
         let ports = &self.job.ports[at];
-        let mut gradients = gradients.into_iter();
-        let values = gradients.next().unwrap_or_default();
-        for ((_, outlet), gradients) in ports.skips_in.iter().zip(gradients) {
-            if outlet.send(Parcel::pack(gradients, site.device)?).is_err() {
-                return Ok(Flow::Stopped);
+        let skips = ports.skips_in.iter().map(|(_, outlet)| Some(outlet));
+        let outlets = std::iter::once(ports.gradients_out.as_ref()).chain(skips);
+        let mut parcels = Vec::new();
+        for (outlet, gradients) in outlets.zip(gradients) {
+            if let Some(outlet) = outlet {
+                parcels.push((outlet, Parcel::pack(gradients, site.device)?));
             }
         }
-        let Some(outlet) = &ports.gradients_out else { return Ok(Flow::Done) };
-        let sent = outlet.send(Parcel::pack(values, site.device)?).is_ok();
-        Ok(if sent { Flow::Done } else { Flow::Stopped })
+        // The values' come last: theirs is the channel that may be full.
+        parcels.reverse();
+        send(parcels)
     }
 }
 
-fn take(inlet: &Inlet) -> Option<Parcel> {
-    inlet.recv().ok()
+fn take(inlet: &Inlet) -> Result<Parcel, Stop> {
+    inlet.recv().map_err(|_| Stop::NeighbourGone)
 }
 
-fn send(outlet: Option<&Outlet>, parcel: Parcel) -> bool {
-    outlet.is_none_or(|outlet| outlet.send(parcel).is_ok())
+fn send(parcels: Vec<(&Outlet, Parcel)>) -> Result<(), Stop> {
+    let mut parcels = parcels.into_iter();
+    parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel).map_err(|_| Stop::NeighbourGone))
 }

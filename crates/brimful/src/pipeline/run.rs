@@ -9,53 +9,24 @@
 //! A forward that will be run again keeps its input alone. On the last stage of a step nobody waits
 //! for such a forward, so it is left to its recompute, and costs nothing.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Tensor;
 
 use super::backward::{self, Roots};
-use super::error::{Cause, StageError};
-use super::recompute;
+use super::error::{self, Cause, PipelineError, StageError};
+use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::{Arriving, Tensors};
-use super::wiring::Ports;
 use super::worker::Site;
 use crate::accumulate::Accumulator;
-use crate::loss::{Loss, Part, Term};
+use crate::loss::Term;
 use crate::micro::tally::Tally;
 use crate::oom::{self, Caught};
 use crate::random::Draws;
-use crate::schedule::{Action, Actions, Kind};
+use crate::schedule::{Action, Kind};
 use crate::{Error, Result};
-
-/// The loss of a micro-batch, from its number and the model's outputs.
-pub(super) type Head = Box<dyn FnMut(usize, &[Tensor]) -> Result<Loss> + Send>;
-
-/// What one worker is to do in a step.
-pub(super) struct Job {
-    pub(super) actions: Arc<Actions>,
-    /// Of the worker's stages, in order.
-    pub(super) ports: Vec<Ports>,
-    /// The micro-batches that enter the first stage; empty for other workers.
-    pub(super) inputs: Vec<Vec<Tensor>>,
-    pub(super) end: End,
-    pub(super) train: bool,
-    pub(super) seed: u64,
-    pub(super) parts: Arc<[Part]>,
-    pub(super) start: Instant,
-}
-
-/// What becomes of the model's outputs.
-pub(super) enum End {
-    /// The worker does not have the last stage.
-    Elsewhere,
-    /// A loss is computed and, in training, traced back.
-    Loss(Head),
-    /// They are gathered.
-    Gather,
-}
 
 /// Why a worker did not come to the end of its list.
 #[derive(Debug)]
@@ -66,11 +37,13 @@ pub(super) enum Failure {
     Failed { at: Instant, error: Error },
 }
 
-/// Whether an action was done, or a neighbour is gone.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Flow {
-    Done,
-    Stopped,
+/// Why an action was not done.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Stop {
+    #[error("a neighbour is gone")]
+    NeighbourGone,
+    #[error(transparent)]
+    Error(#[from] Error),
 }
 
 /// A step under way in one worker.
@@ -88,6 +61,8 @@ pub(super) struct Run {
     pub(super) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(super) output_gradients: Vec<Tensors>,
+    /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
+    pub(super) norms: Vec<(usize, Tensor)>,
     /// The model's next input, on its way to the device.
     pub(super) ahead: Option<Vec<Arriving>>,
     pub(super) timeline: Timeline,
@@ -125,6 +100,7 @@ impl Run {
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
+            norms: Vec::new(),
             ahead: None,
             next: 0,
             accumulator,
@@ -143,25 +119,25 @@ impl Run {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
             self.next += 1;
             site.layer.set(None);
-            match oom::catch(|| self.perform(site, action)) {
-                Ok(Flow::Done) => {}
-                Ok(Flow::Stopped) => return Err(Failure::Stopped),
-                Err(caught) => return Err(failure(site, action, caught)),
-            }
+            let done = oom::catch(|| self.perform(site, action));
+            done.map_err(|caught| failure(site, action, caught))?;
         }
         Ok(())
     }
 
-    fn perform(&mut self, site: &mut Site, action: Action) -> Result<Flow> {
+    pub(super) fn micro_batches(&self) -> usize {
+        self.job.actions.micro_batches()
+    }
+
+    fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
             Kind::Forward => {
-                let flow = self.forward(site, at, action)?;
-                self.look_ahead(site, at, action.micro_batch.index())?;
-                Ok(flow)
+                self.forward(site, at, action)?;
+                Ok(self.look_ahead(site, at, action.micro_batch.index())?)
             }
-            Kind::Recompute => self.recompute(site, at, action),
+            Kind::Recompute => Ok(self.recompute(site, at, action)?),
             Kind::Backward => self.backward(site, at, action),
             Kind::InputGradient | Kind::WeightGradient => {
                 unreachable!("schedules that split the backward are refused when building")
@@ -169,38 +145,43 @@ impl Run {
         }
     }
 
-    fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let Some(input) = self.receive(site, at, i)? else { return Ok(Flow::Stopped) };
+        let input = self.receive(site, at, i)?;
         self.timeline.begin()?;
-        if !self.job.train {
+        let output = if !self.job.train {
             let output = site.run(at, input, self.pass(i, site));
-            return self.hand_on(site, at, action, output, |_| false).map(|(flow, _)| flow);
-        }
-        if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
+            return self.hand_on(site, at, action, output, |_| false).map(drop);
+        } else if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
             let output = site.run(at, input.share(), self.pass(i, site));
-            let (flow, output) = self.hand_on(site, at, action, output, Tensor::requires_grad)?;
-            self.kept[at][i] = Some(Kept { input, output: Some(output) });
-            return Ok(flow);
-        }
-        let flow = if self.ends_in_loss(at) {
+            Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
+        } else if self.ends_in_loss(at) {
             self.timeline.end(action)?;
-            Flow::Done
+            None
         } else {
-            let output = {
-                let _without = tch::no_grad_guard();
-                site.run(at, input.share(), self.pass(i, site))
-            };
+            let output = self.run_for_now(site, at, i, &input)?;
             // What has no graph now will have one then.
-            let traced = input.all().any(Tensor::requires_grad) || site.trains();
+            let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
-            self.hand_on(site, at, action, output, traced)?.0
+            self.hand_on(site, at, action, output, traced)?;
+            None
         };
-        self.kept[at][i] = Some(Kept { input, output: None });
-        Ok(flow)
+        self.kept[at][i] = Some(Kept { input, output });
+        Ok(())
     }
 
-    fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    /// Runs a stage that will be run again, from the same input and without a graph.
+    fn run_for_now(&self, site: &Site, at: usize, i: usize, input: &Boundary) -> Result<Boundary> {
+        let _without = tch::no_grad_guard();
+        let versions = || input.all().map(Tensor::f_internal_version).collect::<Vec<_>>();
+        let before = versions();
+        let output = site.run(at, input.share(), self.pass(i, site));
+        let unchanged =
+            before.iter().zip(versions()).all(|(a, b)| a.as_ref().ok() == b.as_ref().ok());
+        if unchanged { Ok(output) } else { Err(PipelineError::InputChanged.into()) }
+    }
+
+    fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
         self.timeline.begin()?;
         let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
@@ -210,15 +191,14 @@ impl Run {
             let output = site.run(at, input, pass);
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(recompute::again(|| site.run(at, input, pass)))
+            Output::Boundary(site.run_again(at, input, pass)?)
         };
         kept.output = Some(output);
         self.kept[at][i] = Some(kept);
-        self.timeline.end(action)?;
-        Ok(Flow::Done)
+        self.timeline.end(action)
     }
 
-    fn backward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    fn backward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
         let kept = self.kept[at][i].take().expect("a backward comes after its forward");
         let output = kept.output.expect("a backward comes after its recompute");
@@ -228,15 +208,16 @@ impl Run {
                 Roots::of_terms(terms, &self.job.parts[i], &self.tally)?
             }
             Output::Boundary(output) => {
-                let Some(gradients) = self.receive_gradients(site, at, i, output)? else {
-                    return Ok(Flow::Stopped);
-                };
+                let gradients = self.receive_gradients(site, at, i)?;
                 self.timeline.begin()?;
                 Roots::of_boundary(output, gradients)
             }
         };
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
         let gradients = backward::run(accumulator, roots, kept.input)?;
+        if site.refuses_gradients {
+            self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
+        }
         drop(output);
         self.timeline.end(action)?;
         self.hand_back(site, at, gradients)
@@ -266,13 +247,12 @@ impl Run {
     }
 }
 
-fn failure(site: &Site, action: Action, caught: Caught<Error>) -> Failure {
+fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
     let cause = match caught {
+        Caught::Error(Stop::NeighbourGone) => return Failure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
-        Caught::Error(error) => Cause::Error(error),
-        Caught::Panic(payload) => {
-            Cause::Panic(oom::panic_text(&*payload).unwrap_or("without a word").to_owned())
-        }
+        Caught::Error(Stop::Error(error)) => Cause::Error(error),
+        Caught::Panic(payload) => Cause::Panic(error::words(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
+use super::job::End;
 use super::report::Step;
-use super::run::End;
-use super::step::{attempt, drawing, parts, report, settle, undisturbed};
+use super::step::{attempt, parts, report, settle};
 use super::transfer::Tensors;
 use super::{Pipeline, Work, inputs, ranges};
 use crate::Result;
