@@ -1,6 +1,7 @@
 //! `brimful bench`: speed and memory, side by side in one run.
 
 mod arena;
+mod convergence;
 mod journal;
 mod memory;
 mod micro;
@@ -21,6 +22,8 @@ pub enum Bench {
     Arena(arena::Options),
     /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
     Micro(micro::Options),
+    /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
+    Convergence(convergence::Options),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
     Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
@@ -31,6 +34,7 @@ pub enum Bench {
 pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
+        Bench::Convergence(options) => convergence::run(options)?,
         Bench::Memory(options) => memory::run(options)?,
         Bench::Micro(options) => micro::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,

@@ -32,14 +32,14 @@ use trial::{Outcome, Trial};
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful bench memory                               arenas of 64 MiB on the CPU
+  brimful bench memory                               arenas of 80 MiB on the CPU
   brimful bench memory --memory 256MiB --model unet --channels 16 --stages 1,2
   brimful bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
 pub struct Options {
     /// The families, one after the other
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
     model: Vec<Family>,
-    /// Memory of each device [default: 64 MiB on the CPU, what a card has free on CUDA]
+    /// Memory of each device [default: 80 MiB on the CPU, what a card has free on CUDA]
     #[arg(long, value_name = "BYTES")]
     memory: Option<Bytes>,
     /// Stages of the pipelines, each on a device of its own
@@ -54,7 +54,7 @@ pub struct Options {
     /// Channels of the U-Net, C; what is looked for is B [default: 8 on the CPU, 128 on CUDA]
     #[arg(long)]
     channels: Option<u16>,
-    /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 32 on the CPU, 512 on CUDA]
+    /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 48 on the CPU, 512 on CUDA]
     #[arg(long)]
     filters: Option<u16>,
     /// cpu, where each stage has an arena of its own, or cuda, where each has a card
@@ -150,7 +150,7 @@ impl Options {
         let small = device == Device::Cpu;
         let width = match family {
             Family::Unet => self.channels.unwrap_or(if small { 8 } else { 128 }),
-            Family::Amoebanet => self.filters.unwrap_or(if small { 32 } else { 512 }),
+            Family::Amoebanet => self.filters.unwrap_or(if small { 48 } else { 512 }),
         };
         let model: ModelName = family.model(1, i64::from(width));
         let (batch, image) = (self.batch as usize, i64::from(self.image));

@@ -14,7 +14,7 @@ use super::search::Found;
 use crate::setting::loss;
 
 /// An arena's size on a CPU where nothing else is asked for.
-const ARENA: Bytes = Bytes(64 << 20);
+const ARENA: Bytes = Bytes(80 << 20);
 
 /// Where models are tried.
 #[derive(Debug)]
