@@ -72,6 +72,16 @@ fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
 }
 
 #[test]
+fn a_stage_that_is_too_small_is_named_with_the_remedy() {
+    let arguments = ["train", "--stages", "2", "--micro-batches", "2", "--stage-memory", "1MiB"];
+    brimful().args(arguments).assert().failure().stderr(
+        predicate::str::starts_with("brimful: try --micro-batches 4: stage ")
+            .and(predicate::str::contains("out of memory in arena 'device").count(1))
+            .and(predicate::function(|text: &str| text.lines().count() == 1)),
+    );
+}
+
+#[test]
 fn the_micro_batch_size_does_not_change_what_is_learnt() {
     let run = |micro: &str| {
         let arguments =

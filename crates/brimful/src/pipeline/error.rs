@@ -112,8 +112,7 @@ pub struct StageError {
     pub action: Action,
     /// The layer that was running; none in a backward, a transfer or the loss.
     pub layer: Option<String>,
-    /// What happened.
-    #[source]
+    /// What happened. The message says it, so it is no source that would say it again.
     pub cause: Cause,
 }
 
