@@ -35,15 +35,27 @@ pub struct Gpt {
 impl Gpt {
     /// GPT-2 small: 124,439,808 parameters.
     pub fn gpt2_small() -> Self {
-        Self {
-            layers: 12,
-            width: 768,
-            heads: 12,
-            context: 1024,
-            vocabulary: 50_257,
-            dropout: 0.1,
-            tied: true,
-        }
+        Self::gpt2(12, 768, 12)
+    }
+
+    /// GPT-2 medium: 354,823,168 parameters.
+    pub fn gpt2_medium() -> Self {
+        Self::gpt2(24, 1024, 16)
+    }
+
+    /// GPT-2 large: 774,030,080 parameters.
+    pub fn gpt2_large() -> Self {
+        Self::gpt2(36, 1280, 20)
+    }
+
+    /// GPT-2 XL: 1,557,611,200 parameters.
+    pub fn gpt2_xl() -> Self {
+        Self::gpt2(48, 1600, 25)
+    }
+
+    fn gpt2(layers: usize, width: i64, heads: i64) -> Self {
+        let (context, vocabulary) = (1024, 50_257);
+        Self { layers, width, heads, context, vocabulary, dropout: 0.1, tied: true }
     }
 }
 

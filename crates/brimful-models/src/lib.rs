@@ -5,6 +5,8 @@
 //! | --- | --- | --- |
 //! | [`mlp`] | each linear layer and each activation | – |
 //! | [`resnet18`], [`resnet50`], [`resnet101`], [`ResNet`] | stem, each residual block, head | torchvision |
+//! | [`UNet`] | each convolution with what follows it, each pool, up and end of a skip | – |
+//! | [`AmoebaNet`] | stem, each cell, head | – |
 //! | [`gpt`], [`Gpt`] | embeddings, each transformer block, head | GPT-2 |
 //!
 //! Each is a [`brimful::Layers`], so it can be built whole, built in parts on several devices, or
@@ -16,11 +18,18 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod amoebanet;
+mod conv;
+mod error;
 mod gpt;
 mod mlp;
 mod norm;
 mod resnet;
+mod unet;
 
+pub use amoebanet::AmoebaNet;
+pub use error::ShapeError;
 pub use gpt::{Gpt, gpt};
 pub use mlp::mlp;
 pub use resnet::{ResNet, Stem, resnet18, resnet50, resnet101};
+pub use unet::UNet;

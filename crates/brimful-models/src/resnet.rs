@@ -5,9 +5,9 @@
 
 use brimful::Layers;
 use tch::Tensor;
-use tch::nn::init::{FanInOut, NonLinearity, NormalOrUniform};
-use tch::nn::{self, Init, Module, ModuleT, Path};
+use tch::nn::{self, Module, ModuleT, Path};
 
+use crate::conv::conv;
 use crate::mlp::linear;
 use crate::norm::batch_norm2d;
 
@@ -197,19 +197,6 @@ impl<M: ModuleT> ModuleT for NormRelu<M> {
 
 fn boxed_norm(path: &Path, channels: i64) -> Box<dyn ModuleT> {
     Box::new(batch_norm2d(path, channels))
-}
-
-/// A convolution that keeps the size but for its stride, without a bias because a normalisation
-/// follows, and with He's normal weights.
-fn conv(path: &Path, from: i64, to: i64, kernel: i64, stride: i64) -> nn::Conv2D {
-    let ws_init = Init::Kaiming {
-        dist: NormalOrUniform::Normal,
-        fan: FanInOut::FanOut,
-        non_linearity: NonLinearity::ReLU,
-    };
-    let padding = kernel / 2;
-    let config = nn::ConvConfig { stride, padding, bias: false, ws_init, ..Default::default() };
-    nn::conv2d(path, from, to, kernel, config)
 }
 
 fn halve(x: &Tensor) -> Tensor {

@@ -1,7 +1,9 @@
 //! The models: published sizes, shapes, first losses, and that they learn.
 
 use brimful::Layers;
-use brimful_models::{Gpt, ResNet, gpt, mlp, resnet18, resnet50, resnet101};
+use brimful_models::{
+    AmoebaNet, Gpt, ResNet, ShapeError, UNet, gpt, mlp, resnet18, resnet50, resnet101,
+};
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -29,11 +31,62 @@ fn parameter_counts_are_the_published_ones() {
         (resnet50(1000), 25_557_032),
         (resnet101(1000), 44_549_160),
         (gpt(&Gpt::gpt2_small()), 124_439_808),
+        (gpt(&Gpt::gpt2_medium()), 354_823_168),
+        (gpt(&Gpt::gpt2_large()), 774_030_080),
+        (gpt(&Gpt::gpt2_xl()), 1_557_611_200),
         (mlp(784, &[300, 100], 10), 266_610),
     ];
     for (layers, count) in counts {
         assert_eq!(layers.parameter_count(), Ok(count), "{layers:?}");
     }
+}
+
+#[test]
+fn a_u_net_has_the_paper_s_parameters_and_a_layer_for_each_block() {
+    let published = [
+        (5, 64, 232_687_328),
+        (6, 72, 362_157_516),
+        (11, 128, 2_213_834_176),
+        (24, 128, 4_993_859_008),
+        (24, 160, 7_802_903_600),
+        (48, 160, 15_822_206_000),
+    ];
+    for (blocks, channels, count) in published {
+        let layers = UNet::new(blocks, channels).layers().expect("a shape");
+        assert_eq!(layers.parameter_count(), Ok(count), "({blocks}, {channels})");
+        assert_eq!(layers.len(), 11 * blocks + 21);
+        assert_eq!(layers.skips().expect("paired").len(), 5);
+    }
+}
+
+#[test]
+fn an_amoebanet_has_the_paper_s_parameters_and_a_layer_for_each_cell() {
+    let published = [
+        (18, 208, 81_505_540),
+        (18, 256, 122_470_120),
+        (18, 416, 319_024_120),
+        (18, 544, 542_734_840),
+        (36, 544, 1_055_832_376),
+        (72, 512, 1_844_858_344),
+    ];
+    for (cells, filters, count) in published {
+        let layers = AmoebaNet::new(cells, filters, 1000).layers().expect("a shape");
+        assert_eq!(layers.parameter_count(), Ok(count), "({cells}, {filters})");
+        assert_eq!(layers.len(), cells + 6);
+    }
+}
+
+#[test]
+fn shapes_that_cannot_be_cut_are_refused_with_their_numbers() {
+    let u_net = |blocks, channels| UNet::new(blocks, channels).layers().expect_err("refused");
+    assert_eq!(u_net(1, 64), ShapeError::UNetBlocks { blocks: 1 });
+    assert_eq!(u_net(5, 63), ShapeError::UNetChannels { channels: 63 });
+    assert_eq!(u_net(5, 0), ShapeError::UNetChannels { channels: 0 });
+    let amoeba = |cells, filters| AmoebaNet::new(cells, filters, 10).layers().expect_err("refused");
+    assert_eq!(amoeba(0, 8), ShapeError::AmoebaNetCells { cells: 0 });
+    assert_eq!(amoeba(4, 8), ShapeError::AmoebaNetCells { cells: 4 });
+    assert_eq!(amoeba(3, 12), ShapeError::AmoebaNetFilters { filters: 12 });
+    assert!(amoeba(3, 12).to_string().contains("12 filters"));
 }
 
 #[test]
@@ -67,6 +120,11 @@ fn forward_shapes() {
         assert_eq!(shape_after(&small, &image(1, side)), [2, 10]);
     }
     assert_eq!(shape_after(&mlp(64, &[32], 10), &image(1, 8)), [2, 10]);
+    let u_net = UNet::new(2, 2).layers().expect("a shape");
+    assert_eq!(shape_after(&u_net, &image(3, 64)), [2, 1, 64, 64]);
+    // 33 is halved to 17, 9, 5 and 3.
+    let amoeba = AmoebaNet::new(3, 8, 7).layers().expect("a shape");
+    assert_eq!(shape_after(&amoeba, &image(3, 33)), [2, 7]);
     assert_eq!(shape_after(&gpt(&tiny_gpt()), &tokens(3, 16)), [3, 16, 65]);
     assert_eq!(shape_after(&gpt(&tiny_gpt()), &tokens(3, 5)), [3, 5, 65]);
 }
@@ -171,4 +229,11 @@ fn a_gpt_that_does_not_add_up_is_refused_with_the_numbers() {
 #[should_panic = "a sequence of 17 tokens is longer than the context of 16"]
 fn a_sequence_that_is_too_long_is_refused() {
     shape_after(&gpt(&tiny_gpt()), &tokens(1, 17));
+}
+
+#[test]
+#[should_panic = "but 6×5 cannot be halved"]
+fn an_image_that_a_u_net_cannot_halve_is_refused() {
+    let layers = UNet::new(2, 2).layers().expect("a shape");
+    shape_after(&layers, &Tensor::randn([1, 3, 96, 80], CPU));
 }

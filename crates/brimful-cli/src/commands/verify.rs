@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, Synthetic};
 use crate::output;
-use crate::setting::{ModelName, NumberType, clear_gradients, cross_entropy, typed};
+use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed};
 
 /// Options of `brimful verify`.
 #[derive(Debug, Args)]
@@ -26,8 +26,7 @@ Examples:
 Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
 training mode: the models are compared in evaluation mode, where both are fixed.")]
 pub(crate) struct Options {
-    /// The model
-    #[arg(long, value_enum, default_value = "mlp")]
+    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
     /// Samples in the mini-batch
     #[arg(long, default_value_t = 65)]
@@ -77,12 +76,14 @@ struct Gradients {
 impl Subject {
     fn new(options: &Options) -> Result<Self> {
         let sample = options.model.synthetic_sample();
-        let layers = options.model.layers(&sample)?;
+        let layers = options.model.layers(&sample, DROPOUT)?;
         let (train, seed) = (options.batch_size, options.seed);
         let Examples { inputs, targets } =
             data::synthetic(&Synthetic { sample, train, test: 1, seed })?.train;
         tch::manual_seed(i64::from_ne_bytes(seed.to_ne_bytes()));
-        let mut store = VarStore::new(device::find(&options.device)?);
+        let device = device::find(&options.device)?;
+        options.dtype.prepare(device)?;
+        let mut store = VarStore::new(device);
         let model = layers.build(&store.root())?;
         let kind = options.dtype.kind();
         store.set_kind(kind);
@@ -94,7 +95,7 @@ impl Subject {
         let whole = batch::slice(&self.examples, 0..batch::len(&self.examples)?)?;
         let step = micro.backward(&whole, |(x, y)| {
             let logits = self.model.forward_t(&typed(&x, self.kind), false);
-            Loss::mean(cross_entropy(&logits, &y))
+            Loss::mean(loss(&logits, &y))
         })?;
         let gradient = |(name, variable): (String, Tensor)| {
             let gradient = variable.grad();
@@ -134,6 +135,7 @@ impl Report {
         let tolerance = match options.dtype {
             NumberType::F64 => 1e-9,
             NumberType::F32 => 1e-3,
+            NumberType::Tf32 => 1e-2,
             NumberType::Bf16 => 1e-1,
         };
         Self {
@@ -154,7 +156,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:?}, {} samples cut into {:?}", self.model, self.batch, self.sizes)?;
+        writeln!(f, "{}, {} samples cut into {:?}", self.model, self.batch, self.sizes)?;
         writeln!(
             f,
             "loss                    {:.6}, off by {:.1e}",

@@ -31,6 +31,8 @@ impl Examples {
 pub(crate) enum Sample {
     /// An image as floats, channels × height × width; the target is its class.
     Image { shape: [i64; 3], classes: i64 },
+    /// An image as floats; the target marks each pixel with 0 or 1, as floats too.
+    Mask { shape: [i64; 3] },
     /// A sequence of token numbers; the targets are the same sequence, one token later.
     Sequence { length: i64, vocabulary: i64 },
 }

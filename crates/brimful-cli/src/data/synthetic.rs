@@ -1,8 +1,8 @@
 //! Made-up samples for any model: random, and the same for the same seed.
 
 use anyhow::{Result, ensure};
-use tch::Tensor;
 use tch::kind::Element;
+use tch::{Kind, Tensor};
 
 use super::{Dataset, Examples, Sample};
 
@@ -15,7 +15,7 @@ pub(crate) struct Synthetic {
     pub(crate) seed: u64,
 }
 
-/// Images of noise with random classes, or random tokens and what follows them.
+/// Images of noise with random classes or masks, or random tokens and what follows them.
 pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
     let Synthetic { sample, train, test, seed } = config;
     ensure!(
@@ -33,6 +33,7 @@ fn describe(sample: &Sample) -> String {
         Sample::Image { shape: [c, h, w], classes } => {
             format!("images, {c}×{h}×{w}, {classes} classes")
         }
+        Sample::Mask { shape: [c, h, w] } => format!("images with masks, {c}×{h}×{w}"),
         Sample::Sequence { length, vocabulary } => {
             format!("sequences of {length}, {vocabulary} tokens")
         }
@@ -45,6 +46,10 @@ fn examples(sample: &Sample, count: usize, numbers: &mut Numbers) -> Examples {
         Sample::Image { shape: [channels, height, width], classes } => Examples {
             inputs: numbers.noise(&[count, channels, height, width]),
             targets: numbers.below(classes, &[count]),
+        },
+        Sample::Mask { shape: [channels, height, width] } => Examples {
+            inputs: numbers.noise(&[count, channels, height, width]),
+            targets: numbers.below(2, &[count, 1, height, width]).to_kind(Kind::Float),
         },
         Sample::Sequence { length, vocabulary } => {
             let tokens = numbers.below(vocabulary, &[count, length + 1]);
@@ -87,9 +92,9 @@ impl Numbers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Kind;
 
     const IMAGE: Sample = Sample::Image { shape: [3, 16, 16], classes: 7 };
+    const MASK: Sample = Sample::Mask { shape: [3, 16, 8] };
     const SEQUENCE: Sample = Sample::Sequence { length: 9, vocabulary: 50 };
 
     fn made_up(sample: Sample, seed: u64) -> Dataset {
@@ -105,6 +110,14 @@ mod tests {
         let (low, high) = (data.train.targets.min(), data.train.targets.max());
         assert_eq!((low.int64_value(&[]), high.int64_value(&[])), (0, 6));
         assert_eq!((data.train.targets.size(), data.test.len()), (vec![40], 20));
+    }
+
+    #[test]
+    fn masks_mark_each_pixel() {
+        let Examples { inputs, targets } = made_up(MASK, 1).train;
+        assert_eq!((inputs.size(), targets.size()), (vec![40, 3, 16, 8], vec![40, 1, 16, 8]));
+        let marked = targets.mean(Kind::Double).double_value(&[]);
+        assert!((marked - 0.5).abs() < 0.05, "{marked}");
     }
 
     #[test]

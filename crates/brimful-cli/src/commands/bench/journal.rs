@@ -26,10 +26,11 @@ impl Journal {
         if !json {
             let text = |key: &str| environment[key].as_str().unwrap_or("?").to_owned();
             output::line(&format!(
-                "{device}: {}; libtorch {}, {} threads; a step without its optimizer",
+                "{device}: {}; libtorch {}, {} threads; optimizer: {}",
                 text("device_model"),
                 text("libtorch"),
                 environment["threads"],
+                text("optimizer"),
             ))?;
         }
         Ok(Self { json, device, environment, rows: Vec::new(), title: String::new() })

@@ -2,7 +2,9 @@
 
 mod arena;
 mod auto;
+mod convergence;
 mod journal;
+mod memory;
 mod micro;
 mod pipeline;
 mod progress;
@@ -23,6 +25,10 @@ pub enum Bench {
     Micro(micro::Options),
     /// The automatic size against every size that could have been given, in limited memory.
     Auto(auto::Options),
+    /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
+    Convergence(convergence::Options),
+    /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
+    Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
 }
@@ -31,6 +37,8 @@ pub enum Bench {
 pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
+        Bench::Convergence(options) => convergence::run(options)?,
+        Bench::Memory(options) => memory::run(options)?,
         Bench::Micro(options) => micro::run(options)?,
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,

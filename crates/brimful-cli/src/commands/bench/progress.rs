@@ -41,6 +41,18 @@ impl Progress {
         write(&format!("\r\x1b[K{title}: {step}, {contestant}"));
     }
 
+    /// A step begins; about so many seconds will go by until all of its table is done.
+    pub(super) fn step(&self, title: &str, what: &str, seconds: f64) {
+        if !self.terminal {
+            return;
+        }
+        let left = match seconds.ceil() as u64 {
+            short @ 0..120 => format!("{short} s"),
+            long => format!("{} min", long.div_ceil(60)),
+        };
+        write(&format!("\r\x1b[K{title}: {what}, about {left} left"));
+    }
+
     /// The row is measured: makes room for its figures.
     pub(super) fn done(&self) {
         if self.terminal {

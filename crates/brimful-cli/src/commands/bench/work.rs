@@ -5,40 +5,16 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail, ensure};
 use brimful::Layers;
 use brimful::layers::Model;
-use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
-use clap::ValueEnum;
-use serde::Serialize;
+use brimful_models::{Gpt, gpt, resnet18, resnet50, resnet101};
 use tch::nn::{ModuleT, VarStore};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Device, Kind, Tensor};
+
+use crate::data::Sample;
+use crate::setting::{self, ModelName, NumberType};
 
 const CLASSES: i64 = 1000;
 const VOCABULARY: i64 = 50_257;
 const HEAD_WIDTH: i64 = 64;
-const MLP_INPUTS: i64 = 784;
-
-/// A model that can be measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum ModelName {
-    /// Two hidden layers of 1,024.
-    Mlp,
-    Resnet18,
-    Resnet50,
-    Resnet101,
-    /// A GPT-2 without dropout.
-    Gpt,
-}
-
-/// What numbers are computed in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Dtype {
-    F32,
-    /// f32 whose products CUDA computes in TF32.
-    Tf32,
-    /// Parameters and activations in bf16.
-    Bf16,
-}
 
 /// The shape of a GPT, written `12x768x512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +28,7 @@ pub(super) struct GptShape {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Work {
     pub(super) model: ModelName,
-    pub(super) dtype: Dtype,
+    pub(super) dtype: NumberType,
     pub(super) batch: usize,
     pub(super) micro_batch: usize,
     pub(super) image: i64,
@@ -67,8 +43,8 @@ pub(super) type Samples = (Tensor, Tensor);
 
 /// The rows that the peers are measured on; on a CPU, smaller ones that take seconds.
 pub(super) fn table(device: Device) -> Vec<Work> {
-    use Dtype::{Bf16, F32, Tf32};
     use ModelName::{Gpt, Resnet50, Resnet101};
+    use NumberType::{Bf16, F32, Tf32};
     let rows = if device == Device::Cpu {
         [(Resnet50, F32, 16, 4), (Resnet101, F32, 8, 2), (Resnet50, Bf16, 8, 2), (Gpt, Bf16, 8, 2)]
     } else {
@@ -105,7 +81,7 @@ impl Work {
         } else {
             GptShape { layers: 2, width: 128, sequence: 64 }
         };
-        let dtype = if cuda { Dtype::Tf32 } else { Dtype::F32 };
+        let dtype = if cuda { NumberType::Tf32 } else { NumberType::F32 };
         let image = if cuda { 224 } else { 64 };
         let (vocabulary, tied) = (VOCABULARY, true);
         Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied }
@@ -113,20 +89,35 @@ impl Work {
 
     /// Builds the model in a store, with its number type.
     pub(super) fn build(&self, store: &mut VarStore) -> Result<Model> {
-        let model = self.layers().build(&store.root())?;
-        if self.dtype == Dtype::Bf16 {
-            store.bfloat16();
-        }
+        let model = self.layers()?.build(&store.root())?;
+        store.set_kind(self.dtype.kind());
         Ok(model)
     }
 
-    pub(super) fn layers(&self) -> Layers {
+    /// The model, without dropout: contestants must agree on the loss.
+    pub(super) fn layers(&self) -> Result<Layers> {
         match self.model {
-            ModelName::Mlp => mlp(MLP_INPUTS, &[1024, 1024], CLASSES),
-            ModelName::Resnet18 => resnet18(CLASSES),
-            ModelName::Resnet50 => resnet50(CLASSES),
-            ModelName::Resnet101 => resnet101(CLASSES),
-            ModelName::Gpt => gpt(&self.gpt.config(self.vocabulary, self.tied)),
+            ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
+            // torchvision's, however small the image: the peers run those.
+            ModelName::Resnet18 => Ok(resnet18(CLASSES)),
+            ModelName::Resnet50 => Ok(resnet50(CLASSES)),
+            ModelName::Resnet101 => Ok(resnet101(CLASSES)),
+            model => model.layers(&self.sample(), 0.0),
+        }
+    }
+
+    /// What the model is given, at the size of this work.
+    fn sample(&self) -> Sample {
+        let (image, classes) = ([3, self.image, self.image], CLASSES);
+        match self.model.synthetic_sample() {
+            Sample::Sequence { .. } => {
+                Sample::Sequence { length: self.gpt.sequence, vocabulary: self.vocabulary }
+            }
+            Sample::Mask { .. } => Sample::Mask { shape: image },
+            Sample::Image { .. } if self.model == ModelName::Mlp => {
+                Sample::Image { shape: [1, 28, 28], classes }
+            }
+            Sample::Image { .. } => Sample::Image { shape: image, classes },
         }
     }
 
@@ -134,16 +125,21 @@ impl Work {
     pub(super) fn samples(&self, count: usize) -> Samples {
         let count = count as i64;
         let on_host = |kind| (kind, Device::Cpu);
-        match self.model {
-            ModelName::Gpt => {
-                let shape = [count, self.gpt.sequence];
-                let tokens = || Tensor::randint(self.vocabulary, shape, on_host(Kind::Int64));
+        let noise = |[channels, height, width]: [i64; 3]| {
+            Tensor::randn([count, channels, height, width], on_host(Kind::Float))
+        };
+        match self.sample() {
+            Sample::Sequence { length, vocabulary } => {
+                let tokens = || Tensor::randint(vocabulary, [count, length], on_host(Kind::Int64));
                 (tokens(), tokens())
             }
-            _ => {
-                let images = Tensor::randn(self.image_shape(count), on_host(Kind::Float));
-                let classes = Tensor::randint(CLASSES, [count], on_host(Kind::Int64));
-                (images.to_kind(self.kind()), classes)
+            Sample::Image { shape, classes } => {
+                let classes = Tensor::randint(classes, [count], on_host(Kind::Int64));
+                (noise(shape).to_kind(self.dtype.kind()), classes)
+            }
+            Sample::Mask { shape: [channels, height, width] } => {
+                let marked = noise([1, height, width]).gt(0.0).to_kind(Kind::Float);
+                (noise([channels, height, width]).to_kind(self.dtype.kind()), marked)
             }
         }
     }
@@ -153,50 +149,30 @@ impl Work {
         !matches!(self.model, ModelName::Mlp | ModelName::Gpt)
     }
 
-    fn image_shape(&self, count: i64) -> Vec<i64> {
-        match self.model {
-            ModelName::Mlp => vec![count, MLP_INPUTS],
-            _ => vec![count, 3, self.image, self.image],
-        }
-    }
-
-    fn kind(&self) -> Kind {
-        if self.dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float }
-    }
-
     /// The loss of a model in training.
     pub(super) fn loss(&self, model: &Model, (x, y): &Samples) -> Tensor {
-        cross_entropy(&model.forward_t(x, true), y)
+        setting::loss(&model.forward_t(x, true), y)
     }
 
     /// The sample's size for a table: `224×224`, `12×768×512`.
     pub(super) fn shape(&self) -> String {
-        match self.model {
-            ModelName::Mlp => MLP_INPUTS.to_string(),
-            ModelName::Gpt => {
+        match (self.model, self.sample()) {
+            (ModelName::Gpt, _) => {
                 let GptShape { layers, width, sequence } = self.gpt;
                 format!("{layers}×{width}×{sequence}")
             }
-            _ => format!("{0}×{0}", self.image),
+            (_, Sample::Sequence { length, .. }) => length.to_string(),
+            (_, Sample::Image { shape, .. } | Sample::Mask { shape }) => {
+                format!("{}×{}", shape[1], shape[2])
+            }
         }
     }
 
     /// The row's name while it runs.
     pub(super) fn title(&self) -> String {
         let Self { batch, micro_batch, .. } = self;
-        format!("{} {} {batch}/{micro_batch}", name(&self.model), name(&self.dtype))
+        format!("{} {} {batch}/{micro_batch}", self.model, self.dtype)
     }
-}
-
-/// The mean cross-entropy, as PyTorch's own function computes it.
-pub(super) fn cross_entropy(logits: &Tensor, y: &Tensor) -> Tensor {
-    let (logits, y) = (logits.flatten(0, -2), y.flatten(0, -1));
-    logits.cross_entropy_loss(&y, None::<&Tensor>, Reduction::Mean, -100, 0.0)
-}
-
-/// The name that the command line takes.
-pub(super) fn name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 impl GptShape {
@@ -240,7 +216,10 @@ mod tests {
     #[test]
     fn the_gpt_of_the_table_has_the_peers_parameters() {
         let work = Work::default_of(ModelName::Gpt, Device::Cuda(0));
-        assert_eq!(work.layers().parameter_count().expect("a count"), 124_046_592);
+        assert_eq!(
+            work.layers().expect("a model").parameter_count().expect("a count"),
+            124_046_592
+        );
         assert_eq!(table(Device::Cuda(0)).len(), 4);
     }
 }

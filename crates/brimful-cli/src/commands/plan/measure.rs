@@ -9,7 +9,7 @@ use brimful::device;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::data::{self, Synthetic};
-use crate::setting::ModelName;
+use crate::setting::{DROPOUT, ModelName};
 
 /// Samples that are measured together: enough to tell a sample's time from a call's.
 const SAMPLES: usize = 16;
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let device = device::find(device)?;
     let sample = model.synthetic_sample();
-    let layers = model.layers(&sample)?;
+    let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.inputs;
     let progress = Progress::new(layers.len());

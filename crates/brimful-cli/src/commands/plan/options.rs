@@ -8,7 +8,7 @@ use brimful::plan::Device;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
-use crate::setting::ModelName;
+use crate::setting::{MODELS, ModelName};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
@@ -97,8 +97,8 @@ pub(super) struct Numbers {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A measured model")]
 pub(super) struct Measured {
-    /// Measure the layers of this model, here and now.
-    #[arg(long, value_enum, value_name = "NAME", requires = "batch")]
+    #[arg(long, value_name = "NAME", requires = "batch")]
+    #[arg(help = format!("Measure the layers of this model, here and now: {MODELS}"))]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
     pub(super) model: Option<ModelName>,

@@ -18,7 +18,7 @@ use brimful::{Bytes, Size, device};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::setting::{ModelName, NumberType};
+use crate::setting::{MODELS, ModelName, NumberType};
 use progress::Progress;
 use stages::Stages;
 pub(crate) use trainer::{Epoch, Trainer};
@@ -38,8 +38,7 @@ Examples:
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors")]
 pub(crate) struct Options {
-    /// The model
-    #[arg(long, value_enum, default_value = "mlp")]
+    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     pub(crate) model: ModelName,
     /// digits (shipped), synthetic (made up), a folder of MNIST-format IDX files, or a text file
     #[arg(long, default_value = "digits", value_name = "NAME|PATH")]

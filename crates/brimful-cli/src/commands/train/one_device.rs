@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Options;
 use super::engine::{Engine, Named, Stepped, check_model};
-use crate::setting::{cross_entropy, typed};
+use crate::setting::{loss, right, typed};
 
 /// A model on one device.
 #[derive(Debug)]
@@ -33,6 +33,7 @@ impl OneDevice {
             None if options.memory_limit.is_some() => Device::Cpu,
             None => device::best(),
         };
+        options.dtype.prepare(device)?;
         let memory = match (device, options.memory_limit) {
             (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
             _ => Memory::of(device)?,
@@ -56,7 +57,7 @@ impl Engine for OneDevice {
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Stepped> {
         let (model, kind) = (&self.model, self.kind);
         let step = self.micro.backward(&batch, |(x, y)| {
-            Loss::mean(cross_entropy(&model.forward_t(&typed(&x, kind), true), &y))
+            Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
         })?;
         self.micro.guard(|| self.optimizer.step())?;
         self.optimizer.zero_grad()?;
@@ -69,8 +70,7 @@ impl Engine for OneDevice {
         let (model, kind) = (&self.model, self.kind);
         let step = self.micro.evaluate(&batch, |(x, y)| {
             let logits = model.forward_t(&typed(&x, kind), false);
-            let right = logits.argmax(-1, false).eq_tensor(&y);
-            (Loss::mean(cross_entropy(&logits, &y)), right)
+            (Loss::mean(loss(&logits, &y)), right(&logits, &y))
         })?;
         Ok((step.loss, step.outputs))
     }

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::Options;
 use super::engine::{Engine, Named, Stepped, check_model};
 use super::stages::Stages;
-use crate::setting::{cross_entropy, typed};
+use crate::setting::{loss, right, typed};
 
 /// A model over several devices.
 #[derive(Debug)]
@@ -38,6 +38,7 @@ impl Pipelined {
             None if stages.stage_memory.is_some() => Device::Cpu,
             None => device::best(),
         };
+        options.dtype.prepare(device)?;
         let (count, wanted) = (layers.len(), stages.stages.unwrap_or(1));
         ensure!(
             wanted <= count,
@@ -76,8 +77,8 @@ fn devices(device: Device, stages: &Stages) -> Result<Vec<StageDevice>> {
 impl Engine for Pipelined {
     fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Stepped> {
         let x = typed(&x, self.kind);
-        let loss = |out: &Tensor, y: &Tensor| Loss::mean(cross_entropy(out, y));
-        let step = self.pipeline.step(&x, &y, loss)?;
+        let step =
+            self.pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
@@ -90,8 +91,7 @@ impl Engine for Pipelined {
     fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
         let x = typed(&x, self.kind);
         let step = self.pipeline.evaluate(&x, &y, self.size, |out: &Tensor, y: &Tensor| {
-            let right = out.argmax(-1, false).eq_tensor(y);
-            (Loss::mean(cross_entropy(out, y)), right)
+            (Loss::mean(loss(out, y)), right(out, y))
         })?;
         Ok((step.loss, step.outputs))
     }

@@ -108,7 +108,7 @@ fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
     let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = trainer.dataset();
     Ok(format!(
-        "{:?}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
+        "{}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
         options.model,
         parameters.map(|(_, parameter)| parameter.numel()).sum::<usize>(),
         trainer.engine.place(),

@@ -52,11 +52,11 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &Options) -> Res
 fn told(options: &Options) -> Metadata {
     let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
     Metadata::from([
-        ("model".to_owned(), name(&options.model)),
+        ("model".to_owned(), options.model.to_string()),
         ("data".to_owned(), options.data.clone()),
         ("optimizer".to_owned(), name(&options.optimizer)),
         ("batch-size".to_owned(), name(&options.batch_size)),
-        ("dtype".to_owned(), name(&options.dtype)),
+        ("dtype".to_owned(), options.dtype.to_string()),
         ("seed".to_owned(), options.seed.to_string()),
     ])
 }

@@ -13,6 +13,7 @@ use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
 use super::{BatchSize, Options};
 use crate::data::{Dataset, Examples};
+use crate::setting::DROPOUT;
 
 /// A model in training.
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl Trainer {
     /// A model with its first parameters, on one device or in stages.
     pub(crate) fn new(options: &Options) -> Result<Self> {
         let dataset = options.model.data(&options.data, options.seed)?;
-        let layers = options.model.layers(&dataset.sample)?;
+        let layers = options.model.layers(&dataset.sample, DROPOUT)?;
         let batch_size = match options.batch_size {
             BatchSize::All => dataset.train.len(),
             BatchSize::Samples(samples) => samples.min(dataset.train.len()),

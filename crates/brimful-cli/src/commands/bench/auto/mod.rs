@@ -16,7 +16,8 @@ use tch::Device;
 
 use super::journal::Journal;
 use super::progress::Progress;
-use super::work::{Dtype, GptShape, ModelName, Work};
+use super::work::{GptShape, Work};
+use crate::setting::{MODELS, ModelName, NumberType};
 use report::Row;
 use subject::Subject;
 
@@ -29,8 +30,7 @@ Examples:
   brimful bench auto --model resnet50 --device cuda:0 --limit 24GB --batch 2048 --steps-only
                                                     what a user sees: the first step, and the rate")]
 pub struct Options {
-    /// The model
-    #[arg(long, value_enum, default_value_t = ModelName::Mlp)]
+    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
     /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one]
     #[arg(long)]
@@ -44,7 +44,7 @@ pub struct Options {
     batch: Option<u32>,
     /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    dtype: Option<NumberType>,
     /// Height and width of the images [default: 224 on CUDA, 32 on the CPU]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
@@ -73,7 +73,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mut journal = Journal::begin(device, options.json, facts)?;
     let progress = Progress::new();
     for (work, limit) in rows {
-        brimful::libtorch::allow_tf32(work.dtype != Dtype::F32)?;
+        brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
         let subject = Subject { work, device, limit };
         let row = Row::measure(&subject, options.steps_only, &progress)?;
         progress.done();

@@ -7,9 +7,10 @@ use serde::Serialize;
 use super::super::journal::Journal;
 use super::super::progress::Progress;
 use super::super::times::Times;
-use super::super::work::{Dtype, ModelName, Samples, name};
+use super::super::work::Samples;
 use super::subject::{Built, Subject};
 use super::trials;
+use crate::setting::{ModelName, NumberType};
 
 /// Steps in which a size is to be found.
 const LARGEST_STEPS: usize = 4;
@@ -22,7 +23,7 @@ const STEADY_STEPS: usize = 5;
 pub(super) struct Row {
     model: ModelName,
     shape: String,
-    dtype: Dtype,
+    dtype: NumberType,
     batch: usize,
     limit: Bytes,
     largest: Option<Largest>,
@@ -95,7 +96,7 @@ impl Row {
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { model, shape, dtype, batch, .. } = self;
-        let title = format!("{} {shape}, {}, mini-batch {batch}", name(model), name(dtype));
+        let title = format!("{model} {shape}, {dtype}, mini-batch {batch}");
         let columns = format!(
             "  {:>10} | {:>8}{:>10}{:>8}{:>7} | {:>6}{:>8}{:>9}{:>11}{:>10}{:>7}{:>9}",
             "limit",

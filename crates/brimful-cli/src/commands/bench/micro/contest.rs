@@ -11,9 +11,10 @@ use tch::Device;
 use super::super::journal::Journal;
 use super::super::progress::Progress;
 use super::super::times::Times;
-use super::super::work::{Dtype, Samples, Work};
+use super::super::work::{Samples, Work};
 use super::corner::{Corner, Tuning, in_use};
 use super::report::SpeedRow;
+use crate::setting::NumberType;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -125,8 +126,8 @@ pub(super) fn measure(
 }
 
 /// Contestants that compute different things are not worth comparing.
-fn same(losses: &[f64], dtype: Dtype) -> Result<()> {
-    let tolerance = if dtype == Dtype::Bf16 { 0.02 } else { 1e-3 };
+fn same(losses: &[f64], dtype: NumberType) -> Result<()> {
+    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
     let near = |loss: &f64| (loss - losses[0]).abs() <= tolerance * losses[0].abs();
     ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
     Ok(())

@@ -10,7 +10,7 @@ mod corner;
 mod memory;
 mod report;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::device;
 use clap::Args;
 use serde_json::json;
@@ -18,20 +18,20 @@ use tch::Device;
 
 use super::journal::Journal;
 use super::progress::Progress;
-use super::work::{self, Dtype, GptShape, ModelName, Work};
+use super::work::{self, GptShape, Work};
+use crate::setting::{MODELS, ModelName, NumberType};
 
 /// Options of `brimful bench micro`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The model.
-    #[arg(long, value_enum, default_value_t = ModelName::Resnet50)]
+    #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]
     model: ModelName,
     /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one].
     #[arg(long)]
     device: Option<String>,
     /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
     #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    dtype: Option<NumberType>,
     /// Samples in a mini-batch [default: by model and device].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
@@ -80,7 +80,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mut journal = Journal::begin(device, options.json, facts)?;
     let progress = Progress::new();
     for work in &rows {
-        brimful::libtorch::allow_tf32(work.dtype != Dtype::F32)?;
+        work.dtype.prepare(device)?;
         if options.memory {
             memory::measure(work, device, &progress, &mut journal)?;
         } else {
@@ -100,10 +100,6 @@ impl Options {
         work.dtype = self.dtype.unwrap_or(work.dtype);
         work.batch = self.batch.map_or(work.batch, |batch| batch as usize);
         work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
-        ensure!(
-            device != Device::Cpu || work.dtype != Dtype::Tf32,
-            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
-        );
         Ok(vec![work])
     }
 

@@ -5,9 +5,10 @@ use brimful::Bytes;
 use serde::Serialize;
 
 use super::super::journal::Journal;
-use super::super::work::{Dtype, ModelName, Work, name};
+use super::super::work::Work;
 use super::contest::Figures;
 use super::corner::Tuning;
+use crate::setting::{ModelName, NumberType};
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -50,7 +51,7 @@ pub(super) struct MemoryRow {
 struct WorkColumns {
     model: ModelName,
     shape: String,
-    dtype: Dtype,
+    dtype: NumberType,
     batch: usize,
     micro_batch: usize,
     stages: usize,
@@ -150,6 +151,6 @@ impl WorkColumns {
     /// What a table's heading says of its rows.
     fn title(&self) -> String {
         let Self { model, shape, dtype, micro_batch, .. } = self;
-        format!("{} {shape}, {}, micro-batch {micro_batch}", name(model), name(dtype))
+        format!("{} {shape}, {}, micro-batch {micro_batch}", model, dtype)
     }
 }

@@ -24,7 +24,8 @@ use serde_json::json;
 
 use super::journal::Journal;
 use super::progress::Progress;
-use super::work::{Dtype, GptShape, ModelName, Work};
+use super::work::{GptShape, Work};
+use crate::setting::{MODELS, ModelName, NumberType};
 use contest::Contest;
 
 /// Tokens of the GPT: bytes. A larger table would make its head the one large stage.
@@ -38,8 +39,8 @@ Examples:
   brimful bench pipeline --stages 4 --svg steps.svg  what was simulated and what was measured, drawn
   brimful bench pipeline --model resnet101 --stages 2,4 --schedule gpipe --recompute never,always")]
 pub struct Options {
-    /// The models, one after the other
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "gpt")]
+    #[arg(long, value_delimiter = ',', default_value = "gpt", value_name = "NAME,…")]
+    #[arg(help = format!("The models, one after the other: {MODELS}"))]
     model: Vec<ModelName>,
     /// Stages, each with a thread of its own; interleaved-V puts V times as many on the threads
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
@@ -97,7 +98,7 @@ pub fn run(options: &Options) -> Result<()> {
     for work in options.works() {
         let sample = work.samples(work.micro_batch).0;
         progress.row(&format!("{}: the layers", work.title()));
-        let profile = Profile::measure(&work.layers(), device, &sample)?;
+        let profile = Profile::measure(&work.layers()?, device, &sample)?;
         progress.done();
         for &stages in &options.stages {
             let mut contest = Contest::new(options, &work, &profile, device, stages)?;
@@ -130,7 +131,7 @@ impl Options {
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
         Work {
             model,
-            dtype: Dtype::F32,
+            dtype: NumberType::F32,
             batch: micro_batch * self.micro_batches as usize,
             micro_batch,
             image: i64::from(self.image),

@@ -7,8 +7,9 @@ use serde::Serialize;
 
 use super::super::journal::Journal;
 use super::super::times::Times;
-use super::super::work::{Dtype, ModelName, Work, name};
+use super::super::work::Work;
 use super::runner::Runner;
+use crate::setting::{ModelName, NumberType};
 
 /// The columns that say what was run.
 #[derive(Debug, Serialize)]
@@ -16,7 +17,7 @@ struct Columns {
     contestant: &'static str,
     model: ModelName,
     shape: String,
-    dtype: Dtype,
+    dtype: NumberType,
     batch: usize,
     micro_batch: usize,
     micro_batches: usize,
@@ -83,8 +84,7 @@ impl Columns {
     fn enter(&self, journal: &mut Journal, text: &str, row: &impl Serialize) -> Result<()> {
         let Self { model, shape, micro_batch, micro_batches, .. } = self;
         let title = format!(
-            "{} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage",
-            name(model)
+            "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
         );
         let columns = format!(
             "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>7}{:>9}{:>10}{:>11}{:>9}{:>9}{:>12}",

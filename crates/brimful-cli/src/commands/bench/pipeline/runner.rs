@@ -12,7 +12,8 @@ use brimful::{Bytes, Loss, Pipeline};
 use tch::{Device, Tensor};
 
 use super::super::times::Times;
-use super::super::work::{Samples, Work, cross_entropy};
+use super::super::work::{Samples, Work};
+use crate::setting::loss;
 
 /// A pipeline and what is known of it.
 pub(super) struct Runner {
@@ -46,7 +47,7 @@ impl Runner {
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::Step::new(&request, &row)?;
         let devices = vec![StageDevice::from(device).threads(1); stages];
-        let mut pipeline = Pipeline::builder(work.layers()).devices(devices).plan(&row).build()?;
+        let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
         pipeline.set_variables(parameters.iter().map(share).collect())?;
         let (times, work) = (Times::default(), work.clone());
@@ -80,7 +81,7 @@ impl Runner {
         }
         let device = |number| StageDevice::from(Arena::new(&format!("stage {number}"))).threads(1);
         let devices = (0..self.stages).map(device);
-        let builder = Pipeline::builder(self.work.layers()).devices(devices).plan(&self.row);
+        let builder = Pipeline::builder(self.work.layers()?).devices(devices).plan(&self.row);
         self.peaks = step(&mut builder.build()?, batch)?.0.peaks;
         Ok(())
     }
@@ -105,7 +106,6 @@ impl Runner {
 fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
     pipeline.zero_grad()?;
     let start = Instant::now();
-    let loss = |out: &Tensor, y: &Tensor| Loss::mean(cross_entropy(out, y));
-    let step = pipeline.step(x, y, loss)?;
+    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
     Ok((step, start.elapsed().as_secs_f64()))
 }

@@ -1,0 +1,182 @@
+//! `brimful bench memory`: the largest U-Net and AmoebaNet-D that fit k devices of one size.
+//!
+//! A few layers are measured, the planner finds the largest model whose step fits, and two steps
+//! with their optimizer confirm it in arenas (or on cards) of that size. Where they run out of memory
+//! after all, the next smaller one is taken. `naive-1` is one stage that keeps the activations of the
+//! whole mini-batch; `pipeline-k` has k stages and a micro-batch for each sample.
+
+mod family;
+mod report;
+mod search;
+mod trial;
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use brimful::{Bytes, device};
+use clap::Args;
+use serde_json::json;
+use tch::Device;
+
+use super::journal::Journal;
+use super::progress::Progress;
+use super::work::Work;
+use crate::setting::ModelName;
+use family::Family;
+use report::{NoRow, Row};
+use search::{Found, Search};
+use trial::{Outcome, Trial};
+
+/// Options of `brimful bench memory`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench memory                               arenas of 80 MiB on the CPU
+  brimful bench memory --memory 256MiB --model unet --channels 16 --stages 1,2
+  brimful bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
+pub struct Options {
+    /// The families, one after the other
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
+    model: Vec<Family>,
+    /// Memory of each device [default: 80 MiB on the CPU, what a card has free on CUDA]
+    #[arg(long, value_name = "BYTES")]
+    memory: Option<Bytes>,
+    /// Stages of the pipelines, each on a device of its own
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    stages: Vec<usize>,
+    /// Samples in a mini-batch
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Height and width of the images: multiples of 32 for a U-Net, and at least 64
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    image: u32,
+    /// Channels of the U-Net, C; what is looked for is B [default: 8 on the CPU, 128 on CUDA]
+    #[arg(long)]
+    channels: Option<u16>,
+    /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 48 on the CPU, 512 on CUDA]
+    #[arg(long)]
+    filters: Option<u16>,
+    /// cpu, where each stage has an arena of its own, or cuda, where each has a card
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Print JSON: a line for each row as it comes, then one object with all of them
+    #[arg(long)]
+    json: bool,
+}
+
+/// How a model is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Experiment {
+    stages: usize,
+    /// In one piece, with all activations kept.
+    is_naive: bool,
+}
+
+impl fmt::Display for Experiment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stages, is_naive } = self;
+        write!(f, "{}-{stages}", if *is_naive { "naive" } else { "pipeline" })
+    }
+}
+
+/// Finds and confirms model after model, and prints each as it comes.
+pub fn run(options: &Options) -> Result<()> {
+    let device = device::find(&options.device)?;
+    let trial = Trial::new(options.memory, device, &options.stages)?;
+    let facts = json!({
+        "memory": trial.limit(),
+        "optimizer": "sgd for a unet, with momentum for an amoebanet",
+        "batch_norm": "deferred",
+    });
+    let mut journal = Journal::begin(device, options.json, facts)?;
+    let progress = Progress::new();
+    let mut fitted = false;
+    for &family in &options.model {
+        progress.row(&format!("{family}: the layers"));
+        let search = Search::measure(family, options.work(family, device), device, trial.limit())?;
+        progress.done();
+        fitted |= options.table(&search, &trial, &progress, &mut journal)?;
+    }
+    ensure!(fitted, "no model of any size fits {}: give more --memory", trial.limit());
+    journal.end()
+}
+
+impl Options {
+    /// The rows of one family; whether there was one that fits.
+    fn table(
+        &self,
+        search: &Search,
+        trial: &Trial,
+        progress: &Progress,
+        journal: &mut Journal,
+    ) -> Result<bool> {
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.limit())?));
+        let mut planned = self.experiments().map(plan).collect::<Result<VecDeque<_>>>()?;
+        let mut first = None;
+        while let Some((experiment, found)) = planned.pop_front() {
+            let title = format!("{} {experiment}", search.family);
+            progress.row(&title);
+            let later = planned.iter().filter_map(|(_, found)| found.as_ref());
+            let later: f64 = later.map(|found| trial.seconds(found)).sum();
+            let watch = |found: &Found| {
+                let left = trial.seconds(found) + later;
+                progress.step(&title, &found.work.model.to_string(), left);
+            };
+            let found = match found {
+                Some(found) => confirmed(search, trial, experiment, found, watch)?,
+                None => None,
+            };
+            progress.done();
+            let Some((found, outcome)) = found else {
+                NoRow::new(search, experiment).enter(journal)?;
+                continue;
+            };
+            let parameters = found.work.layers()?.parameter_count()?;
+            let ratio = parameters as f64 / *first.get_or_insert(parameters) as f64;
+            Row::new(search, experiment, &found, outcome, (parameters, ratio)).enter(journal)?;
+        }
+        Ok(first.is_some())
+    }
+
+    fn experiments(&self) -> impl Iterator<Item = Experiment> {
+        let naive = Experiment { stages: 1, is_naive: true };
+        let pipelines = self.stages.iter().map(|&stages| Experiment { stages, is_naive: false });
+        std::iter::once(naive).chain(pipelines)
+    }
+
+    /// The smallest model of the family, with the samples that all of it get.
+    fn work(&self, family: Family, device: Device) -> Work {
+        let small = device == Device::Cpu;
+        let width = match family {
+            Family::Unet => self.channels.unwrap_or(if small { 8 } else { 128 }),
+            Family::Amoebanet => self.filters.unwrap_or(if small { 48 } else { 512 }),
+        };
+        let model: ModelName = family.model(1, i64::from(width));
+        let (batch, image) = (self.batch as usize, i64::from(self.image));
+        Work { model, batch, micro_batch: 1, image, ..Work::default_of(model, device) }
+    }
+}
+
+/// The largest model whose steps do run, from the planned one on.
+fn confirmed(
+    search: &Search,
+    trial: &Trial,
+    experiment: Experiment,
+    mut found: Found,
+    watch: impl Fn(&Found),
+) -> Result<Option<(Found, Outcome)>> {
+    loop {
+        watch(&found);
+        if let Some(outcome) = trial.run(&found, search.family)? {
+            return Ok(Some((found, outcome)));
+        }
+        // A plan does not count what an operation takes for itself while it runs, so that one that
+        // fills a device may be too much for it: the next one leaves a hundredth more free.
+        let less = Bytes(found.row.largest_peak() / 100 * 99);
+        match search.largest(experiment, less)? {
+            Some(smaller) => found = smaller,
+            None => return Ok(None),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Two real steps of a model, in arenas or on cards, and the memory that they took.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::memory::{Arena, Memory};
+use brimful::micro::NonFinite;
+use brimful::pipeline::StageDevice;
+use brimful::{Bytes, Loss, Pipeline, device};
+use tch::{Device, Tensor};
+
+use super::family::Family;
+use super::search::Found;
+use crate::setting::loss;
+
+/// An arena's size on a CPU where nothing else is asked for.
+const ARENA: Bytes = Bytes(80 << 20);
+
+/// Where models are tried.
+#[derive(Debug)]
+pub(super) struct Trial {
+    device: Device,
+    limit: Bytes,
+}
+
+/// What two steps took, in bytes for each device.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    /// Parameters, gradients, statistics and the optimizer's state: there between steps too.
+    pub(super) resident: Vec<Bytes>,
+    pub(super) peaks: Vec<Bytes>,
+    /// Of the second step.
+    pub(super) seconds: f64,
+}
+
+impl Trial {
+    /// On devices of this size, of which there are as many as the most stages need.
+    pub(super) fn new(memory: Option<Bytes>, device: Device, stages: &[usize]) -> Result<Self> {
+        ensure!(!stages.contains(&0), "--stages 0: give each pipeline at least 1");
+        let limit = match (memory, device) {
+            (Some(memory), _) => memory,
+            (None, Device::Cpu) => ARENA,
+            (None, card) => Memory::of(card)?.usage()?.available.unwrap_or_default(),
+        };
+        let cards = device::all()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let most = stages.iter().copied().max().unwrap_or(1);
+        ensure!(
+            device == Device::Cpu || most <= cards,
+            "{most} stages need a card each, but there are {cards}: give --stages fewer"
+        );
+        Ok(Self { device, limit })
+    }
+
+    pub(super) fn limit(&self) -> Bytes {
+        self.limit
+    }
+
+    /// How long the two steps will take, by plan: on a CPU all stages share its cores.
+    pub(super) fn seconds(&self, found: &Found) -> f64 {
+        let stages = found.row.balance.sizes().len();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let parallel = if self.device == Device::Cpu { stages.min(cores) } else { stages };
+        let busy = found.row.makespan * stages as f64 * (1.0 - found.row.bubble);
+        2.0 * f64::max(busy / parallel as f64, found.row.makespan)
+    }
+
+    /// Takes the steps; nothing where memory runs out.
+    pub(super) fn run(&self, found: &Found, family: Family) -> Result<Option<Outcome>> {
+        match self.steps(found, family) {
+            Err(error) if ran_out(&error) => Ok(None),
+            Err(error) => Err(error),
+            // A card has more than it was told to have.
+            Ok(outcome) if outcome.peaks.iter().any(|peak| *peak > self.limit) => Ok(None),
+            Ok(outcome) => Ok(Some(outcome)),
+        }
+    }
+
+    fn steps(&self, found: &Found, family: Family) -> Result<Outcome> {
+        let work = &found.work;
+        let (memories, devices) = self.devices(found.row.balance.sizes().len())?;
+        let mut pipeline = Pipeline::builder(work.layers()?)
+            .devices(devices)
+            .plan(&found.row)
+            // Hundreds of normalisations in a row diverge in a step, which costs no memory.
+            .non_finite(NonFinite::Allow)
+            .build()?;
+        let mut optimizer = pipeline.optimizer(family.method())?;
+        let (x, y) = work.samples(work.batch);
+        let mut step = || -> Result<Vec<Bytes>> {
+            pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+            optimizer.step()?;
+            let resident = figures(&memories, |usage| usage.current)?;
+            optimizer.zero_grad()?;
+            Ok(resident)
+        };
+        // The first one makes the optimizer's state, which the second finds there.
+        step()?;
+        memories.iter().try_for_each(Memory::reset_peak)?;
+        let start = Instant::now();
+        let resident = step()?;
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(Outcome { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
+    }
+
+    /// One memory and one device for each stage.
+    fn devices(&self, stages: usize) -> Result<(Vec<Memory>, Vec<StageDevice>)> {
+        let pair = |number: usize| {
+            if self.device != Device::Cpu {
+                let card = Device::Cuda(number);
+                return Ok((Memory::Accelerator(card), card.into()));
+            }
+            let arena = Arena::limited(&format!("stage {number}"), self.limit.0)?;
+            Ok((Memory::Arena(arena.clone()), arena.into()))
+        };
+        let pairs = (0..stages).map(pair).collect::<Result<Vec<_>>>()?;
+        Ok(pairs.into_iter().unzip())
+    }
+}
+
+fn figures(
+    memories: &[Memory],
+    of: impl Fn(brimful::memory::Usage) -> Bytes,
+) -> Result<Vec<Bytes>> {
+    memories.iter().map(|memory| Ok(of(memory.usage()?))).collect()
+}
+
+fn ran_out(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<brimful::Error>();
+    error.is_some_and(|error| error.out_of_memory().is_some())
+}

@@ -1,0 +1,44 @@
+//! What several commands are told in the same words: model, data, number type; and what follows
+//! from them.
+
+mod model;
+mod number_type;
+
+use anyhow::Result;
+use brimful_torch::autograd;
+use tch::nn::VarStore;
+use tch::{Kind, Reduction, Tensor};
+
+pub(crate) use model::{DROPOUT, MODELS, ModelName};
+pub(crate) use number_type::NumberType;
+
+/// The mean loss of logits: against classes (or tokens), which are whole numbers, their
+/// cross-entropy over the last dimension; against masks, which are not, that of each pixel alone.
+pub(crate) fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
+    if targets.is_floating_point() {
+        let targets = targets.to_kind(logits.kind());
+        let none = None::<&Tensor>;
+        return logits.binary_cross_entropy_with_logits(&targets, none, none, Reduction::Mean);
+    }
+    let (logits, targets) = (logits.flatten(0, -2), targets.flatten(0, -1));
+    logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, -100, 0.0)
+}
+
+/// Which answers are right, of samples, tokens or pixels.
+pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
+    if targets.is_floating_point() {
+        return logits.gt(0.0).eq_tensor(&targets.gt(0.5));
+    }
+    logits.argmax(-1, false).eq_tensor(targets)
+}
+
+/// Leaves every parameter without a gradient.
+pub(crate) fn clear_gradients(store: &VarStore) -> Result<()> {
+    let mut parameters = store.trainable_variables();
+    Ok(parameters.iter_mut().try_for_each(|p| autograd::set_gradient(p, None))?)
+}
+
+/// The inputs in the model's number type; token numbers stay what they are.
+pub(crate) fn typed(inputs: &Tensor, kind: Kind) -> Tensor {
+    if inputs.is_floating_point() { inputs.to_kind(kind) } else { inputs.shallow_clone() }
+}

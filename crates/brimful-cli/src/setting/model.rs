@@ -1,0 +1,225 @@
+//! The models that the program knows, by name, and the samples that each takes.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail, ensure};
+use brimful::Layers;
+use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
+use serde::{Serialize, Serializer};
+
+use crate::data::{self, Dataset, Sample, Synthetic};
+
+/// What is said of `--model` on the command line.
+pub(crate) const MODELS: &str = "mlp, resnet18, resnet50, resnet101, gpt (small: 4 blocks of width \
+                                 128), gpt2, gpt2-medium, gpt2-large, gpt2-xl, unet:BxC (B blocks a \
+                                 cell, C channels), amoebanet:LxF (L cells, F filters)";
+/// The part of the activations that the models with dropout drop in training.
+pub(crate) const DROPOUT: f64 = 0.1;
+/// Tokens in a sequence.
+const SEQUENCE: i64 = 64;
+/// Different tokens of GPT-2.
+const VOCABULARY: i64 = 50_257;
+
+/// A model that the program knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ModelName {
+    Mlp,
+    Resnet18,
+    Resnet50,
+    Resnet101,
+    Gpt,
+    Gpt2,
+    Gpt2Medium,
+    Gpt2Large,
+    Gpt2Xl,
+    UNet { blocks: usize, channels: i64 },
+    AmoebaNet { cells: usize, filters: i64 },
+}
+
+/// Those that are named by a word alone.
+const WORDS: [(&str, ModelName); 9] = [
+    ("mlp", ModelName::Mlp),
+    ("resnet18", ModelName::Resnet18),
+    ("resnet50", ModelName::Resnet50),
+    ("resnet101", ModelName::Resnet101),
+    ("gpt", ModelName::Gpt),
+    ("gpt2", ModelName::Gpt2),
+    ("gpt2-medium", ModelName::Gpt2Medium),
+    ("gpt2-large", ModelName::Gpt2Large),
+    ("gpt2-xl", ModelName::Gpt2Xl),
+];
+
+impl ModelName {
+    /// The model for samples of this shape.
+    pub(crate) fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
+        match sample {
+            Sample::Image { shape, classes } => self.for_images(shape, *classes),
+            Sample::Mask { shape: [channels, _, _] } => self.for_masks(*channels, dropout),
+            Sample::Sequence { length, vocabulary } => {
+                let (context, vocabulary) = (*length, *vocabulary);
+                Ok(gpt(&Gpt { context, vocabulary, dropout, ..self.for_text()? }))
+            }
+        }
+    }
+
+    fn for_images(self, shape: &[i64; 3], classes: i64) -> Result<Layers> {
+        Ok(match self {
+            Self::Mlp => mlp(shape.iter().product(), &[512, 256], classes),
+            Self::Resnet18 => residual(ResNet::resnet18(classes), shape),
+            Self::Resnet50 => residual(ResNet::resnet50(classes), shape),
+            Self::Resnet101 => residual(ResNet::resnet101(classes), shape),
+            Self::AmoebaNet { cells, filters } => {
+                let channels = shape[0];
+                ensure!(channels == 3, "an amoebanet needs colour images, not {channels} channels");
+                AmoebaNet::new(cells, filters, classes).layers()?
+            }
+            Self::UNet { .. } => bail!("a unet needs images with masks: give --data synthetic"),
+            _ => bail!("a gpt needs text: give --data a text file, or synthetic"),
+        })
+    }
+
+    fn for_masks(self, in_channels: i64, dropout: f64) -> Result<Layers> {
+        match self {
+            Self::UNet { blocks, channels } => {
+                Ok(UNet { in_channels, dropout, ..UNet::new(blocks, channels) }.layers()?)
+            }
+            other => bail!("{other} does not answer with masks: only a unet does"),
+        }
+    }
+
+    fn for_text(self) -> Result<Gpt> {
+        Ok(match self {
+            Self::Gpt => Gpt { layers: 4, width: 128, heads: 4, ..Gpt::gpt2_small() },
+            Self::Gpt2 => Gpt::gpt2_small(),
+            Self::Gpt2Medium => Gpt::gpt2_medium(),
+            Self::Gpt2Large => Gpt::gpt2_large(),
+            Self::Gpt2Xl => Gpt::gpt2_xl(),
+            _ => bail!(
+                "this model needs images: give --data digits, synthetic or a folder of IDX files"
+            ),
+        })
+    }
+
+    /// The data of this name or at this path; made up, it is what the model takes.
+    pub(crate) fn data(self, name: &str, seed: u64) -> Result<Dataset> {
+        match name {
+            "digits" => data::digits(),
+            "synthetic" => data::synthetic(&Synthetic {
+                sample: self.synthetic_sample(),
+                train: 512,
+                test: 128,
+                seed,
+            }),
+            path => data::open(Path::new(path), SEQUENCE),
+        }
+    }
+
+    pub(crate) fn synthetic_sample(self) -> Sample {
+        match self {
+            Self::Mlp => Sample::Image { shape: [1, 8, 8], classes: 10 },
+            Self::Resnet18 => Sample::Image { shape: [3, 32, 32], classes: 10 },
+            Self::Resnet50 | Self::Resnet101 | Self::AmoebaNet { .. } => {
+                Sample::Image { shape: [3, 64, 64], classes: 10 }
+            }
+            Self::UNet { .. } => Sample::Mask { shape: [3, 64, 64] },
+            Self::Gpt => Sample::Sequence { length: SEQUENCE, vocabulary: 256 },
+            Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Large | Self::Gpt2Xl => {
+                Sample::Sequence { length: SEQUENCE, vocabulary: VOCABULARY }
+            }
+        }
+    }
+}
+
+/// A residual network for images of this shape: small ones keep their size at the stem.
+fn residual(network: ResNet, &[channels, height, _]: &[i64; 3]) -> Layers {
+    let network = if height < 64 {
+        network.small_images(channels)
+    } else {
+        ResNet { in_channels: channels, ..network }
+    };
+    network.layers()
+}
+
+impl FromStr for ModelName {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if let Some((_, name)) = WORDS.iter().find(|(word, _)| *word == text) {
+            return Ok(*name);
+        }
+        let Some((family, numbers)) = text.split_once(':') else {
+            bail!("there is no such model: give one of {MODELS}");
+        };
+        let pair = || {
+            let (first, second) = numbers.split_once('x')?;
+            Some((first.parse::<u16>().ok()?, second.parse::<u16>().ok()?))
+        };
+        let (depth, width) = pair().context("two numbers follow the colon, as in unet:5x64")?;
+        let (depth, width) = (usize::from(depth), i64::from(width));
+        match family {
+            "unet" => Ok(Self::UNet { blocks: depth, channels: width }),
+            "amoebanet" => Ok(Self::AmoebaNet { cells: depth, filters: width }),
+            _ => bail!("only unet and amoebanet are followed by numbers"),
+        }
+    }
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UNet { blocks, channels } => write!(f, "unet:{blocks}x{channels}"),
+            Self::AmoebaNet { cells, filters } => write!(f, "amoebanet:{cells}x{filters}"),
+            _ => {
+                let named = WORDS.iter().find(|(_, name)| name == self);
+                f.write_str(named.map_or("?", |(word, _)| word))
+            }
+        }
+    }
+}
+
+impl Serialize for ModelName {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        let words = WORDS.iter().map(|(word, _)| *word);
+        for text in words.chain(["unet:5x64", "amoebanet:18x256"]) {
+            assert_eq!(text.parse::<ModelName>().expect("a model").to_string(), text);
+        }
+    }
+
+    #[test]
+    fn names_that_nobody_has_are_refused_with_those_that_there_are() {
+        for (text, words) in [
+            ("alexnet", "give one of mlp, resnet18"),
+            ("unet", "unet:BxC"),
+            ("unet:5", "as in unet:5x64"),
+            ("unet:5x-64", "as in unet:5x64"),
+            ("mlp:5x64", "only unet and amoebanet"),
+        ] {
+            let error = text.parse::<ModelName>().expect_err(text).to_string();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn every_model_takes_the_samples_that_are_made_up_for_it() {
+        let unet = ModelName::UNet { blocks: 2, channels: 4 };
+        let amoebanet = ModelName::AmoebaNet { cells: 3, filters: 8 };
+        for model in WORDS.iter().map(|(_, name)| *name).chain([unet, amoebanet]) {
+            let layers = model.layers(&model.synthetic_sample(), DROPOUT);
+            assert!(layers.is_ok(), "{model}: {layers:?}");
+        }
+        let error = unet.layers(&amoebanet.synthetic_sample(), DROPOUT).expect_err("no masks");
+        assert!(error.to_string().starts_with("a unet needs images with masks"), "{error}");
+    }
+}

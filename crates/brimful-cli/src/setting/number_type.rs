@@ -1,0 +1,51 @@
+//! The type of a model's numbers, and the arithmetic that goes with it.
+
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use brimful::libtorch;
+use clap::ValueEnum;
+use serde::Serialize;
+use tch::{Device, Kind};
+
+/// The type of the model's numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum NumberType {
+    F64,
+    F32,
+    /// f32 whose products CUDA computes in TF32
+    Tf32,
+    /// Parameters and activations in bf16
+    Bf16,
+}
+
+impl NumberType {
+    pub(crate) fn kind(self) -> Kind {
+        match self {
+            Self::F64 => Kind::Double,
+            Self::F32 | Self::Tf32 => Kind::Float,
+            Self::Bf16 => Kind::BFloat16,
+        }
+    }
+
+    /// Lets CUDA compute as the type says, in the whole process.
+    pub(crate) fn prepare(self, device: Device) -> Result<()> {
+        ensure!(
+            device != Device::Cpu || self != Self::Tf32,
+            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
+        );
+        Ok(libtorch::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
+    }
+}
+
+impl fmt::Display for NumberType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F64 => "f64",
+            Self::F32 => "f32",
+            Self::Tf32 => "tf32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}

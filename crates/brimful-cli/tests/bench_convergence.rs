@@ -1,0 +1,42 @@
+//! `brimful bench convergence` as programs meet it: every training, then what they came to.
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+fn bench_convergence(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command.args(["bench", "convergence", "--data", "digits", "--model", "mlp"]);
+    command.args(["--device", "cpu"]).args(arguments);
+    command
+}
+
+#[test]
+fn every_training_has_a_row_and_the_contestants_are_compared() {
+    let arguments = ["--batch", "256", "--epochs", "2", "--seeds", "2", "--json"];
+    let output = bench_convergence(&arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let mut rows: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    let last = rows.pop().expect("a last line");
+    assert_eq!(last["done"], Value::Bool(true));
+
+    let (runs, comparisons) = rows.split_at(2 * 3);
+    assert!(runs.iter().all(|row| row["test_accuracy"].as_f64() > Some(0.5)), "{runs:?}");
+    let names: Vec<_> = comparisons.iter().map(|row| row["contestant"].as_str()).collect();
+    assert_eq!(names, [Some("full batch"), Some("micro-batches"), Some("4 stages")]);
+    // Without BatchNorm and dropout the cut does not show, but for rounding.
+    let difference = comparisons[1]["difference"].as_f64().expect("a difference");
+    assert!(difference.abs() < 0.01, "{}", comparisons[1]);
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    let refused = |arguments: &[&str], words: &str| {
+        bench_convergence(arguments).assert().failure().stderr(predicate::str::contains(words));
+    };
+    refused(&["--epochs", "0"], "--epochs 0: give it at least 1");
+    refused(&["--seeds", "1"], "1 is not in 2..");
+}

@@ -1,0 +1,61 @@
+//! `brimful bench memory` as programs meet it: the largest model of each experiment, or none.
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+/// Small models in small arenas.
+fn bench_memory(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command.args(["bench", "memory", "--batch", "4", "--filters", "8"]);
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
+    let arguments =
+        ["--memory", "5MiB", "--model", "unet", "--channels", "2", "--stages", "1,2", "--json"];
+    let output = bench_memory(&arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let mut rows: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    let last = rows.pop().expect("a last line");
+    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows.clone())));
+
+    let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
+    assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
+    let parameters: Vec<_> = rows.iter().map(|row| row["parameters"].as_u64()).collect();
+    assert!(parameters.is_sorted_by(|a, b| a < b), "{parameters:?}");
+    for row in &rows {
+        let bytes = |key: &str| row[key].as_u64().expect("bytes");
+        assert_eq!(bytes("resident_bytes") + bytes("activation_bytes"), bytes("peak_bytes"));
+        // Parameters and their gradients.
+        assert!(bytes("resident_bytes") >= 8 * bytes("parameters"), "{row}");
+        let peaks = row["peaks"].as_array().expect("a peak for each device");
+        assert!(peaks.iter().all(|peak| peak.as_u64() <= Some(5 << 20)), "{row}");
+    }
+}
+
+#[test]
+fn an_experiment_without_a_model_that_fits_says_so_and_the_others_go_on() {
+    let arguments = ["--memory", "4MiB", "--model", "amoebanet", "--stages", "1"];
+    bench_memory(&arguments).assert().success().stdout(
+        predicate::str::contains("naive-1     not even amoebanet:3x8 fits")
+            .and(predicate::str::contains("pipeline-1  amoebanet:")),
+    );
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |arguments: &[&str], words: &str| {
+        bench_memory(arguments).assert().failure().stderr(predicate::str::contains(words));
+    };
+    let tiny = ["--memory", "64KiB", "--model", "amoebanet", "--stages", "1"];
+    refused(&tiny, "no model of any size fits 64.0 KiB: give more --memory");
+    refused(&["--stages", "0"], "--stages 0: give each pipeline at least 1");
+    refused(&["--channels", "3", "--model", "unet"], "of which there are 3");
+    refused(&["--device", "gpu"], "gpu");
+}

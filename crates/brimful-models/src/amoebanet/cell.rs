@@ -1,0 +1,136 @@
+//! The two cells of AmoebaNet-D, and how they are run.
+//!
+//! Five sums are made, each of two operations on earlier states; some states are joined at the end.
+//! State 0 is what the cell before gave, state 1 what the one before that gave.
+//!
+//! ```text
+//! normal                                          reduction: half the size, twice the filters
+//! 2 = 1×1 conv(1)  + max pool 3(1)                2 = max pool 2(0)     + max pool 3(0)
+//! 3 = 1            + 1×7, 7×1 conv(0)             3 = 2                 + 3×3 conv(1)
+//! 4 = 1×1 conv(0)  + 1×7, 7×1 conv(0)             4 = 1×7, 7×1 conv(2)  + max pool 3(2)
+//! 5 = max pool 3(2) + 2                           5 = 3                 + max pool 2(1)
+//! 6 = mean pool 3(1) + 1×1 conv(5)                6 = mean pool 3(2)    + 1×1 conv(3)
+//! out: 0, 3, 4, 6                                 out: 4, 5, 6
+//! ```
+//!
+//! The paper's figure joins 4, 5 and 6 of the normal cell; its authors' own program, and the
+//! parameter counts of both later papers, join 0, 3, 4 and 6.
+
+use tch::Tensor;
+use tch::nn::Path;
+
+use super::operation::Kind::{
+    Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2, MaxPool3, MeanPool3, Same,
+};
+use super::operation::{Adapter, ConvNorm, Kind, Operation, State};
+
+/// A cell as the papers draw it.
+#[derive(Debug)]
+pub(super) struct Recipe {
+    /// Two operations for each sum, each with the state that it is of.
+    sums: [[(Kind, usize); 2]; 5],
+    /// The states that are joined.
+    joined: &'static [usize],
+    /// 2 for a cell that halves the image.
+    stride: i64,
+}
+
+pub(super) static NORMAL: Recipe = Recipe {
+    sums: [
+        [(Conv1x1, 1), (MaxPool3, 1)],
+        [(Same, 1), (Conv1x7And7x1, 0)],
+        [(Conv1x1, 0), (Conv1x7And7x1, 0)],
+        [(MaxPool3, 2), (Same, 2)],
+        [(MeanPool3, 1), (Conv1x1, 5)],
+    ],
+    joined: &[0, 3, 4, 6],
+    stride: 1,
+};
+
+pub(super) static REDUCTION: Recipe = Recipe {
+    sums: [
+        [(MaxPool2, 0), (MaxPool3, 0)],
+        [(Same, 2), (Conv3x3, 1)],
+        [(Conv1x7And7x1, 2), (MaxPool3, 2)],
+        [(Same, 3), (MaxPool2, 1)],
+        [(MeanPool3, 2), (Conv1x1, 3)],
+    ],
+    joined: &[4, 5, 6],
+    stride: 2,
+};
+
+/// What comes into a cell, in channels.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Entry {
+    /// Of the cell before.
+    pub(super) current: i64,
+    /// Of the one before that.
+    previous: i64,
+    /// Whether the one before that has a larger image.
+    is_halved: bool,
+    /// The filters of the cell before.
+    filters: i64,
+}
+
+impl Entry {
+    /// After a stem of this width, which stands for both predecessors.
+    pub(super) fn of(width: i64) -> Self {
+        Self { current: width, previous: width, is_halved: false, filters: width }
+    }
+
+    /// After such a cell.
+    pub(super) fn after(self, recipe: &Recipe) -> Self {
+        let filters = self.filters(recipe);
+        let current = filters * recipe.joined.len() as i64;
+        Self { current, previous: self.current, is_halved: recipe.stride == 2, filters }
+    }
+
+    /// The filters of such a cell: as many more as the image gets smaller.
+    fn filters(self, recipe: &Recipe) -> i64 {
+        self.filters * recipe.stride
+    }
+}
+
+/// A cell in its place.
+#[derive(Debug)]
+pub(super) struct Cell {
+    current: ConvNorm,
+    previous: Adapter,
+    sums: Vec<[(Operation, usize); 2]>,
+    joined: &'static [usize],
+}
+
+impl Cell {
+    pub(super) fn new(path: &Path, entry: Entry, recipe: &'static Recipe) -> Self {
+        let filters = entry.filters(recipe);
+        let operation = |path: Path, (kind, of): (Kind, usize)| {
+            // Only what comes from outside is still as large as it was.
+            let stride = if of < 2 { recipe.stride } else { 1 };
+            (Operation::new(&path, kind, filters, stride), of)
+        };
+        let sum = |(number, [left, right]): (usize, &[(Kind, usize); 2])| {
+            let path = path / format!("sum{}", number + 2);
+            [operation(&path / "left", *left), operation(&path / "right", *right)]
+        };
+        Self {
+            current: ConvNorm::square(&(path / "current"), entry.current, filters, 1, 1),
+            previous: Adapter::new(&(path / "previous"), entry.previous, filters, entry.is_halved),
+            sums: recipe.sums.iter().enumerate().map(sum).collect(),
+            joined: recipe.joined,
+        }
+    }
+
+    /// From the outputs of the two cells before, the last one first, to its own and the last one's.
+    pub(super) fn forward(&self, x: &[Tensor], train: bool) -> Vec<Tensor> {
+        let (current, previous) = (&x[0], x.get(1).unwrap_or(&x[0]));
+        let entered = self.current.forward(&current.relu(), train);
+        let adapted = self.previous.forward(previous, train);
+        let mut states = vec![State::new(entered), State::new(adapted)];
+        for [(left, a), (right, b)] in &self.sums {
+            let sum = left.apply(&states[*a], train) + right.apply(&states[*b], train);
+            states.push(State::new(sum));
+        }
+        let joined: Vec<_> = self.joined.iter().map(|state| states[*state].value()).collect();
+        vec![Tensor::cat(&joined, 1), current.shallow_clone()]
+    }
+}

@@ -1,0 +1,111 @@
+//! AmoebaNet-D (L, F), an image classifier whose cells were found by evolution.
+//!
+//! "Regularized Evolution for Image Classifier Architecture Search", Real et al., 2018, with the two
+//! numbers of "GPipe", Huang et al., 2018: L normal cells, and F filters in the first of them. Each
+//! cell sees its two predecessors, so pairs of tensors flow from layer to layer.
+//!
+//! ```text
+//! image ─► stem ─► reduction1 ─► reduction2 ─► group1: L/3 normal cells, F filters
+//!           F/4        F/2           F                        │
+//!                                           reduction3 ─► group2: L/3, 2F
+//!                                               2F            │
+//!                                           reduction4 ─► group3: L/3, 4F ─► head ─► logits
+//!                                               4F
+//! ```
+//!
+//! Each cell is one layer: L + 6 in all.
+
+mod cell;
+mod operation;
+
+use std::iter;
+
+use brimful::Layers;
+use tch::Tensor;
+use tch::nn::{self, Module, ModuleT, Path};
+
+use crate::ShapeError;
+use crate::mlp::linear;
+use cell::{Cell, Entry, NORMAL, REDUCTION, Recipe};
+use operation::ConvNorm;
+
+/// Into how many groups the normal cells are cut.
+const GROUPS: usize = 3;
+
+/// The shape of an AmoebaNet-D.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AmoebaNet {
+    /// How many normal cells it has, L: a multiple of 3.
+    pub cells: usize,
+    /// How many filters the first of them has, F: a multiple of 8.
+    pub filters: i64,
+    /// How many logits come out.
+    pub classes: i64,
+}
+
+impl AmoebaNet {
+    /// AmoebaNet-D (L, F), for images of three channels; the papers' are 224×224, of 1,000 classes.
+    pub fn new(cells: usize, filters: i64, classes: i64) -> Self {
+        Self { cells, filters, classes }
+    }
+
+    /// The network as a list: `stem`, `reduction1`, `reduction2`, `group1.0` and on, `reduction3`,
+    /// `group2.0` and on, `reduction4`, `group3.0` and on, `head`.
+    ///
+    /// # Errors
+    /// When the cells are not three equal groups, or the filters not a positive multiple of 8.
+    pub fn layers(&self) -> Result<Layers, ShapeError> {
+        self.check()?;
+        let classes = self.classes;
+        let width = self.filters / 4;
+        let stem = Layers::new().add("stem", move |p| Stem(ConvNorm::square(p, 3, width, 3, 2)));
+        let cells =
+            self.cells().fold((stem, Entry::of(width)), |(layers, entry), (name, recipe)| {
+                let build = move |p: &Path| {
+                    let cell = Cell::new(p, entry, recipe);
+                    move |x: &[Tensor], train| cell.forward(x, train)
+                };
+                (layers.add_many(name, build), entry.after(recipe))
+            });
+        let (layers, Entry { current: features, .. }) = cells;
+        Ok(layers.add_many("head", move |p| {
+            let fc = linear(p, features, classes);
+            move |x, _| vec![classify(&fc, &x[0])]
+        }))
+    }
+
+    fn check(&self) -> Result<(), ShapeError> {
+        let Self { cells, filters, .. } = *self;
+        if cells == 0 || cells % GROUPS != 0 {
+            return Err(ShapeError::AmoebaNetCells { cells });
+        }
+        if filters < 8 || filters % 8 != 0 {
+            return Err(ShapeError::AmoebaNetFilters { filters });
+        }
+        Ok(())
+    }
+
+    /// The cells between stem and head, by name.
+    fn cells(&self) -> impl Iterator<Item = (String, &'static Recipe)> {
+        let each = self.cells / GROUPS;
+        let reduction = |number: usize| (format!("reduction{number}"), &REDUCTION);
+        let group = move |number: usize| {
+            let normal = (0..each).map(move |cell| (format!("group{number}.{cell}"), &NORMAL));
+            iter::once(reduction(number + 1)).chain(normal)
+        };
+        iter::once(reduction(1)).chain((1..=GROUPS).flat_map(group))
+    }
+}
+
+#[derive(Debug)]
+struct Stem(ConvNorm);
+
+impl ModuleT for Stem {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
+        self.0.forward(x, train)
+    }
+}
+
+fn classify(fc: &nn::Linear, x: &Tensor) -> Tensor {
+    fc.forward(&x.adaptive_avg_pool2d([1, 1]).flatten(1, -1))
+}

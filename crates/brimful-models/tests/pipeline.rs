@@ -1,0 +1,119 @@
+//! U-Net and AmoebaNet-D in a pipeline leave the plain model's loss and gradients: with skips across
+//! stages, and with pairs of tensors at every boundary.
+
+use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::layers::Model;
+use brimful::pipeline::StageDevice;
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful_models::{AmoebaNet, UNet};
+use tch::nn::VarStore;
+use tch::{Device, Kind, Reduction, Tensor};
+
+const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
+const SAMPLES: i64 = 5;
+
+/// The default generator is one for the process, so that tests that draw from it take turns.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    tch::manual_seed(5);
+    turn
+}
+
+fn pipeline(layers: &Layers, balance: &[usize], m: usize, recompute: Recompute) -> Pipeline {
+    let devices = balance.iter().map(|_| StageDevice::cpu().threads(1));
+    Pipeline::builder(layers.clone())
+        .devices(devices)
+        .balance(balance.to_vec())
+        .micro_batches(m)
+        .schedule(Schedule::OneFOneB)
+        .recompute(recompute)
+        .kind(Kind::Double)
+        .build()
+        .expect("a pipeline")
+}
+
+/// The plain model with the pipeline's values.
+fn plain(layers: &Layers, pipe: &Pipeline) -> (VarStore, Model) {
+    let mut store = VarStore::new(Device::Cpu);
+    let model = layers.build(&store.root()).expect("a model");
+    store.double();
+    let mut here = store.variables();
+    tch::no_grad(|| {
+        for (name, value) in pipe.variables().expect("variables") {
+            here.get_mut(&name).expect("the same names").copy_(&value);
+        }
+    });
+    (store, model)
+}
+
+/// One step of both, the plain model's cut into `size`, with the same random numbers.
+fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) -> Loss, size: Size) {
+    let what = format!("balance {}", pipe.balance());
+    let (store, model) = plain(layers, &pipe);
+    let step = pipe.step(x, x, move |out, _| loss(out)).expect("a step");
+    let i = Cell::new(0);
+    let expected = MicroBatcher::new(&store, size).backward(x, |x| {
+        let draws = Draws::new(step.seed, i.replace(i.get() + 1));
+        loss(&model.forward_drawing(&[x], true, draws)[0])
+    });
+    let expected = expected.expect("a plain step").loss;
+    assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+    let gradients = pipe.gradients().expect("gradients");
+    assert_eq!(gradients.len(), store.trainable_variables().len(), "{what}");
+    let variables = store.variables();
+    let norm = |t: &Tensor| t.abs().max().double_value(&[]);
+    let largest = gradients.iter().map(|(_, gradient)| norm(gradient)).fold(0.0, f64::max);
+    for (name, gradient) in gradients {
+        let error = norm(&(&gradient - variables[&name].grad())) / largest;
+        assert!(error < 1e-10, "{what}: {name} is off by {error:e}");
+    }
+}
+
+fn mean_square(out: &Tensor) -> Loss {
+    Loss::mean((out - 1.0).square().mean(Kind::Double))
+}
+
+fn cross_entropy(out: &Tensor) -> Loss {
+    let classes = Tensor::ones([out.size()[0]], (Kind::Int64, Device::Cpu));
+    Loss::mean(out.cross_entropy_loss::<Tensor>(&classes, None, Reduction::Mean, -100, 0.0))
+}
+
+#[test]
+fn a_u_net_in_stages_is_the_plain_one_on_the_whole_mini_batch() {
+    let _turn = alone();
+    let layers = UNet { dropout: 0.0, ..UNet::new(2, 2) }.layers().expect("a shape");
+    let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
+    for balance in [&[20, 23][..], &[8, 15, 20]] {
+        for recompute in Recompute::ALL {
+            let pipe = pipeline(&layers, balance, 3, recompute);
+            compare(&layers, pipe, &x, mean_square, Size::Count(1));
+        }
+    }
+}
+
+#[test]
+fn a_u_net_in_stages_drops_the_plain_one_s_channels() {
+    let _turn = alone();
+    let layers = UNet { dropout: 0.3, ..UNet::new(2, 4) }.layers().expect("a shape");
+    let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
+    let pipe = pipeline(&layers, &[3, 30, 10], 2, Recompute::Always);
+    compare(&layers, pipe, &x, mean_square, Size::Count(2));
+}
+
+#[test]
+fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
+    let _turn = alone();
+    let layers = AmoebaNet::new(3, 8, 4).layers().expect("a shape");
+    let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
+    // A stage of one cell hands one of its inputs on; the head leaves one of a pair alone.
+    for balance in [&[9][..], &[4, 5], &[3, 1, 5], &[1, 7, 1]] {
+        for recompute in Recompute::ALL {
+            let pipe = pipeline(&layers, balance, 2, recompute);
+            compare(&layers, pipe, &x, cross_entropy, Size::Count(2));
+        }
+    }
+}
