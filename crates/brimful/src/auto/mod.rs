@@ -1,7 +1,7 @@
 //! Automatic micro-batch sizes: predict what fits, survive out of memory, never change the batch.
 //!
 //! ```text
-//!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle, back off, grow
+//!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle; `failures` its ceiling
 //!              ├─────► memory_model (P)  what a size needs, from what others needed
 //!              └─────► rates (P)         how fast each size was
 //!   story      what was decided for a step, and how often it was run again
@@ -34,6 +34,7 @@
 //! ```
 
 mod decision;
+mod failures;
 mod kind;
 mod memory_model;
 mod policy;

@@ -11,6 +11,7 @@
 //! Whatever is tried is real work: a trial is a few micro-batches of the mini-batch at hand.
 
 use super::decision::Why;
+use super::failures::{CHANGED, Failures};
 use super::rates::Rates;
 
 /// What an automatic size strives for.
@@ -35,12 +36,6 @@ const LEARNING_STEPS: u32 = 9;
 /// Sizes within this part of the best rate are measured this often while learning.
 const NEAR: f64 = 0.93;
 const READINGS: usize = 3;
-/// After so many steps without a failure, what failed once is tried again, once.
-const CALM_STEPS: u32 = 100;
-/// Memory has come free, or gone, where this part of it has.
-const CHANGED: f64 = 0.02;
-/// Steps in a row in which the allocator emptied its cache before the size is lowered.
-const THRASHING_STEPS: u32 = 2;
 
 /// What is known when a decision is due.
 #[derive(Debug, Clone, Copy)]
@@ -84,11 +79,8 @@ pub(crate) struct Policy {
     rates: Rates,
     climb: Climb,
     chosen: Option<Chosen>,
-    ceiling: Option<Ceiling>,
+    failures: Failures,
     steps: u32,
-    calm_steps: u32,
-    failures: u32,
-    thrashing_steps: u32,
     /// The largest size that is known to have fitted.
     fitted: usize,
 }
@@ -111,21 +103,6 @@ struct Chosen {
     available: u64,
 }
 
-/// A size that failed.
-#[derive(Debug, Clone, Copy)]
-struct Ceiling {
-    size: usize,
-    /// What is allowed since.
-    cap: usize,
-    /// Bytes that were free then.
-    available: u64,
-    why: Why,
-    /// Whether it was tried again after calm steps: that is done once.
-    tried_again: bool,
-    /// Whether it is being tried again.
-    lifted: bool,
-}
-
 impl Policy {
     pub(crate) fn new(goal: Goal) -> Self {
         Self {
@@ -134,11 +111,8 @@ impl Policy {
             rates: Rates::default(),
             climb: Climb::default(),
             chosen: None,
-            ceiling: None,
+            failures: Failures::default(),
             steps: 0,
-            calm_steps: 0,
-            failures: 0,
-            thrashing_steps: 0,
             fitted: 0,
         }
     }
@@ -171,7 +145,7 @@ impl Policy {
 
     /// The most that failures leave.
     pub(crate) fn limit(&self) -> usize {
-        self.ceiling.map_or(usize::MAX, |ceiling| ceiling.cap)
+        self.failures.cap()
     }
 
     pub(crate) fn rate(&self, size: usize) -> Option<f64> {
@@ -180,8 +154,9 @@ impl Policy {
 
     /// Decides what to run next.
     pub(crate) fn next(&mut self, now: Situation) -> Trial {
-        let cap = self.cap(&now);
+        self.failures.review(now.available);
         self.fitted = now.seen;
+        let cap = self.failures.cap();
         let Some(fits) = now.fits else {
             let size = FIRST.min(cap).min(now.samples);
             return Trial { size, micro_batches: Some(2), why: Why::Probe, timed: true };
@@ -201,21 +176,6 @@ impl Policy {
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
         Trial { size, micro_batches, why, timed: why == Why::Predicted }
-    }
-
-    /// The most that failures leave; a ceiling is dropped when memory has come free, and lifted once
-    /// after calm steps.
-    fn cap(&mut self, now: &Situation) -> usize {
-        let Some(ceiling) = &mut self.ceiling else { return usize::MAX };
-        if now.available as f64 > ceiling.available as f64 * (1.0 + CHANGED) {
-            self.ceiling = None;
-            return usize::MAX;
-        }
-        if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
-            ceiling.tried_again = true;
-            ceiling.lifted = true;
-        }
-        if ceiling.lifted { usize::MAX } else { ceiling.cap }
     }
 
     /// Towards the largest size, never far above what is known.
@@ -309,19 +269,15 @@ impl Policy {
             Goal::Fastest => Why::Fastest,
             Goal::Largest => Why::Largest,
         };
-        if let Some(ceiling) = self.ceiling {
-            match ceiling.lifted {
-                true if size >= ceiling.size => return Why::Calm,
-                false if size >= ceiling.cap => return ceiling.why,
-                _ => {}
-            }
+        if let Some(why) = self.failures.reason(size) {
+            return why;
         }
         let Some(last) = self.chosen.filter(|last| last.size != size) else { return goal };
         let change = available as f64 / last.available.max(1) as f64 - 1.0;
         match size < last.size {
             true if change < -CHANGED => Why::LessMemory,
             false if change > CHANGED => Why::MoreMemory,
-            _ if self.settled().is_some() => Why::Corrected,
+            _ if self.goal == Goal::Largest => Why::Corrected,
             _ => goal,
         }
     }
@@ -337,54 +293,23 @@ impl Policy {
         }
     }
 
-    /// A step has succeeded; `size` is its largest, and `retried` whether the allocator had to empty
-    /// its cache for it.
+    /// A step has succeeded; `size` is its last, and `retried` whether the allocator had to empty its
+    /// cache for it.
     pub(crate) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
         self.steps += 1;
-        self.calm_steps += 1;
-        self.failures = 0;
-        match &mut self.ceiling {
-            Some(ceiling) if size >= ceiling.size => self.ceiling = None,
-            // What the model lacked when it failed, it has learnt from this.
-            Some(ceiling) if size == ceiling.cap => ceiling.cap = below(ceiling.size),
-            _ => {}
-        }
-        self.thrashing_steps = if retried { self.thrashing_steps + 1 } else { 0 };
-        if self.thrashing_steps >= THRASHING_STEPS {
-            self.thrashing_steps = 0;
-            self.set_ceiling(size, below(size), available, Why::Thrash);
-        }
+        self.failures.succeeded(size, available, retried);
     }
 
     /// Memory ran out.
     pub(crate) fn failed(&mut self, size: usize, available: u64) {
-        self.failures += 1;
-        let cap = match self.failures {
-            // The model was wrong: half way back to what is known.
-            1 if self.fitted < size => (self.fitted + size) / 2,
-            1 => below(size),
-            _ => size / 2,
-        }
-        .clamp(1, below(size));
+        let cap = self.failures.failed(size, available, self.fitted);
         self.climb.over = true;
         self.climb.bound = Some(cap);
-        self.set_ceiling(size, cap, available, Why::BackOff);
-    }
-
-    fn set_ceiling(&mut self, size: usize, cap: usize, available: u64, why: Why) {
-        let tried_again = self.ceiling.is_some_and(|before| before.tried_again);
-        self.calm_steps = 0;
-        self.ceiling = Some(Ceiling { size, cap, available, why, tried_again, lifted: false });
     }
 }
 
 fn measure(size: usize, micro_batches: Option<usize>) -> Trial {
     Trial { size, micro_batches, why: Why::Measure, timed: true }
-}
-
-/// A little less, at least one sample's.
-fn below(size: usize) -> usize {
-    (size - (size / 8).max(1)).max(1)
 }
 
 /// What a cut by `size` makes of so many samples.

@@ -1,0 +1,106 @@
+//! What failures leave: a ceiling, dropped when memory has come free, tried again once after calm steps.
+
+use super::decision::Why;
+
+/// After so many steps without a failure, what failed once is tried again, once.
+const CALM_STEPS: u32 = 100;
+/// Steps in a row in which the allocator emptied its cache before the size is lowered.
+const THRASHING_STEPS: u32 = 2;
+/// Memory has come free, or gone, where this part of it has.
+pub(super) const CHANGED: f64 = 0.02;
+
+/// The failures of one kind of mini-batch.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Failures {
+    ceiling: Option<Ceiling>,
+    in_a_row: u32,
+    calm_steps: u32,
+    thrashing_steps: u32,
+}
+
+/// A size that failed.
+#[derive(Debug, Clone, Copy)]
+struct Ceiling {
+    size: usize,
+    /// What is allowed since.
+    cap: usize,
+    /// Bytes that were free then.
+    available: u64,
+    why: Why,
+    /// Whether it was tried again after calm steps: that is done once.
+    tried_again: bool,
+    /// Whether it is being tried again.
+    lifted: bool,
+}
+
+impl Failures {
+    /// The most that they leave.
+    pub(super) fn cap(&self) -> usize {
+        match self.ceiling {
+            Some(ceiling) if !ceiling.lifted => ceiling.cap,
+            _ => usize::MAX,
+        }
+    }
+
+    /// A decision is due: drops the ceiling where more memory is free, or lifts it.
+    pub(super) fn review(&mut self, available: u64) {
+        let Some(ceiling) = &mut self.ceiling else { return };
+        if available as f64 > ceiling.available as f64 * (1.0 + CHANGED) {
+            self.ceiling = None;
+        } else if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
+            ceiling.tried_again = true;
+            ceiling.lifted = true;
+        }
+    }
+
+    /// Why they are the reason for this size, if they are.
+    pub(super) fn reason(&self, size: usize) -> Option<Why> {
+        match self.ceiling? {
+            ceiling if ceiling.lifted => (size >= ceiling.size).then_some(Why::Calm),
+            ceiling => (size >= ceiling.cap).then_some(ceiling.why),
+        }
+    }
+
+    /// A step has succeeded; `retried` says whether the allocator had to empty its cache for it.
+    pub(super) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
+        self.calm_steps += 1;
+        self.in_a_row = 0;
+        match &mut self.ceiling {
+            Some(ceiling) if size >= ceiling.size => self.ceiling = None,
+            // What the model lacked when it failed, it has learnt from this.
+            Some(ceiling) if size == ceiling.cap => ceiling.cap = below(ceiling.size),
+            _ => {}
+        }
+        self.thrashing_steps = if retried { self.thrashing_steps + 1 } else { 0 };
+        if self.thrashing_steps >= THRASHING_STEPS {
+            self.thrashing_steps = 0;
+            self.limit(size, below(size), available, Why::Thrash);
+        }
+    }
+
+    /// Memory ran out; `fitted` is the largest size that is known to have fitted. Gives what is
+    /// allowed from now on.
+    pub(super) fn failed(&mut self, size: usize, available: u64, fitted: usize) -> usize {
+        self.in_a_row += 1;
+        let cap = match self.in_a_row {
+            // The model was wrong: half way back to what is known.
+            1 if fitted < size => (fitted + size) / 2,
+            1 => below(size),
+            _ => size / 2,
+        };
+        let cap = cap.clamp(1, below(size));
+        self.limit(size, cap, available, Why::BackOff);
+        cap
+    }
+
+    fn limit(&mut self, size: usize, cap: usize, available: u64, why: Why) {
+        let tried_again = self.ceiling.is_some_and(|before| before.tried_again);
+        self.calm_steps = 0;
+        self.ceiling = Some(Ceiling { size, cap, available, why, tried_again, lifted: false });
+    }
+}
+
+/// A little less, at least one sample's.
+fn below(size: usize) -> usize {
+    (size - (size / 8).max(1)).max(1)
+}
