@@ -14,7 +14,7 @@ Examples:
   brimful plan --help                predict time and memory of a pipeline before it runs
   brimful verify --model gpt         full and split gradients, side by side
   brimful doctor                     what this machine has, and what is wrong with its set-up
-  brimful bench arena                what counting memory costs")]
+  brimful bench pipeline             stages against one thread, beside what bubble and machine allow")]
 pub struct Args {
     /// What to do.
     #[command(subcommand)]

@@ -157,6 +157,14 @@ int32_t brimful_set_generator_state(
   });
 }
 
+int32_t brimful_seed_generator(int32_t device, uint64_t seed, char** message) noexcept {
+  return guarded(message, [&] {
+    auto generator = generator_of(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);
+  });
+}
+
 // --- streams --------------------------------------------------------------------------------
 
 int32_t brimful_stream_from_pool(int32_t device, int64_t* id, char** message) noexcept {

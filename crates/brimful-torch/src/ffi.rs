@@ -122,6 +122,7 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_seed_generator(device: i32, seed: u64, message: Message) -> i32;
     pub(crate) fn brimful_set_generator_state(
         device: i32,
         state: *const RawTensor,

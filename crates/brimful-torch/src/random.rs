@@ -35,6 +35,16 @@ pub fn set_generator_state(device: Device, state: &GeneratorState) -> Result<(),
     call(|message| unsafe { ffi::brimful_set_generator_state(index, raw(&state.0), message) })
 }
 
+/// Seeds the default generator of this device alone; `tch::manual_seed` seeds those of all.
+///
+/// # Errors
+/// When the device does not exist.
+pub fn seed_generator(device: Device, seed: u64) -> Result<(), TorchError> {
+    let index = number(device)?;
+    // SAFETY: takes plain numbers.
+    call(|message| unsafe { ffi::brimful_seed_generator(index, seed, message) })
+}
+
 /// While it lives, this thread's CPU tensors draw from a generator of their own.
 ///
 /// libtorch has one CPU generator for all threads, so what a thread draws from it depends on what

@@ -1,13 +1,15 @@
 //! Random state that can be put back, so that a failed step draws no numbers; and seeds for those
 //! who draw in parallel.
 
-use brimful_torch::random::{GeneratorState, generator_state, set_generator_state};
+use brimful_torch::random::{
+    GeneratorState, OwnGenerator, generator_state, seed_generator, set_generator_state,
+};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
 /// Where the generators of a device and of the CPU stood.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub(crate) struct Randomness {
     states: Vec<(Device, GeneratorState)>,
 }
@@ -17,6 +19,11 @@ impl Randomness {
     pub(crate) fn now(device: Device) -> Result<Self> {
         let mut devices = vec![Device::Cpu];
         devices.extend((device != Device::Cpu).then_some(device));
+        Self::of(devices)
+    }
+
+    /// Takes note of these devices' generators.
+    pub(crate) fn of(devices: Vec<Device>) -> Result<Self> {
         let state = |device| Ok((device, generator_state(device)?));
         Ok(Self { states: devices.into_iter().map(state).collect::<Result<_>>()? })
     }
@@ -52,6 +59,30 @@ impl Draws {
     #[must_use]
     pub fn seed(self, layer: usize) -> u64 {
         mixed(mixed(self.step ^ mixed(self.micro_batch)) ^ mixed(!(layer as u64)))
+    }
+}
+
+/// What this thread draws from on a device, seeded a layer at a time.
+///
+/// On a CPU it is a generator of the thread's own. On an accelerator it is the device's default one,
+/// because kernels such as dropout's take no other: who shares the device must take turns, and put
+/// its state back in the end.
+#[derive(Debug)]
+pub(crate) struct Dice {
+    own: OwnGenerator,
+    device: Device,
+}
+
+impl Dice {
+    pub(crate) fn new(device: Device) -> Self {
+        Self { own: OwnGenerator::enter(), device }
+    }
+
+    pub(crate) fn seed(&self, seed: u64) {
+        self.own.seed(seed);
+        if self.device != Device::Cpu {
+            seed_generator(self.device, seed).expect("there are tensors on the device");
+        }
     }
 }
 

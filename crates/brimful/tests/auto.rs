@@ -3,6 +3,7 @@
 //! One test at a time: all threads draw from one generator.
 
 mod fixture;
+mod test_device;
 
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
@@ -11,6 +12,7 @@ use brimful::{Auto, Error, Loss, MicroBatcher, Size, Step};
 use fixture::{Net, alone, assert_same, close, logged, state};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
+use test_device::test_device;
 
 const SAMPLES: i64 = 24;
 
@@ -96,7 +98,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
         let (got, retries) = run(n);
         close(&format!("allocation {n}"), &expected, &got, 1e-12);
         if retries == 0 {
-            assert!(n > 50, "only {n} allocations");
+            assert!(n > 30, "only {n} allocations");
             break;
         }
     }
@@ -414,4 +416,52 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
         assert_eq!(std::fs::read_to_string(&path).expect("read"), foreign, "it is left as it is");
     }
     std::fs::remove_file(&path).expect("removed");
+}
+
+/// A need that no line predicts, on the CPU or on the device that the environment names.
+#[test]
+fn a_surprising_need_is_survived_on_any_device() {
+    let _alone = alone();
+    let device = test_device();
+    let room = 2 << 30;
+    let memory = match device {
+        Device::Cpu => Memory::Arena(Arena::limited("small", room).expect("a limit")),
+        device => Memory::Accelerator(device),
+    };
+    // On a card that others fill, too.
+    let free = memory.usage().expect("figures").available.expect("a limit").0;
+    let options = (Kind::Uint8, device);
+    let ballast = Tensor::empty([free.saturating_sub(room) as i64], options);
+    let mut store = nn::VarStore::new(device);
+    tch::manual_seed(5);
+    let layer = nn::linear(store.root(), 16, 4, Default::default());
+    store.set_kind(Kind::Double);
+    let batch = Tensor::arange(600 * 16, (Kind::Double, Device::Cpu)).sin().view([600, 16]);
+    let run = |size: Size| {
+        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+        let mut retries = 0;
+        let mut losses = Vec::new();
+        for _ in 0..3 {
+            let step = micro.backward(&batch, |x| {
+                let rows = x.size()[0];
+                let surprise = if rows > 200 { rows << 23 } else { rows << 10 };
+                let _held = Tensor::empty([surprise], (Kind::Uint8, device));
+                Loss::mean(layer.forward(&x).square().mean(Kind::Double))
+            });
+            let step = step.expect("it is survived");
+            retries += step.retries;
+            losses.push(step.loss);
+        }
+        let gradient = layer.ws.grad().to_device(Device::Cpu);
+        (gradient, losses, retries)
+    };
+    let (expected, losses, _) = run(Size::Fixed(50));
+    let (got, losses_too, retries) = run(Auto::largest());
+    assert!((1..=2).contains(&retries), "{retries}");
+    assert!((expected - got).abs().max().double_value(&[]) < 1e-12);
+    for (one, other) in losses.iter().zip(&losses_too) {
+        assert!((one - other).abs() < 1e-12);
+    }
+    drop(ballast);
 }

@@ -7,11 +7,14 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use brimful::memory::Arena;
+use brimful::micro::NonFinite;
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{Balance, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
-use pipeline_models::{CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp};
+use pipeline_models::{
+    CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp, test_device,
+};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -470,6 +473,8 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let error = pipe.step(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
+    // Who needs no target gives none.
+    pipe.step(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double))).expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
     assert_eq!(pipe.eval(&empty, 1).expect_err("nothing"), Error::EmptyBatch);
     let wide = Tensor::zeros([4, 9], DOUBLE);
@@ -489,5 +494,155 @@ fn gradients_add_up_until_they_are_cleared() {
         let step = pipe.step(&x, &y, GPT.loss).expect("a step");
         plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
+    }
+}
+
+#[test]
+fn gradients_that_are_not_finite_are_refused_on_request() {
+    let _turn = alone();
+    // The root of 0 has an infinite slope: the loss is a number, its gradient is none.
+    let layers = || {
+        Layers::new()
+            .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+            .add_fn("first", |x| x.shallow_clone())
+            .add_fn("root", |x| (x * 0.0).sqrt())
+    };
+    let x = Tensor::ones([4, 2], DOUBLE);
+    let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
+    let mut pipe = builder(layers(), 3).micro_batches(2).build().expect("a pipeline");
+    pipe.step(&x, &x, sum).expect("nobody looks");
+    let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinite::RefuseGradients);
+    let mut pipe = strict.build().expect("a pipeline");
+    let error = pipe.step(&x, &x, sum).expect_err("not finite");
+    assert_eq!(error, Error::NonFiniteGradient { micro_batch: 0 });
+    assert!(pipe.gradients().expect("gradients").is_empty());
+}
+
+/// tch's own BatchNorm moves at every micro-batch, but not again in a recompute, and not for good if
+/// the step fails.
+#[test]
+fn foreign_batch_norm_moves_once_a_micro_batch() {
+    let _turn = alone();
+    tch::manual_seed(13);
+    let layers = || {
+        Layers::new()
+            .add("fc", |p| nn::linear(p, 3, 3, Default::default()))
+            .add("bn", |p| nn::batch_norm1d(p, 3, Default::default()))
+            .add_fn("last", |x| x.shallow_clone())
+    };
+    let running = |pipe: &Pipeline| -> Vec<(String, Tensor)> {
+        let all = pipe.variables().expect("variables").into_iter();
+        all.filter(|(name, _)| name.contains("running")).map(|(n, t)| (n, t.copy())).collect()
+    };
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(layers(), 2).balance([2, 1]).micro_batches(3).recompute(recompute).build();
+        let pipe = pipe.as_mut().expect("a pipeline");
+        let plain = Plain::of(&layers(), pipe);
+        for _ in 0..2 {
+            let x = Tensor::randn([9, 3], DOUBLE);
+            let before = running(pipe);
+            let failed = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double) / 0.0));
+            assert!(failed.is_err());
+            assert_close(&running(pipe), &before, "a step that failed");
+            pipe.step(&x, &x, mse).expect("a step");
+            for part in x.to_device(test_device()).chunk(3, 0) {
+                let _out = plain.model.forward_t(&part, true);
+            }
+            let all = plain.values().into_iter();
+            let expected: Vec<_> = all.filter(|(name, _)| name.contains("running")).collect();
+            assert_close(&running(pipe), &expected, &format!("{recompute}"));
+        }
+    }
+}
+
+/// What torchgpipe cannot see: a stage that is computed again from an input that it has changed.
+#[test]
+fn changes_in_place_are_right_or_refused() {
+    let _turn = alone();
+    tch::manual_seed(14);
+    let inside = || {
+        Layers::new()
+            .add("fc1", |p| nn::linear(p, 3, 3, Default::default()))
+            .add_fn("tanh", |x| x.shallow_clone().tanh_())
+            .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
+    };
+    let x = Tensor::randn([6, 3], DOUBLE);
+    for recompute in Recompute::ALL {
+        let build = |layers, sizes: [usize; 2]| {
+            let builder = builder(layers, 2).balance(sizes).micro_batches(3);
+            builder.recompute(recompute).build().expect("a pipeline")
+        };
+        // In the middle of a stage it is the stage's own affair.
+        let mut pipe = build(inside(), [2, 1]);
+        let plain = Plain::of(&inside(), &pipe);
+        pipe.step(&x, &x, mse).expect("a step");
+        let here = x.to_device(test_device());
+        plain.model.forward_t(&here, true).mse_loss(&here, tch::Reduction::Mean).backward();
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
+        // At its beginning it changes what another stage, or the caller, still needs.
+        let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));
+        let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
+        let mut of_boundary = build(inside(), [1, 2]);
+        for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
+            let error = pipe.step(&x, &x, mse).expect_err("changed in place").to_string();
+            let words = ["in place", "in-place operation", "inplace operation"];
+            assert!(words.iter().any(|words| error.contains(words)), "{recompute}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_skip_may_be_of_nothing() {
+    let layers = Layers::new()
+        .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
+        .add_many("aside", |_| |x, _| vec![x[0].shallow_clone()])
+        .add_many("none", |_| |_, _| Vec::new())
+        .stash("nothing")
+        .add_many("one", |p| {
+            let number = p.zeros("number", &[1, 2]);
+            move |_, _| vec![number.shallow_clone()]
+        })
+        .pop_many("pop", "nothing", |x, nothing| {
+            assert!(nothing.is_empty());
+            x.iter().map(Tensor::shallow_clone).collect()
+        });
+    let _turn = alone();
+    let mut pipe = builder(layers, 3).balance([4, 1, 1]).build().expect("a pipeline");
+    let x = Tensor::ones([1, 2], DOUBLE);
+    pipe.step(&x, &x, mse).expect("a step");
+    let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
+    assert_eq!(trained, ["one.number"]);
+}
+
+#[test]
+fn stages_without_parameters_are_fine() {
+    let _turn = alone();
+    tch::manual_seed(15);
+    let layers = || {
+        Layers::new()
+            .add_fn("double", |x| x * 2.0)
+            .add("fc1", |p| nn::linear(p, 4, 4, Default::default()))
+            .add_fn("tanh", |x| x.tanh())
+            .add("fc2", |p| nn::linear(p, 4, 3, Default::default()))
+            .add_fn("last", |x| x.shallow_clone())
+    };
+    for recompute in Recompute::ALL {
+        let mut pipe =
+            builder(layers(), 5).micro_batches(3).recompute(recompute).build().expect("a pipeline");
+        let mut plain = Plain::of(&layers(), &pipe);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for _ in 0..2 {
+            let (x, y) = ((MLP.input)(7), (MLP.target)(7));
+            pipe.step(&x, &y, MLP.loss).expect("a step");
+            plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+            optimizer.clip_gradient_norm(0.1).expect("clipped");
+            let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
+            optimizer.step().expect("a step");
+            optimizer.zero_grad().expect("cleared");
+            plain.optimizer.step().expect("a step");
+            plain.optimizer.zero_grad().expect("cleared");
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), "without");
+        }
     }
 }

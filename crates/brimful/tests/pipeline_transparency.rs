@@ -4,9 +4,14 @@
 mod pipeline_models;
 
 use brimful::optim::Adam;
+use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Pipeline, Size};
-use pipeline_models::{CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder};
+use pipeline_models::{
+    CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder, test_device,
+};
+use tch::Device;
+use tch::nn::ModuleT;
 
 /// Three steps of both, compared at every turn.
 fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) {
@@ -31,7 +36,8 @@ fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) 
     }
     let x = (case.input)(samples);
     let out = pipe.eval(&x, m + 1).expect("an evaluation");
-    let expected = tch::no_grad(|| tch::nn::ModuleT::forward_t(&plain.model, &x, false));
+    let x = x.to_device(test_device());
+    let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
     assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
 }
 
@@ -82,4 +88,23 @@ fn u_net_with_skips_across_stages() {
 #[test]
 fn gpt_with_a_shared_table_and_dropout() {
     every_schedule(&GPT);
+}
+
+/// Where the device that is tested is no CPU, every boundary and skip changes its device here.
+#[test]
+fn a_mix_of_devices() {
+    let _turn = alone();
+    tch::manual_seed(8);
+    for case in [&MLP, &CNN, &U_NET] {
+        for recompute in Recompute::ALL {
+            let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
+            let pipe = builder((case.layers)(), 0)
+                .devices(devices.map(|device| StageDevice::from(device).threads(1)))
+                .recompute(recompute)
+                .micro_batches(4)
+                .build()
+                .expect("a pipeline");
+            compare(case, pipe, 9, 4, &format!("{}, {recompute}, a mix", case.name));
+        }
+    }
 }

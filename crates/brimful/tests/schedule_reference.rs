@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-use brimful::schedule::{Costs, Recompute, Schedule, Simulation, StageCost, StageId, simulate};
+use brimful::Bytes;
+use brimful::schedule::{
+    Costs, Recompute, Schedule, Simulation, Span, StageCost, StageId, simulate,
+};
 
 /// A device's times, split over the stages that it holds.
 fn run(schedule: Schedule, p: usize, m: usize, [f, i, w]: [f64; 3]) -> Simulation {
@@ -191,4 +194,18 @@ fn one_f_one_b_holds_what_it_says() {
     let error = actions.check_held(|_| 3).unwrap_err().to_string();
     assert!(error.starts_with("0F3 makes its stage hold 4 micro-batches, over its limit of 3\n"));
     assert!(error.contains("[0F3]"), "{error}");
+}
+
+/// A measured step has the simulation's form: moved in time, it is the same one.
+#[test]
+fn a_measured_step_is_told_as_a_simulated_one() {
+    let actions = Schedule::OneFOneB.actions(3, 5, Recompute::Never).unwrap();
+    let simulated = simulate(&actions, &Costs::ticks(3)).unwrap();
+    let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let timeline: Vec<Vec<_>> =
+        simulated.timeline().iter().map(|spans| spans.iter().map(late).collect()).collect();
+    assert_eq!(Simulation::measured(&actions, &timeline, &[]), simulated);
+    let counted = Simulation::measured(&actions, &timeline, &[None, Some(Bytes(9))]);
+    let peaks: Vec<_> = counted.devices().iter().map(|device| device.peak_bytes).collect();
+    assert_eq!(peaks, [0, 9, 0]);
 }

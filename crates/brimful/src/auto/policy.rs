@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
-//!   climb     twice the size while that is faster and fits       (the fastest size)
+//!   climb     four times the size while that is faster and fits  (the fastest size)
 //!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
 //!   settle    the best of those, measured again in whole steps while the run is young
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
@@ -24,6 +24,10 @@ pub(crate) enum Goal {
 const FIRST: usize = 2;
 /// Micro-batches in a timed trial. The first of them warms up.
 const REPEATS: usize = 3;
+/// Each size of a climb is so many times the last: every new one costs a device its preparations.
+const RUNG: usize = 4;
+/// Two sizes that differ by less than this factor are as good as each other.
+const SAME: f64 = 1.3;
 /// A size is faster only if it is so by more than chance.
 const FASTER: f64 = 1.02;
 /// So many steps may be used to find the fastest size.
@@ -228,8 +232,8 @@ impl Policy {
     fn climb(&mut self, top: usize, now: &Situation) -> Trial {
         self.climb_on(top);
         if !self.climb.over {
-            let twice = (self.climb.rung * 2).clamp(FIRST.min(top), top);
-            let next = in_near_equal_parts(now.samples, twice);
+            let higher = self.climb.rung.saturating_mul(RUNG).clamp(FIRST.min(top), top);
+            let next = in_near_equal_parts(now.samples, higher);
             if next > self.climb.rung {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {
@@ -265,16 +269,27 @@ impl Policy {
             return None;
         }
         let (best, _) = self.rates.best(top)?;
-        let beside = [best * 3 / 2, best * 3 / 4, best / 2].into_iter();
-        let whole = beside.map(|size| in_near_equal_parts(now.samples, size.clamp(1, top)));
-        let mut untried = whole.filter(|&size| size >= FIRST && self.rates.count(size) == 0);
         let seldom = |&size: &usize| self.rates.count(size) < READINGS;
-        untried.next().or_else(|| {
+        self.between(best, top, now.samples).or_else(|| {
             self.rates
                 .near_best(top, NEAR)
                 .filter(seldom)
                 .min_by_key(|&size| self.rates.count(size))
         })
+    }
+
+    /// A size half way between the best and the nearest ones that were tried: in the wider gap first.
+    fn between(&self, best: usize, top: usize, samples: usize) -> Option<usize> {
+        let (below, above) = self.rates.neighbours(best);
+        let (below, above) = (below.unwrap_or(FIRST), above.unwrap_or(top).min(top));
+        let mut gaps = [(below, best), (best, above)];
+        let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
+        gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
+        let wide = gaps.into_iter().filter(|&gap| width(gap) > SAME);
+        let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
+        let mut sizes =
+            middles.map(|size| in_near_equal_parts(samples, size.clamp(FIRST, top.max(FIRST))));
+        sizes.find(|&size| size <= top && self.rates.count(size) == 0)
     }
 
     fn choose(&mut self, size: usize, now: &Situation) -> Trial {

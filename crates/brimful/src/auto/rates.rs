@@ -34,6 +34,12 @@ impl Rates {
         rates.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
+    /// The nearest sizes below and above that were tried.
+    pub(crate) fn neighbours(&self, size: usize) -> (Option<usize>, Option<usize>) {
+        let below = self.readings.range(..size).next_back().map(|(&size, _)| size);
+        (below, self.readings.range(size + 1..).next().map(|(&size, _)| size))
+    }
+
     /// The sizes of at most `top` that are nearly as fast as the best: by this part of its rate.
     pub(crate) fn near_best(&self, top: usize, part: f64) -> impl Iterator<Item = usize> {
         let least = self.best(top).map_or(f64::INFINITY, |(_, rate)| rate * part);

@@ -6,16 +6,13 @@ use brimful_torch::device::synchronize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
+use super::subject::{Subject, Times};
 use super::{Layer, Profile};
 use crate::batch::{self, Batch};
-use crate::layers::{Layers, Model, Stashed};
+use crate::layers::{Layers, Stashed};
 use crate::memory::Memory;
-use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::{Error, Result};
-
-/// How often each time is taken, after a first run that is not; the median counts.
-const REPEATS: usize = 5;
 
 impl Profile {
     /// Measures the layers of a model in training, on this device, with this batch of samples.
@@ -70,22 +67,13 @@ impl Profile {
 }
 
 /// Where the layers are measured, one after the other.
-struct Bench {
+pub(super) struct Bench {
     memory: Memory,
     device: Device,
     /// Samples in the batch.
-    samples: i64,
+    pub(super) samples: i64,
     /// The number type of the parameters.
     kind: Kind,
-}
-
-/// Seconds of one call.
-#[derive(Debug, Clone, Copy, Default)]
-struct Times {
-    forward: f64,
-    backward: f64,
-    /// The backward for the input's gradient alone.
-    input_gradient: f64,
 }
 
 impl Bench {
@@ -179,13 +167,13 @@ impl Bench {
         bytes.div_ceil(self.samples as u64)
     }
 
-    fn in_use(&self) -> Result<u64> {
+    pub(super) fn in_use(&self) -> Result<u64> {
         synchronize(self.device)?;
         Ok(self.memory.usage()?.current.0)
     }
 
     /// The result of `work`, and the seconds until the device has done it.
-    fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    pub(super) fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
         synchronize(self.device)?;
         let start = Instant::now();
         let result = work()?;
@@ -194,115 +182,8 @@ impl Bench {
     }
 }
 
-/// The layer that is being measured.
-struct Subject<'a> {
-    bench: &'a Bench,
-    name: &'a str,
-    model: &'a Model,
-    parameters: Vec<Tensor>,
-    /// What earlier layers have stashed.
-    stashed: Stashed,
-    is_first: bool,
-}
-
-impl Subject<'_> {
-    /// The median times with all samples, or with the first `few` of them.
-    fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<Times> {
-        self.run(input, few)?; // libraries set themselves up, caches fill
-        let runs = (0..REPEATS).map(|_| self.run(input, few)).collect::<Result<Vec<_>>>()?;
-        Ok(Times {
-            forward: median(&runs, |run| run.forward),
-            backward: median(&runs, |run| run.backward),
-            input_gradient: median(&runs, |run| run.input_gradient),
-        })
-    }
-
-    /// The same with a quarter of the samples, where that is more than one.
-    fn part_times(&self, input: &[Tensor]) -> Result<Option<(i64, Times)>> {
-        let few = self.bench.samples / 4;
-        // Only an output with a row for each sample can be cut again.
-        let rows = |value: &Tensor| value.size().first() == Some(&self.bench.samples);
-        if few < 2 || !input.iter().chain(self.stashed.all()).all(rows) {
-            return Ok(None);
-        }
-        Ok(Some((few, self.times(input, Some(few))?)))
-    }
-
-    fn run(&self, input: &[Tensor], few: Option<i64>) -> Result<Times> {
-        let input = self.leaves(input, few)?;
-        let mut stashed = self.stashed.map(|values| self.leaves(values, few))?;
-        let leaves: Vec<Tensor> =
-            input.iter().chain(stashed.all()).map(Tensor::shallow_clone).collect();
-        let (output, forward) = self.bench.timed(|| self.forward(input, &mut stashed))?;
-        let traced: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
-        let mut wanted: Vec<&Tensor> = self.parameters.iter().collect();
-        wanted.extend(&traced);
-        // The first half keeps the graph for the second, which is the whole backward.
-        let input_gradient = self.backward(&output, &traced, true)?;
-        let backward = self.backward(&output, &wanted, false)?;
-        Ok(Times { forward, backward, input_gradient: input_gradient.min(backward) })
-    }
-
-    /// The bytes that the forward leaves behind, its output, and what is stashed for later layers.
-    fn kept(&self, input: &[Tensor]) -> Result<(u64, Vec<Tensor>, Stashed)> {
-        let detached = |values: &[Tensor]| -> Result<Vec<Tensor>> {
-            values.iter().map(|value| Ok(value.f_detach()?)).collect()
-        };
-        let input = self.leaves(input, None)?;
-        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
-        let before = self.bench.in_use()?;
-        let output = self.forward(input, &mut stashed)?;
-        let kept = self.bench.in_use()?.saturating_sub(before);
-        Ok((kept, detached(&output)?, stashed.map(detached)?))
-    }
-
-    /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
-    fn leaves(&self, values: &[Tensor], few: Option<i64>) -> Result<Vec<Tensor>> {
-        let leaf = |value: &Tensor| {
-            let leaf = match few {
-                Some(few) => value.f_narrow(0, 0, few)?.f_detach()?,
-                None => value.f_detach()?,
-            };
-            let wants_gradient = !self.is_first && leaf.is_floating_point();
-            Ok(leaf.f_set_requires_grad(wants_gradient)?)
-        };
-        values.iter().map(leaf).collect()
-    }
-
-    fn forward(&self, input: Vec<Tensor>, stashed: &mut Stashed) -> Result<Vec<Tensor>> {
-        let shape = input.first().map(Tensor::size).unwrap_or_default();
-        let run = oom::catch(|| Ok::<_, Error>(self.model.run(input, stashed, true, |_| {})));
-        run.map_err(|caught| match caught {
-            Caught::OutOfMemory(oom) => oom.into(),
-            Caught::Error(error) => error,
-            Caught::Panic(payload) => Error::LayerRun {
-                layer: self.name.to_owned(),
-                shape,
-                message: words(oom::panic_text(&*payload).unwrap_or("a panic")),
-            },
-        })
-    }
-
-    /// The seconds of a backward to these tensors; none where there is nothing to trace back to.
-    /// No `grad` of anyone is touched.
-    fn backward(&self, output: &[Tensor], wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
-        let roots: Vec<&Tensor> = output.iter().filter(|value| value.requires_grad()).collect();
-        if wanted.is_empty() || roots.is_empty() {
-            return Ok(0.0);
-        }
-        let run = || Ok(Tensor::f_run_backward(&roots, wanted, keep_graph, false)?);
-        Ok(self.bench.timed(run)?.1)
-    }
-}
-
 fn bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
-}
-
-fn median(runs: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
-    let mut times: Vec<f64> = runs.iter().map(of).collect();
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 /// Errors that do not name a layer yet, with the layer's name.
@@ -316,11 +197,4 @@ fn named(error: Error, layer: &str) -> Error {
         Error::Torch(message) => Error::Torch(format!("layer '{layer}': {message}")),
         other => other,
     }
-}
-
-/// What a panic of tch says, without its wrapping and backtrace.
-fn words(panic: &str) -> String {
-    let text = panic.split_once("Torch(\"").map_or(panic, |(_, text)| text);
-    let line = text.split("\\n").next().and_then(|text| text.lines().next());
-    line.unwrap_or_default().trim_end_matches("\")").replace("\\\"", "\"")
 }

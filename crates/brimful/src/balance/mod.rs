@@ -19,6 +19,7 @@ mod measure;
 mod partition;
 mod problem;
 mod profile;
+mod subject;
 mod transfer;
 
 use std::fmt;

@@ -41,6 +41,7 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod building;
 mod description;
 mod model;
 mod names;
@@ -49,14 +50,12 @@ mod skips;
 mod tests;
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
-use brimful_torch::meta;
-use tch::nn::{ModuleT, Path, VarStore};
-use tch::{Device, Tensor};
+use tch::Tensor;
+use tch::nn::{ModuleT, Path};
 
-use crate::{Error, Result};
+use crate::Result;
 use description::{Description, Make};
 pub use model::Model;
 use model::{Function, Module};
@@ -227,66 +226,6 @@ impl Layers {
         self.skips().map(drop)
     }
 
-    /// Builds the whole model under this path.
-    ///
-    /// # Errors
-    /// As [`Layers::check`]; and when memory runs out, or the building of a layer panics otherwise.
-    /// What was built before remains in the variable store.
-    pub fn build(&self, root: &Path) -> Result<Model> {
-        self.build_range(root, 0..self.len())
-    }
-
-    /// Builds the layers of this range under the path of the whole model: a stage's part.
-    ///
-    /// # Errors
-    /// As [`Layers::build`], and when the range is not one of this list.
-    pub fn build_range(&self, root: &Path, range: Range<usize>) -> Result<Model> {
-        self.build_range_watched(root, range, |_| {})
-    }
-
-    /// As [`Layers::build_range`]; `before` is told each layer's position before it is built.
-    pub(crate) fn build_range_watched(
-        &self,
-        root: &Path,
-        range: Range<usize>,
-        mut before: impl FnMut(usize),
-    ) -> Result<Model> {
-        let skips = self.skips()?;
-        let Range { start, end } = range;
-        let list = self.list.get(range).ok_or(Error::LayerRange { start, end, len: self.len() })?;
-        let build = |(position, layer): (usize, &Description)| {
-            before(position);
-            layer.build(root, position, &skips)
-        };
-        let layers = (start..).zip(list).map(build).collect::<Result<_>>()?;
-        Ok(Model::new(start, layers))
-    }
-
-    /// How many numbers the model trains. Nothing is allocated to find out.
-    ///
-    /// # Errors
-    /// As [`Layers::build`].
-    pub fn parameter_count(&self) -> Result<u64> {
-        Ok(self.parameter_counts()?.iter().sum())
-    }
-
-    /// How many numbers each layer trains; shared ones are counted with their owner.
-    ///
-    /// # Errors
-    /// As [`Layers::build`].
-    pub fn parameter_counts(&self) -> Result<Vec<u64>> {
-        let skips = self.skips()?;
-        let _shapes_alone = meta::enter();
-        let vs = VarStore::new(Device::Cpu);
-        let mut before = 0;
-        let count = |(position, layer): (usize, &Description)| {
-            layer.build(&vs.root(), position, &skips)?;
-            let now = trainable(&vs);
-            Ok(now - std::mem::replace(&mut before, now))
-        };
-        self.list.iter().enumerate().map(count).collect()
-    }
-
     fn push(mut self, name: impl Into<String>, shares: Option<String>, make: Make) -> Self {
         self.list.push(Description { name: name.into(), shares, make });
         self
@@ -297,8 +236,4 @@ impl fmt::Debug for Layers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.names()).finish()
     }
-}
-
-fn trainable(vs: &VarStore) -> u64 {
-    vs.trainable_variables().iter().map(|variable| variable.numel() as u64).sum()
 }

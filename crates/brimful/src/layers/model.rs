@@ -3,12 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use brimful_torch::random::OwnGenerator;
-use tch::Tensor;
 use tch::nn::ModuleT;
+use tch::{Device, Tensor};
 
 use super::skips::Stashed;
-use crate::random::Draws;
+use crate::random::{Dice, Draws};
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
 pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync;
@@ -77,9 +76,9 @@ impl Model {
     /// # Panics
     /// As [`Model::forward_many`].
     pub fn forward_drawing(&self, values: &[Tensor], train: bool, draws: Draws) -> Vec<Tensor> {
-        let own = OwnGenerator::enter();
+        let dice = Dice::new(values.first().map_or(Device::Cpu, Tensor::device));
         let values = values.iter().map(Tensor::shallow_clone).collect();
-        let before = |position| own.seed(draws.seed(position));
+        let before = |position| dice.seed(draws.seed(position));
         self.run(values, &mut Stashed::default(), train, before)
     }
 

@@ -1,8 +1,11 @@
 //! Lists of layers: names, parts, sharing, counting, and what is refused.
 
 use super::*;
+use crate::Error;
 use crate::memory::Arena;
-use tch::{Kind, nn};
+use std::ops::Range;
+use tch::nn::VarStore;
+use tch::{Device, Kind, nn};
 
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 

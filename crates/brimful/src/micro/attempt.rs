@@ -31,16 +31,16 @@ pub(super) struct Scale {
 
 /// How to take back what a guarded run has changed.
 #[derive(Debug)]
-pub(super) struct Undo {
-    pub(super) statistics: Pending,
-    randomness: Randomness,
+pub(crate) struct Undo {
+    pub(crate) statistics: Pending,
+    pub(crate) randomness: Randomness,
     /// Running statistics of layers that do not report, and what they were.
-    foreign: Vec<(Tensor, Tensor)>,
+    pub(crate) foreign: Vec<(Tensor, Tensor)>,
 }
 
 impl Undo {
     /// Puts back statistics and random state.
-    pub(super) fn run(self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         self.randomness.restore()?;
         for (mut running, before) in self.foreign {
             running.f_copy_(&before)?;

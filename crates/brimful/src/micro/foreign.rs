@@ -13,7 +13,7 @@ use crate::statistics::Pending;
 
 /// What is known of such layers.
 #[derive(Debug, Default)]
-pub(super) struct Search {
+pub(crate) struct Search {
     /// Running statistics that no layer has reported; before the first step, all of them.
     found: Option<Vec<Tensor>>,
     told: bool,
@@ -21,7 +21,7 @@ pub(super) struct Search {
 
 impl Search {
     /// The statistics that nobody reports, each with a copy of what it is now.
-    pub(super) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
+    pub(crate) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
         let copy = |t: &Tensor| Ok((t.shallow_clone(), t.f_detach_copy()?));
         match &self.found {
             Some(found) => found.iter().map(copy).collect(),
@@ -30,7 +30,7 @@ impl Search {
     }
 
     /// Learns from a step which statistics nobody reports, and warns where micro-batches move them.
-    pub(super) fn judge(
+    pub(crate) fn judge(
         &mut self,
         reported: &Pending,
         saved: &[(Tensor, Tensor)],

@@ -25,7 +25,7 @@
 
 pub(crate) mod attempt;
 mod cut;
-mod foreign;
+pub(crate) mod foreign;
 mod layout;
 mod outcome;
 mod pass;

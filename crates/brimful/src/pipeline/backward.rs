@@ -72,16 +72,19 @@ pub(super) fn run(
     Ok(gradients)
 }
 
-/// The gradients of both, tensor by tensor.
-pub(super) fn add(into: Tensors, what: Tensors) -> Result<Tensors> {
+/// The gradients of both, tensor by tensor; of one, where the other is still empty.
+pub(super) fn add(sum: Tensors, what: Tensors) -> Result<Tensors> {
+    if sum.is_empty() {
+        return Ok(what);
+    }
     let add = |pair| {
         Ok(match pair {
             (Some(a), Some(b)) => Some(Tensor::f_add(&a, &b)?),
             (a, b) => a.or(b),
         })
     };
-    let rows = into.into_iter().zip(what);
-    rows.map(|(into, what)| into.into_iter().zip(what).map(add).collect()).collect()
+    let rows = sum.into_iter().zip(what);
+    rows.map(|(sum, what)| sum.into_iter().zip(what).map(add).collect()).collect()
 }
 
 /// The gradient that has gathered in a leaf, which is without one afterwards.

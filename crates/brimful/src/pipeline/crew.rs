@@ -5,10 +5,9 @@ use std::thread::{self, JoinHandle};
 
 use brimful_torch::threads::limit_threads;
 
-use super::error::PipelineError;
+use super::error::{self, PipelineError};
 use super::worker::{Blueprint, Worker};
-use crate::oom::{self, Caught};
-use crate::{Error, Result};
+use crate::{Error, Result, oom};
 
 /// Work for a worker, which answers for itself.
 type Command = Box<dyn FnOnce(&mut Worker) + Send>;
@@ -68,7 +67,7 @@ impl Crew {
             let f = f.clone();
             let command: Command = Box::new(move |worker| {
                 // Whoever asked may have gone.
-                let _ = answer.send(oom::catch(|| f(worker, job)).map_err(error));
+                let _ = answer.send(oom::catch(|| f(worker, job)).map_err(error::of));
             });
             let commands = member.commands.as_ref().ok_or_else(|| gone(d))?;
             commands.send(command).map_err(|_| gone(d))?;
@@ -119,18 +118,6 @@ fn work(blueprint: &Blueprint, answer: &Sender<Result<()>>, commands: &Receiver<
     let _ = answer.send(Ok(()));
     for command in commands {
         command(&mut worker);
-    }
-}
-
-/// tch turns numbers into tensors by calls that panic where memory runs out.
-fn error(caught: Caught<Error>) -> Error {
-    match caught {
-        Caught::OutOfMemory(oom) => oom.into(),
-        Caught::Error(error) => error,
-        Caught::Panic(payload) => {
-            let message = oom::panic_text(&*payload).unwrap_or("without a word").to_owned();
-            PipelineError::Panicked { message }.into()
-        }
     }
 }
 

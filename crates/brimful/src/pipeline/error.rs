@@ -1,11 +1,12 @@
 //! Why a pipeline cannot be built, and where one of its stages failed.
 
+use std::any::Any;
 use std::fmt;
 
 use thiserror::Error;
 
 use crate::Error;
-use crate::oom::OutOfMemory;
+use crate::oom::{self, Caught, OutOfMemory};
 use crate::schedule::{Action, Schedule};
 
 /// A pipeline that cannot be built or used as asked.
@@ -84,6 +85,12 @@ pub enum PipelineError {
         /// What the model has.
         here: String,
     },
+    /// An input that is needed again and is not what it was.
+    #[error(
+        "a layer changed the stage's input in place, but it is to be computed from again: let the \
+         stage's first layer make a tensor of its own, or do not recompute"
+    )]
+    InputChanged,
     /// A panic between a step's actions.
     #[error("a worker panicked between two actions: {message}; the step was undone")]
     Panicked {
@@ -123,6 +130,21 @@ pub enum Cause {
     /// Another error.
     #[error(transparent)]
     Error(Error),
+}
+
+/// The error that a guarded call has ended with. tch turns numbers into tensors by calls that panic
+/// where memory runs out, so a panic may be just that.
+pub(super) fn of(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::OutOfMemory(oom) => oom.into(),
+        Caught::Error(error) => error,
+        Caught::Panic(payload) => PipelineError::Panicked { message: words(&*payload) }.into(),
+    }
+}
+
+/// What a panic says.
+pub(super) fn words(payload: &(dyn Any + Send)) -> String {
+    oom::panic_text(payload).unwrap_or("without a word").to_owned()
 }
 
 impl fmt::Display for StageError {

@@ -1,15 +1,20 @@
 //! Evaluation: forward alone, without gradients, with a micro-batch size of its own.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Tensor;
 
+use super::attempt::Told;
+use super::drawing::undisturbed;
+use super::head::{common_len, head, joined, one, shared};
+use super::job::End;
 use super::report::Step;
-use super::run::End;
-use super::step::{attempt, common_len, head, joined, one, parts, report};
+use super::step::{attempt, parts, report};
 use super::{Pipeline, Work, inputs, ranges};
 use crate::batch::{self, Batch};
 use crate::micro::Outcome;
+use crate::schedule::Actions;
 use crate::{Result, Size};
 
 impl Pipeline {
@@ -39,8 +44,7 @@ impl Pipeline {
             parts: parts(&ranges),
             start: Instant::now(),
         };
-        let crew = self.crew();
-        let told = attempt(&crew, self.jobs(&actions, work), |worker, job| worker.evaluate(job))?;
+        let told = self.run_forward(&actions, work)?;
         let outputs = told.into_iter().map(|told| told.outputs).find(|parts| !parts[0].is_empty());
         batch::join(outputs.unwrap_or_default())
     }
@@ -68,7 +72,7 @@ impl Pipeline {
         let actions = self.actions(ranges.len())?;
         self.open = None;
         let loss = move |values: &[Tensor], y: &Y| loss(one(values)?, y).into_parts();
-        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
+        let (head, collected) = head(target, &ranges, self.output_device(), &shared(loss))?;
         let work = Work {
             inputs: inputs(input, &ranges)?,
             end: End::Loss(head),
@@ -77,12 +81,16 @@ impl Pipeline {
             parts: parts(&ranges),
             start,
         };
-        let crew = self.crew();
-        let mut told =
-            attempt(&crew, self.jobs(&actions, work), |worker, job| worker.evaluate(job))?;
+        let mut told = self.run_forward(&actions, work)?;
         let totals = told.iter_mut().find_map(|told| told.loss.take());
         let (loss, terms) = totals.map_or((0.0, Vec::new()), |(t, _)| (t.loss, t.terms));
         let step = report(told, &ranges, start, 0, actions, loss, terms);
         Ok(step.with_outputs(joined(&collected)?))
+    }
+
+    fn run_forward(&self, actions: &Arc<Actions>, work: Work) -> Result<Vec<Told>> {
+        let jobs = self.jobs(actions, work);
+        let run = || attempt(&self.crew(), jobs, |worker, job| worker.evaluate(job));
+        undisturbed(&self.devices, run)
     }
 }

@@ -38,14 +38,22 @@
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`Draws`](crate::Draws)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
 
+mod attempt;
 mod backward;
+mod balance;
 mod builder;
+mod commit;
 mod crew;
 mod device;
+mod drawing;
 mod error;
 mod evaluate;
+mod exchange;
+mod head;
+mod job;
 mod layout;
 mod optimizer;
+mod optimizer_state;
 mod recompute;
 mod report;
 mod run;
@@ -66,7 +74,8 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-pub use builder::{Balance, Builder};
+pub use balance::Balance;
+pub use builder::Builder;
 pub use device::StageDevice;
 pub use error::{Cause, PipelineError, StageError};
 pub use optimizer::PipelineOptimizer;
@@ -77,10 +86,10 @@ pub use whole::Outputs;
 use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
-use crate::{Layers, Result, Size, balance, split};
+use crate::{Layers, Result, Size, split};
 use crew::Crew;
+use job::{End, Job};
 use layout::Layout;
-use run::{End, Job};
 
 /// A model spread over devices.
 ///
@@ -91,7 +100,7 @@ pub struct Pipeline {
     crew: Arc<Mutex<Crew>>,
     layout: Arc<Layout>,
     devices: Vec<StageDevice>,
-    balance: balance::Balance,
+    balance: crate::balance::Balance,
     schedule: Schedule,
     recompute: Recompute,
     size: Size,
@@ -109,7 +118,7 @@ impl Pipeline {
     }
 
     /// How many layers each stage has.
-    pub fn balance(&self) -> &balance::Balance {
+    pub fn balance(&self) -> &crate::balance::Balance {
         &self.balance
     }
 

@@ -1,7 +1,5 @@
 //! An optimizer whose every part steps on its own stages' thread.
 
-use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful_torch::foreach;
@@ -12,7 +10,6 @@ use super::crew::Crew;
 use super::saved;
 use super::worker::Worker;
 use crate::optim::{self, Method, Optimizer};
-use crate::save::{self, Metadata};
 use crate::{Error, Result};
 
 /// Updates a pipeline's parameters by their gradients.
@@ -22,7 +19,7 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct PipelineOptimizer {
     crew: Arc<Mutex<Crew>>,
-    learning_rate: f64,
+    pub(super) learning_rate: f64,
 }
 
 impl Pipeline {
@@ -115,7 +112,10 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        crew.all(move |worker| Ok(foreach::scale(&gradients(optimizer(worker)), factor)?))?;
+        crew.all(move |worker| match &*gradients(optimizer(worker)) {
+            [] => Ok(()),
+            gradients => Ok(foreach::scale(gradients, factor)?),
+        })?;
         Ok(norm)
     }
 
@@ -154,134 +154,20 @@ impl PipelineOptimizer {
         }
     }
 
-    /// The whole state, as [`Optimizer::state`] gives it.
-    ///
-    /// # Errors
-    /// When a worker has ended.
-    pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.crew().all(|worker| Ok(optimizer(worker).state()))?;
-        let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-        Ok((tensors, metadata.into_iter().flatten().collect()))
-    }
-
-    /// Writes the state to a safetensors file, whole or not at all.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let (tensors, metadata) = self.state()?;
-        save::write(path, &tensors, &metadata)
-    }
-
-    /// Reads the state from a file that a pipeline's optimizer, or an [`Optimizer`], has written.
-    ///
-    /// # Errors
-    /// When the file cannot be read, or as [`Optimizer::load_state`]; nothing is changed then.
-    pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let (tensors, metadata) = save::read(path)?;
-        self.load_state(&tensors, &metadata)
-    }
-
-    /// Takes over a state that [`PipelineOptimizer::state`] or [`Optimizer::state`] gave.
-    ///
-    /// # Errors
-    /// As [`Optimizer::load_state`]; nothing is changed then.
-    pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let crew = self.crew();
-        let known = crew.all(|worker| Ok(Known::of(optimizer(worker))))?;
-        let parts = portions(&known, tensors, metadata)?;
-        let answers = crew.each(parts, |worker, (tensors, metadata)| {
-            let before = optimizer(worker).state();
-            optimizer(worker).load_state(&tensors, &metadata).map(|()| before)
-        })?;
-        if answers.iter().all(Result::is_ok) {
-            let rates = crew.all(|worker| Ok(optimizer(worker).learning_rate()))?;
-            drop(crew);
-            self.learning_rate = rates[0];
-            return Ok(());
-        }
-        // Those who could load go back to what they had.
-        let (befores, errors): (Vec<_>, Vec<_>) = answers.into_iter().map(split).unzip();
-        crew.each_or_error(befores, |worker, before| match before {
-            Some((tensors, metadata)) => optimizer(worker).load_state(&tensors, &metadata),
-            None => Ok(()),
-        })?;
-        errors.into_iter().flatten().next().map_or(Ok(()), Err)
-    }
-
-    fn crew(&self) -> MutexGuard<'_, Crew> {
+    pub(super) fn crew(&self) -> MutexGuard<'_, Crew> {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn optimizer(worker: &mut Worker) -> &mut Optimizer {
+pub(super) fn optimizer(worker: &mut Worker) -> &mut Optimizer {
     worker.optimizer.as_mut().expect("it was made on every worker")
 }
 
-fn names(optimizer: &Optimizer) -> Vec<String> {
+pub(super) fn names(optimizer: &Optimizer) -> Vec<String> {
     optimizer.parameters().map(|(name, _)| name.to_owned()).collect()
 }
 
 fn gradients(optimizer: &Optimizer) -> Vec<Tensor> {
     let all = optimizer.parameters().map(|(_, tensor)| tensor.grad());
     all.filter(Tensor::defined).collect()
-}
-
-fn split<T>(answer: Result<T>) -> (Option<T>, Option<Error>) {
-    match answer {
-        Ok(value) => (Some(value), None),
-        Err(error) => (None, Some(error)),
-    }
-}
-
-/// What a worker's optimizer has.
-struct Known {
-    parameters: BTreeSet<String>,
-    groups: BTreeSet<String>,
-}
-
-impl Known {
-    fn of(optimizer: &Optimizer) -> Self {
-        let parameters = names(optimizer).into_iter().collect();
-        Self { parameters, groups: optimizer.groups().map(str::to_owned).collect() }
-    }
-}
-
-type State = (Vec<(String, Tensor)>, Metadata);
-
-/// Each worker's part of a whole state, of which nothing may be left.
-fn portions(
-    known: &[Known],
-    tensors: &[(String, Tensor)],
-    metadata: &Metadata,
-) -> Result<Vec<State>> {
-    let mut parts: Vec<State> = known.iter().map(|_| State::default()).collect();
-    let of_parameter = |name: &str| known.iter().position(|known| known.parameters.contains(name));
-    let left = |name: &str, saved: &str| {
-        Err(Error::StateMismatch { name: name.into(), saved: saved.into(), here: "missing".into() })
-    };
-    for (name, tensor) in tensors {
-        let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);
-        let Some(worker) = of_parameter(parameter) else { return left(name, "a tensor") };
-        parts[worker].0.push((name.clone(), tensor.shallow_clone()));
-    }
-    for (key, text) in metadata {
-        let mut put = |worker: usize| drop(parts[worker].1.insert(key.clone(), text.clone()));
-        if let Some(parameter) = key.strip_prefix("parameter.") {
-            let Some(worker) = of_parameter(parameter) else { return left(parameter, "there") };
-            put(worker);
-        } else if let Some(group) = key.strip_prefix("group.") {
-            let has = |(_, known): &(usize, &Known)| known.groups.contains(group);
-            let workers: Vec<_> = known.iter().enumerate().filter(has).map(|(w, _)| w).collect();
-            if workers.is_empty() {
-                return left(group, "a group");
-            }
-            workers.into_iter().for_each(put);
-        } else {
-            (0..known.len()).for_each(put);
-        }
-    }
-    Ok(parts)
 }

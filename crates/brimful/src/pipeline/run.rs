@@ -9,53 +9,24 @@
 //! A forward that will be run again keeps its input alone. On the last stage of a step nobody waits
 //! for such a forward, so it is left to its recompute, and costs nothing.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Tensor;
 
 use super::backward::{self, Roots};
-use super::error::{Cause, StageError};
-use super::recompute;
-use super::stage::{Boundary, Pass, leaves};
+use super::error::{self, Cause, PipelineError, StageError};
+use super::job::{End, Job};
+use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
-use super::transfer::{Parcel, Tensors};
-use super::wiring::{Inlet, Outlet, Ports};
+use super::transfer::{Arriving, Tensors};
 use super::worker::Site;
 use crate::accumulate::Accumulator;
-use crate::loss::{Loss, Part, Term};
+use crate::loss::Term;
 use crate::micro::tally::Tally;
 use crate::oom::{self, Caught};
 use crate::random::Draws;
-use crate::schedule::{Action, Actions, Kind};
+use crate::schedule::{Action, Kind};
 use crate::{Error, Result};
-
-/// The loss of a micro-batch, from its number and the model's outputs.
-pub(super) type Head = Box<dyn FnMut(usize, &[Tensor]) -> Result<Loss> + Send>;
-
-/// What one worker is to do in a step.
-pub(super) struct Job {
-    pub(super) actions: Arc<Actions>,
-    /// Of the worker's stages, in order.
-    pub(super) ports: Vec<Ports>,
-    /// The micro-batches that enter the first stage; empty for other workers.
-    pub(super) inputs: Vec<Vec<Tensor>>,
-    pub(super) end: End,
-    pub(super) train: bool,
-    pub(super) seed: u64,
-    pub(super) parts: Arc<[Part]>,
-    pub(super) start: Instant,
-}
-
-/// What becomes of the model's outputs.
-pub(super) enum End {
-    /// The worker does not have the last stage.
-    Elsewhere,
-    /// A loss is computed and, in training, traced back.
-    Loss(Head),
-    /// They are gathered.
-    Gather,
-}
 
 /// Why a worker did not come to the end of its list.
 #[derive(Debug)]
@@ -66,16 +37,18 @@ pub(super) enum Failure {
     Failed { at: Instant, error: Error },
 }
 
-/// Whether an action was done, or a neighbour is gone.
-#[derive(Debug, PartialEq, Eq)]
-enum Flow {
-    Done,
-    Stopped,
+/// Why an action was not done.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Stop {
+    #[error("a neighbour is gone")]
+    NeighbourGone,
+    #[error(transparent)]
+    Error(#[from] Error),
 }
 
 /// A step under way in one worker.
 pub(super) struct Run {
-    job: Job,
+    pub(super) job: Job,
     list: Vec<Action>,
     /// How far it has come.
     next: usize,
@@ -88,6 +61,10 @@ pub(super) struct Run {
     pub(super) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(super) output_gradients: Vec<Tensors>,
+    /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
+    pub(super) norms: Vec<(usize, Tensor)>,
+    /// The model's next input, on its way to the device.
+    pub(super) ahead: Option<Vec<Arriving>>,
     pub(super) timeline: Timeline,
 }
 
@@ -123,6 +100,8 @@ impl Run {
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
+            norms: Vec::new(),
+            ahead: None,
             next: 0,
             accumulator,
             timeline,
@@ -140,21 +119,25 @@ impl Run {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
             self.next += 1;
             site.layer.set(None);
-            match oom::catch(|| self.perform(site, action)) {
-                Ok(Flow::Done) => {}
-                Ok(Flow::Stopped) => return Err(Failure::Stopped),
-                Err(caught) => return Err(failure(site, action, caught)),
-            }
+            let done = oom::catch(|| self.perform(site, action));
+            done.map_err(|caught| failure(site, action, caught))?;
         }
         Ok(())
     }
 
-    fn perform(&mut self, site: &mut Site, action: Action) -> Result<Flow> {
+    pub(super) fn micro_batches(&self) -> usize {
+        self.job.actions.micro_batches()
+    }
+
+    fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
-            Kind::Forward => self.forward(site, at, action),
-            Kind::Recompute => self.recompute(site, at, action),
+            Kind::Forward => {
+                self.forward(site, at, action)?;
+                Ok(self.look_ahead(site, at, action.micro_batch.index())?)
+            }
+            Kind::Recompute => Ok(self.recompute(site, at, action)?),
             Kind::Backward => self.backward(site, at, action),
             Kind::InputGradient | Kind::WeightGradient => {
                 unreachable!("schedules that split the backward are refused when building")
@@ -162,38 +145,43 @@ impl Run {
         }
     }
 
-    fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let Some(input) = self.receive(site, at, i)? else { return Ok(Flow::Stopped) };
+        let input = self.receive(site, at, i)?;
         self.timeline.begin()?;
-        if !self.job.train {
+        let output = if !self.job.train {
             let output = site.run(at, input, self.pass(i, site));
-            return self.hand_on(site, at, action, output, |_| false).map(|(flow, _)| flow);
-        }
-        if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
+            return self.hand_on(site, at, action, output, |_| false).map(drop);
+        } else if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
             let output = site.run(at, input.share(), self.pass(i, site));
-            let (flow, output) = self.hand_on(site, at, action, output, Tensor::requires_grad)?;
-            self.kept[at][i] = Some(Kept { input, output: Some(output) });
-            return Ok(flow);
-        }
-        let flow = if self.ends_in_loss(at) {
+            Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
+        } else if self.ends_in_loss(at) {
             self.timeline.end(action)?;
-            Flow::Done
+            None
         } else {
-            let output = {
-                let _without = tch::no_grad_guard();
-                site.run(at, input.share(), self.pass(i, site))
-            };
+            let output = self.run_for_now(site, at, i, &input)?;
             // What has no graph now will have one then.
-            let traced = input.all().any(Tensor::requires_grad) || site.trains();
+            let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
-            self.hand_on(site, at, action, output, traced)?.0
+            self.hand_on(site, at, action, output, traced)?;
+            None
         };
-        self.kept[at][i] = Some(Kept { input, output: None });
-        Ok(flow)
+        self.kept[at][i] = Some(Kept { input, output });
+        Ok(())
     }
 
-    fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    /// Runs a stage that will be run again, from the same input and without a graph.
+    fn run_for_now(&self, site: &Site, at: usize, i: usize, input: &Boundary) -> Result<Boundary> {
+        let _without = tch::no_grad_guard();
+        let versions = || input.all().map(Tensor::f_internal_version).collect::<Vec<_>>();
+        let before = versions();
+        let output = site.run(at, input.share(), self.pass(i, site));
+        let unchanged =
+            before.iter().zip(versions()).all(|(a, b)| a.as_ref().ok() == b.as_ref().ok());
+        if unchanged { Ok(output) } else { Err(PipelineError::InputChanged.into()) }
+    }
+
+    fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
         self.timeline.begin()?;
         let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
@@ -203,15 +191,14 @@ impl Run {
             let output = site.run(at, input, pass);
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(recompute::again(|| site.run(at, input, pass)))
+            Output::Boundary(site.run_again(at, input, pass)?)
         };
         kept.output = Some(output);
         self.kept[at][i] = Some(kept);
-        self.timeline.end(action)?;
-        Ok(Flow::Done)
+        self.timeline.end(action)
     }
 
-    fn backward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<Flow> {
+    fn backward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
         let kept = self.kept[at][i].take().expect("a backward comes after its forward");
         let output = kept.output.expect("a backward comes after its recompute");
@@ -221,15 +208,16 @@ impl Run {
                 Roots::of_terms(terms, &self.job.parts[i], &self.tally)?
             }
             Output::Boundary(output) => {
-                let Some(gradients) = self.receive_gradients(site, at, i, output)? else {
-                    return Ok(Flow::Stopped);
-                };
+                let gradients = self.receive_gradients(site, at, i)?;
                 self.timeline.begin()?;
                 Roots::of_boundary(output, gradients)
             }
         };
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
         let gradients = backward::run(accumulator, roots, kept.input)?;
+        if site.refuses_gradients {
+            self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
+        }
         drop(output);
         self.timeline.end(action)?;
         self.hand_back(site, at, gradients)
@@ -237,141 +225,34 @@ impl Run {
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
         let draws = Draws::new(self.job.seed, i);
-        Pass { own: &site.own, draws, train: self.job.train, layer: &site.layer }
+        Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
     }
 
-    fn is_last(&self, at: usize) -> bool {
+    /// The terms of the micro-batch's loss, counted.
+    pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
+        let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
+        let _turn = site.turn();
+        site.dice.seed(Draws::new(self.job.seed, i).seed(site.model_length));
+        let terms = head(i, values)?.into_terms(self.job.train)?;
+        self.tally.count(&terms, &self.job.parts[i])?;
+        Ok(terms)
+    }
+
+    pub(super) fn is_last(&self, at: usize) -> bool {
         self.job.ports[at].values_out.is_none()
     }
 
     fn ends_in_loss(&self, at: usize) -> bool {
         self.is_last(at) && matches!(self.job.end, End::Loss(_))
     }
-
-    /// What enters the stage, or nothing where the stages before are gone.
-    fn receive(&mut self, site: &mut Site, at: usize, i: usize) -> Result<Option<Boundary>> {
-        let ports = &self.job.ports[at];
-        let values = match &ports.values_in {
-            Some(inlet) => take(inlet),
-            None => Some(Parcel::values(std::mem::take(&mut self.job.inputs[i]), site.device)?),
-        };
-        let Some(values) = values else { return Ok(None) };
-        let values = site.dock.unpack_values(values)?;
-        let mut skips = Vec::with_capacity(ports.skips_in.len());
-        for (inlet, _) in &ports.skips_in {
-            let Some(parcel) = take(inlet) else { return Ok(None) };
-            skips.push(site.dock.unpack_values(parcel)?);
-        }
-        Ok(Some(Boundary { values, skips }))
-    }
-
-    /// Sends the output on, or ends the model with it.
-    fn hand_on(
-        &mut self,
-        site: &Site,
-        at: usize,
-        action: Action,
-        output: Boundary,
-        traced: impl Fn(&Tensor) -> bool,
-    ) -> Result<(Flow, Output)> {
-        let i = action.micro_batch.index();
-        if self.is_last(at) {
-            let output = match self.job.end {
-                End::Loss(_) => Output::Terms(self.loss(site, i, &output.values)?),
-                _ => {
-                    self.outputs[i] = leaves(&output.values, |_| false)?;
-                    Output::Boundary(output)
-                }
-            };
-            self.timeline.end(action)?;
-            return Ok((Flow::Done, output));
-        }
-        let pack = |values: &[Tensor]| Parcel::values(leaves(values, &traced)?, site.device);
-        let values = pack(&output.values)?;
-        let mut skips = Vec::new();
-        for (values, ends) in output.skips.iter().zip(&self.job.ports[at].skips_out) {
-            // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
-            skips.extend(ends.iter().map(|(outlet, _)| Ok((outlet, pack(values)?))));
-        }
-        let skips: Vec<(&Outlet, Parcel)> = skips.into_iter().collect::<Result<_>>()?;
-        self.timeline.end(action)?;
-        let all_sent = skips.into_iter().all(|(outlet, parcel)| outlet.send(parcel).is_ok())
-            && send(self.job.ports[at].values_out.as_ref(), values);
-        Ok((if all_sent { Flow::Done } else { Flow::Stopped }, Output::Boundary(output)))
-    }
-
-    /// The terms of the micro-batch's loss, counted.
-    fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
-        let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
-        site.own.seed(Draws::new(self.job.seed, i).seed(site.model_length));
-        let terms = head(i, values)?.into_terms(self.job.train)?;
-        self.tally.count(&terms, &self.job.parts[i])?;
-        Ok(terms)
-    }
-
-    /// The gradients of the stage's output, its skips' last, or nothing where others are gone.
-    fn receive_gradients(
-        &mut self,
-        site: &mut Site,
-        at: usize,
-        i: usize,
-        output: &Boundary,
-    ) -> Result<Option<Vec<Tensors>>> {
-        let ports = &self.job.ports[at];
-        let mut gradients = Vec::with_capacity(1 + output.skips.len());
-        gradients.push(match &ports.gradients_in {
-            Some(inlet) => match take(inlet) {
-                Some(parcel) => site.dock.unpack(parcel)?,
-                None => return Ok(None),
-            },
-            None => std::mem::take(&mut self.output_gradients[i]),
-        });
-        for ends in &ports.skips_out {
-            let mut sum: Option<Tensors> = None;
-            for (_, inlet) in ends {
-                let Some(parcel) = take(inlet) else { return Ok(None) };
-                let arrived = site.dock.unpack(parcel)?;
-                sum = Some(match sum {
-                    Some(sum) => backward::add(sum, arrived)?,
-                    None => arrived,
-                });
-            }
-            gradients.extend(sum);
-        }
-        Ok(Some(gradients))
-    }
-
-    /// Sends the input's gradients to where the input came from.
-    fn hand_back(&self, site: &Site, at: usize, gradients: Vec<Tensors>) -> Result<Flow> {
-        let ports = &self.job.ports[at];
-        let mut gradients = gradients.into_iter();
-        let values = gradients.next().unwrap_or_default();
-        for ((_, outlet), gradients) in ports.skips_in.iter().zip(gradients) {
-            if outlet.send(Parcel::pack(gradients, site.device)?).is_err() {
-                return Ok(Flow::Stopped);
-            }
-        }
-        let Some(outlet) = &ports.gradients_out else { return Ok(Flow::Done) };
-        let sent = outlet.send(Parcel::pack(values, site.device)?).is_ok();
-        Ok(if sent { Flow::Done } else { Flow::Stopped })
-    }
 }
 
-fn take(inlet: &Inlet) -> Option<Parcel> {
-    inlet.recv().ok()
-}
-
-fn send(outlet: Option<&Outlet>, parcel: Parcel) -> bool {
-    outlet.is_none_or(|outlet| outlet.send(parcel).is_ok())
-}
-
-fn failure(site: &Site, action: Action, caught: Caught<Error>) -> Failure {
+fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
     let cause = match caught {
+        Caught::Error(Stop::NeighbourGone) => return Failure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
-        Caught::Error(error) => Cause::Error(error),
-        Caught::Panic(payload) => {
-            Cause::Panic(oom::panic_text(&*payload).unwrap_or("without a word").to_owned())
-        }
+        Caught::Error(Stop::Error(error)) => Cause::Error(error),
+        Caught::Panic(payload) => Cause::Panic(error::words(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

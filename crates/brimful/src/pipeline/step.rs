@@ -8,28 +8,27 @@
 //! ```
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
+use super::attempt::Told;
 use super::crew::Crew;
+use super::drawing::drawing;
 use super::error::PipelineError;
+use super::head::{SharedLoss, common_len, head, joined, one, shared};
+use super::job::End;
 use super::report::Step;
-use super::run::{End, Failure, Head};
-use super::worker::Told;
+use super::run::Failure;
 use super::{Pipeline, Work, inputs, ranges};
-use crate::batch::{self, Batch};
+use crate::batch::Batch;
 use crate::loss::Part;
 use crate::micro::Outcome;
 use crate::micro::attempt::{part, samples};
 use crate::micro::tally::{Group, Totals};
-use crate::random::{self, Randomness};
 use crate::schedule::Actions;
-use crate::{Error, Result, feed};
-
-/// What a closure gave beside its losses, by micro-batch.
-pub(super) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
+use crate::{Error, Loss, Result};
 
 impl Pipeline {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
@@ -37,7 +36,7 @@ impl Pipeline {
     ///
     /// `loss` runs on the last stage's thread, for each micro-batch once. It gets the model's output
     /// and the micro-batch's part of `target`, both on that stage's device, and returns its
-    /// [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of them.
+    /// [`Loss`], or a pair of the loss and outputs, or a `Result` of one of them.
     ///
     /// # Errors
     /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
@@ -80,41 +79,47 @@ impl Pipeline {
         &mut self,
         input: &X,
         target: &Y,
-        loss: impl FnMut(&[Tensor], &Y) -> Result<(crate::Loss, O)> + Send + 'static,
+        loss: impl FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
     ) -> Result<Step<O>>
     where
         X: Batch,
         Y: Batch + 'static,
         O: Batch + 'static,
     {
-        let start = Instant::now();
         self.open = None;
         let ranges = ranges(self.size, common_len(input, target)?)?;
+        self.try_step(input, target, &shared(loss), &ranges)
+    }
+
+    /// One step over these micro-batches: whole, or as if it had not been tried. The closure can be
+    /// used for another try.
+    fn try_step<Y, O, F>(
+        &mut self,
+        input: &impl Batch,
+        target: &Y,
+        loss: &SharedLoss<F>,
+        ranges: &[Range<usize>],
+    ) -> Result<Step<O>>
+    where
+        Y: Batch + 'static,
+        O: Batch + 'static,
+        F: FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
+    {
+        let start = Instant::now();
         let actions = self.actions(ranges.len())?;
-        let (head, collected) = head(target, &ranges, self.output_device(), loss)?;
-        let inputs = inputs(input, &ranges)?;
-        let (end, parts) = (End::Loss(head), parts(&ranges));
-        drawing(|seed| {
+        let (head, collected) = head(target, ranges, self.output_device(), loss)?;
+        let (inputs, end, parts) = (inputs(input, ranges)?, End::Loss(head), parts(ranges));
+        drawing(&self.devices, |seed| {
             let work = Work { inputs, end, train: true, seed, parts, start };
             let crew = self.crew();
             let told =
                 attempt(&crew, self.jobs(&actions, work), |worker, job| worker.attempt(job))?;
             let outputs = undone_unless(&crew, joined(&collected))?;
-            let (told, totals) = settle(&crew, told, samples(&ranges))?;
+            let (told, totals) = settle(&crew, told, samples(ranges))?;
             let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));
-            Ok(report(told, &ranges, start, seed, actions, loss, terms).with_outputs(outputs))
+            Ok(report(told, ranges, start, seed, actions, loss, terms).with_outputs(outputs))
         })
     }
-}
-
-/// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
-pub(super) fn drawing<T>(f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
-    let before = Randomness::now(Device::Cpu)?;
-    let result = f(random::step_seed()?);
-    if result.is_err() {
-        before.restore()?;
-    }
-    result
 }
 
 /// Lets every worker try; if one fails, all undo.
@@ -207,51 +212,8 @@ pub(super) fn report(
     Step { loss, terms, samples, sizes, outputs: (), time, peaks, seed, actions, timeline }
 }
 
-/// The closure as the last stage calls it: with the number of a micro-batch.
-pub(super) fn head<Y: Batch + 'static, O: Batch + 'static>(
-    target: &Y,
-    ranges: &[Range<usize>],
-    device: Device,
-    mut loss: impl FnMut(&[Tensor], &Y) -> Result<(crate::Loss, O)> + Send + 'static,
-) -> Result<(Head, Collected<O>)> {
-    let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
-    let targets = slices.collect::<Result<Vec<Y>>>()?;
-    let collected: Collected<O> = Arc::new(Mutex::new(ranges.iter().map(|_| None).collect()));
-    let given = Arc::clone(&collected);
-    let head = move |i: usize, values: &[Tensor]| {
-        let (loss, output) = loss(values, &feed::moved(&targets[i], device)?)?;
-        let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
-        given.lock().unwrap_or_else(PoisonError::into_inner)[i] = Some(output);
-        Ok(loss)
-    };
-    Ok((Box::new(head), collected))
-}
-
-/// What the closure gave beside its losses, in sample order.
-pub(super) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
-    let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
-    batch::join(parts.iter_mut().filter_map(Option::take).collect())
-}
-
 /// Each micro-batch's place in the step.
 pub(super) fn parts(ranges: &[Range<usize>]) -> Arc<[Part]> {
     let unit = samples(ranges);
     (0..ranges.len()).map(|i| part(ranges, i, unit, true)).collect()
-}
-
-/// The samples of both, which must be as many.
-pub(super) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
-    let (input, target) = (batch::len(input)?, batch::len(target)?);
-    if input != target {
-        return Err(Error::LeafLengthsDiffer { lengths: vec![input, target] });
-    }
-    Ok(input)
-}
-
-/// The only output.
-pub(super) fn one(values: &[Tensor]) -> Result<&Tensor> {
-    match values {
-        [only] => Ok(only),
-        _ => Err(PipelineError::NotOneOutput { given: values.len() }.into()),
-    }
 }

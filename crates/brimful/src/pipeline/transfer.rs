@@ -37,6 +37,14 @@ impl Parcel {
     }
 }
 
+/// A copy that has been begun.
+#[derive(Debug)]
+pub(super) struct Arriving {
+    tensor: Tensor,
+    /// When it is there; none where it is.
+    done: Option<Event>,
+}
+
 /// A worker's end of all transfers.
 #[derive(Debug)]
 pub(super) struct Dock {
@@ -56,7 +64,8 @@ impl Dock {
         for tensor in tensors.iter_mut().flatten().flatten() {
             // Workers of one device share its default stream, which keeps the order by itself.
             if tensor.device() != self.device {
-                *tensor = self.bring(tensor, ready.as_ref())?;
+                let arriving = self.copy(tensor, ready.as_ref())?;
+                *tensor = self.arrive(arriving)?;
             }
         }
         Ok(tensors)
@@ -67,25 +76,47 @@ impl Dock {
         Ok(self.unpack(parcel)?.into_iter().flatten().flatten().collect())
     }
 
-    /// A copy on this device. The host waits for it only where it is the device.
-    pub(super) fn bring(&mut self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
-        let compute = Stream::current(self.device)?;
+    /// Lets copies to this device begin, long before they are needed.
+    pub(super) fn start(&mut self, values: Vec<Tensor>) -> Result<Vec<Arriving>> {
+        let start = |tensor: Tensor| match tensor.device() == self.device {
+            true => Ok(Arriving { tensor, done: None }),
+            false => self.copy(&tensor, None),
+        };
+        values.into_iter().map(start).collect()
+    }
+
+    /// The copies that have been begun, for this thread's work on the device.
+    pub(super) fn finish(&self, arriving: Vec<Arriving>) -> Result<Vec<Tensor>> {
+        arriving.into_iter().map(|arriving| self.arrive(arriving)).collect()
+    }
+
+    fn copy(&mut self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
         let (there, here) = (self.stream(tensor.device())?, self.stream(self.device)?);
         let _copying = (there.enter()?, here.enter()?);
         if let Some(ready) = ready {
             there.wait(ready)?;
             here.wait(ready)?;
         }
-        let copy = copied(tensor, there, self.device)?;
+        let tensor = copied(tensor, there, self.device)?;
         if self.device == Device::Cpu {
+            // The host is the device, and cannot but wait.
             there.synchronize()?;
-        } else {
-            let mut done = Event::new(self.device)?;
-            done.record(here)?;
-            compute.wait(&done)?;
-            compute.keep(&copy)?;
+            return Ok(Arriving { tensor, done: None });
         }
-        Ok(copy)
+        let mut done = Event::new(self.device)?;
+        done.record(here)?;
+        Ok(Arriving { tensor, done: Some(done) })
+    }
+
+    /// Lets this device's work from now on wait for the copy.
+    fn arrive(&self, arriving: Arriving) -> Result<Tensor> {
+        let Arriving { tensor, done } = arriving;
+        if let Some(done) = done {
+            let compute = Stream::current(self.device)?;
+            compute.wait(&done)?;
+            compute.keep(&tensor)?;
+        }
+        Ok(tensor)
     }
 
     fn stream(&mut self, device: Device) -> Result<Stream> {

@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
+use super::job::End;
 use super::report::Step;
-use super::run::End;
-use super::step::{attempt, drawing, parts, report, settle};
+use super::step::{attempt, parts, report, settle};
 use super::transfer::Tensors;
 use super::{Pipeline, Work, inputs, ranges};
 use crate::Result;
@@ -62,7 +63,7 @@ impl Pipeline {
         let ranges = ranges(self.size, batch::len(input)?)?;
         let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
         let (inputs, parts) = (inputs(input, &ranges)?, parts(&ranges));
-        let (told, seed) = drawing(|seed| {
+        let (told, seed) = drawing(&self.devices, |seed| {
             let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
             let jobs = self.jobs(&actions, work);
             let told = attempt(&self.crew(), jobs, |worker, job| worker.attempt_forward(job))?;
@@ -95,7 +96,8 @@ impl Pipeline {
         let crew = self.crew();
         let mut jobs: Vec<_> = (0..crew.len()).map(|_| Vec::new()).collect();
         jobs[self.layout.last_worker()] = gradients;
-        let told = attempt(&crew, jobs, |worker, job| worker.attempt_backward(job))?;
+        let again = || attempt(&crew, jobs, |worker, job| worker.attempt_backward(job));
+        let told = undisturbed(&self.devices, again)?;
         let (told, _) = settle(&crew, told, samples(&ranges))?;
         Ok(report(told, &ranges, start, seed, actions, f64::NAN, Vec::new()))
     }

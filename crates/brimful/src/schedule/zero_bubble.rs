@@ -21,13 +21,13 @@
 //! nothing queue: over p ≤ 8, v ≤ 4 and m < 6p their steps are as short in 99 of 100 cases.
 
 use super::interleaved::Rounds;
-use super::{Action, Kind, one_place};
+use super::{Action, Kind, one_place, validate};
 
 /// The lists of `p` devices with `v` stages each, for `m` micro-batches; H1 is v = 1.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     let rounds = Rounds::new(p, v, m);
     let lists: Vec<_> = (0..p).map(|d| list(&rounds, d, p - 1 - d)).collect();
-    if one_place::suffices(&lists) {
+    if validate::one_place_suffices(&lists) {
         return lists;
     }
     let played = [1, 2].map(|turns| one_place::play(&lists, urgency(p, turns)));

@@ -2,6 +2,9 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+#[path = "../test_device/mod.rs"]
+mod test_device;
+
 use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,6 +15,7 @@ use brimful::pipeline::{Builder, StageDevice};
 use brimful::{Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
 use tch::nn::{self, Path, VarStore};
 use tch::{Device, Kind, Tensor};
+pub use test_device::test_device;
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -173,10 +177,10 @@ fn token_loss(out: &Tensor, y: &Tensor) -> Loss {
     Loss::ratio(sum, y.ne(0).sum(Kind::Double)) + Loss::mean(out.square().mean(Kind::Double)) * 0.1
 }
 
-/// A pipeline in f64 on CPU devices of one thread each.
+/// A pipeline in f64 on the device that is tested, of one thread for each worker.
 pub fn builder(layers: Layers, devices: usize) -> Builder {
-    let device = || StageDevice::cpu().threads(1);
-    Pipeline::builder(layers).devices((0..devices).map(|_| device())).kind(Kind::Double)
+    let device = |_| StageDevice::from(test_device()).threads(1);
+    Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
 }
 
 /// The plain model with a pipeline's values, trained by its own optimizer.
@@ -188,7 +192,7 @@ pub struct Plain {
 
 impl Plain {
     pub fn of(layers: &Layers, pipe: &Pipeline) -> Self {
-        let mut store = VarStore::new(Device::Cpu);
+        let mut store = VarStore::new(test_device());
         let model = layers.build(&store.root()).expect("built");
         store.set_kind(Kind::Double);
         let values = pipe.variables().expect("variables");
@@ -233,6 +237,7 @@ pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) 
     let names = |list: &[(String, Tensor)]| list.iter().map(|(n, _)| n.clone()).collect::<Vec<_>>();
     assert_eq!(names(a), names(b), "{what}");
     for ((name, a), (_, b)) in a.iter().zip(b) {
+        let (a, b) = (a.to_device(Device::Cpu), b.to_device(Device::Cpu));
         let scale = b.abs().max().double_value(&[]).max(1e-3);
         let error = (a - b).abs().max().double_value(&[]) / scale;
         assert!(error < 1e-10, "{what}: {name} is off by {error:e}");

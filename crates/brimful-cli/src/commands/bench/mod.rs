@@ -1,6 +1,7 @@
 //! `brimful bench`: speed and memory, side by side in one run.
 
 mod arena;
+mod auto;
 mod journal;
 mod micro;
 mod pipeline;
@@ -20,6 +21,8 @@ pub enum Bench {
     Arena(arena::Options),
     /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
     Micro(micro::Options),
+    /// The automatic size against every size that could have been given, in limited memory.
+    Auto(auto::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
 }
@@ -29,6 +32,7 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
         Bench::Micro(options) => micro::run(options)?,
+        Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
     }
     Ok(ExitCode::SUCCESS)

@@ -11,11 +11,6 @@ use super::{Action, Actions, Costs, simulate};
 pub(super) use device::Rank;
 pub(super) use play::play;
 
-/// Whether one place is enough for these lists.
-pub(super) fn suffices(lists: &[Vec<Action>]) -> bool {
-    Actions::new(lists.to_vec()).is_ok_and(|actions| actions.channel_capacity() == 1)
-}
-
 /// The lists with the shortest step, an action a tick; the first of equal ones.
 pub(super) fn shortest(
     candidates: impl IntoIterator<Item = Vec<Vec<Action>>>,

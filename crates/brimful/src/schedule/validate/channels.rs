@@ -13,24 +13,31 @@ use super::order::Order;
 /// The smallest capacity of the channels with which every device comes to its end.
 pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
     check_order(lists, order)?;
-    let halts = |capacity| Network::new(lists, order, capacity).run();
-    if halts(1).is_none() {
+    let check = |capacity| check_with(lists, order, capacity);
+    if check(1).is_ok() {
         return Ok(1);
     }
     // A channel carries every micro-batch once: a capacity of m never makes a sender wait.
     let (mut too_small, mut enough) = (1, order.micro_batches);
-    if let Some(violation) = halts(enough) {
-        return Err(violation);
-    }
+    check(enough)?;
     while enough - too_small > 1 {
         let middle = too_small.midpoint(enough);
-        if halts(middle).is_none() {
+        if check(middle).is_ok() {
             enough = middle;
         } else {
             too_small = middle;
         }
     }
     Ok(enough)
+}
+
+/// Whether every device comes to its end with channels of this capacity.
+pub(super) fn check_with(
+    lists: &[Vec<Action>],
+    order: &Order,
+    capacity: usize,
+) -> Result<(), Violation> {
+    Network::new(lists, order, capacity).run().map_or(Ok(()), Err)
 }
 
 /// Every stage takes the micro-batches in the order in which its neighbour hands them over.

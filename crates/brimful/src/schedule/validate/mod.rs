@@ -25,6 +25,11 @@ pub(super) fn facts(lists: &[Vec<Action>]) -> Result<Facts, Violation> {
     Ok(Facts { order, held, channel_capacity })
 }
 
+/// Whether lists can be run with one place in each channel.
+pub(super) fn one_place_suffices(lists: &[Vec<Action>]) -> bool {
+    order::check(lists).is_ok_and(|order| channels::check_with(lists, &order, 1).is_ok())
+}
+
 /// A broken rule and the cells that break it.
 #[derive(Debug)]
 pub(super) struct Violation {

@@ -73,8 +73,7 @@ impl Contest {
             }
             for runner in &mut self.runners {
                 progress.turn(&title, &runner.row.choice.to_string(), turn, WARM_UP, repeats);
-                let (seconds, loss) = runner.step(&self.batch)?;
-                runner.times.push_if(counts, seconds);
+                let loss = runner.step(&self.batch, counts)?;
                 // Contestants that compute different things are not worth comparing.
                 let near = (loss - expected).abs() <= 1e-3 * expected.abs();
                 ensure!(near, "{}: the loss is {loss}, not {expected}", runner.row.choice);

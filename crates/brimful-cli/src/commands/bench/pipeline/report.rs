@@ -57,7 +57,7 @@ pub(super) struct PipelineRow {
     of_limit: f64,
     /// The ratio that the stages' measured times promise.
     simulated: f64,
-    /// Idle time over all time.
+    /// Idle time over all time, in the step of the median time.
     bubble: Option<f64>,
     /// On the device that held the most.
     peak_bytes: Option<Bytes>,
@@ -146,7 +146,7 @@ impl PipelineRow {
             machine,
             of_limit: ratio / (limit * machine),
             simulated: runner.simulated(),
-            bubble: runner.last.as_ref().map(|step| step.bubble()),
+            bubble: runner.typical().map(|step| step.bubble()),
             peak_bytes: runner.peaks.iter().flatten().max().copied(),
             peaks: runner.peaks.clone(),
         })

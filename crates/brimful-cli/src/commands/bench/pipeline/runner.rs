@@ -20,7 +20,8 @@ pub(super) struct Runner {
     /// What the layers' own times promise.
     pub(super) planned: plan::Step,
     pub(super) times: Times,
-    pub(super) last: Option<Step>,
+    /// The steps that count.
+    steps: Vec<Step>,
     /// On each device, where they are counted.
     pub(super) peaks: Vec<Option<Bytes>>,
     pipeline: Pipeline,
@@ -49,22 +50,32 @@ impl Runner {
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
         pipeline.set_variables(parameters.iter().map(share).collect())?;
         let (times, work) = (Times::default(), work.clone());
-        let (last, peaks) = (None, Vec::new());
-        Ok(Self { row, planned, times, last, peaks, pipeline, work, stages })
+        let (steps, peaks) = (Vec::new(), Vec::new());
+        Ok(Self { row, planned, times, steps, peaks, pipeline, work, stages })
     }
 
-    /// One step: its seconds and its loss.
-    pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
-        let step = step(&mut self.pipeline, batch)?;
-        let (seconds, loss) = (step.1, step.0.loss);
-        self.last = Some(step.0);
-        Ok((seconds, loss))
+    /// Runs one step, and gives its loss.
+    pub(super) fn step(&mut self, batch: &Samples, counts: bool) -> Result<f64> {
+        let (step, seconds) = step(&mut self.pipeline, batch)?;
+        let loss = step.loss;
+        if counts {
+            self.times.push(seconds);
+            self.steps.push(step);
+        }
+        Ok(loss)
+    }
+
+    /// The step of the median time.
+    pub(super) fn typical(&self) -> Option<&Step> {
+        let mut steps: Vec<_> = self.steps.iter().collect();
+        steps.sort_by_key(|step| step.time);
+        steps.get(steps.len() / 2).copied()
     }
 
     /// Finds the peaks: on a CPU in another pipeline, because counting costs time.
     pub(super) fn count(&mut self, batch: &Samples) -> Result<()> {
         if self.pipeline.output_device() != Device::Cpu {
-            self.peaks = self.last.as_ref().map(|step| step.peaks.clone()).unwrap_or_default();
+            self.peaks = self.typical().map(|step| step.peaks.clone()).unwrap_or_default();
             return Ok(());
         }
         let device = |number| StageDevice::from(Arena::new(&format!("stage {number}"))).threads(1);

@@ -1,0 +1,127 @@
+//! `brimful bench auto`: the automatic size against every size that could have been given.
+//!
+//! For each model and limit: the largest size that fits, by trying; what `largest` finds, after how
+//! many failures and how much time; the rate of many sizes; what `auto` reaches after ten steps.
+//! A step is forward and backward over the mini-batch and the reading of its loss.
+
+mod report;
+mod subject;
+mod trials;
+
+use anyhow::{Result, ensure};
+use brimful::{Bytes, device};
+use clap::Args;
+use serde_json::json;
+use tch::Device;
+
+use super::journal::Journal;
+use super::progress::Progress;
+use super::work::{Dtype, GptShape, ModelName, Work};
+use report::Row;
+use subject::Subject;
+
+/// Options of `brimful bench auto`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench auto --table                        all models and limits of the project's table
+  brimful bench auto --model mlp --limit 32MiB,64MiB --batch 4096
+  brimful bench auto --model resnet50 --device cuda:0 --limit 24GB --batch 2048 --steps-only
+                                                    what a user sees: the first step, and the rate")]
+pub struct Options {
+    /// The model
+    #[arg(long, value_enum, default_value_t = ModelName::Mlp)]
+    model: ModelName,
+    /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one]
+    #[arg(long)]
+    device: Option<String>,
+    /// Memory for model, gradients and micro-batches: an arena on a CPU; on CUDA the card is filled
+    /// until so much is left
+    #[arg(long, value_delimiter = ',', value_name = "BYTES,…")]
+    limit: Vec<Bytes>,
+    /// Samples in a mini-batch [default: by model and device]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Option<u32>,
+    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Height and width of the images [default: 224 on CUDA, 32 on the CPU]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    image: Option<u32>,
+    /// The shape of the GPT as layers x width x sequence
+    #[arg(long)]
+    gpt: Option<GptShape>,
+    /// All models and limits of the project's table; smaller ones on the CPU
+    #[arg(long, conflicts_with_all = ["model", "limit", "batch", "dtype"])]
+    table: bool,
+    /// Only what `auto` does: the time of the first step, and the rate after ten; no search
+    #[arg(long)]
+    steps_only: bool,
+    /// Print JSON: a line for each row as it comes, then one object with all of them
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures row after row, and prints each as it comes.
+pub fn run(options: &Options) -> Result<()> {
+    let device = match &options.device {
+        Some(name) => device::find(name)?,
+        None => device::best(),
+    };
+    let rows = options.rows(device)?;
+    let facts = json!({ "optimizer": "none", "cudnn_benchmark": false });
+    let mut journal = Journal::begin(device, options.json, facts)?;
+    let progress = Progress::new();
+    for (work, limit) in rows {
+        brimful::libtorch::allow_tf32(work.dtype != Dtype::F32)?;
+        let subject = Subject { work, device, limit };
+        let row = Row::measure(&subject, options.steps_only, &progress)?;
+        progress.done();
+        row.enter(&mut journal)?;
+    }
+    journal.end()
+}
+
+/// A table's rows: a model, limits in MB, and mini-batches of about twice what fits.
+type Rows = [(ModelName, [(u64, usize); 3])];
+const ON_CPU: &Rows = &[
+    (ModelName::Mlp, [(40, 2048), (60, 4096), (100, 8192)]),
+    (ModelName::Resnet18, [(180, 256), (220, 256), (300, 512)]),
+    (ModelName::Gpt, [(250, 16), (400, 32), (700, 64)]),
+];
+const ON_CUDA: &Rows = &[
+    (ModelName::Resnet50, [(8_000, 192), (24_000, 576), (80_000, 2048)]),
+    (ModelName::Gpt, [(8_000, 48), (24_000, 128), (80_000, 384)]),
+];
+
+impl Options {
+    fn rows(&self, device: Device) -> Result<Vec<(Work, Bytes)>> {
+        if self.table {
+            let table = if device == Device::Cpu { ON_CPU } else { ON_CUDA };
+            let rows = table.iter().flat_map(|&(model, rows)| {
+                rows.map(|(limit, batch)| {
+                    (self.work(model, Some(batch), device), Bytes(limit * 1_000_000))
+                })
+            });
+            return Ok(rows.collect());
+        }
+        ensure!(
+            !self.limit.is_empty(),
+            "give --limit at least one number of bytes, or say --table"
+        );
+        let work = self.work(self.model, self.batch.map(|batch| batch as usize), device);
+        Ok(self.limit.iter().map(|&limit| (work.clone(), limit)).collect())
+    }
+
+    fn work(&self, model: ModelName, batch: Option<usize>, device: Device) -> Work {
+        let default = Work::default_of(model, device);
+        let image = if device == Device::Cpu { 32 } else { default.image };
+        Work {
+            batch: batch.unwrap_or(default.batch),
+            dtype: self.dtype.unwrap_or(default.dtype),
+            image: self.image.map_or(image, i64::from),
+            gpt: self.gpt.unwrap_or(default.gpt),
+            ..default
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! A model in a memory of a given size, with a mini-batch in host memory.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::layers::Model;
+use brimful::memory::{Arena, Memory};
+use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
+use brimful_torch::device as torch_device;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use super::super::work::{Samples, Work};
+use crate::setting::clear_gradients;
+
+/// What is to be measured, and in how much memory.
+#[derive(Debug, Clone)]
+pub(super) struct Subject {
+    pub(super) work: Work,
+    pub(super) device: Device,
+    pub(super) limit: Bytes,
+}
+
+/// A subject that has been built, inside its memory.
+pub(super) struct Built<'a> {
+    work: &'a Work,
+    device: Device,
+    store: VarStore,
+    model: Model,
+    memory: Memory,
+    micro: MicroBatcher,
+    samples: &'a Samples,
+    /// What fills a card up to the limit. Dropped last.
+    _ballast: Option<Tensor>,
+}
+
+impl Subject {
+    /// The mini-batch that all share.
+    pub(super) fn samples(&self) -> Samples {
+        self.work.samples(self.work.batch)
+    }
+
+    /// A new model, cut by this size.
+    pub(super) fn build<'a>(&'a self, size: Size, samples: &'a Samples) -> Result<Built<'a>> {
+        let (memory, ballast) = self.memory()?;
+        let _inside = memory.enter();
+        tch::manual_seed(0);
+        let mut store = VarStore::new(self.device);
+        let model = self.work.build(&mut store)?;
+        let micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        let (work, device) = (&self.work, self.device);
+        Ok(Built { work, device, store, model, memory, micro, samples, _ballast: ballast })
+    }
+
+    fn memory(&self) -> Result<(Memory, Option<Tensor>)> {
+        if self.device == Device::Cpu {
+            return Ok((Memory::Arena(Arena::limited("bench", self.limit.0)?), None));
+        }
+        let memory = Memory::Accelerator(self.device);
+        memory.empty_cache()?;
+        let free = memory.usage()?.available.unwrap_or_default().0;
+        let Some(surplus) = free.checked_sub(self.limit.0) else {
+            anyhow::bail!("{} are free, so {} cannot be left", Bytes(free), self.limit);
+        };
+        let ballast = Tensor::f_empty([i64::try_from(surplus)?], (Kind::Uint8, self.device))?;
+        Ok((memory, Some(ballast)))
+    }
+}
+
+impl Built<'_> {
+    /// One step, timed.
+    pub(super) fn step(&mut self) -> Result<(f64, Step)> {
+        let Self { work, device, store, model, micro, samples, .. } = self;
+        timed(work, *device, store, model, micro, samples)
+    }
+
+    /// The seconds of a step of a given size.
+    pub(super) fn step_of(&self, size: usize) -> Result<f64> {
+        let Self { work, device, store, model, memory, samples, .. } = self;
+        let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
+        Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
+    }
+}
+
+/// One step, from a quiet device to a quiet device.
+fn timed(
+    work: &Work,
+    device: Device,
+    store: &VarStore,
+    model: &Model,
+    micro: &mut MicroBatcher,
+    samples: &Samples,
+) -> Result<(f64, Step)> {
+    clear_gradients(store)?;
+    torch_device::synchronize(device)?;
+    let start = Instant::now();
+    let step = micro.backward(samples, |micro_batch| Loss::mean(work.loss(model, &micro_batch)))?;
+    torch_device::synchronize(device)?;
+    ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
+    Ok((start.elapsed().as_secs_f64(), step))
+}
+
+impl Drop for Built<'_> {
+    fn drop(&mut self) {
+        // So that the next one finds the same memory.
+        let _ = clear_gradients(&self.store);
+    }
+}

@@ -1,0 +1,72 @@
+//! `brimful bench pipeline` as programs meet it: a row for each contestant, and a picture.
+
+use std::fs;
+use std::path::PathBuf;
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+/// The small model in short steps.
+fn bench_pipeline(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command.args(["bench", "pipeline", "--model", "mlp", "--micro-batches", "4", "--micro-batch"]);
+    command.args(["2", "--repeats", "1"]).args(arguments);
+    command
+}
+
+#[test]
+fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
+    let picture = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("pipeline.svg");
+    let path = picture.to_str().expect("a path");
+    let arguments = ["--stages", "1,2", "--recompute", "never,always", "--json", "--svg", path];
+    let output = bench_pipeline(&arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let mut rows: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    let last = rows.pop().expect("a last line");
+
+    assert_eq!(rows.len(), 2 * (1 + 3 * 2));
+    let piped: Vec<_> = rows.iter().filter(|row| row["contestant"] == "brimful").collect();
+    for row in &piped {
+        for key in ["samples_per_s", "ratio", "limit", "machine", "of_limit", "simulated"] {
+            assert!(row[key].as_f64() > Some(0.0), "{key} in {row}");
+        }
+        assert!(row["peak_bytes"].as_u64() > Some(1 << 20), "{row}");
+        assert_eq!((&row["batch"], &row["micro_batches"]), (&8.into(), &4.into()));
+    }
+    // m s / (m + s - 1), and no bubble with one stage.
+    let limit = |stages, schedule, recompute| {
+        let is = |row: &&&Value| {
+            row["stages"] == stages && row["schedule"] == schedule && row["recompute"] == recompute
+        };
+        piped.iter().find(is).and_then(|row| row["limit"].as_f64()).expect("a row")
+    };
+    assert_eq!((limit(1, "gpipe", "never"), limit(2, "1f1b", "never")), (1.0, 8.0 / 5.0));
+    assert!(limit(2, "gpipe", "always") < limit(2, "gpipe", "never"));
+    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows)));
+    let picture = fs::read_to_string(picture).expect("a picture");
+    assert!(picture.contains("interleaved-2, simulated") && picture.contains("1f1b, measured"));
+}
+
+#[test]
+fn people_read_a_table() {
+    bench_pipeline(&["--stages", "2", "--schedule", "1f1b"]).assert().success().stdout(
+        predicate::str::contains("mlp 784, 4 micro-batches of 2, one thread a stage")
+            .and(predicate::str::contains("of limit"))
+            .and(predicate::str::contains("1f1b")),
+    );
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |arguments: &[&str], words: &str| {
+        bench_pipeline(arguments).assert().failure().stderr(predicate::str::contains(words));
+    };
+    refused(&["--stages", "0"], "give each at least 1");
+    refused(&["--stages", "50"], "50 stages need at least 50 layers");
+    refused(&["--schedule", "zero-bubble-h1"], "not executed yet");
+    refused(&["--table"], "cannot be used with");
+}

@@ -1,0 +1,143 @@
+//! What a worker exchanges with the others, and with the pipeline's two ends.
+
+use tch::{Device, Tensor};
+
+use super::backward;
+use super::job::End;
+use super::run::{Output, Run, Stop};
+use super::stage::{Boundary, leaves};
+use super::transfer::{Parcel, Tensors};
+use super::wiring::{Inlet, Outlet};
+use super::worker::Site;
+use crate::Result;
+use crate::schedule::Action;
+
+impl Run {
+    /// What enters the stage.
+    pub(super) fn receive(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        i: usize,
+    ) -> Result<Boundary, Stop> {
+        let values = match &self.job.ports[at].values_in {
+            Some(inlet) => site.dock.unpack_values(take(inlet)?)?,
+            None => self.next_input(site, i)?,
+        };
+        let mut skips = Vec::new();
+        for (inlet, _) in &self.job.ports[at].skips_in {
+            skips.push(site.dock.unpack_values(take(inlet)?)?);
+        }
+        Ok(Boundary { values, skips })
+    }
+
+    /// The model's input, most of whose way to the device lies behind it.
+    fn next_input(&mut self, site: &mut Site, i: usize) -> Result<Vec<Tensor>> {
+        let arriving = match self.ahead.take() {
+            Some(arriving) => arriving,
+            None => site.dock.start(std::mem::take(&mut self.job.inputs[i]))?,
+        };
+        site.dock.finish(arriving)
+    }
+
+    /// Lets the model's next input set out, now that the device has work.
+    pub(super) fn look_ahead(&mut self, site: &mut Site, at: usize, i: usize) -> Result<()> {
+        let is_first = self.job.ports[at].values_in.is_none();
+        if is_first && site.device != Device::Cpu && i + 1 < self.job.inputs.len() {
+            let next = std::mem::take(&mut self.job.inputs[i + 1]);
+            self.ahead = Some(site.dock.start(next)?);
+        }
+        Ok(())
+    }
+
+    /// Sends the output on, or ends the model with it. Gives what its backward will start from.
+    pub(super) fn hand_on(
+        &mut self,
+        site: &Site,
+        at: usize,
+        action: Action,
+        output: Boundary,
+        traced: impl Fn(&Tensor) -> bool,
+    ) -> Result<Output, Stop> {
+        if self.is_last(at) {
+            let output = self.end_with(site, action.micro_batch.index(), output)?;
+            self.timeline.end(action)?;
+            return Ok(output);
+        }
+        let ports = &self.job.ports[at];
+        let pack = |values: &[Tensor]| Parcel::values(leaves(values, &traced)?, site.device);
+        let mut parcels = Vec::new();
+        for (values, ends) in output.skips.iter().zip(&ports.skips_out) {
+            // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
+            for (outlet, _) in ends {
+                parcels.push((outlet, pack(values)?));
+            }
+        }
+        if let Some(outlet) = &ports.values_out {
+            parcels.push((outlet, pack(&output.values)?));
+        }
+        self.timeline.end(action)?;
+        send(parcels)?;
+        Ok(Output::Boundary(output))
+    }
+
+    fn end_with(&mut self, site: &Site, i: usize, output: Boundary) -> Result<Output> {
+        if let End::Loss(_) = self.job.end {
+            return Ok(Output::Terms(self.loss(site, i, &output.values)?));
+        }
+        self.outputs[i] = leaves(&output.values, |_| false)?;
+        Ok(Output::Boundary(output))
+    }
+
+    /// The gradients of the stage's output: of its values, then of each skip.
+    pub(super) fn receive_gradients(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        i: usize,
+    ) -> Result<Vec<Tensors>, Stop> {
+        let ports = &self.job.ports[at];
+        let mut gradients = vec![match &ports.gradients_in {
+            Some(inlet) => site.dock.unpack(take(inlet)?)?,
+            None => std::mem::take(&mut self.output_gradients[i]),
+        }];
+        for ends in &ports.skips_out {
+            let mut sum = Vec::new();
+            for (_, inlet) in ends {
+                sum = backward::add(sum, site.dock.unpack(take(inlet)?)?)?;
+            }
+            gradients.push(sum);
+        }
+        Ok(gradients)
+    }
+
+    /// Sends the input's gradients to where the input came from.
+    pub(super) fn hand_back(
+        &self,
+        site: &Site,
+        at: usize,
+        gradients: Vec<Tensors>,
+    ) -> Result<(), Stop> {
+        let ports = &self.job.ports[at];
+        let skips = ports.skips_in.iter().map(|(_, outlet)| Some(outlet));
+        let outlets = std::iter::once(ports.gradients_out.as_ref()).chain(skips);
+        let mut parcels = Vec::new();
+        for (outlet, gradients) in outlets.zip(gradients) {
+            if let Some(outlet) = outlet {
+                parcels.push((outlet, Parcel::pack(gradients, site.device)?));
+            }
+        }
+        // The values' come last: theirs is the channel that may be full.
+        parcels.reverse();
+        send(parcels)
+    }
+}
+
+fn take(inlet: &Inlet) -> Result<Parcel, Stop> {
+    inlet.recv().map_err(|_| Stop::NeighbourGone)
+}
+
+fn send(parcels: Vec<(&Outlet, Parcel)>) -> Result<(), Stop> {
+    let mut parcels = parcels.into_iter();
+    parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel).map_err(|_| Stop::NeighbourGone))
+}
