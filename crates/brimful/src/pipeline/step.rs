@@ -36,7 +36,7 @@ impl Pipeline {
     ///
     /// `loss` runs on the last stage's thread, for each micro-batch once. It gets the model's output
     /// and the micro-batch's part of `target`, both on that stage's device, and returns its
-    /// [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of one of them.
+    /// [`Loss`], or a pair of the loss and outputs, or a `Result` of one of them.
     ///
     /// # Errors
     /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
