@@ -54,7 +54,7 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
 #[test]
 fn people_read_a_table() {
     bench_pipeline(&["--stages", "2", "--schedule", "1f1b"]).assert().success().stdout(
-        predicate::str::contains("mlp 784, 4 micro-batches of 2, one thread a stage")
+        predicate::str::contains("mlp 28×28, 4 micro-batches of 2, one thread a stage")
             .and(predicate::str::contains("of limit"))
             .and(predicate::str::contains("1f1b")),
     );

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail, ensure};
 use brimful::Layers;
 use brimful::layers::Model;
-use brimful_models::{Gpt, gpt, resnet18, resnet50, resnet101};
+use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -98,6 +98,7 @@ impl Work {
     pub(super) fn layers(&self) -> Result<Layers> {
         match self.model {
             ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
+            ModelName::Mlp => Ok(mlp(28 * 28, &[1024, 1024], CLASSES)),
             // torchvision's, however small the image: the peers run those.
             ModelName::Resnet18 => Ok(resnet18(CLASSES)),
             ModelName::Resnet50 => Ok(resnet50(CLASSES)),

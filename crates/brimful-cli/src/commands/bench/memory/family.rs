@@ -62,7 +62,7 @@ impl Family {
         }
     }
 
-    /// How many times the parameters of naive-1 torchgpipe's authors fitted, on cards of 22 GiB.
+    /// How many times the parameters of naive-1 torchgpipe's authors fitted, on Tesla P40 cards.
     pub(super) fn published(self, experiment: Experiment) -> Option<f64> {
         let (naive, pipelines) = match self {
             Self::Unet => {

@@ -111,7 +111,7 @@ impl Options {
         progress: &Progress,
         journal: &mut Journal,
     ) -> Result<bool> {
-        let plan = |experiment| Ok((experiment, search.largest(experiment, search.limit())?));
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room())?));
         let mut planned = self.experiments().map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;
         while let Some((experiment, found)) = planned.pop_front() {
@@ -171,9 +171,9 @@ fn confirmed(
         if let Some(outcome) = trial.run(&found, search.family)? {
             return Ok(Some((found, outcome)));
         }
-        // A plan does not count what an operation takes for itself while it runs, so that one that
-        // fills a device may be too much for it: the next one leaves a hundredth more free.
-        let less = Bytes(found.row.largest_peak() / 100 * 99);
+        // Nor does a plan count what an operation takes for itself while it runs: where that is too
+        // much, the next one leaves a fiftieth more free.
+        let less = Bytes(found.row.largest_peak() / 50 * 49);
         match search.largest(experiment, less)? {
             Some(smaller) => found = smaller,
             None => return Ok(None),

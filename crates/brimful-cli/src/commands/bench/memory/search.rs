@@ -57,6 +57,13 @@ impl Search {
         &self.smallest
     }
 
+    /// What plans may fill of each device: a gradient is made before it is added to those of other
+    /// micro-batches, so the largest layer's is there twice, which no plan counts.
+    pub(super) fn room(&self) -> Bytes {
+        let twice = self.layers.values().map(|layer| layer.parameter_bytes).max();
+        Bytes(self.limit.0.saturating_sub(twice.unwrap_or(0)))
+    }
+
     pub(super) fn limit(&self) -> Bytes {
         self.limit
     }

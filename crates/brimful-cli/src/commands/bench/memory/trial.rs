@@ -78,6 +78,8 @@ impl Trial {
     fn steps(&self, found: &Found, family: Family) -> Result<Outcome> {
         let work = &found.work;
         let (memories, devices) = self.devices(found.row.balance.sizes().len())?;
+        // What an earlier trial has left in a card's cache may be in pieces.
+        memories.iter().try_for_each(Memory::empty_cache)?;
         let mut pipeline = Pipeline::builder(work.layers()?)
             .devices(devices)
             .plan(&found.row)
