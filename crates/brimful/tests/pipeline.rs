@@ -567,7 +567,8 @@ fn changes_in_place_are_right_or_refused() {
             .add_fn("tanh", |x| x.shallow_clone().tanh_())
             .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
     };
-    let x = Tensor::randn([6, 3], DOUBLE);
+    // Where the first stage is: it gets the caller's tensor itself, not a copy.
+    let x = Tensor::randn([6, 3], DOUBLE).to_device(test_device());
     for recompute in Recompute::ALL {
         let build = |layers, sizes: [usize; 2]| {
             let builder = builder(layers, 2).balance(sizes).micro_batches(3);
@@ -577,8 +578,7 @@ fn changes_in_place_are_right_or_refused() {
         let mut pipe = build(inside(), [2, 1]);
         let plain = Plain::of(&inside(), &pipe);
         pipe.step(&x, &x, mse).expect("a step");
-        let here = x.to_device(test_device());
-        plain.model.forward_t(&here, true).mse_loss(&here, tch::Reduction::Mean).backward();
+        plain.model.forward_t(&x, true).mse_loss(&x, tch::Reduction::Mean).backward();
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
         // At its beginning it changes what another stage, or the caller, still needs.
         let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));

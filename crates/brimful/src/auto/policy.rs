@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
-//!   climb     four times the size while that is faster and fits  (the fastest size)
+//!   climb     eight times the size while that is faster and fits (the fastest size)
 //!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
 //!   settle    the best of those, measured again in whole steps while the run is young
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
@@ -26,7 +26,7 @@ const FIRST: usize = 2;
 /// Micro-batches in a timed trial. The first of them warms up.
 const REPEATS: usize = 3;
 /// Each size of a climb is so many times the last: every new one costs a device its preparations.
-const RUNG: usize = 4;
+const RUNG: usize = 8;
 /// Two sizes that differ by less than this factor are as good as each other.
 const SAME: f64 = 1.3;
 /// A size is faster only if it is so by more than chance.

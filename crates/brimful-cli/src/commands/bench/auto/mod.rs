@@ -57,6 +57,10 @@ pub struct Options {
     /// Only what `auto` does: the time of the first step, and the rate after ten; no search
     #[arg(long)]
     steps_only: bool,
+    /// Replay captured micro-batches, and lay convolutions out as they run fastest (CUDA), as
+    /// `brimful train` does
+    #[arg(long)]
+    replay: bool,
     /// Print JSON: a line for each row as it comes, then one object with all of them
     #[arg(long)]
     json: bool,
@@ -69,12 +73,12 @@ pub fn run(options: &Options) -> Result<()> {
         None => device::best(),
     };
     let rows = options.rows(device)?;
-    let facts = json!({ "optimizer": "none", "cudnn_benchmark": false });
+    let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "replay": options.replay });
     let mut journal = Journal::begin(device, options.json, facts)?;
     let progress = Progress::new();
     for (work, limit) in rows {
         brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
-        let subject = Subject { work, device, limit };
+        let subject = Subject { work, device, limit, replay: options.replay };
         let row = Row::measure(&subject, options.steps_only, &progress)?;
         progress.done();
         row.enter(&mut journal)?;

@@ -5,6 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
+use brimful::micro::Layout;
 use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
 use brimful_torch::device as torch_device;
 use tch::nn::VarStore;
@@ -19,6 +20,8 @@ pub(super) struct Subject {
     pub(super) work: Work,
     pub(super) device: Device,
     pub(super) limit: Bytes,
+    /// Whether captured micro-batches are replayed, in the fastest layout.
+    pub(super) replay: bool,
 }
 
 /// A subject that has been built, inside its memory.
@@ -47,7 +50,10 @@ impl Subject {
         tch::manual_seed(0);
         let mut store = VarStore::new(self.device);
         let model = self.work.build(&mut store)?;
-        let micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        if self.replay {
+            micro = micro.replay(true).layout(Layout::Measured);
+        }
         let (work, device) = (&self.work, self.device);
         Ok(Built { work, device, store, model, memory, micro, samples, _ballast: ballast })
     }
