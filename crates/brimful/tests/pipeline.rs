@@ -56,6 +56,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                     .enumerate()
                     .map(|(i, range)| {
                         let part = x.narrow(0, range.start as i64, range.len() as i64);
+                        let part = part.to_device(test_device());
                         let draws = Draws::new(step.seed, i);
                         plain.model.forward_drawing(&[part], true, draws).swap_remove(0)
                     })
@@ -139,9 +140,10 @@ fn several_tensors_flow_through_stages() {
                 (loss(&out[1], y, *weight), out[0].shallow_clone())
             });
             let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-            let inputs = [&batch.left, &batch.right, &batch.scale].map(Tensor::shallow_clone);
+            let here = |t: &Tensor| t.to_device(test_device());
+            let inputs = [&batch.left, &batch.right, &batch.scale].map(here);
             let out = plain.model.forward_many(&inputs, true);
-            (out[1].mse_loss(&target.0, tch::Reduction::Mean) * target.1).backward();
+            (out[1].mse_loss(&here(&target.0), tch::Reduction::Mean) * target.1).backward();
             assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
             assert_eq!(step.outputs, out[0], "{what}");
             let evaluated = pipe.eval_many(&batch, Size::Fixed(2)).expect("an evaluation");
@@ -367,7 +369,8 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     let loss = |out: &Tensor, y: &Tensor| ((MLP.loss)(out, y), out.argmax(1, false));
     let step = pipe.evaluate(&x, &y, Size::Fixed(4), loss).expect("an evaluation");
     assert_eq!(step.sizes, [4, 3, 3]);
-    let out = tch::no_grad(|| plain.model.forward_t(&x, false));
+    let here = x.to_device(test_device());
+    let out = tch::no_grad(|| plain.model.forward_t(&here, false));
     assert_eq!(step.outputs, out.argmax(1, false));
     let expected = plain.backward(&MLP, &x, &y, Size::Count(1), 0);
     assert!((step.loss - expected).abs() < 1e-12);

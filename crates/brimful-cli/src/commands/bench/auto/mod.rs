@@ -58,8 +58,8 @@ pub struct Options {
     #[arg(long)]
     steps_only: bool,
     /// Replay captured micro-batches, and lay convolutions out as they run fastest (CUDA), as
-    /// `brimful train` does
-    #[arg(long)]
+    /// `brimful train` does; without the search
+    #[arg(long, requires = "steps_only")]
     replay: bool,
     /// Print JSON: a line for each row as it comes, then one object with all of them
     #[arg(long)]

@@ -52,7 +52,7 @@ struct Fastest {
     samples_per_s: f64,
     spread: f64,
     /// The rate over that of the same size, given, in turns.
-    ratio_to_fixed: f64,
+    ratio_to_fixed: Option<f64>,
     peak_bytes: Option<Bytes>,
 }
 
@@ -126,9 +126,10 @@ impl Row {
             .map_or_else(String::new, |b| format!("{:>7}{:>9.3}", b.size, b.ratio));
         let Fastest { micro_batch, failed, first_step_s, samples_per_s, ratio_to_fixed, .. } =
             &self.fastest;
+        let of_fixed = ratio_to_fixed.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
         format!(
             "  {:>10} | {largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}\
-             {samples_per_s:>11.1}{ratio_to_fixed:>10.3}{best}",
+             {samples_per_s:>11.1}{of_fixed:>10}{best}",
             self.limit.to_string()
         )
     }
@@ -154,7 +155,10 @@ fn fastest(
         times.push(seconds);
         failed += step.retries;
         (micro_batch, peak_bytes) = (size(&step), step.peak);
-        same.push(built.step_of(micro_batch)?);
+        // Captured work holds the memory that a given size would need beside it.
+        if !subject.replay {
+            same.push(built.step_of(micro_batch)?);
+        }
         if let Some(best) = best {
             of_best.push(built.step_of(best)?);
         }
@@ -165,7 +169,7 @@ fn fastest(
         first_step_s: first_step_s.unwrap_or_default(),
         samples_per_s: subject.work.batch as f64 / times.median(),
         spread: times.spread(),
-        ratio_to_fixed: same.median() / times.median(),
+        ratio_to_fixed: (!subject.replay).then(|| same.median() / times.median()),
         peak_bytes,
     };
     let best = best.map(|size| Best { size, ratio: of_best.median() / times.median() });
