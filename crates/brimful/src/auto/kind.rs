@@ -42,6 +42,11 @@ impl Kind {
         Self { used, leaves }
     }
 
+    /// Whether gradients are made.
+    pub(crate) fn is_training(&self) -> bool {
+        matches!(self.used, Use::Train | Use::TrainWhole)
+    }
+
     /// How many numbers a sample has.
     pub(crate) fn elements(&self) -> u64 {
         let count = |shape: &Vec<i64>| shape.iter().map(|&n| n.unsigned_abs()).product::<u64>();

@@ -30,6 +30,8 @@ pub(crate) struct MemoryModel {
     needs: BTreeMap<usize, u64>,
     /// What to go by while nothing has been seen.
     prior: Option<Line>,
+    /// Bytes that the fixed part has at least: a step's gradients.
+    floor: u64,
 }
 
 /// Two sizes tell a slope only where they differ by more than chance: by this factor.
@@ -37,8 +39,15 @@ const APART: f64 = 0.75;
 
 /// How far above the largest size that has been seen a line is trusted.
 const FAR: usize = 8;
+/// Where that far needs are so many times what they were, most of them is the samples'.
+const GROWN: u64 = 4;
 
 impl MemoryModel {
+    /// A model whose fixed part is at least so large.
+    pub(crate) fn with_floor(floor: u64) -> Self {
+        Self { floor, ..Self::default() }
+    }
+
     /// A model that starts from a guess.
     pub(crate) fn with_prior(prior: Line) -> Self {
         Self { prior: Some(prior), ..Self::default() }
@@ -54,12 +63,17 @@ impl MemoryModel {
     }
 
     /// The largest size that the line may be trusted for. Where needs hardly grow yet, because what
-    /// does not depend on the samples hides what does, that is not far.
-    pub(crate) fn reach(&self) -> usize {
+    /// does not depend on the samples hides what does, that is not far; but what would fit if all
+    /// that is seen above the floor were the samples' fits for sure.
+    pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let far = large.saturating_mul(FAR);
-        let grown = self.predict(far).is_some_and(|need| need >= most.saturating_mul(2));
-        if grown { far } else { large.saturating_mul(2) }
+        if self.predict(far).is_some_and(|need| need >= most.saturating_mul(GROWN)) {
+            return far;
+        }
+        let floor = self.floor.min(most) as f64;
+        let at_most = Line { fixed: floor, per_sample: (most as f64 - floor) / large as f64 };
+        at_most.largest(budget).max(large.saturating_mul(2))
     }
 
     /// The line through the largest size that has been seen, because needs are straight only from
@@ -71,7 +85,7 @@ impl MemoryModel {
         let (size, least) = match (below, &self.prior) {
             (Some((&small, &least)), _) => (small, least as f64),
             (None, Some(prior)) => (0, prior.fixed.min(most as f64)),
-            (None, None) => (0, 0.0),
+            (None, None) => (0, self.floor.min(most) as f64),
         };
         let per_sample = ((most as f64 - least) / (large - size) as f64).max(0.0);
         Some(Line { fixed: most as f64 - per_sample * large as f64, per_sample })
@@ -152,9 +166,19 @@ mod tests {
     fn a_line_is_trusted_only_where_it_climbs() {
         let mut model = MemoryModel::default();
         model.observe(4, 400);
-        assert_eq!(model.reach(), 32);
+        assert_eq!(model.reach(10_000), 32);
         model.observe(8, 410);
-        assert_eq!(model.reach(), 16);
+        assert_eq!(model.reach(450), 16);
+        assert_eq!(model.reach(4_100), 80, "if all were the samples'");
+    }
+
+    #[test]
+    fn what_is_known_to_be_fixed_is_not_the_samples() {
+        let mut model = MemoryModel::with_floor(100);
+        model.observe(2, 120);
+        assert_eq!((model.predict(4), model.largest(200)), (Some(140), Some(10)));
+        model.observe(4, 120);
+        assert_eq!(model.reach(300), 40);
     }
 
     #[test]

@@ -182,8 +182,9 @@ impl Policy {
     fn reach(&mut self, top: usize, now: &Situation) -> Trial {
         let near = now.reach.max(FIRST);
         if near < top && near < now.left {
-            let (size, why) = (near, Why::Probe);
-            return Trial { size, micro_batches: Some(1), why, timed: false };
+            // The first micro-batch of a step has no gradients around: the second tells the need.
+            let micro_batches = Some(if now.is_start() { 2 } else { 1 });
+            return Trial { size: near, micro_batches, why: Why::Probe, timed: false };
         }
         // A sample more or less is not worth a change.
         let size = match self.chosen {

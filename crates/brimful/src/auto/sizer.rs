@@ -34,9 +34,10 @@ pub(crate) struct Finding {
 }
 
 impl Sizer {
-    /// For so many memories, about which nothing is known.
-    pub(crate) fn new(goal: Goal, memories: usize) -> Self {
-        Self::with(vec![MemoryModel::default(); memories], Policy::new(goal))
+    /// For memories of which no more is known than what a step needs there at least.
+    pub(crate) fn new(goal: Goal, floors: &[u64]) -> Self {
+        let models = floors.iter().map(|floor| MemoryModel::with_floor(*floor)).collect();
+        Self::with(models, Policy::new(goal))
     }
 
     /// Begins with needs, and a size, that other shapes suggest.
@@ -74,7 +75,7 @@ impl Sizer {
         let pairs = || self.models.iter().zip(rooms);
         let fits = pairs().map(|(model, room)| model.largest(room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
-        let reach = self.models.iter().map(MemoryModel::reach).min().unwrap_or(0);
+        let reach = pairs().map(|(model, room)| model.reach(room.budget)).min().unwrap_or(0);
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
         let available = tightest(rooms);
         self.policy.next(Situation { fits, seen, reach, available, left, samples })

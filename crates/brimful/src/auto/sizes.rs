@@ -36,9 +36,10 @@ impl Sizes {
         self.file = found.map(|found| File { path, identity, found });
     }
 
-    /// Takes this kind's sizer out, for the time of a step.
-    pub(crate) fn take(&mut self, kind: &Kind, memories: usize) -> Sizer {
-        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, memories))
+    /// Takes this kind's sizer out, for the time of a step that needs at least so much in each
+    /// memory.
+    pub(crate) fn take(&mut self, kind: &Kind, floors: &[u64]) -> Sizer {
+        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, floors))
     }
 
     /// Puts it back, and writes down what it has found, if that is new.
@@ -52,17 +53,18 @@ impl Sizes {
         self.kinds.insert(kind, sizer);
     }
 
-    fn new_kind(&self, kind: &Kind, memories: usize) -> Sizer {
+    fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let remembered = self.file.as_ref().and_then(|file| file.found.get(kind));
-        match remembered.filter(|found| found.lines.len() == memories) {
+        match remembered.filter(|found| found.lines.len() == floors.len()) {
             Some(found) => Sizer::remembered(self.goal, found),
-            None => self.suggested_by_others(kind, memories),
+            None => self.suggested_by_others(kind, floors),
         }
     }
 
     /// What samples of other shapes suggest: their cost for each element, and the sizes that were
     /// good for them.
-    fn suggested_by_others(&self, kind: &Kind, memories: usize) -> Sizer {
+    fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
+        let memories = floors.len();
         let akin = || self.kinds.iter().filter(|(other, _)| other.is_akin(kind));
         let known: Vec<(u64, Vec<Line>)> = akin()
             .filter_map(|(other, sizer)| Some((other.elements(), sizer.lines()?)))
@@ -80,7 +82,7 @@ impl Sizes {
                 let ratio = elements as f64 / kind.elements().max(1) as f64;
                 Sizer::predicted(self.goal, &lines, self.start(best, ratio))
             }
-            _ => Sizer::new(self.goal, memories),
+            _ => Sizer::new(self.goal, floors),
         }
     }
 

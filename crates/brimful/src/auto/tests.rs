@@ -23,7 +23,7 @@ struct World {
 
 impl World {
     fn new(goal: Goal, samples: usize, available: u64) -> Self {
-        let sizer = Sizer::new(goal, 1);
+        let sizer = Sizer::new(goal, &[0]);
         let (fixed, per_sample, fastest) = (1000, 100, 64.0);
         Self {
             samples,

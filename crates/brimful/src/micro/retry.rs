@@ -5,6 +5,8 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::PoisonError;
 
+use tch::Tensor;
+
 use super::cut::{Cut, Watch};
 use super::{MicroBatcher, Size};
 use crate::auto::{Identity, Kind, Story, Use};
@@ -103,8 +105,9 @@ impl MicroBatcher {
         mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Story)> {
         let mut story = Story::default();
+        let floor = if kind.is_training() { self.gradient_bytes() } else { 0 };
         loop {
-            let sizer = self.sizes.take(&kind, 1);
+            let sizer = self.sizes.take(&kind, &[floor]);
             let mut cut =
                 Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);
@@ -129,6 +132,12 @@ impl MicroBatcher {
                 return Ok((value, story));
             }
         }
+    }
+
+    /// What a step's gradients take.
+    fn gradient_bytes(&self) -> u64 {
+        let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
+        self.parameters().iter().map(bytes).sum()
     }
 
     /// Takes note of a success, and of what it hides.

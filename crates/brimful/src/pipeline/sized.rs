@@ -62,7 +62,7 @@ impl Pipeline {
         let kind = Kind::of(used, batch);
         let mut story = Story::default();
         loop {
-            let mut sizer = self.sizes.of(size).take(&kind, self.devices.len());
+            let mut sizer = self.sizes.of(size).take(&kind, &vec![0; self.devices.len()]);
             let ended = self.try_size(&mut sizer, samples, &mut story, &mut run);
             self.sizes.of(size).put(kind.clone(), sizer);
             if let Some(value) = ended? {
