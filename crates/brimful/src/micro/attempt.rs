@@ -1,6 +1,5 @@
 //! One try at a mini-batch: run it whole, or leave everything as it was.
 
-use std::ops::Range;
 use std::panic;
 
 use tch::Tensor;
@@ -158,12 +157,4 @@ pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
         }
     }
     seen
-}
-
-pub(crate) fn part(ranges: &[Range<usize>], i: usize, unit: f64, fresh: bool) -> Part {
-    Part { samples: ranges[i].len() as f64, unit, first: fresh && i == 0 }
-}
-
-pub(crate) fn samples(ranges: &[Range<usize>]) -> f64 {
-    ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

@@ -26,7 +26,6 @@ use crate::auto::Use;
 use crate::batch::Batch;
 use crate::loss::Part;
 use crate::micro::Outcome;
-use crate::micro::attempt::{part, samples};
 use crate::micro::tally::{Group, Totals};
 use crate::schedule::Actions;
 use crate::{Error, Loss, Result};
@@ -233,5 +232,15 @@ pub(super) fn report(
 /// Each micro-batch's place in the step.
 pub(super) fn parts(ranges: &[Range<usize>]) -> Arc<[Part]> {
     let unit = samples(ranges);
-    (0..ranges.len()).map(|i| part(ranges, i, unit, true)).collect()
+    let part = |(i, range): (usize, &Range<usize>)| Part {
+        samples: range.len() as f64,
+        unit,
+        first: i == 0,
+    };
+    ranges.iter().enumerate().map(part).collect()
+}
+
+/// How many samples there are.
+pub(super) fn samples(ranges: &[Range<usize>]) -> f64 {
+    ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

@@ -11,13 +11,12 @@ use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
-use super::step::{attempt, parts, report, settle};
+use super::step::{attempt, parts, report, samples, settle};
 use super::transfer::Tensors;
 use super::{Pipeline, Work, inputs};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Batch};
-use crate::micro::attempt::samples;
 use crate::schedule::Actions;
 
 /// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
