@@ -1,4 +1,8 @@
 //! Automatic sizes of pipelines: the tightest stage decides, and a failed step is run again.
+//!
+//! One test at a time: first parameters come from one generator.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::auto::Why;
 use brimful::memory::Arena;
@@ -8,6 +12,11 @@ use brimful::{Auto, Error, Layers, Loss, Pipeline, Size};
 use tch::{Device, Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn layers() -> Layers {
     let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
@@ -64,6 +73,7 @@ fn free() -> [Arena; 2] {
 
 #[test]
 fn the_tightest_stage_decides() {
+    let _alone = alone();
     let arenas = free();
     let expected = {
         let mut pipe = pipeline(4, &free());
@@ -93,6 +103,7 @@ fn the_tightest_stage_decides() {
 
 #[test]
 fn a_step_that_runs_out_in_any_stage_is_run_again() {
+    let _alone = alone();
     let expected = {
         let mut pipe = pipeline(1, &free());
         step(&mut pipe).expect("a step");
@@ -122,6 +133,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
 
 #[test]
 fn evaluation_has_a_size_of_its_own() {
+    let _alone = alone();
     let mut pipe = pipeline(Size::Auto, &free());
     let (x, _) = batch();
     let expected = pipe.eval(&x, 3).expect("outputs");
