@@ -70,6 +70,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 
 #[test]
 fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
+    let _turn = alone();
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE);
     let out = pipe.forward(&x).expect("a forward");
@@ -430,6 +431,7 @@ fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
 
 #[test]
 fn what_cannot_be_built_is_refused_with_numbers() {
+    let _turn = alone();
     let error = |builder: brimful::pipeline::Builder| {
         builder.build().expect_err("something is wrong").to_string()
     };
