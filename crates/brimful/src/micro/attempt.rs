@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::cut::Cut;
 use super::pass::Pass;
 use super::replay::Surroundings;
-use super::tally::{Group, Tally};
+use super::tally::Tally;
 use super::{MicroBatcher, NonFinite, Outcome, Window};
 use crate::accumulate::Accumulator;
 use crate::auto::Story;
@@ -146,15 +146,4 @@ fn uncaught(caught: Caught<Error>) -> Error {
         Caught::Error(error) => error,
         Caught::Panic(payload) => panic::resume_unwind(payload),
     }
-}
-
-/// The groups, each once, in the order of their first terms.
-pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
-    let mut seen = Vec::new();
-    for group in groups {
-        if !seen.contains(group) {
-            seen.push(*group);
-        }
-    }
-    seen
 }

@@ -348,7 +348,7 @@ impl MicroBatcher {
             // Before the reading, which waits for the device, so that it has something to do then.
             let moved = statistics.prepare()?;
             let totals = tally.read(self.non_finite)?;
-            let groups = attempt::distinct(&groups).into_iter();
+            let groups = tally::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;
             moved.apply()?;

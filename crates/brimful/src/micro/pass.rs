@@ -3,8 +3,7 @@
 use tch::Tensor;
 
 use super::Outcome;
-use super::attempt::distinct;
-use super::tally::{Group, Tally};
+use super::tally::{Group, Tally, roots};
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::Batch;
@@ -47,22 +46,11 @@ impl<O: Batch> Pass<O> {
         terms: &[Term],
         root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
     ) -> Result<()> {
-        let groups = self.groups();
-        let distinct = distinct(&groups);
-        self.accumulator.expect_groups(distinct.len());
-        let mut work = Vec::new();
-        for (index, group) in distinct.iter().enumerate() {
-            let mut roots = Vec::new();
-            for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == *group) {
-                roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
-            }
-            if !roots.is_empty() {
-                work.push((index, roots));
-            }
-        }
-        let last = work.len().saturating_sub(1);
-        for (k, (index, roots)) in work.iter().enumerate() {
-            self.accumulator.add(*index, roots, k < last)?;
+        let groups = roots(terms, &self.groups(), root)?;
+        self.accumulator.expect_groups(groups.len());
+        let last = groups.iter().rposition(|roots| !roots.is_empty());
+        for (index, roots) in groups.iter().enumerate().filter(|(_, roots)| !roots.is_empty()) {
+            self.accumulator.add(index, roots, Some(index) != last)?;
         }
         Ok(())
     }

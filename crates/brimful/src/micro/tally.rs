@@ -43,6 +43,34 @@ pub(crate) enum Group {
     Term(usize),
 }
 
+/// The groups, each once, in the order of their first terms.
+pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
+    let mut seen = Vec::new();
+    for group in groups {
+        if !seen.contains(group) {
+            seen.push(*group);
+        }
+    }
+    seen
+}
+
+/// Where backward starts, for each group: its terms' values, with the gradients that `root` gives
+/// for a term and its number.
+pub(crate) fn roots<'a>(
+    terms: &'a [Term],
+    groups: &[Group],
+    root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
+) -> Result<Vec<Vec<(&'a Tensor, Tensor)>>> {
+    let of_group = |group: Group| {
+        let mut roots = Vec::new();
+        for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == group) {
+            roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
+        }
+        Ok(roots)
+    };
+    distinct(groups).into_iter().map(of_group).collect()
+}
+
 impl Tally {
     /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
     pub(super) fn following(&self) -> Self {

@@ -7,8 +7,7 @@ use super::transfer::Tensors;
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::loss::{Part, Term};
-use crate::micro::attempt::distinct;
-use crate::micro::tally::Tally;
+use crate::micro::tally::{Tally, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 #[derive(Debug)]
@@ -19,17 +18,10 @@ pub(super) struct Roots {
 impl Roots {
     /// The terms of a loss, in groups of one common denominator.
     pub(super) fn of_terms(terms: &[Term], part: &Part, tally: &Tally) -> Result<Self> {
-        let own = tally.groups(true);
-        let mut groups = Vec::new();
-        for group in distinct(&own) {
-            let mut roots = Vec::new();
-            for (term, _) in terms.iter().zip(&own).filter(|(_, own)| **own == group) {
-                let gradient = term.root_gradient(part)?;
-                roots.extend(gradient.map(|gradient| (term.value.shallow_clone(), gradient)));
-            }
-            groups.push(roots);
-        }
-        Ok(Self { groups })
+        let groups = roots(terms, &tally.groups(true), |_, term| term.root_gradient(part))?;
+        let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);
+        let groups = groups.into_iter().map(|roots| roots.into_iter().map(owned).collect());
+        Ok(Self { groups: groups.collect() })
     }
 
     /// A stage's output, with the gradients of its values and of each skip.
