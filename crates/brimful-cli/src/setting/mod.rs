@@ -5,12 +5,18 @@ mod model;
 mod number_type;
 
 use anyhow::Result;
+use brimful::device;
 use brimful_torch::autograd;
 use tch::nn::VarStore;
-use tch::{Kind, Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 pub(crate) use model::{DROPOUT, MODELS, ModelName};
 pub(crate) use number_type::NumberType;
+
+/// The device of this name; without one, the best that there is.
+pub(crate) fn device(name: Option<&str>) -> Result<Device> {
+    Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
+}
 
 /// The mean loss of logits: against classes (or tokens), which are whole numbers, their
 /// cross-entropy over the last dimension; against masks, which are not, that of each pixel alone.

@@ -36,10 +36,10 @@ impl Sizes {
         self.file = found.map(|found| File { path, identity, found });
     }
 
-    /// Takes this kind's sizer out, for the time of a step that needs at least so much in each
-    /// memory.
-    pub(crate) fn take(&mut self, kind: &Kind, floors: &[u64]) -> Sizer {
-        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, floors))
+    /// Takes this kind's sizer out, for the time of a step. Of a new kind, `floors` says what a step
+    /// needs at least in each memory.
+    pub(crate) fn take(&mut self, kind: &Kind, floors: impl FnOnce() -> Vec<u64>) -> Sizer {
+        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, &floors()))
     }
 
     /// Puts it back, and writes down what it has found, if that is new.

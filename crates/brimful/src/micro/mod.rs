@@ -34,6 +34,7 @@ mod retry;
 pub(crate) mod tally;
 mod whole;
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,7 +47,7 @@ use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::loss::Part;
 use crate::memory::Memory;
-use crate::{Error, Result};
+use crate::{Error, Result, split};
 
 use attempt::{Scale, Undo};
 use layout::Arrangement;
@@ -67,6 +68,17 @@ pub enum Size {
     Auto,
     /// The largest size that fits the memory.
     Largest,
+}
+
+impl Size {
+    /// The samples, cut; `None` where the size is automatic.
+    pub(crate) fn cut(self, samples: usize) -> Result<Option<Vec<Range<usize>>>> {
+        match self {
+            Self::Fixed(size) => split::by_size(samples, size).map(Some),
+            Self::Count(count) => split::by_count(samples, count).map(Some),
+            Self::Auto | Self::Largest => Ok(None),
+        }
+    }
 }
 
 /// What is refused because it is not a finite number.
@@ -381,9 +393,7 @@ impl MicroBatcher {
     }
 
     fn parameters(&self) -> Vec<Tensor> {
-        let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
-        all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
+        parameters(&self.variables)
     }
 }
 
@@ -415,4 +425,11 @@ impl<O> Step<O> {
     fn with_story(self, story: Story) -> Self {
         Self { decisions: story.decisions, retries: story.retries, ..self }
     }
+}
+
+/// The variables that are being trained.
+fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
+    all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }

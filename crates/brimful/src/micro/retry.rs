@@ -3,18 +3,19 @@
 use std::error::Error as StdError;
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
+use tch::nn::Variables;
 
 use super::cut::{Cut, Watch};
-use super::{MicroBatcher, Size};
+use super::{MicroBatcher, parameters};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::memory::{self, Arena, Memory};
 use crate::oom::catch_unseen;
 use crate::optim::Method;
-use crate::{Error, Result, device, guard, split};
+use crate::{Error, Result, device, guard};
 
 impl MicroBatcher {
     /// Keeps memory for the state that an optimizer makes at its first step, until the first step
@@ -85,16 +86,12 @@ impl MicroBatcher {
         mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Story)> {
         let samples = batch::len(batch)?;
-        let given = match self.size {
-            Size::Fixed(size) => split::by_size(samples, size)?,
-            Size::Count(count) => split::by_count(samples, count)?,
-            Size::Auto | Size::Largest => {
-                let unlimited = || Memory::Arena(Arena::new("cpu"));
-                let memory = self.memory.get_or_insert_with(unlimited).clone();
-                return self.retried(&memory, Kind::of(used, batch), samples, run);
-            }
-        };
-        Ok((run(self, &mut Cut::given(given))?, Story::default()))
+        if let Some(ranges) = self.size.cut(samples)? {
+            return Ok((run(self, &mut Cut::given(ranges))?, Story::default()));
+        }
+        let unlimited = || Memory::Arena(Arena::new("cpu"));
+        let memory = self.memory.get_or_insert_with(unlimited).clone();
+        self.retried(&memory, Kind::of(used, batch), samples, run)
     }
 
     fn retried<T>(
@@ -105,9 +102,10 @@ impl MicroBatcher {
         mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Story)> {
         let mut story = Story::default();
-        let floor = if kind.is_training() { self.gradient_bytes() } else { 0 };
         loop {
-            let sizer = self.sizes.take(&kind, &[floor]);
+            let variables = &self.variables;
+            let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
+            let sizer = self.sizes.take(&kind, || vec![floor()]);
             let mut cut =
                 Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);
@@ -134,12 +132,6 @@ impl MicroBatcher {
         }
     }
 
-    /// What a step's gradients take.
-    fn gradient_bytes(&self) -> u64 {
-        let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
-        self.parameters().iter().map(bytes).sum()
-    }
-
     /// Takes note of a success, and of what it hides.
     fn calm_end(&mut self, watch: &mut Watch) -> Result<()> {
         let ending = watch.succeeded()?;
@@ -156,4 +148,10 @@ impl MicroBatcher {
         }
         Ok(())
     }
+}
+
+/// What a step's gradients take.
+fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
+    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
+    parameters(variables).iter().map(bytes).sum()
 }

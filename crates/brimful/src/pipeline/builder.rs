@@ -11,7 +11,7 @@ use super::device::{StageDevice, settled};
 use super::drawing::drawing;
 use super::error::PipelineError;
 use super::layout::Layout;
-use super::sized::{PipelineSizes, given};
+use super::sized::PipelineSizes;
 use super::worker::Blueprint;
 use super::{Pipeline, saved};
 use crate::balance::BalanceError;
@@ -102,7 +102,7 @@ impl Builder {
     pub fn build(self) -> Result<Pipeline> {
         self.check()?;
         let mut devices = settled(self.devices.clone())?;
-        if given(self.size, 1)?.is_none() {
+        if self.size.cut(1)?.is_none() {
             devices = devices.into_iter().map(StageDevice::counted).collect();
         }
         let question = Question {
@@ -158,7 +158,7 @@ impl Builder {
             schedule => return Err(PipelineError::NotExecuted { schedule }.into()),
         }
         // A size or count of 0 is refused before anything is built.
-        given(self.size, 1).map(drop)
+        self.size.cut(1).map(drop)
     }
 
     /// How many workers so many stages need.

@@ -37,15 +37,6 @@ struct Watched {
     room: Room,
 }
 
-/// The samples of a given size, cut; `None` where the size is automatic.
-pub(super) fn given(size: Size, samples: usize) -> Result<Option<Vec<Range<usize>>>> {
-    match size {
-        Size::Fixed(size) => split::by_size(samples, size).map(Some),
-        Size::Count(count) => split::by_count(samples, count).map(Some),
-        Size::Auto | Size::Largest => Ok(None),
-    }
-}
-
 impl Pipeline {
     /// Cuts the samples and calls `run`, until memory suffices everywhere.
     pub(super) fn sized<T>(
@@ -56,13 +47,13 @@ impl Pipeline {
         samples: usize,
         mut run: impl FnMut(&mut Self, &[Range<usize>]) -> Result<T>,
     ) -> Result<(T, Story)> {
-        if let Some(ranges) = given(size, samples)? {
+        if let Some(ranges) = size.cut(samples)? {
             return Ok((run(self, &ranges)?, Story::default()));
         }
         let kind = Kind::of(used, batch);
-        let mut story = Story::default();
+        let (mut story, devices) = (Story::default(), self.devices.len());
         loop {
-            let mut sizer = self.sizes.of(size).take(&kind, &vec![0; self.devices.len()]);
+            let mut sizer = self.sizes.of(size).take(&kind, || vec![0; devices]);
             let ended = self.try_size(&mut sizer, samples, &mut story, &mut run);
             self.sizes.of(size).put(kind.clone(), sizer);
             if let Some(value) = ended? {

@@ -5,7 +5,7 @@
 //! and the difference of the mean accuracies is put beside twice its own standard error.
 
 use anyhow::{Context, Result, bail};
-use brimful::{Bytes, device};
+use brimful::Bytes;
 use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::json;
@@ -14,7 +14,7 @@ use super::journal::Journal;
 use super::progress::Progress;
 use crate::args::{self, Command};
 use crate::commands::train::{self, Epoch, Trainer};
-use crate::setting::{MODELS, ModelName};
+use crate::setting::{self, MODELS, ModelName};
 
 /// Who trains, and what `brimful train` is told then.
 const CONTESTANTS: [(&str, &str); 3] = [
@@ -55,7 +55,7 @@ pub struct Options {
 
 /// Trains with one seed after the other, then compares.
 pub fn run(options: &Options) -> Result<()> {
-    let device = options.device.as_deref().map_or(Ok(device::best()), device::find)?;
+    let device = setting::device(options.device.as_deref())?;
     let facts = json!({
         "optimizer": "adamw",
         "batch_norm": "deferred",

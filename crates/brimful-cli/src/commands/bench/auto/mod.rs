@@ -9,7 +9,7 @@ mod subject;
 mod trials;
 
 use anyhow::{Result, ensure};
-use brimful::{Bytes, device};
+use brimful::Bytes;
 use clap::Args;
 use serde_json::json;
 use tch::Device;
@@ -17,7 +17,7 @@ use tch::Device;
 use super::journal::Journal;
 use super::progress::Progress;
 use super::work::{GptShape, Work};
-use crate::setting::{MODELS, ModelName, NumberType};
+use crate::setting::{self, MODELS, ModelName, NumberType};
 use report::Row;
 use subject::Subject;
 
@@ -68,10 +68,7 @@ pub struct Options {
 
 /// Measures row after row, and prints each as it comes.
 pub fn run(options: &Options) -> Result<()> {
-    let device = match &options.device {
-        Some(name) => device::find(name)?,
-        None => device::best(),
-    };
+    let device = setting::device(options.device.as_deref())?;
     let rows = options.rows(device)?;
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "replay": options.replay });
     let mut journal = Journal::begin(device, options.json, facts)?;

@@ -11,7 +11,6 @@ mod memory;
 mod report;
 
 use anyhow::Result;
-use brimful::device;
 use clap::Args;
 use serde_json::json;
 use tch::Device;
@@ -19,7 +18,7 @@ use tch::Device;
 use super::journal::Journal;
 use super::progress::Progress;
 use super::work::{self, GptShape, Work};
-use crate::setting::{MODELS, ModelName, NumberType};
+use crate::setting::{self, MODELS, ModelName, NumberType};
 
 /// Options of `brimful bench micro`.
 #[derive(Debug, Args)]
@@ -61,10 +60,7 @@ pub struct Options {
 
 /// Measures row after row, and prints each as it comes.
 pub fn run(options: &Options) -> Result<()> {
-    let device = match &options.device {
-        Some(name) => device::find(name)?,
-        None => device::best(),
-    };
+    let device = setting::device(options.device.as_deref())?;
     let rows = options.rows(device)?;
     if device != Device::Cpu {
         // The same in the peers' scripts: every micro-batch has one shape, so it pays.
