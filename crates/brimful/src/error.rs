@@ -8,9 +8,11 @@ use thiserror::Error;
 
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
+use crate::crew::CrewError;
 use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
+use crate::replicas::ReplicasError;
 use crate::schedule::{CostError, ScheduleError};
 
 /// What a call of this library can fail with.
@@ -522,9 +524,17 @@ pub enum Error {
     #[error(transparent)]
     Plan(#[from] PlanError),
 
+    /// A thread of a pipeline or of replicas that failed as such.
+    #[error(transparent)]
+    Crew(#[from] CrewError),
+
     /// A pipeline that cannot be built or used as asked.
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
+
+    /// Replicas that cannot be built.
+    #[error(transparent)]
+    Replicas(#[from] ReplicasError),
 
     /// A stage of a pipeline that failed.
     #[error(transparent)]

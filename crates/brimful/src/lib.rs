@@ -9,6 +9,7 @@ pub mod auto;
 pub mod balance;
 pub mod batch;
 pub mod bytes;
+pub mod crew;
 pub mod device;
 mod error;
 mod feed;
@@ -24,6 +25,7 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+pub mod replicas;
 pub mod save;
 pub mod schedule;
 pub mod split;
@@ -39,6 +41,7 @@ pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
 pub use pipeline::{Pipeline, is_recomputing};
 pub use random::Draws;
+pub use replicas::Replicas;
 /// The tch whose tensors this library takes.
 pub use tch;
 
