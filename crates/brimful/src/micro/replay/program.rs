@@ -9,6 +9,7 @@ use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Kind, Tensor};
 
 use super::readout::Readout;
+use super::room::stock_up;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::Part;
@@ -38,6 +39,8 @@ pub(super) struct Program {
 pub(super) struct Setting {
     pub(super) device: Device,
     pub(super) stream: Stream,
+    /// Bytes that the captured work is expected to need.
+    pub(super) need: u64,
 }
 
 /// A stream for captures, on which cuBLAS has its workspace already: taken during a capture it would
@@ -89,6 +92,7 @@ impl Program {
         setting.stream.wait(&ready)?;
         let inside = setting.stream.enter()?;
         let capture = Capture::begin(setting.device, pool)?;
+        stock_up(setting.device, setting.need)?;
         let (statistics, result) = rows.go_on(|| {
             let (terms, output) = forward(statics, f)?;
             let readout = Readout::of(&terms)?;
