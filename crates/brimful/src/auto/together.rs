@@ -8,7 +8,7 @@ use super::sizer::{Room, Sizer};
 use super::story::Story;
 use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
-use crate::{Error, Result};
+use crate::{Error, Result, split};
 
 /// The memories of a step, as they were before it. One that is not counted has all that the machine
 /// has.
@@ -27,7 +27,7 @@ impl Together {
     pub(crate) fn now(memories: impl IntoIterator<Item = Option<Memory>>) -> Result<Self> {
         let watch = |memory: Option<Memory>| {
             let before = memory.as_ref().map(Memory::usage).transpose()?;
-            let unlimited = Room { available: u64::MAX, budget: u64::MAX };
+            let unlimited = Room { available: u64::MAX, budget: u64::MAX, held: 0 };
             let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, 0))?;
             Ok::<_, Error>(Watched { memory, before, room })
         };
@@ -45,7 +45,7 @@ impl Together {
     ) -> Result<Option<T>> {
         let rooms: Vec<Room> = self.0.iter().map(|watched| watched.room).collect();
         let trial = sizer.next_whole(&rooms, samples);
-        let mut decision = trial.decision(samples.div_ceil(trial.size), sizer, &rooms);
+        let mut decision = trial.decision(&split::by_size(samples, trial.size)?, sizer, &rooms);
         let start = Instant::now();
         match run(trial.size) {
             Ok(value) => {
@@ -79,7 +79,7 @@ impl Together {
             _ => Ok(0),
         };
         let needs = self.0.iter().map(need).collect::<Result<Vec<_>>>()?;
-        sizer.observe_needs(decision.size, &needs);
+        sizer.observe_needs(decision.size, &needs, decision.micro_batches == 1);
         decision.measured = needs.into_iter().max().map(Bytes);
         Ok(())
     }
