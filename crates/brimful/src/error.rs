@@ -12,6 +12,7 @@ use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::schedule::{CostError, ScheduleError};
+use crate::world::WorldError;
 
 /// What a call of this library can fail with.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -529,6 +530,10 @@ pub enum Error {
     /// A stage of a pipeline that failed.
     #[error(transparent)]
     Stage(Box<StageError>),
+
+    /// Ranks cannot go on together.
+    #[error(transparent)]
+    World(#[from] WorldError),
 }
 
 /// An error that a user's closure returned, as it was.

@@ -8,6 +8,7 @@ use thiserror::Error;
 use crate::Error;
 use crate::oom::{self, Caught, OutOfMemory};
 use crate::schedule::{Action, Schedule};
+use crate::world::WorldError;
 
 /// A pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -168,6 +169,7 @@ impl Error {
                 Cause::Error(error) => error.out_of_memory(),
                 Cause::Panic(_) => None,
             },
+            Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
             _ => None,
         }
     }
