@@ -14,6 +14,7 @@ use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::replicas::ReplicasError;
 use crate::schedule::{CostError, ScheduleError};
+use crate::world::WorldError;
 
 /// What a call of this library can fail with.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -539,6 +540,10 @@ pub enum Error {
     /// A stage of a pipeline that failed.
     #[error(transparent)]
     Stage(Box<StageError>),
+
+    /// Ranks cannot go on together.
+    #[error(transparent)]
+    World(#[from] WorldError),
 }
 
 /// An error that a user's closure returned, as it was.

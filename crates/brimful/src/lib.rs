@@ -30,6 +30,7 @@ pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+pub mod world;
 
 pub use auto::Auto;
 pub use batch::{Batch, Shared};
@@ -44,6 +45,7 @@ pub use random::Draws;
 pub use replicas::Replicas;
 /// The tch whose tensors this library takes.
 pub use tch;
+pub use world::World;
 
 /// The result of this library's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

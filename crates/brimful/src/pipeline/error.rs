@@ -7,6 +7,7 @@ use thiserror::Error;
 use crate::Error;
 use crate::oom::OutOfMemory;
 use crate::schedule::{Action, Schedule};
+use crate::world::WorldError;
 
 /// A pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -140,6 +141,7 @@ impl Error {
                 Cause::Error(error) => error.out_of_memory(),
                 Cause::Panic(_) => None,
             },
+            Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
             _ => None,
         }
     }
