@@ -7,7 +7,7 @@ MIRI_TESTS ?= -p brimful --lib -- split:: bytes:: oom::tests::each oom::tests::c
 ONE_THREAD := OMP_NUM_THREADS=1
 
 BRIMFUL := cargo run --release -q -p brimful-cli --
-CHECKS := format clippy test setup-test docs licences miri
+CHECKS := format typos clippy test setup-test docs package licences miri
 
 .PHONY: help demo test check bench clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
@@ -54,8 +54,16 @@ clippy: libtorch
 setup-test:
 	scripts/test-libtorch
 
-docs: libtorch
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace
+typos:
+	@scripts/typos
+
+# As they are built for the registry, where there is no libtorch.
+docs: rust
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace --features doc-only
+
+# Builds nothing: the release does.
+package: rust
+	cargo package --quiet --workspace --exclude brimful-guide --no-verify --allow-dirty
 
 licences: rust
 	@if command -v cargo-deny >/dev/null; \

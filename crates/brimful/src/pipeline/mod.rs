@@ -54,6 +54,7 @@ mod job;
 mod layout;
 mod optimizer;
 mod optimizer_state;
+mod own_actions;
 mod recompute;
 mod report;
 mod run;
