@@ -115,6 +115,7 @@ pub mod auto;
 pub mod balance;
 pub mod batch;
 pub mod bytes;
+pub mod crew;
 pub mod device;
 mod error;
 mod feed;
@@ -130,10 +131,12 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+pub mod replicas;
 pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+pub mod world;
 
 pub use auto::Auto;
 pub use batch::{Batch, Shared};
@@ -145,8 +148,10 @@ pub use loss::Loss;
 pub use micro::{MicroBatcher, Size, Step};
 pub use pipeline::{Pipeline, is_recomputing};
 pub use random::Draws;
+pub use replicas::Replicas;
 /// The tch whose tensors this library takes.
 pub use tch;
+pub use world::World;
 
 /// The result of this library's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

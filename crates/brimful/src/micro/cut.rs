@@ -15,7 +15,7 @@ use crate::{Result, feed, split};
 
 /// A mini-batch on its way through the device.
 #[derive(Debug)]
-pub(super) struct Cut {
+pub(crate) struct Cut {
     samples: usize,
     /// The first sample that has not been handed out.
     next: usize,
@@ -58,7 +58,7 @@ struct Piece {
 }
 
 impl Cut {
-    pub(super) fn given(ranges: Vec<Range<usize>>) -> Self {
+    pub(crate) fn given(ranges: Vec<Range<usize>>) -> Self {
         let samples = ranges.last().map_or(0, |last| last.end);
         Self { samples, next: 0, pieces: Pieces::Given(ranges), sizes: Vec::new() }
     }

@@ -3,13 +3,10 @@
 use std::error::Error as StdError;
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
-
-use tch::Tensor;
-use tch::nn::Variables;
+use std::sync::PoisonError;
 
 use super::cut::{Cut, Watch};
-use super::{MicroBatcher, parameters};
+use super::{MicroBatcher, gradient_bytes};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::memory::{self, Arena, Memory};
@@ -148,10 +145,4 @@ impl MicroBatcher {
         }
         Ok(())
     }
-}
-
-/// What a step's gradients take.
-fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
-    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
-    parameters(variables).iter().map(bytes).sum()
 }

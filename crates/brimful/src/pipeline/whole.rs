@@ -7,7 +7,6 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::attempt::Told;
-use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
@@ -17,6 +16,7 @@ use super::{Pipeline, Work, inputs};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Batch};
+use crate::crew::{drawing, undisturbed};
 use crate::schedule::Actions;
 
 /// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
