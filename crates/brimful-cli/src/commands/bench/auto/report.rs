@@ -21,6 +21,7 @@ const STEADY_STEPS: usize = 5;
 /// A row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
+    contestant: &'static str,
     model: ModelName,
     shape: String,
     dtype: NumberType,
@@ -83,6 +84,7 @@ impl Row {
         let (fastest, best) = fastest(subject, best, &samples)?;
         let work = &subject.work;
         Ok(Self {
+            contestant: if subject.replay { "brimful, replay" } else { "brimful" },
             model: work.model,
             shape: work.shape(),
             dtype: work.dtype,

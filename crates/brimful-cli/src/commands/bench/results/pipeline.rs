@@ -1,0 +1,166 @@
+//! Pipelines: each beside its limits, beside the peers with the same schedule, and the best of ours.
+
+use super::chart::{Bar, Panel};
+use super::row::{Row, Side, best, grouped, over};
+use super::table::{Cell, Column, Line, Table};
+
+const COLUMNS: [Column; 13] = [
+    ("pipeline", "stages, schedule, recompute"),
+    ("contestant", "who"),
+    ("samples_per_s", "samples/s"),
+    ("ratio", "over one thread"),
+    ("limit", "bubble's limit"),
+    ("simulated", "balance's limit"),
+    ("machine", "machine"),
+    ("of_limit", "of bubble's"),
+    ("of_balance", "of balance's"),
+    ("over_peer", ": peer"),
+    ("bubble", "bubble"),
+    ("peak_bytes", "peak MiB"),
+    ("spread", "spread"),
+];
+
+pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {
+    let table = |(title, group): (String, Vec<&Row>)| {
+        let mut lines = references(&group);
+        for stages in stage_counts(&group) {
+            lines.extend(contest(&group, stages));
+        }
+        Table { title, columns: COLUMNS.into(), lines }
+    };
+    grouped(rows, work).into_iter().map(table).collect()
+}
+
+/// A panel for each work and number of stages, with what bubble and machine allow as marks.
+pub(super) fn panels(rows: &[&Row]) -> Vec<Panel> {
+    let panel = |title: &str, group: &[&Row], stages: f64| {
+        let bar = |row: &&Row| Bar {
+            value: row.number("ratio").ok_or_else(|| row.error().unwrap_or("failed").to_owned()),
+            points: Vec::new(),
+            mark: over_limits(row, "limit"),
+            ..Bar::of_speed(row, format!("{}, {}", short_name(row), schedule(row)))
+        };
+        let bars = of_stages(group, stages).map(|row| bar(&row)).collect();
+        let title = format!("{title}, {stages} stages");
+        Panel {
+            title,
+            unit: "speed over one thread's",
+            bars,
+            mark: "bubble's limit × machine",
+            is_zoomed: false,
+        }
+    };
+    let works = grouped(rows, work);
+    let panels = works.iter().flat_map(|(title, group)| {
+        let counts = stage_counts(group).into_iter();
+        counts.map(|stages| panel(title, group, stages))
+    });
+    panels.collect()
+}
+
+fn work(row: &Row) -> String {
+    format!(
+        "{} on {}, {} micro-batches of {}",
+        row.model(),
+        row.text("device"),
+        row.text("micro_batches"),
+        row.text("micro_batch")
+    )
+}
+
+fn schedule(row: &Row) -> String {
+    match row.text("recompute").as_str() {
+        "never" => row.text("schedule"),
+        recompute => format!("{}, {recompute}", row.text("schedule")),
+    }
+}
+
+fn short_name(row: &Row) -> String {
+    row.contestant().replace("torch.distributed.pipelining", "torch pipelining")
+}
+
+fn stage_counts(rows: &[&Row]) -> Vec<f64> {
+    let rows = rows.iter().filter(|row| row.side() != Side::Reference);
+    let mut counts: Vec<f64> = rows.filter_map(|row| row.number("stages")).collect();
+    counts.sort_by(f64::total_cmp);
+    counts.dedup();
+    counts
+}
+
+fn of_stages<'a>(rows: &[&'a Row], stages: f64) -> impl Iterator<Item = &'a Row> {
+    let rows = rows.iter().copied().filter(|row| row.side() != Side::Reference);
+    rows.filter(move |row| row.number("stages") == Some(stages))
+}
+
+/// What one thread does, by either library: the median of those that ran beside a number of stages.
+fn references(group: &[&Row]) -> Vec<Line> {
+    let alone: Vec<&Row> =
+        group.iter().copied().filter(|row| row.side() == Side::Reference).collect();
+    let line = |(name, rows): (String, Vec<&Row>)| {
+        let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
+        speeds.sort_by(f64::total_cmp);
+        let cells = [Cell::text("–"), Cell::text(name)];
+        let median = speeds.get(speeds.len() / 2).copied();
+        Line::Figures(cells.into_iter().chain([Cell::Number(median)]).collect())
+    };
+    grouped(&alone, Row::contestant).into_iter().map(line).collect()
+}
+
+/// The lines of one number of stages, the best of ours last.
+fn contest(group: &[&Row], stages: f64) -> Vec<Line> {
+    let rows: Vec<&Row> = of_stages(group, stages).collect();
+    let peers = || rows.iter().copied().filter(|row| row.side() == Side::Peer);
+    let same = |row: &Row| {
+        let like = |peer: &&Row| {
+            ["schedule", "recompute"].iter().all(|key| peer.text(key) == row.text(key))
+        };
+        best(peers().filter(like))
+    };
+    let mut lines: Vec<Line> = rows.iter().map(|row| line(row, same(row))).collect();
+    let ours = rows.iter().filter(|row| row.side() == Side::Ours);
+    let winner = ours.max_by(|a, b| f64::total_cmp(&speed_or_0(a), &speed_or_0(b)));
+    if let (Some(winner), Some(peer)) = (winner, best(peers())) {
+        let name = format!("{stages}, best of each: {}", schedule(winner));
+        lines.push(figures(winner, name, Some(peer)));
+    }
+    lines
+}
+
+fn speed_or_0(row: &Row) -> f64 {
+    row.speed().unwrap_or_default()
+}
+
+fn line(row: &Row, peer: Option<f64>) -> Line {
+    let keys = ["stages", "schedule", "recompute"].map(|key| row.text(key));
+    let name = keys.join(", ");
+    if let Some(error) = row.error() {
+        return Line::Failed(
+            vec![Cell::Text(name), Cell::text(row.contestant())],
+            error.to_owned(),
+        );
+    }
+    figures(row, name, peer.filter(|_| row.side() == Side::Ours))
+}
+
+fn figures(row: &Row, name: String, peer: Option<f64>) -> Line {
+    Line::Figures(vec![
+        Cell::Text(name),
+        Cell::text(row.contestant()),
+        Cell::Number(row.speed()),
+        Cell::Ratio(row.number("ratio"), 3),
+        Cell::Ratio(row.number("limit"), 3),
+        Cell::Ratio(row.number("simulated"), 3),
+        Cell::Ratio(row.number("machine"), 3),
+        Cell::Ratio(over(row.number("ratio"), over_limits(row, "limit")), 3),
+        Cell::Ratio(over(row.number("ratio"), over_limits(row, "simulated")), 3),
+        Cell::Ratio(over(row.speed(), peer), 3),
+        Cell::Percent(row.number("bubble"), 1),
+        Cell::Bytes(row.number("peak_bytes")),
+        Cell::Percent(row.number("spread"), 1),
+    ])
+}
+
+/// A limit of the ratio, times what the machine gives.
+fn over_limits(row: &Row, limit: &str) -> Option<f64> {
+    Some(row.number(limit)? * row.number("machine")?)
+}
