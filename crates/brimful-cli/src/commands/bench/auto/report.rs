@@ -26,7 +26,7 @@ pub(super) struct Row {
     shape: String,
     dtype: NumberType,
     batch: usize,
-    limit: Bytes,
+    limit_bytes: Bytes,
     largest: Option<Largest>,
     #[serde(flatten)]
     fastest: Fastest,
@@ -89,7 +89,7 @@ impl Row {
             shape: work.shape(),
             dtype: work.dtype,
             batch: work.batch,
-            limit: subject.limit,
+            limit_bytes: subject.limit,
             largest,
             fastest,
             best,
@@ -132,7 +132,7 @@ impl Row {
         format!(
             "  {:>10} | {largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}\
              {samples_per_s:>11.1}{of_fixed:>10}{best}",
-            self.limit.to_string()
+            self.limit_bytes.to_string()
         )
     }
 }

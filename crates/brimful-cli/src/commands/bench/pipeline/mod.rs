@@ -21,6 +21,7 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful_torch::threads;
 use clap::Args;
 use serde_json::json;
+use tch::Device;
 
 use super::journal::{Journal, Output};
 use super::progress::Progress;
@@ -55,7 +56,7 @@ pub struct Options {
     /// Micro-batches in a mini-batch
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// Samples in a micro-batch [default: 1 of a gpt, 2 of a ResNet, 32 of an mlp]
+    /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     /// Where it is trained: cpu, or cuda:0, where all stages share the device
@@ -92,11 +93,12 @@ pub fn run(options: &Options) -> Result<()> {
         "batch_norm": "deferred",
     });
     let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
-    let works = options.works();
+    let works = options.works(device);
     let repeats = options.repeats as usize;
     let progress = Progress::new(works.len() * options.stages.len() * contest::turns(repeats));
     let mut picture = None;
     for work in works {
+        work.dtype.prepare(device)?;
         let sample = work.samples(work.micro_batch).0;
         progress.row(&format!("{}: the layers", work.title()));
         let profile = Profile::measure(&work.layers()?, device, &sample)?;
@@ -114,25 +116,25 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 impl Options {
-    fn works(&self) -> Vec<Work> {
+    fn works(&self, device: Device) -> Vec<Work> {
         let models = if self.table {
             &[ModelName::Gpt, ModelName::Resnet101]
         } else {
             self.model.as_slice()
         };
-        models.iter().map(|&model| self.work(model)).collect()
+        models.iter().map(|&model| self.work(model, device)).collect()
     }
 
-    fn work(&self, model: ModelName) -> Work {
+    fn work(&self, model: ModelName, device: Device) -> Work {
         let usual = match model {
             ModelName::Mlp => 32,
-            ModelName::Gpt => 1,
+            ModelName::Gpt | ModelName::UNet { .. } => 1,
             _ => 2,
         };
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
         Work {
             model,
-            dtype: NumberType::F32,
+            dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
             batch: micro_batch * self.micro_batches as usize,
             micro_batch,
             image: i64::from(self.image),

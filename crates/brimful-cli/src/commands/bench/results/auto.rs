@@ -68,7 +68,7 @@ pub(super) fn panels(rows: &[&Row]) -> Vec<Panel> {
 }
 
 fn work(row: &Row) -> String {
-    let megabytes = row.number("limit").unwrap_or_default() / 1e6;
+    let megabytes = row.number("limit_bytes").unwrap_or_default() / 1e6;
     format!("{}, {megabytes:.0} MB, {}", row.model(), row.text("batch"))
 }
 

@@ -4,7 +4,10 @@ use super::chart::{Bar, Panel};
 use super::row::{Row, Side, best, grouped, over};
 use super::table::{Cell, Column, Line, Table};
 
-const COLUMNS: [Column; 13] = [
+/// The peers' model on one thread.
+const PEERS_ALONE: &str = "PyTorch, one thread";
+
+const COLUMNS: [Column; 14] = [
     ("pipeline", "stages, schedule, recompute"),
     ("contestant", "who"),
     ("samples_per_s", "samples/s"),
@@ -15,6 +18,7 @@ const COLUMNS: [Column; 13] = [
     ("of_limit", "of bubble's"),
     ("of_balance", "of balance's"),
     ("over_peer", ": peer"),
+    ("published_ratio", "published"),
     ("bubble", "bubble"),
     ("peak_bytes", "peak MiB"),
     ("spread", "spread"),
@@ -34,18 +38,15 @@ pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {
 /// A panel for each work and number of stages, with what bubble and machine allow as marks.
 pub(super) fn panels(rows: &[&Row]) -> Vec<Panel> {
     let panel = |title: &str, group: &[&Row], stages: f64| {
-        let bar = |row: &&Row| Bar {
-            value: row.number("ratio").ok_or_else(|| row.error().unwrap_or("failed").to_owned()),
-            points: Vec::new(),
-            mark: over_limits(row, "limit"),
-            ..Bar::of_speed(row, format!("{}, {}", short_name(row), schedule(row)))
+        let bar = |row: &Row| {
+            let alone = over(row.speed(), row.number("ratio"));
+            let mark = alone.and_then(|alone| Some(alone * over_limits(row, "limit")?));
+            Bar { mark, ..Bar::of_speed(row, format!("{}, {}", row.contestant(), schedule(row))) }
         };
-        let bars = of_stages(group, stages).map(|row| bar(&row)).collect();
-        let title = format!("{title}, {stages} stages");
         Panel {
-            title,
-            unit: "speed over one thread's",
-            bars,
+            title: format!("{title}, {stages} stages"),
+            unit: "samples/s",
+            bars: of_stages(group, stages).map(bar).collect(),
             mark: "bubble's limit × machine",
             is_zoomed: false,
         }
@@ -73,10 +74,6 @@ fn schedule(row: &Row) -> String {
         "never" => row.text("schedule"),
         recompute => format!("{}, {recompute}", row.text("schedule")),
     }
-}
-
-fn short_name(row: &Row) -> String {
-    row.contestant().replace("torch.distributed.pipelining", "torch pipelining")
 }
 
 fn stage_counts(rows: &[&Row]) -> Vec<f64> {
@@ -116,7 +113,18 @@ fn contest(group: &[&Row], stages: f64) -> Vec<Line> {
         };
         best(peers().filter(like))
     };
-    let mut lines: Vec<Line> = rows.iter().map(|row| line(row, same(row))).collect();
+    let figures = |row: &Row, name: String, peer: Option<f64>| {
+        Line::Figures(figures(row, name, ratio(row, group), peer))
+    };
+    let line = |row: &&Row| {
+        let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
+        if let Some(error) = row.error() {
+            let cells = vec![Cell::Text(name), Cell::text(row.contestant())];
+            return Line::Failed(cells, error.to_owned());
+        }
+        figures(row, name, same(row).filter(|_| row.side() == Side::Ours))
+    };
+    let mut lines: Vec<Line> = rows.iter().map(line).collect();
     let ours = rows.iter().filter(|row| row.side() == Side::Ours);
     let winner = ours.max_by(|a, b| f64::total_cmp(&speed_or_0(a), &speed_or_0(b)));
     if let (Some(winner), Some(peer)) = (winner, best(peers())) {
@@ -130,34 +138,29 @@ fn speed_or_0(row: &Row) -> f64 {
     row.speed().unwrap_or_default()
 }
 
-fn line(row: &Row, peer: Option<f64>) -> Line {
-    let keys = ["stages", "schedule", "recompute"].map(|key| row.text(key));
-    let name = keys.join(", ");
-    if let Some(error) = row.error() {
-        return Line::Failed(
-            vec![Cell::Text(name), Cell::text(row.contestant())],
-            error.to_owned(),
-        );
-    }
-    figures(row, name, peer.filter(|_| row.side() == Side::Ours))
+/// Speed over that of one thread: ours is in the row, a peer's over its own model's.
+fn ratio(row: &Row, group: &[&Row]) -> Option<f64> {
+    let alone = || group.iter().find(|row| row.contestant() == PEERS_ALONE);
+    row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()))
 }
 
-fn figures(row: &Row, name: String, peer: Option<f64>) -> Line {
-    Line::Figures(vec![
+fn figures(row: &Row, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<Cell> {
+    vec![
         Cell::Text(name),
         Cell::text(row.contestant()),
         Cell::Number(row.speed()),
-        Cell::Ratio(row.number("ratio"), 3),
+        Cell::Ratio(ratio, 3),
         Cell::Ratio(row.number("limit"), 3),
         Cell::Ratio(row.number("simulated"), 3),
         Cell::Ratio(row.number("machine"), 3),
-        Cell::Ratio(over(row.number("ratio"), over_limits(row, "limit")), 3),
-        Cell::Ratio(over(row.number("ratio"), over_limits(row, "simulated")), 3),
+        Cell::Ratio(over(ratio, over_limits(row, "limit")), 3),
+        Cell::Ratio(over(ratio, over_limits(row, "simulated")), 3),
         Cell::Ratio(over(row.speed(), peer), 3),
+        Cell::Ratio(row.number("published_ratio"), 3),
         Cell::Percent(row.number("bubble"), 1),
         Cell::Bytes(row.number("peak_bytes")),
         Cell::Percent(row.number("spread"), 1),
-    ])
+    ]
 }
 
 /// A limit of the ratio, times what the machine gives.
