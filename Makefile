@@ -6,14 +6,13 @@ MIRI_TESTS ?= -p brimful --lib -- split:: bytes:: oom::tests::each oom::tests::c
 # Tests run side by side: threads within each would only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-BRIMFUL := cargo run --release -q -p brimful-cli --
 CHECKS := format clippy test setup-test docs licences miri
 
-.PHONY: help demo test check bench clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench bench-peers clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
 
 demo: libtorch ## show what brimful does, in a minute
 	@cargo run -p brimful-cli -- demo
@@ -28,10 +27,14 @@ check: ## format, lints, tests, docs, licences: what must hold before a commit
 		echo "check: $$part took $$(($$(date +%s) - start)) s"; \
 	done
 
-bench: libtorch ## measure speed and memory against plain libtorch
-	@$(BRIMFUL) bench arena
-	@$(BRIMFUL) bench micro
-	@$(BRIMFUL) bench micro --memory --micro-batch 2
+bench: libtorch ## measure speed and memory, a small table of each kind: build/bench
+	@cargo build --release -q -p brimful-cli
+	@PEERS=none bench/run build/bench
+
+bench-peers: libtorch ## set the peers up, and measure them in turns with ours: build/bench
+	@cargo build --release -q -p brimful-cli
+	@bench/peers/setup
+	@bench/run build/bench micro auto pipeline
 
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean
