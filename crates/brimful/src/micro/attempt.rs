@@ -110,11 +110,11 @@ impl MicroBatcher {
             cut.each(batch, this.device, |i, samples, micro_batch| {
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
-                this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
+                let unseen = this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                Ok(this.replay.needed())
+                Ok(unseen)
             })?;
             let groups = pass.groups();
             Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))
