@@ -1,5 +1,6 @@
 //! Counts a step's loss: numerators and denominators on the device, read once at the end.
 
+use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::NonFinite;
@@ -23,7 +24,7 @@ struct Line {
     parts: Vec<Option<(Tensor, Weight)>>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum LineOver {
     Samples,
     Given,
@@ -33,7 +34,7 @@ enum LineOver {
 }
 
 /// A group of terms whose gradients have one common factor at the end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Group {
     /// Nothing is left to divide by.
     Done,
@@ -99,12 +100,39 @@ impl Tally {
         Ok(())
     }
 
-    /// Adds a later mini-batch of the same step.
-    pub(super) fn extend(&mut self, later: Self) {
+    /// Adds a later mini-batch, or another replica's part, of the same step.
+    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
+        let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
+        let (before, now) = (self.terms.len(), later.terms.len());
+        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
+            return Err(Error::TermsDiffer { before, now });
+        }
         for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
             mine.parts.extend(theirs.parts);
         }
         self.norms.extend(later.norms);
+        Ok(())
+    }
+
+    /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
+    pub(crate) fn fetched(mut self) -> Result<Self> {
+        let Some(all) = self.on_host()? else { return Ok(self) };
+        let mut numbers = all.f_split(1, 0)?.into_iter();
+        let mut put = |place: &mut Tensor| {
+            if let Some(number) = numbers.next() {
+                *place = number;
+            }
+        };
+        for (value, weight) in
+            self.terms.iter_mut().flat_map(|line| line.parts.iter_mut().flatten())
+        {
+            put(value);
+            if let Weight::Tensor(weight) = weight {
+                put(weight);
+            }
+        }
+        self.norms.iter_mut().for_each(put);
+        Ok(self)
     }
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
@@ -119,10 +147,10 @@ impl Tally {
     }
 
     /// Reads everything from the device, at once.
-    pub(crate) fn read(&self, policy: NonFinite) -> Result<Totals> {
+    pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
         let mut numbers = self.fetch()?.into_iter();
         let mut next = || numbers.next().unwrap_or(f64::NAN);
-        let mut totals = Totals::default();
+        let mut counted = Counted::default();
         for (index, line) in self.terms.iter().enumerate() {
             let (mut numerator, mut denominator) = (0.0, 0.0);
             for (micro_batch, part) in line.parts.iter().enumerate() {
@@ -138,16 +166,22 @@ impl Tally {
                 numerator += if line.over == LineOver::Undivided { value } else { value * weight };
                 denominator += weight;
             }
-            totals.add(index, line, numerator, denominator)?;
+            let Line { over, factor, .. } = *line;
+            counted.0.push(CountedLine { over, factor, numerator, denominator });
         }
         match (0..self.norms.len()).find(|_| !next().is_finite()) {
             Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
-            None => Ok(totals),
+            None => Ok(counted),
         }
     }
 
-    /// All that is on the device, in the order of `read`, in one transfer.
+    /// All numbers, in the order of `read`.
     fn fetch(&self) -> Result<Vec<f64>> {
+        Ok(self.on_host()?.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?)
+    }
+
+    /// All that is on the device, in the order of `read`, in one transfer.
+    fn on_host(&self) -> Result<Option<Tensor>> {
         let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
         let mut tensors = Vec::new();
         for (value, weight) in parts {
@@ -158,10 +192,9 @@ impl Tally {
         }
         tensors.extend(&self.norms);
         if tensors.is_empty() {
-            return Ok(Vec::new());
+            return Ok(None);
         }
-        let all = Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?;
-        Ok(Vec::try_from(&all)?)
+        Ok(Some(Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?))
     }
 }
 
@@ -205,7 +238,48 @@ fn double(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
 }
 
-/// A step's loss, read.
+/// The terms of a loss over some micro-batches, read: those of others can be added.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Counted(Vec<CountedLine>);
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct CountedLine {
+    over: LineOver,
+    factor: f64,
+    numerator: f64,
+    denominator: f64,
+}
+
+impl Counted {
+    /// Adds what others have counted in the same step.
+    pub(crate) fn add(&mut self, others: Self) -> Result<()> {
+        if self.0.is_empty() {
+            *self = others;
+            return Ok(());
+        }
+        let same = |(a, b): (&CountedLine, &CountedLine)| a.over == b.over;
+        let (before, now) = (self.0.len(), others.0.len());
+        if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
+            return Err(Error::TermsDiffer { before, now });
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(others.0) {
+            mine.numerator += theirs.numerator;
+            mine.denominator += theirs.denominator;
+        }
+        Ok(())
+    }
+
+    /// The loss, now that all is counted.
+    pub(crate) fn totals(&self) -> Result<Totals> {
+        let mut totals = Totals::default();
+        for (index, line) in self.0.iter().enumerate() {
+            totals.add(index, line)?;
+        }
+        Ok(totals)
+    }
+}
+
+/// A step's loss.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) loss: f64,
@@ -215,8 +289,9 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    fn add(&mut self, index: usize, line: &Line, numerator: f64, denominator: f64) -> Result<()> {
-        let divided = match line.over {
+    fn add(&mut self, index: usize, line: &CountedLine) -> Result<()> {
+        let CountedLine { over, numerator, denominator, .. } = *line;
+        let divided = match over {
             LineOver::Nothing | LineOver::Once => numerator,
             _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
             _ => numerator / denominator,

@@ -1,0 +1,113 @@
+//! Tensors that all ranks sum up, get from one, or give to the first.
+
+use std::sync::Arc;
+
+use brimful_torch::foreach;
+use tch::{Device, Tensor};
+
+use super::{Turn, World};
+use crate::{Error, Result};
+
+impl World {
+    /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
+    /// and kinds. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn sum(&self, tensors: &[Tensor]) -> Result<()> {
+        if self.size() == 1 || tensors.is_empty() {
+            return Ok(());
+        }
+        let (turn, all) = (self.turn()?, self.everyone());
+        let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
+        let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat));
+        for summing in summing.collect::<Result<Vec<_>>>()? {
+            summing.wait()?;
+        }
+        put_back(tensors, &flat)
+    }
+
+    /// Gives each tensor the values that it has on the rank `from`.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn broadcast(&self, tensors: &[Tensor], from: usize) -> Result<()> {
+        let came = self.spread(&[from], if self.rank() == from { tensors } else { &[] })?;
+        put_back(tensors, &came[0])
+    }
+
+    /// Brings every rank's named tensors to rank 0, where all of them come back; the other ranks get
+    /// their own back.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
+        let names: Vec<String> = named.iter().map(|(name, _)| name.clone()).collect();
+        let names = self.share("gather", &names)?;
+        let turn = self.turn()?;
+        if self.rank() != 0 {
+            let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));
+            turn.outlet(0, 0, 1).send(&vec![values.collect()])?;
+            return Ok(named);
+        }
+        let mut all = named;
+        for (from, names) in names.into_iter().enumerate().skip(1) {
+            let came = turn.inlet(from, 0, 1, None)?.take()?;
+            all.extend(names.into_iter().zip(came.into_iter().flatten().flatten()));
+        }
+        Ok(all)
+    }
+
+    /// Gives all ranks the tensors of each of `roots`, in that order.
+    pub(crate) fn spread(&self, roots: &[usize], own: &[Tensor]) -> Result<Vec<Vec<Tensor>>> {
+        self.spread_in(&self.turn()?, roots, own)
+    }
+
+    /// The same as a part of a turn, on a channel of its own.
+    pub(crate) fn spread_in(
+        &self,
+        turn: &Turn,
+        roots: &[usize],
+        own: &[Tensor],
+    ) -> Result<Vec<Vec<Tensor>>> {
+        if roots.contains(&self.rank()) {
+            let parcel = vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+            self.others()
+                .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(&parcel)?))?;
+        }
+        let of_root = |root: &usize| {
+            if *root == self.rank() {
+                return Ok(own.iter().map(Tensor::shallow_clone).collect());
+            }
+            let came = turn.inlet(*root, 0, 1, None)?.take()?;
+            Ok(came.into_iter().flatten().flatten().collect())
+        };
+        roots.iter().map(of_root).collect()
+    }
+
+    /// All ranks, in order.
+    pub(crate) fn everyone(&self) -> Arc<[usize]> {
+        (0..self.size()).collect()
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        (0..self.size()).filter(|rank| *rank != self.rank())
+    }
+}
+
+/// The numbers in one piece of the host's memory: the tensor itself where they are.
+fn flat(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
+}
+
+fn put_back(tensors: &[Tensor], values: &[Tensor]) -> Result<()> {
+    let detached = tensors.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>()?;
+    let moved = |(into, from): &(Tensor, &Tensor)| into.data_ptr() != from.data_ptr();
+    let (into, from): (Vec<_>, Vec<_>) = detached
+        .into_iter()
+        .zip(values)
+        .filter(moved)
+        .map(|(into, from)| (into, from.shallow_clone()))
+        .unzip();
+    if into.is_empty() { Ok(()) } else { Ok(foreach::copy(&into, &from)?) }
+}
