@@ -247,7 +247,9 @@ impl MicroBatcher {
             Ok(this.settle(window, start)?.with_outputs(outputs))
         })?;
         self.reserved = 0;
-        self.arrangement.observe(step.samples, step.time, self.replay.take_new());
+        if self.arrangement.observe(step.samples, step.time, self.replay.take_new()) {
+            self.sizes.forget_rates();
+        }
         Ok(step.with_story(story))
     }
 
