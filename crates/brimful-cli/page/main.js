@@ -43,4 +43,5 @@ if (run.timelines.length > 0) {
 byId("zoom-in").addEventListener("click", () => timeline?.zoom(ZOOM));
 byId("zoom-out").addEventListener("click", () => timeline?.zoom(1 / ZOOM));
 byId("zoom-all").addEventListener("click", () => timeline?.all());
+addEventListener("scroll", hideTooltip, { passive: true });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline?.resize());

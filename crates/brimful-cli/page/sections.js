@@ -32,7 +32,7 @@ function headFacts({ steps, tests, timelines, devices }) {
   }
   const step = timelines.at(-1)?.measured ?? timelines[0]?.simulated;
   if (step) facts.push(["Step", time(step.makespan, step.unit, 3)], ["Bubble", percent(step.bubble)]);
-  const peak = Math.max(0, ...steps.peaks.flat(), ...(step?.lanes ?? []).map((lane) => lane.peak_bytes));
+  const [, peak] = extent([0, ...steps.peaks.flat(), ...(step?.lanes ?? []).map((lane) => lane.peak_bytes)]);
   if (peak > 0) facts.push([devices.length > 1 ? "Peak of a device" : "Peak memory", bytes(peak)]);
   return facts;
 }
@@ -64,6 +64,9 @@ function fillLegend(compared) {
   const entries = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color }) =>
     element("li", {}, element("span", { class: "swatch", style: `background: var(${color})` }), name));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
+  if (steps.some((step) => step.stages > step.lanes.length)) {
+    entries.push(element("li", {}, "deeper: a later stage of the device"));
+  }
   byId("legend").replaceChildren(...entries, idle);
 }
 

@@ -194,6 +194,7 @@ fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
 fn check(options: &Options) -> Result<()> {
     ensure!(options.micro_batches != Some(0), "--micro-batches 0: give it at least 1");
     options.stages.check(options)?;
+    records::check(options)?;
     if let Some(rate) = options.learning_rate {
         ensure!(
             rate.is_finite() && rate >= 0.0,

@@ -1,6 +1,8 @@
 //! What a run leaves for people to look at: its run file, its page, the trace of its last step.
 
-use anyhow::Result;
+use std::path::Path;
+
+use anyhow::{Result, ensure};
 use brimful::report::{Device, Ended, Recorder};
 use brimful::schedule::render;
 use brimful::{Size, libtorch, save};
@@ -69,6 +71,20 @@ fn size(size: Size) -> String {
         Size::Largest => "automatic: the largest that fits".into(),
         _ => "automatic: the fastest that fits".into(),
     }
+}
+
+/// Looks for the folders before anything is trained, so that no run ends for want of one.
+pub(super) fn check(options: &Options) -> Result<()> {
+    let files = [&options.record, &options.report, &options.stages.trace];
+    for path in files.into_iter().flatten() {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        ensure!(
+            folder.is_none_or(Path::is_dir),
+            "cannot write '{}': there is no such folder: make it first",
+            path.display()
+        );
+    }
+    Ok(())
 }
 
 /// Writes the files that were asked for, as far as the run went.
