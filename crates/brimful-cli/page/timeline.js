@@ -196,7 +196,6 @@ function actionFigures(step, lane, i) {
   const kind = KINDS[lane.kinds[i]];
   const before = i > 0 ? lane.ends[i - 1] : 0;
   const figures = [
-    ["kind", kind.name],
     ["stage", String(lane.stage(i))],
     ["micro-batch", String(lane.microBatches[i])],
     ["took", time(lane.ends[i] - lane.starts[i], step.unit)],
@@ -204,18 +203,19 @@ function actionFigures(step, lane, i) {
     ["idle before", time(lane.starts[i] - before, step.unit)],
   ];
   if (lane.bytes.length > 0) figures.push(["in use", bytes(lane.bytes[i])]);
-  return { name: actionName(lane, i), color: `var(${kind.color})`, figures };
+  return { name: actionName(lane, i), kind: kind.name, color: `var(${kind.color})`, figures };
 }
 
 function spoken(step, lane, i) {
-  const { name, figures } = actionFigures(step, lane, i);
-  return `${name}, ${figures.map(([term, text]) => `${term} ${text}`).join(", ")}`;
+  const { name, kind, figures } = actionFigures(step, lane, i);
+  return `${name}, ${kind}, ${figures.map(([term, text]) => `${term} ${text}`).join(", ")}`;
 }
 
-function showTooltip({ name, color, figures }, box) {
+function showTooltip({ name, kind = "", color, figures }, box) {
   const tooltip = byId("tooltip");
   const swatch = element("span", { class: "swatch", style: `background: ${color}` });
-  tooltip.replaceChildren(element("strong", {}, swatch, name), element("dl", {}, ...figures.flatMap(described)));
+  const head = element("strong", {}, swatch, name, element("span", {}, kind));
+  tooltip.replaceChildren(head, element("dl", {}, ...figures.flatMap(described)));
   tooltip.hidden = false;
   const { width, height } = tooltip.getBoundingClientRect();
   const x = Math.min(Math.max(box.left + box.width / 2 - width / 2, 8), innerWidth - width - 8);

@@ -20,9 +20,9 @@ fn hover_shows_the_action_under_the_pointer() {
     browser.open(&plan("hover.html", "-s 4 -m 8 --schedule 1f1b --activations 1GiB"), WIDE);
     // The first forward reaches stage 2 at time 2; stage 3 turns it round at 3, and is done at 6.
     for (device, time, words) in [
-        (2.0, 2.5, "2F0 kind forward stage 2 micro-batch 0 took 1 began at 2 idle before 2"),
-        (3.0, 5.0, "3B0 kind backward stage 3 micro-batch 0 took 2 began at 4 idle before 0"),
-        (0.0, 0.5, "0F0 kind forward stage 0 micro-batch 0 took 1 began at 0"),
+        (2.0, 2.5, "2F0 forward stage 2 micro-batch 0 took 1 began at 2 idle before 2"),
+        (3.0, 5.0, "3B0 backward stage 3 micro-batch 0 took 2 began at 4 idle before 0"),
+        (0.0, 0.5, "0F0 forward stage 0 micro-batch 0 took 1 began at 0"),
     ] {
         let at = point(&mut browser, device, time);
         browser.mouse("mouseMoved", at, json!({}));
@@ -94,7 +94,7 @@ fn keys_go_from_action_to_action_and_say_so() {
     {
         browser.key(key, 8);
         let said = browser.text(spoken);
-        assert!(said.starts_with(&format!("Simulated: {name}, kind forward")), "{key}: {said}");
+        assert!(said.starts_with(&format!("Simulated: {name}, forward")), "{key}: {said}");
     }
     browser.key("Escape", 0);
     assert_eq!(tooltip(&mut browser), "");
