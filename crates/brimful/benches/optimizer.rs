@@ -1,6 +1,6 @@
 //! Times one optimizer step against tch's, on tensors of ResNet-50's sizes.
 //!
-//! `cargo run --release -p brimful --example optimizer_speed -- cpu` (or `cuda:0`)
+//! `cargo bench -p brimful --bench optimizer -- cpu` (or `cuda:0`)
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use std::time::Instant;
@@ -14,7 +14,9 @@ use tch::{Device, Kind, Tensor};
 const ROUNDS: usize = 21;
 
 fn main() -> Result<()> {
-    let name = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
+    // Cargo adds a `--bench` of its own.
+    let name = std::env::args().skip(1).find(|word| !word.starts_with("--"));
+    let name = name.unwrap_or_else(|| "cpu".into());
     let device = device::find(&name)?;
     let shapes = resnet50();
     let count: i64 = shapes.iter().map(|shape| shape.iter().product::<i64>()).sum();

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::random::{self, Randomness};
 
 /// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
-pub(super) fn drawing<T>(devices: &[StageDevice], f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
+pub(crate) fn drawing<T>(devices: &[StageDevice], f: impl FnOnce(u64) -> Result<T>) -> Result<T> {
     undisturbed(devices, || {
         let before = Randomness::now(Device::Cpu)?;
         let result = f(random::step_seed()?);
@@ -20,7 +20,7 @@ pub(super) fn drawing<T>(devices: &[StageDevice], f: impl FnOnce(u64) -> Result<
 
 /// Runs `f`; the accelerators' own generators, which the stages seed as they need, are as before
 /// afterwards.
-pub(super) fn undisturbed<T>(devices: &[StageDevice], f: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn undisturbed<T>(devices: &[StageDevice], f: impl FnOnce() -> Result<T>) -> Result<T> {
     let all = devices.iter().map(|device| device.device);
     let accelerators = Randomness::of(all.filter(|device| *device != Device::Cpu).collect())?;
     let result = f();

@@ -1,4 +1,4 @@
-//! A device that stages live on: a CUDA device, or a share of the CPU.
+//! A device that stages or a replica live on: a CUDA device, or a share of the CPU.
 
 use brimful_torch::threads;
 use tch::Device;
@@ -6,7 +6,7 @@ use tch::Device;
 use crate::memory::{Arena, Memory};
 use crate::{Result, device};
 
-/// A device of a pipeline: one worker thread, which owns the stages that are put on it.
+/// A device of a pipeline or of replicas: one thread, which owns the stages or the model put there.
 ///
 /// A [`tch::Device`] is one. A CPU can be given more than once, each with threads of its own and,
 /// if wanted, an [`Arena`] that counts and limits its memory:
@@ -22,18 +22,18 @@ use crate::{Result, device};
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct StageDevice {
-    pub(super) device: Device,
-    pub(super) threads: Option<usize>,
-    pub(super) arena: Option<Arena>,
+    pub(crate) device: Device,
+    pub(crate) threads: Option<usize>,
+    pub(crate) arena: Option<Arena>,
 }
 
 impl StageDevice {
-    /// A CPU. Unless told otherwise, the pipeline's CPU devices share the caller's threads evenly.
+    /// A CPU. Unless told otherwise, CPU devices share the caller's threads evenly.
     pub fn cpu() -> Self {
         Device::Cpu.into()
     }
 
-    /// How many threads each operation of its stages may use, on a CPU.
+    /// How many threads each operation there may use, on a CPU.
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads.max(1)), ..self }
     }
@@ -44,7 +44,7 @@ impl StageDevice {
     }
 
     /// The same with an account of what it uses, as an automatic size needs.
-    pub(super) fn counted(self) -> Self {
+    pub(crate) fn counted(self) -> Self {
         match (&self.arena, self.device) {
             (None, Device::Cpu) => self.arena(Arena::new("cpu")),
             _ => self,
@@ -52,7 +52,7 @@ impl StageDevice {
     }
 
     /// The memory whose figures are known.
-    pub(super) fn memory(&self) -> Option<Memory> {
+    pub(crate) fn memory(&self) -> Option<Memory> {
         match (&self.arena, self.device) {
             (Some(arena), Device::Cpu) => Some(Memory::Arena(arena.clone())),
             (None, Device::Cpu) => None,
@@ -74,7 +74,7 @@ impl From<Arena> for StageDevice {
 }
 
 /// The devices, each known to be there; CPUs that were not told their threads share the caller's.
-pub(super) fn settled(devices: Vec<StageDevice>) -> Result<Vec<StageDevice>> {
+pub(crate) fn settled(devices: Vec<StageDevice>) -> Result<Vec<StageDevice>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
     let share = (threads::threads() / cpus.max(1)).max(1);
     let settle = |mut stage: StageDevice| {
