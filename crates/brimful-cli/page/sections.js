@@ -88,7 +88,7 @@ function fillIdle({ measured, simulated }, devices) {
     const peak = Math.max(...steps.map(([, step]) => step.lanes[d]?.peakBytes ?? 0));
     const limit = devices[d]?.limit ?? null;
     const cells = [
-      stagesOf(lane),
+      lane.stages.join(", "),
       ...steps.flatMap(([, step]) => idleCells(step, step.lanes[d])),
       peak > 0 ? bytes(peak) : "–",
       limit === null ? "–" : bytes(limit),
@@ -102,11 +102,6 @@ function fillIdle({ measured, simulated }, devices) {
     element("tbody", {}, ...rows));
 }
 
-function stagesOf(lane) {
-  const stages = new Set(Array.from({ length: lane.count }, (_, i) => lane.stage(i)));
-  return [...stages].sort((a, b) => a - b).join(", ");
-}
-
 function idleCells(step, lane) {
   const share = step.makespan > 0 ? lane.idle / step.makespan : 0;
   const bar = element("span", { class: "share", style: `--share: ${share.toFixed(4)}` },
@@ -114,15 +109,17 @@ function idleCells(step, lane) {
   return [time(lane.busy, step.unit, 3), bar];
 }
 
-/** Memory over the run, and within the chosen step where its bytes are counted. */
+/** Memory over the run, and within the chosen step where its bytes are counted: made when wanted. */
 function memoryViews(run, compared) {
   const views = [];
   if (run.steps.peaks.some((column) => column.some((peak) => peak !== null))) {
-    views.push({ title: "Over the run", ...memoryOverRun(run) });
+    views.push({ title: "Over the run", make: () => memoryOverRun(run) });
   }
-  for (const [word, step] of [["As it ran", compared?.measured], ["Simulated", compared?.simulated]]) {
-    if (!step?.lanes.some((lane) => lane.bytes.length > 0)) continue;
-    views.push({ title: `In this step${word === "Simulated" ? ", simulated" : ""}`, ...memoryInStep(step) });
+  const steps = [["In this step", compared?.measured], ["In this step, simulated", compared?.simulated]];
+  for (const [title, step] of steps) {
+    if (step?.lanes.some((lane) => lane.bytes.length > 0)) {
+      views.push({ title, make: () => memoryInStep(step) });
+    }
   }
   return views;
 }

@@ -6,16 +6,16 @@ const CLOSEST = 1e-6;
 
 class Timeline {
   constructor(root, compared) {
-    this.root = root;
-    this.theme = readTheme();
     const panels = [["As it ran", compared.measured], ["Simulated", compared.simulated]];
     this.panels = panels.filter(([, step]) => step).map(([title, step]) => new Panel(this, title, step));
     this.whole = { from: 0, to: Math.max(...this.panels.map(({ step }) => step.makespan)) || 1 };
     this.view = this.whole;
     root.replaceChildren(...this.panels.map((panel) => panel.root));
-    this.observer = new ResizeObserver(() => this.resize());
+    this.observer = new ResizeObserver(([entry]) => {
+      const width = Math.floor(entry.contentRect.width);
+      if (width > 0 && width !== this.width) this.redraw(width);
+    });
     this.observer.observe(root);
-    this.resize();
   }
 
   /** Nothing of it is used any more. */
@@ -24,12 +24,14 @@ class Timeline {
     hideTooltip();
   }
 
-  resize() {
-    const width = this.root.clientWidth;
-    if (width === 0) return;
+  /** Draws all anew, as wide as this and in the colours of now. */
+  redraw(width = this.width) {
+    this.width = width;
     this.theme = readTheme();
-    for (const panel of this.panels) panel.resize(width);
-    this.draw();
+    for (const panel of this.panels) {
+      panel.resize(width);
+      panel.draw();
+    }
   }
 
   draw() {
