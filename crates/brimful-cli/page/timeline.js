@@ -157,8 +157,8 @@ class Panel {
   }
 
   placeMark() {
-    this.mark.hidden = !this.selected;
-    if (!this.selected) return;
+    this.mark.hidden = !this.isSelectedInView();
+    if (this.mark.hidden) return;
     const lane = this.step.lanes[this.selected.d];
     const { left, right, pitch, gap } = this.layout;
     const clamp = (x) => Math.min(Math.max(x, left), right);
@@ -171,14 +171,28 @@ class Panel {
     });
   }
 
+  isSelectedInView() {
+    if (!this.selected) return false;
+    const { d, i } = this.selected;
+    const { starts, ends } = this.step.lanes[d];
+    return ends[i] >= this.timeline.view.from && starts[i] <= this.timeline.view.to;
+  }
+
+  /** What zooming by keys is about: the selected action, or the middle of what is seen. */
+  middle() {
+    const { from, to } = this.timeline.view;
+    if (!this.isSelectedInView()) return (from + to) / 2;
+    const { starts, ends } = this.step.lanes[this.selected.d];
+    return (starts[this.selected.i] + ends[this.selected.i]) / 2;
+  }
+
   /** Goes from the selected action to a neighbour, and follows it. */
   goTo(across, down) {
     const { lanes } = this.step;
     const { view } = this.timeline;
-    const middle = (view.from + view.to) / 2;
     let { d, i } = this.selected ?? { d: 0, i: firstAfter(lanes[0], view.from) - across };
     if (down !== 0) {
-      const at = this.selected ? (lanes[d].starts[i] + lanes[d].ends[i]) / 2 : middle;
+      const at = this.middle();
       d = Math.min(Math.max(d + down, 0), lanes.length - 1);
       i = Math.min(firstAfter(lanes[d], at), lanes[d].count - 1);
     }
