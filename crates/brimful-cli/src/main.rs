@@ -6,6 +6,7 @@ mod args;
 mod commands;
 mod data;
 mod output;
+mod page;
 mod setting;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
         Command::Train(options) => commands::train::run(&options),
         Command::Plan(options) => commands::plan::run(&options),
         Command::Verify(options) => commands::verify::run(&options),
+        Command::Report(options) => commands::report::run(&options),
         Command::Bench(bench) => commands::bench::run(&bench),
     };
     match outcome {

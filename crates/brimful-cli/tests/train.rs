@@ -214,7 +214,8 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
 
 #[test]
 fn nonsense_on_the_command_line_is_one_clear_error() {
-    let cases: [(&[&str], &str); 14] = [
+    let cases: [(&[&str], &str); 15] = [
+        (&["train", "--report", "/no/folder/report.html"], "no such folder: make it first"),
         (&["train", "--stages", "0"], "give it at least 1"),
         (&["train", "--stages", "9"], "the model has 6 layers, so give it fewer"),
         (&["train", "--stages", "3", "--schedule", "interleaved-2"], "a multiple of 2"),

@@ -4,5 +4,6 @@ pub(crate) mod bench;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod plan;
+pub(crate) mod report;
 pub(crate) mod train;
 pub(crate) mod verify;

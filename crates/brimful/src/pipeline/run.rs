@@ -20,7 +20,7 @@ use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::Tensors;
-use super::worker::Site;
+use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::loss::Term;
 use crate::micro::tally::Tally;
@@ -85,20 +85,20 @@ pub(super) enum Output {
 impl Run {
     pub(super) fn new(
         mut job: Job,
-        site: &Site,
-        worker: usize,
+        worker: &Worker,
         accumulator: Option<Accumulator>,
     ) -> Result<Self> {
-        let mut list = job.actions.lists()[worker].clone();
+        let device = worker.site.device;
+        let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
-        let timeline = Timeline::new(site.device, job.start, list.len())?;
+        let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
-        let intake = Intake::new(std::mem::take(&mut job.inputs), order, site.device);
+        let intake = Intake::new(std::mem::take(&mut job.inputs), order, device);
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),

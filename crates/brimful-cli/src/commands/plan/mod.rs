@@ -3,18 +3,20 @@
 mod answers;
 mod measure;
 mod options;
+mod report;
 mod table;
 
+use std::env;
 use std::io::{self, IsTerminal};
 use std::path::Path;
 use std::process::ExitCode;
-use std::{env, fs};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use brimful::plan::Step;
+use brimful::save;
 use brimful::schedule::render::{self, Panel};
 
-use crate::output;
+use crate::{output, page};
 use answers::{Answer, Answers};
 pub(crate) use options::Options;
 
@@ -34,6 +36,9 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         let Step { actions, costs, simulation } = &shown[0].step;
         write_file(path, &render::trace(actions, costs, simulation))?;
     }
+    if let Some(path) = &options.report {
+        page::write(path, &report::of(options, &shown, in_seconds))?;
+    }
     let text = if options.json {
         serde_json::json!({ "rows": lines }).to_string()
     } else {
@@ -45,7 +50,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 }
 
 fn write_file(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    Ok(save::replace(path, text.as_bytes())?)
 }
 
 /// One reason for all is enough: they mostly have the same.

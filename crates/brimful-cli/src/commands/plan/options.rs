@@ -57,6 +57,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
+    /// Write the best step of each schedule as a page, which any browser opens.
+    #[arg(long, value_name = "FILE")]
+    pub(super) report: Option<PathBuf>,
+
     #[command(flatten)]
     pub(super) numbers: Numbers,
 

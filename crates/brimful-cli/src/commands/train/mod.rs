@@ -4,16 +4,17 @@ mod engine;
 mod one_device;
 mod pipelined;
 mod progress;
+mod records;
 mod saved;
 mod stages;
 mod trainer;
 
-use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use brimful::optim::{Adam, AdamW, Method, Sgd};
+use brimful::report::Ended;
 use brimful::{Bytes, Size, device};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -34,7 +35,7 @@ Examples:
   brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --stage-memory 64MiB
                                                       a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --micro-batches 16 --trace trace.json     two stages on a device; what they did when
+                --micro-batches 16 --report report.html   two stages on a device; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors")]
 pub(crate) struct Options {
@@ -85,6 +86,12 @@ pub(crate) struct Options {
     /// interruption
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
+    /// Write what happened to this file, for brimful report
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Write what happened as a page, which any browser opens
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
     /// Print one JSON object an epoch instead of text, the last with "done": true
     #[arg(long)]
     pub(crate) json: bool,
@@ -162,23 +169,32 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         saved::load(path, &mut trainer, options)
             .with_context(|| format!("cannot go on from {}", path.display()))?;
     }
-    let progress = Progress::new(options, &trainer)?;
+    let trained = train(&mut trainer, options);
+    let ended = match &trained {
+        Ok(()) => Ended::Finished,
+        Err(error) => Ended::Failed(format!("{error:#}")),
+    };
+    let written = records::write(&trainer.recorder, ended, options);
+    trained.and(written).map(|()| ExitCode::SUCCESS)
+}
+
+/// The epochs that are still to come.
+fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
+    let progress = Progress::new(options, trainer)?;
     while trainer.epoch() < options.epochs {
         let epoch = trainer.run_epoch(|loss| progress.step(loss))?;
         if let Some(path) = &options.save {
-            saved::store(path, &trainer, options)?;
+            saved::store(path, trainer, options)?;
         }
         progress.finished(&epoch, trainer.epoch() == options.epochs)?;
     }
-    if let (Some(path), Some(trace)) = (&options.stages.trace, trainer.trace()) {
-        fs::write(path, trace).with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 fn check(options: &Options) -> Result<()> {
     ensure!(options.micro_batches != Some(0), "--micro-batches 0: give it at least 1");
     options.stages.check(options)?;
+    records::check(options)?;
     if let Some(rate) = options.learning_rate {
         ensure!(
             rate.is_finite() && rate >= 0.0,

@@ -4,14 +4,15 @@ use std::time::Instant;
 
 use anyhow::Result;
 use brimful::auto::Decision;
+use brimful::report::{Record, Recorder};
 use brimful::{Bytes, Error, Size, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::engine::{Engine, Stepped};
+use super::engine::Engine;
 use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
-use super::{BatchSize, Options};
+use super::{BatchSize, Options, records};
 use crate::data::{Dataset, Examples};
 use crate::setting::DROPOUT;
 
@@ -26,6 +27,7 @@ pub(crate) struct Trainer {
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     pub(super) epoch: usize,
+    pub(super) recorder: Recorder,
 }
 
 /// What an epoch came to.
@@ -64,7 +66,8 @@ impl Trainer {
             }
         };
         let (size, seed) = (options.size(), options.seed);
-        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0 })
+        let recorder = records::recorder(options, &*engine, &dataset)?;
+        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0, recorder })
     }
 
     /// Epochs that are done.
@@ -96,19 +99,21 @@ impl Trainer {
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
             loss += step.loss * range.len() as f64 / samples as f64;
-            peak = peak.max(step.peak);
+            peak = peak.max(step.peak());
             retries += step.retries;
-            for decision in step.decisions {
+            for decision in &step.decisions {
                 let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
                 if !decisions.last().is_some_and(same) {
                     self.found = Some(decision.size);
-                    decisions.push(decision);
+                    decisions.push(decision.clone());
                 }
             }
             progress(step.loss);
+            self.recorder.step(step);
         }
         let seconds = start.elapsed().as_secs_f64();
         let (test_loss, test_accuracy) = self.test()?;
+        self.recorder.test(test_loss, Some(test_accuracy));
         self.epoch += 1;
         Ok(Epoch {
             epoch: self.epoch,
@@ -124,13 +129,8 @@ impl Trainer {
         })
     }
 
-    /// The last step as Chrome trace JSON, where its actions are known.
-    pub(super) fn trace(&self) -> Option<String> {
-        self.engine.trace()
-    }
-
     /// One step on the chosen samples.
-    fn step(&mut self, chosen: &Tensor) -> Result<Stepped> {
+    fn step(&mut self, chosen: &Tensor) -> Result<Record> {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
         self.engine.step(batch).map_err(|error| self.advise(error))
