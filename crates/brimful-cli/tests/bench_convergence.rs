@@ -37,6 +37,6 @@ fn what_cannot_be_compared_is_refused() {
     let refused = |arguments: &[&str], words: &str| {
         bench_convergence(arguments).assert().failure().stderr(predicate::str::contains(words));
     };
-    refused(&["--epochs", "0"], "--epochs 0: give it at least 1");
+    refused(&["--epochs", "0"], "give a whole number from 1 on");
     refused(&["--seeds", "1"], "1 is not in 2..");
 }

@@ -82,7 +82,10 @@ pub fn write(
 }
 
 /// Writes bytes in place of what the file held before, whole or not at all.
-pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+///
+/// # Errors
+/// When the file system refuses. The old file, if there was one, is then as before.
+pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let beside = Beside::new(path).map_err(|reason| unwritable(path, reason))?;
     (&beside.file).write_all(bytes).map_err(|reason| unwritable(path, reason))?;
     beside.replace(path).map_err(|reason| unwritable(path, reason))
@@ -201,23 +204,31 @@ fn read_tensor(file: &mut impl Read, path: &Path, name: &str, info: &TensorInfo)
 /// A new file beside its final place, removed unless it gets there.
 struct Beside {
     file: File,
-    path: PathBuf,
+    /// None of a pipe or a device, such as `/dev/stdout`, which is no place to put a file in: it is
+    /// written to directly.
+    path: Option<PathBuf>,
 }
 
 impl Beside {
     fn new(target: &Path) -> io::Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
+        if fs::metadata(target).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+            return Ok(Self { file: OpenOptions::new().write(true).open(target)?, path: None });
+        }
         let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let path = target.with_file_name(format!(".{name}.{}-{number}.part", process::id()));
         let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path)?;
-        Ok(Self { file, path })
+        Ok(Self { file, path: Some(path) })
     }
 
     /// Puts the file in its place, on the disk and in the folder, before it returns.
     fn replace(self, target: &Path) -> io::Result<()> {
+        let Some(path) = &self.path else {
+            return Ok(());
+        };
         self.file.sync_all()?;
-        fs::rename(&self.path, target)?;
+        fs::rename(path, target)?;
         let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
         File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
     }
@@ -225,8 +236,10 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        // After the rename there is nothing to remove, and that is fine.
-        let _ = fs::remove_file(&self.path);
+        if let Some(path) = &self.path {
+            // After the rename there is nothing to remove, and that is fine.
+            let _ = fs::remove_file(path);
+        }
     }
 }
 

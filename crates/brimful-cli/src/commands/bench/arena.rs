@@ -16,21 +16,26 @@ use tch::{Device, Kind, Tensor, vision};
 
 use super::times::Times;
 use crate::output;
+use crate::setting::words;
 
 /// Options of `brimful bench arena`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench arena
+  brimful bench arena --batch-size 32 --image 224 --repeats 5")]
 pub struct Options {
-    /// Samples a step.
-    #[arg(long, default_value_t = 8)]
-    batch: i64,
-    /// Height and width of the images.
-    #[arg(long, default_value_t = 96)]
+    #[arg(long, value_name = "N", alias = "batch", default_value_t = 8, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
+    batch_size: i64,
+    /// Height and width of the images
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     image: i64,
-    /// Measured steps of each kind.
-    #[arg(long, default_value_t = 15)]
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
     repeats: usize,
-    /// Print one JSON object instead of text.
-    #[arg(long)]
+    #[arg(long, help = words::JSON)]
     json: bool,
 }
 
@@ -39,9 +44,11 @@ pub fn run(options: &Options) -> Result<()> {
     let store = nn::VarStore::new(Device::Cpu);
     let model = vision::resnet::resnet50(&store.root(), 1000);
     let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
-    let images =
-        Tensor::randn([options.batch, 3, options.image, options.image], (Kind::Float, Device::Cpu));
-    let labels = Tensor::randint(1000, [options.batch], (Kind::Int64, Device::Cpu));
+    let images = Tensor::randn(
+        [options.batch_size, 3, options.image, options.image],
+        (Kind::Float, Device::Cpu),
+    );
+    let labels = Tensor::randint(1000, [options.batch_size], (Kind::Int64, Device::Cpu));
     let mut step = || {
         let start = Instant::now();
         let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
@@ -93,14 +100,14 @@ impl Row {
             model: "resnet50",
             device: "cpu",
             dtype: "f32",
-            batch: options.batch,
+            batch: options.batch_size,
             image: options.image,
             repeats: options.repeats,
             threads: brimful::libtorch::threads(),
             seconds_without,
             seconds_with,
             ratio: seconds_without / seconds_with,
-            samples_per_s: options.batch as f64 / seconds_with,
+            samples_per_s: options.batch_size as f64 / seconds_with,
             peak_bytes: Bytes(peak),
             allocations,
         }

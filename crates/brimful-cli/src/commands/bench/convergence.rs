@@ -4,6 +4,8 @@
 //! step. What they come to should differ by no more than chance: each is trained with several seeds,
 //! and the difference of the mean accuracies is put beside twice its own standard error.
 
+use std::ops::ControlFlow;
+
 use anyhow::{Context, Result, bail};
 use brimful::Bytes;
 use clap::{Args, Parser};
@@ -14,7 +16,7 @@ use super::journal::Journal;
 use super::progress::Progress;
 use crate::args::{self, Command};
 use crate::commands::train::{self, Epoch, Trainer};
-use crate::setting::{self, MODELS, ModelName};
+use crate::setting::{self, MODELS, ModelName, words};
 
 /// Who trains, and what `brimful train` is told then.
 const CONTESTANTS: [(&str, &str); 3] = [
@@ -27,29 +29,27 @@ const CONTESTANTS: [(&str, &str); 3] = [
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful bench convergence --data digits --batch 256 --epochs 4      in minutes on a CPU
+  brimful bench convergence --data digits --batch-size 256 --epochs 4      in minutes on a CPU
   apt-get install dataset-fashion-mnist
   brimful bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
 pub struct Options {
-    /// digits (shipped), or a folder of MNIST-format IDX files
-    #[arg(long, value_name = "NAME|PATH")]
+    #[arg(long, value_name = "NAME|PATH", help = words::DATA)]
     data: String,
     #[arg(long, default_value = "resnet18", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Samples in a mini-batch
-    #[arg(long, default_value_t = 1024)]
-    batch: usize,
-    /// Passes over the training set
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, value_name = "N", alias = "batch", default_value_t = 1024)]
+    #[arg(value_parser = words::count, help = words::BATCH_SIZE)]
+    batch_size: usize,
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    #[arg(value_parser = words::count)]
     epochs: usize,
     /// Runs of each contestant, each with first parameters and an order of its own
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(value_parser = clap::value_parser!(u64).range(2..))]
     seeds: u64,
-    /// cpu, cuda or cuda:1 [default: cuda where there is one]
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
+    #[arg(long, help = words::JSON_LINES)]
     json: bool,
 }
 
@@ -87,16 +87,16 @@ impl Options {
         let mut last = None;
         for number in 0..self.epochs {
             progress.turn(&title, "epoch", number, 0, self.epochs);
-            last = Some(trainer.run_epoch(|_| ())?);
+            last = trainer.run_epoch(|_, _| ControlFlow::Continue(()))?;
         }
         progress.done();
         last.context("--epochs 0: give it at least 1")
     }
 
     fn training(&self, seed: u64, arguments: &str) -> Result<train::Options> {
-        let Self { model, batch, epochs, .. } = self;
+        let Self { model, batch_size, epochs, .. } = self;
         let line = format!(
-            "brimful train --model {model} --batch-size {batch} --epochs {epochs} --seed {seed} \
+            "brimful train --model {model} --batch-size {batch_size} --epochs {epochs} --seed {seed} \
              {arguments}"
         );
         let words = line.split_whitespace().chain(["--data", &self.data]);
@@ -130,7 +130,7 @@ impl Run {
         Self {
             contestant,
             model: options.model,
-            batch: options.batch,
+            batch: options.batch_size,
             micro_batch: epoch.micro_batch_size,
             seed,
             epochs: epoch.epoch,

@@ -11,10 +11,10 @@ mod progress;
 mod times;
 mod work;
 
-use std::process::ExitCode;
-
 use anyhow::Result;
 use clap::Subcommand;
+
+use crate::exit::Exit;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -34,7 +34,7 @@ pub enum Bench {
 }
 
 /// Runs one benchmark.
-pub fn run(bench: &Bench) -> Result<ExitCode> {
+pub fn run(bench: &Bench) -> Result<Exit> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
         Bench::Convergence(options) => convergence::run(options)?,
@@ -43,5 +43,5 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::Done)
 }

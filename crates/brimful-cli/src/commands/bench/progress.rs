@@ -1,25 +1,27 @@
-//! What runs now, on standard error: a line that is rewritten on a terminal, else a line a row.
+//! What is measured now, on standard error: a bar on a terminal, else a line a row.
 
-use std::io::{self, IsTerminal, Write};
+use std::cell::RefCell;
+
+use crate::progress;
 
 /// Tells a waiting person what runs.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Progress {
-    terminal: bool,
+    /// The row that is measured.
+    row: RefCell<Option<progress::Progress>>,
 }
 
 impl Progress {
     pub(super) fn new() -> Self {
-        Self { terminal: io::stderr().is_terminal() }
+        Self::default()
     }
 
     /// A row begins.
     pub(super) fn row(&self, title: &str) {
-        if self.terminal {
-            write(&format!("\r\x1b[K{title}: preparing"));
-        } else {
-            write(&format!("{title}\n"));
-        }
+        progress::note(title);
+        let row = progress::Progress::new(1, "turns");
+        row.doing(format!("{title}: preparing"));
+        *self.row.borrow_mut() = Some(row);
     }
 
     /// A contestant's turn begins.
@@ -31,38 +33,24 @@ impl Progress {
         warm_up: usize,
         repeats: usize,
     ) {
-        if !self.terminal {
-            return;
-        }
         let step = match turn.checked_sub(warm_up) {
             None => format!("warm-up {} of {warm_up}", turn + 1),
             Some(measured) => format!("step {} of {repeats}", measured + 1),
         };
-        write(&format!("\r\x1b[K{title}: {step}, {contestant}"));
+        if let Some(row) = &*self.row.borrow() {
+            row.at(turn, warm_up + repeats, format!("{title}: {step}, {contestant}"));
+        }
     }
 
     /// A step begins; about so many seconds will go by until all of its table is done.
     pub(super) fn step(&self, title: &str, what: &str, seconds: f64) {
-        if !self.terminal {
-            return;
+        if let Some(row) = &*self.row.borrow() {
+            row.doing(format!("{title}: {what}, about {seconds:.0} s until the table is done"));
         }
-        let left = match seconds.ceil() as u64 {
-            short @ 0..120 => format!("{short} s"),
-            long => format!("{} min", long.div_ceil(60)),
-        };
-        write(&format!("\r\x1b[K{title}: {what}, about {left} left"));
     }
 
     /// The row is measured: makes room for its figures.
     pub(super) fn done(&self) {
-        if self.terminal {
-            write("\r\x1b[K");
-        }
+        self.row.borrow_mut().take();
     }
-}
-
-fn write(text: &str) {
-    let mut err = io::stderr().lock();
-    // Whether anybody reads it must not matter to the measurement.
-    let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }

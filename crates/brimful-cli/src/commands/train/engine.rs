@@ -11,14 +11,18 @@ pub(super) type Named = Vec<(String, Tensor)>;
 
 /// What a step came to.
 #[derive(Debug, Clone)]
-pub(super) struct Stepped {
+pub(crate) struct Stepped {
     pub(super) loss: f64,
     /// What was decided about an automatic size.
     pub(super) decisions: Vec<Decision>,
     /// How often it was run again because memory had run out.
     pub(super) retries: usize,
+    /// Samples in the largest micro-batch.
+    pub(super) micro_batch: usize,
     /// The most memory in use on a device; of several, on the one that had the most.
     pub(super) peak: Bytes,
+    /// What a device has; none where nothing limits it.
+    pub(super) limit: Option<Bytes>,
 }
 
 /// A model, its optimizer, and where they are.

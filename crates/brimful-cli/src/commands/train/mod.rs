@@ -1,25 +1,29 @@
 //! `brimful train`: trains a model on data, in micro-batches, inside a memory limit.
 
+mod display;
 mod engine;
 mod one_device;
 mod pipelined;
-mod progress;
+mod resume;
 mod saved;
 mod stages;
 mod trainer;
 
-use std::fs;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::{Bytes, Size, device};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use tch::Device;
 
-use crate::setting::{MODELS, ModelName, NumberType};
-use progress::Progress;
+use crate::exit::{Exit, wrong_use};
+use crate::interrupt::Interrupt;
+use crate::setting::{MODELS, ModelName, NumberType, words};
+use crate::{output, progress};
+use display::Display;
 use stages::Stages;
 pub(crate) use trainer::{Epoch, Trainer};
 
@@ -31,62 +35,59 @@ Examples:
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
-  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --stage-memory 64MiB
+  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB
                                                       a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --micro-batches 16 --trace trace.json     two stages on a device; what they did when
+                --micro-batches 16 --trace trace.json     two stages on each of four; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
-  brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors")]
+  brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
 pub(crate) struct Options {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     pub(crate) model: ModelName,
-    /// digits (shipped), synthetic (made up), a folder of MNIST-format IDX files, or a text file
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH")]
+    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
     pub(crate) data: String,
     /// What updates the parameters
     #[arg(long, value_enum, default_value = "adamw")]
     pub(crate) optimizer: OptimizerName,
     /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
-    #[arg(long)]
+    #[arg(long, value_name = "RATE")]
     pub(crate) learning_rate: Option<f64>,
-    /// Samples a step: a number, or all of the training set
+    /// Samples in a mini-batch: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,
-    /// Samples in one forward and backward: a number, auto (the fastest that fits) or largest (that
-    /// fits). The gradient does not depend on it
+    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
+    /// gradient does not depend on it
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     pub(crate) micro_batch: MicroBatch,
-    /// The same by number: cut each mini-batch into so many
-    #[arg(long, value_name = "M", conflicts_with = "micro_batch")]
+    #[arg(long, value_name = "M", value_parser = words::count, conflicts_with = "micro_batch")]
+    #[arg(help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
-    /// Let the model, its gradients and its activations have at most so much memory (CPU alone)
-    #[arg(long, value_name = "BYTES")]
+    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more
+    /// (CPU alone)
+    #[arg(long, value_name = "BYTES", alias = "stage-memory")]
     pub(crate) memory_limit: Option<Bytes>,
-    /// cpu, cuda or cuda:1 [default: cuda where there is one]
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     pub(crate) device: Option<String>,
     /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
     /// CUDA alone
     #[arg(long)]
     pub(crate) no_replay: bool,
-    /// The type of the model's numbers
-    #[arg(long, value_enum, default_value = "f32")]
+    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
     pub(crate) dtype: NumberType,
-    /// Passes over the training set
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
     pub(crate) epochs: usize,
-    /// Of the first parameters, the order of the samples, and dropout
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     pub(crate) seed: u64,
-    /// Write model, optimizer and progress to this safetensors file after every epoch
+    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
+    /// interrupted
     #[arg(long, value_name = "FILE")]
     pub(crate) save: Option<PathBuf>,
     /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
     /// interruption
     #[arg(long, value_name = "FILE")]
     pub(crate) resume: Option<PathBuf>,
-    /// Print one JSON object an epoch instead of text, the last with "done": true
-    #[arg(long)]
+    #[arg(long, help = words::JSON_LINES)]
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) stages: Stages,
@@ -96,6 +97,15 @@ impl Options {
     /// How a mini-batch is cut.
     fn size(&self) -> Size {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)
+    }
+
+    /// Where to train: limits are for a CPU.
+    fn device(&self) -> Result<Device> {
+        match &self.device {
+            Some(name) => Ok(device::find(name)?),
+            None if self.memory_limit.is_some() => Ok(Device::Cpu),
+            None => Ok(device::best()),
+        }
     }
 
     fn method(&self) -> Method {
@@ -155,43 +165,56 @@ impl std::str::FromStr for MicroBatch {
 }
 
 /// Trains, and reports each epoch.
-pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(options: &Options) -> Result<Exit> {
     check(options)?;
     let mut trainer = Trainer::new(options)?;
     if let Some(path) = &options.resume {
         saved::load(path, &mut trainer, options)
             .with_context(|| format!("cannot go on from {}", path.display()))?;
     }
-    let progress = Progress::new(options, &trainer)?;
+    let interrupt = Interrupt::listen()?;
+    let display = Display::new(options, &trainer)?;
     while trainer.epoch() < options.epochs {
-        let epoch = trainer.run_epoch(|loss| progress.step(loss))?;
+        let epoch = trainer.run_epoch(|step, samples| {
+            display.step(step, samples);
+            interrupt.asked().map_or(ControlFlow::Continue(()), |_| ControlFlow::Break(()))
+        })?;
         if let Some(path) = &options.save {
             saved::store(path, &trainer, options)?;
         }
-        progress.finished(&epoch, trainer.epoch() == options.epochs)?;
+        if let Some(epoch) = epoch {
+            display.finished(&epoch, trainer.epoch() == options.epochs)?;
+        }
+        if let Some(exit) = interrupt.asked().filter(|_| trainer.epoch() < options.epochs) {
+            drop(display);
+            progress::say(&format!(
+                "brimful: {}",
+                resume::story(&trainer, options.save.as_deref())
+            ));
+            return Ok(exit);
+        }
     }
     if let (Some(path), Some(trace)) = (&options.stages.trace, trainer.trace()) {
-        fs::write(path, trace).with_context(|| format!("cannot write {}", path.display()))?;
+        output::file(path, &trace)?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::Done)
 }
 
+/// Refuses what would fail later, after work was put into it.
 fn check(options: &Options) -> Result<()> {
-    ensure!(options.micro_batches != Some(0), "--micro-batches 0: give it at least 1");
-    options.stages.check(options)?;
+    options.stages.check()?;
     if let Some(rate) = options.learning_rate {
         ensure!(
             rate.is_finite() && rate >= 0.0,
-            "--learning-rate {rate}: give it a number from 0 on"
+            wrong_use(format!("--learning-rate {rate}: give it a number from 0 on"))
         );
     }
-    let wanted = options.device.as_deref().unwrap_or("cpu");
-    let limits =
-        [("memory-limit", options.memory_limit), ("stage-memory", options.stages.stage_memory)];
-    for (name, limit) in limits {
-        if limit.is_some() && device::find(wanted)? != tch::Device::Cpu {
-            bail!("--{name} is for the CPU: leave it out, or say --device cpu");
-        }
+    ensure!(
+        options.memory_limit.is_none() || options.device()? == Device::Cpu,
+        wrong_use("--memory-limit is for the CPU: leave it out, or say --device cpu")
+    );
+    for (flag, path) in [("save", &options.save), ("trace", &options.stages.trace)] {
+        path.as_ref().map_or(Ok(()), |path| output::check_place(flag, path))?;
     }
     Ok(())
 }

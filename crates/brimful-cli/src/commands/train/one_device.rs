@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
+use brimful::memory::{Arena, Memory, Usage};
 use brimful::micro::Layout;
 use brimful::optim::Optimizer;
 use brimful::save::Metadata;
@@ -28,11 +28,7 @@ pub(super) struct OneDevice {
 impl OneDevice {
     /// The model with its first parameters, inside its memory.
     pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if options.memory_limit.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let device = options.device()?;
         options.dtype.prepare(device)?;
         let memory = match (device, options.memory_limit) {
             (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
@@ -61,9 +57,11 @@ impl Engine for OneDevice {
         })?;
         self.micro.guard(|| self.optimizer.step())?;
         self.optimizer.zero_grad()?;
-        let peak = step.peak.unwrap_or_default().max(self.memory.usage()?.peak);
-        let Step { loss, decisions, retries, .. } = step;
-        Ok(Stepped { loss, peak, decisions, retries })
+        let Usage { peak, limit, .. } = self.memory.usage()?;
+        let peak = step.peak.unwrap_or_default().max(peak);
+        let Step { loss, decisions, retries, sizes, .. } = step;
+        let micro_batch = sizes.into_iter().max().unwrap_or_default();
+        Ok(Stepped { loss, decisions, retries, micro_batch, peak, limit })
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {

@@ -4,12 +4,13 @@ use anyhow::{Context, Result, ensure};
 use brimful::memory::Arena;
 use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice, Step};
 use brimful::save::Metadata;
-use brimful::{Layers, Loss, Pipeline, Size, device};
+use brimful::{Bytes, Layers, Loss, Pipeline, Size, device};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
 use super::engine::{Engine, Named, Stepped, check_model};
 use super::stages::Stages;
+use crate::exit::wrong_use;
 use crate::setting::{loss, right, typed};
 
 /// A model over several devices.
@@ -21,6 +22,8 @@ pub(super) struct Pipelined {
     kind: Kind,
     schedule: String,
     device: Device,
+    /// Of each device, where it was given.
+    limit: Option<Bytes>,
     last: Option<Step>,
 }
 
@@ -33,19 +36,17 @@ impl Pipelined {
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size) = (options.dtype.kind(), options.size());
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if stages.stage_memory.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let (device, limit) = (options.device()?, options.memory_limit);
         options.dtype.prepare(device)?;
-        let (count, wanted) = (layers.len(), stages.stages.unwrap_or(1));
+        let (count, wanted) = (layers.len(), stages.count());
         ensure!(
             wanted <= count,
-            "--stages {wanted}: the model has {count} layers, so give it fewer"
+            wrong_use(format!(
+                "{wanted} stages need as many layers, but the model has {count}: lower --stages"
+            ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(devices(device, stages)?)
+            .devices(devices(device, stages.devices(), limit)?)
             .balance(Balance::by_time(&typed(sample, kind)))
             .micro_batches(size)
             .schedule(stages.schedule)
@@ -55,23 +56,23 @@ impl Pipelined {
             .context("the pipeline was not built")?;
         let optimizer = pipeline.optimizer(options.method())?;
         let schedule = stages.schedule.to_string();
-        Ok(Self { pipeline, optimizer, size, kind, schedule, device, last: None })
+        Ok(Self { pipeline, optimizer, size, kind, schedule, device, limit, last: None })
     }
 }
 
 /// One for each group of stages that the schedule puts together, each with an account of its own.
-fn devices(device: Device, stages: &Stages) -> Result<Vec<StageDevice>> {
+fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
     let stage_device = |number: usize| {
         if device != Device::Cpu {
             return Ok(device.into());
         }
         let name = format!("device {number}");
-        Ok(StageDevice::from(match stages.stage_memory {
+        Ok(StageDevice::from(match limit {
             Some(limit) => Arena::limited(&name, limit.0)?,
             None => Arena::new(&name),
         }))
     };
-    (0..stages.devices()).map(stage_device).collect()
+    (0..count).map(stage_device).collect()
 }
 
 impl Engine for Pipelined {
@@ -82,8 +83,14 @@ impl Engine for Pipelined {
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
-        let (loss, decisions, retries) = (step.loss, step.decisions.clone(), step.retries);
-        let stepped = Stepped { loss, peak, decisions, retries };
+        let stepped = Stepped {
+            loss: step.loss,
+            decisions: step.decisions.clone(),
+            retries: step.retries,
+            micro_batch: step.sizes.iter().max().copied().unwrap_or_default(),
+            peak,
+            limit: self.limit,
+        };
         self.last = Some(step);
         Ok(stepped)
     }

@@ -1,6 +1,8 @@
 //! The training loop: an epoch of steps, each one mini-batch, and a test.
 
+use std::ops::ControlFlow;
 use std::time::Instant;
+use std::{fmt, mem};
 
 use anyhow::Result;
 use brimful::auto::Decision;
@@ -26,6 +28,20 @@ pub(crate) struct Trainer {
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     pub(super) epoch: usize,
+    /// What the epoch that runs has come to so far.
+    pub(super) running: Running,
+}
+
+/// What an epoch has come to so far.
+#[derive(Debug, Default)]
+pub(super) struct Running {
+    /// Steps that are done.
+    pub(super) steps: usize,
+    /// The mean loss of all its samples, as far as it is known.
+    pub(super) loss: f64,
+    peak: Bytes,
+    retries: usize,
+    decisions: Vec<Decision>,
 }
 
 /// What an epoch came to.
@@ -45,6 +61,13 @@ pub(crate) struct Epoch {
     pub(crate) samples_per_s: f64,
 }
 
+impl Running {
+    /// So many steps, with such a part of the loss, of another run.
+    pub(super) fn going_on(steps: usize, loss: f64) -> Self {
+        Self { steps, loss, ..Self::default() }
+    }
+}
+
 impl Trainer {
     /// A model with its first parameters, on one device or in stages.
     pub(crate) fn new(options: &Options) -> Result<Self> {
@@ -54,7 +77,7 @@ impl Trainer {
             BatchSize::All => dataset.train.len(),
             BatchSize::Samples(samples) => samples.min(dataset.train.len()),
         };
-        tch::manual_seed(seed_of(options.seed, 0));
+        tch::manual_seed(seed_of(options.seed, 0, 0));
         let engine: Box<dyn Engine> = match options.stages.stages {
             None => Box::new(OneDevice::new(&layers, options)?),
             Some(_) => {
@@ -63,8 +86,8 @@ impl Trainer {
                 Box::new(Pipelined::new(layers, &options.stages, options, &sample)?)
             }
         };
-        let (size, seed) = (options.size(), options.seed);
-        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0 })
+        let (size, seed, running) = (options.size(), options.seed, Running::default());
+        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0, running })
     }
 
     /// Epochs that are done.
@@ -81,34 +104,63 @@ impl Trainer {
         self.dataset.train.len().div_ceil(self.batch_size)
     }
 
-    /// Trains on every sample once, and tests.
-    ///
-    /// All random numbers of an epoch come from its own seed, so that one that is run again, after
-    /// an interruption, is the same.
-    pub(crate) fn run_epoch(&mut self, progress: impl Fn(f64)) -> Result<Epoch> {
-        tch::manual_seed(seed_of(self.seed, self.epoch + 1));
-        let start = Instant::now();
-        let (mut loss, mut peak, mut retries) = (0.0, Bytes(0), 0);
-        let mut decisions: Vec<Decision> = Vec::new();
+    /// Samples that were trained on, all epochs together.
+    pub(super) fn samples_done(&self) -> usize {
         let samples = self.dataset.train.len();
-        let order = Tensor::randperm(samples as i64, (Kind::Int64, Device::Cpu));
-        for range in split::by_size(samples, self.batch_size)? {
+        self.epoch * samples + (self.running.steps * self.batch_size).min(samples)
+    }
+
+    /// Trains on every sample once, and tests; or goes on where an epoch was broken off. `watch`
+    /// hears of every step, and may break the epoch off: then there is nothing to tell of it yet.
+    ///
+    /// The random numbers of an epoch's order and of every step come from seeds of their own, so
+    /// that what is run again or broken off and gone on with is the same.
+    pub(crate) fn run_epoch(
+        &mut self,
+        mut watch: impl FnMut(&Stepped, usize) -> ControlFlow<()>,
+    ) -> Result<Option<Epoch>> {
+        let (start, before) = (Instant::now(), self.samples_done());
+        let samples = self.dataset.train.len();
+        let order = self.order();
+        for range in split::by_size(samples, self.batch_size)?.into_iter().skip(self.running.steps)
+        {
+            tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
-            loss += step.loss * range.len() as f64 / samples as f64;
-            peak = peak.max(step.peak);
-            retries += step.retries;
-            for decision in step.decisions {
-                let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
-                if !decisions.last().is_some_and(same) {
-                    self.found = Some(decision.size);
-                    decisions.push(decision);
-                }
+            self.running.loss += step.loss * range.len() as f64 / samples as f64;
+            let flow = watch(&step, range.len());
+            self.note(step);
+            if flow.is_break() {
+                return Ok(None);
             }
-            progress(step.loss);
         }
-        let seconds = start.elapsed().as_secs_f64();
+        let rate = (self.samples_done() - before) as f64 / start.elapsed().as_secs_f64();
+        self.finish(rate).map(Some)
+    }
+
+    /// The samples in the order of this epoch.
+    fn order(&self) -> Tensor {
+        tch::manual_seed(seed_of(self.seed, self.epoch + 1, 0));
+        Tensor::randperm(self.dataset.train.len() as i64, (Kind::Int64, Device::Cpu))
+    }
+
+    fn note(&mut self, step: Stepped) {
+        let running = &mut self.running;
+        running.steps += 1;
+        running.peak = running.peak.max(step.peak);
+        running.retries += step.retries;
+        for decision in step.decisions {
+            let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
+            if !running.decisions.last().is_some_and(same) {
+                self.found = Some(decision.size);
+                running.decisions.push(decision);
+            }
+        }
+    }
+
+    fn finish(&mut self, samples_per_s: f64) -> Result<Epoch> {
         let (test_loss, test_accuracy) = self.test()?;
+        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
         Ok(Epoch {
             epoch: self.epoch,
@@ -120,7 +172,7 @@ impl Trainer {
             retries,
             decisions,
             peak_bytes: peak,
-            samples_per_s: samples as f64 / seconds,
+            samples_per_s,
         })
     }
 
@@ -154,11 +206,30 @@ impl Trainer {
             _ => None,
         };
         match advice {
-            Some(advice) if error.out_of_memory().is_some() => {
-                anyhow::Error::from(error).context(advice)
+            Some(remedy) if error.out_of_memory().is_some() => {
+                Advised { cause: error, remedy }.into()
             }
             _ => error.into(),
         }
+    }
+}
+
+/// An error of the library with the flag that mends it.
+#[derive(Debug)]
+struct Advised {
+    cause: Error,
+    remedy: String,
+}
+
+impl fmt::Display for Advised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; {}", self.cause, self.remedy)
+    }
+}
+
+impl std::error::Error for Advised {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.cause)
     }
 }
 
@@ -171,8 +242,10 @@ fn micro_batch_size(size: Size, batch_size: usize) -> usize {
     }
 }
 
-/// A seed for each epoch, and for what comes before them (0), that are not neighbours.
-fn seed_of(seed: u64, epoch: usize) -> i64 {
-    let mixed = (seed ^ (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)).rotate_left(17);
-    i64::from_ne_bytes(mixed.to_ne_bytes())
+/// A seed for each step of each epoch, for the epoch's order (step 0), and for what comes before
+/// them all (epoch 0), that are not neighbours.
+fn seed_of(seed: u64, epoch: usize, step: usize) -> i64 {
+    let epoch = (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let step = (step as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);
+    i64::from_ne_bytes((seed ^ epoch ^ step).rotate_left(17).to_ne_bytes())
 }
