@@ -12,6 +12,7 @@ use tch::Device;
 use crate::device::accelerator;
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawGraph, RawGraphs};
+use crate::stream::{Event, Stream};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_graph.so"));
 
@@ -58,6 +59,26 @@ pub struct Capture {
 /// Captured work.
 #[derive(Debug)]
 pub struct Graph(Capture);
+
+/// Captures what `f` puts on this stream, which must not be the device's default one, after what is on
+/// the current stream. `f` must not wait for the device, nor read from it.
+///
+/// # Errors
+/// What `f` fails with; or when something could not be captured. The stream can be used again.
+pub fn record<T, E: From<TorchError>>(
+    stream: Stream,
+    pool: &mut Pool,
+    f: impl FnOnce() -> Result<T, E>,
+) -> Result<(Graph, T), E> {
+    let device = stream.device();
+    let mut ready = Event::new(device)?;
+    ready.record(Stream::current(device)?)?;
+    stream.wait(&ready)?;
+    let _inside = stream.enter()?;
+    let capture = Capture::begin(device, pool)?;
+    let value = f()?;
+    Ok((capture.end(pool)?, value))
+}
 
 // SAFETY: a graph that is not being captured is a handle of CUDA's that any thread may use, one at a
 // time; nobody else has it.

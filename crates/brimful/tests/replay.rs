@@ -435,3 +435,59 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
         }
     }
 }
+
+/// Steps of two groups with rates that change, on gradients that stay where they are.
+fn stepped(
+    kind: Kind,
+    method: impl Fn(f64) -> brimful::optim::Method,
+    replay: bool,
+) -> (Vec<Tensor>, usize) {
+    let Net { store, .. } = Net::plain(kind);
+    let mut optimizer = brimful::optim::Optimizer::new(&store, method(0.1)).expect("an optimizer");
+    optimizer.group("biases", |name| name.ends_with("bias"), method(0.05)).expect("a group");
+    let mut optimizer = optimizer.replay(replay);
+    let mut parameters = store.trainable_variables();
+    parameters.retain(|p| p.size() != [3]);
+    let gradients: Vec<Tensor> = parameters.iter().map(Tensor::zeros_like).collect();
+    for step in 0..8 {
+        for (parameter, gradient) in parameters.iter_mut().zip(&gradients) {
+            let values = numbers(&parameter.size(), step);
+            tch::no_grad(|| gradient.shallow_clone().copy_(&values));
+            set_gradient(parameter, Some(gradient)).expect("a gradient");
+        }
+        optimizer.set_learning_rate(0.1 / (step + 1) as f64).expect("a rate");
+        optimizer.set_group_learning_rate("biases", 0.02).expect("a rate");
+        optimizer.step().expect("a step");
+        if step == 6 {
+            // What somebody else has written counts.
+            let values = numbers(&parameters[0].size(), 99);
+            tch::no_grad(|| parameters[0].copy_(&values));
+        }
+    }
+    let values = parameters.iter().map(|p| p.to_kind(Kind::Double).to_device(Device::Cpu));
+    (values.collect(), optimizer.replayed())
+}
+
+#[test]
+fn replayed_optimizer_steps_are_the_steps() {
+    use brimful::optim::{Adam, AdamW, Method, Sgd};
+    let _alone = alone();
+    let methods: [fn(f64) -> Method; 3] = [
+        |rate| Sgd::new(rate).momentum(0.9).weight_decay(0.01).into(),
+        |rate| Adam::new(rate).into(),
+        |rate| AdamW::new(rate).into(),
+    ];
+    for (number, method) in methods.into_iter().enumerate() {
+        for (kind, tolerance) in [(Kind::Double, 1e-6), (Kind::Float, 1e-5), (Kind::BFloat16, 2e-2)]
+        {
+            let (expected, none) = stepped(kind, method, false);
+            let (got, replayed) = stepped(kind, method, true);
+            for (a, b) in got.iter().zip(&expected) {
+                let off = (a - b).abs().max().double_value(&[]);
+                assert!(off <= tolerance, "method {number}, {kind:?}: off by {off}");
+            }
+            let possible = if test_device().is_cuda() { 4..=5 } else { 0..=0 };
+            assert!(none == 0 && possible.contains(&replayed), "{kind:?}: {replayed} replayed");
+        }
+    }
+}

@@ -24,6 +24,8 @@ struct Ceiling {
     size: usize,
     /// What is allowed since.
     cap: usize,
+    /// The largest size that was known to fit then.
+    fitted: usize,
     /// Bytes that were free then.
     available: u64,
     why: Why,
@@ -68,13 +70,13 @@ impl Failures {
         match &mut self.ceiling {
             Some(ceiling) if size >= ceiling.size => self.ceiling = None,
             // What the model lacked when it failed, it has learnt from this.
-            Some(ceiling) if size == ceiling.cap => ceiling.cap = below(ceiling.size),
+            Some(ceiling) if size > ceiling.fitted => ceiling.cap = below(ceiling.size),
             _ => {}
         }
         self.thrashing_steps = if retried { self.thrashing_steps + 1 } else { 0 };
         if self.thrashing_steps >= THRASHING_STEPS {
             self.thrashing_steps = 0;
-            self.limit(size, below(size), available, Why::Thrash);
+            self.limit(size, below(size), size, available, Why::Thrash);
         }
     }
 
@@ -89,14 +91,15 @@ impl Failures {
             _ => size / 2,
         };
         let cap = cap.clamp(1, below(size));
-        self.limit(size, cap, available, Why::BackOff);
+        self.limit(size, cap, fitted, available, Why::BackOff);
         cap
     }
 
-    fn limit(&mut self, size: usize, cap: usize, available: u64, why: Why) {
+    fn limit(&mut self, size: usize, cap: usize, fitted: usize, available: u64, why: Why) {
         let tried_again = self.ceiling.is_some_and(|before| before.tried_again);
         self.calm_steps = 0;
-        self.ceiling = Some(Ceiling { size, cap, available, why, tried_again, lifted: false });
+        let ceiling = Ceiling { size, cap, fitted, available, why, tried_again, lifted: false };
+        self.ceiling = Some(ceiling);
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct MemoryModel {
     needs: BTreeMap<usize, u64>,
     /// What to go by while nothing has been seen.
     prior: Option<Line>,
-    /// Bytes that the fixed part has at least: a step's gradients.
+    /// Bytes that the fixed part has at least: the gradients of earlier micro-batches.
     floor: u64,
 }
 
@@ -38,9 +38,9 @@ pub(crate) struct MemoryModel {
 const APART: f64 = 0.75;
 
 /// How far above the largest size that has been seen a line is trusted.
-const FAR: usize = 8;
+const FAR: usize = 32;
 /// Where that far needs are so many times what they were, most of them is the samples'.
-const GROWN: u64 = 4;
+const GROWN: u64 = 16;
 
 impl MemoryModel {
     /// A model whose fixed part is at least so large.
@@ -49,12 +49,14 @@ impl MemoryModel {
     }
 
     /// A model that starts from a guess.
-    pub(crate) fn with_prior(prior: Line) -> Self {
-        Self { prior: Some(prior), ..Self::default() }
+    pub(crate) fn with_prior(prior: Line, floor: u64) -> Self {
+        Self { prior: Some(prior), floor, ..Self::default() }
     }
 
-    pub(crate) fn observe(&mut self, size: usize, bytes: u64) {
-        self.needs.insert(size, bytes);
+    /// Learns what a micro-batch needed; a lone one had no gradients beside it, as others will.
+    pub(crate) fn observe(&mut self, size: usize, bytes: u64, alone: bool) {
+        let beside = if alone { self.floor } else { 0 };
+        self.needs.insert(size, bytes.saturating_add(beside));
     }
 
     /// The largest size that has been seen; 0 at first.
@@ -99,6 +101,24 @@ impl MemoryModel {
     pub(crate) fn largest(&self, budget: u64) -> Option<usize> {
         self.line().map(|line| line.largest(budget))
     }
+
+    /// The same where some of the budget is `held` by what runs sizes that have been seen.
+    pub(crate) fn largest_beside(&self, held: u64, budget: u64) -> Option<usize> {
+        let seen = self.largest(budget)?.min(self.largest_seen());
+        self.largest(budget.saturating_sub(held)).map(|new| new.max(seen))
+    }
+
+    /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients
+    /// beside it.
+    pub(crate) fn holds_all(&self, samples: usize, held: u64, budget: u64) -> bool {
+        let budget = budget.saturating_add(self.floor);
+        self.largest_beside(held, budget).is_some_and(|size| size >= samples)
+    }
+
+    /// What a lone micro-batch is expected to need.
+    pub(crate) fn predict_alone(&self, size: usize) -> Option<u64> {
+        self.predict(size).map(|need| need.saturating_sub(self.floor))
+    }
 }
 
 /// What to expect of samples of `elements` numbers, from what samples of other lengths needed.
@@ -134,40 +154,40 @@ mod tests {
     #[test]
     fn one_size_is_taken_to_be_all_samples() {
         let mut model = MemoryModel::default();
-        model.observe(2, 100);
+        model.observe(2, 100, false);
         assert_eq!((model.predict(4), model.largest(199)), (Some(200), Some(3)));
     }
 
     #[test]
     fn a_prior_gives_way_to_what_is_seen() {
-        let mut model = MemoryModel::with_prior(Line { fixed: 50.0, per_sample: 10.0 });
+        let mut model = MemoryModel::with_prior(Line { fixed: 50.0, per_sample: 10.0 }, 0);
         assert_eq!(model.largest(100), Some(5));
-        model.observe(10, 250);
+        model.observe(10, 250, false);
         assert_eq!((model.predict(20), model.largest(450)), (Some(450), Some(20)));
     }
 
     #[test]
     fn a_fixed_part_above_the_budget_leaves_nothing() {
         let mut model = MemoryModel::default();
-        model.observe(2, 120);
-        model.observe(4, 140);
+        model.observe(2, 120, false);
+        model.observe(4, 140, false);
         assert_eq!(model.largest(99), Some(0));
     }
 
     #[test]
     fn needs_that_do_not_grow_do_not_limit() {
         let mut model = MemoryModel::default();
-        model.observe(2, 100);
-        model.observe(4, 90);
+        model.observe(2, 100, false);
+        model.observe(4, 90, false);
         assert!(model.largest(100).is_some_and(|size| size > 1 << 40));
     }
 
     #[test]
     fn a_line_is_trusted_only_where_it_climbs() {
         let mut model = MemoryModel::default();
-        model.observe(4, 400);
-        assert_eq!(model.reach(10_000), 32);
-        model.observe(8, 410);
+        model.observe(4, 400, false);
+        assert_eq!(model.reach(100_000), 128);
+        model.observe(8, 410, false);
         assert_eq!(model.reach(450), 16);
         assert_eq!(model.reach(4_100), 80, "if all were the samples'");
     }
@@ -175,10 +195,30 @@ mod tests {
     #[test]
     fn what_is_known_to_be_fixed_is_not_the_samples() {
         let mut model = MemoryModel::with_floor(100);
-        model.observe(2, 120);
+        model.observe(2, 120, false);
         assert_eq!((model.predict(4), model.largest(200)), (Some(140), Some(10)));
-        model.observe(4, 120);
+        model.observe(4, 120, false);
         assert_eq!(model.reach(300), 40);
+    }
+
+    #[test]
+    fn a_single_micro_batch_has_no_gradients_beside_it() {
+        let mut model = MemoryModel::with_floor(100);
+        model.observe(10, 200, false);
+        assert_eq!(model.largest(200), Some(10));
+        assert!(model.holds_all(20, 0, 200) && !model.holds_all(21, 0, 200));
+        model.observe(20, 200, true);
+        assert_eq!((model.predict_alone(20), model.predict(20)), (Some(200), Some(300)));
+    }
+
+    #[test]
+    fn what_is_held_is_not_for_new_sizes() {
+        let mut model = MemoryModel::default();
+        model.observe(10, 100, false);
+        assert_eq!(model.largest_beside(0, 300), Some(30));
+        assert_eq!(model.largest_beside(100, 300), Some(20));
+        assert_eq!(model.largest_beside(250, 300), Some(10), "it is what holds that");
+        assert_eq!(model.largest_beside(250, 90), Some(9));
     }
 
     #[test]
@@ -199,7 +239,7 @@ mod tests {
         ) {
             let mut model = MemoryModel::default();
             for &size in &sizes {
-                model.observe(size, fixed + slope * size as u64);
+                model.observe(size, fixed + slope * size as u64, false);
             }
             let (smallest, largest) = (sizes.iter().min(), sizes.iter().max());
             if smallest.zip(largest).is_some_and(|(s, l)| (*s as f64) <= *l as f64 * APART) {
@@ -214,7 +254,7 @@ mod tests {
             known in proptest::collection::vec((any::<u64>(), -1e9..1e18, -1e9..1e18), 0..4), elements in any::<u64>(),
         ) {
             let mut model = MemoryModel::default();
-            seen.iter().for_each(|&(size, bytes)| model.observe(size, bytes));
+            seen.iter().for_each(|&(size, bytes)| model.observe(size, bytes, false));
             let _ = (model.largest(budget), model.predict(usize::MAX));
             let known: Vec<_> = known.into_iter().map(|(e, fixed, per_sample)| (e, Line { fixed, per_sample })).collect();
             if let Some(line) = predict_line(&known, elements) {

@@ -29,6 +29,8 @@ const REPEATS: usize = 3;
 const RUNG: usize = 8;
 /// Two sizes that differ by less than this factor are as good as each other.
 const SAME: f64 = 1.3;
+/// So much larger a size is worth a step to see whether it is faster.
+const WORTHWHILE: f64 = 1.1;
 /// A size is faster only if it is so by more than chance.
 const FASTER: f64 = 1.02;
 /// So many steps may be used to find the fastest size.
@@ -245,11 +247,16 @@ impl Policy {
     }
 
     /// A size half way between the best and the nearest ones that were tried: in the wider gap first.
+    /// Where the best is the largest that was tried, all that memory allows.
     fn between(&self, best: usize, top: usize, samples: usize) -> Option<usize> {
+        let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         let (below, above) = self.rates.neighbours(best);
+        let all = in_near_equal_parts(samples, top);
+        if above.is_none() && width((best, all)) > WORTHWHILE {
+            return Some(all);
+        }
         let (below, above) = (below.unwrap_or(FIRST), above.unwrap_or(top).min(top));
         let mut gaps = [(below, best), (best, above)];
-        let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
         let wide = gaps.into_iter().filter(|&gap| width(gap) > SAME);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);

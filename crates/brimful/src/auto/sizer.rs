@@ -2,6 +2,8 @@
 //!
 //! A step may run in several memories at once, as a pipeline's does: then the tightest decides.
 
+use std::ops::Range;
+
 use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
 use super::policy::{Goal, Policy, Situation, Trial, in_near_equal_parts};
@@ -14,6 +16,8 @@ pub(crate) struct Room {
     pub(crate) available: u64,
     /// Those of them that may be planned with.
     pub(crate) budget: u64,
+    /// Those of them that captured work keeps, of sizes that it was captured for.
+    pub(crate) held: u64,
 }
 
 /// One kind's memory models, one for each memory, and its policy.
@@ -41,13 +45,13 @@ impl Sizer {
     }
 
     /// Begins with needs, and a size, that other shapes suggest.
-    pub(crate) fn predicted(goal: Goal, lines: &[Line], size: usize) -> Self {
-        Self::with(priors(lines), Policy::predicted(goal, size))
+    pub(crate) fn predicted(goal: Goal, lines: &[Line], floors: &[u64], size: usize) -> Self {
+        Self::with(priors(lines, floors), Policy::predicted(goal, size))
     }
 
     /// Goes on from what an earlier run has found.
-    pub(crate) fn remembered(goal: Goal, found: &Finding) -> Self {
-        Self::with(priors(&found.lines), Policy::remembered(goal, found.size, found.rate))
+    pub(crate) fn remembered(goal: Goal, found: &Finding, floors: &[u64]) -> Self {
+        Self::with(priors(&found.lines, floors), Policy::remembered(goal, found.size, found.rate))
     }
 
     fn with(models: Vec<MemoryModel>, policy: Policy) -> Self {
@@ -73,8 +77,12 @@ impl Sizer {
     /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
     pub(crate) fn next(&mut self, rooms: &[Room], left: usize, samples: usize) -> Trial {
         let pairs = || self.models.iter().zip(rooms);
-        let fits = pairs().map(|(model, room)| model.largest(room.budget));
+        let fits = pairs().map(|(model, room)| model.largest_beside(room.held, room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
+        let holds_all =
+            |(model, room): (&MemoryModel, &Room)| model.holds_all(samples, room.held, room.budget);
+        let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
+        let fits = fits.map(|fits| fits.max(all));
         let reach = pairs().map(|(model, room)| model.reach(room.budget)).min().unwrap_or(0);
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
         let available = tightest(rooms);
@@ -97,9 +105,14 @@ impl Sizer {
         self.models.iter().map(|model| model.predict(size)).max().flatten()
     }
 
-    /// Learns what micro-batches of this size needed in each memory.
-    pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64]) {
-        self.models.iter_mut().zip(needs).for_each(|(model, &need)| model.observe(size, need));
+    fn predict_alone(&self, size: usize) -> Option<u64> {
+        self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
+    }
+
+    /// Learns what micro-batches of this size needed in each memory, or one alone.
+    pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64], alone: bool) {
+        let pairs = self.models.iter_mut().zip(needs);
+        pairs.for_each(|(model, &need)| model.observe(size, need, alone));
     }
 
     /// Learns how many samples a second micro-batches of this size ran.
@@ -142,8 +155,14 @@ impl Sizer {
     }
 }
 
-fn priors(lines: &[Line]) -> Vec<MemoryModel> {
-    lines.iter().map(|line| MemoryModel::with_prior(*line)).collect()
+fn priors(lines: &[Line], floors: &[u64]) -> Vec<MemoryModel> {
+    let pairs = lines.iter().zip(floors);
+    pairs.map(|(line, floor)| MemoryModel::with_prior(*line, *floor)).collect()
+}
+
+/// Whether this is a single micro-batch with none before it: there are no gradients beside it.
+pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
+    matches!(ranges, [Range { start: 0, .. }])
 }
 
 /// What is free in the memory that has the least.
@@ -153,13 +172,22 @@ pub(crate) fn tightest(rooms: &[Room]) -> u64 {
 
 impl Trial {
     /// The decision to run it, of which nothing has come yet.
-    pub(crate) fn decision(&self, micro_batches: usize, sizer: &Sizer, rooms: &[Room]) -> Decision {
+    pub(crate) fn decision(
+        &self,
+        ranges: &[Range<usize>],
+        sizer: &Sizer,
+        rooms: &[Room],
+    ) -> Decision {
         let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
+        let predicted = match is_alone(ranges) {
+            true => sizer.predict_alone(self.size),
+            false => sizer.predict(self.size),
+        };
         Decision {
             size: self.size,
-            micro_batches,
+            micro_batches: ranges.len(),
             why: self.why,
-            predicted: sizer.predict(self.size).filter(|_| known).map(Bytes),
+            predicted: predicted.filter(|_| known).map(Bytes),
             measured: None,
             available: Bytes(tightest(rooms)),
             failed: false,

@@ -56,7 +56,7 @@ impl Sizes {
     fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let remembered = self.file.as_ref().and_then(|file| file.found.get(kind));
         match remembered.filter(|found| found.lines.len() == floors.len()) {
-            Some(found) => Sizer::remembered(self.goal, found),
+            Some(found) => Sizer::remembered(self.goal, found, floors),
             None => self.suggested_by_others(kind, floors),
         }
     }
@@ -80,7 +80,7 @@ impl Sizes {
         match (lines, nearest) {
             (Some(lines), Some((elements, best))) => {
                 let ratio = elements as f64 / kind.elements().max(1) as f64;
-                Sizer::predicted(self.goal, &lines, self.start(best, ratio))
+                Sizer::predicted(self.goal, &lines, floors, self.start(best, ratio))
             }
             _ => Sizer::new(self.goal, floors),
         }

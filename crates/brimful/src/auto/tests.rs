@@ -48,7 +48,8 @@ impl World {
     }
 
     fn room(&self) -> Room {
-        Room { available: self.available, budget: self.available - self.available / 100 }
+        let budget = self.available - self.available / 100;
+        Room { available: self.available, budget, held: 0 }
     }
 
     /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.
@@ -71,7 +72,7 @@ impl World {
                     Some(_) => run,
                     None => in_near_equal_parts(left, trial.size),
                 };
-                self.sizer.observe_needs(size, &[self.need(size)]);
+                self.sizer.observe_needs(size, &[self.need(size)], false);
                 if trial.timed {
                     self.sizer.observe_rate(size, self.rate(size));
                 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tch::Device;
 
-use crate::auto::{Decision, Room, Sizer, Stopwatch, room};
+use crate::auto::{Decision, Room, Sizer, Stopwatch, is_alone, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
@@ -54,6 +54,7 @@ struct Piece {
     stopwatch: Option<Stopwatch>,
     /// In use besides what the memory's account shows.
     unseen: u64,
+    alone: bool,
 }
 
 impl Cut {
@@ -67,14 +68,16 @@ impl Cut {
         sizer: Sizer,
         memory: &Memory,
         reserved: u64,
+        held: Bytes,
         warm_up: usize,
     ) -> Result<Self> {
         let before = memory.usage()?;
+        let room = Room { held: held.0, ..room(&before, reserved)? };
         let watch = Watch {
             sizer,
             decisions: Vec::new(),
             memory: memory.clone(),
-            room: room(&before, reserved)?,
+            room,
             before,
             peak: before.current,
             warm_up,
@@ -186,7 +189,7 @@ impl Watch {
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
         // Near-equal micro-batches may be smaller than they were allowed to be.
         trial.size = longest(&ranges);
-        self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &[self.room]));
         let stopwatch = trial.timed.then(|| Stopwatch::start(device, warm_up)).transpose()?;
         self.open(longest(&ranges), &ranges, stopwatch)?;
         Ok(ranges)
@@ -196,7 +199,7 @@ impl Watch {
     fn begin_all(&mut self, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
         let trial = self.sizer.next_whole(&[self.room], samples);
         let ranges = split::by_size(samples, trial.size)?;
-        self.decisions.push(trial.decision(ranges.len(), &self.sizer, &[self.room]));
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &[self.room]));
         self.open(samples, &ranges, Some(Stopwatch::start(device, 0)?))?;
         Ok(ranges)
     }
@@ -207,24 +210,26 @@ impl Watch {
         ranges: &[Range<usize>],
         stopwatch: Option<Stopwatch>,
     ) -> Result<()> {
-        self.piece = Some(Piece { size: longest(ranges), lap, stopwatch, unseen: 0 });
+        let (size, alone) = (longest(ranges), is_alone(ranges));
+        self.piece = Some(Piece { size, lap, stopwatch, unseen: 0, alone });
         self.memory.reset_peak()
     }
 
     fn lap(&mut self, unseen: Bytes) -> Result<()> {
         let Some(piece) = &mut self.piece else { return Ok(()) };
         piece.unseen = piece.unseen.max(unseen.0);
+        self.room.held = unseen.0;
         piece.stopwatch.as_mut().map_or(Ok(()), Stopwatch::lap)
     }
 
     /// Learns from the piece that has been run.
     fn end(&mut self) -> Result<()> {
         let Some(piece) = self.piece.take() else { return Ok(()) };
-        let Piece { size, lap, stopwatch, unseen } = piece;
+        let Piece { size, lap, stopwatch, unseen, alone } = piece;
         let peak = Bytes(self.memory.usage()?.peak.0 + unseen);
         self.peak = self.peak.max(peak);
         let need = peak.0.saturating_sub(self.before.current.0);
-        self.sizer.observe_needs(size, &[need]);
+        self.sizer.observe_needs(size, &[need], alone);
         if let Some(decision) = self.decisions.last_mut() {
             decision.measured = Some(Bytes(need));
             self.sizer.announce(decision);

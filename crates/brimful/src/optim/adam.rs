@@ -1,7 +1,7 @@
 //! Adam and `AdamW`, which differ in the one line that applies the weight decay.
 
 use brimful_torch::TorchError;
-use brimful_torch::optim::{self as fused, AdamState, LearningRate};
+use brimful_torch::optim::{self as fused, AdamState};
 use serde::{Deserialize, Serialize};
 
 use super::Method;
@@ -96,7 +96,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             maxima: lists.moments.get(2).map(Vec::as_slice),
             steps: &lists.steps,
         };
-        let rate = LearningRate::Number(self.learning_rate);
+        let rate = lists.rate(self.learning_rate);
         fused::adam(&lists.parameters, &lists.gradients, state, rate, &options)
     }
 }

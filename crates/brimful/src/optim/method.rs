@@ -1,6 +1,7 @@
 //! The choice of an optimization method, and what all methods have in common.
 
 use brimful_torch::TorchError;
+use brimful_torch::optim::LearningRate;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
@@ -31,6 +32,15 @@ pub(super) struct Lists {
     pub(super) steps: Vec<Tensor>,
     /// Whether this is the first step of all of them.
     pub(super) first: bool,
+    /// The learning rate, where it is not the method's own number.
+    pub(super) rate: Option<Tensor>,
+}
+
+impl Lists {
+    /// How far to go, where the method says `number`.
+    pub(super) fn rate(&self, number: f64) -> LearningRate<'_> {
+        self.rate.as_ref().map_or(LearningRate::Number(number), LearningRate::Tensor)
+    }
 }
 
 impl Method {

@@ -32,6 +32,7 @@
 mod adam;
 mod clip;
 mod method;
+mod replay;
 mod saved;
 mod sgd;
 mod state;
@@ -50,6 +51,7 @@ use brimful_torch::autograd;
 use tch::{Kind, Tensor, nn};
 
 use crate::{Error, Result};
+use replay::Replay;
 use state::State;
 
 /// The group of the parameters that no other group has taken.
@@ -60,6 +62,7 @@ const DEFAULT_GROUP: &str = "default";
 pub struct Optimizer {
     parameters: Vec<Parameter>,
     groups: Vec<Group>,
+    replay: Replay,
 }
 
 #[derive(Debug)]
@@ -105,7 +108,8 @@ impl Optimizer {
             .into_iter()
             .map(|(name, tensor)| Parameter { name, tensor, group: 0, state: None })
             .collect();
-        Ok(Self { parameters, groups: vec![Group { name: DEFAULT_GROUP.into(), method }] })
+        let groups = vec![Group { name: DEFAULT_GROUP.into(), method }];
+        Ok(Self { parameters, groups, replay: Replay::default() })
     }
 
     /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.

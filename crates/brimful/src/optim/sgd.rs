@@ -1,7 +1,7 @@
 //! Stochastic gradient descent, with momentum if wanted.
 
 use brimful_torch::TorchError;
-use brimful_torch::optim::{self as fused, LearningRate};
+use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
 use super::Method;
@@ -89,7 +89,7 @@ impl Sgd {
             nesterov: self.nesterov,
             first: lists.first,
         };
-        let rate = LearningRate::Number(self.learning_rate);
+        let rate = lists.rate(self.learning_rate);
         let buffers = lists.moments.first().map(Vec::as_slice);
         fused::sgd(&lists.parameters, &lists.gradients, buffers, rate, &options)
     }

@@ -55,6 +55,15 @@ struct Bucket {
 pub(crate) struct Plan {
     buckets: Vec<Bucket>,
     scratch: Vec<Tensor>,
+    /// The groups' learning rates as tensors; none where the groups' own numbers count.
+    rates: Vec<Tensor>,
+}
+
+impl Plan {
+    /// The same step with the groups' learning rates read from these tensors.
+    pub(super) fn with_rates(self, rates: Vec<Tensor>) -> Self {
+        Self { rates, ..self }
+    }
 }
 
 impl Optimizer {
@@ -65,6 +74,9 @@ impl Optimizer {
     /// When memory runs out, or a gradient is sparse: parameters, state and step counters are as
     /// before then.
     pub fn step(&mut self) -> Result<()> {
+        if self.step_again()? {
+            return Ok(());
+        }
         let plan = self.prepare()?;
         self.commit(plan)
     }
@@ -79,7 +91,7 @@ impl Optimizer {
             }
         }
         let scratch = scratch_for(&buckets)?;
-        Ok(Plan { buckets, scratch })
+        Ok(Plan { buckets, scratch, rates: Vec::new() })
     }
 
     fn prepare_one(&self, index: usize, parameter: &Parameter) -> Result<Option<Item>> {
@@ -131,7 +143,9 @@ impl Optimizer {
             } else {
                 items.iter().map(|item| item.gradient.shallow_clone()).collect()
             };
-            self.groups[key.group].method.update(&self.lists(&key, &items, gradients))?;
+            let rate = plan.rates.get(key.group).map(Tensor::shallow_clone);
+            let lists = Lists { rate, ..self.lists(&key, &items, gradients) };
+            self.groups[key.group].method.update(&lists)?;
             self.write_back(&items)?;
         }
         Ok(())
@@ -151,6 +165,7 @@ impl Optimizer {
                 .map(Tensor::shallow_clone)
                 .collect(),
             first: key.first,
+            rate: None,
         }
     }
 

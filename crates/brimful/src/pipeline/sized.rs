@@ -74,7 +74,7 @@ impl Pipeline {
         let rooms: Vec<Room> = watched.iter().map(|watched| watched.room).collect();
         let trial = sizer.next_whole(&rooms, samples);
         let ranges = split::by_size(samples, trial.size)?;
-        let mut decision = trial.decision(ranges.len(), sizer, &rooms);
+        let mut decision = trial.decision(&ranges, sizer, &rooms);
         let start = Instant::now();
         match run(self, &ranges) {
             Ok(value) => {
@@ -103,7 +103,7 @@ impl Pipeline {
     fn watch(&self) -> Result<Vec<Watched>> {
         let watch = |memory: Option<Memory>| {
             let before = memory.as_ref().map(Memory::usage).transpose()?;
-            let unlimited = Room { available: u64::MAX, budget: u64::MAX };
+            let unlimited = Room { available: u64::MAX, budget: u64::MAX, held: 0 };
             let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, 0))?;
             Ok::<_, Error>(Watched { memory, before, room })
         };
@@ -120,7 +120,7 @@ fn learn(sizer: &mut Sizer, watched: &[Watched], decision: &mut Decision) -> Res
         _ => Ok(0),
     };
     let needs = watched.iter().map(need).collect::<Result<Vec<_>>>()?;
-    sizer.observe_needs(decision.size, &needs);
+    sizer.observe_needs(decision.size, &needs, decision.micro_batches == 1);
     decision.measured = needs.into_iter().max().map(Bytes);
     Ok(())
 }

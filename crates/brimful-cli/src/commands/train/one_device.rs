@@ -39,7 +39,7 @@ impl OneDevice {
         let model = layers.build(&store.root()).context("the model was not built")?;
         let kind = options.dtype.kind();
         store.set_kind(kind);
-        let optimizer = Optimizer::new(&store, options.method())?;
+        let optimizer = Optimizer::new(&store, options.method())?.replay(!options.no_replay);
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
             .reserve(options.method())

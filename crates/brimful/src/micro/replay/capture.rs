@@ -1,14 +1,13 @@
 //! The micro-batch that is captured: run eagerly, captured, replayed, and both compared.
 
 use brimful_torch::graph::Pool;
-use brimful_torch::memory::empty_cache;
 use brimful_torch::stream::Stream;
 use tch::{Kind, Tensor};
 
 use super::compare::{Buffers, Verdict, verdict};
 use super::program::{self, Program, Setting};
 use super::readout::Readout;
-use super::room::Watch;
+use super::room::{Watch, make_room};
 use super::{Replay, State, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::Batch;
@@ -28,6 +27,7 @@ impl Replay {
         f: &mut impl FnMut(B) -> R,
         buffers: &[Tensor],
     ) -> Result<State> {
+        let mut watch = Watch::begin(self.device)?;
         let before = Randomness::now(self.device)?;
         let earlier = pass.accumulator.exchange(Vec::new());
         let (terms, output) = forward(share(&micro_batch)?, f)?;
@@ -39,8 +39,8 @@ impl Replay {
         let after = Randomness::now(self.device)?;
 
         pass.accumulator.disown()?;
-        let watch = Watch::begin(self.device)?;
-        let captured = self.captured(pass, &micro_batch, &eager, f);
+        let need = watch.eager_need()?;
+        let captured = self.captured(pass, &micro_batch, &eager, need, f);
         self.room.add(&watch, captured.is_ok())?;
         after.restore()?;
         let state = match captured {
@@ -75,13 +75,14 @@ impl Replay {
         pass: &mut Pass<R::Outputs>,
         micro_batch: &B,
         eager: &[Sum],
+        need: u64,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Program, String> {
         let words = |error: Error| error.to_string();
-        let stream = self.prepare().map_err(words)?;
+        let stream = self.prepare(need).map_err(words)?;
         let sums = self.sums_for(eager).map_err(words)?;
         let mut capture = |this: &mut Self, sums| {
-            let setting = Setting { device: this.device, stream };
+            let setting = Setting { device: this.device, stream, need };
             Program::capture(&setting, sums, &mut this.pool, pass, micro_batch, f)
         };
         let known = count(&sums);
@@ -94,9 +95,8 @@ impl Replay {
         capture(self, sums)
     }
 
-    /// Makes what a capture needs: a stream, and room. What eager runs have left in the cache is of
-    /// no use to captured work.
-    fn prepare(&mut self) -> Result<Stream> {
+    /// Makes what a capture needs: a stream, and room.
+    fn prepare(&mut self, need: u64) -> Result<Stream> {
         let stream = match self.stream {
             Some(stream) => stream,
             None => program::stream(self.device)?,
@@ -106,7 +106,7 @@ impl Replay {
         if !self.entries.iter().any(|entry| matches!(entry.state, State::Captured(_))) {
             self.pool = Pool::default();
         }
-        empty_cache(self.device)?;
+        make_room(self.device, need)?;
         Ok(stream)
     }
 

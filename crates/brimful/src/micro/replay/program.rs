@@ -3,12 +3,13 @@
 use std::any::Any;
 
 use brimful_torch::autograd::backward;
-use brimful_torch::graph::{Capture, Graph, Pool};
+use brimful_torch::graph::{Graph, Pool, record};
 use brimful_torch::random::{GeneratorState, generator_state};
-use brimful_torch::stream::{Event, Stream};
+use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
 use super::readout::Readout;
+use super::room::stock_up;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::Part;
@@ -38,6 +39,8 @@ pub(super) struct Program {
 pub(super) struct Setting {
     pub(super) device: Device,
     pub(super) stream: Stream,
+    /// Bytes that the captured work is expected to need.
+    pub(super) need: u64,
 }
 
 /// A stream for captures, on which cuBLAS has its workspace already: taken during a capture it would
@@ -63,12 +66,12 @@ impl Program {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self, String> {
         let groups = pass.accumulator.exchange(sums);
-        let captured = catch_unseen(|| Self::record(setting, pool, pass, micro_batch, f));
+        let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
         Ok(Self { sums, ..captured? })
     }
 
-    fn record<B: Batch, R: Outcome>(
+    fn recorded<B: Batch, R: Outcome>(
         setting: &Setting,
         pool: &mut Pool,
         pass: &mut Pass<R::Outputs>,
@@ -84,22 +87,19 @@ impl Program {
         let rows = Pending::for_the_same_layers()?;
         let host = generator_state(Device::Cpu)?;
 
-        let mut ready = Event::new(setting.device)?;
-        ready.record(Stream::current(setting.device)?)?;
-        setting.stream.wait(&ready)?;
-        let inside = setting.stream.enter()?;
-        let capture = Capture::begin(setting.device, pool)?;
-        let (statistics, result) = rows.go_on(|| {
+        let run = || {
             let (terms, output) = forward(statics, f)?;
             let readout = Readout::of(&terms)?;
             pass.backward(&terms, |number, term| {
                 Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
             })?;
             Ok::<_, Error>((readout, detached(&output)?))
-        });
-        let (readout, outputs) = result?;
-        let graph = capture.end(pool)?;
-        drop(inside);
+        };
+        let (graph, (statistics, (readout, outputs))) = record(setting.stream, pool, || {
+            stock_up(setting.device, setting.need)?;
+            let (statistics, result) = rows.go_on(run);
+            Ok::<_, Error>((statistics, result?))
+        })?;
 
         check_host(&host)?;
         let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));

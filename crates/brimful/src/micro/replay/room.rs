@@ -1,10 +1,13 @@
 //! The memory that captured work runs in, which no tensor's account shows while it is replayed.
 
-use brimful_torch::memory::{device_memory, reset_peak};
-use tch::Device;
+use brimful_torch::memory::{device_memory, empty_cache, reset_peak};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::bytes::Bytes;
+
+/// So many times what is needed is plenty.
+const PLENTY: u64 = 2;
 
 /// What captured work needs. Its parts are never replayed at the same time, so they share one pool.
 #[derive(Debug, Default)]
@@ -15,20 +18,49 @@ pub(super) struct Room {
     interrupted: u64,
 }
 
-/// A look at the device before a capture.
+/// A look at the device before a micro-batch that is to be captured.
 #[derive(Debug)]
 pub(super) struct Watch {
     device: Device,
+    /// In use when it began.
+    current: u64,
     /// The step's peak so far.
     before: u64,
 }
 
 impl Watch {
     pub(super) fn begin(device: Device) -> Result<Self> {
-        let before = device_memory(device)?.peak;
+        let now = device_memory(device)?;
         reset_peak(device)?;
-        Ok(Self { device, before })
+        Ok(Self { device, current: now.current, before: now.peak })
     }
+
+    /// What the eager run needed, which the capture is expected to need again. From here on the
+    /// capture is watched.
+    pub(super) fn eager_need(&mut self) -> Result<u64> {
+        let now = device_memory(self.device)?;
+        self.before = self.before.max(now.peak);
+        reset_peak(self.device)?;
+        Ok(now.peak.saturating_sub(self.current))
+    }
+}
+
+/// Makes room for captured work of this need. What eager runs have left in the cache is of no use to
+/// it, so where there is little else, that is given back.
+pub(super) fn make_room(device: Device, need: u64) -> Result<()> {
+    if device_memory(device)?.free < need.saturating_mul(PLENTY) {
+        empty_cache(device)?;
+    }
+    Ok(())
+}
+
+/// Takes so much from the device in one piece and leaves it in the cache of this thread's stream:
+/// asking for it in hundreds of pieces would take longer than the work itself.
+pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
+    let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+    // In pieces it may be there all the same.
+    drop(Tensor::f_empty([bytes], (Kind::Uint8, device)));
+    Ok(reset_peak(device)?)
 }
 
 impl Room {

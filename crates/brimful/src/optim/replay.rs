@@ -1,0 +1,143 @@
+//! Steps on CUDA that are captured once and replayed, as long as nothing moves.
+//!
+//! Captured work knows addresses, not tensors. So each step looks where parameters, gradients and state
+//! lie; where that was the same a few times in a row, the step is captured, with the learning rates as
+//! tensors, which change without a new capture. What moves is stepped as ever.
+
+use brimful_torch::graph::{self, Graph, Pool};
+use brimful_torch::stream::Stream;
+use tch::{Device, Kind, Tensor};
+
+use super::Optimizer;
+use crate::oom::catch_unseen;
+use crate::{Error, Result};
+
+/// So many steps in a row must find everything in one place before one is captured.
+const CALM_STEPS: usize = 2;
+/// Where things move again and again, capturing costs more than it saves.
+const MOST_CAPTURES: usize = 8;
+
+/// What is known of where things lie.
+#[derive(Debug, Default)]
+pub(super) struct Replay {
+    wanted: bool,
+    /// Where all was at the last step, and for how many steps it had been there.
+    places: Vec<usize>,
+    calm_steps: usize,
+    captured: Option<Captured>,
+    captures: usize,
+    replayed: usize,
+}
+
+#[derive(Debug)]
+struct Captured {
+    graph: Graph,
+    /// Each group's learning rate as the graph reads it, and what was last written there.
+    rates: Vec<(Tensor, f64)>,
+}
+
+impl Optimizer {
+    /// On CUDA, captures a step and replays it while parameters, gradients and state stay where they
+    /// are: one launch, and none of the work that leads to one. Elsewhere nothing changes.
+    ///
+    /// The result is the same up to the rounding of the learning rate to f32.
+    #[must_use]
+    pub fn replay(mut self, wanted: bool) -> Self {
+        self.replay = Replay { wanted, ..Replay::default() };
+        self
+    }
+
+    /// How many steps were replayed so far.
+    pub fn replayed(&self) -> usize {
+        self.replay.replayed
+    }
+
+    /// Takes the step by a replay, where that is possible.
+    pub(super) fn step_again(&mut self) -> Result<bool> {
+        if !self.replay.wanted {
+            return Ok(false);
+        }
+        let (device, places) = match self.places()? {
+            Some(found) => found,
+            None => (Device::Cpu, Vec::new()),
+        };
+        if places != self.replay.places || places.is_empty() {
+            let Replay { captures, replayed, .. } = self.replay;
+            self.replay = Replay { wanted: true, places, captures, replayed, ..Replay::default() };
+            return Ok(false);
+        }
+        self.replay.calm_steps += 1;
+        if self.replay.captured.is_none() && !self.capture(device)? {
+            return Ok(false);
+        }
+        let Some(captured) = &mut self.replay.captured else { return Ok(false) };
+        for ((tensor, written), group) in captured.rates.iter_mut().zip(&self.groups) {
+            let rate = group.method.learning_rate();
+            if *written != rate {
+                let _ = tensor.f_fill_(rate)?;
+                *written = rate;
+            }
+        }
+        captured.graph.replay()?;
+        self.replay.replayed += 1;
+        Ok(true)
+    }
+
+    /// Where everything lies that a step reads or writes, if that is one CUDA device and no state is
+    /// missing.
+    fn places(&self) -> Result<Option<(Device, Vec<usize>)>> {
+        let mut places = Vec::with_capacity(4 * self.parameters.len());
+        let mut device = None;
+        for parameter in &self.parameters {
+            let (tensor, gradient) = (&parameter.tensor, parameter.tensor.f_grad()?);
+            if !tensor.requires_grad() || !gradient.defined() {
+                places.push(0);
+                continue;
+            }
+            let method = &self.groups[parameter.group].method;
+            let Some(state) = parameter.state.as_ref().filter(|s| s.is_current(tensor, method))
+            else {
+                return Ok(None);
+            };
+            let here = *device.get_or_insert(tensor.device());
+            if !here.is_cuda() || tensor.device() != here || gradient.is_sparse() {
+                return Ok(None);
+            }
+            let own = [tensor, &gradient].into_iter().chain(&state.master).chain(&state.step);
+            places.extend(own.chain(&state.moments).map(|tensor| tensor.data_ptr() as usize));
+        }
+        Ok(device.map(|device| (device, places)))
+    }
+
+    /// Captures a step; nothing of it runs. Tells whether there is one now.
+    fn capture(&mut self, device: Device) -> Result<bool> {
+        let Replay { calm_steps, captures, .. } = self.replay;
+        if calm_steps < CALM_STEPS || captures == MOST_CAPTURES {
+            return Ok(false);
+        }
+        self.replay.captures += 1;
+        let rate = |group: &super::Group| {
+            let rate = group.method.learning_rate();
+            Ok((Tensor::f_full([0_i64; 0], rate, (Kind::Float, device))?, rate))
+        };
+        let rates = self.groups.iter().map(rate).collect::<Result<Vec<_>>>()?;
+        let tensors = rates.iter().map(|(tensor, _)| tensor.shallow_clone()).collect();
+        let recorded = catch_unseen(|| {
+            let stream = Stream::urgent(device)?;
+            let step = || {
+                let plan = self.prepare()?.with_rates(tensors);
+                self.commit(plan)
+            };
+            let (graph, ()) = graph::record(stream, &mut Pool::default(), step)?;
+            Ok::<_, Error>(graph)
+        });
+        match recorded {
+            Ok(graph) => self.replay.captured = Some(Captured { graph, rates }),
+            Err(cause) => {
+                tracing::warn!(%cause, "the optimizer's steps are not replayed");
+                self.replay.wanted = false;
+            }
+        }
+        Ok(self.replay.captured.is_some())
+    }
+}
