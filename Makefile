@@ -9,7 +9,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 BRIMFUL := cargo run --release -q -p brimful-cli --
 CHECKS := format clippy test setup-test docs licences miri
 
-.PHONY: help demo test check bench clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench clean rust libtorch chromium $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -44,6 +44,9 @@ rust:
 
 libtorch: rust
 	@scripts/libtorch
+
+chromium: ## install the browser that the report's page is tested in
+	@scripts/chromium
 
 format: rust
 	cargo fmt --all --check

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::commands::{bench, completions, doctor, man, plan, train, verify};
+use crate::commands::{bench, completions, doctor, man, plan, report, train, verify};
 use crate::config;
 use crate::exit::CODES;
 
@@ -51,6 +51,8 @@ pub enum Command {
     Train(train::Options),
     /// Predict the time, the bubble and the memory of a step before anything runs.
     Plan(plan::Options),
+    /// Make a page of a run: timeline, memory, sizes, loss and rate.
+    Report(report::Options),
     /// Compare the full batch's gradients with those of its micro-batches.
     Verify(verify::Options),
     /// Measure speed and memory, side by side in one run.
@@ -68,6 +70,7 @@ Examples:
   brimful train --help               train a model on digits, images or text
   brimful train --config run.toml    the same, with flags from a file
   brimful plan --help                predict time and memory of a pipeline before it runs
+  brimful report run.json            a page of what happened
   brimful verify --model gpt         full and split gradients, side by side
   brimful doctor                     what this machine has, and what is wrong with its set-up
   brimful bench pipeline             stages against one thread, beside what bubble and machine allow";

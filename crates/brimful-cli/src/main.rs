@@ -11,6 +11,7 @@ mod interrupt;
 mod log;
 mod nearest;
 mod output;
+mod page;
 mod progress;
 mod setting;
 
@@ -78,6 +79,7 @@ fn run(command: &Command) -> Result<Exit> {
         Command::Demo => commands::demo::run(),
         Command::Train(options) => commands::train::run(options),
         Command::Plan(options) => commands::plan::run(options),
+        Command::Report(options) => commands::report::run(options),
         Command::Verify(options) => commands::verify::run(options),
         Command::Bench(bench) => commands::bench::run(bench),
         Command::Completions(options) => commands::completions::run(options),

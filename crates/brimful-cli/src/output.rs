@@ -69,8 +69,8 @@ pub fn complain(error: &anyhow::Error, verbose: bool) {
     progress::say(&message);
 }
 
-/// The error and its causes in one sentence; one that an outer one has said already is left out.
-fn causes(error: &anyhow::Error) -> String {
+/// An error and its causes in one sentence; one that an outer one has said already is left out.
+pub fn causes(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
         let cause = cause.to_string();
         match said.as_str() {

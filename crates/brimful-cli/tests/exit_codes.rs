@@ -21,7 +21,10 @@ fn what_is_done_ends_with_0() {
     ends("doctor", 0, "Nothing is wrong.");
     ends("plan -s 2 -m 4 --schedule 1f1b", 0, "1f1b");
     ends("verify --batch-size 5 --micro-batch 2", 0, "the same, but for rounding");
-    ends("train --epochs 1 --device cpu", 0, "epoch   1");
+    let folder = folder("done");
+    let (run, page) = (folder.join("run.json"), folder.join("run.html"));
+    ends(&format!("train --epochs 1 --device cpu --record {}", run.display()), 0, "epoch   1");
+    ends(&format!("report {} -o {}", run.display(), page.display()), 0, "wrote ");
     ends("bench arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
     ends("completions bash", 0, "_brimful()");
     ends("man", 0, ".TH brimful 1");
@@ -32,7 +35,7 @@ fn what_is_done_ends_with_0() {
 
 #[test]
 fn every_command_has_help_with_examples() {
-    let commands = ["doctor", "demo", "train", "plan", "verify", "completions", "man"];
+    let commands = ["doctor", "demo", "train", "plan", "report", "verify", "completions", "man"];
     let benches = ["arena", "auto", "convergence", "memory", "micro", "pipeline"];
     let benches = benches.map(|name| format!("bench {name}"));
     for command in commands.map(str::to_owned).into_iter().chain(benches) {
@@ -44,6 +47,7 @@ fn every_command_has_help_with_examples() {
 fn what_breaks_off_ends_with_1() {
     ends("train --resume /no/such/file", 1, "brimful: cannot go on from /no/such/file");
     ends("plan --profile /no/such/file --batch-size 8 -s 2", 1, "cannot read /no/such/file");
+    ends("report /no/such/file", 1, "/no/such/file");
     ends("plan --config /no/such/file", 1, "brimful: cannot read /no/such/file");
 }
 
@@ -64,6 +68,7 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
     ends("completions tcsh", 2, "possible values: bash");
     ends("man trian", 2, "brimful has no command 'trian'; did you mean 'train'?");
     ends("doctor --quiet --verbose", 2, "cannot be used with");
+    ends("report", 2, "<RUN>");
     ends("demo --fast", 2, "unexpected argument");
 }
 

@@ -11,6 +11,7 @@ use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
+use crate::report::RunError;
 use crate::schedule::{CostError, ScheduleError};
 
 /// What a call of this library can fail with.
@@ -521,6 +522,10 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A file that cannot be read as a run.
+    #[error(transparent)]
+    Run(#[from] RunError),
 
     /// A pipeline that cannot be built or used as asked.
     #[error(transparent)]

@@ -24,10 +24,12 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+pub mod report;
 pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+mod whole_file;
 
 pub use auto::Auto;
 pub use batch::{Batch, Shared};

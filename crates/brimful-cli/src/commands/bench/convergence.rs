@@ -87,7 +87,7 @@ impl Options {
         let mut last = None;
         for number in 0..self.epochs {
             progress.turn(&title, "epoch", number, 0, self.epochs);
-            last = trainer.run_epoch(|_, _| ControlFlow::Continue(()))?;
+            last = trainer.run_epoch(|_| ControlFlow::Continue(()))?;
         }
         progress.done();
         last.context("--epochs 0: give it at least 1")

@@ -3,6 +3,7 @@
 mod answers;
 mod measure;
 mod options;
+mod report;
 mod table;
 
 use anyhow::{Result, ensure};
@@ -10,7 +11,7 @@ use brimful::plan::Step;
 use brimful::schedule::render::{self, Panel};
 
 use crate::exit::Exit;
-use crate::output;
+use crate::{output, page};
 use answers::{Answer, Answers};
 pub(crate) use options::Options;
 
@@ -29,6 +30,9 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
     if let Some(path) = &options.trace {
         let Step { actions, costs, simulation } = &shown[0].step;
         output::file(path, &render::trace(actions, costs, simulation))?;
+    }
+    if let Some(path) = &options.report {
+        page::write(path, &report::of(options, &shown, in_seconds))?;
     }
     let text = if options.json {
         serde_json::json!({ "rows": lines }).to_string()

@@ -56,6 +56,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
+    /// Write a page that any browser opens: the best step of each schedule
+    #[arg(long, value_name = "FILE")]
+    pub(super) report: Option<PathBuf>,
+
     #[command(flatten)]
     pub(super) numbers: Numbers,
 

@@ -6,9 +6,9 @@ use std::fmt;
 use anyhow::Result;
 use brimful::Bytes;
 use brimful::auto::{Decision, Why};
+use brimful::report::Record;
 use serde::Serialize;
 
-use super::engine::Stepped;
 use super::{Epoch, Options, Trainer};
 use crate::output;
 use crate::progress::Progress;
@@ -21,6 +21,8 @@ pub(super) struct Display {
     epochs: usize,
     /// The epoch that runs, counted from 1.
     epoch: Cell<usize>,
+    /// Where a device's memory ends, if it does.
+    limit: Option<Bytes>,
     /// The automatic size that was last told of; 0 at first.
     said: Cell<usize>,
 }
@@ -44,19 +46,20 @@ impl Display {
             json: options.json,
             epochs: options.epochs,
             epoch: Cell::new(trainer.epoch() + 1),
+            limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
             said: Cell::new(0),
         })
     }
 
-    /// A step on so many samples is done.
-    pub(super) fn step(&self, step: &Stepped, samples: usize) {
-        let Stepped { loss, peak, limit, micro_batch, .. } = step;
-        let limit = limit.map_or_else(String::new, |limit| format!(" of {limit}"));
-        let (epoch, epochs) = (self.epoch.get(), self.epochs);
+    /// A step is done.
+    pub(super) fn step(&self, step: &Record) {
+        let Record { loss, samples, micro_batch, .. } = step;
+        let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
+        let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         let state = format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
         );
-        self.progress.advance(samples, state);
+        self.progress.advance(*samples, state);
     }
 
     /// An epoch is done.

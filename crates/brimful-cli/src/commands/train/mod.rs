@@ -1,168 +1,31 @@
 //! `brimful train`: trains a model on data, in micro-batches, inside a memory limit.
 
+mod advice;
 mod display;
 mod engine;
 mod one_device;
+mod options;
 mod pipelined;
+mod records;
 mod resume;
+mod running;
 mod saved;
 mod stages;
 mod trainer;
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::{Bytes, Size, device};
-use clap::{Args, ValueEnum};
-use serde::Serialize;
+use brimful::report::Ended;
 use tch::Device;
 
 use crate::exit::{Exit, wrong_use};
 use crate::interrupt::Interrupt;
-use crate::setting::{MODELS, ModelName, NumberType, words};
 use crate::{output, progress};
 use display::Display;
-use stages::Stages;
+use options::BatchSize;
+pub(crate) use options::Options;
 pub(crate) use trainer::{Epoch, Trainer};
-
-/// Options of `brimful train`.
-#[derive(Debug, Clone, Args)]
-#[command(after_help = "\
-Examples:
-  brimful train                                       the shipped digits, an mlp
-  brimful train --model resnet18 --batch-size all --memory-limit 256MiB
-                                                      the whole training set as one mini-batch
-  brimful train --model gpt --data book.txt --device cuda --dtype bf16
-  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB
-                                                      a model over four devices of 64 MiB each
-  brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --micro-batches 16 --trace trace.json     two stages on each of four; what they did when
-  brimful train --data ~/fashion-mnist --save model.safetensors
-  brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
-  brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
-pub(crate) struct Options {
-    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
-    pub(crate) model: ModelName,
-    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
-    pub(crate) data: String,
-    /// What updates the parameters
-    #[arg(long, value_enum, default_value = "adamw")]
-    pub(crate) optimizer: OptimizerName,
-    /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
-    #[arg(long, value_name = "RATE")]
-    pub(crate) learning_rate: Option<f64>,
-    /// Samples in a mini-batch: a number, or all of the training set
-    #[arg(long, default_value = "128", value_name = "N|all")]
-    pub(crate) batch_size: BatchSize,
-    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
-    /// gradient does not depend on it
-    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
-    pub(crate) micro_batch: MicroBatch,
-    #[arg(long, value_name = "M", value_parser = words::count, conflicts_with = "micro_batch")]
-    #[arg(help = words::MICRO_BATCHES)]
-    pub(crate) micro_batches: Option<usize>,
-    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more
-    /// (CPU alone)
-    #[arg(long, value_name = "BYTES", alias = "stage-memory")]
-    pub(crate) memory_limit: Option<Bytes>,
-    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
-    pub(crate) device: Option<String>,
-    /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
-    /// CUDA alone
-    #[arg(long)]
-    pub(crate) no_replay: bool,
-    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
-    pub(crate) dtype: NumberType,
-    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
-    pub(crate) epochs: usize,
-    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
-    pub(crate) seed: u64,
-    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
-    /// interrupted
-    #[arg(long, value_name = "FILE")]
-    pub(crate) save: Option<PathBuf>,
-    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
-    /// interruption
-    #[arg(long, value_name = "FILE")]
-    pub(crate) resume: Option<PathBuf>,
-    #[arg(long, help = words::JSON_LINES)]
-    pub(crate) json: bool,
-    #[command(flatten)]
-    pub(crate) stages: Stages,
-}
-
-impl Options {
-    /// How a mini-batch is cut.
-    fn size(&self) -> Size {
-        self.micro_batches.map_or(self.micro_batch.0, Size::Count)
-    }
-
-    /// Where to train: limits are for a CPU.
-    fn device(&self) -> Result<Device> {
-        match &self.device {
-            Some(name) => Ok(device::find(name)?),
-            None if self.memory_limit.is_some() => Ok(Device::Cpu),
-            None => Ok(device::best()),
-        }
-    }
-
-    fn method(&self) -> Method {
-        let rate = |default| self.learning_rate.unwrap_or(default);
-        match self.optimizer {
-            OptimizerName::Sgd => Sgd::new(rate(0.05)).momentum(0.9).into(),
-            OptimizerName::Adam => Adam::new(rate(1e-3)).into(),
-            OptimizerName::Adamw => AdamW::new(rate(1e-3)).into(),
-        }
-    }
-}
-
-/// What updates the parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum OptimizerName {
-    /// Stochastic gradient descent with momentum 0.9
-    Sgd,
-    Adam,
-    Adamw,
-}
-
-/// How many samples a step has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BatchSize {
-    All,
-    Samples(usize),
-}
-
-impl std::str::FromStr for BatchSize {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.parse() {
-            _ if text == "all" => Ok(Self::All),
-            Ok(0) | Err(_) => Err("give a number from 1 on, or all".into()),
-            Ok(samples) => Ok(Self::Samples(samples)),
-        }
-    }
-}
-
-/// How many samples a micro-batch has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct MicroBatch(pub(crate) Size);
-
-impl std::str::FromStr for MicroBatch {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.parse() {
-            _ if text == "auto" => Ok(Self(Size::Auto)),
-            _ if text == "largest" => Ok(Self(Size::Largest)),
-            Ok(0) | Err(_) => Err("give a number from 1 on, auto or largest".into()),
-            Ok(samples) => Ok(Self(Size::Fixed(samples))),
-        }
-    }
-}
 
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &Options) -> Result<Exit> {
@@ -172,30 +35,36 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
         saved::load(path, &mut trainer, options)
             .with_context(|| format!("cannot go on from {}", path.display()))?;
     }
+    let trained = train(&mut trainer, options);
+    let ended = match &trained {
+        Ok(Exit::Done) => Ended::Finished,
+        Ok(_) => Ended::Stopped,
+        Err(error) => Ended::Failed(output::causes(error)),
+    };
+    let written = records::write(&trainer.recorder, ended, options);
+    trained.and_then(|exit| written.map(|()| exit))
+}
+
+/// The epochs that are still to come, until somebody interrupts.
+fn train(trainer: &mut Trainer, options: &Options) -> Result<Exit> {
     let interrupt = Interrupt::listen()?;
-    let display = Display::new(options, &trainer)?;
+    let display = Display::new(options, trainer)?;
     while trainer.epoch() < options.epochs {
-        let epoch = trainer.run_epoch(|step, samples| {
-            display.step(step, samples);
+        let epoch = trainer.run_epoch(|step| {
+            display.step(step);
             interrupt.asked().map_or(ControlFlow::Continue(()), |_| ControlFlow::Break(()))
         })?;
         if let Some(path) = &options.save {
-            saved::store(path, &trainer, options)?;
+            saved::store(path, trainer, options)?;
         }
         if let Some(epoch) = epoch {
             display.finished(&epoch, trainer.epoch() == options.epochs)?;
         }
         if let Some(exit) = interrupt.asked().filter(|_| trainer.epoch() < options.epochs) {
             drop(display);
-            progress::say(&format!(
-                "brimful: {}",
-                resume::story(&trainer, options.save.as_deref())
-            ));
+            progress::say(&format!("brimful: {}", resume::story(trainer, options.save.as_deref())));
             return Ok(exit);
         }
-    }
-    if let (Some(path), Some(trace)) = (&options.stages.trace, trainer.trace()) {
-        output::file(path, &trace)?;
     }
     Ok(Exit::Done)
 }
@@ -213,8 +82,12 @@ fn check(options: &Options) -> Result<()> {
         options.memory_limit.is_none() || options.device()? == Device::Cpu,
         wrong_use("--memory-limit is for the CPU: leave it out, or say --device cpu")
     );
-    for (flag, path) in [("save", &options.save), ("trace", &options.stages.trace)] {
-        path.as_ref().map_or(Ok(()), |path| output::check_place(flag, path))?;
-    }
-    Ok(())
+    let files = [
+        ("save", &options.save),
+        ("record", &options.record),
+        ("report", &options.report),
+        ("trace", &options.stages.trace),
+    ];
+    let mut given = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+    given.try_for_each(|(flag, path)| output::check_place(flag, path))
 }

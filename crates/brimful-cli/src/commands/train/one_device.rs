@@ -1,17 +1,20 @@
 //! Training on one device, in micro-batches.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result};
 use brimful::layers::Model;
-use brimful::memory::{Arena, Memory, Usage};
+use brimful::memory::{Arena, Memory};
 use brimful::micro::Layout;
 use brimful::optim::Optimizer;
+use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Layers, Loss, MicroBatcher, Step, device};
+use brimful::{Layers, Loss, MicroBatcher, device};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, Stepped, check_model};
+use super::engine::{Engine, Named, check_model};
 use crate::setting::{loss, right, typed};
 
 /// A model on one device.
@@ -50,18 +53,16 @@ impl OneDevice {
 }
 
 impl Engine for OneDevice {
-    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Stepped> {
+    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
+        let start = Instant::now();
         let (model, kind) = (&self.model, self.kind);
         let step = self.micro.backward(&batch, |(x, y)| {
             Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
         })?;
         self.micro.guard(|| self.optimizer.step())?;
         self.optimizer.zero_grad()?;
-        let Usage { peak, limit, .. } = self.memory.usage()?;
-        let peak = step.peak.unwrap_or_default().max(peak);
-        let Step { loss, decisions, retries, sizes, .. } = step;
-        let micro_batch = sizes.into_iter().max().unwrap_or_default();
-        Ok(Stepped { loss, decisions, retries, micro_batch, peak, limit })
+        let peak = step.peak.unwrap_or_default().max(self.memory.usage()?.peak);
+        Ok(Record { peaks: vec![Some(peak)], time: start.elapsed(), ..Record::from(step) })
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
@@ -98,7 +99,8 @@ impl Engine for OneDevice {
         format!("on {}", device::name(self.store.device()))
     }
 
-    fn trace(&self) -> Option<String> {
-        None
+    fn devices(&self) -> Result<Vec<report::Device>> {
+        let name = device::name(self.store.device());
+        Ok(vec![report::Device { name, limit: self.memory.usage()?.limit }])
     }
 }

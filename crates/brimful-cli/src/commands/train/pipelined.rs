@@ -1,14 +1,17 @@
 //! Training over several stages, every one of them busy.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result, ensure};
-use brimful::memory::Arena;
-use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice, Step};
+use brimful::memory::{Arena, Memory};
+use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
+use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::{Bytes, Layers, Loss, Pipeline, Size, device};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, Stepped, check_model};
+use super::engine::{Engine, Named, check_model};
 use super::stages::Stages;
 use crate::exit::wrong_use;
 use crate::setting::{loss, right, typed};
@@ -22,9 +25,8 @@ pub(super) struct Pipelined {
     kind: Kind,
     schedule: String,
     device: Device,
-    /// Of each device, where it was given.
+    /// Where each device's memory ends.
     limit: Option<Bytes>,
-    last: Option<Step>,
 }
 
 impl Pipelined {
@@ -56,7 +58,11 @@ impl Pipelined {
             .context("the pipeline was not built")?;
         let optimizer = pipeline.optimizer(options.method())?;
         let schedule = stages.schedule.to_string();
-        Ok(Self { pipeline, optimizer, size, kind, schedule, device, limit, last: None })
+        let limit = match device {
+            Device::Cpu => limit,
+            accelerator => Memory::of(accelerator)?.usage()?.limit,
+        };
+        Ok(Self { pipeline, optimizer, size, kind, schedule, device, limit })
     }
 }
 
@@ -76,23 +82,14 @@ fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<Sta
 }
 
 impl Engine for Pipelined {
-    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Stepped> {
+    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
+        let start = Instant::now();
         let x = typed(&x, self.kind);
         let step =
             self.pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
-        let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
-        let stepped = Stepped {
-            loss: step.loss,
-            decisions: step.decisions.clone(),
-            retries: step.retries,
-            micro_batch: step.sizes.iter().max().copied().unwrap_or_default(),
-            peak,
-            limit: self.limit,
-        };
-        self.last = Some(step);
-        Ok(stepped)
+        Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
     fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
@@ -127,7 +124,9 @@ impl Engine for Pipelined {
         )
     }
 
-    fn trace(&self) -> Option<String> {
-        self.last.as_ref().map(Step::trace)
+    fn devices(&self) -> Result<Vec<report::Device>> {
+        let device =
+            |number| report::Device { name: format!("device {number}"), limit: self.limit };
+        Ok((0..self.pipeline.devices().len()).map(device).collect())
     }
 }

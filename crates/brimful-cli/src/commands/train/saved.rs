@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
 use tch::Tensor;
 
-use super::trainer::Running;
+use super::running::Running;
 use super::{Options, Trainer};
 
 /// What the names of the optimizer's tensors and texts begin with.

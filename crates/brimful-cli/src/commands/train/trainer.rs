@@ -1,19 +1,21 @@
 //! The training loop: an epoch of steps, each one mini-batch, and a test.
 
+use std::mem;
 use std::ops::ControlFlow;
 use std::time::Instant;
-use std::{fmt, mem};
 
 use anyhow::Result;
 use brimful::auto::Decision;
-use brimful::{Bytes, Error, Size, batch, split};
+use brimful::report::{Record, Recorder};
+use brimful::{Bytes, Size, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::engine::{Engine, Stepped};
+use super::engine::Engine;
 use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
-use super::{BatchSize, Options};
+use super::running::Running;
+use super::{BatchSize, Options, advice, records};
 use crate::data::{Dataset, Examples};
 use crate::setting::DROPOUT;
 
@@ -30,18 +32,7 @@ pub(crate) struct Trainer {
     pub(super) epoch: usize,
     /// What the epoch that runs has come to so far.
     pub(super) running: Running,
-}
-
-/// What an epoch has come to so far.
-#[derive(Debug, Default)]
-pub(super) struct Running {
-    /// Steps that are done.
-    pub(super) steps: usize,
-    /// The mean loss of all its samples, as far as it is known.
-    pub(super) loss: f64,
-    peak: Bytes,
-    retries: usize,
-    decisions: Vec<Decision>,
+    pub(super) recorder: Recorder,
 }
 
 /// What an epoch came to.
@@ -59,13 +50,6 @@ pub(crate) struct Epoch {
     pub(crate) decisions: Vec<Decision>,
     pub(crate) peak_bytes: Bytes,
     pub(crate) samples_per_s: f64,
-}
-
-impl Running {
-    /// So many steps, with such a part of the loss, of another run.
-    pub(super) fn going_on(steps: usize, loss: f64) -> Self {
-        Self { steps, loss, ..Self::default() }
-    }
 }
 
 impl Trainer {
@@ -87,7 +71,9 @@ impl Trainer {
             }
         };
         let (size, seed, running) = (options.size(), options.seed, Running::default());
-        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0, running })
+        let recorder = records::recorder(options, &*engine, &dataset)?;
+        let (found, epoch) = (None, 0);
+        Ok(Self { engine, dataset, batch_size, size, seed, found, epoch, running, recorder })
     }
 
     /// Epochs that are done.
@@ -117,7 +103,7 @@ impl Trainer {
     /// that what is run again or broken off and gone on with is the same.
     pub(crate) fn run_epoch(
         &mut self,
-        mut watch: impl FnMut(&Stepped, usize) -> ControlFlow<()>,
+        mut watch: impl FnMut(&Record) -> ControlFlow<()>,
     ) -> Result<Option<Epoch>> {
         let (start, before) = (Instant::now(), self.samples_done());
         let samples = self.dataset.train.len();
@@ -127,8 +113,7 @@ impl Trainer {
             tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
-            self.running.loss += step.loss * range.len() as f64 / samples as f64;
-            let flow = watch(&step, range.len());
+            let flow = watch(&step);
             self.note(step);
             if flow.is_break() {
                 return Ok(None);
@@ -144,22 +129,16 @@ impl Trainer {
         Tensor::randperm(self.dataset.train.len() as i64, (Kind::Int64, Device::Cpu))
     }
 
-    fn note(&mut self, step: Stepped) {
-        let running = &mut self.running;
-        running.steps += 1;
-        running.peak = running.peak.max(step.peak);
-        running.retries += step.retries;
-        for decision in step.decisions {
-            let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
-            if !running.decisions.last().is_some_and(same) {
-                self.found = Some(decision.size);
-                running.decisions.push(decision);
-            }
-        }
+    fn note(&mut self, step: Record) {
+        let share = step.samples as f64 / self.dataset.train.len() as f64;
+        self.running.add(&step, share);
+        self.found = self.running.size().or(self.found);
+        self.recorder.step(step);
     }
 
     fn finish(&mut self, samples_per_s: f64) -> Result<Epoch> {
         let (test_loss, test_accuracy) = self.test()?;
+        self.recorder.test(test_loss, Some(test_accuracy));
         let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
         Ok(Epoch {
@@ -176,16 +155,12 @@ impl Trainer {
         })
     }
 
-    /// The last step as Chrome trace JSON, where its actions are known.
-    pub(super) fn trace(&self) -> Option<String> {
-        self.engine.trace()
-    }
-
     /// One step on the chosen samples.
-    fn step(&mut self, chosen: &Tensor) -> Result<Stepped> {
+    fn step(&mut self, chosen: &Tensor) -> Result<Record> {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
-        self.engine.step(batch).map_err(|error| self.advise(error))
+        let (size, samples) = (self.size, self.batch_size);
+        self.engine.step(batch).map_err(|error| advice::on(error, size, samples))
     }
 
     /// The loss and the share of right answers on the test samples.
@@ -193,43 +168,6 @@ impl Trainer {
         let Examples { inputs, targets } = &self.dataset.test;
         let (loss, right) = self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?;
         Ok((loss, right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])))
-    }
-
-    fn advise(&self, error: Error) -> anyhow::Error {
-        let advice = match self.size {
-            Size::Fixed(size) if size > 1 => {
-                Some(format!("try --micro-batch {}", size.div_ceil(2)))
-            }
-            Size::Count(count) if count < self.batch_size => {
-                Some(format!("try --micro-batches {}", (2 * count).min(self.batch_size)))
-            }
-            _ => None,
-        };
-        match advice {
-            Some(remedy) if error.out_of_memory().is_some() => {
-                Advised { cause: error, remedy }.into()
-            }
-            _ => error.into(),
-        }
-    }
-}
-
-/// An error of the library with the flag that mends it.
-#[derive(Debug)]
-struct Advised {
-    cause: Error,
-    remedy: String,
-}
-
-impl fmt::Display for Advised {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.cause, self.remedy)
-    }
-}
-
-impl std::error::Error for Advised {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.cause)
     }
 }
 
