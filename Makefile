@@ -6,20 +6,24 @@ MIRI_TESTS ?= -p brimful --lib -- split:: bytes:: oom::tests::each oom::tests::c
 # Tests run side by side: threads within each would only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-BRIMFUL := cargo run --release -q -p brimful-cli --
-CHECKS := format clippy test setup-test docs licences miri
+# Where MPI is installed, all is built with it and its tests run: one build for both.
+MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
+WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
 
-.PHONY: help demo test check bench clean rust libtorch chromium $(CHECKS)
+CHECKS := format typos clippy test setup-test docs package licences miri
+
+.PHONY: help demo test check bench bench-peers mpi chromium clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
 
 demo: libtorch ## show what brimful does, in a minute
 	@cargo run -p brimful-cli -- demo
 
 test: libtorch ## run all tests
-	$(ONE_THREAD) cargo test --workspace
+	$(ONE_THREAD) cargo test --workspace $(MPI)
+	@$(if $(MPI),:,echo "$(WITHOUT_MPI)")
 
 check: ## format, lints, tests, docs, licences: what must hold before a commit
 	@for part in $(CHECKS); do \
@@ -28,10 +32,17 @@ check: ## format, lints, tests, docs, licences: what must hold before a commit
 		echo "check: $$part took $$(($$(date +%s) - start)) s"; \
 	done
 
-bench: libtorch ## measure speed and memory against plain libtorch
-	@$(BRIMFUL) bench arena
-	@$(BRIMFUL) bench micro
-	@$(BRIMFUL) bench micro --memory --micro-batch 2
+bench: libtorch ## measure speed and memory, a small table of each kind: build/bench
+	@cargo build --release -q -p brimful-cli
+	@PEERS=none bench/run build/bench
+
+bench-peers: libtorch ## set the peers up, and measure them in turns with ours: build/bench
+	@cargo build --release -q -p brimful-cli
+	@bench/peers/setup
+	@bench/run build/bench micro auto pipeline
+
+mpi: ## install what training over several processes needs (Debian)
+	@scripts/mpi
 
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean
@@ -52,13 +63,21 @@ format: rust
 	cargo fmt --all --check
 
 clippy: libtorch
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets $(MPI) -- -D warnings
 
 setup-test:
 	scripts/test-libtorch
 
-docs: libtorch
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace
+typos:
+	@scripts/typos
+
+# As they are built for the registry, where there is no libtorch.
+docs: rust
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace --features doc-only
+
+# Builds nothing: the release does.
+package: rust
+	cargo package --quiet --workspace --exclude brimful-guide --no-verify --allow-dirty
 
 licences: rust
 	@if command -v cargo-deny >/dev/null; \

@@ -69,28 +69,14 @@ impl Progress {
         self
     }
 
-    /// Says what is being done.
+    /// Says what is being done, or what there is to know besides rate and time.
     pub(crate) fn doing(&self, what: String) {
         self.bar.set_message(what);
     }
 
-    /// So many units more are done; `state` is what there is to know besides rate and time.
-    pub(crate) fn advance(&self, units: usize, state: String) {
-        self.bar.set_message(state);
+    /// So many units more are done.
+    pub(crate) fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
-        self.note();
-    }
-
-    /// So many units of so many are done, which may be known only now.
-    pub(crate) fn at(&self, done: usize, length: usize, state: String) {
-        self.bar.set_length(length as u64);
-        self.bar.set_message(state);
-        self.bar.set_position(done as u64);
-        self.note();
-    }
-
-    /// The line that stands for a bar, where it is time for one.
-    fn note(&self) {
         if self.said.get().elapsed() >= BETWEEN_LINES {
             self.said.set(Instant::now());
             note(&self.line());
@@ -159,7 +145,8 @@ mod tests {
     #[test]
     fn a_line_says_count_rate_and_rest() {
         let progress = Progress::new(8, "samples");
-        progress.advance(4, "loss 0.1".into());
+        progress.doing("loss 0.1".into());
+        progress.advance(4);
         let line = progress.line();
         assert!(line.starts_with("4 of 8 samples  "), "{line}");
         assert!(line.ends_with(" left  loss 0.1"), "{line}");

@@ -36,7 +36,8 @@ fn what_is_done_ends_with_0() {
 #[test]
 fn every_command_has_help_with_examples() {
     let commands = ["doctor", "demo", "train", "plan", "report", "verify", "completions", "man"];
-    let benches = ["arena", "auto", "convergence", "memory", "micro", "pipeline"];
+    let benches =
+        ["arena", "auto", "compare", "convergence", "memory", "micro", "pipeline", "plot"];
     let benches = benches.map(|name| format!("bench {name}"));
     for command in commands.map(str::to_owned).into_iter().chain(benches) {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");

@@ -11,6 +11,7 @@
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`layout`] | numbers in memory with the channels last |
 //! | [`memory`] | an accelerator's memory figures and cache |
+//! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
@@ -33,6 +34,8 @@ pub mod layout;
 pub mod libtorch;
 pub mod memory;
 pub mod meta;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod optim;
 pub mod random;
 pub mod stream;

@@ -160,7 +160,42 @@ impl Drop for Accumulator {
     }
 }
 
+/// One sum, and what is to be added to it in this order.
+#[derive(Debug)]
+pub(crate) struct Addends {
+    pub(crate) into: Tensor,
+    pub(crate) what: Vec<Tensor>,
+}
+
 impl Sums {
+    /// The sums of several replicas of one model as those of the first that has any, and what is
+    /// still to be added to them.
+    pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {
+        let mut whole = Self::default();
+        let mut addends: Vec<Vec<Option<Addends>>> = Vec::new();
+        for Self { groups, lent } in replicas {
+            whole.lent |= lent;
+            addends.resize_with(groups.len().max(addends.len()), Vec::new);
+            for (columns, sum) in addends.iter_mut().zip(groups) {
+                columns.resize_with(sum.len().max(columns.len()), || None);
+                for (column, new) in columns.iter_mut().zip(sum) {
+                    match (column, new) {
+                        (Some(column), Some(new)) => column.what.push(new),
+                        (column @ None, Some(into)) => {
+                            *column = Some(Addends { into, what: Vec::new() });
+                        }
+                        (_, None) => {}
+                    }
+                }
+            }
+        }
+        let sum = |columns: &Vec<Option<Addends>>| {
+            columns.iter().map(|c| c.as_ref().map(|c| c.into.shallow_clone())).collect()
+        };
+        whole.groups = addends.iter().map(sum).collect();
+        (whole, addends.into_iter().flatten().flatten().collect())
+    }
+
     /// Adds a later part of the same step, group by group.
     pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
         for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
@@ -181,6 +216,9 @@ impl Sums {
     /// Adds the sums, each group times its factor, to the parameters' gradients. Everything that
     /// needs memory comes before the first change.
     pub(crate) fn commit(self, parameters: &mut [Tensor], factors: &[f64]) -> Result<()> {
+        if self.groups.is_empty() {
+            return Ok(());
+        }
         self.finish(parameters, factors)?.apply(parameters)
     }
 
@@ -190,7 +228,7 @@ impl Sums {
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
         scale(&total, factors.first().copied())?;
-        for (sum, factor) in groups.zip(&factors[1..]) {
+        for (sum, factor) in groups.zip(factors.iter().skip(1)) {
             scale(&sum, Some(*factor))?;
             add_sum(&mut total, sum)?;
         }

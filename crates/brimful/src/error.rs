@@ -8,11 +8,14 @@ use thiserror::Error;
 
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
+use crate::crew::CrewError;
 use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
+use crate::replicas::ReplicasError;
 use crate::report::RunError;
 use crate::schedule::{CostError, ScheduleError};
+use crate::world::WorldError;
 
 /// What a call of this library can fail with.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -527,13 +530,25 @@ pub enum Error {
     #[error(transparent)]
     Run(#[from] RunError),
 
+    /// A thread of a pipeline or of replicas that failed as such.
+    #[error(transparent)]
+    Crew(#[from] CrewError),
+
     /// A pipeline that cannot be built or used as asked.
     #[error(transparent)]
     Pipeline(#[from] PipelineError),
 
+    /// Replicas that cannot be built.
+    #[error(transparent)]
+    Replicas(#[from] ReplicasError),
+
     /// A stage of a pipeline that failed.
     #[error(transparent)]
     Stage(Box<StageError>),
+
+    /// Ranks cannot go on together.
+    #[error(transparent)]
+    World(#[from] WorldError),
 }
 
 /// An error that a user's closure returned, as it was.

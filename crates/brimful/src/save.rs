@@ -43,7 +43,7 @@ const LENGTH_BYTES: u64 = 8;
 const LARGEST_HEADER: u64 = 100_000_000;
 
 /// What libtorch and safetensors call the same kind of number.
-const KINDS: [(Kind, Dtype); 13] = [
+pub(crate) const KINDS: [(Kind, Dtype); 13] = [
     (Kind::Double, Dtype::F64),
     (Kind::Float, Dtype::F32),
     (Kind::Half, Dtype::F16),

@@ -21,7 +21,7 @@ pub(crate) struct Options {
     /// What train --record has written
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// The page: one file, which needs no network
+    /// The file to write: a page, which needs no network
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
 }

@@ -8,6 +8,7 @@
 //!   room       what is free for a step
 //!   stopwatch  how long its micro-batches took
 //!   remembered what earlier runs have found
+//!   together   one size for several memories at once
 //! ```
 //!
 //! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, tells
@@ -47,6 +48,7 @@ mod stopwatch;
 mod story;
 #[cfg(test)]
 mod tests;
+mod together;
 
 pub use decision::{Decision, Why};
 pub(crate) use kind::{Kind, Use};
@@ -57,6 +59,7 @@ pub(crate) use sizer::{Room, Sizer, is_alone};
 pub(crate) use sizes::Sizes;
 pub(crate) use stopwatch::Stopwatch;
 pub(crate) use story::Story;
+pub(crate) use together::Together;
 
 use crate::micro::Size;
 

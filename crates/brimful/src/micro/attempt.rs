@@ -19,13 +19,22 @@ use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::{Error, Result};
 
-/// What gradients are divided by while a mini-batch runs.
+/// A mini-batch's place in its step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Scale {
-    /// See [`Part::unit`].
-    pub(super) unit: f64,
-    /// Whether that is the step's number of samples, and no other mini-batch follows.
-    pub(super) last: bool,
+pub(crate) struct Scale {
+    /// What gradients are divided by while it runs: see [`Part::unit`].
+    pub(crate) unit: f64,
+    /// Whether it has the step's first sample.
+    pub(crate) first: bool,
+    /// Whether the unit is the step's number of samples, and no other mini-batch follows.
+    pub(crate) last: bool,
+}
+
+impl Scale {
+    /// Of a mini-batch that is a step of its own.
+    pub(super) fn whole(cut: &Cut) -> Self {
+        Self { unit: cut.samples() as f64, first: true, last: true }
+    }
 }
 
 /// How to take back what a guarded run has changed.
@@ -53,9 +62,17 @@ impl Undo {
     }
 
     /// Runs the last part of a step, in which all may still fail; if it does, undoes the step.
-    pub(super) fn settle<T>(mut self, f: impl FnOnce(&mut Pending) -> Result<T>) -> Result<T> {
+    pub(super) fn settle<T>(self, f: impl FnOnce(&mut Pending) -> Result<T>) -> Result<T> {
+        self.hold(f).map(|(value, _)| value)
+    }
+
+    /// Runs a part of a step that comes before its last, in which all may fail as well.
+    pub(crate) fn hold<T>(
+        mut self,
+        f: impl FnOnce(&mut Pending) -> Result<T>,
+    ) -> Result<(T, Self)> {
         match oom::catch(|| f(&mut self.statistics)) {
-            Ok(value) => Ok(value),
+            Ok(value) => Ok((value, self)),
             Err(caught) => {
                 self.run()?;
                 Err(uncaught(caught))
@@ -71,17 +88,16 @@ impl Undo {
 
 impl MicroBatcher {
     /// Runs forward and backward over the micro-batches. Nothing is committed yet.
-    pub(super) fn attempt<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+    pub(crate) fn attempt<B: Batch, R: Outcome, F: FnMut(B) -> R>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
         scale: Scale,
         f: &mut F,
     ) -> Result<(Window, R::Outputs)> {
-        let fresh = self.window.is_none();
         let run = |this: &mut Self, cut: &mut Cut| {
             let mut parameters = this.parameters();
-            if fresh {
+            if scale.first {
                 this.arrangement.begin(&mut parameters)?;
             }
             let accumulator = Accumulator::begin(parameters)?;
@@ -92,13 +108,13 @@ impl MicroBatcher {
             let surroundings =
                 Surroundings { arrangement: &this.arrangement, variables: &this.variables };
             cut.each(batch, this.device, |i, samples, micro_batch| {
-                let (samples, first) = (samples as f64, fresh && i == 0);
+                let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
-                this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
+                let unseen = this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                Ok(this.replay.needed())
+                Ok(unseen)
             })?;
             let groups = pass.groups();
             Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))

@@ -24,7 +24,8 @@
 //! ```
 
 pub(crate) mod attempt;
-mod cut;
+pub(crate) mod cut;
+mod evaluate;
 pub(crate) mod foreign;
 mod layout;
 mod outcome;
@@ -43,10 +44,10 @@ use tch::{Device, Tensor};
 
 use crate::accumulate::Sums;
 use crate::auto::{Decision, Goal, Sizes, Story, Use};
-use crate::batch::{self, Batch};
+use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::loss::Part;
 use crate::memory::Memory;
+use crate::statistics::Pending;
 use crate::{Error, Result, split};
 
 use attempt::{Scale, Undo};
@@ -100,7 +101,7 @@ pub struct MicroBatcher {
     device: Device,
     size: Size,
     memory: Option<Memory>,
-    non_finite: NonFinite,
+    pub(crate) non_finite: NonFinite,
     window: Option<Window>,
     foreign: foreign::Search,
     sizes: Sizes,
@@ -140,14 +141,14 @@ pub struct Step<O = ()> {
 
 /// Mini-batches that have been run but not committed.
 #[derive(Debug)]
-struct Window {
-    sums: Sums,
-    tally: Tally,
+pub(crate) struct Window {
+    pub(crate) sums: Sums,
+    pub(crate) tally: Tally,
     groups: Vec<Group>,
-    undo: Undo,
+    pub(crate) undo: Undo,
     /// See [`crate::loss::Part::unit`].
     unit: f64,
-    sizes: Vec<usize>,
+    pub(crate) sizes: Vec<usize>,
     /// The most memory used while it was run.
     peak: Bytes,
     story: Story,
@@ -241,7 +242,7 @@ impl MicroBatcher {
         self.check_no_window()?;
         let start = Instant::now();
         let (step, story) = self.sized(Use::Train, batch, |this, cut| {
-            let scale = Scale { unit: cut.samples() as f64, last: true };
+            let scale = Scale::whole(cut);
             let (window, outputs) = this.attempt(batch, cut, scale, &mut f)?;
             Ok(this.settle(window, start)?.with_outputs(outputs))
         })?;
@@ -262,7 +263,7 @@ impl MicroBatcher {
     ) -> Result<R::Outputs> {
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
-            let scale = Scale { unit, last: false };
+            let scale = Scale { unit, first: this.window.is_none(), last: false };
             let (mut later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
             later.sums.own()?;
             match &mut this.window {
@@ -290,59 +291,6 @@ impl MicroBatcher {
         Ok(step.with_story(story))
     }
 
-    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
-    ///
-    /// # Errors
-    /// When a micro-batch fails; random state is then as before.
-    pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
-        let (outputs, _) = self.sized(Use::Map, batch, |this, cut| {
-            let (outputs, undo) = this.guarded(cut, |this, cut| {
-                let _without = tch::no_grad_guard();
-                let mut outputs = Vec::new();
-                cut.each(batch, this.device, |_, _, micro_batch| {
-                    outputs.push(f(micro_batch));
-                    Ok(Bytes(0))
-                })?;
-                batch::join(outputs)
-            })?;
-            undo.keep()?;
-            Ok(outputs)
-        })?;
-        Ok(outputs)
-    }
-
-    /// Runs `f` on every micro-batch without gradients, and gives the mini-batch's loss and outputs.
-    ///
-    /// # Errors
-    /// When a micro-batch fails; random state is then as before.
-    pub fn evaluate<B: Batch, R: Outcome>(
-        &mut self,
-        batch: &B,
-        mut f: impl FnMut(B) -> R,
-    ) -> Result<Step<R::Outputs>> {
-        let start = Instant::now();
-        let (step, story) = self.sized(Use::Evaluate, batch, |this, cut| {
-            let ((totals, outputs), undo) = this.guarded(cut, |this, cut| {
-                let _without = tch::no_grad_guard();
-                let unit = cut.samples() as f64;
-                let (mut tally, mut outputs) = (Tally::default(), Vec::new());
-                cut.each(batch, this.device, |i, samples, micro_batch| {
-                    let (loss, output) = f(micro_batch).into_parts()?;
-                    let part = Part { samples: samples as f64, unit, first: i == 0 };
-                    tally.count(&loss.into_terms(false)?, &part)?;
-                    outputs.push(output);
-                    Ok(Bytes(0))
-                })?;
-                Ok((tally.read(this.non_finite)?, batch::join(outputs)?))
-            })?;
-            undo.keep()?;
-            let step =
-                this.report(totals.loss, totals.terms, cut.sizes().into(), cut.peak(), start)?;
-            Ok(step.with_outputs(outputs))
-        })?;
-        Ok(step.with_story(story))
-    }
-
     /// A whole step has no place between the parts of another.
     fn check_no_window(&self) -> Result<()> {
         match &self.window {
@@ -352,7 +300,7 @@ impl MicroBatcher {
     }
 
     /// Reads the loss, and commits gradients and statistics if all is well; else undoes all.
-    fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
+    pub(crate) fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         let Window { sums, tally, groups, undo, unit, sizes, peak, .. } = window;
         let total = sizes.iter().sum::<usize>() as f64;
@@ -398,15 +346,30 @@ impl MicroBatcher {
 }
 
 impl Window {
-    /// Adds a later mini-batch; where there is no memory for that, it is as if it had not been run.
-    fn extend(&mut self, mut later: Self) -> Result<()> {
-        if let Err(error) = later.undo.statistics.pool() {
+    /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
+    /// undone where that fails.
+    pub(crate) fn off_device<T>(
+        self,
+        f: impl FnOnce(&mut Pending) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let Self { tally, undo, .. } = self;
+        let ((tally, value), undo) = undo.hold(|statistics| {
+            let value = f(statistics)?;
+            Ok((tally.fetched()?, value))
+        })?;
+        Ok((Self { tally, undo, ..self }, value))
+    }
+
+    /// Adds a later mini-batch, or another replica's part; where there is no memory for that, it is as
+    /// if it had not been run.
+    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
+        let pooled = later.undo.statistics.pool();
+        if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
             later.undo.run()?;
             return Err(error);
         }
         self.undo.extend(later.undo);
         self.sums.extend(later.sums)?;
-        self.tally.extend(later.tally);
         self.sizes.extend(later.sizes);
         self.peak = self.peak.max(later.peak);
         Ok(())
@@ -432,4 +395,10 @@ fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
     all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
+}
+
+/// What a step's gradients take.
+pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
+    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
+    parameters(variables).iter().map(bytes).sum()
 }

@@ -3,13 +3,10 @@
 use std::error::Error as StdError;
 use std::fmt::Display;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
-
-use tch::Tensor;
-use tch::nn::Variables;
+use std::sync::PoisonError;
 
 use super::cut::{Cut, Watch};
-use super::{MicroBatcher, parameters};
+use super::{MicroBatcher, gradient_bytes};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::memory::{self, Arena, Memory};
@@ -106,8 +103,8 @@ impl MicroBatcher {
             let variables = &self.variables;
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
             let sizer = self.sizes.take(&kind, || vec![floor()]);
-            let (held, warm_up) = (self.replay.needed(), self.replay.warm_up());
-            let mut cut = Cut::watched(samples, sizer, memory, self.reserved, held, warm_up)?;
+            let mut cut =
+                Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {
@@ -148,10 +145,4 @@ impl MicroBatcher {
         }
         Ok(())
     }
-}
-
-/// What a step's gradients take.
-fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
-    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
-    parameters(variables).iter().map(bytes).sum()
 }

@@ -99,12 +99,39 @@ impl Tally {
         Ok(())
     }
 
-    /// Adds a later mini-batch of the same step.
-    pub(super) fn extend(&mut self, later: Self) {
+    /// Adds a later mini-batch, or another replica's part, of the same step.
+    pub(super) fn extend(&mut self, later: Self) -> Result<()> {
+        let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
+        let (before, now) = (self.terms.len(), later.terms.len());
+        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
+            return Err(Error::TermsDiffer { before, now });
+        }
         for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
             mine.parts.extend(theirs.parts);
         }
         self.norms.extend(later.norms);
+        Ok(())
+    }
+
+    /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
+    pub(crate) fn fetched(mut self) -> Result<Self> {
+        let Some(all) = self.on_host()? else { return Ok(self) };
+        let mut numbers = all.f_split(1, 0)?.into_iter();
+        let mut put = |place: &mut Tensor| {
+            if let Some(number) = numbers.next() {
+                *place = number;
+            }
+        };
+        for (value, weight) in
+            self.terms.iter_mut().flat_map(|line| line.parts.iter_mut().flatten())
+        {
+            put(value);
+            if let Weight::Tensor(weight) = weight {
+                put(weight);
+            }
+        }
+        self.norms.iter_mut().for_each(put);
+        Ok(self)
     }
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
@@ -146,8 +173,13 @@ impl Tally {
         }
     }
 
-    /// All that is on the device, in the order of `read`, in one transfer.
+    /// All numbers, in the order of `read`.
     fn fetch(&self) -> Result<Vec<f64>> {
+        Ok(self.on_host()?.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?)
+    }
+
+    /// All that is on the device, in the order of `read`, in one transfer.
+    fn on_host(&self) -> Result<Option<Tensor>> {
         let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
         let mut tensors = Vec::new();
         for (value, weight) in parts {
@@ -158,10 +190,9 @@ impl Tally {
         }
         tensors.extend(&self.norms);
         if tensors.is_empty() {
-            return Ok(Vec::new());
+            return Ok(None);
         }
-        let all = Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?;
-        Ok(Vec::try_from(&all)?)
+        Ok(Some(Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?))
     }
 }
 

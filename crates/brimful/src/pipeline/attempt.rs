@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::error;
 use super::job::Job;
 use super::run::{Failure, Run};
 use super::transfer::Tensors;
@@ -16,7 +15,7 @@ use crate::micro::tally::{Group, Totals, distinct};
 use crate::random::Randomness;
 use crate::schedule::{Kind, Span};
 use crate::statistics::{Moved, Pending};
-use crate::{Error, Result, oom};
+use crate::{Error, Result, crew, oom};
 
 /// A step that was run, of which nothing is committed yet.
 pub(super) struct Attempt {
@@ -126,7 +125,7 @@ impl Worker {
                 self.foreign.judge(&undo.statistics, &undo.foreign, run.micro_batches());
                 self.tell(run)
             });
-            told.map_err(|caught| failed(error::of(caught)))
+            told.map_err(|caught| failed(crew::of(caught)))
         });
         match told {
             Ok((told, sums)) => {

@@ -3,9 +3,9 @@
 use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
-use super::device::StageDevice;
 use crate::balance::{self, Layer, Load, Profile, Slot};
 use crate::batch::{self, Batch};
+use crate::crew::StageDevice;
 use crate::memory::Memory;
 use crate::plan::{self, Request};
 use crate::schedule::{DeviceId, Recompute, Schedule, StageId};

@@ -6,15 +6,13 @@ use std::sync::{Arc, Mutex};
 use tch::{Device, Kind};
 
 use super::balance::{Balance, Question};
-use super::crew::Crew;
-use super::device::{StageDevice, settled};
-use super::drawing::drawing;
 use super::error::PipelineError;
 use super::layout::Layout;
 use super::sized::PipelineSizes;
-use super::worker::Blueprint;
+use super::worker::{Blueprint, Worker};
 use super::{Pipeline, saved};
 use crate::balance::BalanceError;
+use crate::crew::{Crew, StageDevice, drawing, settled};
 use crate::micro::NonFinite;
 use crate::plan::{Choice, Row};
 use crate::schedule::{Recompute, Schedule};
@@ -127,7 +125,13 @@ impl Builder {
             seed,
             non_finite: self.non_finite,
         };
-        let hire = |seed| Crew::hire((0..workers).map(|number| blueprint(number, seed)).collect());
+        let hire = |seed| {
+            let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
+            Crew::hire(
+                &devices,
+                (0..workers).map(|number| build(blueprint(number, seed))).collect(),
+            )
+        };
         let crew = drawing(&devices, hire)?;
         saved::spread(&crew)?;
         Ok(Pipeline {

@@ -1,13 +1,13 @@
 //! Why a pipeline cannot be built, and where one of its stages failed.
 
-use std::any::Any;
 use std::fmt;
 
 use thiserror::Error;
 
 use crate::Error;
-use crate::oom::{self, Caught, OutOfMemory};
+use crate::oom::OutOfMemory;
 use crate::schedule::{Action, Schedule};
+use crate::world::WorldError;
 
 /// A pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -50,6 +50,25 @@ pub enum PipelineError {
         /// The schedule.
         schedule: Schedule,
     },
+    /// Actions for other devices than the pipeline's.
+    #[error(
+        "the actions put the stages on devices {given:?}, but the pipeline has them on {here:?}: give \
+         a list for that placement, or build the pipeline with another balance or schedule"
+    )]
+    OtherPlacement {
+        /// The device of each stage of the pipeline, counted from 0.
+        here: Vec<usize>,
+        /// The device of each stage in the list.
+        given: Vec<usize>,
+    },
+    /// An action that the executor does not know.
+    #[error(
+        "{action} is half a backward, which is simulated but not executed yet: write B instead"
+    )]
+    SplitBackward {
+        /// The first of them.
+        action: Action,
+    },
     /// A model that gives another number of tensors than the call is made for.
     #[error("the model gives {given} tensors, not one: use the call whose name ends in `_many`")]
     NotOneOutput {
@@ -91,18 +110,6 @@ pub enum PipelineError {
          stage's first layer make a tensor of its own, or do not recompute"
     )]
     InputChanged,
-    /// A panic between a step's actions.
-    #[error("a worker panicked between two actions: {message}; the step was undone")]
-    Panicked {
-        /// Its words.
-        message: String,
-    },
-    /// A worker's thread that has ended.
-    #[error("the thread of device {device} has ended: build the pipeline again")]
-    WorkerGone {
-        /// Which one, counted from 0.
-        device: usize,
-    },
 }
 
 /// A stage that failed: the step was undone, and the pipeline can be used again.
@@ -131,21 +138,6 @@ pub enum Cause {
     Error(Error),
 }
 
-/// The error that a guarded call has ended with. tch turns numbers into tensors by calls that panic
-/// where memory runs out, so a panic may be just that.
-pub(super) fn of(caught: Caught<Error>) -> Error {
-    match caught {
-        Caught::OutOfMemory(oom) => oom.into(),
-        Caught::Error(error) => error,
-        Caught::Panic(payload) => PipelineError::Panicked { message: words(&*payload) }.into(),
-    }
-}
-
-/// What a panic says.
-pub(super) fn words(payload: &(dyn Any + Send)) -> String {
-    oom::panic_text(payload).unwrap_or("without a word").to_owned()
-}
-
 impl fmt::Display for StageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { action, layer, cause } = self;
@@ -168,6 +160,7 @@ impl Error {
                 Cause::Error(error) => error.out_of_memory(),
                 Cause::Panic(_) => None,
             },
+            Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
             _ => None,
         }
     }

@@ -7,7 +7,6 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::attempt::Told;
-use super::drawing::undisturbed;
 use super::head::{common_len, head, joined, one, shared};
 use super::job::End;
 use super::report::Step;
@@ -15,6 +14,7 @@ use super::step::{attempt, parts, report};
 use super::{Pipeline, Work, inputs};
 use crate::auto::Use;
 use crate::batch::{self, Batch};
+use crate::crew::undisturbed;
 use crate::micro::Outcome;
 use crate::schedule::Actions;
 use crate::{Result, Size};

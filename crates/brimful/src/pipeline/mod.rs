@@ -43,9 +43,6 @@ mod backward;
 mod balance;
 mod builder;
 mod commit;
-mod crew;
-mod device;
-mod drawing;
 mod error;
 mod evaluate;
 mod exchange;
@@ -54,6 +51,7 @@ mod job;
 mod layout;
 mod optimizer;
 mod optimizer_state;
+mod own_actions;
 mod recompute;
 mod report;
 mod run;
@@ -75,9 +73,9 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
+pub use crate::crew::StageDevice;
 pub use balance::Balance;
 pub use builder::Builder;
-pub use device::StageDevice;
 pub use error::{Cause, PipelineError, StageError};
 pub use optimizer::PipelineOptimizer;
 pub use recompute::is_recomputing;
@@ -85,13 +83,14 @@ pub use report::Step;
 pub use whole::Outputs;
 
 use crate::batch::{self, Batch};
+use crate::crew::Crew;
 use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::{Layers, Result, Size};
-use crew::Crew;
 use job::{End, Job};
 use layout::Layout;
 use sized::PipelineSizes;
+use worker::Worker;
 
 /// A model spread over devices.
 ///
@@ -99,7 +98,7 @@ use sized::PipelineSizes;
 #[derive(Debug)]
 pub struct Pipeline {
     /// Shared with the optimizers, which take turns with the pipeline.
-    crew: Arc<Mutex<Crew>>,
+    crew: Arc<Mutex<Crew<Worker>>>,
     layout: Arc<Layout>,
     devices: Vec<StageDevice>,
     balance: crate::balance::Balance,
@@ -159,7 +158,7 @@ impl Pipeline {
         Ok(made)
     }
 
-    fn crew(&self) -> MutexGuard<'_, Crew> {
+    fn crew(&self) -> MutexGuard<'_, Crew<Worker>> {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

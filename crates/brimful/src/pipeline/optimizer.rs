@@ -6,9 +6,9 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::Pipeline;
-use super::crew::Crew;
 use super::saved;
 use super::worker::Worker;
+use crate::crew::Crew;
 use crate::optim::{self, Method, Optimizer};
 use crate::{Error, Result};
 
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 /// into one, or into a pipeline of any other balance.
 #[derive(Debug)]
 pub struct PipelineOptimizer {
-    crew: Arc<Mutex<Crew>>,
+    crew: Arc<Mutex<Crew<Worker>>>,
     pub(super) learning_rate: f64,
 }
 
@@ -154,7 +154,7 @@ impl PipelineOptimizer {
         }
     }
 
-    pub(super) fn crew(&self) -> MutexGuard<'_, Crew> {
+    pub(super) fn crew(&self) -> MutexGuard<'_, Crew<Worker>> {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -14,7 +14,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::backward::{self, Roots};
-use super::error::{self, Cause, PipelineError, StageError};
+use super::error::{Cause, PipelineError, StageError};
 use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
@@ -248,7 +248,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
         Caught::Error(Stop::NeighbourGone) => return Failure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
-        Caught::Panic(payload) => Cause::Panic(error::words(&*payload)),
+        Caught::Panic(payload) => Cause::Panic(crate::crew::words(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

@@ -10,10 +10,11 @@ use brimful_torch::autograd::set_gradient;
 use tch::Tensor;
 
 use super::Pipeline;
-use super::crew::Crew;
 use super::error::PipelineError;
 use super::variables::Variable;
+use super::worker::Worker;
 use crate::Result;
+use crate::crew::Crew;
 use crate::save::{self, Metadata};
 
 impl Pipeline {
@@ -111,7 +112,7 @@ impl Pipeline {
 }
 
 /// Brings the owners' values to all copies of shared variables.
-pub(super) fn spread(crew: &Crew) -> Result<()> {
+pub(super) fn spread(crew: &Crew<Worker>) -> Result<()> {
     let wanted = crew.all(|worker| Ok(names(worker.variables.copies())))?;
     if wanted.iter().all(Vec::is_empty) {
         return Ok(());
@@ -126,7 +127,7 @@ pub(super) fn spread(crew: &Crew) -> Result<()> {
     crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
 }
 
-pub(super) fn zero_grad(crew: &Crew) -> Result<()> {
+pub(super) fn zero_grad(crew: &Crew<Worker>) -> Result<()> {
     let cleared = crew.all(|worker| {
         let mut all = worker.variables.all();
         all.try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))
@@ -135,7 +136,7 @@ pub(super) fn zero_grad(crew: &Crew) -> Result<()> {
 }
 
 /// Something of every variable that is no copy, in the order of the names.
-fn owned(crew: &Crew, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
+fn owned(crew: &Crew<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
     let parts = crew.all(move |worker| {
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())

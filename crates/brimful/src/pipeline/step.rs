@@ -14,16 +14,15 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::attempt::Told;
-use super::crew::Crew;
-use super::drawing::drawing;
-use super::error::PipelineError;
 use super::head::{SharedLoss, common_len, head, joined, one, shared};
 use super::job::End;
 use super::report::Step;
 use super::run::Failure;
+use super::worker::Worker;
 use super::{Pipeline, Work, inputs};
 use crate::auto::Use;
 use crate::batch::Batch;
+use crate::crew::{Crew, CrewError, drawing};
 use crate::loss::Part;
 use crate::micro::Outcome;
 use crate::micro::tally::{Group, Totals};
@@ -127,9 +126,9 @@ impl Pipeline {
 
 /// Lets every worker try; if one fails, all undo.
 pub(super) fn attempt<J: Send + 'static>(
-    crew: &Crew,
+    crew: &Crew<Worker>,
     jobs: Vec<J>,
-    f: impl Fn(&mut super::worker::Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
+    f: impl Fn(&mut Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
 ) -> Result<Vec<Told>> {
     let answers = crew.each(jobs, move |worker, job| Ok(f(worker, job)))?;
     undone_unless(crew, first_failure(answers))
@@ -137,7 +136,7 @@ pub(super) fn attempt<J: Send + 'static>(
 
 /// Commits what all workers have tried.
 pub(super) fn settle(
-    crew: &Crew,
+    crew: &Crew<Worker>,
     mut told: Vec<Told>,
     samples: f64,
 ) -> Result<(Vec<Told>, Option<Totals>)> {
@@ -153,7 +152,7 @@ pub(super) fn settle(
     Ok((told, loss.map(|(totals, _)| totals)))
 }
 
-fn prepare(crew: &Crew, factors: Vec<f64>) -> Result<()> {
+fn prepare(crew: &Crew<Worker>, factors: Vec<f64>) -> Result<()> {
     let leaving = crew.all(move |worker| worker.prepare(&factors))?;
     if leaving.iter().all(Vec::is_empty) {
         return Ok(());
@@ -166,7 +165,7 @@ fn prepare(crew: &Crew, factors: Vec<f64>) -> Result<()> {
 }
 
 /// The result; where it is an error, every worker undoes what it has tried.
-pub(super) fn undone_unless<T>(crew: &Crew, result: Result<T>) -> Result<T> {
+pub(super) fn undone_unless<T>(crew: &Crew<Worker>, result: Result<T>) -> Result<T> {
     if result.is_err() {
         crew.all(|worker| worker.undo())?;
     }
@@ -178,7 +177,7 @@ fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told
     let mut told = Vec::new();
     let mut first: Option<(Instant, Error)> = None;
     let mut stopped = None;
-    for (device, answer) in answers.into_iter().enumerate() {
+    for (worker, answer) in answers.into_iter().enumerate() {
         let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
         match answer.unwrap_or_else(failed_now) {
             Ok(answer) => told.push(answer),
@@ -187,7 +186,7 @@ fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told
                     first = Some((at, error));
                 }
             }
-            Err(Failure::Stopped) => stopped = Some(PipelineError::WorkerGone { device }.into()),
+            Err(Failure::Stopped) => stopped = Some(CrewError::Gone { worker }.into()),
         }
     }
     match first.map(|(_, error)| error).or(stopped) {

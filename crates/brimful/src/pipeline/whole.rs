@@ -7,7 +7,6 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::attempt::Told;
-use super::drawing::{drawing, undisturbed};
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
@@ -17,6 +16,7 @@ use super::{Pipeline, Work, inputs};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Batch};
+use crate::crew::{drawing, undisturbed};
 use crate::schedule::Actions;
 
 /// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
@@ -55,6 +55,19 @@ impl Pipeline {
     /// All forwards come before the first backward, so every stage holds all micro-batches, as with
     /// GPipe; with recompute, it holds their inputs alone. To look at outputs without training, use
     /// [`Pipeline::eval`].
+    ///
+    /// ```
+    /// # use brimful::{Layers, Pipeline};
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 4, Default::default()));
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(4).build()?;
+    /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
+    /// let out = pipe.forward(&x)?;
+    /// let likeness = out.matmul(&out.tr()); // every sample with every other
+    /// likeness.square().mean(Kind::Float).backward();
+    /// pipe.backward(out)?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Pipeline::step`].

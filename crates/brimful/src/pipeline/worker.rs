@@ -8,7 +8,6 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::attempt::Attempt;
-use super::device::StageDevice;
 use super::layout::Layout;
 use super::recompute;
 use super::run::Run;
@@ -16,6 +15,7 @@ use super::stage::{Boundary, Pass, Stage};
 use super::transfer::Dock;
 use super::variables::Variables;
 use crate::Result;
+use crate::crew::StageDevice;
 use crate::memory::Memory;
 use crate::micro::NonFinite;
 use crate::micro::attempt::Undo;

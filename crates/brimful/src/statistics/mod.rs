@@ -99,9 +99,20 @@ impl Pending {
         pool::pool_all(self.deferred.values_mut())
     }
 
-    /// Adds a later part of the same step, which has been pooled.
+    /// Puts together what was seen, and files it under the layers of another replica of the model,
+    /// whose variable for each of this one's `twin` gives.
+    pub(crate) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
+        self.pool()?;
+        self.deferred.values_mut().try_for_each(|seen| seen.hand_to(&twin))
+    }
+
+    /// Adds a later part of the same step, or another replica's, which has been pooled.
     pub(crate) fn extend(&mut self, later: Self) {
+        // Replicas' layers are told apart by their numbers, but share the first one's variables.
+        let known = self.deferred.iter().map(|(id, seen)| (seen.running.mean.data_ptr(), *id));
+        let known: HashMap<_, u64> = known.collect();
         for (id, seen) in later.deferred {
+            let id = known.get(&seen.running.mean.data_ptr()).copied().unwrap_or(id);
             match self.deferred.entry(id) {
                 Entry::Occupied(mut mine) => mine.get_mut().extend(seen),
                 Entry::Vacant(place) => drop(place.insert(seen)),

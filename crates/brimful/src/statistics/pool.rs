@@ -96,6 +96,23 @@ impl Seen {
         self.pooled.extend(later.pooled);
     }
 
+    /// Files what was pooled under another replica's variables, on their device.
+    pub(super) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
+        let Running { mean, variance, .. } = &self.running;
+        let (Some(mean), Some(variance)) = (twin(mean), twin(variance)) else { return Ok(()) };
+        for part in &mut self.pooled {
+            part.mean = part.mean.f_to_device(mean.device())?;
+            part.squares = part.squares.f_to_device(mean.device())?;
+        }
+        (self.running.mean, self.running.variance) = (mean, variance);
+        Ok(())
+    }
+
+    /// Whether there is nothing to put together.
+    fn is_pooled(&self) -> bool {
+        self.counts.is_empty() && self.pooled.len() <= 1
+    }
+
     fn alike(&self) -> Alike {
         Alike {
             counts: self.counts.clone(),
@@ -109,7 +126,7 @@ impl Seen {
 
 /// Pools every layer's rows.
 pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
-    for (alike, mut group) in grouped(layers) {
+    for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
         let pooled = pool(&alike, &group)?;
         let mut start = 0;
         for seen in &mut group {

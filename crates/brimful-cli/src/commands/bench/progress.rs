@@ -1,27 +1,23 @@
 //! What is measured now, on standard error: a bar on a terminal, else a line a row.
 
-use std::cell::RefCell;
-
 use crate::progress;
 
-/// Tells a waiting person what runs.
-#[derive(Debug, Default)]
+/// Tells a waiting person what runs, and for how long.
+#[derive(Debug)]
 pub(super) struct Progress {
-    /// The row that is measured.
-    row: RefCell<Option<progress::Progress>>,
+    bar: progress::Progress,
 }
 
 impl Progress {
-    pub(super) fn new() -> Self {
-        Self::default()
+    /// For work of so many pieces of about the same length.
+    pub(super) fn new(pieces: usize) -> Self {
+        Self { bar: progress::Progress::new(pieces, "turns") }
     }
 
     /// A row begins.
     pub(super) fn row(&self, title: &str) {
         progress::note(title);
-        let row = progress::Progress::new(1, "turns");
-        row.doing(format!("{title}: preparing"));
-        *self.row.borrow_mut() = Some(row);
+        self.bar.doing(format!("{title}: preparing"));
     }
 
     /// A contestant's turn begins.
@@ -37,20 +33,21 @@ impl Progress {
             None => format!("warm-up {} of {warm_up}", turn + 1),
             Some(measured) => format!("step {} of {repeats}", measured + 1),
         };
-        if let Some(row) = &*self.row.borrow() {
-            row.at(turn, warm_up + repeats, format!("{title}: {step}, {contestant}"));
-        }
+        self.bar.doing(format!("{title}: {step}, {contestant}"));
     }
 
     /// A step begins; about so many seconds will go by until all of its table is done.
     pub(super) fn step(&self, title: &str, what: &str, seconds: f64) {
-        if let Some(row) = &*self.row.borrow() {
-            row.doing(format!("{title}: {what}, about {seconds:.0} s until the table is done"));
-        }
+        self.bar.doing(format!("{title}: {what}, about {seconds:.0} s until its table is done"));
     }
 
-    /// The row is measured: makes room for its figures.
+    /// Some pieces of the work are done.
+    pub(super) fn advance(&self, pieces: usize) {
+        self.bar.advance(pieces);
+    }
+
+    /// The row is measured.
     pub(super) fn done(&self) {
-        self.row.borrow_mut().take();
+        self.bar.doing(String::new());
     }
 }

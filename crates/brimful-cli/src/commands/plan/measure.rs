@@ -20,6 +20,7 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let batch = data::synthetic(&made_up)?.train.inputs;
     let progress = Progress::new(layers.len(), "layers");
     Ok(Profile::measure_watched(&layers, device, &batch, |layer| {
-        progress.advance(1, format!("measured {}", layer.name));
+        progress.doing(format!("measured {}", layer.name));
+        progress.advance(1);
     })?)
 }

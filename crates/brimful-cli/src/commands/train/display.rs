@@ -56,10 +56,10 @@ impl Display {
         let Record { loss, samples, micro_batch, .. } = step;
         let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
-        let state = format!(
+        self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
-        );
-        self.progress.advance(*samples, state);
+        ));
+        self.progress.advance(*samples);
     }
 
     /// An epoch is done.

@@ -7,6 +7,7 @@ use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::Samples;
 use super::subject::Subject;
+use crate::exit::does_not_fit;
 
 /// Steps of a size after the first, which warms up.
 const REPEATS: usize = 2;
@@ -24,7 +25,10 @@ pub(super) fn largest(subject: &Subject, samples: &Samples, progress: &Progress)
         }
     }
     if fits == 0 {
-        bail!("{}: one sample does not fit {}", subject.work.title(), subject.limit);
+        let (title, limit) = (subject.work.title(), subject.limit);
+        bail!(does_not_fit(format!(
+            "{title}: one sample does not fit {limit}: raise --memory-limit"
+        )));
     }
     // Near-equal micro-batches are as large as that allows.
     Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
@@ -58,7 +62,10 @@ pub(super) fn rate(
     samples: &Samples,
     repeats: usize,
 ) -> Result<Option<f64>> {
-    let mut built = subject.build(Size::Fixed(size), samples)?;
+    let mut built = match subject.build(Size::Fixed(size), samples) {
+        Err(error) if is_out_of_memory(&error) => return Ok(None),
+        built => built?,
+    };
     let mut times = Times::default();
     for turn in 0..=repeats {
         match built.step() {

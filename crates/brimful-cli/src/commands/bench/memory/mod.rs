@@ -19,7 +19,7 @@ use clap::Args;
 use serde_json::json;
 use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::Work;
 use crate::exit::does_not_fit;
@@ -63,8 +63,8 @@ pub struct Options {
     filters: Option<u16>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
-    #[arg(long, help = words::JSON_LINES)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// How a model is run.
@@ -91,14 +91,15 @@ pub fn run(options: &Options) -> Result<()> {
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
     });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("memory", device, &options.output, facts)?;
+    let progress = Progress::new(options.family.len());
     let mut fitted = false;
     for &family in &options.family {
         progress.row(&format!("{family}: the layers"));
         let search = Search::measure(family, options.work(family, device), device, trial.limit())?;
         progress.done();
         fitted |= options.table(&search, &trial, &progress, &mut journal)?;
+        progress.advance(1);
     }
     let limit = trial.limit();
     ensure!(

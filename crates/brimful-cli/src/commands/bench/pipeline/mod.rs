@@ -20,15 +20,17 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful_torch::threads;
 use clap::Args;
 use serde_json::json;
+use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
 use crate::output;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 use contest::Contest;
 
-/// Tokens of the GPT: bytes. A larger table would make its head the one large stage.
+/// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
+/// blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
 const VOCABULARY: i64 = 256;
 
 /// Options of `brimful bench pipeline`.
@@ -46,7 +48,8 @@ pub struct Options {
     #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE)]
-    #[arg(default_value = "gpipe,1f1b,interleaved-2", value_parser = setting::schedule)]
+    #[arg(default_value = "gpipe,1f1b,interleaved-2,interleaved-4")]
+    #[arg(value_parser = setting::schedule)]
     schedule: Vec<Schedule>,
     #[arg(long, value_name = "WHEN,…", value_delimiter = ',', help = words::RECOMPUTE)]
     #[arg(default_value = "never", value_parser = setting::recompute)]
@@ -54,7 +57,7 @@ pub struct Options {
     #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// Samples in a micro-batch [default: 1 of a gpt, 2 of a ResNet, 32 of an mlp]
+    /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
@@ -64,7 +67,7 @@ pub struct Options {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
     /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
-    #[arg(long, value_name = "LxWxS", default_value = "24x256x64")]
+    #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 3)]
@@ -76,8 +79,8 @@ pub struct Options {
     /// Draw the schedules to scale into this file: the last model's, simulated and measured
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    #[arg(long, help = words::JSON_LINES)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Measures row after row, and prints each as it comes.
@@ -87,21 +90,23 @@ pub fn run(options: &Options) -> Result<()> {
     let _one = threads::limit_threads(1);
     let facts = json!({
         "threads_per_stage": 1,
-        "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "optimizer": "none",
         "batch_norm": "deferred",
     });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
+    let works = options.works(device);
+    let repeats = options.repeats as usize;
+    let progress = Progress::new(works.len() * options.stages.len() * contest::turns(repeats));
     let mut picture = None;
-    for work in options.works() {
+    for work in works {
+        work.dtype.prepare(device)?;
         let sample = work.samples(work.micro_batch).0;
         progress.row(&format!("{}: the layers", work.title()));
         let profile = Profile::measure(&work.layers()?, device, &sample)?;
         progress.done();
         for &stages in &options.stages {
             let mut contest = Contest::new(options, &work, &profile, device, stages)?;
-            contest.run(options.repeats as usize, &progress, &mut journal)?;
+            contest.run(repeats, &progress, &mut journal)?;
             picture = options.svg.as_ref().map(|_| contest.picture());
         }
     }
@@ -112,25 +117,25 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 impl Options {
-    fn works(&self) -> Vec<Work> {
+    fn works(&self, device: Device) -> Vec<Work> {
         let models = if self.table {
             &[ModelName::Gpt, ModelName::Resnet101]
         } else {
             self.model.as_slice()
         };
-        models.iter().map(|&model| self.work(model)).collect()
+        models.iter().map(|&model| self.work(model, device)).collect()
     }
 
-    fn work(&self, model: ModelName) -> Work {
+    fn work(&self, model: ModelName, device: Device) -> Work {
         let usual = match model {
             ModelName::Mlp => 32,
-            ModelName::Gpt => 1,
+            ModelName::Gpt | ModelName::UNet { .. } => 1,
             _ => 2,
         };
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
         Work {
             model,
-            dtype: NumberType::F32,
+            dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
             batch: micro_batch * self.micro_batches as usize,
             micro_batch,
             image: i64::from(self.image),

@@ -1,0 +1,287 @@
+//! Messages between processes, over MPI: buffers that are owned until they have been sent or filled.
+//!
+//! Nothing here waits, save the start and the end. Calls go through [`Mpi`], which is not shared, so
+//! they never run at the same time; whoever has several threads puts it behind a lock.
+
+use std::ffi::{c_int, c_void};
+use std::mem;
+use std::time::{Duration, Instant};
+
+use mpi::Threading;
+use mpi::environment::Universe;
+use mpi::ffi;
+use mpi::traits::{AsRaw, Communicator};
+use tch::{Device, Tensor};
+use thiserror::Error;
+
+/// MPI counts in C's `int`, so longer buffers go in pieces.
+const LONGEST: usize = 1 << 30;
+
+/// Why an MPI call failed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MpiError {
+    /// MPI can be started once in a process.
+    #[error("MPI has been started in this process before")]
+    Started,
+    /// An MPI that does not know of threads.
+    #[error("this MPI does not allow calls from several threads")]
+    Threads,
+    /// Ranks that did not answer.
+    #[error("not all ranks have answered within {} s", .0.as_secs())]
+    NoAnswer(Duration),
+    /// A tensor whose numbers are not in one piece of the host's memory.
+    #[error("only dense tensors in the host's memory can be sent")]
+    NotDense,
+    /// Any other, in MPI's own words.
+    #[error("{0}")]
+    Other(String),
+}
+
+/// MPI in this process.
+pub struct Mpi {
+    /// None when it must not be ended in order: ranks that are gone would be waited for.
+    universe: Option<Universe>,
+    lines: [ffi::MPI_Comm; 2],
+}
+
+/// One of two ways for messages, which do not meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Line {
+    /// For small messages of which the receiver knows nothing beforehand.
+    Control,
+    /// For buffers whose length the receiver has been told.
+    Data,
+}
+
+/// What is sent, or filled.
+#[derive(Debug)]
+pub enum Buffer {
+    /// Any bytes.
+    Bytes(Vec<u8>),
+    /// The numbers of a contiguous tensor in the host's memory.
+    Tensor(Tensor),
+}
+
+/// A message under way, with its buffer.
+#[derive(Debug)]
+pub struct Pending {
+    requests: Vec<ffi::MPI_Request>,
+    buffer: Option<Buffer>,
+}
+
+// SAFETY: MPI was started so that any thread may call it, one at a time; `&mut Mpi` sees to that.
+// The handles are no more than names.
+unsafe impl Send for Mpi {}
+// SAFETY: as above; nothing can be done with a `Pending` without the one `Mpi`.
+unsafe impl Send for Pending {}
+
+impl std::fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mpi").finish_non_exhaustive()
+    }
+}
+
+impl Mpi {
+    /// Starts MPI. Without a launcher, this process is alone.
+    ///
+    /// # Errors
+    /// When it has been started before, or other ranks do not answer within `limit`.
+    pub fn start(limit: Duration) -> Result<Self, MpiError> {
+        let started = mpi::initialize_with_threading(Threading::Serialized);
+        let (universe, threading) = started.ok_or(MpiError::Started)?;
+        if threading < Threading::Serialized {
+            return Err(MpiError::Threads);
+        }
+        let world = universe.world().as_raw();
+        let lines = [duplicate(world, limit)?, duplicate(world, limit)?];
+        Ok(Self { universe: Some(universe), lines })
+    }
+
+    /// This process's number.
+    pub fn rank(&self) -> usize {
+        self.universe.as_ref().map_or(0, |universe| universe.world().rank().unsigned_abs() as usize)
+    }
+
+    /// How many processes there are.
+    pub fn size(&self) -> usize {
+        self.universe.as_ref().map_or(1, |universe| universe.world().size().unsigned_abs() as usize)
+    }
+
+    /// The name of this machine.
+    pub fn host(&self) -> String {
+        mpi::environment::processor_name().unwrap_or_default()
+    }
+
+    /// Lets a buffer set out.
+    ///
+    /// # Errors
+    /// When MPI refuses.
+    pub fn send(
+        &mut self,
+        line: Line,
+        buffer: Buffer,
+        to: usize,
+        tag: i32,
+    ) -> Result<Pending, MpiError> {
+        self.begin(buffer, |start, length, request| {
+            // SAFETY: the buffer has these bytes, and lives until the request has been completed.
+            unsafe {
+                let (kind, comm) = (ffi::RSMPI_UINT8_T, self.lines[line as usize]);
+                ffi::MPI_Isend(start.cast_const(), length, kind, to as c_int, tag, comm, request)
+            }
+        })
+    }
+
+    /// Lets a buffer be filled by a message of just its length.
+    ///
+    /// # Errors
+    /// When MPI refuses.
+    pub fn receive(
+        &mut self,
+        line: Line,
+        buffer: Buffer,
+        from: usize,
+        tag: i32,
+    ) -> Result<Pending, MpiError> {
+        self.begin(buffer, |start, length, request| {
+            // SAFETY: the buffer has these bytes, and lives until the request has been completed.
+            unsafe {
+                let (kind, comm) = (ffi::RSMPI_UINT8_T, self.lines[line as usize]);
+                ffi::MPI_Irecv(start, length, kind, from as c_int, tag, comm, request)
+            }
+        })
+    }
+
+    /// The next message that has come on the control line, with its sender.
+    ///
+    /// # Errors
+    /// When MPI refuses.
+    pub fn incoming(&mut self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
+        let (mut found, mut length) = (0, 0);
+        // SAFETY: plain out-parameters; the message is received right away, into as many bytes as
+        // it has.
+        unsafe {
+            let comm = self.lines[Line::Control as usize];
+            let mut message = ffi::RSMPI_MESSAGE_NULL;
+            let mut status: ffi::MPI_Status = mem::zeroed();
+            let (any, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
+            checked(ffi::MPI_Improbe(any, tag, comm, &mut found, &mut message, &mut status))?;
+            if found == 0 {
+                return Ok(None);
+            }
+            checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
+            let mut bytes = vec![0_u8; length.unsigned_abs() as usize];
+            let (start, kind) = (bytes.as_mut_ptr().cast(), ffi::RSMPI_UINT8_T);
+            let none = ffi::RSMPI_STATUS_IGNORE;
+            checked(ffi::MPI_Mrecv(start, length, kind, &mut message, none))?;
+            Ok(Some((status.MPI_SOURCE.unsigned_abs() as usize, bytes)))
+        }
+    }
+
+    /// Whether the message has arrived, or is on its way for good.
+    ///
+    /// # Errors
+    /// When it was lost.
+    pub fn is_done(&mut self, pending: &mut Pending) -> Result<bool, MpiError> {
+        while let Some(request) = pending.requests.last_mut() {
+            let mut done = 0;
+            // SAFETY: a request of ours that has not been completed.
+            checked(unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+            if done == 0 {
+                return Ok(false);
+            }
+            pending.requests.pop();
+        }
+        Ok(true)
+    }
+
+    /// Ends MPI in order, for which all ranks wait for each other.
+    pub fn end(mut self) {
+        drop(self.universe.take());
+    }
+
+    fn begin(
+        &self,
+        buffer: Buffer,
+        start: impl Fn(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
+    ) -> Result<Pending, MpiError> {
+        let mut pending = Pending { requests: Vec::with_capacity(1), buffer: Some(buffer) };
+        let (first, length) = pending.bytes()?;
+        for at in (0..length.max(1)).step_by(LONGEST) {
+            // SAFETY: no null pointer is ever completed, and `at` is inside the buffer.
+            let (mut request, place) = unsafe { (ffi::RSMPI_REQUEST_NULL, first.add(at)) };
+            let piece = LONGEST.min(length - at) as c_int;
+            checked(start(place.cast(), piece, &mut request))?;
+            pending.requests.insert(0, request);
+        }
+        Ok(pending)
+    }
+}
+
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        // Ranks may be gone: ending in order would wait for them.
+        mem::forget(self.universe.take());
+    }
+}
+
+impl Pending {
+    /// The buffer of a message that is done.
+    pub fn into_buffer(mut self) -> Option<Buffer> {
+        if self.requests.is_empty() { self.buffer.take() } else { None }
+    }
+
+    fn bytes(&mut self) -> Result<(*mut u8, usize), MpiError> {
+        match &mut self.buffer {
+            Some(Buffer::Bytes(bytes)) => Ok((bytes.as_mut_ptr(), bytes.len())),
+            Some(Buffer::Tensor(tensor)) => {
+                let dense =
+                    tensor.device() == Device::Cpu && !tensor.is_sparse() && tensor.is_contiguous();
+                let length = tensor.numel() * tensor.kind().elt_size_in_bytes();
+                if dense { Ok((tensor.data_ptr().cast(), length)) } else { Err(MpiError::NotDense) }
+            }
+            None => Ok((std::ptr::null_mut(), 0)),
+        }
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if !self.requests.is_empty() {
+            // MPI may still read or write it: memory that is lost is better than memory spoiled.
+            mem::forget(self.buffer.take());
+        }
+    }
+}
+
+/// A communicator of our own, whose errors are given back instead of ending the process.
+fn duplicate(world: ffi::MPI_Comm, limit: Duration) -> Result<ffi::MPI_Comm, MpiError> {
+    let start = Instant::now();
+    // SAFETY: plain out-parameters, which stay in place until the request has been completed, or for
+    // ever.
+    unsafe {
+        let new = Box::leak(Box::new(ffi::RSMPI_COMM_NULL));
+        let (mut request, mut done) = (ffi::RSMPI_REQUEST_NULL, 0);
+        checked(ffi::MPI_Comm_idup(world, new, &mut request))?;
+        while done == 0 {
+            checked(ffi::MPI_Test(&mut request, &mut done, ffi::RSMPI_STATUS_IGNORE))?;
+            if start.elapsed() > limit {
+                return Err(MpiError::NoAnswer(limit));
+            }
+        }
+        checked(ffi::MPI_Comm_set_errhandler(*new, ffi::RSMPI_ERRORS_RETURN))?;
+        Ok(*new)
+    }
+}
+
+fn checked(code: c_int) -> Result<(), MpiError> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = vec![0_u8; ffi::MPI_MAX_ERROR_STRING as usize];
+    let mut length = 0;
+    // SAFETY: the text has as much room as MPI asks for.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
+    text.truncate(length.unsigned_abs() as usize);
+    Err(MpiError::Other(String::from_utf8_lossy(&text).into_owned()))
+}

@@ -1,0 +1,88 @@
+//! A device that stages or a replica live on: a CUDA device, or a share of the CPU.
+
+use brimful_torch::threads;
+use tch::Device;
+
+use crate::memory::{Arena, Memory};
+use crate::{Result, device};
+
+/// A device of a pipeline or of replicas: one thread, which owns the stages or the model put there.
+///
+/// A [`tch::Device`] is one. A CPU can be given more than once, each with threads of its own and,
+/// if wanted, an [`Arena`] that counts and limits its memory:
+///
+/// ```
+/// use brimful::memory::Arena;
+/// use brimful::pipeline::StageDevice;
+///
+/// let small = Arena::limited("stage 0", 64 << 20)?;
+/// let device = StageDevice::cpu().threads(2).arena(small);
+/// # Ok::<(), brimful::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct StageDevice {
+    pub(crate) device: Device,
+    pub(crate) threads: Option<usize>,
+    pub(crate) arena: Option<Arena>,
+}
+
+impl StageDevice {
+    /// A CPU. Unless told otherwise, CPU devices share the caller's threads evenly.
+    pub fn cpu() -> Self {
+        Device::Cpu.into()
+    }
+
+    /// How many threads each operation there may use, on a CPU.
+    pub fn threads(self, threads: usize) -> Self {
+        Self { threads: Some(threads.max(1)), ..self }
+    }
+
+    /// The arena that its CPU memory is charged to.
+    pub fn arena(self, arena: Arena) -> Self {
+        Self { arena: Some(arena), ..self }
+    }
+
+    /// The same with an account of what it uses, as an automatic size needs.
+    pub(crate) fn counted(self) -> Self {
+        match (&self.arena, self.device) {
+            (None, Device::Cpu) => self.arena(Arena::new("cpu")),
+            _ => self,
+        }
+    }
+
+    /// The memory whose figures are known.
+    pub(crate) fn memory(&self) -> Option<Memory> {
+        match (&self.arena, self.device) {
+            (Some(arena), Device::Cpu) => Some(Memory::Arena(arena.clone())),
+            (None, Device::Cpu) => None,
+            (_, accelerator) => Some(Memory::Accelerator(accelerator)),
+        }
+    }
+}
+
+impl From<Device> for StageDevice {
+    fn from(device: Device) -> Self {
+        Self { device, threads: None, arena: None }
+    }
+}
+
+impl From<Arena> for StageDevice {
+    fn from(arena: Arena) -> Self {
+        Self::cpu().arena(arena)
+    }
+}
+
+/// The devices, each known to be there; CPUs that were not told their threads share the caller's.
+pub(crate) fn settled(devices: Vec<StageDevice>) -> Result<Vec<StageDevice>> {
+    let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
+    let share = (threads::threads() / cpus.max(1)).max(1);
+    let settle = |mut stage: StageDevice| {
+        stage.device = device::find(&device::name(stage.device))?;
+        if stage.device == Device::Cpu {
+            stage.threads.get_or_insert(share);
+        }
+        Ok(stage)
+    };
+    devices.into_iter().map(settle).collect()
+}

@@ -1,0 +1,165 @@
+//! One long-lived thread for each device: it owns what lives there, and does what it is sent.
+//!
+//! The workers of a pipeline and the replicas of a model are such crews.
+
+mod device;
+mod drawing;
+mod error;
+
+use std::fmt;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+
+use brimful_torch::threads::limit_threads;
+
+use crate::{Error, Result, oom};
+pub use device::StageDevice;
+pub(crate) use device::settled;
+pub(crate) use drawing::{drawing, undisturbed};
+pub use error::CrewError;
+pub(crate) use error::{of, words};
+
+/// Work for a worker, which answers for itself.
+type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
+
+/// All workers. Dropped, it waits until their threads have ended.
+pub(crate) struct Crew<W> {
+    members: Vec<Member<W>>,
+}
+
+struct Member<W> {
+    /// None when the thread is to end.
+    commands: Option<Sender<Command<W>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<W: 'static> Crew<W> {
+    /// Starts a thread for each device, and waits until all have built their workers.
+    pub(crate) fn hire<F>(devices: &[StageDevice], builders: Vec<F>) -> Result<Self>
+    where
+        F: FnOnce() -> Result<W> + Send + 'static,
+    {
+        let mut members = Vec::new();
+        let mut answers = Vec::new();
+        for (number, (device, build)) in devices.iter().cloned().zip(builders).enumerate() {
+            let (commands, received) = channel();
+            let (answer, built) = channel();
+            let name = format!("brimful {number}");
+            let work = move || work(&device, build, &answer, &received);
+            let thread = thread::Builder::new().name(name).spawn(work);
+            let thread = thread.map_err(|error| Error::Torch(format!("no thread: {error}")))?;
+            members.push(Member { commands: Some(commands), thread: Some(thread) });
+            answers.push(built);
+        }
+        let crew = Self { members };
+        let built: Vec<Result<()>> = answers
+            .iter()
+            .enumerate()
+            .map(|(d, built)| built.recv().map_err(|_| gone(d))?)
+            .collect();
+        built.into_iter().collect::<Result<Vec<()>>>()?;
+        Ok(crew)
+    }
+
+    /// How many workers there are.
+    pub(crate) fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Lets every worker do its job at the same time; their answers, in the workers' order.
+    pub(crate) fn each<J: Send + 'static, T: Send + 'static>(
+        &self,
+        jobs: Vec<J>,
+        f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<Result<T>>> {
+        let mut answers = Vec::with_capacity(jobs.len());
+        for (d, job) in jobs.into_iter().enumerate() {
+            let f = f.clone();
+            answers.push(self.ask(d, move |worker| f(worker, job))?);
+        }
+        let answer = |(d, answered): (usize, Receiver<_>)| answered.recv().map_err(|_| gone(d));
+        answers.into_iter().enumerate().map(answer).collect()
+    }
+
+    /// The same; all answers, or the first error.
+    pub(crate) fn each_or_error<J: Send + 'static, T: Send + 'static>(
+        &self,
+        jobs: Vec<J>,
+        f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<T>> {
+        self.each(jobs, f)?.into_iter().collect()
+    }
+
+    /// Lets every worker do the same; all answers, or the first error.
+    pub(crate) fn all<T: Send + 'static>(
+        &self,
+        f: impl Fn(&mut W) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<T>> {
+        let jobs = self.members.iter().map(|_| ()).collect();
+        self.each_or_error(jobs, move |worker, ()| f(worker))
+    }
+
+    /// Lets one worker do something, and waits for it.
+    pub(crate) fn one<T: Send + 'static>(
+        &self,
+        d: usize,
+        f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.ask(d, f)?.recv().map_err(|_| gone(d))?
+    }
+
+    /// Sends a worker something to do; the answer will come.
+    fn ask<T: Send + 'static>(
+        &self,
+        d: usize,
+        f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
+    ) -> Result<Receiver<Result<T>>> {
+        let (answer, answered) = channel();
+        let command: Command<W> = Box::new(move |worker| {
+            // Whoever asked may have gone.
+            let _ = answer.send(oom::catch(|| f(worker)).map_err(error::of));
+        });
+        let commands = self.members[d].commands.as_ref().ok_or_else(|| gone(d))?;
+        commands.send(command).map_err(|_| gone(d))?;
+        Ok(answered)
+    }
+}
+
+impl<W> fmt::Debug for Crew<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Crew").field("workers", &self.members.len()).finish()
+    }
+}
+
+impl<W> Drop for Crew<W> {
+    fn drop(&mut self) {
+        self.members.iter_mut().for_each(|member| member.commands = None);
+        for thread in self.members.iter_mut().filter_map(|member| member.thread.take()) {
+            // A thread that panicked has been reported as gone.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A worker's thread, from its beginning to its end.
+fn work<W>(
+    device: &StageDevice,
+    build: impl FnOnce() -> Result<W>,
+    answer: &Sender<Result<()>>,
+    commands: &Receiver<Command<W>>,
+) {
+    let _threads = device.threads.map(limit_threads);
+    let _inside = device.arena.as_ref().map(|arena| arena.enter());
+    let mut worker = match oom::catch(build).map_err(error::of) {
+        Ok(worker) => worker,
+        Err(error) => return drop(answer.send(Err(error))),
+    };
+    let _ = answer.send(Ok(()));
+    for command in commands {
+        command(&mut worker);
+    }
+}
+
+fn gone(worker: usize) -> Error {
+    CrewError::Gone { worker }.into()
+}

@@ -1,0 +1,94 @@
+//! Forward alone, without gradients: a loss and outputs, or outputs alone.
+
+use std::time::Instant;
+
+use super::attempt::Scale;
+use super::cut::Cut;
+use super::tally::Tally;
+use super::{MicroBatcher, Outcome, Step, Window};
+use crate::Result;
+use crate::accumulate::Sums;
+use crate::auto::{Story, Use};
+use crate::batch::{self, Batch};
+use crate::bytes::Bytes;
+use crate::loss::Part;
+
+impl MicroBatcher {
+    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
+    ///
+    /// # Errors
+    /// When a micro-batch fails; random state is then as before.
+    pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
+        let (outputs, _) = self.sized(Use::Map, batch, |this, cut| {
+            let (window, outputs) = this.attempt_map(batch, cut, &mut f)?;
+            window.undo.keep()?;
+            Ok(outputs)
+        })?;
+        Ok(outputs)
+    }
+
+    /// Runs `f` on every micro-batch without gradients, and gives the mini-batch's loss and outputs.
+    ///
+    /// # Errors
+    /// When a micro-batch fails; random state is then as before.
+    pub fn evaluate<B: Batch, R: Outcome>(
+        &mut self,
+        batch: &B,
+        mut f: impl FnMut(B) -> R,
+    ) -> Result<Step<R::Outputs>> {
+        let start = Instant::now();
+        let (step, story) = self.sized(Use::Evaluate, batch, |this, cut| {
+            let scale = Scale::whole(cut);
+            let (window, outputs) = this.attempt_evaluate(batch, cut, scale, &mut f)?;
+            Ok(this.settle(window, start)?.with_outputs(outputs))
+        })?;
+        Ok(step.with_story(story))
+    }
+
+    pub(crate) fn attempt_map<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        f: &mut impl FnMut(B) -> O,
+    ) -> Result<(Window, O)> {
+        self.forward_alone(batch, cut, Scale::whole(cut), |_, _, micro_batch| Ok(f(micro_batch)))
+    }
+
+    pub(crate) fn attempt_evaluate<B: Batch, R: Outcome>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        scale: Scale,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<(Window, R::Outputs)> {
+        self.forward_alone(batch, cut, scale, |tally, part, micro_batch| {
+            let (loss, output) = f(micro_batch).into_parts()?;
+            tally.count(&loss.into_terms(false)?, part)?;
+            Ok(output)
+        })
+    }
+
+    /// Runs all micro-batches. Nothing is committed yet.
+    fn forward_alone<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        scale: Scale,
+        mut f: impl FnMut(&mut Tally, &Part, B) -> Result<O>,
+    ) -> Result<(Window, O)> {
+        let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
+            let _without = tch::no_grad_guard();
+            let (mut tally, mut outputs) = (Tally::default(), Vec::new());
+            cut.each(batch, this.device, |i, samples, micro_batch| {
+                let (samples, first) = (samples as f64, scale.first && i == 0);
+                let part = Part { samples, unit: scale.unit, first };
+                outputs.push(f(&mut tally, &part, micro_batch)?);
+                Ok(Bytes(0))
+            })?;
+            Ok((tally, batch::join(outputs)?))
+        })?;
+        let (sums, groups, unit) = (Sums::default(), tally.groups(true), scale.unit);
+        let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
+        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
+    }
+}

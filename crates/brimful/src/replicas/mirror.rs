@@ -1,0 +1,105 @@
+//! The first replica's variables, taken over by the others.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::c_void;
+
+use brimful_torch::foreach;
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use super::error::ReplicasError;
+use crate::Result;
+
+/// All variables of a store with their names, in the order of the names.
+pub(super) fn named(store: &VarStore) -> Vec<(String, Tensor)> {
+    let mut named: Vec<_> = store.variables().into_iter().collect();
+    named.sort_by(|(a, _), (b, _)| a.cmp(b));
+    named
+}
+
+/// Pairs of a replica's own variables and the first one's.
+#[derive(Debug, Default)]
+pub(super) struct Mirror {
+    pairs: Vec<(Tensor, Tensor)>,
+}
+
+impl Mirror {
+    /// Both lists are of one model's variables, in the order of their names.
+    pub(super) fn new(own: Vec<(String, Tensor)>, first: Vec<(String, Tensor)>) -> Self {
+        let pairs = own.into_iter().zip(first).map(|((_, own), (_, first))| (own, first));
+        Self { pairs: pairs.collect() }
+    }
+
+    /// Takes over values, kinds of number, and what is frozen.
+    pub(super) fn take_over(&mut self) -> Result<()> {
+        let _without = tch::no_grad_guard();
+        let (mut into, mut from) = (Vec::new(), Vec::new());
+        for (own, first) in &mut self.pairs {
+            let value = first.f_detach()?;
+            if own.kind() == value.kind() {
+                into.push(own.f_detach()?);
+                from.push(value);
+            } else {
+                own.set_data(&value.f_to_device(own.device())?.f_detach_copy()?);
+            }
+            if own.requires_grad() != first.requires_grad() {
+                let _itself = own.f_set_requires_grad(first.requires_grad())?;
+            }
+        }
+        Ok(foreach::copy(&into, &from)?)
+    }
+
+    /// For each of its own variables, the first replica's.
+    pub(super) fn twins(&self) -> HashMap<*mut c_void, Tensor> {
+        let pairs = self.pairs.iter();
+        pairs.map(|(own, first)| (own.data_ptr(), first.shallow_clone())).collect()
+    }
+}
+
+/// What a model's variables are, without their values.
+#[derive(Debug)]
+pub(super) struct Outline {
+    named: BTreeMap<String, String>,
+    /// Those that can be trained, in the order in which they were made.
+    trainable: Vec<String>,
+}
+
+impl Outline {
+    pub(super) fn of(store: &VarStore) -> Self {
+        let named = store.variables();
+        let names: HashMap<_, _> = named.iter().map(|(name, t)| (t.data_ptr(), name)).collect();
+        let name = |tensor: &Tensor| names.get(&tensor.data_ptr()).map(|name| (*name).clone());
+        let trainable = store.trainable_variables().iter().filter_map(name).collect();
+        let described = named.iter().map(|(name, tensor)| {
+            (name.clone(), format!("a {:?} tensor of shape {:?}", tensor.kind(), tensor.size()))
+        });
+        Self { named: described.collect(), trainable }
+    }
+}
+
+/// All replicas must have the first one's variables.
+pub(super) fn check_alike(outlines: &[Outline]) -> Result<()> {
+    let Some((first, others)) = outlines.split_first() else { return Ok(()) };
+    for (replica, other) in (1..).zip(others) {
+        let mut names = first.named.keys().chain(other.named.keys());
+        let differs = |variable: &String, first: String, here: String| {
+            Err(ReplicasError::ModelsDiffer { replica, variable: variable.clone(), first, here })
+        };
+        if let Some(name) = names.find(|name| first.named.get(*name) != other.named.get(*name)) {
+            let describe = |outline: &Outline| {
+                outline.named.get(name).map_or("missing", String::as_str).to_owned()
+            };
+            differs(name, describe(first), describe(other))?;
+        }
+        let mut pairs = first.trainable.iter().zip(&other.trainable).enumerate();
+        if let Some((place, (name, another))) = pairs.find(|(_, (a, b))| a != b) {
+            differs(name, format!("parameter {place}"), format!("'{another}' in its place"))?;
+        }
+        if first.trainable.len() != other.trainable.len() {
+            let count = |outline: &Outline| format!("one of {} trained", outline.trainable.len());
+            let name = first.trainable.last().or(other.trainable.last());
+            differs(name.unwrap_or(&String::new()), count(first), count(other))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! The same model on several devices of one process: each mini-batch is spread over them.
+//!
+//! ```text
+//!   mirror   every replica takes over the first one's variables
+//!   attempt  every replica runs its part of the mini-batch in micro-batches, as `MicroBatcher` does
+//!   reduce   the gradients are added up in the replicas' order, each thread a part of the parameters
+//!   settle   loss, gradients and statistics are those of the whole mini-batch, on the first replica
+//! ```
+//!
+//! ```
+//! use brimful::optim::{Optimizer, Sgd};
+//! use brimful::{Loss, Replicas, Size};
+//! use tch::nn::{self, Module};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! let devices = [Device::Cpu, Device::Cpu];
+//! let build = |root: &nn::Path| nn::linear(root, 8, 3, Default::default());
+//! let mut replicas = Replicas::new(devices, Size::Fixed(16), build)?;
+//! let mut optimizer = Optimizer::new(replicas.store(), Sgd::new(0.1))?;
+//!
+//! let batch = (
+//!     Tensor::randn([64, 8], (Kind::Float, Device::Cpu)),
+//!     Tensor::randint(3, [64], (Kind::Int64, Device::Cpu)),
+//! );
+//! let step = replicas.backward(&batch, |model, (x, y)| {
+//!     Loss::mean(model.forward(&x).cross_entropy_for_logits(&y))
+//! })?; // the gradients of the full batch are in the first replica's store
+//! optimizer.step()?;
+//! optimizer.zero_grad()?;
+//! assert_eq!((step.shares, step.sizes), (vec![32, 32], vec![16, 16, 16, 16]));
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! *The first replica is the model.* Its [`store`](Replicas::store) has the gradients after a step,
+//! and whatever is done to it (an optimizer's step, a clipped norm, loading, freezing, another kind
+//! of number) is done to all: the others take its variables over before they run. So any optimizer
+//! will do, its state is there once, and parameters are always equal, bit by bit. Stepping
+//! everywhere would read and write the optimizer's state once for each replica, which takes more
+//! memory traffic than one copy of the parameters.
+//!
+//! *Parts* are in proportion to the replicas' speeds, measured in real steps; see
+//! [`Replicas::speeds`]. Sums are in the replicas' order, so results do not depend on timing unless
+//! the parts do.
+//!
+//! *Random numbers* belong to a step, a replica and a micro-batch ([`Step::seed`]).
+//!
+//! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that move
+//! theirs at every micro-batch do so on the first replica's micro-batches alone.
+
+mod error;
+mod mirror;
+mod reduce;
+mod replica;
+mod report;
+mod shares;
+mod sized;
+mod step;
+
+use std::sync::Arc;
+
+use tch::Device;
+use tch::nn::{Path, VarStore};
+
+pub use error::ReplicasError;
+pub use report::Step;
+
+use crate::auto::{Goal, Sizes};
+use crate::crew::{Crew, StageDevice, settled, undisturbed};
+use crate::micro::NonFinite;
+use crate::{Result, Size};
+use mirror::Outline;
+use replica::Replica;
+use shares::Speeds;
+
+/// A model on several devices. Dropped, it waits until its threads have ended.
+#[derive(Debug)]
+pub struct Replicas<M> {
+    crew: Crew<Replica<M>>,
+    devices: Vec<StageDevice>,
+    store: VarStore,
+    size: Size,
+    sizes: Sizes,
+    speeds: Speeds,
+}
+
+impl<M: 'static> Replicas<M> {
+    /// Builds the model on every device, each on a thread of its own, where it stays.
+    ///
+    /// A CPU can be given several times, with threads and a memory account of its own each time
+    /// ([`StageDevice`]); an accelerator once. The first values of the parameters are those that the
+    /// plain model would have on the first device. A size, be it a number of samples or of
+    /// micro-batches, is that of each replica's part.
+    ///
+    /// # Errors
+    /// When there is no device, one is not here or is given twice, the model cannot be built, or
+    /// `build` does not build the same model everywhere.
+    pub fn new<D: Into<StageDevice>>(
+        devices: impl IntoIterator<Item = D>,
+        size: Size,
+        build: impl Fn(&Path<'_>) -> M + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let mut devices = settled(devices.into_iter().map(Into::into).collect())?;
+        error::check(&devices)?;
+        if size.cut(1)?.is_none() {
+            devices = devices.into_iter().map(StageDevice::counted).collect();
+        }
+        let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();
+        let build = Arc::new(build);
+        let builder = |((number, device), store): ((usize, &StageDevice), &VarStore)| {
+            let (device, store, build) = (device.clone(), sharing(store), Arc::clone(&build));
+            move || Replica::build(number, store, &device, &*build)
+        };
+        let builders = devices.iter().enumerate().zip(&stores).map(builder).collect();
+        let crew = undisturbed(&devices[1..], || Crew::hire(&devices, builders))?;
+        mirror::check_alike(&stores.iter().map(Outline::of).collect::<Vec<_>>())?;
+        let store = stores.swap_remove(0);
+        let first = (0..devices.len()).map(|_| mirror::named(&store)).collect();
+        let home = devices[0].device;
+        crew.each_or_error(first, move |replica, first| {
+            replica.follow(home, first);
+            Ok(())
+        })?;
+        let goal = if size == Size::Largest { Goal::Largest } else { Goal::Fastest };
+        let speeds = Speeds::even(devices.len());
+        Ok(Self { crew, devices, store, size, sizes: Sizes::new(goal), speeds })
+    }
+
+    /// Says what is refused because it is not finite.
+    ///
+    /// # Errors
+    /// When a replica's thread has ended.
+    pub fn non_finite(self, policy: NonFinite) -> Result<Self> {
+        self.crew.all(move |replica| {
+            replica.set_non_finite(policy);
+            Ok(())
+        })?;
+        Ok(self)
+    }
+
+    /// How fast each replica is, relative to the others, in place of what is measured: the parts
+    /// then depend on nothing else, so that a run can be repeated bit by bit on unlike devices.
+    ///
+    /// # Errors
+    /// When there is not one number a replica, or one is not above 0.
+    pub fn speeds(mut self, speeds: &[f64]) -> Result<Self> {
+        error::check_speeds(speeds, self.devices.len())?;
+        self.speeds = Speeds::given(speeds);
+        Ok(self)
+    }
+
+    /// The first replica's variables, which are the model's.
+    pub fn store(&self) -> &VarStore {
+        &self.store
+    }
+
+    /// The same, to load, freeze or convert them.
+    pub fn store_mut(&mut self) -> &mut VarStore {
+        &mut self.store
+    }
+
+    /// The device of the first replica, where gradients and outputs are.
+    pub fn device(&self) -> Device {
+        self.devices[0].device
+    }
+
+    /// How many replicas there are.
+    pub fn len(&self) -> usize {
+        self.devices.len()
+    }
+
+    /// Never: there is at least one.
+    pub fn is_empty(&self) -> bool {
+        self.devices.is_empty()
+    }
+}
+
+/// A store of the same variables.
+fn sharing(store: &VarStore) -> VarStore {
+    let mut other = VarStore::new(store.device());
+    other.variables_ = Arc::clone(&store.variables_);
+    other
+}

@@ -1,0 +1,57 @@
+//! Adds the replicas' gradients up: in their order, each thread a part of the parameters.
+//!
+//! Every number is ((g₀ + g₁) + g₂) …, whoever computes it and whenever, so the result depends on
+//! nothing but the parts. Each gradient is read once, and nothing is allocated on a CPU.
+
+use brimful_torch::foreach;
+use tch::Tensor;
+
+use super::replica::Replica;
+use crate::Result;
+use crate::accumulate::Addends;
+use crate::crew::Crew;
+
+/// Adds to every sum what is to be added to it.
+pub(super) fn reduce<M: 'static>(crew: &Crew<Replica<M>>, addends: Vec<Addends>) -> Result<()> {
+    let addends: Vec<_> = addends.into_iter().filter(|sum| !sum.what.is_empty()).collect();
+    if addends.is_empty() {
+        return Ok(());
+    }
+    crew.each_or_error(dealt(addends, crew.len()), |_, addends| add(addends)).map(drop)
+}
+
+/// So many parts with nearly the same number of elements.
+fn dealt(mut addends: Vec<Addends>, parts: usize) -> Vec<Vec<Addends>> {
+    addends.sort_by_key(|sum| std::cmp::Reverse(sum.into.numel()));
+    let mut dealt: Vec<(usize, Vec<Addends>)> = (0..parts).map(|_| (0, Vec::new())).collect();
+    for sum in addends {
+        let lightest = dealt.iter_mut().min_by_key(|(elements, _)| *elements);
+        let (elements, part) = lightest.expect("there is a replica");
+        *elements += sum.into.numel();
+        part.push(sum);
+    }
+    dealt.into_iter().map(|(_, part)| part).collect()
+}
+
+fn add(addends: Vec<Addends>) -> Result<()> {
+    let _without = tch::no_grad_guard();
+    let longest = addends.iter().map(|sum| sum.what.len()).max().unwrap_or(0);
+    for turn in 0..longest {
+        let (mut into, mut what) = (Vec::new(), Vec::new());
+        for sum in &addends {
+            let Some(new) = sum.what.get(turn) else { continue };
+            into.push(sum.into.shallow_clone());
+            what.push(on_device_of(&sum.into, new)?);
+        }
+        foreach::add(&into, &what, 1.0)?;
+    }
+    Ok(())
+}
+
+fn on_device_of(sum: &Tensor, new: &Tensor) -> Result<Tensor> {
+    Ok(if new.device() == sum.device() {
+        new.shallow_clone()
+    } else {
+        new.f_to_device(sum.device())?
+    })
+}

@@ -1,0 +1,168 @@
+//! One replica: a model on its own thread, and its part of a step.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use tch::nn::{Path, VarStore};
+use tch::{Device, Tensor};
+
+use super::mirror::{Mirror, named};
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::crew::StageDevice;
+use crate::memory::Memory;
+use crate::micro::attempt::Scale;
+use crate::micro::cut::Cut;
+use crate::micro::{NonFinite, Outcome, Window};
+use crate::random::{Dice, Draws};
+use crate::{MicroBatcher, Result, Size, feed};
+
+/// A model and what runs it.
+pub(super) struct Replica<M> {
+    number: usize,
+    model: M,
+    micro: MicroBatcher,
+    memory: Option<Memory>,
+    dice: Dice,
+    store: VarStore,
+    /// The first one's variables; nothing on the first one itself.
+    mirror: Mirror,
+    /// The device of the first one.
+    home: Device,
+}
+
+/// A replica's part of a mini-batch, and how it is to be run.
+#[derive(Debug)]
+pub(super) struct Errand<B> {
+    pub(super) batch: B,
+    pub(super) ranges: Vec<Range<usize>>,
+    pub(super) scale: Scale,
+    /// Of the step's random numbers.
+    pub(super) seed: u64,
+}
+
+/// What came of it; nothing is committed.
+#[derive(Debug)]
+pub(super) struct Done<O> {
+    pub(super) window: Window,
+    /// On the first replica's device.
+    pub(super) outputs: O,
+    pub(super) time: Duration,
+    pub(super) peak: Option<Bytes>,
+}
+
+impl<M> Replica<M> {
+    /// Builds the model in this store, on the thread that it will stay on.
+    pub(super) fn build(
+        number: usize,
+        store: VarStore,
+        device: &StageDevice,
+        build: impl Fn(&Path<'_>) -> M,
+    ) -> Result<Self> {
+        // The first one draws its parameters as the plain model does. What others draw is replaced,
+        // and must not disturb that.
+        let early = (number > 0).then(|| Dice::new(device.device));
+        let model = build(&store.root());
+        let dice = early.unwrap_or_else(|| Dice::new(device.device));
+        let memory = device.memory();
+        let mut micro = MicroBatcher::new(&store, Size::Count(1));
+        if let Some(memory) = &memory {
+            micro = micro.memory(memory.clone());
+        }
+        let (mirror, home) = (Mirror::default(), device.device);
+        Ok(Self { number, model, micro, memory, dice, store, mirror, home })
+    }
+
+    /// Takes these variables of the first replica over from now on.
+    pub(super) fn follow(&mut self, home: Device, first: Vec<(String, Tensor)>) {
+        self.home = home;
+        if self.number > 0 {
+            self.mirror = Mirror::new(named(&self.store), first);
+        }
+    }
+
+    pub(super) fn set_non_finite(&mut self, policy: NonFinite) {
+        self.micro.non_finite = policy;
+    }
+
+    /// Commits what all replicas have done, on the first one.
+    pub(super) fn settle(&mut self, window: Window, start: Instant) -> Result<crate::Step> {
+        self.micro.settle(window, start)
+    }
+
+    /// Takes over what the first replica's variables are now.
+    pub(super) fn take_over(&mut self) -> Result<()> {
+        self.mirror.take_over()
+    }
+
+    /// Runs forward and backward.
+    pub(super) fn train<B: Batch, R: Outcome>(
+        &mut self,
+        errand: Errand<B>,
+        f: &impl Fn(&M, B) -> R,
+    ) -> Result<Done<R::Outputs>> {
+        self.run(errand, f, |micro, batch, cut, scale, mut f| {
+            micro.attempt(batch, cut, scale, &mut f)
+        })
+    }
+
+    /// Runs forward and a loss, without gradients.
+    pub(super) fn evaluate<B: Batch, R: Outcome>(
+        &mut self,
+        errand: Errand<B>,
+        f: &impl Fn(&M, B) -> R,
+    ) -> Result<Done<R::Outputs>> {
+        self.run(errand, f, |micro, batch, cut, scale, mut f| {
+            micro.attempt_evaluate(batch, cut, scale, &mut f)
+        })
+    }
+
+    /// Runs forward, without gradients.
+    pub(super) fn map<B: Batch, O: Batch>(
+        &mut self,
+        errand: Errand<B>,
+        f: &impl Fn(&M, B) -> O,
+    ) -> Result<Done<O>> {
+        self.run(errand, f, |micro, batch, cut, _, mut f| micro.attempt_map(batch, cut, &mut f))
+    }
+
+    /// Lets `how` run the errand, each micro-batch with random numbers of its own.
+    fn run<B: Batch, R, O: Batch>(
+        &mut self,
+        errand: Errand<B>,
+        f: &impl Fn(&M, B) -> R,
+        how: impl Fn(
+            &mut MicroBatcher,
+            &B,
+            &mut Cut,
+            Scale,
+            &mut dyn FnMut(B) -> R,
+        ) -> Result<(Window, O)>,
+    ) -> Result<Done<O>> {
+        let start = Instant::now();
+        let Errand { batch, ranges, scale, seed } = errand;
+        let Self { number, model, micro, dice, .. } = self;
+        let mut micro_batches = 0..;
+        let mut drawing = |micro_batch| {
+            let i = micro_batches.next().unwrap_or_default();
+            dice.seed(Draws::new(seed, i).seed(*number));
+            f(model, micro_batch)
+        };
+        let (window, outputs) = how(micro, &batch, &mut Cut::given(ranges), scale, &mut drawing)?;
+        self.hand_in(window, &outputs, start)
+    }
+
+    /// Makes what was done ready to be added to what the others did; undone where that fails.
+    fn hand_in<O: Batch>(&self, window: Window, outputs: &O, start: Instant) -> Result<Done<O>> {
+        let (window, (outputs, peak)) = window.off_device(|statistics| {
+            if self.number > 0 {
+                let twins = self.mirror.twins();
+                let twin = |own: &Tensor| twins.get(&own.data_ptr()).map(Tensor::shallow_clone);
+                statistics.hand_to(twin)?;
+            }
+            let peak = self.memory.as_ref().map(Memory::usage).transpose()?;
+            Ok((feed::moved(outputs, self.home)?, peak.map(|usage| usage.peak)))
+        })?;
+        Ok(Done { window, outputs, time: start.elapsed(), peak })
+    }
+}

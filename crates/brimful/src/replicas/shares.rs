@@ -1,0 +1,172 @@
+//! How a mini-batch is spread over replicas: in proportion to their measured speeds.
+//!
+//! The first steps are spread evenly. Speeds are medians over the last steps, and the parts change
+//! only where that makes a step faster by more than chance: every change means new shapes, and
+//! other sums of rounding errors.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Readings that a speed is the median of. The first step, which warms up, is none of them.
+const READINGS: usize = 5;
+/// So many readings of every replica come before the first change.
+const ENOUGH: usize = 3;
+/// How much faster a step must be expected to be.
+const WORTH: f64 = 1.05;
+
+/// What is known of the replicas' speeds.
+#[derive(Debug, Clone)]
+pub(super) struct Speeds {
+    /// In proportion to these.
+    current: Vec<f64>,
+    /// The last readings of each, in samples a second; `None` where speeds were given.
+    readings: Option<Vec<VecDeque<f64>>>,
+    warm: bool,
+}
+
+impl Speeds {
+    /// The same for all until something is known.
+    pub(super) fn even(replicas: usize) -> Self {
+        let readings = Some(vec![VecDeque::new(); replicas]);
+        Self { current: vec![1.0; replicas], readings, warm: false }
+    }
+
+    /// These, for ever.
+    pub(super) fn given(speeds: &[f64]) -> Self {
+        Self { current: speeds.to_vec(), readings: None, warm: true }
+    }
+
+    /// Each replica's samples. Those of the first replica, which has the result, are never none.
+    pub(super) fn shares(&self, samples: usize) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let range = |length: usize| {
+            start += length;
+            start - length..start
+        };
+        apportioned(samples, &self.current).into_iter().map(range).collect()
+    }
+
+    /// Learns from a step: how many samples each replica had, and in how many seconds.
+    pub(super) fn observe(&mut self, step: impl Iterator<Item = (usize, Option<f64>)>) {
+        let Some(readings) = &mut self.readings else { return };
+        if !std::mem::replace(&mut self.warm, true) {
+            return;
+        }
+        for (last, (samples, seconds)) in readings.iter_mut().zip(step) {
+            let Some(seconds) = seconds.filter(|seconds| *seconds > 0.0) else { continue };
+            last.push_back(samples as f64 / seconds);
+            if last.len() > READINGS {
+                last.pop_front();
+            }
+        }
+        if readings.iter().all(|last| last.len() >= ENOUGH) {
+            self.change_if_worth();
+        }
+    }
+
+    fn change_if_worth(&mut self) {
+        let Some(readings) = &mut self.readings else { return };
+        let measured: Vec<f64> = readings.iter().map(median).collect();
+        // Of one sample in all: the slowest of the parts, and what it could be.
+        let whole: f64 = self.current.iter().sum();
+        let parts = self.current.iter().zip(&measured);
+        let now = parts.map(|(part, speed)| part / whole / speed).fold(0.0, f64::max);
+        let best = 1.0 / measured.iter().sum::<f64>();
+        if now > best * WORTH {
+            tracing::info!(samples_per_s = ?measured, "replicas get parts by their speeds");
+            self.current = measured;
+            // What was read in other parts may not hold in the new ones.
+            readings.iter_mut().for_each(VecDeque::clear);
+        }
+    }
+}
+
+fn median(readings: &VecDeque<f64>) -> f64 {
+    let mut sorted: Vec<f64> = readings.iter().copied().collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted[sorted.len() / 2]
+}
+
+/// Whole numbers in these proportions: rounded down, and what is left to the largest remainders.
+fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
+    let whole: f64 = speeds.iter().sum();
+    let exact: Vec<f64> = speeds.iter().map(|speed| samples as f64 * speed / whole).collect();
+    let mut shares: Vec<usize> = exact.iter().map(|exact| exact.floor() as usize).collect();
+    let mut order: Vec<usize> = (0..shares.len()).collect();
+    let rest = |i: usize| exact[i] - exact[i].floor();
+    order.sort_by(|&a, &b| rest(b).total_cmp(&rest(a)));
+    let left = samples.saturating_sub(shares.iter().sum());
+    order.into_iter().cycle().take(left).for_each(|i| shares[i] += 1);
+    if shares[0] == 0
+        && let Some(largest) = (0..shares.len()).rev().max_by_key(|&i| shares[i])
+    {
+        shares[largest] -= 1;
+        shares[0] += 1;
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lengths(speeds: &Speeds, samples: usize) -> Vec<usize> {
+        speeds.shares(samples).into_iter().map(|range| range.len()).collect()
+    }
+
+    fn step(speeds: &mut Speeds, samples: usize, rates: &[f64]) {
+        let shares = lengths(speeds, samples);
+        let seconds =
+            |(share, rate): (usize, &f64)| (share, (share > 0).then(|| share as f64 / rate));
+        speeds.observe(shares.into_iter().zip(rates).map(seconds));
+    }
+
+    #[test]
+    fn the_first_steps_are_even() {
+        assert_eq!(lengths(&Speeds::even(3), 10), [4, 3, 3]);
+        assert_eq!(lengths(&Speeds::even(3), 2), [1, 1, 0]);
+        assert_eq!(lengths(&Speeds::even(2), 1), [1, 0]);
+    }
+
+    #[test]
+    fn parts_follow_speeds_that_were_measured() {
+        let mut speeds = Speeds::even(2);
+        for _ in 0..=ENOUGH {
+            assert_eq!(lengths(&speeds, 40), [20, 20]);
+            step(&mut speeds, 40, &[10.0, 30.0]);
+        }
+        assert_eq!(lengths(&speeds, 40), [10, 30]);
+    }
+
+    #[test]
+    fn like_devices_stay_even_whatever_the_noise() {
+        let mut speeds = Speeds::even(2);
+        for turn in 0..50 {
+            let noise = [0.97, 1.0, 1.03, 1.01][turn % 4];
+            step(&mut speeds, 64, &[100.0 * noise, 100.0 / noise]);
+            assert_eq!(lengths(&speeds, 64), [32, 32]);
+        }
+    }
+
+    #[test]
+    fn the_first_replica_always_has_a_sample() {
+        assert_eq!(lengths(&Speeds::given(&[1.0, 100.0]), 5), [1, 4]);
+        assert_eq!(lengths(&Speeds::given(&[1.0, 100.0]), 1), [1, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_sample_is_in_one_part(
+            samples in 1_usize..1000,
+            speeds in prop::collection::vec(0.01_f64..100.0, 1..9),
+        ) {
+            let shares = Speeds::given(&speeds).shares(samples);
+            prop_assert_eq!(shares[0].start, 0);
+            prop_assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
+            prop_assert_eq!(shares[shares.len() - 1].end, samples);
+            prop_assert!(!shares[0].is_empty());
+        }
+    }
+}

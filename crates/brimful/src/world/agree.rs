@@ -1,0 +1,112 @@
+//! What ranks settle between them: values that all are told, and results that all have or none.
+
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::World;
+use super::engine::{Engine, Value};
+use super::error::WorldError;
+use super::link::Look;
+use super::message::{Message, decode, encode};
+use crate::{Error, Result, oom};
+
+/// How a rank has failed, as the others are told.
+#[derive(Debug, Serialize, Deserialize)]
+struct Failure {
+    /// Since the turn's beginning.
+    at: Duration,
+    message: String,
+    out_of_memory: Option<String>,
+}
+
+impl World {
+    /// Tells all ranks a value, and gives what each has told, in the order of the ranks. All ranks
+    /// make the same calls in the same order; `what` says which one this is.
+    ///
+    /// # Errors
+    /// When a rank is lost, has ended, or makes another call.
+    pub fn share<T>(&self, what: &str, value: &T) -> Result<Vec<T>>
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
+        let own = encode(value)?;
+        let number = self.link().with(|engine| {
+            engine.moments += 1;
+            let (number, what, bytes) = (engine.moments, what.to_owned(), own.clone());
+            engine.tell_all(&Message::Value { number, what, bytes });
+            number
+        })?;
+        let all = self.link().wait(|engine| Ok(said(engine, number, what, &own)?))?;
+        all.iter().map(|bytes| Ok(decode(bytes)?)).collect()
+    }
+
+    /// Makes sure that all ranks have the same value of what is named so.
+    ///
+    /// # Errors
+    /// When they have not: on every rank, with what each has. As [`World::share`].
+    pub fn agree(&self, what: &str, value: &impl Display) -> Result<()> {
+        let found = self.share(what, &value.to_string())?;
+        if found.iter().all(|other| *other == found[0]) {
+            return Ok(());
+        }
+        Err(WorldError::Differs { what: what.to_owned(), found }.into())
+    }
+
+    /// The result, if all ranks have one; else everyone gets the error that came first. `at` is when
+    /// this rank's came, since what they do together began.
+    ///
+    /// # Errors
+    /// That error, which names the rank. As [`World::share`].
+    pub fn settle<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<T> {
+        if self.size() == 1 {
+            return result;
+        }
+        let failure = result.as_ref().err().map(|error| Failure {
+            at,
+            message: error.to_string(),
+            out_of_memory: error.out_of_memory().map(|oom| oom.message.clone()),
+        });
+        let all = self.share(what, &failure)?;
+        let failed = all.into_iter().enumerate().filter_map(|(rank, f)| Some((rank, f?)));
+        let Some((rank, first)) = failed.min_by_key(|(rank, failure)| (failure.at, *rank)) else {
+            return result;
+        };
+        match result {
+            Err(error) if rank == self.rank() => Err(error),
+            _ => Err(self.failed(rank, first)),
+        }
+    }
+
+    fn failed(&self, rank: usize, failure: Failure) -> Error {
+        let Failure { message, out_of_memory, .. } = failure;
+        let cause = out_of_memory.and_then(|text| oom::recognise(&text)).map(Box::new);
+        WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
+    }
+}
+
+/// What all ranks have said at this moment, if they have.
+fn said(
+    engine: &mut Engine,
+    number: u64,
+    what: &str,
+    own: &[u8],
+) -> Result<Look<Vec<Vec<u8>>>, WorldError> {
+    let mut fronts =
+        engine.values.iter().enumerate().filter_map(|(r, list)| Some((r, list.front()?)));
+    let differs = |(_, value): &(usize, &Value)| value.number != number || value.what != what;
+    let other = fronts.find(differs).map(|(rank, value)| (rank, value.what.clone()));
+    if let Some((rank, theirs)) = other {
+        let here = what.to_owned();
+        return Err(engine.confuse(WorldError::OutOfStep { rank, theirs, here }));
+    }
+    let (me, values) = (engine.rank, &mut engine.values);
+    if let Some(rank) = (0..values.len()).find(|rank| *rank != me && values[*rank].is_empty()) {
+        return Ok(Look::WaitFor(Some(rank)));
+    }
+    let take = |list: &mut VecDeque<Value>| list.pop_front().map(|value| value.bytes);
+    let all = values.iter_mut().map(|list| take(list).unwrap_or_else(|| own.into()));
+    Ok(Look::Found(all.collect()))
+}

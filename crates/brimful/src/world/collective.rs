@@ -1,0 +1,93 @@
+//! Tensors that all ranks sum up, get from one, or give to the first.
+
+use std::sync::Arc;
+
+use brimful_torch::foreach;
+use tch::{Device, Tensor};
+
+use super::World;
+use super::message::Tensors;
+use crate::Result;
+
+impl World {
+    /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
+    /// and kinds. All ranks get the same bits.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn sum(&self, tensors: &[Tensor]) -> Result<()> {
+        if self.size() == 1 || tensors.is_empty() {
+            return Ok(());
+        }
+        let (turn, all) = (self.turn()?, self.everyone());
+        let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
+        let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat));
+        for summing in summing.collect::<Result<Vec<_>>>()? {
+            summing.wait()?;
+        }
+        put_back(tensors, &flat)
+    }
+
+    /// Gives each tensor the values that it has on the rank `from`.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn broadcast(&self, tensors: &[Tensor], from: usize) -> Result<()> {
+        let turn = self.turn()?;
+        if self.rank() == from {
+            let parcel: Tensors = vec![tensors.iter().map(|t| Some(t.shallow_clone())).collect()];
+            return self.others().try_for_each(|to| Ok(turn.outlet(to, 0, 1).send(&parcel)?));
+        }
+        let came = turn.inlet(from, 0, 1, None)?.take()?;
+        let came: Vec<Tensor> = came.into_iter().flatten().flatten().collect();
+        put_back(tensors, &came)
+    }
+
+    /// Brings every rank's named tensors to rank 0, where all of them come back; the other ranks get
+    /// their own back.
+    ///
+    /// # Errors
+    /// When a rank is lost or has ended.
+    pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
+        let names: Vec<String> = named.iter().map(|(name, _)| name.clone()).collect();
+        let names = self.share("gather", &names)?;
+        let turn = self.turn()?;
+        if self.rank() != 0 {
+            let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));
+            turn.outlet(0, 0, 1).send(&vec![values.collect()])?;
+            return Ok(named);
+        }
+        let mut all = named;
+        for (from, names) in names.into_iter().enumerate().skip(1) {
+            let came = turn.inlet(from, 0, 1, None)?.take()?;
+            all.extend(names.into_iter().zip(came.into_iter().flatten().flatten()));
+        }
+        Ok(all)
+    }
+
+    /// All ranks, in order.
+    pub(crate) fn everyone(&self) -> Arc<[usize]> {
+        (0..self.size()).collect()
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        (0..self.size()).filter(|rank| *rank != self.rank())
+    }
+}
+
+/// The numbers in one piece of the host's memory: the tensor itself where they are.
+fn flat(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
+}
+
+fn put_back(tensors: &[Tensor], values: &[Tensor]) -> Result<()> {
+    let detached = tensors.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>()?;
+    let moved = |(into, from): &(Tensor, &Tensor)| into.data_ptr() != from.data_ptr();
+    let (into, from): (Vec<_>, Vec<_>) = detached
+        .into_iter()
+        .zip(values)
+        .filter(moved)
+        .map(|(into, from)| (into, from.shallow_clone()))
+        .unzip();
+    if into.is_empty() { Ok(()) } else { Ok(foreach::copy(&into, &from)?) }
+}

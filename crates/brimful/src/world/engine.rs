@@ -1,0 +1,308 @@
+//! All that is under way between this rank and the others, moved on by whoever looks.
+//!
+//! Behind one lock. A thread that waits for something moves everything on while it waits; beside
+//! that, the pump does so now and then, for the sake of those that compute.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use tch::{Device, Tensor};
+
+use super::error::WorldError;
+use super::inbox::{self, Inbox, still};
+use super::message::{Channel, Message, Outline, Tensors};
+use super::pulse::Pulse;
+use super::ring::Ring;
+use super::traffic::Traffic;
+use super::wire::{Ticket, Wire};
+use crate::Result;
+
+/// Tags of tensors are used again after so many, long after the last one was received.
+const TAGS: i32 = 1 << 30;
+
+/// What another rank has said where all say something.
+#[derive(Debug)]
+pub(super) struct Value {
+    pub(super) number: u64,
+    pub(super) what: String,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// The state of this rank's messages.
+#[derive(Debug)]
+pub(super) struct Engine {
+    wire: Box<dyn Wire>,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    pub(super) hosts: Vec<String>,
+    pub(super) traffic: Traffic,
+    pub(super) pulse: Pulse,
+    /// By rank, in order.
+    pub(super) values: Vec<VecDeque<Value>>,
+    /// How often all ranks have said something.
+    pub(super) moments: u64,
+    inboxes: HashMap<(usize, Channel), Inbox>,
+    outgoing: HashMap<(usize, Channel), VecDeque<Vec<Ticket>>>,
+    /// Messages that nobody asks after.
+    forgotten: Vec<Ticket>,
+    pub(super) rings: HashMap<Channel, Ring>,
+    tag: i32,
+    turns: u64,
+    open: BTreeSet<u64>,
+    stopped: BTreeSet<u64>,
+    /// Ranks that have ended, with their last words.
+    left: Vec<Option<Option<String>>>,
+    /// Ranks that do different things.
+    confused: Option<WorldError>,
+    /// Ranks that are gone, or cannot be reached: there is no end in order any more.
+    broken: Option<WorldError>,
+}
+
+impl Engine {
+    pub(super) fn new(wire: Box<dyn Wire>, patience: Duration) -> Self {
+        let (rank, size) = wire.place();
+        Self {
+            rank,
+            size,
+            hosts: (0..size).map(|_| wire.host()).collect(),
+            traffic: Traffic::default(),
+            pulse: Pulse::new(size, patience, Instant::now()),
+            values: (0..size).map(|_| VecDeque::new()).collect(),
+            moments: 0,
+            inboxes: HashMap::new(),
+            outgoing: HashMap::new(),
+            forgotten: Vec::new(),
+            rings: HashMap::new(),
+            tag: 0,
+            turns: 0,
+            open: BTreeSet::new(),
+            stopped: BTreeSet::new(),
+            left: vec![None; size],
+            confused: None,
+            broken: None,
+            wire,
+        }
+    }
+
+    /// Moves everything on. What goes wrong breaks the world.
+    pub(super) fn progress(&mut self) {
+        if self.broken.is_none()
+            && let Err(error) = self.try_progress()
+        {
+            self.broken = Some(error);
+        }
+    }
+
+    fn try_progress(&mut self) -> Result<(), WorldError> {
+        while let Some((from, bytes)) = self.wire.told()? {
+            self.pulse.heard(from, Instant::now());
+            self.dispatch(from, Message::decode(&bytes)?)?;
+        }
+        for ((from, _), inbox) in &mut self.inboxes {
+            inbox.advance(&mut *self.wire, *from)?;
+        }
+        for parcels in self.outgoing.values_mut() {
+            while let Some(first) = parcels.front_mut() {
+                still(first, &mut *self.wire)?;
+                if !first.is_empty() {
+                    break;
+                }
+                parcels.pop_front();
+            }
+        }
+        let mut left = Vec::new();
+        for ticket in self.forgotten.drain(..) {
+            if !self.wire.is_done(ticket)? {
+                left.push(ticket);
+            }
+        }
+        self.forgotten = left;
+        self.advance_rings()
+    }
+
+    fn dispatch(&mut self, from: usize, message: Message) -> Result<(), WorldError> {
+        match message {
+            Message::Beat => {}
+            Message::Value { number, what, bytes } => {
+                self.values[from].push_back(Value { number, what, bytes });
+            }
+            Message::Tensors { channel, tag, outline } => {
+                if channel.turn <= self.turns && !self.open.contains(&channel.turn) {
+                    let tickets = inbox::discarded(&mut *self.wire, from, tag, &outline)?;
+                    self.forgotten.extend(tickets);
+                } else {
+                    self.inboxes.entry((from, channel)).or_default().announce(tag, outline);
+                }
+            }
+            Message::Stop { turn } => {
+                self.stopped.insert(turn);
+            }
+            Message::Lost { rank, .. } if rank == self.rank => {
+                return Err(WorldError::GivenUp { rank });
+            }
+            Message::Lost { rank, silent } => {
+                return Err(self.lost(rank, Duration::from_millis(silent)));
+            }
+            Message::Left { words } => self.left[from] = Some(words),
+        }
+        Ok(())
+    }
+
+    /// Gives a sign of life where it is time, and gives up who has given none.
+    pub(super) fn watch(&mut self, now: Instant) {
+        if self.broken.is_some() {
+            return;
+        }
+        if self.pulse.is_due(now) {
+            self.tell_all(&Message::Beat);
+        }
+        let (me, left) = (self.rank, &self.left);
+        if let Some((rank, silent)) = self.pulse.lost(now, |r| r != me && left[r].is_none()) {
+            let millis = silent.as_millis() as u64;
+            self.tell_all(&Message::Lost { rank, silent: millis });
+            self.broken = Some(self.lost(rank, silent));
+        }
+    }
+
+    fn lost(&self, rank: usize, silent: Duration) -> WorldError {
+        WorldError::RankLost { rank, host: self.hosts[rank].clone(), silent }
+    }
+
+    /// Sends a small message to all other ranks; those that have ended wait for the rest to end.
+    pub(super) fn tell_all(&mut self, message: &Message) {
+        let told = message.encode().and_then(|bytes| {
+            for to in (0..self.size).filter(|to| *to != self.rank) {
+                let ticket = self.wire.tell(to, bytes.clone())?;
+                self.forgotten.push(ticket);
+            }
+            Ok(())
+        });
+        if let Err(error) = told {
+            self.broken.get_or_insert(error);
+        }
+    }
+
+    /// Whether anything keeps this rank from waiting for that one.
+    pub(super) fn check(&self, rank: Option<usize>) -> Result<(), WorldError> {
+        if let Some(error) = self.broken.as_ref().or(self.confused.as_ref()) {
+            return Err(error.clone());
+        }
+        let left = rank.and_then(|rank| Some((rank, self.left[rank].clone()?)));
+        let Some((rank, words)) = left else { return Ok(()) };
+        Err(WorldError::RankLeft { rank, host: self.hosts[rank].clone(), words })
+    }
+
+    /// Ranks do different things: from here on nothing that they say fits together.
+    pub(super) fn confuse(&mut self, error: WorldError) -> WorldError {
+        self.confused.get_or_insert(error).clone()
+    }
+
+    /// Whether every other rank has ended.
+    pub(super) fn all_left(&self) -> bool {
+        self.left.iter().enumerate().all(|(rank, left)| rank == self.rank || left.is_some())
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.is_some()
+    }
+
+    /// Whether there is anything to move on.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.open.is_empty() || !self.forgotten.is_empty()
+    }
+
+    /// Begins a turn, whose channels are its own. All ranks begin the same turns in the same order.
+    pub(super) fn begin(&mut self) -> u64 {
+        self.turns += 1;
+        self.open.insert(self.turns);
+        self.turns
+    }
+
+    /// Ends a turn: what is still to come is of no use.
+    pub(super) fn close(&mut self, turn: u64) {
+        self.open.remove(&turn);
+        self.stopped.remove(&turn);
+        self.rings.retain(|channel, _| channel.turn != turn);
+        let over: Vec<_> = self.inboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
+        for key in over {
+            let inbox = self.inboxes.remove(&key).unwrap_or_default();
+            match inbox.discard(&mut *self.wire, key.0) {
+                Ok(tickets) => self.forgotten.extend(tickets),
+                Err(error) => drop(self.broken.get_or_insert(error)),
+            }
+        }
+        let over: Vec<_> = self.outgoing.keys().filter(|(_, c)| c.turn == turn).copied().collect();
+        for key in over {
+            let parcels = self.outgoing.remove(&key).unwrap_or_default();
+            self.forgotten.extend(parcels.into_iter().flatten());
+        }
+    }
+
+    /// Tells all ranks that a turn has failed here.
+    pub(super) fn stop(&mut self, turn: u64) {
+        if self.stopped.insert(turn) {
+            self.tell_all(&Message::Stop { turn });
+        }
+    }
+
+    pub(super) fn is_stopped(&self, turn: u64) -> bool {
+        self.stopped.contains(&turn)
+    }
+
+    /// Announces tensors and lets them set out.
+    pub(super) fn send(&mut self, to: usize, channel: Channel, tensors: &Tensors) -> Result<()> {
+        let outline = Outline::of(tensors)?;
+        let mut rows = Vec::new();
+        for tensor in tensors.iter().flatten().flatten() {
+            rows.push(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?);
+        }
+        let (tag, next) = (self.tag, self.tag + rows.len() as i32);
+        self.tag = if next < TAGS { next } else { 0 };
+        let announced = Message::Tensors { channel, tag, outline }.encode()?;
+        let announced = self.wire.tell(to, announced)?;
+        self.forgotten.push(announced);
+        let mut tickets = Vec::new();
+        for (tensor, tag) in rows.into_iter().zip(tag..) {
+            self.traffic.count(&tensor);
+            tickets.push(self.wire.send(tensor, to, tag)?);
+        }
+        self.outgoing.entry((to, channel)).or_default().push_back(tickets);
+        Ok(())
+    }
+
+    /// How many parcels of a channel have not gone yet.
+    pub(super) fn outstanding(&self, to: usize, channel: Channel) -> usize {
+        self.outgoing.get(&(to, channel)).map_or(0, VecDeque::len)
+    }
+
+    pub(super) fn inbox(&mut self, from: usize, channel: Channel) -> &mut Inbox {
+        self.inboxes.entry((from, channel)).or_default()
+    }
+
+    fn advance_rings(&mut self) -> Result<(), WorldError> {
+        let channels: Vec<Channel> = self.rings.keys().copied().collect();
+        for channel in channels {
+            let Some(mut ring) = self.rings.remove(&channel) else { continue };
+            let advanced = ring.advance(self, channel);
+            self.rings.insert(channel, ring);
+            advanced.map_err(|error| WorldError::Message(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Ends in order, or just lets go.
+    pub(super) fn into_wire(self) -> Box<dyn Wire> {
+        self.wire
+    }
+
+    /// The rank whose part of a sum is next.
+    pub(super) fn ring_waits_for(&mut self, channel: Channel) -> Option<usize> {
+        let before = self.rings.get(&channel)?.before();
+        (!self.inbox(before, channel).is_expecting()).then_some(before)
+    }
+
+    pub(super) fn take_ring(&mut self, channel: Channel) -> Option<Tensor> {
+        self.rings.get(&channel).filter(|ring| ring.is_done())?;
+        self.rings.remove(&channel).map(Ring::into_sum)
+    }
+}

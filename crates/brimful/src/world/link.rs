@@ -1,0 +1,154 @@
+//! The lock around this rank's messages, how threads wait for them, and the thread that keeps them
+//! moving while all others compute.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::engine::Engine;
+use super::error::WorldError;
+use super::message::Message;
+use crate::Result;
+
+/// How often messages are moved on for those that compute.
+const BUSY: Duration = Duration::from_millis(1);
+/// And when there is nothing but signs of life.
+const IDLE: Duration = Duration::from_millis(10);
+
+/// What is found by who waits.
+pub(super) enum Look<T> {
+    Found(T),
+    /// Nothing yet. It is for this rank to do something; or, where none is named, for the messages
+    /// under way.
+    WaitFor(Option<usize>),
+}
+
+/// This rank's messages, for all its threads.
+#[derive(Debug)]
+pub(super) struct Link {
+    /// None after the end.
+    engine: Mutex<Option<Engine>>,
+    ends: AtomicBool,
+}
+
+impl Link {
+    pub(super) fn new(engine: Engine) -> Arc<Self> {
+        Arc::new(Self { engine: Mutex::new(Some(engine)), ends: AtomicBool::new(false) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Engine>> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something with the messages that does not wait.
+    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T> {
+        let mut engine = self.lock();
+        let ended = || WorldError::NotStarted { reason: "it has ended".into() };
+        Ok(f(engine.as_mut().ok_or_else(ended)?))
+    }
+
+    /// Moves messages on until `look` finds something, or the rank that it waits for is gone.
+    pub(super) fn wait<T>(
+        &self,
+        mut look: impl FnMut(&mut Engine) -> Result<Look<T>>,
+    ) -> Result<T> {
+        let mut pause = Pause::default();
+        loop {
+            let found = self.with(|engine| {
+                engine.progress();
+                Ok(match look(engine)? {
+                    Look::Found(found) => Some(found),
+                    Look::WaitFor(rank) => engine.check(rank).map(|()| None)?,
+                })
+            });
+            let found: Result<Option<T>> = found?;
+            match found? {
+                Some(found) => return Ok(found),
+                None => pause.rest(),
+            }
+        }
+    }
+}
+
+/// Rests for longer and longer: others may need the core, and messages mostly come soon.
+#[derive(Debug, Default)]
+struct Pause {
+    rests: u32,
+}
+
+impl Pause {
+    fn rest(&mut self) {
+        self.rests += 1;
+        match self.rests {
+            ..=100 => thread::yield_now(),
+            _ => thread::sleep(
+                Duration::from_micros(20).saturating_mul(self.rests - 100).min(BUSY / 5),
+            ),
+        }
+    }
+}
+
+/// The thread that keeps messages moving. Dropped, it ends this rank's part in the world.
+#[derive(Debug)]
+pub(super) struct Pump {
+    link: Arc<Link>,
+    thread: Option<JoinHandle<()>>,
+    /// Whether ranks are gone, so that nobody is to be waited for.
+    done: std::sync::mpsc::Receiver<()>,
+}
+
+impl Pump {
+    pub(super) fn start(link: Arc<Link>) -> Result<Self> {
+        let (ended, done) = channel();
+        let (mine, name) = (Arc::clone(&link), "brimful world".to_owned());
+        let thread = thread::Builder::new().name(name).spawn(move || pump(&mine, &ended));
+        let reason = |error: std::io::Error| WorldError::NotStarted { reason: error.to_string() };
+        Ok(Self { link, thread: Some(thread.map_err(reason)?), done })
+    }
+}
+
+impl Drop for Pump {
+    /// Says that this rank ends, and waits until all do, or until one is lost.
+    fn drop(&mut self) {
+        let words = thread::panicking().then(|| "it panicked".to_owned());
+        let patience = self.link.with(|engine| {
+            engine.tell_all(&Message::Left { words });
+            engine.pulse.patience()
+        });
+        self.link.ends.store(true, Ordering::Release);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        // The thread itself sees that ranks are gone; the end in order is MPI's own, which knows
+        // of no limit.
+        let ended = self.done.recv();
+        if ended.is_ok() && self.done.recv_timeout(patience.unwrap_or_default()).is_ok() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Moves messages on until the end; then ends in order if all ranks are there to do so.
+fn pump(link: &Link, ended: &Sender<()>) {
+    loop {
+        let Ok((over, busy)) = link.with(|engine| {
+            engine.progress();
+            engine.watch(Instant::now());
+            let over = engine.all_left() || engine.is_broken();
+            (over, engine.is_busy())
+        }) else {
+            return;
+        };
+        if over && link.ends.load(Ordering::Acquire) {
+            break;
+        }
+        thread::park_timeout(if busy { BUSY } else { IDLE });
+    }
+    let _ = ended.send(());
+    let engine = link.lock().take();
+    if let Some(engine) = engine.filter(|engine| !engine.is_broken()) {
+        engine.into_wire().end();
+    }
+    let _ = ended.send(());
+}

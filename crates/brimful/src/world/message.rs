@@ -1,0 +1,103 @@
+//! What ranks tell each other, apart from the numbers of tensors.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use super::error::WorldError;
+use crate::save::KINDS;
+use crate::{Error, Result};
+
+/// Tensors under way, in rows, some of them missing.
+pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
+
+/// A way for tensors from one rank to another, in order. A turn's channels are its own, so that
+/// nothing of a turn that failed is taken for something of a later one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Channel {
+    pub(crate) turn: u64,
+    pub(crate) number: u32,
+}
+
+/// A small message.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Message {
+    /// A sign of life.
+    Beat,
+    /// What this rank has to say where all ranks say something: the number counts such moments.
+    Value { number: u64, what: String, bytes: Vec<u8> },
+    /// Tensors follow, each with the next tag.
+    Tensors { channel: Channel, tag: i32, outline: Outline },
+    /// The turn has failed here.
+    Stop { turn: u64 },
+    /// A rank has been silent for so many milliseconds.
+    Lost { rank: usize, silent: u64 },
+    /// This rank ends, with an error or without.
+    Left { words: Option<String> },
+}
+
+/// Tensors without their numbers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Outline(Vec<Vec<Option<Form>>>);
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Form {
+    /// The place in the list of kinds.
+    kind: usize,
+    size: Vec<i64>,
+    traced: bool,
+}
+
+impl Message {
+    pub(super) fn encode(&self) -> Result<Vec<u8>, WorldError> {
+        encode(self)
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Self, WorldError> {
+        decode(bytes)
+    }
+}
+
+pub(super) fn encode(value: &impl Serialize) -> Result<Vec<u8>, WorldError> {
+    postcard::to_stdvec(value).map_err(|error| WorldError::Message(error.to_string()))
+}
+
+pub(super) fn decode<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Result<T, WorldError> {
+    postcard::from_bytes(bytes).map_err(|error| WorldError::Message(error.to_string()))
+}
+
+impl Outline {
+    pub(super) fn of(tensors: &Tensors) -> Result<Self> {
+        let form = |tensor: &Tensor| {
+            let kind = KINDS.iter().position(|(kind, _)| *kind == tensor.kind());
+            let unknown = || WorldError::Message(format!("no {:?} can be sent", tensor.kind()));
+            let (size, traced) = (tensor.size(), tensor.requires_grad());
+            Ok::<_, Error>(Form { kind: kind.ok_or_else(unknown)?, size, traced })
+        };
+        let row = |row: &Vec<Option<Tensor>>| {
+            row.iter().map(|tensor| tensor.as_ref().map(form).transpose()).collect()
+        };
+        Ok(Self(tensors.iter().map(row).collect::<Result<_>>()?))
+    }
+
+    /// Tensors of this outline, whose numbers are yet to come.
+    pub(super) fn empty(&self) -> Result<Tensors> {
+        let tensor = |form: &Form| {
+            let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
+            Ok::<_, Error>(Tensor::f_empty(&form.size, (*kind, Device::Cpu))?)
+        };
+        let row = |row: &Vec<Option<Form>>| {
+            row.iter().map(|form| form.as_ref().map(tensor).transpose()).collect()
+        };
+        self.0.iter().map(row).collect()
+    }
+
+    /// Lets those get gradients that had them at the sender's.
+    pub(super) fn trace(&self, tensors: &Tensors) -> Result<()> {
+        for (form, tensor) in self.0.iter().flatten().zip(tensors.iter().flatten()) {
+            if let (Some(Form { traced: true, .. }), Some(tensor)) = (form, tensor) {
+                let _itself = tensor.f_set_requires_grad(true)?;
+            }
+        }
+        Ok(())
+    }
+}

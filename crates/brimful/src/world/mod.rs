@@ -1,0 +1,160 @@
+//! Several processes that train one model: the ranks of a world.
+//!
+//! They are started by `mpirun` or `srun`, on one machine or on many, and all run the same program
+//! ([`World::start`], with the feature `mpi`); a process can also be alone ([`World::alone`]). All
+//! ranks make the same calls in the same order, with the same mini-batches.
+//!
+//! ```text
+//!   what is called           ── agree, share, settle ──   all ranks know, or all have the error
+//!   tensors                  ── turn: outlet, inlet, sum ──   point to point, while others compute
+//!   messages                 engine: announced, asked for, arrived      pulse: who is still there
+//!   the wire                 MPI
+//! ```
+//!
+//! *No hang.* Every rank gives signs of life, from a thread of its own. One that is killed, stopped
+//! or cut off is given up after [`World::patience`], and every wait of the others ends with an error
+//! that names it. A rank whose step fails tells the others at once.
+
+mod agree;
+mod collective;
+mod engine;
+mod error;
+mod inbox;
+mod link;
+mod message;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod pulse;
+mod ring;
+mod traffic;
+mod turn;
+mod wire;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub use error::WorldError;
+pub use traffic::Traffic;
+
+use crate::Result;
+use engine::Engine;
+use link::{Link, Pump};
+pub(crate) use message::Tensors;
+pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
+use wire::{Alone, Wire};
+
+/// How long a rank may be silent, unless told otherwise.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// All processes that train together, as one of them sees it.
+///
+/// Clones are the same world. When the last is dropped, this rank has ended: it waits until all
+/// others end too, or are lost.
+#[derive(Debug, Clone)]
+pub struct World(Arc<Member>);
+
+#[derive(Debug)]
+struct Member {
+    rank: usize,
+    hosts: Vec<String>,
+    link: Arc<Link>,
+    /// Ends this rank's part when it is dropped.
+    _pump: Pump,
+}
+
+/// What ranks tell each other first.
+#[derive(Debug, Serialize, Deserialize)]
+struct Greeting {
+    version: String,
+    host: String,
+}
+
+impl World {
+    /// Joins the world that `mpirun` or `srun` has started; without them, a world of one. A process
+    /// can do so once.
+    ///
+    /// # Errors
+    /// When MPI cannot be started, or the ranks run different versions of this library.
+    #[cfg(feature = "mpi")]
+    pub fn start() -> Result<Self> {
+        Self::over(Box::new(mpi::MpiWire::start(PATIENCE)?))
+    }
+
+    /// A world of this process alone.
+    ///
+    /// # Errors
+    /// When a thread cannot be started.
+    pub fn alone() -> Result<Self> {
+        Self::over(Box::new(Alone))
+    }
+
+    fn over(wire: Box<dyn Wire>) -> Result<Self> {
+        let host = wire.host();
+        let link = Link::new(Engine::new(wire, PATIENCE));
+        let pump = Pump::start(Arc::clone(&link))?;
+        let rank = link.with(|engine| engine.rank)?;
+        let greeted = Self(Arc::new(Member { rank, hosts: vec![host.clone()], link, _pump: pump }));
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        let all = greeted.share("greeting", &Greeting { version, host })?;
+        let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();
+        if found.iter().any(|version| *version != found[0]) {
+            return Err(WorldError::Differs { what: "the version of brimful".into(), found }.into());
+        }
+        let hosts: Vec<String> = all.into_iter().map(|greeting| greeting.host).collect();
+        greeted.link().with(|engine| engine.hosts.clone_from(&hosts))?;
+        let mut member = Arc::into_inner(greeted.0).expect("nobody else has it yet");
+        member.hosts = hosts;
+        Ok(Self(Arc::new(member)))
+    }
+
+    /// This process's number, from 0 on.
+    pub fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// How many processes there are.
+    pub fn size(&self) -> usize {
+        self.0.hosts.len()
+    }
+
+    /// The machine that each rank runs on.
+    pub fn hosts(&self) -> &[String] {
+        &self.0.hosts
+    }
+
+    /// After how much silence a rank is given up: 30 s, unless it was set.
+    ///
+    /// # Errors
+    /// When the world has ended.
+    pub fn patience(&self) -> Result<Duration> {
+        self.link().with(|engine| engine.pulse.patience())
+    }
+
+    /// Sets after how much silence a rank is given up. All ranks set the same: a rank gives ten signs
+    /// of life within its own patience.
+    ///
+    /// # Errors
+    /// When the world has ended.
+    pub fn set_patience(&self, patience: Duration) -> Result<()> {
+        self.link().with(|engine| engine.pulse.set_patience(patience))
+    }
+
+    /// What this rank has sent so far.
+    ///
+    /// # Errors
+    /// When the world has ended.
+    pub fn traffic(&self) -> Result<Traffic> {
+        self.link().with(|engine| engine.traffic)
+    }
+
+    /// Begins something that ranks do together.
+    pub(crate) fn turn(&self) -> Result<Turn> {
+        Turn::begin(self.link(), self.rank())
+    }
+
+    fn link(&self) -> &Arc<Link> {
+        &self.0.link
+    }
+}

@@ -1,0 +1,78 @@
+//! MPI as the wire between ranks.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use brimful_torch::mpi::{Buffer, Line, Mpi, MpiError, Pending};
+use tch::Tensor;
+
+use super::error::WorldError;
+use super::wire::{Ticket, Wire};
+
+/// MPI with the messages that it has under way.
+#[derive(Debug)]
+pub(super) struct MpiWire {
+    mpi: Mpi,
+    pending: HashMap<Ticket, Pending>,
+    next: Ticket,
+}
+
+impl MpiWire {
+    pub(super) fn start(limit: Duration) -> Result<Self, WorldError> {
+        let not_started = |error: MpiError| WorldError::NotStarted { reason: error.to_string() };
+        let mpi = Mpi::start(limit).map_err(not_started)?;
+        Ok(Self { mpi, pending: HashMap::new(), next: 0 })
+    }
+
+    fn keep(&mut self, pending: Result<Pending, MpiError>) -> Result<Ticket, WorldError> {
+        self.next += 1;
+        self.pending.insert(self.next, pending.map_err(failed)?);
+        Ok(self.next)
+    }
+}
+
+impl Wire for MpiWire {
+    fn place(&self) -> (usize, usize) {
+        (self.mpi.rank(), self.mpi.size())
+    }
+
+    fn host(&self) -> String {
+        self.mpi.host()
+    }
+
+    fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError> {
+        let pending = self.mpi.send(Line::Control, Buffer::Bytes(bytes), to, 0);
+        self.keep(pending)
+    }
+
+    fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError> {
+        self.mpi.incoming().map_err(failed)
+    }
+
+    fn send(&mut self, tensor: Tensor, to: usize, tag: i32) -> Result<Ticket, WorldError> {
+        let pending = self.mpi.send(Line::Data, Buffer::Tensor(tensor), to, tag);
+        self.keep(pending)
+    }
+
+    fn receive(&mut self, tensor: Tensor, from: usize, tag: i32) -> Result<Ticket, WorldError> {
+        let pending = self.mpi.receive(Line::Data, Buffer::Tensor(tensor), from, tag);
+        self.keep(pending)
+    }
+
+    fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError> {
+        let Some(pending) = self.pending.get_mut(&ticket) else { return Ok(true) };
+        let done = self.mpi.is_done(pending).map_err(failed)?;
+        if done {
+            self.pending.remove(&ticket);
+        }
+        Ok(done)
+    }
+
+    fn end(self: Box<Self>) {
+        self.mpi.end();
+    }
+}
+
+fn failed(error: MpiError) -> WorldError {
+    WorldError::Message(error.to_string())
+}

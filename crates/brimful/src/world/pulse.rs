@@ -1,0 +1,107 @@
+//! Who has been heard of, and who must be given up.
+
+use std::time::{Duration, Instant};
+
+/// When each rank was last heard of.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    heard: Vec<Instant>,
+    patience: Duration,
+    /// When this rank last looked, and when it last gave a sign itself.
+    looked: Instant,
+    beaten: Instant,
+}
+
+impl Pulse {
+    pub(super) fn new(ranks: usize, patience: Duration, now: Instant) -> Self {
+        Self { heard: vec![now; ranks], patience, looked: now, beaten: now }
+    }
+
+    pub(super) fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    pub(super) fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    pub(super) fn heard(&mut self, rank: usize, now: Instant) {
+        self.heard[rank] = now;
+    }
+
+    /// Whether it is time to give a sign; then it counts as given. Ten fit into the patience.
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        let due = now.duration_since(self.beaten) >= self.patience / 10;
+        if due {
+            self.beaten = now;
+        }
+        due
+    }
+
+    /// The rank that has been silent for too long, and for how long, among those that `counts`.
+    pub(super) fn lost(
+        &mut self,
+        now: Instant,
+        counts: impl Fn(usize) -> bool,
+    ) -> Option<(usize, Duration)> {
+        let away = now.duration_since(self.looked);
+        self.looked = now;
+        if away > self.patience / 4 {
+            // This process itself did not run: what was said meanwhile is yet to be heard.
+            self.heard.iter_mut().for_each(|heard| *heard += away);
+            return None;
+        }
+        let silent = self.heard.iter().enumerate().filter(|(rank, _)| counts(*rank));
+        let longest = silent.min_by_key(|(_, heard)| **heard);
+        let longest = longest.map(|(rank, heard)| (rank, now.saturating_duration_since(*heard)));
+        longest.filter(|(_, silent)| *silent > self.patience)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Looks every second until a rank is lost; rank 1 gives a sign as long as `beats` says so.
+    fn lost_after(seconds: u32, beats: impl Fn(u32) -> bool) -> Option<(usize, u32)> {
+        let start = Instant::now();
+        let mut pulse = Pulse::new(3, 10 * SECOND, start);
+        (1..=seconds).find_map(|second| {
+            let now = start + second * SECOND;
+            pulse.heard(2, now);
+            if beats(second) {
+                pulse.heard(1, now);
+            }
+            pulse.lost(now, |rank| rank != 0).map(|(rank, _)| (rank, second))
+        })
+    }
+
+    #[test]
+    fn a_silent_rank_is_lost_after_the_patience_and_a_beating_one_never() {
+        assert_eq!(lost_after(100, |_| true), None);
+        assert_eq!(lost_after(100, |second| second % 9 == 0), None);
+        assert_eq!(lost_after(100, |second| second < 20), Some((1, 30)));
+    }
+
+    #[test]
+    fn who_was_stopped_itself_blames_nobody() {
+        let start = Instant::now();
+        let mut pulse = Pulse::new(2, 10 * SECOND, start);
+        let awake = start + 3600 * SECOND;
+        assert_eq!(pulse.lost(awake, |rank| rank == 1), None);
+        assert_eq!(pulse.lost(awake + SECOND, |rank| rank == 1), None);
+        let later = (2..20).map(|second| awake + second * SECOND);
+        let lost = later.into_iter().find_map(|now| pulse.lost(now, |rank| rank == 1));
+        assert_eq!(lost.map(|(rank, _)| rank), Some(1));
+    }
+
+    #[test]
+    fn signs_are_given_ten_times_within_the_patience() {
+        let start = Instant::now();
+        let mut pulse = Pulse::new(2, 10 * SECOND, start);
+        let due: Vec<bool> = (1..=8).map(|n| pulse.is_due(start + n * SECOND / 2)).collect();
+        assert_eq!(due, [false, true, false, true, false, true, false, true]);
+    }
+}

@@ -1,0 +1,104 @@
+//! A sum over ranks, in place: every rank sends and receives twice its numbers, whatever the ranks.
+//!
+//! ```text
+//!   n ranks, n parts; at each step all send one part to the next and take one from the one before
+//!   n − 1 steps    the part that comes is added to the own: in the end each rank has one part's sum
+//!   n − 1 steps    the sums go round
+//! ```
+//!
+//! Each part is added up in one order, and in one place, so that all ranks have the same bits.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::engine::Engine;
+use super::message::Channel;
+use crate::{Result, split};
+
+/// A sum under way.
+#[derive(Debug)]
+pub(super) struct Ring {
+    ranks: Arc<[usize]>,
+    /// This rank's place among them.
+    at: usize,
+    /// One-dimensional and contiguous.
+    sum: Tensor,
+    parts: Vec<Range<usize>>,
+    /// For the part that comes and is to be added.
+    scratch: Tensor,
+    step: usize,
+    begun: bool,
+}
+
+impl Ring {
+    pub(super) fn new(ranks: Arc<[usize]>, rank: usize, sum: Tensor) -> Result<Self> {
+        let at = ranks.iter().position(|other| *other == rank).unwrap_or(0);
+        let parts = parts(sum.numel(), ranks.len())?;
+        let longest = parts.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let scratch = sum.f_narrow(0, 0, longest as i64)?.f_empty_like()?;
+        Ok(Self { ranks, at, sum, parts, scratch, step: 0, begun: false })
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.step == 2 * (self.ranks.len() - 1)
+    }
+
+    pub(super) fn into_sum(self) -> Tensor {
+        self.sum
+    }
+
+    /// The rank that parts come from.
+    pub(super) fn before(&self) -> usize {
+        self.ranks[(self.at + self.ranks.len() - 1) % self.ranks.len()]
+    }
+
+    /// Goes as far as what has come allows.
+    pub(super) fn advance(&mut self, engine: &mut Engine, channel: Channel) -> Result<()> {
+        let n = self.ranks.len();
+        let (next, before) = (self.ranks[(self.at + 1) % n], self.before());
+        while !self.is_done() {
+            let adds = self.step < n - 1;
+            // Once around for the sums, once more for all to have them.
+            let sent = (self.at + 2 * n - self.step) % n;
+            let coming = (sent + n - 1) % n;
+            if !self.begun {
+                let into = if adds { self.scratch_for(coming)? } else { self.part(coming)? };
+                let inbox = engine.inbox(before, channel);
+                inbox.open(1, None);
+                inbox.take_into(into);
+                engine.send(next, channel, &vec![vec![Some(self.part(sent)?)]])?;
+                self.begun = true;
+            }
+            // What is being sent must not change.
+            if engine.outstanding(next, channel) > 0 {
+                return Ok(());
+            }
+            let Some(came) = engine.inbox(before, channel).take() else { return Ok(()) };
+            came?;
+            if adds {
+                let _itself = self.part(coming)?.f_add_(&self.scratch_for(coming)?)?;
+            }
+            self.step += 1;
+            self.begun = false;
+        }
+        Ok(())
+    }
+
+    fn part(&self, number: usize) -> Result<Tensor> {
+        let Range { start, end } = self.parts[number];
+        Ok(self.sum.f_narrow(0, start as i64, (end - start) as i64)?)
+    }
+
+    fn scratch_for(&self, number: usize) -> Result<Tensor> {
+        Ok(self.scratch.f_narrow(0, 0, self.parts[number].len() as i64)?)
+    }
+}
+
+/// As many near-equal parts as ranks, the last ones empty where there are too few numbers.
+fn parts(numbers: usize, ranks: usize) -> Result<Vec<Range<usize>>> {
+    let mut parts = if numbers == 0 { Vec::new() } else { split::by_count(numbers, ranks)? };
+    parts.resize(ranks, numbers..numbers);
+    Ok(parts)
+}

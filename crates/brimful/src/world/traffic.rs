@@ -1,0 +1,22 @@
+//! How much a rank has sent.
+
+use tch::Tensor;
+
+use crate::bytes::Bytes;
+
+/// What a rank has sent to others since it started: the numbers of tensors, without the short
+/// messages around them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes sent.
+    pub sent: Bytes,
+    /// Tensors sent.
+    pub tensors: u64,
+}
+
+impl Traffic {
+    pub(super) fn count(&mut self, tensor: &Tensor) {
+        self.sent.0 += (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        self.tensors += 1;
+    }
+}

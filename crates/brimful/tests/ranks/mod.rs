@@ -1,0 +1,120 @@
+//! Runs a test's body in several processes, by the real `mpirun`.
+//!
+//! The test program starts itself again under `mpirun`, as that one test; in there, the body runs as
+//! a rank. A test that hangs is ended, and says so.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::env;
+use std::io::Read;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::{self, sleep};
+use std::time::{Duration, Instant};
+
+use brimful::World;
+
+/// Set for ranks, to the test's name.
+const RANK_OF: &str = "BRIMFUL_TEST_RANK_OF";
+/// No test takes so long.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Runs `body` in so many ranks, which must all succeed.
+pub fn in_ranks(ranks: usize, body: impl FnOnce(World)) {
+    let name = test_name();
+    if is_rank(&name) {
+        return body(World::start().expect("a world"));
+    }
+    let output = launch(ranks, &name, &[]).wait(LIMIT);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{ranks} ranks: {}\n{text}", output.status);
+}
+
+/// The same, where what becomes of the ranks is the test's matter: `watch` is given the running
+/// ranks, and knows by what they print how far they are.
+pub fn with_ranks(
+    ranks: usize,
+    options: &[&str],
+    body: impl FnOnce(World),
+    watch: impl FnOnce(Launched),
+) {
+    let name = test_name();
+    if is_rank(&name) {
+        return body(World::start().expect("a world"));
+    }
+    watch(launch(ranks, &name, options));
+}
+
+/// libtest names its threads after the tests.
+fn test_name() -> String {
+    thread::current().name().expect("a test's thread has its name").to_owned()
+}
+
+fn is_rank(name: &str) -> bool {
+    env::var(RANK_OF).as_deref() == Ok(name)
+}
+
+/// Ranks that are running.
+pub struct Launched {
+    pub mpirun: Child,
+}
+
+/// Starts the test of this name in so many ranks.
+fn launch(ranks: usize, name: &str, options: &[&str]) -> Launched {
+    let program = env::current_exe().expect("the test's own program");
+    let mut command = Command::new("mpirun");
+    command
+        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
+        .args(options)
+        .args(["-n", &ranks.to_string()])
+        .arg(program)
+        .args(["--exact", name, "--nocapture", "--test-threads", "1"])
+        .env(RANK_OF, name)
+        .env("OMP_NUM_THREADS", "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    Launched { mpirun: command.spawn().expect("mpirun is installed where this feature is built") }
+}
+
+impl Launched {
+    /// What they print and end with; the test fails if that takes too long.
+    pub fn wait(mut self, limit: Duration) -> Output {
+        let (stdout, stderr) = (self.mpirun.stdout.take(), self.mpirun.stderr.take());
+        let stdout = thread::spawn(move || read(stdout));
+        let stderr = thread::spawn(move || read(stderr));
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.mpirun.try_wait().expect("a child") {
+                break Some(status);
+            }
+            if start.elapsed() > limit {
+                break None;
+            }
+            sleep(Duration::from_millis(20));
+        };
+        if status.is_none() {
+            // It passes the signal on to all ranks.
+            let pid = self.mpirun.id().to_string();
+            let _ = Command::new("kill").args(["-TERM", &pid]).status();
+            let _ = self.mpirun.wait();
+        }
+        let (stdout, stderr) = (stdout.join().expect("read"), stderr.join().expect("read"));
+        let Some(status) = status else {
+            panic!(
+                "the ranks have not ended within {limit:?}\n{}{}",
+                String::from_utf8_lossy(&stdout),
+                String::from_utf8_lossy(&stderr)
+            )
+        };
+        Output { status, stdout, stderr }
+    }
+}
+
+fn read(from: Option<impl Read>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    if let Some(mut from) = from {
+        let _ = from.read_to_end(&mut bytes);
+    }
+    bytes
+}

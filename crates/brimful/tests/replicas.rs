@@ -1,0 +1,456 @@
+//! Replicas leave exactly the gradient, loss, statistics and outputs of the plain model.
+//!
+//! One test at a time: the models' first parameters come from one generator.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::nn::batch_norm1d;
+use brimful::optim::{AdamW, Optimizer, Sgd};
+use brimful::pipeline::StageDevice;
+use brimful::replicas::ReplicasError;
+use brimful::{Draws, Error, Loss, Replicas, Size};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Reduction, Tensor};
+
+const CLASSES: i64 = 4;
+const TOLERANCE: f64 = 1e-10;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Numbers between -1 and 1 that look random.
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+type Batch = (Tensor, Tensor, Tensor);
+
+/// Inputs, classes, and a weight for each sample.
+fn batch(samples: i64) -> Batch {
+    let x = numbers(&[samples, 6], 100);
+    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
+    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y, tokens)
+}
+
+/// A network, and a parameter of it that a penalty is for.
+#[derive(Debug)]
+struct Net {
+    layers: nn::SequentialT,
+    scale: Tensor,
+}
+
+fn net(root: &nn::Path) -> Net {
+    let layers = nn::seq_t()
+        .add(nn::linear(root / "one", 6, 8, Default::default()))
+        .add_fn(|x| x.tanh())
+        .add(nn::linear(root / "two", 8, CLASSES, Default::default()));
+    let _unused = root.randn_standard("unused", &[3]);
+    Net { layers, scale: root.ones("scale", &[CLASSES]) }
+}
+
+impl Net {
+    fn logits(&self, x: &Tensor) -> Tensor {
+        self.layers.forward_t(x, true) * &self.scale
+    }
+}
+
+fn plain() -> (nn::VarStore, Net) {
+    tch::manual_seed(1);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let net = net(&store.root());
+    store.double();
+    (store, net)
+}
+
+fn cpus(replicas: usize) -> Vec<StageDevice> {
+    (0..replicas).map(|_| StageDevice::cpu().threads(1)).collect()
+}
+
+fn replicated(replicas: usize, size: Size) -> Replicas<Net> {
+    tch::manual_seed(1);
+    let mut replicas = Replicas::new(cpus(replicas), size, net).expect("replicas");
+    replicas.store_mut().double();
+    replicas
+}
+
+fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
+    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
+}
+
+/// A loss of the full batch, and the same as a sum over micro-batches.
+struct Case {
+    name: &'static str,
+    full: fn(&Net, &Batch) -> Tensor,
+    micro: fn(&Net, Batch) -> Loss,
+}
+
+fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
+    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
+}
+
+fn penalty(net: &Net) -> Tensor {
+    net.scale.square().sum(Kind::Double) * 0.01
+}
+
+const CASES: [Case; 5] = [
+    Case {
+        name: "mean",
+        full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
+        micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(&x), &y).mean(Kind::Double)),
+    },
+    Case {
+        name: "sum",
+        full: |net, (x, ..)| net.logits(x).square().sum(Kind::Double),
+        micro: |net, (x, ..)| Loss::sum(net.logits(&x).square().sum(Kind::Double)),
+    },
+    Case {
+        name: "over tokens",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            sum / count
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, &batch);
+            Loss::mean_over(sum / &count, count)
+        },
+    },
+    Case {
+        name: "a ratio, with a number",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            sum / count
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, &batch);
+            Loss::ratio(sum, count.double_value(&[]))
+        },
+    },
+    Case {
+        name: "several terms",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            let mean = net.logits(&batch.0).square().mean(Kind::Double);
+            sum / count * 0.5 + mean + penalty(net)
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, &batch);
+            let mean = net.logits(&batch.0).square().mean(Kind::Double);
+            Loss::mean_over(sum / &count, count) * 0.5 + Loss::mean(mean) + Loss::once(penalty(net))
+        },
+    },
+];
+
+fn gradients(store: &nn::VarStore) -> Vec<(String, Option<Tensor>)> {
+    let gradient = |(name, variable): (String, Tensor)| {
+        let gradient = variable.grad();
+        (name, gradient.defined().then_some(gradient))
+    };
+    let mut all: Vec<_> = store.variables().into_iter().map(gradient).collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
+}
+
+fn clear(store: &nn::VarStore) {
+    for (_, mut variable) in store.variables() {
+        brimful_torch::autograd::set_gradient(&mut variable, None).expect("cleared");
+    }
+}
+
+fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[track_caller]
+fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
+    for ((name, expected), (_, got)) in gradients(plain).iter().zip(&gradients(store)) {
+        match (expected, got) {
+            (Some(expected), Some(got)) => {
+                let off = distance(expected, got);
+                assert!(off < TOLERANCE, "{what}: {name} is {off} off");
+            }
+            (expected, got) => assert_eq!(expected.is_some(), got.is_some(), "{what}: {name}"),
+        }
+    }
+}
+
+#[test]
+fn gradients_and_loss_are_the_full_batchs() {
+    let _alone = alone();
+    let (store, model) = plain();
+    for count in [2, 3] {
+        for size in [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(1000)] {
+            let mut replicas = replicated(count, size);
+            if size == Size::Fixed(5) {
+                let speeds: Vec<f64> = (1..=count).map(|n| n as f64).collect();
+                replicas = replicas.speeds(&speeds).expect("speeds");
+            }
+            for samples in [1, 2, 7, 20] {
+                for Case { name, full, micro } in &CASES {
+                    let what = format!("{name}, {samples} samples, {count} replicas, {size:?}");
+                    let batch = batch(samples);
+                    clear(&store);
+                    clear(replicas.store());
+                    let expected = full(&model, &batch);
+                    expected.backward();
+                    let micro = *micro;
+                    let step = replicas.backward(&batch, micro).expect(&what);
+                    let off = (step.loss - expected.double_value(&[])).abs();
+                    assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+                    assert_eq!(step.sizes.iter().sum::<usize>() as i64, samples);
+                    assert_gradients(&what, &store, replicas.store());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_that_were_there_are_added_to() {
+    let _alone = alone();
+    let ((store, model), mut replicas) = (plain(), replicated(2, Size::Fixed(3)));
+    let batch = batch(9);
+    for _ in 0..2 {
+        (CASES[0].full)(&model, &batch).backward();
+        replicas.backward(&batch, CASES[0].micro).expect("a step");
+    }
+    assert_gradients("two", &store, replicas.store());
+}
+
+#[test]
+fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
+    let _alone = alone();
+    let ((_, model), mut replicas) = (plain(), replicated(3, Size::Fixed(2)));
+    let batch = batch(11);
+    let expected = tch::no_grad(|| model.logits(&batch.0));
+    let step = replicas.backward(&batch, |net, (x, y, _)| {
+        let logits = net.logits(&x);
+        (Loss::mean(losses(&logits, &y).mean(Kind::Double)), logits)
+    });
+    let step = step.expect("a step");
+    assert_eq!((step.shares, step.sizes), (vec![4, 4, 3], vec![2, 2, 2, 2, 2, 1]));
+    assert!(distance(&step.outputs, &expected) < TOLERANCE);
+    assert!(!step.outputs.requires_grad());
+    let mapped = replicas.map(&batch.0, |net, x| net.logits(&x)).expect("a map");
+    assert!(distance(&mapped, &expected) < TOLERANCE);
+    for Case { name, full, micro } in &CASES {
+        let micro = *micro;
+        let step = replicas.evaluate(&batch, micro).expect(name);
+        let off = (step.loss - full(&model, &batch).double_value(&[])).abs();
+        assert!(off < TOLERANCE, "{name}: {off}");
+    }
+}
+
+fn parameters_of_all(replicas: &mut Replicas<Net>) -> Tensor {
+    let samples = replicas.len() as i64;
+    let ones = Tensor::ones([samples, 6], (Kind::Double, Device::Cpu));
+    let all = replicas.map(&ones, |net, x| {
+        let layers: Vec<Tensor> = (0..3).map(|i| net.scale.select(0, i).view([1, 1])).collect();
+        Tensor::cat(&[net.logits(&x), Tensor::cat(&layers, 1)], 1)
+    });
+    all.expect("a row each")
+}
+
+#[test]
+fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
+    let _alone = alone();
+    for clip in [None, Some(0.05)] {
+        for method in
+            [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
+        {
+            let ((store, model), mut replicas) = (plain(), replicated(3, Size::Fixed(3)));
+            let mut plain = Optimizer::new(&store, method).expect("an optimizer");
+            let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
+            for step in 0..3 {
+                let batch = batch(13 + step);
+                (CASES[4].full)(&model, &batch).backward();
+                replicas.backward(&batch, CASES[4].micro).expect("a step");
+                if let Some(norm) = clip {
+                    plain.clip_gradient_norm(norm).expect("clipped");
+                    other.clip_gradient_norm(norm).expect("clipped");
+                }
+                for optimizer in [&mut plain, &mut other] {
+                    optimizer.step().expect("a step");
+                    optimizer.zero_grad().expect("cleared");
+                }
+                let rows = parameters_of_all(&mut replicas);
+                for row in 1..3 {
+                    assert_eq!(rows.get(0), rows.get(row), "replica {row} after step {step}");
+                }
+            }
+            let others = replicas.store().variables();
+            for (name, variable) in store.variables() {
+                let off = distance(&variable, &others[&name]);
+                assert!(off < 1e-9, "{method:?} {clip:?}: {name} is {off} off");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_of_tch_will_do() {
+    use tch::nn::OptimizerConfig;
+    let _alone = alone();
+    let ((store, model), mut replicas) = (plain(), replicated(2, Size::Fixed(4)));
+    let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
+    let mut other = nn::Sgd::default().build(replicas.store(), 0.1).expect("an optimizer");
+    for _ in 0..2 {
+        let batch = batch(10);
+        plain.zero_grad();
+        other.zero_grad();
+        (CASES[0].full)(&model, &batch).backward();
+        replicas.backward(&batch, CASES[0].micro).expect("a step");
+        plain.step();
+        other.step();
+    }
+    assert_gradients("the last", &store, replicas.store());
+}
+
+#[test]
+fn a_frozen_and_loaded_first_replica_is_everyones() {
+    let _alone = alone();
+    let (mut store, model) = plain();
+    tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
+    let file =
+        std::env::temp_dir().join(format!("brimful-replicas-{}.safetensors", std::process::id()));
+    store.save(&file).expect("saved");
+    let mut replicas = replicated(2, Size::Fixed(4));
+    replicas.store_mut().load(&file).expect("loaded");
+    std::fs::remove_file(&file).expect("removed");
+    let frozen = |store: &nn::VarStore| {
+        let _itself = store.variables()["one.weight"].set_requires_grad(false);
+    };
+    frozen(&store);
+    frozen(replicas.store());
+    let batch = batch(10);
+    (CASES[2].full)(&model, &batch).backward();
+    replicas.backward(&batch, CASES[2].micro).expect("a step");
+    assert_gradients("frozen", &store, replicas.store());
+    store.unfreeze();
+    replicas.store_mut().unfreeze();
+    clear(&store);
+    clear(replicas.store());
+    (CASES[2].full)(&model, &batch).backward();
+    replicas.backward(&batch, CASES[2].micro).expect("a step");
+    assert_gradients("unfrozen", &store, replicas.store());
+}
+
+#[test]
+fn dropout_belongs_to_step_replica_and_micro_batch() {
+    let _alone = alone();
+    let layers = |root: &nn::Path| {
+        nn::seq_t()
+            .add(nn::linear(root / "one", 6, 8, Default::default()))
+            .add_fn_t(|x, train| x.dropout(0.5, train))
+            .add(nn::linear(root / "two", 8, CLASSES, Default::default()))
+    };
+    tch::manual_seed(1);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let model = layers(&store.root());
+    store.double();
+    tch::manual_seed(1);
+    let mut replicas = Replicas::new(cpus(3), Size::Fixed(2), layers).expect("replicas");
+    replicas.store_mut().double();
+    let (x, y, _) = batch(14);
+    let mut seeds = Vec::new();
+    for _ in 0..2 {
+        clear(&store);
+        clear(replicas.store());
+        let step = replicas.backward(&(x.shallow_clone(), y.shallow_clone()), |net, (x, y)| {
+            Loss::mean(losses(&net.forward_t(&x, true), &y).mean(Kind::Double))
+        });
+        let step = step.expect("a step");
+        let mut sizes = step.sizes.iter();
+        let (mut start, mut sum) = (0, Tensor::zeros([], (Kind::Double, Device::Cpu)));
+        for (replica, &share) in step.shares.iter().enumerate() {
+            let (mut left, mut i) = (share, 0);
+            while left > 0 {
+                let size = *sizes.next().expect("a micro-batch");
+                let part = |t: &Tensor| t.narrow(0, start as i64, size as i64);
+                tch::manual_seed(Draws::new(step.seed, i).seed(replica) as i64);
+                sum += losses(&model.forward_t(&part(&x), true), &part(&y)).sum(Kind::Double);
+                (start, left, i) = (start + size, left - size, i + 1);
+            }
+        }
+        let loss = sum / 14.0;
+        loss.backward();
+        assert!((loss.double_value(&[]) - step.loss).abs() < TOLERANCE);
+        assert_gradients("dropout", &store, replicas.store());
+        seeds.push(step.seed);
+    }
+    assert_ne!(seeds[0], seeds[1]);
+}
+
+#[test]
+fn deferred_statistics_are_those_of_all_samples() {
+    let _alone = alone();
+    let layers = |root: &nn::Path| {
+        nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())).add(nn::linear(
+            root / "one",
+            6,
+            2,
+            Default::default(),
+        ))
+    };
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let model = layers(&store.root());
+    store.double();
+    for (count, speeds) in [(2, vec![1.0, 1.0]), (3, vec![1.0, 5.0, 2.0])] {
+        let replicas = Replicas::new(cpus(count), Size::Fixed(3), layers).expect("replicas");
+        let mut replicas = replicas.speeds(&speeds).expect("speeds");
+        replicas.store_mut().double();
+        replicas.store_mut().copy(&store).expect("the same model");
+        for samples in [40, 23] {
+            let x = numbers(&[samples, 6], samples);
+            let _whole = model.forward_t(&x, true);
+            let step = replicas.backward(&x, |net, x| {
+                Loss::mean(net.forward_t(&x, true).square().mean(Kind::Double))
+            });
+            step.expect("a step");
+            let others = replicas.store().variables();
+            for (name, expected) in store.variables().iter().filter(|(n, _)| n.contains("running"))
+            {
+                let off = distance(expected, &others[name]);
+                assert!(off < TOLERANCE, "{name} is {off} off with {count} replicas");
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_replicas_are_refused_with_what_would_help() {
+    let _alone = alone();
+    let none: [Device; 0] = [];
+    let error = Replicas::new(none, Size::Fixed(1), net).expect_err("no device");
+    assert_eq!(error, Error::Replicas(ReplicasError::NoDevices));
+    let calls = std::sync::atomic::AtomicI64::new(3);
+    let unlike = move |root: &nn::Path| {
+        let rows = calls.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        nn::linear(root / "one", rows, 2, Default::default())
+    };
+    let error = Replicas::new(cpus(2), Size::Fixed(1), unlike).expect_err("two models").to_string();
+    assert!(error.contains("replica 1") && error.contains("'one.weight'"), "{error}");
+    assert!(error.contains("[2, 3]") && error.contains("[2, 4]"), "{error}");
+    let error = Replicas::new(cpus(2), Size::Fixed(0), net).expect_err("a size of 0").to_string();
+    assert!(error.contains("0 samples"), "{error}");
+    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0]).expect_err("one speed").to_string();
+    assert!(error.contains("1 speeds") && error.contains("2 replicas"), "{error}");
+    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]).expect_err("no speed");
+    assert!(error.to_string().contains("replica 1 cannot be 0"), "{error}");
+    let mut replicas = replicated(2, Size::Fixed(2));
+    let empty = replicas.backward(&batch(0), CASES[0].micro).expect_err("no sample");
+    assert_eq!(empty, Error::EmptyBatch);
+    let differ = replicas.backward(&batch(4), |net, (x, ..)| {
+        let mean = net.logits(&x).mean(Kind::Double);
+        let first = x.double_value(&[0, 0]) == numbers(&[4, 6], 100).double_value(&[0, 0]);
+        if first { Loss::mean(mean) } else { Loss::sum(mean) }
+    });
+    let differ = differ.expect_err("other terms").to_string();
+    assert!(differ.contains("build the same loss"), "{differ}");
+    let step = replicas.backward(&batch(4), CASES[0].micro);
+    step.expect("the next step");
+}

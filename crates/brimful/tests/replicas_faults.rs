@@ -1,0 +1,240 @@
+//! Whatever fails on whatever replica: everything is as before, nobody waits, the next step works.
+//!
+//! One test at a time: all threads draw from one generator.
+
+mod fixture;
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use brimful::memory::Arena;
+use brimful::micro::NonFinite;
+use brimful::pipeline::StageDevice;
+use brimful::{Auto, Error, Loss, Replicas, Size};
+use fixture::{alone, assert_same, dropout_layers, state_of};
+use tch::nn::{self, Module, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+fn batch() -> Tensor {
+    Tensor::arange(48, (Kind::Double, Device::Cpu)).sin().view([12, 4])
+}
+
+fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
+    let out = net.forward_t(x, true);
+    Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), 3.0)
+}
+
+/// Replicas in these arenas, whose parameters have gradients already.
+fn replicas(arenas: &[Arena], size: Size) -> Replicas<nn::SequentialT> {
+    tch::manual_seed(1);
+    let devices = arenas.iter().map(|arena| StageDevice::cpu().threads(1).arena(arena.clone()));
+    let mut replicas = Replicas::new(devices, size, dropout_layers).expect("replicas");
+    replicas.store_mut().double();
+    replicas.backward(&batch(), |net, x| loss(net, &x)).expect("an earlier step");
+    replicas
+}
+
+fn arenas(count: usize) -> Vec<Arena> {
+    (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
+}
+
+#[test]
+fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
+    let _alone = alone();
+    let arenas = arenas(3);
+    let expected = {
+        let mut replicas = replicas(&arenas, Size::Fixed(2));
+        replicas.backward(&batch(), |net, x| loss(net, &x)).expect("a step");
+        state_of(replicas.store())
+    };
+    for (number, arena) in arenas.iter().enumerate() {
+        let mut replicas = replicas(&arenas, Size::Fixed(2));
+        let before = state_of(replicas.store());
+        let mut n = 0;
+        loop {
+            n += 1;
+            let what = format!("allocation {n} of replica {number}");
+            arena.fail_nth_allocation(n);
+            match replicas.backward(&batch(), |net, x| loss(net, &x)) {
+                Err(Error::OutOfMemory(_)) => {
+                    assert_same(&what, &before, &state_of(replicas.store()));
+                }
+                Err(other) => panic!("{what}: {other}"),
+                Ok(_) => break,
+            }
+        }
+        arena.fail_nth_allocation(0);
+        assert!(n > 50, "only {n} allocations on replica {number}");
+        assert_same("after all failures", &expected, &state_of(replicas.store()));
+    }
+}
+
+#[test]
+fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
+    let _alone = alone();
+    let arenas = arenas(2);
+    for (number, arena) in arenas.iter().enumerate() {
+        for n in (1..400).step_by(23) {
+            let mut replicas = replicas(&arenas, Size::Auto);
+            let before = state_of(replicas.store());
+            arena.fail_nth_allocation(n);
+            let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
+            arena.fail_nth_allocation(0);
+            assert_eq!(step.samples, 12, "allocation {n} of replica {number}");
+            // A fault outside the mini-batch's run is no size's, and may come too late.
+            assert!(step.retries <= 1, "allocation {n} of replica {number}");
+            let size = step.decisions.last().map(|decision| decision.size).expect("a decision");
+            assert!(step.sizes.iter().all(|&one| one <= size), "{:?}", step.sizes);
+            let after = state_of(replicas.store());
+            let changed = before.iter().zip(&after).any(|(before, after)| before.1 != after.1);
+            assert!(changed, "allocation {n} of replica {number}: nothing was done");
+        }
+    }
+}
+
+fn wide(root: &nn::Path) -> nn::Linear {
+    nn::linear(root / "wide", 1000, 1000, Default::default())
+}
+
+#[test]
+fn the_smallest_memory_decides_for_all() {
+    let _alone = alone();
+    let small = Arena::limited("small", 16 << 20).expect("a limit");
+    let devices = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(small)];
+    let mut replicas = Replicas::new(devices, Auto::largest(), wide).expect("replicas");
+    let x = Tensor::randn([2048, 1000], (Kind::Float, Device::Cpu));
+    let run = |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
+    let mut last = 0;
+    for _ in 0..4 {
+        let step = replicas.backward(&x, run).expect("it fits in parts");
+        assert!(step.peaks[1].is_some_and(|peak| peak.0 <= 16 << 20), "{:?}", step.peaks);
+        last = step.sizes[0];
+        assert!(step.sizes.iter().all(|&size| size.abs_diff(last) <= 1), "{:?}", step.sizes);
+    }
+    assert!(last < 1024, "1024 samples do not fit 16 MiB");
+
+    let tiny = Arena::limited("tiny", 13 << 20).expect("a limit");
+    let devices =
+        [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(tiny.clone())];
+    let mut replicas = Replicas::new(devices, Auto::fastest(), wide).expect("replicas");
+    let before = state_of(replicas.store());
+    tiny.set_limit(Some(tiny.current() + 1000)).expect("a limit");
+    let error = replicas.backward(&x, run).expect_err("not even one sample fits");
+    assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
+    assert_same("does not fit", &before, &state_of(replicas.store()));
+    tiny.set_limit(None).expect("no limit");
+    replicas.backward(&x, run).expect("now it fits");
+}
+
+/// Runs a step on two replicas in which the micro-batch of the last sample does as told.
+fn last_micro_batch(
+    f: impl Fn() -> Result<(), &'static str> + Send + Sync + 'static,
+) -> Result<(), Error> {
+    let mut replicas = replicas(&arenas(2), Size::Fixed(3));
+    let before = state_of(replicas.store());
+    let last = batch().double_value(&[11, 3]);
+    let result = panic::catch_unwind(AssertUnwindSafe(|| {
+        replicas.backward(&batch(), move |net, x| {
+            let is_last = x.double_value(&[-1, 3]) == last;
+            if is_last {
+                f()?
+            }
+            Ok::<_, &'static str>(loss(net, &x))
+        })
+    }));
+    assert_same("a failure", &before, &state_of(replicas.store()));
+    replicas.backward(&batch(), |net, x| loss(net, &x)).expect("the next step");
+    match result {
+        Ok(ended) => ended.map(drop),
+        Err(payload) => panic::resume_unwind(payload),
+    }
+}
+
+#[test]
+fn errors_and_panics_come_as_they_are_after_all_was_undone() {
+    let _alone = alone();
+    let error = last_micro_batch(|| Err("no more")).expect_err("the closure's error");
+    assert_eq!(error.to_string(), "no more");
+    let thrown = panic::catch_unwind(|| last_micro_batch(|| panic!("the last micro-batch")));
+    let payload = thrown.expect_err("the closure's panic");
+    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the last micro-batch"));
+}
+
+#[test]
+fn what_is_not_finite_on_one_replica_is_refused_on_all() {
+    let _alone = alone();
+    for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
+        let mut replicas =
+            replicas(&arenas(2), Size::Fixed(3)).non_finite(policy).expect("a policy");
+        let before = state_of(replicas.store());
+        let last = batch().double_value(&[11, 3]);
+        let error = replicas.backward(&batch(), move |net, x| {
+            let is_last = x.double_value(&[-1, 3]) == last;
+            let out = net.forward_t(&x, true).mean(Kind::Double);
+            Loss::mean(match (is_last, policy) {
+                (false, _) => out,
+                (true, NonFinite::RefuseLoss) => out * f64::NAN,
+                // The root of 0 is fine; its slope is not.
+                (true, _) => (out * 0.0).sqrt(),
+            })
+        });
+        let error = error.expect_err("not finite").to_string();
+        assert!(error.contains("micro-batch 3"), "{error}");
+        assert_same("not finite", &before, &state_of(replicas.store()));
+    }
+}
+
+/// Threads of this process that belong to replicas.
+fn threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
+    let names =
+        tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("brimful ")).count()
+}
+
+#[test]
+fn threads_end_with_their_replicas() {
+    let _alone = alone();
+    let before = threads();
+    let built = replicas(&arenas(3), Size::Fixed(3));
+    assert_eq!(threads(), before + 3);
+    drop(built);
+    assert_eq!(threads(), before);
+    let builds = AtomicUsize::new(0);
+    let broken = move |root: &nn::Path| {
+        assert!(builds.fetch_add(1, Ordering::SeqCst) == 0, "no second model");
+        wide(root)
+    };
+    let cpus = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1)];
+    let error = Replicas::new(cpus, Size::Fixed(1), broken).expect_err("it cannot be built");
+    assert!(error.to_string().contains("no second model"), "{error}");
+    assert_eq!(threads(), before);
+}
+
+#[test]
+fn sums_do_not_depend_on_the_threads_timing() {
+    let _alone = alone();
+    let run = |slow: usize| {
+        tch::manual_seed(1);
+        let cpus = (0..3).map(|_| StageDevice::cpu().threads(1));
+        let replicas = Replicas::new(cpus, Size::Fixed(2), dropout_layers).expect("replicas");
+        let mut replicas = replicas.speeds(&[1.0; 3]).expect("speeds");
+        let starts: Vec<f64> = (0..3).map(|r| batch().double_value(&[4 * r, 0])).collect();
+        let x = batch().to_kind(Kind::Float);
+        for _ in 0..3 {
+            let starts = starts.clone();
+            let step = replicas.backward(&x, move |net, x| {
+                if (x.double_value(&[0, 0]) - starts[slow]).abs() < 1e-6 {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                Loss::mean(net.forward_t(&x, true).square().mean(Kind::Float))
+            });
+            step.expect("a step");
+        }
+        state_of(replicas.store())
+    };
+    let expected = run(0);
+    for slow in 1..3 {
+        assert_same("another timing", &expected, &run(slow));
+    }
+}
