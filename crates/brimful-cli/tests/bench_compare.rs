@@ -106,7 +106,7 @@ fn an_interrupted_run_keeps_its_rows_and_says_so() {
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful"))
         .arg("bench")
         .args(work)
-        .args(["--repeats", "1", "--stages", &stages, "--save", text(&folder)])
+        .args(["--repeats", "1", "--stages", &stages, "--keep", text(&folder)])
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
