@@ -28,7 +28,7 @@ pub struct Args {
 #[command(next_help_heading = "Everywhere")]
 pub struct Global {
     /// Take flags from this TOML file: a section for each command, such as [train] or
-    /// [bench.micro], whose keys are its flags. What is on the command line comes first
+    /// [bench.micro], whose keys are its flags. The command line overrules it
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Show the library's log, and all causes of an error
@@ -140,7 +140,8 @@ mod tests {
                     continue;
                 }
                 let help = flag.get_help().map(StyledStr::to_string).unwrap_or_default();
-                let said = help.split([':', '[']).next().unwrap_or_default().trim().to_owned();
+                let said = help.split([':', '[']).next().unwrap_or_default().trim();
+                let said = (said.to_owned(), flag.get_short());
                 let (first, before) =
                     known.entry(name.clone()).or_insert_with(|| (said.clone(), place.clone()));
                 assert_eq!(*first, said, "--{name} of{before} and{place}");

@@ -66,9 +66,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
     session.exp_string("finishing the step; once more ends at once").expect("a notice");
-    session
-        .exp_regex("interrupted after step [0-9]+ of [0-9]+ in epoch [123] and saved to")
-        .expect("a story");
+    session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
     let rest = session.exp_eof().expect("the end");
     assert_eq!(exit_code(&session), 130);
     let (_, told) = save::read(&stopped).expect("saved");
