@@ -1,12 +1,12 @@
 //! `brimful report`: a run file as a page that any browser opens.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use anyhow::Result;
 use brimful::report::Run;
 use clap::Args;
 
+use crate::exit::Exit;
 use crate::{output, page};
 
 /// Options of `brimful report`.
@@ -21,14 +21,14 @@ pub(crate) struct Options {
     /// What train --record has written
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// The page: one file, which needs no network
+    /// The file to write: a page, which needs no network
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
 }
 
 /// Reads, checks, and writes the page.
-pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(options: &Options) -> Result<Exit> {
     page::write(&options.output, &Run::read(&options.run)?)?;
     output::line(&format!("wrote {}", options.output.display()))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::Done)
 }

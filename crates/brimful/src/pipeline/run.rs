@@ -88,13 +88,13 @@ impl Run {
         worker: &Worker,
         accumulator: Option<Accumulator>,
     ) -> Result<Self> {
-        let device = worker.site.device;
         let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
+        let device = worker.site.device;
         let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());

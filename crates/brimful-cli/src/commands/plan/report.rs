@@ -2,7 +2,6 @@
 
 use brimful::plan::Step;
 use brimful::report::{Compared, Device, Run, Timeline, Unit};
-
 use brimful::schedule::Recompute;
 
 use super::answers::{Answer, Line};
@@ -18,10 +17,10 @@ pub(super) fn of(options: &Options, shown: &[Answer], in_seconds: bool) -> Run {
     let measured = &options.measured;
     setting("model", measured.model.map(|model| model.to_string()));
     setting("profile", measured.profile.as_ref().map(|path| path.display().to_string()));
-    setting("mini-batch", measured.batch.map(|samples| format!("{samples} samples")));
-    setting("memory of a device", options.memory.map(|memory| memory.to_string()));
+    setting("mini-batch", measured.batch_size.map(|samples| format!("{samples} samples")));
+    setting("memory of a device", options.memory_limit.map(|memory| memory.to_string()));
     setting("brimful", Some(env!("CARGO_PKG_VERSION").to_owned()));
-    let device = |number| Device { name: format!("device {number}"), limit: options.memory };
+    let device = |number| Device { name: format!("device {number}"), limit: options.memory_limit };
     run.devices = (0..devices).map(device).collect();
     let unit = if in_seconds { Unit::Seconds } else { Unit::Own };
     run.timelines = shown.iter().map(|answer| compared(answer, unit)).collect();

@@ -31,11 +31,7 @@ pub(super) struct OneDevice {
 impl OneDevice {
     /// The model with its first parameters, inside its memory.
     pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if options.memory_limit.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let device = options.device()?;
         options.dtype.prepare(device)?;
         let memory = match (device, options.memory_limit) {
             (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),

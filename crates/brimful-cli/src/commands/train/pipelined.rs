@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::Options;
 use super::engine::{Engine, Named, check_model};
 use super::stages::Stages;
+use crate::exit::wrong_use;
 use crate::setting::{loss, right, typed};
 
 /// A model over several devices.
@@ -24,6 +25,7 @@ pub(super) struct Pipelined {
     kind: Kind,
     schedule: String,
     device: Device,
+    /// Where each device's memory ends.
     limit: Option<Bytes>,
 }
 
@@ -36,19 +38,17 @@ impl Pipelined {
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size) = (options.dtype.kind(), options.size());
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if stages.stage_memory.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let (device, limit) = (options.device()?, options.memory_limit);
         options.dtype.prepare(device)?;
-        let (count, wanted) = (layers.len(), stages.stages.unwrap_or(1));
+        let (count, wanted) = (layers.len(), stages.count());
         ensure!(
             wanted <= count,
-            "--stages {wanted}: the model has {count} layers, so give it fewer"
+            wrong_use(format!(
+                "{wanted} stages need as many layers, but the model has {count}: lower --stages"
+            ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(devices(device, stages)?)
+            .devices(devices(device, stages.devices(), limit)?)
             .balance(Balance::by_time(&typed(sample, kind)))
             .micro_batches(size)
             .schedule(stages.schedule)
@@ -59,7 +59,7 @@ impl Pipelined {
         let optimizer = pipeline.optimizer(options.method())?;
         let schedule = stages.schedule.to_string();
         let limit = match device {
-            Device::Cpu => stages.stage_memory,
+            Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         Ok(Self { pipeline, optimizer, size, kind, schedule, device, limit })
@@ -67,18 +67,18 @@ impl Pipelined {
 }
 
 /// One for each group of stages that the schedule puts together, each with an account of its own.
-fn devices(device: Device, stages: &Stages) -> Result<Vec<StageDevice>> {
+fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
     let stage_device = |number: usize| {
         if device != Device::Cpu {
             return Ok(device.into());
         }
         let name = format!("device {number}");
-        Ok(StageDevice::from(match stages.stage_memory {
+        Ok(StageDevice::from(match limit {
             Some(limit) => Arena::limited(&name, limit.0)?,
             None => Arena::new(&name),
         }))
     };
-    (0..stages.devices()).map(stage_device).collect()
+    (0..count).map(stage_device).collect()
 }
 
 impl Engine for Pipelined {

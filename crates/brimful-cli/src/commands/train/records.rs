@@ -1,8 +1,6 @@
 //! What a run leaves for people to look at: its run file, its page, the trace of its last step.
 
-use std::path::Path;
-
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::report::{Device, Ended, Recorder};
 use brimful::schedule::render;
 use brimful::{Size, libtorch, save};
@@ -53,8 +51,6 @@ fn settings(options: &Options, dataset: &Dataset) -> Vec<(&'static str, String)>
         settings.push(("stages", count.to_string()));
         settings.push(("schedule", stages.schedule.to_string()));
         settings.push(("recompute", stages.recompute.to_string()));
-        let limit = stages.stage_memory.map_or("no limit".into(), |limit| limit.to_string());
-        settings.push(("stage memory", limit));
     }
     settings.extend([
         ("threads", libtorch::threads().to_string()),
@@ -71,20 +67,6 @@ fn size(size: Size) -> String {
         Size::Largest => "automatic: the largest that fits".into(),
         _ => "automatic: the fastest that fits".into(),
     }
-}
-
-/// Looks for the folders before anything is trained, so that no run ends for want of one.
-pub(super) fn check(options: &Options) -> Result<()> {
-    let files = [&options.record, &options.report, &options.stages.trace];
-    for path in files.into_iter().flatten() {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        ensure!(
-            folder.is_none_or(Path::is_dir),
-            "cannot write '{}': there is no such folder: make it first",
-            path.display()
-        );
-    }
-    Ok(())
 }
 
 /// Writes the files that were asked for, as far as the run went.
