@@ -73,6 +73,7 @@
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
 //! | not tune the size | [`Size::Auto`], [`mod@auto`] |
 //! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
+//! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices | [`Layers`], [`Pipeline`] |
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
 //! | look at a schedule, or write one | [`schedule`] |
