@@ -307,7 +307,7 @@ impl MicroBatcher {
         let totals = undo.settle(|statistics| {
             // Before the reading, which waits for the device, so that it has something to do then.
             let moved = statistics.prepare()?;
-            let totals = tally.read(self.non_finite)?;
+            let totals = tally.read(self.non_finite)?.totals()?;
             let groups = tally::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
             sums.commit(&mut self.parameters(), &factors)?;
