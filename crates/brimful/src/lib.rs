@@ -135,10 +135,12 @@ pub mod pipeline;
 pub mod plan;
 mod random;
 pub mod replicas;
+pub mod report;
 pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+mod whole_file;
 pub mod world;
 
 pub use auto::Auto;
