@@ -23,12 +23,11 @@ def works(rows):
     """Each model alone, then its pipelines."""
     alone = set()
     for row in map(contest.identity, rows):
-        if row["schedule"] is None or row["stages"] == 1 or row["recompute"] != "never":
-            continue
         if row["model"] not in alone:
             alone.add(row["model"])
             yield {**row, "stages": 1, "schedule": None, "recompute": None, "balance": None}
-        yield row
+        if row["schedule"] and row["stages"] > 1 and row["recompute"] == "never":
+            yield row
 
 
 def stages_of(row, rank):
@@ -42,6 +41,7 @@ def stages_of(row, rank):
 
 
 def alone(row, repeats):
+    models.allow(row["dtype"])
     network = nn.Sequential(*(make() for make in models.layers(row))).train().to(row["device"])
     x, y = (tensor.to(row["device"]) for tensor in models.samples(row))
 
