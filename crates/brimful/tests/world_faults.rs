@@ -1,6 +1,7 @@
-#![cfg(feature = "mpi")]
 //! Ranks that fail, are killed or are stopped: the others end with an error that names them, nobody
 //! hangs, the last saved model is whole, and training goes on from it as if nothing had been.
+
+#![cfg(feature = "mpi")]
 
 mod pipeline_models;
 mod ranks;
