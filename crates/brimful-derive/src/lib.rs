@@ -30,6 +30,7 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
     let visit = fields.iter().map(Field::visit);
     let map = fields.iter().map(Field::map);
     let outline = fields.iter().map(Field::outline);
+    let blank = fields.iter().map(Field::blank);
     Ok(quote! {
         #[automatically_derived]
         impl #parameters ::brimful::batch::Batch for #name #arguments #conditions {
@@ -55,6 +56,10 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
             ) {
                 #(#outline)*
             }
+
+            fn blank() -> ::core::option::Option<Self> {
+                ::core::option::Option::Some(Self { #(#blank)* })
+            }
         }
     })
 }
@@ -73,6 +78,11 @@ impl Field {
     fn map(&self) -> TokenStream {
         let (member, f) = (&self.member, self.function());
         quote!(#member: ::brimful::batch::Batch::map(&self.#member, #f)?,)
+    }
+
+    fn blank(&self) -> TokenStream {
+        let member = &self.member;
+        quote!(#member: ::brimful::batch::Batch::blank()?,)
     }
 
     fn outline(&self) -> TokenStream {

@@ -150,6 +150,12 @@ pub trait Batch: Sized + Send {
     /// The first one of `f`.
     fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self>;
 
+    /// A batch of this form whose tensors are yet to be filled in by [`Batch::map`]; none where the
+    /// type does not tell the form. Ranks of a world that did not compute outputs get them so.
+    fn blank() -> Option<Self> {
+        None
+    }
+
     /// Shows `f` everything that is not a tensor: values, and how many items a part holds where
     /// that may vary. Batches of different outline cannot be joined. The default shows nothing.
     fn outline(&self, f: &mut dyn FnMut(&dyn Display)) {

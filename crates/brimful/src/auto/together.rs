@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::decision::Decision;
+use super::decision::{Decision, Why};
 use super::room::room;
 use super::sizer::{Room, Sizer};
 use super::story::Story;
@@ -23,35 +23,48 @@ struct Watched {
 }
 
 impl Together {
-    /// Reads what is free.
-    pub(crate) fn now(memories: impl IntoIterator<Item = Option<Memory>>) -> Result<Self> {
+    /// Reads what is free, less what is `reserved` for later.
+    pub(crate) fn now(
+        memories: impl IntoIterator<Item = Option<Memory>>,
+        reserved: u64,
+    ) -> Result<Self> {
         let watch = |memory: Option<Memory>| {
             let before = memory.as_ref().map(Memory::usage).transpose()?;
             let unlimited = Room { available: u64::MAX, budget: u64::MAX, held: 0 };
-            let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, 0))?;
+            let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
             Ok::<_, Error>(Watched { memory, before, room })
         };
         Ok(Self(memories.into_iter().map(watch).collect::<Result<_>>()?))
     }
 
-    /// One try with the size that is due for the longest part, of so many samples; `None` where
-    /// memory ran out. What came of it is learnt.
+    /// One try with the size that is due for the longest part, of so many samples, and that `agree`
+    /// leaves of it; `None` where memory ran out. What came of it is learnt.
     pub(crate) fn try_size<T>(
         &self,
         sizer: &mut Sizer,
         samples: usize,
         story: &mut Story,
+        agree: impl FnOnce(usize) -> Result<usize>,
         run: impl FnOnce(usize) -> Result<T>,
     ) -> Result<Option<T>> {
         let rooms: Vec<Room> = self.0.iter().map(|watched| watched.room).collect();
-        let trial = sizer.next_whole(&rooms, samples);
-        let mut decision = trial.decision(&split::by_size(samples, trial.size)?, sizer, &rooms);
+        let mut trial = sizer.next_whole(&rooms, samples.max(1));
+        let own = trial.size;
+        trial.size = agree(own)?;
+        if trial.size < own {
+            trial.why = Why::Others;
+        }
+        let ranges = split::by_size(samples.max(1), trial.size)?;
+        let mut decision = trial.decision(&ranges, sizer, &rooms);
         let start = Instant::now();
         match run(trial.size) {
             Ok(value) => {
                 let seconds = start.elapsed().as_secs_f64();
-                self.learn(sizer, &mut decision)?;
-                sizer.observe_rate(trial.size, samples as f64 / seconds);
+                // Nothing is learnt from no sample.
+                if samples > 0 {
+                    self.learn(sizer, &mut decision)?;
+                    sizer.observe_rate(trial.size, samples as f64 / seconds);
+                }
                 sizer.succeeded(trial.size, &rooms, self.retried()?);
                 sizer.announce(&decision);
                 story.decisions.push(decision);

@@ -21,6 +21,10 @@ impl Batch for Tensor {
     fn map(&self, f: Mapper<'_>) -> Result<Self> {
         f(Leaf::Cut(self))
     }
+
+    fn blank() -> Option<Self> {
+        Some(Self::new())
+    }
 }
 
 /// Marks what is the same for every micro-batch, such as class weights or a mask: it is not cut.
@@ -50,6 +54,10 @@ impl<T: Batch> Batch for Shared<T> {
         Ok(Self(self.0.map(&mut |leaf| f(leaf.shared()))?))
     }
 
+    fn blank() -> Option<Self> {
+        T::blank().map(Self)
+    }
+
     fn outline(&self, f: Outliner<'_>) {
         self.0.outline(f);
     }
@@ -62,6 +70,10 @@ impl<B: Batch> Batch for Box<B> {
 
     fn map(&self, f: Mapper<'_>) -> Result<Self> {
         Ok(Self::new(B::map(self, f)?))
+    }
+
+    fn blank() -> Option<Self> {
+        B::blank().map(Self::new)
     }
 
     fn outline(&self, f: Outliner<'_>) {
@@ -107,6 +119,11 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     fn map(&self, f: Mapper<'_>) -> Result<Self> {
         let items = self.iter().map(|item| item.map(f)).collect::<Result<Vec<B>>>()?;
         Ok(items.try_into().unwrap_or_else(|_| unreachable!("there are N items for N items")))
+    }
+
+    fn blank() -> Option<Self> {
+        let items = (0..N).map(|_| B::blank()).collect::<Option<Vec<B>>>()?;
+        items.try_into().ok()
     }
 
     fn outline(&self, f: Outliner<'_>) {
@@ -166,6 +183,10 @@ macro_rules! tuple {
 
             fn outline(&self, _f: Outliner<'_>) {
                 $(self.$position.outline(_f);)*
+            }
+
+            fn blank() -> Option<Self> {
+                Some(($($item::blank()?,)*))
             }
         }
     };

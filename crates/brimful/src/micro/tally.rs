@@ -1,5 +1,6 @@
 //! Counts a step's loss: numerators and denominators on the device, read once at the end.
 
+use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::NonFinite;
@@ -23,7 +24,7 @@ struct Line {
     parts: Vec<Option<(Tensor, Weight)>>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum LineOver {
     Samples,
     Given,
@@ -33,7 +34,7 @@ enum LineOver {
 }
 
 /// A group of terms whose gradients have one common factor at the end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Group {
     /// Nothing is left to divide by.
     Done,
@@ -146,10 +147,10 @@ impl Tally {
     }
 
     /// Reads everything from the device, at once.
-    pub(crate) fn read(&self, policy: NonFinite) -> Result<Totals> {
+    pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
         let mut numbers = self.fetch()?.into_iter();
         let mut next = || numbers.next().unwrap_or(f64::NAN);
-        let mut totals = Totals::default();
+        let mut counted = Counted::default();
         for (index, line) in self.terms.iter().enumerate() {
             let (mut numerator, mut denominator) = (0.0, 0.0);
             for (micro_batch, part) in line.parts.iter().enumerate() {
@@ -165,11 +166,12 @@ impl Tally {
                 numerator += if line.over == LineOver::Undivided { value } else { value * weight };
                 denominator += weight;
             }
-            totals.add(index, line, numerator, denominator)?;
+            let Line { over, factor, .. } = *line;
+            counted.0.push(CountedLine { over, factor, numerator, denominator });
         }
         match (0..self.norms.len()).find(|_| !next().is_finite()) {
             Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
-            None => Ok(totals),
+            None => Ok(counted),
         }
     }
 
@@ -236,7 +238,48 @@ fn double(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
 }
 
-/// A step's loss, read.
+/// The terms of a loss over some micro-batches, read: those of others can be added.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Counted(Vec<CountedLine>);
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct CountedLine {
+    over: LineOver,
+    factor: f64,
+    numerator: f64,
+    denominator: f64,
+}
+
+impl Counted {
+    /// Adds what others have counted in the same step.
+    pub(crate) fn add(&mut self, others: Self) -> Result<()> {
+        if self.0.is_empty() {
+            *self = others;
+            return Ok(());
+        }
+        let same = |(a, b): (&CountedLine, &CountedLine)| a.over == b.over;
+        let (before, now) = (self.0.len(), others.0.len());
+        if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
+            return Err(Error::TermsDiffer { before, now });
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(others.0) {
+            mine.numerator += theirs.numerator;
+            mine.denominator += theirs.denominator;
+        }
+        Ok(())
+    }
+
+    /// The loss, now that all is counted.
+    pub(crate) fn totals(&self) -> Result<Totals> {
+        let mut totals = Totals::default();
+        for (index, line) in self.0.iter().enumerate() {
+            totals.add(index, line)?;
+        }
+        Ok(totals)
+    }
+}
+
+/// A step's loss.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) loss: f64,
@@ -246,8 +289,9 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    fn add(&mut self, index: usize, line: &Line, numerator: f64, denominator: f64) -> Result<()> {
-        let divided = match line.over {
+    fn add(&mut self, index: usize, line: &CountedLine) -> Result<()> {
+        let CountedLine { over, numerator, denominator, .. } = *line;
+        let divided = match over {
             LineOver::Nothing | LineOver::Once => numerator,
             _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
             _ => numerator / denominator,

@@ -144,7 +144,8 @@ impl Worker {
     fn tell(&self, run: Run) -> Result<(Told, Sums)> {
         let Run { accumulator, tally, outputs, timeline, norms, .. } = run;
         let groups = tally.groups(true);
-        let loss = (!groups.is_empty()).then(|| tally.read(self.non_finite)).transpose()?;
+        let loss =
+            (!groups.is_empty()).then(|| tally.read(self.non_finite)?.totals()).transpose()?;
         check_finite(&norms)?;
         let sums = accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
         let peak = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;

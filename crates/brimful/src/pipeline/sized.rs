@@ -43,9 +43,9 @@ impl Pipeline {
         let kind = Kind::of(used, batch);
         let (mut story, devices) = (Story::default(), self.devices.len());
         loop {
-            let memories = Together::now(self.devices.iter().map(StageDevice::memory))?;
+            let memories = Together::now(self.devices.iter().map(StageDevice::memory), 0)?;
             let mut sizer = self.sizes.of(size).take(&kind, || vec![0; devices]);
-            let ended = memories.try_size(&mut sizer, samples, &mut story, |size| {
+            let ended = memories.try_size(&mut sizer, samples, &mut story, Ok, |size| {
                 run(self, &split::by_size(samples, size)?)
             });
             self.sizes.of(size).put(kind.clone(), sizer);

@@ -32,15 +32,18 @@ impl World {
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
-        let own = encode(value)?;
+        let all = self.share_bytes(what, encode(value)?)?;
+        all.iter().map(|bytes| Ok(decode(bytes)?)).collect()
+    }
+
+    fn share_bytes(&self, what: &str, own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let number = self.link().with(|engine| {
             engine.moments += 1;
             let (number, what, bytes) = (engine.moments, what.to_owned(), own.clone());
             engine.tell_all(&Message::Value { number, what, bytes });
             number
         })?;
-        let all = self.link().wait(|engine| Ok(said(engine, number, what, &own)?))?;
-        all.iter().map(|bytes| Ok(decode(bytes)?)).collect()
+        self.link().wait(|engine| Ok(said(engine, number, what, &own)?))
     }
 
     /// Makes sure that all ranks have the same value of what is named so.
@@ -55,28 +58,39 @@ impl World {
         Err(WorldError::Differs { what: what.to_owned(), found }.into())
     }
 
-    /// The result, if all ranks have one; else everyone gets the error that came first. `at` is when
-    /// this rank's came, since what they do together began.
+    /// The results of all ranks, if all have one; else everyone gets the error that came first. `at`
+    /// is when this rank's came, since what they do together began.
     ///
     /// # Errors
     /// That error, which names the rank. As [`World::share`].
-    pub fn settle<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<T> {
+    pub fn settle<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
         if self.size() == 1 {
-            return result;
+            return Ok(vec![result?]);
         }
-        let failure = result.as_ref().err().map(|error| Failure {
+        let told = result.as_ref().map_err(|error| Failure {
             at,
             message: error.to_string(),
             out_of_memory: error.out_of_memory().map(|oom| oom.message.clone()),
         });
-        let all = self.share(what, &failure)?;
-        let failed = all.into_iter().enumerate().filter_map(|(rank, f)| Some((rank, f?)));
-        let Some((rank, first)) = failed.min_by_key(|(rank, failure)| (failure.at, *rank)) else {
-            return result;
-        };
-        match result {
-            Err(error) if rank == self.rank() => Err(error),
-            _ => Err(self.failed(rank, first)),
+        let own = encode(&told)?;
+        let all = self.share_bytes(what, own)?;
+        let mut results = Vec::with_capacity(all.len());
+        let mut first: Option<(usize, Failure)> = None;
+        for (rank, bytes) in all.iter().enumerate() {
+            match decode::<std::result::Result<T, Failure>>(bytes)? {
+                Ok(result) => results.push(result),
+                Err(failure) if first.as_ref().is_some_and(|(_, first)| first.at <= failure.at) => {
+                }
+                Err(failure) => first = Some((rank, failure)),
+            }
+        }
+        match (first, result) {
+            (None, _) => Ok(results),
+            (Some((rank, _)), Err(error)) if rank == self.rank() => Err(error),
+            (Some((rank, failure)), _) => Err(self.failed(rank, failure)),
         }
     }
 

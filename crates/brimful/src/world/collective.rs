@@ -6,8 +6,7 @@ use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
 use super::World;
-use super::message::Tensors;
-use crate::Result;
+use crate::{Error, Result};
 
 impl World {
     /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
@@ -33,14 +32,8 @@ impl World {
     /// # Errors
     /// When a rank is lost or has ended.
     pub fn broadcast(&self, tensors: &[Tensor], from: usize) -> Result<()> {
-        let turn = self.turn()?;
-        if self.rank() == from {
-            let parcel: Tensors = vec![tensors.iter().map(|t| Some(t.shallow_clone())).collect()];
-            return self.others().try_for_each(|to| Ok(turn.outlet(to, 0, 1).send(&parcel)?));
-        }
-        let came = turn.inlet(from, 0, 1, None)?.take()?;
-        let came: Vec<Tensor> = came.into_iter().flatten().flatten().collect();
-        put_back(tensors, &came)
+        let came = self.spread(&[from], if self.rank() == from { tensors } else { &[] })?;
+        put_back(tensors, &came[0])
     }
 
     /// Brings every rank's named tensors to rank 0, where all of them come back; the other ranks get
@@ -63,6 +56,24 @@ impl World {
             all.extend(names.into_iter().zip(came.into_iter().flatten().flatten()));
         }
         Ok(all)
+    }
+
+    /// Gives all ranks the tensors of each of `roots`, in that order.
+    pub(crate) fn spread(&self, roots: &[usize], own: &[Tensor]) -> Result<Vec<Vec<Tensor>>> {
+        let turn = self.turn()?;
+        if roots.contains(&self.rank()) {
+            let parcel = vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+            self.others()
+                .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(&parcel)?))?;
+        }
+        let of_root = |root: &usize| {
+            if *root == self.rank() {
+                return Ok(own.iter().map(Tensor::shallow_clone).collect());
+            }
+            let came = turn.inlet(*root, 0, 1, None)?.take()?;
+            Ok(came.into_iter().flatten().flatten().collect())
+        };
+        roots.iter().map(of_root).collect()
     }
 
     /// All ranks, in order.

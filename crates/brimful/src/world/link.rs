@@ -2,7 +2,7 @@
 //! moving while all others compute.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -96,7 +96,7 @@ pub(super) struct Pump {
     link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
     /// Whether ranks are gone, so that nobody is to be waited for.
-    done: std::sync::mpsc::Receiver<()>,
+    done: Mutex<Receiver<()>>,
 }
 
 impl Pump {
@@ -105,7 +105,7 @@ impl Pump {
         let (mine, name) = (Arc::clone(&link), "brimful world".to_owned());
         let thread = thread::Builder::new().name(name).spawn(move || pump(&mine, &ended));
         let reason = |error: std::io::Error| WorldError::NotStarted { reason: error.to_string() };
-        Ok(Self { link, thread: Some(thread.map_err(reason)?), done })
+        Ok(Self { link, thread: Some(thread.map_err(reason)?), done: Mutex::new(done) })
     }
 }
 
@@ -122,8 +122,9 @@ impl Drop for Pump {
         thread.thread().unpark();
         // The thread itself sees that ranks are gone; the end in order is MPI's own, which knows
         // of no limit.
-        let ended = self.done.recv();
-        if ended.is_ok() && self.done.recv_timeout(patience.unwrap_or_default()).is_ok() {
+        let done = self.done.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let ended = done.recv();
+        if ended.is_ok() && done.recv_timeout(patience.unwrap_or_default()).is_ok() {
             let _ = thread.join();
         }
     }

@@ -33,8 +33,6 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
 pub use error::WorldError;
 pub use traffic::Traffic;
 
@@ -60,12 +58,13 @@ struct Member {
     rank: usize,
     hosts: Vec<String>,
     link: Arc<Link>,
-    /// Ends this rank's part when it is dropped.
-    _pump: Pump,
+    /// Ends this rank's part when it is dropped; a process alone needs none.
+    _pump: Option<Pump>,
 }
 
 /// What ranks tell each other first.
-#[derive(Debug, Serialize, Deserialize)]
+#[cfg(feature = "mpi")]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct Greeting {
     version: String,
     host: String,
@@ -83,30 +82,28 @@ impl World {
     }
 
     /// A world of this process alone.
-    ///
-    /// # Errors
-    /// When a thread cannot be started.
-    pub fn alone() -> Result<Self> {
-        Self::over(Box::new(Alone))
+    pub fn alone() -> Self {
+        let (hosts, link) = (vec![Alone.host()], Link::new(Engine::new(Box::new(Alone), PATIENCE)));
+        Self(Arc::new(Member { rank: 0, hosts, link, _pump: None }))
     }
 
+    #[cfg(feature = "mpi")]
     fn over(wire: Box<dyn Wire>) -> Result<Self> {
-        let host = wire.host();
+        let (host, (rank, size)) = (wire.host(), wire.place());
         let link = Link::new(Engine::new(wire, PATIENCE));
-        let pump = Pump::start(Arc::clone(&link))?;
-        let rank = link.with(|engine| engine.rank)?;
-        let greeted = Self(Arc::new(Member { rank, hosts: vec![host.clone()], link, _pump: pump }));
-        let version = env!("CARGO_PKG_VERSION").to_owned();
-        let all = greeted.share("greeting", &Greeting { version, host })?;
+        let pump = Some(Pump::start(Arc::clone(&link))?);
+        let hosts = vec![host.clone(); size];
+        let mut member = Arc::new(Member { rank, hosts, link, _pump: pump });
+        let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
+        let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
         let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();
         if found.iter().any(|version| *version != found[0]) {
             return Err(WorldError::Differs { what: "the version of brimful".into(), found }.into());
         }
         let hosts: Vec<String> = all.into_iter().map(|greeting| greeting.host).collect();
-        greeted.link().with(|engine| engine.hosts.clone_from(&hosts))?;
-        let mut member = Arc::into_inner(greeted.0).expect("nobody else has it yet");
-        member.hosts = hosts;
-        Ok(Self(Arc::new(member)))
+        member.link.with(|engine| engine.hosts.clone_from(&hosts))?;
+        Arc::get_mut(&mut member).expect("nobody else has it yet").hosts = hosts;
+        Ok(Self(member))
     }
 
     /// This process's number, from 0 on.

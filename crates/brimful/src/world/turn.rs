@@ -101,6 +101,29 @@ impl Turn {
         // Where there is no world any more, nobody waits.
         let _ = self.0.link.with(|engine| engine.stop(self.0.number));
     }
+
+    /// Stops the turn unless it is told that all went well.
+    pub(crate) fn stopping(&self) -> Stopping {
+        Stopping(Some(self.clone()))
+    }
+}
+
+/// Stops a turn when it is dropped, be it by a panic.
+#[derive(Debug)]
+pub(crate) struct Stopping(Option<Turn>);
+
+impl Stopping {
+    pub(crate) fn all_went_well(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Stopping {
+    fn drop(&mut self) {
+        if let Some(turn) = &self.0 {
+            turn.stop();
+        }
+    }
 }
 
 impl Drop for Open {
