@@ -10,7 +10,7 @@ use super::policy::{Goal, Policy, Situation, Trial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
 /// Memory that a step may take.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Room {
     /// Bytes free when it begins.
     pub(crate) available: u64,

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::job::Job;
@@ -11,7 +12,7 @@ use super::worker::Worker;
 use crate::accumulate::{Accumulator, Finished, Sums};
 use crate::bytes::Bytes;
 use crate::micro::attempt::Undo;
-use crate::micro::tally::{Group, Totals, distinct};
+use crate::micro::tally::{Counted, Group, distinct};
 use crate::random::Randomness;
 use crate::schedule::{Kind, Span};
 use crate::statistics::{Moved, Pending};
@@ -26,12 +27,13 @@ pub(super) struct Attempt {
 }
 
 /// What a worker tells of its part of a step.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Told {
     pub(super) spans: Vec<Span>,
     /// Of the worker with the last stage, where there is a loss.
-    pub(super) loss: Option<(Totals, Vec<Group>)>,
-    /// Gathered outputs, by micro-batch.
+    pub(super) loss: Option<(Counted, Vec<Group>)>,
+    /// Gathered outputs, by micro-batch; other ranks are not told.
+    #[serde(skip)]
     pub(super) outputs: Vec<Vec<Tensor>>,
     pub(super) peak: Option<Bytes>,
 }
@@ -144,14 +146,13 @@ impl Worker {
     fn tell(&self, run: Run) -> Result<(Told, Sums)> {
         let Run { accumulator, tally, outputs, timeline, norms, .. } = run;
         let groups = tally.groups(true);
-        let loss =
-            (!groups.is_empty()).then(|| tally.read(self.non_finite)?.totals()).transpose()?;
+        let loss = (!groups.is_empty()).then(|| tally.read(self.non_finite)).transpose()?;
         check_finite(&norms)?;
         let sums = accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
         let peak = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;
         let told = Told {
             spans: timeline.read()?,
-            loss: loss.map(|totals| (totals, distinct(&groups))),
+            loss: loss.map(|counted| (counted, distinct(&groups))),
             outputs,
             peak: peak.map(|usage| usage.peak),
         };

@@ -72,7 +72,10 @@ impl Default for Balance {
 /// What a balance is for.
 pub(super) struct Question<'a> {
     pub(super) layers: &'a Layers,
-    pub(super) devices: &'a [StageDevice],
+    /// The device that layers are measured on.
+    pub(super) first: &'a StageDevice,
+    /// Where each device's memory ends, if that is known.
+    pub(super) limits: &'a [Option<u64>],
     pub(super) schedule: Schedule,
     pub(super) recompute: Recompute,
     pub(super) micro_batches: usize,
@@ -91,7 +94,7 @@ impl Question<'_> {
 
     fn evenly(&self) -> Result<balance::Balance> {
         let load = Load { time: 1.0, ..Load::default() };
-        let stages = self.devices.len() * self.schedule.stages_per_device();
+        let stages = self.limits.len() * self.schedule.stages_per_device();
         Ok(balance::by_time(&vec![load; self.layers.len()], &vec![Slot::default(); stages])?)
     }
 
@@ -99,8 +102,8 @@ impl Question<'_> {
     fn by_time(&self, sample: &Vec<Tensor>) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
-        let device = |device: &StageDevice| plan::Device { memory: limit(device), speed: 1.0 };
-        let devices = self.devices.iter().map(device).collect();
+        let device = |memory: &Option<u64>| plan::Device { memory: *memory, speed: 1.0 };
+        let devices = self.limits.iter().map(device).collect();
         let mut request = Request::new(&profile, devices, samples);
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
@@ -118,11 +121,11 @@ impl Question<'_> {
             activation_bytes: layer.activation_bytes * samples,
             output_bytes: layer.output_bytes * samples,
         };
-        let (devices, m) = (self.devices.len(), self.micro_batches);
+        let (devices, m) = (self.limits.len(), self.micro_batches);
         let actions = self.schedule.actions(devices, m, self.recompute)?;
         let slot = |(j, device): (usize, &DeviceId)| Slot {
             speed: 1.0,
-            memory: limit(&self.devices[device.index()]),
+            memory: self.limits[device.index()],
             held: actions.held(StageId::at(j)) as u64,
         };
         let loads: Vec<_> = profile.layers.iter().map(load).collect();
@@ -132,9 +135,8 @@ impl Question<'_> {
 
     /// What the layers cost on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
-        let first = &self.devices[0];
-        let _threads = first.threads.map(limit_threads);
-        Profile::measure(self.layers, first.device, sample)
+        let _threads = self.first.threads.map(limit_threads);
+        Profile::measure(self.layers, self.first.device, sample)
     }
 }
 
@@ -145,7 +147,7 @@ fn leaves(sample: &impl Batch) -> Vec<Tensor> {
 }
 
 /// Where the device's memory ends, if that is known.
-fn limit(device: &StageDevice) -> Option<u64> {
+pub(super) fn limit(device: &StageDevice) -> Option<u64> {
     match device.memory()? {
         Memory::Arena(arena) => arena.limit(),
         accelerator => accelerator.usage().ok()?.available.map(|bytes| bytes.0),

@@ -2,21 +2,24 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tch::{Device, Kind};
 
 use super::balance::{Balance, Question};
+use super::company::Company;
 use super::error::PipelineError;
 use super::layout::Layout;
+use super::ranks::Ranks;
 use super::sized::PipelineSizes;
 use super::worker::{Blueprint, Worker};
-use super::{Pipeline, saved};
+use super::{Pipeline, ties};
 use crate::balance::BalanceError;
 use crate::crew::{Crew, StageDevice, drawing, settled};
 use crate::micro::NonFinite;
 use crate::plan::{Choice, Row};
 use crate::schedule::{Recompute, Schedule};
-use crate::{Layers, Result, Size};
+use crate::{Layers, Result, Size, World};
 
 /// A pipeline that is not built yet.
 #[derive(Debug)]
@@ -30,6 +33,8 @@ pub struct Builder {
     recompute: Recompute,
     kind: Kind,
     non_finite: NonFinite,
+    world: World,
+    replicas: usize,
 }
 
 impl Builder {
@@ -43,6 +48,8 @@ impl Builder {
             recompute: Recompute::Never,
             kind: Kind::Float,
             non_finite: NonFinite::default(),
+            world: World::alone(),
+            replicas: 1,
         }
     }
 
@@ -50,6 +57,20 @@ impl Builder {
     /// left out. The default is one CPU.
     pub fn devices<D: Into<StageDevice>>(self, devices: impl IntoIterator<Item = D>) -> Self {
         Self { devices: devices.into_iter().map(Into::into).collect(), ..self }
+    }
+
+    /// Spreads the stages over the ranks of a world: those of rank 0's devices come first. Every rank
+    /// builds the same pipeline, names its own devices, and makes the same calls with the same
+    /// mini-batches.
+    pub fn world(self, world: &World) -> Self {
+        Self { world: world.clone(), ..self }
+    }
+
+    /// Trains so many pipelines, each in as many ranks of the world as the others, and each with its
+    /// part of every mini-batch. A number of micro-batches is then that of each pipeline. The default
+    /// is one.
+    pub fn replicas(self, replicas: usize) -> Self {
+        Self { replicas, ..self }
     }
 
     /// How many layers each stage gets. By default, as many as the others.
@@ -98,45 +119,49 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not go together,
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
-        self.check()?;
-        let mut devices = settled(self.devices.clone())?;
-        if self.size.cut(1)?.is_none() {
-            devices = devices.into_iter().map(StageDevice::counted).collect();
-        }
+        let brought = self.bring();
+        let (devices, company) = Company::meet(&self.world, self.replicas, brought)?;
         let question = Question {
             layers: &self.layers,
-            devices: &devices,
+            first: &devices[0],
+            limits: &company.limits,
             schedule: self.schedule,
             recompute: self.recompute,
-            micro_batches: self.usual_micro_batches(),
+            micro_batches: self.usual_micro_batches(company.limits.len()),
         };
-        let balance = question.settle(&self.balance)?;
-        let workers = self.workers(balance.sizes().len(), devices.len())?;
+        let balance = company.settle_balance(&question, &self.balance)?;
+        let workers = self.workers(balance.sizes().len(), company.limits.len())?;
+        let mut ranks = Ranks::new(self.world.clone(), self.replicas, &company.devices, workers)?;
         let one = self.schedule.actions(workers, 1, Recompute::Never)?;
         let layout = Arc::new(Layout::new(self.layers, &balance, one.placement())?);
-        let devices: Vec<_> = devices.into_iter().take(workers).collect();
+        let here = ranks.here();
+        let devices: Vec<_> = devices.into_iter().take(here.len()).collect();
         let turns = turns(&devices);
-        let blueprint = |number: usize, seed| Blueprint {
+        let blueprint = |(number, (device, turn)): (usize, (&StageDevice, _)), seed| Blueprint {
             layout: Arc::clone(&layout),
             number,
-            device: devices[number].clone(),
-            turn: turns[number].clone(),
+            device: device.clone(),
+            turn,
             kind: self.kind,
             seed,
             non_finite: self.non_finite,
         };
         let hire = |seed| {
+            let seed = ranks.open("seed", &[], seed)?;
             let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
-            Crew::hire(
-                &devices,
-                (0..workers).map(|number| build(blueprint(number, seed))).collect(),
-            )
+            let own = here.clone().zip(devices.iter().zip(turns));
+            let hired = Crew::hire(&devices, own.map(|own| build(blueprint(own, seed))).collect());
+            let told = hired.as_ref().map(drop).map_err(Clone::clone);
+            ranks.world.settle("building the layers", told, Duration::ZERO)?;
+            hired
         };
         let crew = drawing(&devices, hire)?;
-        saved::spread(&crew)?;
+        ranks.tie(&crew)?;
+        ties::spread(&crew, &ranks)?;
         Ok(Pipeline {
             crew: Arc::new(Mutex::new(crew)),
             layout,
+            ranks,
             devices,
             balance,
             schedule: self.schedule,
@@ -147,6 +172,22 @@ impl Builder {
             forwards: 0,
             sizes: PipelineSizes::default(),
         })
+    }
+
+    /// This rank's devices, and what all ranks must have in common.
+    fn bring(&self) -> Result<(Vec<StageDevice>, String)> {
+        self.check()?;
+        let mut devices = settled(self.devices.clone())?;
+        if self.size.cut(1)?.is_none() {
+            devices = devices.into_iter().map(StageDevice::counted).collect();
+        }
+        let Self { schedule, recompute, kind, size, replicas, .. } = self;
+        let layers = self.layers.names().collect::<Vec<_>>().join(", ");
+        let common = format!(
+            "{schedule} of {size:?}, recomputing {recompute}, in {kind:?}, {replicas} replicas, with \
+             the layers {layers}"
+        );
+        Ok((devices, common))
     }
 
     fn check(&self) -> Result<()> {
@@ -178,10 +219,10 @@ impl Builder {
     }
 
     /// The number of micro-batches, where it does not depend on the mini-batch; else one a stage.
-    fn usual_micro_batches(&self) -> usize {
+    fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
             Size::Count(count) => count,
-            _ => self.devices.len() * self.schedule.stages_per_device(),
+            _ => devices * self.schedule.stages_per_device(),
         }
     }
 }

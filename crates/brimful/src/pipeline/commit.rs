@@ -2,11 +2,9 @@
 
 use tch::Tensor;
 
+use super::ties::Leaving;
 use super::worker::Worker;
 use crate::Result;
-
-/// A gradient of a copy, with the variable's name and its owner.
-pub(super) type Leaving = (usize, String, Tensor);
 
 impl Worker {
     /// Computes all that a commit needs, and gives the gradients that belong to other workers.

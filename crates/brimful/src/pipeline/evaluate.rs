@@ -6,11 +6,12 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::attempt::Told;
-use super::head::{common_len, head, joined, one, shared};
+use super::head::{common_len, head, one, shared};
 use super::job::End;
+use super::ranks::Described;
 use super::report::Step;
-use super::step::{attempt, parts, report};
+use super::step::{Tried, attempt, counted, parts, report};
+use super::worker::Worker;
 use super::{Pipeline, Work, inputs};
 use crate::auto::Use;
 use crate::batch::{self, Batch};
@@ -38,10 +39,10 @@ impl Pipeline {
         self.open = None;
         let samples = batch::len(input)?;
         let (outputs, _) = self.sized(size.into(), Use::Map, input, samples, |this, ranges| {
-            let (told, _) = this.run_forward(input, ranges, End::Gather, Instant::now())?;
-            let outputs = told.into_iter().map(|told| told.outputs);
-            let outputs = outputs.into_iter().find(|parts| !parts[0].is_empty());
-            batch::join(outputs.unwrap_or_default())
+            let batch = [input as &dyn Described];
+            let (Tried { outputs, .. }, _) =
+                this.run_forward(input, &batch, ranges, End::Gather, Instant::now())?;
+            this.ranks.model_outputs(this.layout.last_worker(), outputs)
         })?;
         Ok(outputs)
     }
@@ -71,12 +72,14 @@ impl Pipeline {
         let (step, story) =
             self.sized(size.into(), Use::Evaluate, input, samples, |this, ranges| {
                 let (head, collected) = head(target, ranges, this.output_device(), &loss)?;
-                let (mut told, actions) =
-                    this.run_forward(input, ranges, End::Loss(head), start)?;
-                let totals = told.iter_mut().find_map(|told| told.loss.take());
+                let batch = [input as &dyn Described, target];
+                let (Tried { mut told, .. }, actions) =
+                    this.run_forward(input, &batch, ranges, End::Loss(head), start)?;
+                let totals = counted(&mut told)?;
                 let (loss, terms) = totals.map_or((0.0, Vec::new()), |(t, _)| (t.loss, t.terms));
                 let step = report(told, ranges, start, 0, actions, loss, terms);
-                Ok(step.with_outputs(joined(&collected)?))
+                let outputs = this.ranks.outputs(this.layout.last_worker(), &collected)?;
+                Ok(step.with_outputs(outputs))
             })?;
         Ok(step.with_story(story))
     }
@@ -84,15 +87,19 @@ impl Pipeline {
     fn run_forward(
         &mut self,
         input: &impl Batch,
+        batch: &[&dyn Described],
         ranges: &[Range<usize>],
         end: End,
         start: Instant,
-    ) -> Result<(Vec<Told>, Arc<Actions>)> {
+    ) -> Result<(Tried, Arc<Actions>)> {
         let actions = self.actions(ranges.len())?;
         let (inputs, parts) = (inputs(input, ranges)?, parts(ranges));
         let work = Work { inputs, end, train: false, seed: 0, parts, start };
-        let jobs = self.jobs(&actions, work);
-        let run = || attempt(&self.crew(), jobs, |worker, job| worker.evaluate(job));
+        self.ranks.open("evaluation", batch, 0)?;
+        let turn = self.ranks.world.turn()?;
+        let jobs = self.jobs(&actions, work, &turn)?;
+        let evaluate = |worker: &mut Worker, job| worker.evaluate(job);
+        let run = || attempt(&self.crew(), &self.ranks, &turn, jobs, evaluate);
         Ok((undisturbed(&self.devices, run)?, actions))
     }
 }

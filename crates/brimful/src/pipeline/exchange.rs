@@ -7,7 +7,7 @@ use super::job::End;
 use super::run::{Output, Run, Stop};
 use super::stage::{Boundary, leaves};
 use super::transfer::{Parcel, Tensors};
-use super::wiring::{Inlet, Outlet};
+use super::wiring::Outlet;
 use super::worker::Site;
 use crate::Result;
 use crate::schedule::Action;
@@ -21,12 +21,12 @@ impl Run {
         i: usize,
     ) -> Result<Boundary, Stop> {
         let values = match &self.job.ports[at].values_in {
-            Some(inlet) => site.dock.unpack_values(take(inlet)?)?,
+            Some(inlet) => site.dock.unpack_values(inlet.take()?)?,
             None => self.next_input(site, i)?,
         };
         let mut skips = Vec::new();
         for (inlet, _) in &self.job.ports[at].skips_in {
-            skips.push(site.dock.unpack_values(take(inlet)?)?);
+            skips.push(site.dock.unpack_values(inlet.take()?)?);
         }
         Ok(Boundary { values, skips })
     }
@@ -98,13 +98,13 @@ impl Run {
     ) -> Result<Vec<Tensors>, Stop> {
         let ports = &self.job.ports[at];
         let mut gradients = vec![match &ports.gradients_in {
-            Some(inlet) => site.dock.unpack(take(inlet)?)?,
+            Some(inlet) => site.dock.unpack(inlet.take()?)?,
             None => std::mem::take(&mut self.output_gradients[i]),
         }];
         for ends in &ports.skips_out {
             let mut sum = Vec::new();
             for (_, inlet) in ends {
-                sum = backward::add(sum, site.dock.unpack(take(inlet)?)?)?;
+                sum = backward::add(sum, site.dock.unpack(inlet.take()?)?)?;
             }
             gradients.push(sum);
         }
@@ -133,11 +133,7 @@ impl Run {
     }
 }
 
-fn take(inlet: &Inlet) -> Result<Parcel, Stop> {
-    inlet.recv().map_err(|_| Stop::NeighbourGone)
-}
-
 fn send(parcels: Vec<(&Outlet, Parcel)>) -> Result<(), Stop> {
     let mut parcels = parcels.into_iter();
-    parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel).map_err(|_| Stop::NeighbourGone))
+    parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel))
 }

@@ -43,6 +43,7 @@ mod backward;
 mod balance;
 mod builder;
 mod commit;
+mod company;
 mod error;
 mod evaluate;
 mod exchange;
@@ -51,6 +52,8 @@ mod job;
 mod layout;
 mod optimizer;
 mod optimizer_state;
+mod outputs;
+mod ranks;
 mod recompute;
 mod report;
 mod run;
@@ -58,6 +61,7 @@ mod saved;
 mod sized;
 mod stage;
 mod step;
+mod ties;
 mod timeline;
 mod transfer;
 mod variables;
@@ -85,9 +89,11 @@ use crate::batch::{self, Batch};
 use crate::crew::Crew;
 use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
+use crate::world::Turn;
 use crate::{Layers, Result, Size};
 use job::{End, Job};
 use layout::Layout;
+use ranks::Ranks;
 use sized::PipelineSizes;
 use worker::Worker;
 
@@ -99,6 +105,8 @@ pub struct Pipeline {
     /// Shared with the optimizers, which take turns with the pipeline.
     crew: Arc<Mutex<Crew<Worker>>>,
     layout: Arc<Layout>,
+    ranks: Ranks,
+    /// Of this rank.
     devices: Vec<StageDevice>,
     balance: crate::balance::Balance,
     schedule: Schedule,
@@ -106,8 +114,8 @@ pub struct Pipeline {
     size: Size,
     /// The lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
-    /// The forward that waits for its backward, by number.
-    open: Option<u64>,
+    /// The forward that waits for its backward, by number, with its channels.
+    open: Option<(u64, Turn)>,
     forwards: u64,
     sizes: PipelineSizes,
 }
@@ -123,14 +131,16 @@ impl Pipeline {
         &self.balance
     }
 
-    /// The devices that have a stage, in the order of the schedule.
+    /// The devices that have a stage, in the order of the schedule; in a world, those of this rank.
     pub fn devices(&self) -> &[StageDevice] {
         &self.devices
     }
 
-    /// The device of the last stage, where outputs and losses are.
+    /// The device of the last stage, where outputs and losses are; in ranks without it, the CPU.
     pub fn output_device(&self) -> Device {
-        self.devices[self.layout.last_worker()].device
+        let last = self.layout.last_worker();
+        let device = |worker: usize| self.devices[worker - self.ranks.here().start].device;
+        if self.ranks.has(last) { device(last) } else { Device::Cpu }
     }
 
     /// The layers' names, in order.
@@ -151,7 +161,7 @@ impl Pipeline {
         if let Some(known) = self.actions.get(&micro_batches) {
             return Ok(Arc::clone(known));
         }
-        let made = self.schedule.actions(self.devices.len(), micro_batches, self.recompute)?;
+        let made = self.schedule.actions(self.layout.workers, micro_batches, self.recompute)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)
@@ -161,10 +171,13 @@ impl Pipeline {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What each worker is to do with these micro-batches.
-    fn jobs(&self, actions: &Arc<Actions>, work: Work) -> Vec<Job> {
+    /// What each worker of this rank is to do with these micro-batches.
+    fn jobs(&self, actions: &Arc<Actions>, work: Work, turn: &Turn) -> Result<Vec<Job>> {
         let Work { inputs, end, train, seed, parts, start } = work;
-        let mut ports: Vec<_> = wiring::wire(&self.layout, actions).into_iter().map(Some).collect();
+        let here = self.ranks.here();
+        let arena = |worker: usize| self.devices[worker - here.start].arena.clone();
+        let ports = wiring::wire(&self.layout, actions, &self.ranks, turn, arena)?;
+        let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let (mut inputs, mut end) = (Some(inputs), Some(end));
         let job = |worker| Job {
             actions: Arc::clone(actions),
@@ -178,7 +191,7 @@ impl Pipeline {
             parts: Arc::clone(&parts),
             start,
         };
-        (0..self.layout.workers).map(job).collect()
+        Ok(here.clone().map(job).collect())
     }
 }
 

@@ -6,8 +6,9 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::Pipeline;
-use super::saved;
+use super::ranks::Ranks;
 use super::worker::Worker;
+use super::{saved, ties};
 use crate::crew::Crew;
 use crate::optim::{self, Method, Optimizer};
 use crate::{Error, Result};
@@ -19,6 +20,7 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct PipelineOptimizer {
     crew: Arc<Mutex<Crew<Worker>>>,
+    pub(super) ranks: Ranks,
     pub(super) learning_rate: f64,
 }
 
@@ -37,7 +39,8 @@ impl Pipeline {
             Ok(())
         })?;
         let learning_rate = method.learning_rate();
-        Ok(PipelineOptimizer { crew: Arc::clone(&self.crew), learning_rate })
+        let (crew, ranks) = (Arc::clone(&self.crew), self.ranks.clone());
+        Ok(PipelineOptimizer { crew, ranks, learning_rate })
     }
 }
 
@@ -55,7 +58,8 @@ impl PipelineOptimizer {
         let (name, method) = (name.to_owned(), config.into());
         let crew = self.crew();
         let names = crew.all(|worker| Ok(names(optimizer(worker))))?;
-        let chosen: Vec<Vec<String>> = (names.iter())
+        let names = self.ranks.of_workers("group", names)?;
+        let mut chosen: Vec<Vec<String>> = (names.iter())
             .map(|names| names.iter().filter(|name| members(name)).cloned().collect())
             .collect();
         if chosen.iter().all(Vec::is_empty) {
@@ -63,6 +67,7 @@ impl PipelineOptimizer {
             let first = all.first().cloned().unwrap_or_default();
             return Err(Error::EmptyGroup { group: name, parameters: all.len(), first });
         }
+        let chosen = chosen.drain(self.ranks.here()).collect();
         let made = crew.each_or_error(chosen, move |worker, chosen| {
             if chosen.is_empty() {
                 return Ok(());
@@ -79,9 +84,13 @@ impl PipelineOptimizer {
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
         let crew = self.crew();
-        let plans = crew.all(|worker| optimizer(worker).prepare())?;
+        let mut plans = Vec::new();
+        self.ranks.together("optimizer step", |_| {
+            plans = crew.all(|worker| optimizer(worker).prepare())?;
+            Ok(())
+        })?;
         crew.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan))?;
-        saved::spread(&crew)
+        ties::spread(&crew, &self.ranks)
     }
 
     /// Leaves every parameter without a gradient.
@@ -106,6 +115,7 @@ impl PipelineOptimizer {
             let parameters = optimizer(worker).parameters().count();
             Ok((parameters, norm.map(|norm| norm.f_double_value(&[])).transpose()?))
         })?;
+        let norms = self.ranks.of_workers("clip", norms)?;
         let parameters = norms.iter().map(|(count, _)| count).sum();
         if norms.iter().all(|(_, norm)| norm.is_none()) {
             return Err(Error::NoGradient { parameters });
@@ -148,8 +158,9 @@ impl PipelineOptimizer {
         })?;
         let (known, unknown): (Vec<_>, Vec<_>) =
             answers.into_iter().partition(|answer| !matches!(answer, Err(Error::NoGroup { .. })));
+        let anywhere = self.ranks.of_workers("learning rate", vec![!known.is_empty()])?;
         match unknown.into_iter().next() {
-            Some(error) if known.is_empty() => error,
+            Some(error) if !anywhere.contains(&true) => error,
             _ => known.into_iter().collect(),
         }
     }

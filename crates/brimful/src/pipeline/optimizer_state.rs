@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::optimizer::{PipelineOptimizer, names, optimizer};
@@ -12,7 +13,8 @@ use crate::save::{self, Metadata};
 use crate::{Error, Result};
 
 impl PipelineOptimizer {
-    /// The whole state, as [`Optimizer::state`] gives it.
+    /// The whole state, as [`Optimizer::state`] gives it. In a world, all ranks call it: rank 0 gets
+    /// all of it, the others their own parts.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -21,16 +23,18 @@ impl PipelineOptimizer {
         let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-        Ok((tensors, metadata.into_iter().flatten().collect()))
+        let metadata = self.ranks.of_workers("optimizer state", metadata)?;
+        Ok((self.ranks.gather(tensors)?, metadata.into_iter().flatten().collect()))
     }
 
-    /// Writes the state to a safetensors file, whole or not at all.
+    /// Writes the state to a safetensors file, whole or not at all. In a world, all ranks call it and
+    /// rank 0 writes.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let (tensors, metadata) = self.state()?;
-        save::write(path, &tensors, &metadata)
+        self.ranks.on_first("save", || save::write(path, &tensors, &metadata))
     }
 
     /// Reads the state from a file that a pipeline's optimizer, or an [`Optimizer`], has written.
@@ -38,8 +42,12 @@ impl PipelineOptimizer {
     /// # Errors
     /// When the file cannot be read, or as [`Optimizer::load_state`]; nothing is changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let (tensors, metadata) = save::read(path)?;
-        self.load_state(&tensors, &metadata)
+        let mut read = Default::default();
+        self.ranks.together("load", |_| {
+            read = save::read(path)?;
+            Ok(())
+        })?;
+        self.load_state(&read.0, &read.1)
     }
 
     /// Takes over a state that [`PipelineOptimizer::state`] or [`Optimizer::state`] gave.
@@ -49,35 +57,32 @@ impl PipelineOptimizer {
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let crew = self.crew();
         let known = crew.all(|worker| Ok(Known::of(optimizer(worker))))?;
-        let parts = portions(&known, tensors, metadata)?;
+        let known = self.ranks.of_workers("load state", known)?;
+        let parts = portions(&known, tensors, metadata)?.drain(self.ranks.here()).collect();
         let answers = crew.each(parts, |worker, (tensors, metadata)| {
             let before = optimizer(worker).state();
             optimizer(worker).load_state(&tensors, &metadata).map(|()| before)
         })?;
-        if answers.iter().all(Result::is_ok) {
+        let failed = answers.iter().find_map(|answer| answer.as_ref().err().cloned());
+        let settled = self.ranks.together("load state", |_| failed.map_or(Ok(()), Err));
+        if settled.is_ok() {
             let rates = crew.all(|worker| Ok(optimizer(worker).learning_rate()))?;
             drop(crew);
             self.learning_rate = rates[0];
             return Ok(());
         }
         // Those who could load go back to what they had.
-        let (befores, errors): (Vec<_>, Vec<_>) = answers.into_iter().map(split).unzip();
+        let befores = answers.into_iter().map(Result::ok).collect();
         crew.each_or_error(befores, |worker, before| match before {
             Some((tensors, metadata)) => optimizer(worker).load_state(&tensors, &metadata),
             None => Ok(()),
         })?;
-        errors.into_iter().flatten().next().map_or(Ok(()), Err)
-    }
-}
-
-fn split<T>(answer: Result<T>) -> (Option<T>, Option<Error>) {
-    match answer {
-        Ok(value) => (Some(value), None),
-        Err(error) => (None, Some(error)),
+        settled.map(drop)
     }
 }
 
 /// What a worker's optimizer has.
+#[derive(Serialize, Deserialize)]
 struct Known {
     parameters: BTreeSet<String>,
     groups: BTreeSet<String>,

@@ -251,6 +251,10 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
     let cause = match caught {
         Caught::Error(Stop::NeighbourGone) => return Failure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
+        // Not this stage's failure.
+        Caught::Error(Stop::Error(error @ Error::World(_))) => {
+            return Failure::Failed { at: Instant::now(), error };
+        }
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
         Caught::Panic(payload) => Cause::Panic(crate::crew::words(&*payload)),
     };

@@ -11,6 +11,7 @@ use tch::Tensor;
 
 use super::Pipeline;
 use super::error::PipelineError;
+use super::ties::names;
 use super::variables::Variable;
 use super::worker::Worker;
 use crate::Result;
@@ -21,19 +22,25 @@ impl Pipeline {
     /// All variables with their names, in the order of the names, each on its stage's device. Shared
     /// ones are there once. They are the stages' own: what is done to them is done to the model.
     ///
+    /// In a world, all ranks call it: rank 0 gets all, with copies of the others', and each other
+    /// rank gets its own.
+    ///
     /// # Errors
     /// When a worker has ended.
     pub fn variables(&self) -> Result<Vec<(String, Tensor)>> {
-        owned(&self.crew(), |variable| variable.tensor.shallow_clone())
+        let own = owned(&self.crew(), |variable| variable.tensor.shallow_clone())?;
+        self.ranks.gather(own)
     }
 
-    /// The gradients of all parameters that have one, with their names.
+    /// The gradients of all parameters that have one, with their names; in a world, to rank 0 as by
+    /// [`Pipeline::variables`].
     ///
     /// # Errors
     /// When a worker has ended.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let all = owned(&self.crew(), |variable| variable.tensor.grad())?;
-        Ok(all.into_iter().filter(|(_, gradient)| gradient.defined()).collect())
+        let mut all = owned(&self.crew(), |variable| variable.tensor.grad())?;
+        all.retain(|(_, gradient)| gradient.defined());
+        self.ranks.gather(all)
     }
 
     /// Leaves every parameter without a gradient, as the optimizer's call does.
@@ -61,22 +68,29 @@ impl Pipeline {
         self.set_trained(true, which)
     }
 
-    /// Writes all variables to a safetensors file, whole or not at all.
+    /// Writes all variables to a safetensors file, whole or not at all. In a world, all ranks call it
+    /// and rank 0 writes.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        save::write(path, &self.variables()?, &Metadata::new())
+        let all = self.variables()?;
+        self.ranks.on_first("save", || save::write(path, &all, &Metadata::new()))
     }
 
-    /// Reads all variables from a file that a pipeline of any balance, or a plain model, has saved.
+    /// Reads all variables from a file that a pipeline of any balance, or a plain model, has saved. In
+    /// a world, every rank reads it.
     ///
     /// # Errors
     /// When the file cannot be read, or holds other variables than the model has; nothing is changed
     /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let (tensors, _) = save::read(path)?;
-        self.set_variables(tensors)
+        let mut read = None;
+        self.ranks.together("load", |_| {
+            read = Some(save::read(path)?.0);
+            Ok(())
+        })?;
+        self.set_variables(read.unwrap_or_default())
     }
 
     /// Gives all variables these values.
@@ -84,8 +98,11 @@ impl Pipeline {
     /// # Errors
     /// When they are not those of the model; nothing is changed then.
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
-        check(&self.variables()?, &values)?;
         let crew = self.crew();
+        let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
+        let here = owned(&crew, |variable| variable.tensor.shallow_clone())?;
+        let here = here.into_iter().map(form).collect();
+        check(self.ranks.of_workers("variables", here)?, &values)?;
         let jobs = (0..crew.len()).map(|_| share(&values)).collect();
         crew.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
     }
@@ -93,7 +110,8 @@ impl Pipeline {
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
         let crew = self.crew();
         let names = crew.all(|worker| Ok(names(worker.variables.all())))?;
-        let chosen: Vec<Vec<String>> = (names.iter())
+        let names = self.ranks.of_workers("freeze", names)?;
+        let mut chosen: Vec<Vec<String>> = (names.iter())
             .map(|names| names.iter().filter(|name| which(name)).cloned().collect())
             .collect();
         if chosen.iter().all(Vec::is_empty) {
@@ -101,6 +119,7 @@ impl Pipeline {
             let first = all.first().cloned().unwrap_or_default();
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
         }
+        let chosen = chosen.drain(self.ranks.here()).collect();
         let done = crew.each_or_error(chosen, move |worker, chosen| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
@@ -109,22 +128,6 @@ impl Pipeline {
         });
         done.map(drop)
     }
-}
-
-/// Brings the owners' values to all copies of shared variables.
-pub(super) fn spread(crew: &Crew<Worker>) -> Result<()> {
-    let wanted = crew.all(|worker| Ok(names(worker.variables.copies())))?;
-    if wanted.iter().all(Vec::is_empty) {
-        return Ok(());
-    }
-    let all = wanted.concat();
-    let values = crew.all(move |worker| {
-        let owned = worker.variables.owned().filter(|v| all.contains(&v.name));
-        Ok(owned.map(|v| (v.name.clone(), v.tensor.detach())).collect::<Vec<_>>())
-    })?;
-    let values: Vec<(String, Tensor)> = values.into_iter().flatten().collect();
-    let jobs = (0..crew.len()).map(|_| share(&values)).collect();
-    crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
 }
 
 pub(super) fn zero_grad(crew: &Crew<Worker>) -> Result<()> {
@@ -146,20 +149,15 @@ fn owned(crew: &Crew<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String
     Ok(all)
 }
 
-fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
-    variables.map(|variable| variable.name.clone()).collect()
-}
-
 fn share(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
     values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
 }
 
 /// The values must be for these variables, all of them and no others.
-fn check(here: &[(String, Tensor)], saved: &[(String, Tensor)]) -> Result<()> {
-    let shapes = |list: &[(String, Tensor)]| -> BTreeMap<String, Vec<i64>> {
-        list.iter().map(|(name, tensor)| (name.clone(), tensor.size())).collect()
-    };
-    let (here, saved) = (shapes(here), shapes(saved));
+fn check(here: Vec<(String, Vec<i64>)>, saved: &[(String, Tensor)]) -> Result<()> {
+    let here: BTreeMap<String, Vec<i64>> = here.into_iter().collect();
+    let saved: BTreeMap<String, Vec<i64>> =
+        saved.iter().map(|(name, tensor)| (name.clone(), tensor.size())).collect();
     let mut names = here.keys().chain(saved.keys());
     let Some(name) = names.find(|name| here.get(*name) != saved.get(*name)) else { return Ok(()) };
     let describe = |list: &BTreeMap<String, Vec<i64>>| {

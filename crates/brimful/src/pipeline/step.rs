@@ -9,24 +9,26 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tch::Tensor;
 
 use super::attempt::Told;
-use super::head::{SharedLoss, common_len, head, joined, one, shared};
+use super::head::{SharedLoss, common_len, head, one, shared};
 use super::job::End;
+use super::ranks::Ranks;
 use super::report::Step;
 use super::run::Failure;
 use super::worker::Worker;
-use super::{Pipeline, Work, inputs};
+use super::{Pipeline, Work, inputs, ties};
 use crate::auto::Use;
 use crate::batch::Batch;
 use crate::crew::{Crew, CrewError, drawing};
 use crate::loss::Part;
 use crate::micro::Outcome;
-use crate::micro::tally::{Group, Totals};
+use crate::micro::tally::{Counted, Group, Totals};
 use crate::schedule::Actions;
+use crate::world::Turn;
 use crate::{Error, Loss, Result};
 
 impl Pipeline {
@@ -112,56 +114,95 @@ impl Pipeline {
         let (head, collected) = head(target, ranges, self.output_device(), loss)?;
         let (inputs, end, parts) = (inputs(input, ranges)?, End::Loss(head), parts(ranges));
         drawing(&self.devices, |seed| {
+            let (crew, ranks) = (self.crew(), &self.ranks);
+            let seed = ranks.open("step", &[input, target], seed)?;
+            let turn = ranks.world.turn()?;
             let work = Work { inputs, end, train: true, seed, parts, start };
-            let crew = self.crew();
-            let told =
-                attempt(&crew, self.jobs(&actions, work), |worker, job| worker.attempt(job))?;
-            let outputs = undone_unless(&crew, joined(&collected))?;
-            let (told, totals) = settle(&crew, told, samples(ranges))?;
+            let jobs = self.jobs(&actions, work, &turn)?;
+            let Tried { mut told, .. } =
+                attempt(&crew, ranks, &turn, jobs, |worker, job| worker.attempt(job))?;
+            let outputs = ranks.outputs(self.layout.last_worker(), &collected);
+            let outputs = undone_unless(&crew, outputs)?;
+            let totals = settle(&crew, ranks, &mut told, samples(ranges))?;
             let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));
             Ok(report(told, ranges, start, seed, actions, loss, terms).with_outputs(outputs))
         })
     }
 }
 
-/// Lets every worker try; if one fails, all undo.
+/// A step that all workers have run.
+pub(super) struct Tried {
+    /// What all of them tell.
+    pub(super) told: Vec<Told>,
+    /// The outputs that were gathered here, by micro-batch.
+    pub(super) outputs: Vec<Vec<Tensor>>,
+}
+
+/// Lets every worker try, here and in other ranks; if one fails, all undo.
 pub(super) fn attempt<J: Send + 'static>(
     crew: &Crew<Worker>,
+    ranks: &Ranks,
+    turn: &Turn,
     jobs: Vec<J>,
     f: impl Fn(&mut Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
-) -> Result<Vec<Told>> {
-    let answers = crew.each(jobs, move |worker, job| Ok(f(worker, job)))?;
-    undone_unless(crew, first_failure(answers))
+) -> Result<Tried> {
+    let (start, shared) = (Instant::now(), turn.clone());
+    let answers = crew.each(jobs, move |worker, job| {
+        // Others may wait for this one, in other ranks too.
+        let stopping = shared.stopping();
+        let told = f(worker, job);
+        if told.is_ok() {
+            stopping.all_went_well();
+        }
+        Ok(told)
+    });
+    let answers = answers.map_err(|error| (start.elapsed(), error));
+    let mut told = answers.and_then(|answers| first_failure(answers, start));
+    let outputs = told.as_mut().map_or_else(|_| Vec::new(), |told| outputs(told));
+    let all = undone_unless(crew, ranks.settle("step", turn, told))?;
+    Ok(Tried { told: all.into_iter().flatten().collect(), outputs })
+}
+
+/// The outputs that were gathered by the worker with the last stage.
+fn outputs(told: &mut [Told]) -> Vec<Vec<Tensor>> {
+    let mut all = told.iter_mut().map(|told| std::mem::take(&mut told.outputs));
+    all.find(|parts| parts.first().is_some_and(|part| !part.is_empty())).unwrap_or_default()
 }
 
 /// Commits what all workers have tried.
 pub(super) fn settle(
     crew: &Crew<Worker>,
-    mut told: Vec<Told>,
+    ranks: &Ranks,
+    told: &mut [Told],
     samples: f64,
-) -> Result<(Vec<Told>, Option<Totals>)> {
-    let loss = told.iter_mut().find_map(|told| told.loss.take());
+) -> Result<Option<Totals>> {
+    let loss = undone_unless(crew, counted(told))?;
     let factors = match &loss {
         Some((totals, groups)) => {
             groups.iter().map(|group| totals.factor(*group, samples, samples)).collect()
         }
         None => vec![Totals::default().factor(Group::Done, samples, samples)],
     };
-    undone_unless(crew, prepare(crew, factors))?;
+    let prepared = ranks.together("commit", |turn| prepare(crew, ranks, turn, factors));
+    undone_unless(crew, prepared)?;
     crew.all(|worker| worker.commit())?;
-    Ok((told, loss.map(|(totals, _)| totals)))
+    Ok(loss.map(|(totals, _)| totals))
 }
 
-fn prepare(crew: &Crew<Worker>, factors: Vec<f64>) -> Result<()> {
+/// The loss of the whole mini-batch, with the groups of its terms, where there is one.
+pub(super) fn counted(told: &mut [Told]) -> Result<Option<(Totals, Vec<Group>)>> {
+    let mut all = Counted::default();
+    let mut common = None;
+    for (counted, groups) in told.iter_mut().filter_map(|told| told.loss.take()) {
+        all.add(counted)?;
+        common.get_or_insert(groups);
+    }
+    common.map(|groups| Ok((all.totals()?, groups))).transpose()
+}
+
+fn prepare(crew: &Crew<Worker>, ranks: &Ranks, turn: &Turn, factors: Vec<f64>) -> Result<()> {
     let leaving = crew.all(move |worker| worker.prepare(&factors))?;
-    if leaving.iter().all(Vec::is_empty) {
-        return Ok(());
-    }
-    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..crew.len()).map(|_| Vec::new()).collect();
-    for (owner, name, gradient) in leaving.into_iter().flatten() {
-        arriving[owner].push((name, gradient));
-    }
-    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
+    ties::gather(crew, ranks, turn, leaving)
 }
 
 /// The result; where it is an error, every worker undoes what it has tried.
@@ -172,27 +213,30 @@ pub(super) fn undone_unless<T>(crew: &Crew<Worker>, result: Result<T>) -> Result
     result
 }
 
-/// All answers, or the error that came first: those that came later may be its consequences.
-fn first_failure(answers: Vec<Result<Result<Told, Failure>>>) -> Result<Vec<Told>> {
+/// All answers, or the error that came first, with its time since the start: those that came later
+/// may be its consequences.
+fn first_failure(
+    answers: Vec<Result<Result<Told, Failure>>>,
+    start: Instant,
+) -> Result<Vec<Told>, (Duration, Error)> {
     let mut told = Vec::new();
-    let mut first: Option<(Instant, Error)> = None;
-    let mut stopped = None;
+    let mut first: Option<(Duration, Error)> = None;
     for (worker, answer) in answers.into_iter().enumerate() {
         let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
-        match answer.unwrap_or_else(failed_now) {
-            Ok(answer) => told.push(answer),
-            Err(Failure::Failed { at, error }) => {
-                if first.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
-                    first = Some((at, error));
-                }
+        let (at, error) = match answer.unwrap_or_else(failed_now) {
+            Ok(answer) => {
+                told.push(answer);
+                continue;
             }
-            Err(Failure::Stopped) => stopped = Some(CrewError::Gone { worker }.into()),
+            Err(Failure::Failed { at, error }) => (at.saturating_duration_since(start), error),
+            // Somebody else failed before, here or in another rank.
+            Err(Failure::Stopped) => (Duration::MAX, CrewError::Gone { worker }.into()),
+        };
+        if first.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+            first = Some((at, error));
         }
     }
-    match first.map(|(_, error)| error).or(stopped) {
-        Some(error) => Err(error),
-        None => Ok(told),
-    }
+    first.map_or(Ok(told), Err)
 }
 
 pub(super) fn report(

@@ -14,9 +14,8 @@ use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::Result;
-
-/// Tensors under way, some of them missing; gradients come once for each group of loss terms.
-pub(super) type Tensors = Vec<Vec<Option<Tensor>>>;
+/// Tensors under way; gradients come once for each group of loss terms.
+pub(super) use crate::world::Tensors;
 
 /// What travels between stages.
 #[derive(Debug)]
@@ -30,6 +29,24 @@ impl Parcel {
     /// Packs tensors that this thread's work on `device` has made.
     pub(super) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
         Ok(Self { tensors, ready: mark(device)? })
+    }
+
+    /// Tensors that have come from another rank.
+    pub(super) fn arrived(tensors: Tensors) -> Self {
+        Self { tensors, ready: None }
+    }
+
+    /// The tensors in the host's memory, from where they go to another rank. Who sends waits until
+    /// its device has computed them.
+    pub(super) fn on_host(self) -> Result<Tensors> {
+        let Self { mut tensors, .. } = self;
+        for tensor in tensors.iter_mut().flatten().flatten() {
+            if tensor.device() != Device::Cpu {
+                let host = tensor.f_detach()?.f_to_device(Device::Cpu)?;
+                *tensor = host.f_set_requires_grad(tensor.requires_grad())?;
+            }
+        }
+        Ok(tensors)
     }
 
     pub(super) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {

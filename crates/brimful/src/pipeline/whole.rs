@@ -6,18 +6,19 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::attempt::Told;
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
-use super::step::{attempt, parts, report, samples, settle};
+use super::step::{Tried, attempt, parts, report, samples, settle};
 use super::transfer::Tensors;
+use super::worker::Worker;
 use super::{Pipeline, Work, inputs};
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Batch};
 use crate::crew::{drawing, undisturbed};
 use crate::schedule::Actions;
+use crate::world::Turn;
 
 /// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
 ///
@@ -49,6 +50,16 @@ impl Deref for Outputs {
     }
 }
 
+/// A forward that waits for its backward.
+struct Forward {
+    /// Those of this rank's last stage, by micro-batch.
+    outputs: Vec<Vec<Tensor>>,
+    seed: u64,
+    actions: Arc<Actions>,
+    ranges: Vec<Range<usize>>,
+    turn: Turn,
+}
+
 impl Pipeline {
     /// Runs forward in training, and keeps what [`Pipeline::backward`] needs.
     ///
@@ -62,20 +73,18 @@ impl Pipeline {
         let start = Instant::now();
         self.open = None;
         let samples = batch::len(input)?;
-        let ((told, seed, actions, ranges), _) =
+        let (Forward { outputs, seed, actions, ranges, turn }, _) =
             self.sized(self.size, Use::TrainWhole, input, samples, |this, ranges| {
-                let (told, seed, actions) = this.try_forward(input, ranges, start)?;
-                Ok((told, seed, actions, ranges.to_vec()))
+                this.try_forward(input, ranges, start)
             })?;
-        let outputs = told.into_iter().map(|told| told.outputs).find(|parts| !parts[0].is_empty());
-        let tensors = batch::join(outputs.unwrap_or_default())?;
+        let tensors = self.ranks.model_outputs(self.layout.last_worker(), outputs)?;
         let traced = |t: Tensor| {
             let floating = t.is_floating_point();
             Ok(t.f_detach()?.f_set_requires_grad(floating)?)
         };
         let tensors = tensors.into_iter().map(traced).collect::<Result<Vec<_>>>()?;
         self.forwards += 1;
-        self.open = Some(self.forwards);
+        self.open = Some((self.forwards, turn));
         Ok(Outputs { tensors, ranges, number: self.forwards, seed, start, actions })
     }
 
@@ -84,14 +93,18 @@ impl Pipeline {
         input: &impl Batch,
         ranges: &[Range<usize>],
         start: Instant,
-    ) -> Result<(Vec<Told>, u64, Arc<Actions>)> {
+    ) -> Result<Forward> {
         let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
         let (inputs, parts) = (inputs(input, ranges)?, parts(ranges));
         drawing(&self.devices, |seed| {
+            let seed = self.ranks.open("forward", &[input], seed)?;
+            let turn = self.ranks.world.turn()?;
             let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
-            let jobs = self.jobs(&actions, work);
-            let told = attempt(&self.crew(), jobs, |worker, job| worker.attempt_forward(job))?;
-            Ok((told, seed, Arc::clone(&actions)))
+            let jobs = self.jobs(&actions, work, &turn)?;
+            let forward = |worker: &mut Worker, job| worker.attempt_forward(job);
+            let Tried { outputs, .. } = attempt(&self.crew(), &self.ranks, &turn, jobs, forward)?;
+            let (actions, ranges) = (Arc::clone(&actions), ranges.to_vec());
+            Ok(Forward { outputs, seed, actions, ranges, turn })
         })
     }
 
@@ -102,17 +115,23 @@ impl Pipeline {
     /// When the outputs are not of the last forward or have no gradient; and as [`Pipeline::step`].
     pub fn backward(&mut self, outputs: Outputs) -> Result<Step> {
         let Outputs { tensors, ranges, number, seed, start, actions } = outputs;
-        if self.open != Some(number) {
+        if self.open.as_ref().is_none_or(|(open, _)| *open != number) {
             return Err(PipelineError::OldOutputs.into());
         }
-        let gradients = cut(&tensors, &ranges)?;
+        let mut gradients = Some(cut(&tensors, &ranges)?);
+        let (crew, ranks) = (self.crew(), &self.ranks);
+        let mut job = |worker| gradients.take_if(|_| worker == self.layout.last_worker());
+        let jobs = ranks.here().map(|worker| job(worker).unwrap_or_default()).collect();
+        let Some((_, turn)) = &self.open else { return Err(PipelineError::OldOutputs.into()) };
+        let backward = |worker: &mut Worker, job| worker.attempt_backward(job);
+        let again = || attempt(&crew, ranks, turn, jobs, backward);
+        let attempted = undisturbed(&self.devices, again);
+        let settled = attempted.and_then(|Tried { mut told, .. }| {
+            settle(&crew, ranks, &mut told, samples(&ranges)).map(|_| told)
+        });
+        drop(crew);
         self.open = None;
-        let crew = self.crew();
-        let mut jobs: Vec<_> = (0..crew.len()).map(|_| Vec::new()).collect();
-        jobs[self.layout.last_worker()] = gradients;
-        let again = || attempt(&crew, jobs, |worker, job| worker.attempt_backward(job));
-        let told = undisturbed(&self.devices, again)?;
-        let (told, _) = settle(&crew, told, samples(&ranges))?;
+        let told = settled?;
         Ok(report(told, &ranges, start, seed, actions, f64::NAN, Vec::new()))
     }
 }

@@ -9,16 +9,58 @@
 //! ```
 //!
 //! A skip never makes its sender wait: that could stop stages that the schedule's rules know to be
-//! free. Stages on one worker are joined like others, with a place for each micro-batch.
+//! free. Stages on one worker are joined like others, with a place for each micro-batch. Stages in
+//! other ranks are joined by the world's channels.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use super::layout::Layout;
+use super::ranks::Ranks;
+use super::run::Stop;
 use super::transfer::Parcel;
+use crate::Result;
+use crate::memory::Arena;
 use crate::schedule::Actions;
+use crate::world::{self, Stopped, Turn};
 
-pub(super) type Outlet = SyncSender<Parcel>;
-pub(super) type Inlet = Receiver<Parcel>;
+/// Where parcels go.
+#[derive(Debug)]
+pub(super) enum Outlet {
+    Near(SyncSender<Parcel>),
+    Far(world::Outlet),
+}
+
+/// Where parcels come from.
+#[derive(Debug)]
+pub(super) enum Inlet {
+    Near(Receiver<Parcel>),
+    Far(world::Inlet),
+}
+
+impl Outlet {
+    pub(super) fn send(&self, parcel: Parcel) -> Result<(), Stop> {
+        match self {
+            Self::Near(sender) => sender.send(parcel).map_err(|_| Stop::NeighbourGone),
+            Self::Far(outlet) => outlet.send(&parcel.on_host()?).map_err(stop),
+        }
+    }
+}
+
+impl Inlet {
+    pub(super) fn take(&self) -> Result<Parcel, Stop> {
+        match self {
+            Self::Near(receiver) => receiver.recv().map_err(|_| Stop::NeighbourGone),
+            Self::Far(inlet) => inlet.take().map(Parcel::arrived).map_err(stop),
+        }
+    }
+}
+
+fn stop(stopped: Stopped) -> Stop {
+    match stopped {
+        Stopped::Turn => Stop::NeighbourGone,
+        Stopped::Error(error) => Stop::Error(error),
+    }
+}
 
 /// A stage's ends of the channels.
 #[derive(Debug, Default)]
@@ -35,32 +77,73 @@ pub(super) struct Ports {
     pub(super) skips_out: Vec<Vec<(Outlet, Inlet)>>,
 }
 
-/// The ends of every stage.
-pub(super) fn wire(layout: &Layout, actions: &Actions) -> Vec<Ports> {
+/// The ends of every stage; those of other ranks' stages are theirs to make.
+pub(super) fn wire(
+    layout: &Layout,
+    actions: &Actions,
+    ranks: &Ranks,
+    turn: &Turn,
+    arena: impl Fn(usize) -> Option<Arena>,
+) -> Result<Vec<Ports>> {
     let all = actions.micro_batches();
+    let mut wiring = Wiring { ranks, turn, arena, next: 0 };
     let mut ports: Vec<Ports> = layout.stages.iter().map(|_| Ports::default()).collect();
     for j in 1..ports.len() {
-        let near = layout.stages[j - 1].worker == layout.stages[j].worker;
-        let places = if near { all } else { actions.channel_capacity() };
-        let (values_out, values_in) = sync_channel(places);
-        let (gradients_out, gradients_in) = sync_channel(places);
-        ports[j - 1].values_out = Some(values_out);
-        ports[j - 1].gradients_in = Some(gradients_in);
-        ports[j].values_in = Some(values_in);
-        ports[j].gradients_out = Some(gradients_out);
+        let (before, after) = (layout.stages[j - 1].worker, layout.stages[j].worker);
+        let places = if before == after { all } else { actions.channel_capacity() };
+        (ports[j - 1].values_out, ports[j].values_in) = wiring.way(before, after, places)?;
+        (ports[j].gradients_out, ports[j - 1].gradients_in) = wiring.way(after, before, places)?;
     }
     for (source, stage) in layout.stages.iter().enumerate() {
         for export in &stage.exports {
             let mut ends = Vec::new();
             for &target in &export.targets {
-                let (values_out, values_in) = sync_channel(all);
-                let (gradients_out, gradients_in) = sync_channel(all);
-                ends.push((values_out, gradients_in));
+                let (from, to) = (stage.worker, layout.stages[target].worker);
+                let (values_out, values_in) = wiring.way(from, to, all)?;
+                let (gradients_out, gradients_in) = wiring.way(to, from, all)?;
+                ends.extend(values_out.zip(gradients_in));
                 // Imports are in the order of their stashes, which is the order of this loop.
-                ports[target].skips_in.push((values_in, gradients_out));
+                ports[target].skips_in.extend(values_in.zip(gradients_out));
             }
             ports[source].skips_out.push(ends);
         }
     }
-    ports
+    Ok(ports)
+}
+
+/// Makes ways between workers, which all ranks number alike.
+struct Wiring<'a, A> {
+    ranks: &'a Ranks,
+    turn: &'a Turn,
+    /// The account of a worker of this rank.
+    arena: A,
+    next: u32,
+}
+
+impl<A: Fn(usize) -> Option<Arena>> Wiring<'_, A> {
+    /// Both ends of a way; of those, the ones that belong to this rank.
+    fn way(
+        &mut self,
+        from: usize,
+        to: usize,
+        places: usize,
+    ) -> Result<(Option<Outlet>, Option<Inlet>)> {
+        self.next += 1;
+        Ok(match (self.ranks.has(from), self.ranks.has(to)) {
+            (true, true) => {
+                let (outlet, inlet) = sync_channel(places);
+                (Some(Outlet::Near(outlet)), Some(Inlet::Near(inlet)))
+            }
+            (true, false) => {
+                let outlet = self.turn.outlet(self.ranks.of(to), self.next, places);
+                (Some(Outlet::Far(outlet)), None)
+            }
+            (false, true) => {
+                let arena = (self.arena)(to);
+                let inlet = self.turn.inlet(self.ranks.of(from), self.next, places, arena)?;
+                (None, Some(Inlet::Far(inlet)))
+            }
+            (false, false) => (None, None),
+        })
+    }
 }

@@ -122,7 +122,7 @@ impl Kind {
 /// assert_eq!(action.to_string(), "2F0");
 /// # Ok::<(), brimful::schedule::ScheduleError>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Action {
     /// Who.
     pub stage: StageId,

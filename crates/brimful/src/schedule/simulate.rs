@@ -3,11 +3,13 @@
 //! A device runs its actions in their order, each as soon as its input is there. Transfers run
 //! beside the work, one at a time on each way between two devices; a sender never waits.
 
+use serde::{Deserialize, Serialize};
+
 use super::memory::{self, Peak};
 use super::{Action, Actions, CostError, Costs, DeviceId, Kind, StageId};
 
 /// An action and its time.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     /// What is done.
     pub action: Action,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
-use super::World;
+use super::{Turn, World};
 use crate::{Error, Result};
 
 impl World {
@@ -60,7 +60,16 @@ impl World {
 
     /// Gives all ranks the tensors of each of `roots`, in that order.
     pub(crate) fn spread(&self, roots: &[usize], own: &[Tensor]) -> Result<Vec<Vec<Tensor>>> {
-        let turn = self.turn()?;
+        self.spread_in(&self.turn()?, roots, own)
+    }
+
+    /// The same as a part of a turn, on a channel of its own.
+    pub(crate) fn spread_in(
+        &self,
+        turn: &Turn,
+        roots: &[usize],
+        own: &[Tensor],
+    ) -> Result<Vec<Vec<Tensor>>> {
         if roots.contains(&self.rank()) {
             let parcel = vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
             self.others()

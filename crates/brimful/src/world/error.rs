@@ -100,6 +100,15 @@ pub enum WorldError {
         /// Devices that have a stage.
         workers: usize,
     },
+    /// Outputs that cannot be made where the closure did not run.
+    #[error(
+        "outputs of the type {name} cannot be rebuilt on ranks without the last stage: let the \
+         closure give tensors, tuples of them, or a struct of such"
+    )]
+    NoForm {
+        /// The type.
+        name: String,
+    },
     /// A message that could not be sent, or not be understood.
     #[error("messages between the ranks: {0}")]
     Message(String),

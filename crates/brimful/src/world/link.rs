@@ -95,7 +95,8 @@ impl Pause {
 pub(super) struct Pump {
     link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
-    /// Whether ranks are gone, so that nobody is to be waited for.
+    /// Tells that nobody is to be waited for any more, and then that all has ended in order. Behind
+    /// a lock so that a world can be shared by threads.
     done: Mutex<Receiver<()>>,
 }
 
@@ -123,8 +124,7 @@ impl Drop for Pump {
         // The thread itself sees that ranks are gone; the end in order is MPI's own, which knows
         // of no limit.
         let done = self.done.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let ended = done.recv();
-        if ended.is_ok() && done.recv_timeout(patience.unwrap_or_default()).is_ok() {
+        if done.recv().is_ok() && done.recv_timeout(patience.unwrap_or_default()).is_ok() {
             let _ = thread.join();
         }
     }

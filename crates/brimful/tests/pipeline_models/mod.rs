@@ -192,10 +192,13 @@ pub struct Plain {
 
 impl Plain {
     pub fn of(layers: &Layers, pipe: &Pipeline) -> Self {
+        Self::with(layers, pipe.variables().expect("variables"))
+    }
+
+    pub fn with(layers: &Layers, values: Vec<(String, Tensor)>) -> Self {
         let mut store = VarStore::new(test_device());
         let model = layers.build(&store.root()).expect("built");
         store.set_kind(Kind::Double);
-        let values = pipe.variables().expect("variables");
         let mut here = store.variables();
         assert_eq!(here.len(), values.len());
         tch::no_grad(|| {

@@ -15,34 +15,36 @@ use brimful::World;
 
 /// Set for ranks, to the test's name.
 const RANK_OF: &str = "BRIMFUL_TEST_RANK_OF";
+/// Set for ranks, to what the test tells them.
+const TOLD: &str = "BRIMFUL_TEST_TOLD";
 /// No test takes so long.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Runs `body` in so many ranks, which must all succeed.
 pub fn in_ranks(ranks: usize, body: impl FnOnce(World)) {
-    let name = test_name();
-    if is_rank(&name) {
-        return body(World::start().expect("a world"));
-    }
-    let output = launch(ranks, &name, &[]).wait(LIMIT);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned()
-        + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{ranks} ranks: {}\n{text}", output.status);
+    as_rank_or(body, |launcher| {
+        let output = launcher.start(ranks, &[], "").wait(LIMIT);
+        assert!(output.status.success(), "{ranks} ranks: {}\n{}", output.status, text(&output));
+    });
 }
 
-/// The same, where what becomes of the ranks is the test's matter: `watch` is given the running
-/// ranks, and knows by what they print how far they are.
-pub fn with_ranks(
-    ranks: usize,
-    options: &[&str],
-    body: impl FnOnce(World),
-    watch: impl FnOnce(Launched),
-) {
+/// Runs `body` as a rank; the test itself starts ranks as it needs them, by `watch`.
+pub fn as_rank_or(body: impl FnOnce(World), watch: impl FnOnce(&Launcher)) {
     let name = test_name();
-    if is_rank(&name) {
+    if env::var(RANK_OF).as_deref() == Ok(&name) {
         return body(World::start().expect("a world"));
     }
-    watch(launch(ranks, &name, options));
+    watch(&Launcher { name });
+}
+
+/// What the test has told its ranks when it started them.
+pub fn told() -> String {
+    env::var(TOLD).unwrap_or_default()
+}
+
+/// All that was printed.
+pub fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// libtest names its threads after the tests.
@@ -50,8 +52,9 @@ fn test_name() -> String {
     thread::current().name().expect("a test's thread has its name").to_owned()
 }
 
-fn is_rank(name: &str) -> bool {
-    env::var(RANK_OF).as_deref() == Ok(name)
+/// Starts the ranks of a test.
+pub struct Launcher {
+    name: String,
 }
 
 /// Ranks that are running.
@@ -59,22 +62,25 @@ pub struct Launched {
     pub mpirun: Child,
 }
 
-/// Starts the test of this name in so many ranks.
-fn launch(ranks: usize, name: &str, options: &[&str]) -> Launched {
-    let program = env::current_exe().expect("the test's own program");
-    let mut command = Command::new("mpirun");
-    command
-        .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
-        .args(options)
-        .args(["-n", &ranks.to_string()])
-        .arg(program)
-        .args(["--exact", name, "--nocapture", "--test-threads", "1"])
-        .env(RANK_OF, name)
-        .env("OMP_NUM_THREADS", "1")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    Launched { mpirun: command.spawn().expect("mpirun is installed where this feature is built") }
+impl Launcher {
+    /// Starts so many ranks, with options for `mpirun` and a word for the ranks.
+    pub fn start(&self, ranks: usize, options: &[&str], word: &str) -> Launched {
+        let program = env::current_exe().expect("the test's own program");
+        let mut command = Command::new("mpirun");
+        command
+            .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
+            .args(options)
+            .args(["-n", &ranks.to_string()])
+            .arg(program)
+            .args(["--exact", &self.name, "--nocapture", "--test-threads", "1"])
+            .env(RANK_OF, &self.name)
+            .env(TOLD, word)
+            .env("OMP_NUM_THREADS", "1")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        Launched { mpirun: command.spawn().expect("mpirun is there where this feature is built") }
+    }
 }
 
 impl Launched {

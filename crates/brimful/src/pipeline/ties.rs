@@ -1,0 +1,120 @@
+//! Variables that several workers have, in this rank or in others: copies' gradients go to the owner,
+//! the owner's values to the copies.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Tensor};
+
+use super::ranks::Ranks;
+use super::variables::Variable;
+use super::worker::Worker;
+use crate::Result;
+use crate::crew::Crew;
+use crate::world::Turn;
+
+/// A copy of a variable in another rank than the variable.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Tie {
+    name: String,
+    /// The workers.
+    copy: usize,
+    owner: usize,
+}
+
+/// A gradient of a copy, with the variable's name and its owner.
+pub(super) type Leaving = (usize, String, Tensor);
+
+impl Ranks {
+    /// Finds the copies of all ranks.
+    pub(super) fn tie(&mut self, crew: &Crew<Worker>) -> Result<()> {
+        let ties = crew.all(|worker| {
+            let number = worker.number;
+            let tie =
+                |copy: &Variable| Tie { name: copy.name.clone(), copy: number, owner: copy.owner };
+            Ok(worker.variables.copies().map(tie).collect::<Vec<_>>())
+        })?;
+        let here: Vec<Tie> = ties.into_iter().flatten().collect();
+        let all = self.world.share("ties", &here)?.into_iter().flatten();
+        let far: Vec<Tie> = all.filter(|tie| self.of(tie.copy) != self.of(tie.owner)).collect();
+        self.ties = Arc::from(far);
+        Ok(())
+    }
+
+    /// The ties that start, or end, here, each with its number.
+    fn ties_of(&self, end: fn(&Tie) -> usize) -> impl Iterator<Item = (u32, &Tie)> {
+        (0..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))
+    }
+}
+
+/// Brings copies' gradients, given by each worker of this rank, to their owners, and lets those add
+/// them to their own.
+pub(super) fn gather(
+    crew: &Crew<Worker>,
+    ranks: &Ranks,
+    turn: &Turn,
+    leaving: Vec<Vec<Leaving>>,
+) -> Result<()> {
+    let first = ranks.here().start;
+    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..crew.len()).map(|_| Vec::new()).collect();
+    for (number, tie) in ranks.ties_of(|tie| tie.copy) {
+        let mut own = leaving[tie.copy - first].iter();
+        let gradient = own.find(|(_, name, _)| *name == tie.name);
+        let gradient =
+            gradient.map(|(_, _, gradient)| gradient.f_to_device(Device::Cpu)).transpose()?;
+        turn.outlet(ranks.of(tie.owner), number, usize::MAX).send(&vec![vec![gradient]])?;
+    }
+    for (owner, name, gradient) in leaving.into_iter().flatten() {
+        if ranks.has(owner) {
+            arriving[owner - first].push((name, gradient));
+        }
+    }
+    for (number, tie) in ranks.ties_of(|tie| tie.owner) {
+        let came = turn.inlet(ranks.of(tie.copy), number, 1, None)?.take()?;
+        let came = came.into_iter().flatten().flatten();
+        arriving[tie.owner - first].extend(came.map(|gradient| (tie.name.clone(), gradient)));
+    }
+    if arriving.iter().all(Vec::is_empty) {
+        return Ok(());
+    }
+    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
+}
+
+/// Brings the owners' values to all copies.
+pub(super) fn spread(crew: &Crew<Worker>, ranks: &Ranks) -> Result<()> {
+    let wanted = crew.all(|worker| Ok(names(worker.variables.copies())))?;
+    if wanted.iter().all(Vec::is_empty) && ranks.ties.is_empty() {
+        return Ok(());
+    }
+    let mut all = wanted.concat();
+    all.extend(ranks.ties_of(|tie| tie.owner).map(|(_, tie)| tie.name.clone()));
+    let values = crew.all(move |worker| {
+        let owned = worker.variables.owned().filter(|v| all.contains(&v.name));
+        Ok(owned.map(|v| (v.name.clone(), v.tensor.detach())).collect::<Vec<_>>())
+    })?;
+    let mut values: Vec<(String, Tensor)> = values.into_iter().flatten().collect();
+    values.extend(from_others(ranks, &values)?);
+    let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
+    let jobs = (0..crew.len()).map(|_| values.iter().map(share).collect::<Vec<_>>()).collect();
+    crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
+}
+
+/// Gives this rank's values to copies elsewhere, and takes those of copies here.
+fn from_others(ranks: &Ranks, own: &[(String, Tensor)]) -> Result<Vec<(String, Tensor)>> {
+    let turn = ranks.world.turn()?;
+    for (number, tie) in ranks.ties_of(|tie| tie.owner) {
+        let value = own.iter().find(|(name, _)| *name == tie.name);
+        let value = value.map(|(_, value)| value.f_to_device(Device::Cpu)).transpose()?;
+        turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(&vec![vec![value]])?;
+    }
+    let mut came = Vec::new();
+    for (number, tie) in ranks.ties_of(|tie| tie.copy) {
+        let value = turn.inlet(ranks.of(tie.owner), number, 1, None)?.take()?;
+        came.extend(value.into_iter().flatten().flatten().map(|value| (tie.name.clone(), value)));
+    }
+    Ok(came)
+}
+
+pub(super) fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
+    variables.map(|variable| variable.name.clone()).collect()
+}

@@ -1,0 +1,332 @@
+#![cfg(feature = "mpi")]
+//! Ranks that fail, are killed or are stopped: the others end with an error that names them, nobody
+//! hangs, the last saved model is whole, and training goes on from it as if nothing had been.
+
+mod pipeline_models;
+mod ranks;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{self, Command};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use brimful::memory::Arena;
+use brimful::optim::Adam;
+use brimful::pipeline::{PipelineOptimizer, StageDevice};
+use brimful::world::WorldError;
+use brimful::{Error, Layers, Loss, Pipeline, World, save};
+use pipeline_models::{GPT, assert_close};
+use ranks::{Launcher, as_rank_or, in_ranks, text, told};
+use tch::{Device, Kind, Tensor, nn};
+
+/// How long a rank may be silent in these tests, and how long the others may take to end then.
+const PATIENCE: Duration = Duration::from_secs(3);
+const LIMIT: Duration = Duration::from_secs(60);
+/// Leaves the survivors alone when a rank dies, instead of killing them.
+const RECOVERY: [&str; 3] = ["--mca", "orte_enable_recovery", "1"];
+
+/// How often a layer runs before it fails.
+static CALLS: AtomicUsize = AtomicUsize::new(usize::MAX);
+
+fn faulty(x: &Tensor) -> Tensor {
+    if CALLS.fetch_sub(1, Ordering::Relaxed) == 0 {
+        panic!("the layer gives up");
+    }
+    x * 1.0
+}
+
+fn model() -> Layers {
+    Layers::new()
+        .add("in", |p| nn::linear(p, 4, 8, Default::default()))
+        .add_fn("first", faulty)
+        .add("middle", |p| nn::linear(p, 8, 8, Default::default()))
+        .add_fn("second", faulty)
+        .add("out", |p| nn::linear(p, 8, 2, Default::default()))
+        .add_fn("third", faulty)
+}
+
+fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
+    let x = Tensor::arange(32, (Kind::Double, Device::Cpu)).view([8, 4]).sin();
+    pipe.step(&x, &(), |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Double)))
+}
+
+/// A panic in each rank, in each of its calls: every rank is told by whom, and the next step is an
+/// undisturbed one.
+#[test]
+fn a_panic_in_one_rank_is_everyones_error() {
+    in_ranks(3, |world| {
+        let mut pipe = Pipeline::builder(model())
+            .devices([StageDevice::cpu().threads(1)])
+            .balance([2, 2, 2])
+            .kind(Kind::Double)
+            .micro_batches(4)
+            .world(&world)
+            .build()
+            .expect("a pipeline");
+        step(&mut pipe).expect("an undisturbed step");
+        let expected = copies(pipe.gradients().expect("gradients"));
+        pipe.zero_grad().expect("cleared");
+        for (rank, call) in (0..3).flat_map(|rank| (0..4).map(move |call| (rank, call))) {
+            if world.rank() == rank {
+                CALLS.store(call, Ordering::Relaxed);
+            }
+            let error = step(&mut pipe).expect_err("one rank panics");
+            CALLS.store(usize::MAX, Ordering::Relaxed);
+            assert!(error.to_string().contains("the layer gives up"), "{error}");
+            match error {
+                Error::World(WorldError::RankFailed { rank: named, .. }) => assert_eq!(named, rank),
+                Error::Stage(_) => assert_eq!(world.rank(), rank, "only the rank's own"),
+                other => panic!("{other}"),
+            }
+            assert!(pipe.gradients().expect("gradients").is_empty());
+            step(&mut pipe).expect("the next one works");
+            assert_close(&pipe.gradients().expect("gradients"), &expected, "after the panic");
+            pipe.zero_grad().expect("cleared");
+        }
+    });
+}
+
+#[test]
+fn memory_that_runs_out_in_one_rank_is_everyones_error() {
+    in_ranks(2, |world| {
+        let arena = Arena::new("cpu");
+        let mut pipe = Pipeline::builder(model())
+            .devices([StageDevice::cpu().threads(1).arena(arena.clone())])
+            .balance([3, 3])
+            .kind(Kind::Double)
+            .micro_batches(4)
+            .world(&world)
+            .build()
+            .expect("a pipeline");
+        step(&mut pipe).expect("an undisturbed step");
+        pipe.zero_grad().expect("cleared");
+        for n in [1, 2, 5, 9, 14, 20, 27, 35] {
+            if world.rank() == 1 {
+                arena.fail_nth_allocation(n);
+            }
+            let result = step(&mut pipe);
+            let failed = world.share("failed", &result.is_err()).expect("shared");
+            assert_eq!(failed[0], failed[1], "all or none");
+            if let Err(error) = result {
+                let oom = error.out_of_memory().expect("memory ran out");
+                assert!(oom.message.contains("arena"), "{oom}");
+            }
+            if world.rank() == 1 {
+                arena.fail_nth_allocation(u64::MAX);
+            }
+            pipe.zero_grad().expect("cleared");
+        }
+        step(&mut pipe).expect("the next one works");
+    });
+}
+
+fn copies(variables: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+    variables.into_iter().map(|(name, value)| (name, value.detach().copy())).collect()
+}
+
+const STEPS: usize = 24;
+const FILE: &str = "saved.safetensors";
+
+/// Trains from what was last saved to the last step, and saves after every second.
+fn train(world: &World, folder: &Path) -> brimful::Result<()> {
+    world.set_patience(PATIENCE)?;
+    let file = folder.join(FILE);
+    tch::manual_seed(11);
+    let mut pipe = Pipeline::builder((GPT.layers)())
+        .devices([StageDevice::cpu().threads(1)])
+        .kind(Kind::Double)
+        .micro_batches(3)
+        .world(world)
+        .build()?;
+    let mut optimizer = pipe.optimizer(Adam::new(0.01))?;
+    let first = resume(&file, &mut pipe, &mut optimizer)?;
+    fs::write(folder.join(format!("pid{}", world.rank())), process::id().to_string())
+        .expect("told");
+    for number in first..STEPS {
+        tch::manual_seed(number as i64);
+        let (x, y) = ((GPT.input)(9), (GPT.target)(9));
+        pipe.step(&x, &y, GPT.loss)?;
+        optimizer.step()?;
+        optimizer.zero_grad()?;
+        if number % 2 == 1 {
+            store(&file, world, &pipe, &optimizer, number + 1)?;
+        }
+    }
+    Ok(())
+}
+
+/// Model, optimizer and progress in one file, so that they are of one moment.
+fn store(
+    file: &Path,
+    world: &World,
+    pipe: &Pipeline,
+    optimizer: &PipelineOptimizer,
+    done: usize,
+) -> brimful::Result<()> {
+    let prefixed = |prefix: &str, list: Vec<(String, Tensor)>| {
+        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Vec<_>>()
+    };
+    let mut all = prefixed("model", pipe.variables()?);
+    let (state, mut texts) = optimizer.state()?;
+    all.extend(prefixed("state", state));
+    texts.insert("done".into(), done.to_string());
+    let written = if world.rank() == 0 { save::write(file, &all, &texts) } else { Ok(()) };
+    world.settle("saved", written, Duration::ZERO).map(drop)
+}
+
+fn resume(
+    file: &Path,
+    pipe: &mut Pipeline,
+    optimizer: &mut PipelineOptimizer,
+) -> brimful::Result<usize> {
+    if !file.exists() {
+        return Ok(0);
+    }
+    let (all, mut texts) = save::read(file)?;
+    let done = texts.remove("done").and_then(|text| text.parse().ok()).expect("a number");
+    let of = |prefix: &str| {
+        let own = all.iter().filter_map(|(name, t)| Some((name.strip_prefix(prefix)?, t)));
+        own.map(|(name, t)| (name.to_owned(), t.shallow_clone())).collect::<Vec<_>>()
+    };
+    pipe.set_variables(of("model/"))?;
+    optimizer.load_state(&of("state/"), &texts)?;
+    Ok(done)
+}
+
+/// A new folder for a test.
+fn fresh(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+/// The process of a rank, once it has begun to train.
+fn pid(folder: &Path, rank: usize) -> String {
+    let (file, start) = (folder.join(format!("pid{rank}")), Instant::now());
+    loop {
+        match fs::read_to_string(&file) {
+            Ok(pid) if !pid.is_empty() => return pid,
+            _ => sleep(Duration::from_millis(5)),
+        }
+        assert!(start.elapsed() < LIMIT, "the ranks did not start");
+    }
+}
+
+fn signal(name: &str, pid: &str) {
+    let _ = Command::new("kill").args([name, pid]).status();
+}
+
+/// Trains in the folder that the test has named; says so on standard output when that fails.
+fn rank(world: World) {
+    if let Err(error) = train(&world, Path::new(&told())) {
+        println!("rank {} ends: {error}", world.rank());
+        drop(world);
+        process::exit(3);
+    }
+}
+
+/// How often a rank is killed: four times, or as often as this variable says.
+fn kills() -> usize {
+    std::env::var("BRIMFUL_TEST_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(4)
+}
+
+/// A number that nobody expects.
+fn surprise(below: u64) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    u64::from(now.subsec_nanos()) / 1000 % below
+}
+
+/// Ends the ranks by killing one at a random moment, and gives what they have printed.
+fn kill(
+    launcher: &Launcher,
+    folder: &Path,
+    options: &[&str],
+    ranks: usize,
+    victim: usize,
+) -> String {
+    for rank in 0..ranks {
+        let _ = fs::remove_file(folder.join(format!("pid{rank}")));
+    }
+    let launched = launcher.start(ranks, options, &folder.display().to_string());
+    let pid = pid(folder, victim);
+    sleep(Duration::from_millis(surprise(150)));
+    signal("-KILL", &pid);
+    text(&launched.wait(LIMIT))
+}
+
+fn read(folder: &Path) -> Vec<(String, Tensor)> {
+    save::read(folder.join(FILE)).expect("whole").0
+}
+
+/// The steps of the last saved model, if there is one; it must be whole.
+fn done(folder: &Path) -> Option<usize> {
+    let file = folder.join(FILE);
+    file.exists().then(|| save::read(file).expect("whole").1["done"].parse().expect("a number"))
+}
+
+/// With ranks that survive, and with ranks that `mpirun` ends: no hang, and the same parameters as
+/// without a kill.
+#[test]
+fn killed_again_and_again_it_comes_to_the_same_end() {
+    as_rank_or(rank, |launcher| {
+        let ranks = 3;
+        let calm = fresh("not_killed");
+        let output = launcher.start(ranks, &[], &calm.display().to_string()).wait(LIMIT);
+        assert!(output.status.success(), "{}", text(&output));
+        let here = fresh("killed");
+        for number in 0..kills() {
+            let victim = number % ranks;
+            let options = if number % 2 == 0 { &RECOVERY[..] } else { &[] };
+            let said = kill(launcher, &here, options, ranks, victim);
+            let others = (0..ranks).filter(|rank| *rank != victim);
+            let blamed = format!("rank {victim} on ");
+            for rank in others {
+                // Those that mpirun ends, or that had finished, say nothing.
+                let words =
+                    said.lines().find(|line| line.starts_with(&format!("rank {rank} ends")));
+                assert!(words.is_none_or(|words| words.contains(&blamed)), "{victim}: {said}");
+            }
+            if done(&here) == Some(STEPS) {
+                assert_close(&read(&here), &read(&calm), "killed and resumed");
+                fs::remove_file(here.join(FILE)).expect("removed, to begin anew");
+            }
+        }
+        // The rest by another number of ranks.
+        let output = launcher.start(2, &[], &here.display().to_string()).wait(LIMIT);
+        assert!(output.status.success(), "{}", text(&output));
+        assert_close(&read(&here), &read(&calm), "killed and resumed");
+    });
+}
+
+/// A stopped rank is named by the others, which end; woken up, it learns that it was given up.
+#[test]
+fn a_stopped_rank_is_given_up() {
+    as_rank_or(rank, |launcher| {
+        let here = fresh("stopped");
+        let launched = launcher.start(3, &RECOVERY, &here.display().to_string());
+        let stopped = pid(&here, 1);
+        signal("-STOP", &stopped);
+        sleep(PATIENCE + Duration::from_secs(3));
+        signal("-CONT", &stopped);
+        let said = text(&launched.wait(LIMIT));
+        for rank in [0, 2] {
+            let named = format!("rank {rank} ends: rank 1 on ");
+            assert!(said.contains(&named) && said.contains("has not been heard of"), "{said}");
+        }
+    });
+}
+
+/// A slow rank is waited for, for longer than the patience.
+#[test]
+fn a_slow_rank_is_not_given_up() {
+    in_ranks(2, |world| {
+        world.set_patience(Duration::from_secs(1)).expect("set");
+        if world.rank() == 1 {
+            sleep(Duration::from_secs(3));
+        }
+        assert_eq!(world.share("a number", &world.rank()).expect("shared"), [0, 1]);
+    });
+}

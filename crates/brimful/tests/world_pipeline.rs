@@ -1,0 +1,302 @@
+#![cfg(feature = "mpi")]
+//! A pipeline over ranks is the plain model: outputs, loss, gradients, and parameters after steps of
+//! Adam, for every schedule, with skips, shared tables, dropout and deferred BatchNorm.
+
+mod pipeline_models;
+mod ranks;
+
+use std::fs;
+use std::path::PathBuf;
+
+use brimful::memory::Arena;
+use brimful::optim::Adam;
+use brimful::pipeline::{Builder, PipelineOptimizer, StageDevice};
+use brimful::schedule::{Recompute, Schedule};
+use brimful::world::WorldError;
+use brimful::{Layers, Loss, Pipeline, Size, World};
+use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close};
+use ranks::in_ranks;
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
+
+/// A pipeline in f64 over a world, of so many devices in each rank.
+fn builder(case: &Case, world: &World, devices: usize) -> Builder {
+    Pipeline::builder((case.layers)())
+        .devices((0..devices).map(|_| StageDevice::cpu().threads(1)))
+        .kind(Kind::Double)
+        .world(world)
+}
+
+/// The same data on every rank, whatever each has drawn before.
+fn data(case: &Case, samples: i64, number: i64) -> (Tensor, Tensor) {
+    tch::manual_seed(100 + number);
+    ((case.input)(samples), (case.target)(samples))
+}
+
+/// Two steps of both and an evaluation, compared on rank 0. The plain model takes micro-batches of
+/// these numbers of samples where the cut shows.
+fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Size, what: &str) {
+    let values = pipe.variables().expect("variables");
+    let is_first = world.rank() == 0;
+    let mut plain = is_first.then(|| Plain::with(&(case.layers)(), values));
+    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    let size = if case.shows_cut { cut } else { Size::Count(1) };
+    for number in 0..2 {
+        let what = format!("{what}, step {number}");
+        let (x, y) = data(case, samples, number);
+        let step = pipe.step(&x, &y, case.loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let gradients = pipe.gradients().expect("gradients");
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("cleared");
+        let values = pipe.variables().expect("variables");
+        if let Some(plain) = &mut plain {
+            let expected = plain.backward(case, &x, &y, size, step.seed);
+            assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+            assert_close(&gradients, &plain.gradients(), &what);
+            plain.optimizer.step().expect("a step");
+            plain.optimizer.zero_grad().expect("cleared");
+            assert_close(&values, &plain.values(), &what);
+        }
+    }
+    let (x, y) = data(case, samples, 9);
+    let out = pipe.eval(&x, 3).expect("an evaluation");
+    let loss = case.loss;
+    let with_outputs = move |out: &Tensor, y: &Tensor| (loss(out, y), out.shallow_clone());
+    let evaluated = pipe.evaluate(&x, &y, 3, with_outputs).expect("an evaluation");
+    assert_eq!(evaluated.outputs, out, "every rank has the outputs");
+    if let Some(plain) = &plain {
+        let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
+        assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
+    }
+}
+
+fn every_schedule(ranks: usize, devices: usize) {
+    in_ranks(ranks, |world| {
+        for case in &CASES {
+            for (schedule, recompute) in [
+                (Schedule::GPipe, Recompute::Never),
+                (Schedule::OneFOneB, Recompute::ExceptLast),
+                (INTERLEAVED, Recompute::Never),
+            ] {
+                if (case.layers)().len() < ranks * devices * schedule.stages_per_device() {
+                    continue;
+                }
+                // The last mini-batch is ragged.
+                for (samples, m) in [(8, 8), (13, 4)] {
+                    let what = format!("{}, {ranks} ranks, {schedule}, {samples}/{m}", case.name);
+                    let pipe = builder(case, &world, devices)
+                        .schedule(schedule)
+                        .recompute(recompute)
+                        .micro_batches(m)
+                        .build()
+                        .unwrap_or_else(|error| panic!("{what}: {error}"));
+                    compare(case, &world, pipe, samples, Size::Count(m), &what);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn one_rank() {
+    every_schedule(1, 2);
+}
+
+#[test]
+fn two_ranks() {
+    every_schedule(2, 1);
+}
+
+#[test]
+fn two_ranks_of_two_devices_each() {
+    every_schedule(2, 2);
+}
+
+#[test]
+fn four_ranks() {
+    every_schedule(4, 1);
+}
+
+#[test]
+fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
+    in_ranks(2, |world| {
+        for case in [&MLP, &U_NET] {
+            let mut pipe = builder(case, &world, 1).micro_batches(3).build().expect("a pipeline");
+            let values = pipe.variables().expect("variables");
+            let (x, _) = data(case, 7, 0);
+            let out = pipe.forward(&x).expect("a forward");
+            let loss = |out: &Tensor| {
+                let rows = out.flatten(1, -1);
+                rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
+            };
+            loss(&out).backward();
+            pipe.backward(out).expect("a backward");
+            let gradients = pipe.gradients().expect("gradients");
+            if world.rank() == 0 {
+                let plain = Plain::with(&(case.layers)(), values);
+                loss(&plain.model.forward_t(&x, true)).backward();
+                assert_close(&gradients, &plain.gradients(), case.name);
+            }
+        }
+    });
+}
+
+/// Some steps of training with clipping and one group of its own.
+fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops::Range<i64>) {
+    for number in steps {
+        let (x, y) = data(&GPT, 9, number);
+        pipe.step(&x, &y, GPT.loss).expect("a step");
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        assert!(norm > 0.05, "it has something to clip");
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("cleared");
+    }
+}
+
+fn optimizer(pipe: &mut Pipeline) -> PipelineOptimizer {
+    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    // In one stage's rank alone.
+    optimizer.group("table", |name| name.starts_with("wte"), Adam::new(0.1)).expect("a group");
+    optimizer.set_group_learning_rate("table", 0.02).expect("known to one rank");
+    optimizer
+}
+
+fn folder(world: &World) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("world_pipeline_saved");
+    if world.rank() == 0 {
+        fs::create_dir_all(&path).expect("a folder");
+    }
+    world.agree("the folder", &path.display()).expect("all are here");
+    path
+}
+
+/// What further training does not change.
+fn copies(variables: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+    variables.into_iter().map(|(name, value)| (name, value.detach().copy())).collect()
+}
+
+/// The same training in one process: two steps, a save, two more from what was saved.
+#[test]
+fn saved_by_three_ranks_and_resumed_by_one_process() {
+    in_ranks(3, |world| {
+        let folder = folder(&world);
+        let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
+        tch::manual_seed(5);
+        let mut pipe = builder(&GPT, &world, 1).micro_batches(3).build().expect("a pipeline");
+        let first = copies(pipe.variables().expect("variables"));
+        let mut opt = optimizer(&mut pipe);
+        train(&mut pipe, &mut opt, 0..2);
+        pipe.save(&model).expect("saved");
+        opt.save(&state).expect("saved");
+        train(&mut pipe, &mut opt, 2..4);
+        let expected = copies(pipe.variables().expect("variables"));
+        // Back to what was saved, by all ranks.
+        pipe.load(&model).expect("loaded");
+        opt.load(&state).expect("loaded");
+        train(&mut pipe, &mut opt, 2..4);
+        assert_close(&pipe.variables().expect("variables"), &expected, "resumed by three");
+        if world.rank() > 0 {
+            return;
+        }
+        let mut alone = builder(&GPT, &World::alone(), 2).micro_batches(3).build().expect("built");
+        alone.set_variables(first).expect("the first values");
+        let mut opt = optimizer(&mut alone);
+        train(&mut alone, &mut opt, 0..4);
+        assert_close(&alone.variables().expect("variables"), &expected, "never interrupted");
+        alone.load(&model).expect("loaded");
+        opt.load(&state).expect("loaded");
+        train(&mut alone, &mut opt, 2..4);
+        assert_close(&alone.variables().expect("variables"), &expected, "resumed by one");
+    });
+}
+
+#[test]
+fn frozen_layers_and_what_no_rank_has() {
+    in_ranks(2, |world| {
+        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let error = pipe.freeze(|name| name == "nothing").expect_err("no rank has it");
+        assert!(error.to_string().contains("of 10 is 'fc1.bias'"), "{error}");
+        pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
+        let (x, y) = data(&MLP, 4, 0);
+        pipe.step(&x, &y, MLP.loss).expect("a step");
+        let gradients = pipe.gradients().expect("gradients");
+        assert!(gradients.iter().all(|(name, _)| !name.starts_with("fc1")));
+        assert_eq!(gradients.len(), if world.rank() == 0 { 8 } else { 6 });
+    });
+}
+
+/// What is sent in a step is the activations and gradients at the cut, and nothing else to speak of.
+#[test]
+fn traffic_is_what_the_cut_needs() {
+    in_ranks(2, |world| {
+        let layers = Layers::new()
+            .add("in", |p| nn::linear(p, 16, 256, Default::default()))
+            .add("out", |p| nn::linear(p, 256, 4, Default::default()));
+        let mut pipe = Pipeline::builder(layers)
+            .devices([StageDevice::cpu().threads(1)])
+            .micro_batches(4)
+            .world(&world)
+            .build()
+            .expect("a pipeline");
+        let x = Tensor::ones([64, 16], (Kind::Float, Device::Cpu));
+        let before = world.traffic().expect("counted");
+        let sum = |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
+        pipe.step(&x, &(), sum).expect("a step");
+        let sent = world.traffic().expect("counted").sent.0 - before.sent.0;
+        assert_eq!(sent, 64 * 256 * 4, "one way from each rank");
+    });
+}
+
+#[test]
+fn automatic_sizes_are_agreed() {
+    in_ranks(2, |world| {
+        tch::manual_seed(3);
+        // One rank has less than the other: it decides.
+        let limit = [512 << 10, 160 << 10][world.rank()];
+        let arena = Arena::limited("cpu", limit).expect("an arena");
+        let layers = Layers::new()
+            .add("in", |p| nn::linear(p, 64, 64, Default::default()))
+            .add_fn("tanh", |x| x.tanh())
+            .add("middle", |p| nn::linear(p, 64, 64, Default::default()))
+            .add_fn("tanh_too", |x| x.tanh())
+            .add("out", |p| nn::linear(p, 64, 4, Default::default()));
+        let mut pipe = Pipeline::builder(layers)
+            .devices([StageDevice::cpu().threads(1).arena(arena)])
+            .micro_batches(Size::Largest)
+            .world(&world)
+            .build()
+            .expect("a pipeline");
+        let x = Tensor::ones([512, 64], (Kind::Float, Device::Cpu));
+        for _ in 0..6 {
+            let loss = |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
+            let step = pipe.step(&x, &(), loss).expect("a step");
+            let found = world.share("sizes", &(step.sizes, step.retries)).expect("shared");
+            assert_eq!(found[0], found[1]);
+            assert!(found[0].0.len() > 1, "the mini-batch does not fit at once");
+            pipe.zero_grad().expect("cleared");
+        }
+    });
+}
+
+#[test]
+fn what_differs_is_told_to_every_rank() {
+    in_ranks(2, |world| {
+        let schedule = [Schedule::GPipe, Schedule::OneFOneB][world.rank()];
+        let error = builder(&MLP, &world, 1).schedule(schedule).build().expect_err("they differ");
+        let text = error.to_string();
+        assert!(text.contains("gpipe") && text.contains("1f1b on rank 1") || text.contains("1f1b"));
+        let error = builder(&MLP, &world, 1).replicas(3).build().expect_err("does not divide");
+        assert_eq!(error, WorldError::DoesNotDivide { ranks: 2, replicas: 3 }.into());
+        let error = builder(&MLP, &world, 1).balance([8]).build().expect_err("one stage");
+        assert_eq!(error, WorldError::TooManyRanks { ranks: 2, workers: 1 }.into());
+
+        let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
+        let (x, y) = data(&MLP, 4, world.rank() as i64);
+        let error = pipe.step(&x, &y, MLP.loss).expect_err("other samples");
+        assert!(error.to_string().starts_with("the mini-batch must be the same"), "{error}");
+        let (x, y) = data(&MLP, 4, 0);
+        pipe.step(&x, &y, MLP.loss).expect("the same samples");
+    });
+}
