@@ -10,14 +10,13 @@ ONE_THREAD := OMP_NUM_THREADS=1
 MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
 WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
 
-BRIMFUL := cargo run --release -q -p brimful-cli --
-CHECKS := format clippy test setup-test docs licences miri
+CHECKS := format typos clippy test setup-test docs package licences miri
 
-.PHONY: help demo test check bench mpi clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench bench-peers mpi clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
 
 demo: libtorch ## show what brimful does, in a minute
 	@cargo run -p brimful-cli -- demo
@@ -33,10 +32,14 @@ check: ## format, lints, tests, docs, licences: what must hold before a commit
 		echo "check: $$part took $$(($$(date +%s) - start)) s"; \
 	done
 
-bench: libtorch ## measure speed and memory against plain libtorch
-	@$(BRIMFUL) bench arena
-	@$(BRIMFUL) bench micro
-	@$(BRIMFUL) bench micro --memory --micro-batch 2
+bench: libtorch ## measure speed and memory, a small table of each kind: build/bench
+	@cargo build --release -q -p brimful-cli
+	@PEERS=none bench/run build/bench
+
+bench-peers: libtorch ## set the peers up, and measure them in turns with ours: build/bench
+	@cargo build --release -q -p brimful-cli
+	@bench/peers/setup
+	@bench/run build/bench micro auto pipeline
 
 mpi: ## install what training over several processes needs (Debian)
 	@scripts/mpi
@@ -62,8 +65,16 @@ clippy: libtorch
 setup-test:
 	scripts/test-libtorch
 
-docs: libtorch
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace $(MPI)
+typos:
+	@scripts/typos
+
+# As they are built for the registry, where there is no libtorch.
+docs: rust
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --workspace --features doc-only
+
+# Builds nothing: the release does.
+package: rust
+	cargo package --quiet --workspace --exclude brimful-guide --no-verify --allow-dirty
 
 licences: rust
 	@if command -v cargo-deny >/dev/null; \

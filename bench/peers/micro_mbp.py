@@ -1,17 +1,23 @@
-"""Micro-batches by MBP's decorator."""
+"""Micro-batches by MBP's decorator.
 
-import mbp
+micro_mbp.py --like OURS.jsonl [--repeats 5]
+"""
 
-from micro_common import loss_of, measure
+import contest
+import micro
+import models
 
 
-def make_step(args, network):
-    @mbp.apply(["x", "y"], ub_size=args.micro_batch, device=args.device)
+def make_step(work, network, settings):
+    import mbp
+
+    @mbp.apply(["x", "y"], ub_size=work["micro_batch"], device=work["device"])
     def loss(x, y):
-        return loss_of(network, x, y)
+        return models.loss_of(network(x), y)
 
-    return lambda x, y: loss(x=x, y=y)
+    return False, lambda x, y: loss(x=x, y=y)
 
 
 if __name__ == "__main__":
-    measure("MBP", make_step, mbp=mbp.__version__)
+    named = lambda work, flags: [("MBP", {})]  # noqa: E731
+    contest.run("micro", named, micro.measure_with(make_step), micro.works, "mbp-pytorch")

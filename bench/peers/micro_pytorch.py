@@ -1,57 +1,60 @@
 """Micro-batches by the loop that PyTorch users write: slice, copy, forward, weighted loss, backward.
 
-    --channels-last              images and convolutions with the channels last in memory
-    --compile default            the model through torch.compile
-    --compile reduce-overhead    the same, replayed as CUDA graphs
+    micro_pytorch.py --like OURS.jsonl [--repeats 5] [--flags compile]
+
+Images on CUDA also with the channels last; with the flag `compile` also through torch.compile, in its default mode
+and in reduce-overhead, which is CUDA graphs.
 """
 
 import torch
 
-from micro_common import loss_of, measure
+import contest
+import micro
+import models
 
 
-def make_step(args, network):
-    run = network
-    if args.channels_last:
+def contestants(work, flags):
+    cuda, images = work["device"].startswith("cuda"), work["model"].startswith("resnet")
+    yield "PyTorch loop", {}
+    if cuda and images:
+        yield "PyTorch loop, channels last", {"channels_last": True}
+    if "compile" in flags:
+        for mode, name in (("default", "compiled"), ("reduce-overhead", "compiled, reduce-overhead")):
+            layout = "channels last, " if images else ""
+            yield f"PyTorch loop, {layout}{name}", {"channels_last": images, "compile": mode}
+
+
+def make_step(work, network, settings):
+    """Whether gradients stay between steps, and the step."""
+    device, batch, mode = work["device"], work["batch"], settings.get("compile")
+    channels_last, graphs = settings.get("channels_last"), mode == "reduce-overhead"
+    if channels_last:
         network.to(memory_format=torch.channels_last)
-    if args.compile:
-        # As a graph of its own, the loss would be captured too; so it is here.
-        run = torch.compile(lambda x, y: loss_of(network, x, y), mode=args.compile)
-    graphs = args.compile == "reduce-overhead"
-    # Replayed backwards write to where gradients were: with ones that are made anew each step it
-    # fails ("output of CUDAGraphs has been overwritten by a subsequent run").
-    args.keep_gradients = graphs
+    # With the loss inside, that is compiled and captured too.
+    run = lambda x, y: models.loss_of(network(x), y)  # noqa: E731
+    run = torch.compile(run, mode=mode) if mode else run
     if graphs:
+        # Replayed backwards write to where gradients were: with ones that are made anew each step it
+        # fails ("output of CUDAGraphs has been overwritten by a subsequent run").
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
     def step(x, y):
-        total = torch.zeros((), device=args.device)
-        for start in range(0, args.batch, args.micro_batch):
-            part = slice(start, min(start + args.micro_batch, args.batch))
-            micro_x = x[part].to(args.device, non_blocking=True)
-            micro_y = y[part].to(args.device, non_blocking=True)
-            if args.channels_last:
+        total = torch.zeros((), device=device)
+        for micro_x, micro_y in zip(x.split(work["micro_batch"]), y.split(work["micro_batch"])):
+            micro_x = micro_x.to(device, non_blocking=True)
+            micro_y = micro_y.to(device, non_blocking=True)
+            if channels_last:
                 micro_x = micro_x.to(memory_format=torch.channels_last)
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            loss = run(micro_x, micro_y) if args.compile else loss_of(run, micro_x, micro_y)
-            loss = loss * (len(micro_x) / args.batch)
+            loss = run(micro_x, micro_y) * (len(micro_x) / batch)
             loss.backward()
             total += loss.detach()
         return total
 
-    return step
-
-
-def name(args):
-    parts = ["PyTorch loop"]
-    if args.channels_last:
-        parts.append("channels last")
-    if args.compile:
-        parts.append("compiled" if args.compile == "default" else f"compiled, {args.compile}")
-    return ", ".join(parts)
+    return graphs, step
 
 
 if __name__ == "__main__":
-    measure(name, make_step)
+    contest.run("micro", contestants, micro.measure_with(make_step), micro.works)

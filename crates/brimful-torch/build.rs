@@ -1,4 +1,7 @@
-//! Compiles the C++ bridge against the libtorch that `scripts/libtorch` has put in place.
+//! Compiles the C++ bridge against the libtorch that torch-sys links.
+//!
+//! In this repository that is the one which `scripts/libtorch` has put in place; elsewhere it is
+//! that of `LIBTORCH`, of an installed PyTorch, or a downloaded one, as torch-sys has it.
 //!
 //! `graph/` becomes a shared object of its own, because it needs symbols that are there only where
 //! CUDA is. The library carries it as bytes and loads it at run time.
@@ -24,6 +27,11 @@ fn main() {
     println!("cargo:rerun-if-changed=bridge");
     println!("cargo:rerun-if-changed=graph");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
+    if cfg!(feature = "doc-only") {
+        // Pages can be written without libtorch; the object is named by the source all the same.
+        std::fs::write(graph_object_path(), []).expect("cargo's folder can be written to");
+        return;
+    }
     let include = headers();
     compiler(&include).files(SOURCES).compile("brimful_bridge");
     println!("cargo:rustc-link-lib=torch_cpu");
@@ -47,10 +55,9 @@ fn compiler(include: &Path) -> cc::Build {
 
 /// Links `graph/graph.cpp` with its symbols left open, and without what a debugger would read.
 fn graph_object(include: &Path) {
-    let folder = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut command = compiler(include).get_compiler().to_command();
     command.args(["-isystem", "graph/cuda", "-shared", "-s", "-Wl,-z,undefs", "graph/graph.cpp"]);
-    command.arg("-o").arg(folder.join("brimful_graph.so"));
+    command.arg("-o").arg(graph_object_path());
     match command.status() {
         Ok(status) if status.success() => {}
         Ok(status) => fail(&format!("{command:?} ended with {status}")),
@@ -58,16 +65,26 @@ fn graph_object(include: &Path) {
     }
 }
 
+fn graph_object_path() -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("brimful_graph.so")
+}
+
 fn fail(message: &str) -> ! {
     println!("cargo:warning={message}");
     exit(1);
 }
 
+/// The headers in `LIBTORCH`, or else beside the libraries that torch-sys says it links.
 fn headers() -> PathBuf {
-    let root = env::var("LIBTORCH").unwrap_or_default();
-    let include = Path::new(&root).join("include");
-    if !include.join("ATen/ATen.h").exists() {
-        fail(&format!("no libtorch headers in {include:?}: run scripts/libtorch first"));
-    }
-    include
+    let root = env::var_os("LIBTORCH").map(PathBuf::from);
+    let lib = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);
+    let beside = lib.as_deref().and_then(Path::parent).map(Path::to_owned);
+    let places: Vec<_> = [root, beside].into_iter().flatten().map(|p| p.join("include")).collect();
+    let found = places.iter().find(|include| include.join("ATen/ATen.h").exists());
+    found.cloned().unwrap_or_else(|| {
+        fail(&format!(
+            "no libtorch headers in {places:?}: run scripts/libtorch in brimful's repository; \
+             elsewhere set LIBTORCH, or use the feature download-libtorch"
+        ))
+    })
 }

@@ -15,7 +15,8 @@ fn bench_convergence(arguments: &[&str]) -> Command {
 
 #[test]
 fn every_training_has_a_row_and_the_contestants_are_compared() {
-    let arguments = ["--batch", "256", "--epochs", "2", "--seeds", "2", "--json"];
+    let arguments =
+        ["--batch", "256", "--epochs", "2", "--seeds", "0,1", "--limit", "8MiB", "--json"];
     let output = bench_convergence(&arguments).assert().success().get_output().stdout.clone();
     let text = String::from_utf8(output).expect("text");
     let mut rows: Vec<Value> =
@@ -26,7 +27,9 @@ fn every_training_has_a_row_and_the_contestants_are_compared() {
     let (runs, comparisons) = rows.split_at(2 * 3);
     assert!(runs.iter().all(|row| row["test_accuracy"].as_f64() > Some(0.5)), "{runs:?}");
     let names: Vec<_> = comparisons.iter().map(|row| row["contestant"].as_str()).collect();
-    assert_eq!(names, [Some("full batch"), Some("micro-batches"), Some("4 stages")]);
+    assert_eq!(names, [Some("full batch"), Some("micro-batches, auto"), Some("4 stages")]);
+    let automatic = runs.iter().filter(|row| row["contestant"] == "micro-batches, auto");
+    assert!(automatic.clone().all(|row| row["micro_batch"].as_u64() < Some(256)), "{runs:?}");
     // Without BatchNorm and dropout the cut does not show, but for rounding.
     let difference = comparisons[1]["difference"].as_f64().expect("a difference");
     assert!(difference.abs() < 0.01, "{}", comparisons[1]);
@@ -38,5 +41,5 @@ fn what_cannot_be_compared_is_refused() {
         bench_convergence(arguments).assert().failure().stderr(predicate::str::contains(words));
     };
     refused(&["--epochs", "0"], "--epochs 0: give it at least 1");
-    refused(&["--seeds", "1"], "1 is not in 2..");
+    refused(&["--limit", "64KiB", "--epochs", "1"], "the model was not built: out of memory");
 }

@@ -1,4 +1,13 @@
 //! The devices of this machine, by the names that people give them.
+//!
+//! ```
+//! use brimful::device;
+//!
+//! let device = device::find("cpu")?; // or cuda, cuda:1
+//! assert_eq!(device::name(device), "cpu");
+//! assert!(device::find("cuda:99").is_err());
+//! # Ok::<(), brimful::Error>(())
+//! ```
 
 use brimful_torch::{cuda, memory as torch_memory};
 use tch::Device;

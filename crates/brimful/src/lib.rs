@@ -1,5 +1,111 @@
 #![forbid(unsafe_code)]
 //! Trains batches and models that are bigger than a device's memory, on libtorch through tch.
+//!
+//! A mini-batch that does not fit is cut into micro-batches, which are streamed through the device; a
+//! model that does not fit is cut into stages, each on a device of its own. What is left in the
+//! gradients is exactly what the whole mini-batch, through the whole model, would have left.
+//!
+//! # A batch that does not fit
+//!
+//! In a training loop on tch, `loss.backward()` becomes [`MicroBatcher::backward`]:
+//!
+//! ```
+//! use brimful::optim::{AdamW, Optimizer};
+//! use brimful::{Loss, MicroBatcher, Size};
+//! use tch::nn::{self, ModuleT};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! # let x = Tensor::randn([65, 8], (Kind::Float, Device::Cpu));
+//! # let y = Tensor::randint(3, [65], (Kind::Int64, Device::Cpu));
+//! # let loader = [(x, y)];
+//! let store = nn::VarStore::new(Device::Cpu); // or Device::Cuda(0)
+//! let model = nn::seq_t().add(nn::linear(store.root(), 8, 3, Default::default()));
+//! let mut optimizer = Optimizer::new(&store, AdamW::new(1e-3))?;
+//!
+//! let mut micro = MicroBatcher::new(&store, Size::Auto);
+//! for batch in loader {
+//!     let step = micro.backward(&batch, |(x, y)| {
+//!         Loss::mean(model.forward_t(&x, true).cross_entropy_for_logits(&y))
+//!     })?;
+//!     optimizer.step()?;
+//!     optimizer.zero_grad()?;
+//!     println!("loss {}, in micro-batches of {:?}", step.loss, step.sizes);
+//! }
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! The closure gets each micro-batch on the model's device and returns a [`Loss`], which says what
+//! its value is a mean over: samples, tokens, the weights of classes, or nothing.
+//!
+//! # A model that does not fit
+//!
+//! ```
+//! use brimful::optim::Sgd;
+//! use brimful::schedule::{Recompute, Schedule};
+//! use brimful::{Layers, Loss, Pipeline};
+//! use tch::{Device, Kind, Tensor, nn};
+//!
+//! # let x = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));
+//! # let y = Tensor::randint(3, [16], (Kind::Int64, Device::Cpu));
+//! let layers = Layers::new()
+//!     .add("hidden", |p| nn::linear(p, 8, 64, Default::default()))
+//!     .add_fn("relu", |x| x.relu())
+//!     .add("output", |p| nn::linear(p, 64, 3, Default::default()));
+//! let mut pipe = Pipeline::builder(layers)
+//!     .devices([Device::Cpu, Device::Cpu]) // or Device::Cuda(0), Device::Cuda(1)
+//!     .micro_batches(4)
+//!     .schedule(Schedule::OneFOneB)
+//!     .recompute(Recompute::ExceptLast)
+//!     .build()?;
+//! let mut optimizer = pipe.optimizer(Sgd::new(0.1))?;
+//! let step = pipe.step(&x, &y, |out, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
+//! optimizer.step()?;
+//! # Ok::<(), brimful::Error>(())
+//! ```
+//!
+//! # Which part do I need?
+//!
+//! | to | use |
+//! | --- | --- |
+//! | train with a batch that does not fit | [`MicroBatcher`], [`Size`] |
+//! | make a batch of one's own struct | [`Batch`], by derive |
+//! | say what a loss is a mean over | [`Loss`] |
+//! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
+//! | not tune the size | [`Size::Auto`], [`mod@auto`] |
+//! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
+//! | spread a model over devices | [`Layers`], [`Pipeline`] |
+//! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
+//! | look at a schedule, or write one | [`schedule`] |
+//! | update parameters, and save the optimizer's state | [`optim`] |
+//! | have BatchNorm statistics as of the whole mini-batch | [`nn`] |
+//! | count and limit memory, on a CPU too | [`memory`] |
+//! | save and load models | [`save`], [`Pipeline::save`] |
+//!
+//! # Promises
+//!
+//! - *Transparent.* Gradients, loss and parameters after a step equal those of the plain model on the
+//!   whole mini-batch: to 1e-10 in f64, 1e-5 in f32.
+//! - *Atomic.* A step that fails leaves gradients, BatchNorm statistics, random state and optimizer as
+//!   they were. One that was run again is the step that would have been taken without the fault.
+//! - *Bounded.* Device memory depends on the micro-batch and the stage, not on the mini-batch.
+//! - *No hang.* A panic, an error or out-of-memory in any stage ends the step with an error that says
+//!   where; the pipeline can be used again.
+//! - *Split-independent.* Saved models are plain safetensors with the layers' own names.
+//! - *Said, not swallowed.* What was changed on the user's behalf is in the step's report and in a log
+//!   line of `tracing`.
+//!
+//! # Restrictions
+//!
+//! - In training, BatchNorm normalises each micro-batch by its own statistics ([`nn`]).
+//! - Which dropout masks are drawn depends on the cut.
+//! - Zero-bubble schedules are planned and simulated, but not executed yet.
+//! - Linux on x86-64, with libtorch 2.11.0.
+//!
+//! # Features
+//!
+//! - `download-libtorch` fetches libtorch while building, for those who have none. Others set
+//!   `LIBTORCH` to its folder, or `LIBTORCH_USE_PYTORCH=1` to use an installed PyTorch 2.11.
+//! - `doc-only` builds these pages without libtorch.
 
 // The code that `#[derive(Batch)]` writes says `::brimful`, and is used in here too.
 extern crate self as brimful;

@@ -11,6 +11,23 @@
 //! | a sum | `Loss::sum(t)` |
 //! | a term of the parameters alone | `Loss::once(t)` |
 //! | several of them | `a + b * 0.1` |
+//!
+//! Three samples in micro-batches of two and one, with a penalty that counts once:
+//!
+//! ```
+//! use brimful::{Loss, MicroBatcher, Size};
+//! use tch::{Device, Kind, Tensor, nn};
+//!
+//! let store = nn::VarStore::new(Device::Cpu);
+//! let weight = store.root().ones("weight", &[]);
+//! let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+//! let step = micro.backward(&Tensor::from_slice(&[1.0f32, 2.0, 6.0]), |x| {
+//!     Loss::mean((x * &weight).mean(Kind::Float)) + Loss::once(weight.square()) * 0.5
+//! })?;
+//! assert_eq!(step.loss, 3.5);
+//! assert_eq!(step.terms, [3.0, 0.5]);
+//! # Ok::<(), brimful::Error>(())
+//! ```
 
 use std::ops::{Add, Mul};
 

@@ -102,17 +102,10 @@ impl MemoryModel {
         self.line().map(|line| line.largest(budget))
     }
 
-    /// The same where some of the budget is `held` by what runs sizes that have been seen.
-    pub(crate) fn largest_beside(&self, held: u64, budget: u64) -> Option<usize> {
-        let seen = self.largest(budget)?.min(self.largest_seen());
-        self.largest(budget.saturating_sub(held)).map(|new| new.max(seen))
-    }
-
     /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients
     /// beside it.
-    pub(crate) fn holds_all(&self, samples: usize, held: u64, budget: u64) -> bool {
-        let budget = budget.saturating_add(self.floor);
-        self.largest_beside(held, budget).is_some_and(|size| size >= samples)
+    pub(crate) fn holds_all(&self, samples: usize, budget: u64) -> bool {
+        self.largest(budget.saturating_add(self.floor)).is_some_and(|size| size >= samples)
     }
 
     /// What a lone micro-batch is expected to need.
@@ -206,19 +199,9 @@ mod tests {
         let mut model = MemoryModel::with_floor(100);
         model.observe(10, 200, false);
         assert_eq!(model.largest(200), Some(10));
-        assert!(model.holds_all(20, 0, 200) && !model.holds_all(21, 0, 200));
+        assert!(model.holds_all(20, 200) && !model.holds_all(21, 200));
         model.observe(20, 200, true);
         assert_eq!((model.predict_alone(20), model.predict(20)), (Some(200), Some(300)));
-    }
-
-    #[test]
-    fn what_is_held_is_not_for_new_sizes() {
-        let mut model = MemoryModel::default();
-        model.observe(10, 100, false);
-        assert_eq!(model.largest_beside(0, 300), Some(30));
-        assert_eq!(model.largest_beside(100, 300), Some(20));
-        assert_eq!(model.largest_beside(250, 300), Some(10), "it is what holds that");
-        assert_eq!(model.largest_beside(250, 90), Some(9));
     }
 
     #[test]

@@ -19,5 +19,5 @@ pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<Room> {
         None => (memory::host()?.available, HOST_MARGIN),
     };
     let available = available.0.saturating_sub(reserved);
-    Ok(Room { available, budget: (available as f64 * (1.0 - margin)) as u64, held: 0 })
+    Ok(Room { available, budget: (available as f64 * (1.0 - margin)) as u64 })
 }

@@ -16,8 +16,6 @@ pub(crate) struct Room {
     pub(crate) available: u64,
     /// Those of them that may be planned with.
     pub(crate) budget: u64,
-    /// Those of them that captured work keeps, of sizes that it was captured for.
-    pub(crate) held: u64,
 }
 
 /// One kind's memory models, one for each memory, and its policy.
@@ -77,10 +75,10 @@ impl Sizer {
     /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
     pub(crate) fn next(&mut self, rooms: &[Room], left: usize, samples: usize) -> Trial {
         let pairs = || self.models.iter().zip(rooms);
-        let fits = pairs().map(|(model, room)| model.largest_beside(room.held, room.budget));
+        let fits = pairs().map(|(model, room)| model.largest(room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
         let holds_all =
-            |(model, room): (&MemoryModel, &Room)| model.holds_all(samples, room.held, room.budget);
+            |(model, room): (&MemoryModel, &Room)| model.holds_all(samples, room.budget);
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
         let fits = fits.map(|fits| fits.max(all));
         let reach = pairs().map(|(model, room)| model.reach(room.budget)).min().unwrap_or(0);

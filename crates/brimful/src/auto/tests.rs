@@ -48,8 +48,7 @@ impl World {
     }
 
     fn room(&self) -> Room {
-        let budget = self.available - self.available / 100;
-        Room { available: self.available, budget, held: 0 }
+        Room { available: self.available, budget: self.available - self.available / 100 }
     }
 
     /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.

@@ -46,7 +46,7 @@ impl Together {
     ) -> Result<Self> {
         let watch = |memory: Option<Memory>| {
             let before = memory.as_ref().map(Memory::usage).transpose()?;
-            let unlimited = Room { available: u64::MAX, budget: u64::MAX, held: 0 };
+            let unlimited = Room { available: u64::MAX, budget: u64::MAX };
             let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
             Ok::<_, Error>(Watched { memory, before, room })
         };

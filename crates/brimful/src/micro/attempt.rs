@@ -135,11 +135,11 @@ impl MicroBatcher {
                 if Some(i + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
-                this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
+                let unseen = this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                Ok(this.replay.needed())
+                Ok(unseen)
             })?;
             let groups = pass.groups();
             let outputs = joined(pass.outputs)?;

@@ -68,16 +68,14 @@ impl Cut {
         sizer: Sizer,
         memory: &Memory,
         reserved: u64,
-        held: Bytes,
         warm_up: usize,
     ) -> Result<Self> {
         let before = memory.usage()?;
-        let room = Room { held: held.0, ..room(&before, reserved)? };
         let watch = Watch {
             sizer,
             decisions: Vec::new(),
             memory: memory.clone(),
-            room,
+            room: room(&before, reserved)?,
             before,
             peak: before.current,
             warm_up,
@@ -192,7 +190,10 @@ impl Watch {
         let warm_up = if trial.timed { self.warm_up } else { 0 };
         let ranges = match trial.micro_batches {
             Some(count) => first_of(samples - next, trial.size, count + warm_up)?,
-            None => split::by_size(samples - next, trial.size)?,
+            None if next == 0 => split::by_size(samples, trial.size)?,
+            // Of exactly this size, which later steps will use too: a new one costs a device its
+            // preparations.
+            None => of_exactly(samples - next, trial.size)?,
         };
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
         // Near-equal micro-batches may be smaller than they were allowed to be.
@@ -226,7 +227,6 @@ impl Watch {
     fn lap(&mut self, unseen: Bytes) -> Result<()> {
         let Some(piece) = &mut self.piece else { return Ok(()) };
         piece.unseen = piece.unseen.max(unseen.0);
-        self.room.held = unseen.0;
         piece.stopwatch.as_mut().map_or(Ok(()), Stopwatch::lap)
     }
 
@@ -299,5 +299,16 @@ fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize
     match samples.saturating_sub(count * size) {
         0 | 1 => split::by_count(samples, count),
         _ => Ok((0..count).map(|i| i * size..(i + 1) * size).collect()),
+    }
+}
+
+/// Micro-batches of `size` samples, and one of what is left; near-equal ones where that would be a
+/// single sample.
+fn of_exactly(samples: usize, size: usize) -> Result<Vec<Range<usize>>> {
+    match samples % size {
+        1 => split::by_size(samples, size),
+        _ => {
+            Ok((0..samples.div_ceil(size)).map(|i| i * size..samples.min((i + 1) * size)).collect())
+        }
     }
 }

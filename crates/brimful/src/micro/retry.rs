@@ -103,8 +103,8 @@ impl MicroBatcher {
             let variables = &self.variables;
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
             let sizer = self.sizes.take(&kind, || vec![floor()]);
-            let (held, warm_up) = (self.replay.needed(), self.replay.warm_up());
-            let mut cut = Cut::watched(samples, sizer, memory, self.reserved, held, warm_up)?;
+            let mut cut =
+                Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {

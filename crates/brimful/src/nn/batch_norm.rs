@@ -1,8 +1,4 @@
 //! BatchNorm that says what a micro-batch is to its running statistics.
-//!
-//! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
-//! not known before its last sample has been seen. What evaluation uses, the running statistics,
-//! can be as if the mini-batch had come whole, and by default is.
 
 use std::borrow::Borrow;
 

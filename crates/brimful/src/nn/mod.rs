@@ -1,4 +1,27 @@
-//! Layers that know of micro-batches.
+//! Layers that know of micro-batches: BatchNorm.
+//!
+//! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
+//! not known before its last sample has been seen. What evaluation uses, the running statistics,
+//! can be as if the mini-batch had come whole, and by default is:
+//!
+//! ```
+//! use brimful::nn::batch_norm1d;
+//! use brimful::{Loss, MicroBatcher, Size};
+//! use tch::nn::{ModuleT, VarStore};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! let x = Tensor::randn([10, 3], (Kind::Double, Device::Cpu));
+//! let running_mean = |size| {
+//!     let mut store = VarStore::new(Device::Cpu);
+//!     let norm = batch_norm1d(store.root(), 3, Default::default());
+//!     store.double();
+//!     let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+//!     micro.backward(&x, |x| Loss::mean(norm.forward_t(&x, true).mean(Kind::Double)))?;
+//!     Ok::<_, brimful::Error>(store.variables()["running_mean"].copy())
+//! };
+//! assert!(running_mean(4)?.allclose(&running_mean(10)?, 1e-10, 1e-12, false));
+//! # Ok::<(), brimful::Error>(())
+//! ```
 
 mod batch_norm;
 

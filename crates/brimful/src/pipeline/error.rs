@@ -50,6 +50,25 @@ pub enum PipelineError {
         /// The schedule.
         schedule: Schedule,
     },
+    /// Actions for other devices than the pipeline's.
+    #[error(
+        "the actions put the stages on devices {given:?}, but the pipeline has them on {here:?}: give \
+         a list for that placement, or build the pipeline with another balance or schedule"
+    )]
+    OtherPlacement {
+        /// The device of each stage of the pipeline, counted from 0.
+        here: Vec<usize>,
+        /// The device of each stage in the list.
+        given: Vec<usize>,
+    },
+    /// An action that the executor does not know.
+    #[error(
+        "{action} is half a backward, which is simulated but not executed yet: write B instead"
+    )]
+    SplitBackward {
+        /// The first of them.
+        action: Action,
+    },
     /// A model that gives another number of tensors than the call is made for.
     #[error("the model gives {given} tensors, not one: use the call whose name ends in `_many`")]
     NotOneOutput {

@@ -53,6 +53,7 @@ mod layout;
 mod optimizer;
 mod optimizer_state;
 mod outputs;
+mod own_actions;
 mod ranks;
 mod recompute;
 mod report;

@@ -67,6 +67,19 @@ impl Pipeline {
     /// GPipe; with recompute, it holds their inputs alone. To look at outputs without training, use
     /// [`Pipeline::eval`].
     ///
+    /// ```
+    /// # use brimful::{Layers, Pipeline};
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 4, Default::default()));
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(4).build()?;
+    /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
+    /// let out = pipe.forward(&x)?;
+    /// let likeness = out.matmul(&out.tr()); // every sample with every other
+    /// likeness.square().mean(Kind::Float).backward();
+    /// pipe.backward(out)?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// As [`Pipeline::step`].
     pub fn forward(&mut self, input: &impl Batch) -> Result<Outputs> {

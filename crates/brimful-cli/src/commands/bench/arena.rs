@@ -3,39 +3,40 @@
 //! Steps with and without an arena take turns, so that a machine that slows down or speeds up does
 //! so for both. Without an arena libtorch's own allocator is in place.
 
-use std::fmt;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use brimful::Bytes;
 use brimful::memory::Arena;
 use clap::Args;
 use serde::Serialize;
+use serde_json::json;
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Device, Kind, Tensor, vision};
 
+use super::journal::{Journal, Output};
+use super::progress::Progress;
 use super::times::Times;
-use crate::output;
 
 /// Options of `brimful bench arena`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Samples a step.
+    /// Samples a step
     #[arg(long, default_value_t = 8)]
     batch: i64,
-    /// Height and width of the images.
+    /// Height and width of the images
     #[arg(long, default_value_t = 96)]
     image: i64,
-    /// Measured steps of each kind.
+    /// Measured steps of each kind
     #[arg(long, default_value_t = 15)]
     repeats: usize,
-    /// Print one JSON object instead of text.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Measures and prints.
 pub fn run(options: &Options) -> Result<()> {
+    ensure!(options.repeats > 0, "--repeats 0: give it at least 1");
     let store = nn::VarStore::new(Device::Cpu);
     let model = vision::resnet::resnet50(&store.root(), 1000);
     let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
@@ -48,33 +49,34 @@ pub fn run(options: &Options) -> Result<()> {
         optimizer.backward_step(&loss);
         start.elapsed().as_secs_f64()
     };
+    let facts = json!({ "optimizer": "sgd", "batch_norm": "tch's" });
+    let mut journal = Journal::begin("arena", Device::Cpu, &options.output, facts)?;
+    let progress = Progress::new(options.repeats);
+    progress.row("resnet50");
     step();
     let (mut with, mut without) = (Times::default(), Times::default());
     let (mut peak_bytes, mut allocations) = (0, 0);
-    for _ in 0..options.repeats {
+    for turn in 0..options.repeats {
+        progress.turn("resnet50", "without and with an arena", turn, 0, options.repeats);
         without.push(step());
         let arena = Arena::new("bench");
         let inside = arena.enter();
         with.push(step());
         drop(inside);
         (peak_bytes, allocations) = (arena.peak(), arena.allocations());
+        progress.advance(1);
     }
-    let row = Row::new(options, &without, &with, peak_bytes, allocations);
-    output::report(&Report { rows: vec![row] }, options.json)
-}
-
-#[derive(Debug, Serialize)]
-struct Report {
-    rows: Vec<Row>,
+    progress.done();
+    Row::new(options, &without, &with, peak_bytes, allocations).enter(&mut journal)?;
+    journal.end()
 }
 
 #[derive(Debug, Serialize)]
 struct Row {
     model: &'static str,
-    device: &'static str,
+    shape: String,
     dtype: &'static str,
     batch: i64,
-    image: i64,
     repeats: usize,
     threads: usize,
     seconds_without: f64,
@@ -89,37 +91,38 @@ struct Row {
 impl Row {
     fn new(options: &Options, without: &Times, with: &Times, peak: u64, allocations: u64) -> Self {
         let (seconds_without, seconds_with) = (without.median(), with.median());
+        let Options { batch, image, repeats, .. } = *options;
         Self {
             model: "resnet50",
-            device: "cpu",
+            shape: format!("{image}×{image}"),
             dtype: "f32",
-            batch: options.batch,
-            image: options.image,
-            repeats: options.repeats,
+            batch,
+            repeats,
             threads: brimful::libtorch::threads(),
             seconds_without,
             seconds_with,
             ratio: seconds_without / seconds_with,
-            samples_per_s: options.batch as f64 / seconds_with,
+            samples_per_s: batch as f64 / seconds_with,
             peak_bytes: Bytes(peak),
             allocations,
         }
     }
-}
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for row in &self.rows {
-            writeln!(
-                f,
-                "{} training step, {} images of {} × {}, {} threads, median of {}",
-                row.model, row.batch, row.image, row.image, row.threads, row.repeats
-            )?;
-            writeln!(f, "  libtorch's allocator  {:>9.1} ms", row.seconds_without * 1e3)?;
-            writeln!(f, "  with an arena         {:>9.1} ms", row.seconds_with * 1e3)?;
-            writeln!(f, "  ratio                 {:>9.3}", row.ratio)?;
-            writeln!(f, "  allocations a step    {:>9}, peak {}", row.allocations, row.peak_bytes)?;
-        }
-        Ok(())
+    fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let Self { model, shape, batch, threads, repeats, ratio, allocations, peak_bytes, .. } =
+            self;
+        let title = format!(
+            "{model} training step, {batch} images of {shape}, {threads} threads, median of {repeats}"
+        );
+        let columns = format!(
+            "  {:>12}{:>16}{:>8}{:>13}{:>12}",
+            "without", "with an arena", "ratio", "allocations", "peak"
+        );
+        let text = format!(
+            "  {:>9.1} ms{:>13.1} ms{ratio:>8.3}{allocations:>13}{peak_bytes:>12}",
+            self.seconds_without * 1e3,
+            self.seconds_with * 1e3,
+        );
+        journal.write(&title, &columns, &text, self)
     }
 }

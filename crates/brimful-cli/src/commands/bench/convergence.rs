@@ -4,30 +4,37 @@
 //! step. What they come to should differ by no more than chance: each is trained with several seeds,
 //! and the difference of the mean accuracies is put beside twice its own standard error.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use brimful::Bytes;
 use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::json;
+use tch::Device;
 
-use super::journal::Journal;
+use super::ballast;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
+use super::results::Comparison;
 use crate::args::{self, Command};
 use crate::commands::train::{self, Epoch, Trainer};
 use crate::setting::{self, MODELS, ModelName};
 
-/// Who trains, and what `brimful train` is told then.
-const CONTESTANTS: [(&str, &str); 3] = [
-    ("full batch", "--micro-batches 1"),
-    ("micro-batches", "--micro-batches 16"),
-    ("4 stages", "--micro-batches 16 --stages 4"),
-];
+/// Who trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contestant {
+    Full,
+    /// Micro-batches of an automatic size, in memory that does not hold the mini-batch.
+    Auto,
+    Stages,
+}
+
+const CONTESTANTS: [Contestant; 3] = [Contestant::Full, Contestant::Auto, Contestant::Stages];
 
 /// Options of `brimful bench convergence`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful bench convergence --data digits --batch 256 --epochs 4      in minutes on a CPU
+  brimful bench convergence --data digits --batch 256 --epochs 4 --limit 256MiB   in minutes on a CPU
   apt-get install dataset-fashion-mnist
   brimful bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
 pub struct Options {
@@ -39,58 +46,89 @@ pub struct Options {
     /// Samples in a mini-batch
     #[arg(long, default_value_t = 1024)]
     batch: usize,
+    /// Memory of the contestant whose micro-batches are automatic: less than the mini-batch needs
+    #[arg(long, default_value = "2GiB", value_name = "BYTES")]
+    limit: Bytes,
     /// Passes over the training set
     #[arg(long, default_value_t = 10)]
     epochs: usize,
-    /// Runs of each contestant, each with first parameters and an order of its own
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(2..))]
-    seeds: u64,
-    /// cpu, cuda or cuda:1 [default: cuda where there is one]
+    /// A run of each contestant for each, with first parameters and an order of its own
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
+    seeds: Vec<u64>,
+    /// cpu, cuda or cuda:1, where all stages share the card [default: cuda where there is one]
     #[arg(long)]
     device: Option<String>,
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Trains with one seed after the other, then compares.
 pub fn run(options: &Options) -> Result<()> {
+    ensure!(options.epochs > 0, "--epochs 0: give it at least 1");
     let device = setting::device(options.device.as_deref())?;
-    let facts = json!({
-        "optimizer": "adamw",
-        "batch_norm": "deferred",
-        "data": options.data,
-        "epochs": options.epochs,
-    });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let facts = json!({ "optimizer": "adamw", "batch_norm": "deferred", "limit": options.limit });
+    let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
+    let progress = Progress::new(options.seeds.len() * CONTESTANTS.len() * options.epochs);
     let mut accuracies = CONTESTANTS.map(|_| Vec::new());
-    for seed in 0..options.seeds {
-        for ((name, arguments), reached) in CONTESTANTS.iter().zip(&mut accuracies) {
-            let epoch = options.train(seed, name, arguments, &progress)?;
+    for &seed in &options.seeds {
+        for (contestant, reached) in CONTESTANTS.iter().zip(&mut accuracies) {
+            let epoch = options.train(seed, *contestant, device, &progress)?;
             reached.push(epoch.test_accuracy);
-            Run::new(options, name, seed, &epoch).enter(&mut journal)?;
+            Run::new(options, *contestant, seed, &epoch).enter(&mut journal)?;
         }
     }
-    for ((name, _), reached) in CONTESTANTS.iter().zip(&accuracies) {
-        Comparison::new(options, name, reached, &accuracies[0]).enter(&mut journal)?;
+    for (contestant, reached) in CONTESTANTS.iter().zip(&accuracies) {
+        if let Some(comparison) = Comparison::new(reached, &accuracies[0]) {
+            let contestant = contestant.name();
+            Summary { contestant, model: options.model, comparison }.enter(&mut journal)?;
+        }
     }
     journal.end()
 }
 
+impl Contestant {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full batch",
+            Self::Auto => "micro-batches, auto",
+            Self::Stages => "4 stages",
+        }
+    }
+
+    /// What `brimful train` is told.
+    fn arguments(self, device: Device, limit: Bytes) -> String {
+        match (self, device) {
+            (Self::Full, _) => "--micro-batches 1".to_owned(),
+            (Self::Auto, Device::Cpu) => format!("--micro-batch auto --memory-limit {}", limit.0),
+            (Self::Auto, _) => "--micro-batch auto".to_owned(),
+            (Self::Stages, _) => "--micro-batches 16 --stages 4".to_owned(),
+        }
+    }
+}
+
 impl Options {
     /// The last epoch of a training.
-    fn train(&self, seed: u64, name: &str, arguments: &str, progress: &Progress) -> Result<Epoch> {
-        let title = format!("{name}, seed {seed}");
+    fn train(
+        &self,
+        seed: u64,
+        contestant: Contestant,
+        device: Device,
+        progress: &Progress,
+    ) -> Result<Epoch> {
+        let title = format!("{}, seed {seed}", contestant.name());
         progress.row(&title);
-        let mut trainer = Trainer::new(&self.training(seed, arguments)?)?;
+        let is_filled = contestant == Contestant::Auto && device != Device::Cpu;
+        let _ballast = is_filled.then(|| ballast::leave(device, self.limit)).transpose()?;
+        let arguments = contestant.arguments(device, self.limit);
+        let mut trainer = Trainer::new(&self.training(seed, &arguments)?)?;
         let mut last = None;
         for number in 0..self.epochs {
             progress.turn(&title, "epoch", number, 0, self.epochs);
             last = Some(trainer.run_epoch(|_| ())?);
+            progress.advance(1);
         }
         progress.done();
-        last.context("--epochs 0: give it at least 1")
+        last.context("no epoch was trained")
     }
 
     fn training(&self, seed: u64, arguments: &str) -> Result<train::Options> {
@@ -111,9 +149,10 @@ impl Options {
 
 /// One contestant's training with one seed.
 #[derive(Debug, Serialize)]
-struct Run {
+struct Run<'a> {
     contestant: &'static str,
     model: ModelName,
+    data: &'a str,
     batch: usize,
     micro_batch: usize,
     seed: u64,
@@ -125,11 +164,13 @@ struct Run {
     peak_bytes: Bytes,
 }
 
-impl Run {
-    fn new(options: &Options, contestant: &'static str, seed: u64, epoch: &Epoch) -> Self {
+impl<'a> Run<'a> {
+    fn new(options: &'a Options, contestant: Contestant, seed: u64, epoch: &Epoch) -> Self {
+        let path = options.data.trim_end_matches('/');
         Self {
-            contestant,
+            contestant: contestant.name(),
             model: options.model,
+            data: path.rsplit('/').next().unwrap_or(path),
             batch: options.batch,
             micro_batch: epoch.micro_batch_size,
             seed,
@@ -143,14 +184,16 @@ impl Run {
     }
 
     fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self { contestant, model, batch, seed, epochs, loss, test_loss, .. } = self;
-        let title = format!("{model}, mini-batch {batch}, after {epochs} epochs");
+        let Self { contestant, model, data, batch, micro_batch, seed, epochs, .. } = self;
+        let title = format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs");
         let columns = format!(
-            "  {:<16}{:>5}{:>10}{:>12}{:>12}{:>11}{:>12}",
-            "", "seed", "loss", "test loss", "accuracy", "samples/s", "peak"
+            "  {:<20}{:>5}{:>13}{:>10}{:>12}{:>12}{:>11}{:>12}",
+            "", "seed", "micro-batch", "loss", "test loss", "accuracy", "samples/s", "peak"
         );
         let text = format!(
-            "  {contestant:<16}{seed:>5}{loss:>10.4}{test_loss:>12.4}{:>10.2} %{:>11.1}{:>12}",
+            "  {contestant:<20}{seed:>5}{micro_batch:>13}{:>10.4}{:>12.4}{:>10.2} %{:>11.1}{:>12}",
+            self.loss,
+            self.test_loss,
             100.0 * self.test_accuracy,
             self.samples_per_s,
             self.peak_bytes
@@ -161,61 +204,29 @@ impl Run {
 
 /// All of a contestant's trainings beside those of the full batch.
 #[derive(Debug, Serialize)]
-struct Comparison {
+struct Summary {
     contestant: &'static str,
     model: ModelName,
-    seeds: usize,
-    mean_accuracy: f64,
-    deviation: f64,
-    /// The mean's from that of the full batch.
-    difference: f64,
-    /// Twice the standard error of that difference.
-    noise: f64,
-    within_noise: bool,
+    #[serde(flatten)]
+    comparison: Comparison,
 }
 
-impl Comparison {
-    fn new(options: &Options, contestant: &'static str, reached: &[f64], full: &[f64]) -> Self {
-        let ((mean, deviation), (full_mean, full_deviation)) = (spread(reached), spread(full));
-        let difference = mean - full_mean;
-        let variance = (deviation.powi(2) + full_deviation.powi(2)) / reached.len() as f64;
-        let noise = 2.0 * variance.sqrt();
-        Self {
-            contestant,
-            model: options.model,
-            seeds: reached.len(),
-            mean_accuracy: mean,
-            deviation,
-            difference,
-            noise,
-            within_noise: difference.abs() <= noise,
-        }
-    }
-
+impl Summary {
     fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let title = format!("Accuracy over {} seeds", self.seeds);
         let columns = format!(
-            "  {:<16}{:>10}{:>12}{:>13}{:>10}   {}",
+            "  {:<20}{:>10}{:>12}{:>13}{:>10}   {}",
             "", "mean", "deviation", "difference", "noise", "within it"
         );
         let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+        let Comparison { mean_accuracy, deviation, difference, noise, within_noise } =
+            self.comparison;
+        let [mean, deviation, difference, noise] =
+            [mean_accuracy, deviation, difference, noise].map(percent);
+        let within = if within_noise { "yes" } else { "no" };
         let text = format!(
-            "  {:<16}{:>10}{:>12}{:>13}{:>10}   {}",
-            self.contestant,
-            percent(self.mean_accuracy),
-            percent(self.deviation),
-            percent(self.difference),
-            percent(self.noise),
-            if self.within_noise { "yes" } else { "no" }
+            "  {:<20}{mean:>10}{deviation:>12}{difference:>13}{noise:>10}   {within}",
+            self.contestant
         );
-        journal.write(&title, &columns, &text, self)
+        journal.write("Accuracy over all seeds", &columns, &text, self)
     }
-}
-
-/// The mean of some numbers, and their standard deviation as a sample.
-fn spread(numbers: &[f64]) -> (f64, f64) {
-    let count = numbers.len() as f64;
-    let mean = numbers.iter().sum::<f64>() / count;
-    let squares: f64 = numbers.iter().map(|number| (number - mean).powi(2)).sum();
-    (mean, (squares / (count - 1.0)).sqrt())
 }

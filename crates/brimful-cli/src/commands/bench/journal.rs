@@ -1,29 +1,56 @@
-//! Rows as they come, as text or JSON lines, and all of them at the end.
+//! Rows as they come, as text or JSON lines, and all of them at the end; kept in a folder if asked.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use brimful::{device, libtorch};
+use clap::Args;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tch::Device;
 
+use super::interrupt;
+use super::results::{OURS, Results};
 use crate::output;
+
+/// Where rows go.
+#[derive(Debug, Clone, Args)]
+pub(super) struct Output {
+    /// Print JSON: a line for each row as it comes, then one object with all of them
+    #[arg(long)]
+    json: bool,
+    /// Keep the rows in this folder as they come (ours.jsonl), with their tables and a picture
+    #[arg(long, value_name = "FOLDER")]
+    save: Option<PathBuf>,
+}
 
 /// Prints rows as they come, and keeps them for the last line.
 #[derive(Debug)]
 pub(super) struct Journal {
+    bench: &'static str,
     json: bool,
     device: String,
     environment: Value,
     rows: Vec<Value>,
     title: String,
+    saved: Option<(PathBuf, File)>,
 }
 
 impl Journal {
     /// `facts` are what this benchmark's figures depend on besides what all depend on.
-    pub(super) fn begin(device: Device, json: bool, facts: Value) -> Result<Self> {
+    pub(super) fn begin(
+        bench: &'static str,
+        device: Device,
+        output: &Output,
+        facts: Value,
+    ) -> Result<Self> {
+        let saved = output.save.as_ref().map(open).transpose()?;
+        interrupt::keep_rows(output.save.clone())?;
         let environment = environment(device, facts)?;
         let device = device::name(device);
-        if !json {
+        if !output.json {
             let text = |key: &str| environment[key].as_str().unwrap_or("?").to_owned();
             output::line(&format!(
                 "{device}: {}; libtorch {}, {} threads; optimizer: {}",
@@ -33,7 +60,8 @@ impl Journal {
                 text("optimizer"),
             ))?;
         }
-        Ok(Self { json, device, environment, rows: Vec::new(), title: String::new() })
+        let (rows, title) = (Vec::new(), String::new());
+        Ok(Self { bench, json: output.json, device, environment, rows, title, saved })
     }
 
     /// A heading where a new table begins, then the row.
@@ -46,7 +74,9 @@ impl Journal {
     ) -> Result<()> {
         let mut value = serde_json::to_value(row)?;
         let object = value.as_object_mut().context("a row is an object")?;
+        object.insert("bench".into(), json!(self.bench));
         object.insert("device".into(), json!(self.device));
+        self.save(&value)?;
         if self.json {
             output::line(&value.to_string())?;
         } else {
@@ -61,13 +91,29 @@ impl Journal {
     }
 
     /// The last line of JSON: all rows, and where they come from.
-    pub(super) fn end(self) -> Result<()> {
-        let Self { json, environment, rows, .. } = self;
-        if !json {
-            return Ok(());
+    pub(super) fn end(mut self) -> Result<()> {
+        let last = json!({ "done": true, "environment": self.environment, "rows": self.rows });
+        self.save(&last)?;
+        if let Some((folder, _)) = &self.saved {
+            Results::read_folder(folder)?.illustrate(folder)?;
         }
-        output::line(&json!({ "done": true, "environment": environment, "rows": rows }).to_string())
+        if self.json { output::line(&last.to_string()) } else { Ok(()) }
     }
+
+    fn save(&mut self, value: &Value) -> Result<()> {
+        let Some((folder, file)) = &mut self.saved else { return Ok(()) };
+        // Whole lines at once: a run that is killed leaves no half of one.
+        let written = file.write_all(format!("{value}\n").as_bytes());
+        written.with_context(|| format!("cannot write {}", folder.join(OURS).display()))
+    }
+}
+
+/// The folder, and its new file of rows.
+fn open(folder: &PathBuf) -> Result<(PathBuf, File)> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let path = folder.join(OURS);
+    let file = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok((folder.clone(), file))
 }
 
 /// What a figure depends on besides the code.
@@ -83,6 +129,7 @@ fn environment(device: Device, facts: Value) -> Result<Value> {
         "cpu_model": model(Device::Cpu),
         "cpu_capability": libtorch::cpu_capability(),
         "threads": libtorch::threads(),
+        "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "cuda_driver": libtorch::cuda_driver().ok(),
     });
     if let (Some(all), Value::Object(facts)) = (environment.as_object_mut(), facts) {

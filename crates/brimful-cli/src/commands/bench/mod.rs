@@ -2,12 +2,17 @@
 
 mod arena;
 mod auto;
+mod ballast;
+mod compare;
 mod convergence;
+mod interrupt;
 mod journal;
 mod memory;
 mod micro;
 mod pipeline;
+mod plot;
 mod progress;
+mod results;
 mod times;
 mod work;
 
@@ -31,6 +36,10 @@ pub enum Bench {
     Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
+    /// Join our rows and the peers' into tables with ratios.
+    Compare(compare::Options),
+    /// Draw rows, ours and the peers'.
+    Plot(plot::Options),
 }
 
 /// Runs one benchmark.
@@ -42,6 +51,8 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
         Bench::Micro(options) => micro::run(options)?,
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
+        Bench::Compare(options) => compare::run(options)?,
+        Bench::Plot(options) => plot::run(options)?,
     }
     Ok(ExitCode::SUCCESS)
 }

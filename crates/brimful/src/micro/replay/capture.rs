@@ -11,6 +11,7 @@ use super::room::{Watch, make_room};
 use super::{Replay, State, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::Batch;
+use crate::bytes::Bytes;
 use crate::loss::Part;
 use crate::micro::Outcome;
 use crate::micro::pass::{Pass, forward};
@@ -18,7 +19,8 @@ use crate::random::Randomness;
 use crate::{Error, Result};
 
 impl Replay {
-    /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay.
+    /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay. Gives
+    /// what replays will have in use.
     pub(super) fn capture<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut Pass<R::Outputs>,
@@ -26,7 +28,7 @@ impl Replay {
         part: &Part,
         f: &mut impl FnMut(B) -> R,
         buffers: &[Tensor],
-    ) -> Result<State> {
+    ) -> Result<(State, Bytes)> {
         let mut watch = Watch::begin(self.device)?;
         let before = Randomness::now(self.device)?;
         let earlier = pass.accumulator.exchange(Vec::new());
@@ -41,7 +43,7 @@ impl Replay {
         pass.accumulator.disown()?;
         let need = watch.eager_need()?;
         let captured = self.captured(pass, &micro_batch, &eager, need, f);
-        self.room.add(&watch, captured.is_ok())?;
+        let need = self.room.add(&watch, captured.is_ok())?;
         after.restore()?;
         let state = match captured {
             Err(cause) => self.refuse(cause),
@@ -66,7 +68,7 @@ impl Replay {
             }
         };
         pass.accumulator.add_sums(eager)?;
-        Ok(state)
+        Ok((state, need))
     }
 
     /// Captures a micro-batch like this one, with sums for what eager runs have reached.

@@ -74,6 +74,9 @@ struct Entry {
     shape: Shape,
     uses: u64,
     state: State,
+    /// What a captured one has in use while it is replayed, and for how many samples.
+    need: Bytes,
+    samples: f64,
 }
 
 #[derive(Debug)]
@@ -135,11 +138,6 @@ impl Replay {
         if self.wanted { WARM_UP } else { 0 }
     }
 
-    /// What captured work has in use while it is replayed, which the memory's account does not show.
-    pub(super) fn needed(&self) -> Bytes {
-        self.room.needed()
-    }
-
     /// The most memory in use since the last call, where `usage` is what was in use besides captured
     /// work.
     pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
@@ -170,7 +168,8 @@ impl Replay {
         Ok(())
     }
 
-    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch.
+    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch. Gives what it had in
+    /// use besides what the memory's account shows.
     pub(super) fn run<B: Batch, R: Outcome, F: FnMut(B) -> R>(
         &mut self,
         pass: &mut Pass<R::Outputs>,
@@ -178,12 +177,17 @@ impl Replay {
         part: &Part,
         f: &mut F,
         surroundings: &Surroundings<'_>,
-    ) -> Result<()> {
+    ) -> Result<Bytes> {
         let laid_out = |micro_batch| surroundings.arrangement.of(micro_batch);
         if !self.wanted {
-            return pass.run(laid_out(micro_batch)?, part, f);
+            pass.run(laid_out(micro_batch)?, part, f)?;
+            return Ok(Bytes(0));
         }
-        let index = self.find(Shape::of::<B, F>(&micro_batch, pass.single));
+        let shape = Shape::of::<B, F>(&micro_batch, pass.single);
+        if self.is_new(&shape) && self.is_in_the_way(part.samples)? {
+            self.release(pass)?;
+        }
+        let index = self.find(shape);
         let entry = &mut self.entries[index];
         entry.uses += 1;
         self.new |= matches!(entry.state, State::New(_));
@@ -191,20 +195,44 @@ impl Replay {
             // Its inputs are laid out already, and the samples will be as they are copied there.
             State::Captured(program) => {
                 self.replayed += 1;
-                program.run(pass, &micro_batch, part)
+                program.run(pass, &micro_batch, part)?;
             }
             State::New(seen) if *seen < WARM_UP => {
                 *seen += 1;
-                pass.run(laid_out(micro_batch)?, part, f)
+                pass.run(laid_out(micro_batch)?, part, f)?;
             }
             State::New(_) => {
                 let buffers = without_gradient(surroundings.variables);
-                let state = self.capture(pass, laid_out(micro_batch)?, part, f, &buffers)?;
-                self.entries[index].state = state;
-                Ok(())
+                let (state, need) =
+                    self.capture(pass, laid_out(micro_batch)?, part, f, &buffers)?;
+                let entry = &mut self.entries[index];
+                (entry.state, entry.need, entry.samples) = (state, need, part.samples);
             }
-            State::Eager => pass.run(laid_out(micro_batch)?, part, f),
+            State::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
         }
+        Ok(self.entries[index].need)
+    }
+
+    fn is_new(&self, shape: &Shape) -> bool {
+        !self.entries.iter().any(|entry| entry.shape == *shape)
+    }
+
+    /// Whether captured work keeps memory that so many samples of a new shape will need, as far as can
+    /// be told from others.
+    fn is_in_the_way(&self, samples: f64) -> Result<bool> {
+        let kept = self.entries.iter().map(|entry| entry.need.0).sum();
+        let expected = |entry: &Entry| (entry.need.0 as f64 / entry.samples * samples) as u64;
+        let expected = self.entries.iter().map(expected).max().unwrap_or(0);
+        Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
+    }
+
+    /// Forgets all captured work in the midst of a step.
+    fn release<O>(&mut self, pass: &mut Pass<O>) -> Result<()> {
+        pass.accumulator.disown()?;
+        let interrupted = self.room.interrupted(self.device)?;
+        self.clear()?;
+        self.room = interrupted;
+        Ok(())
     }
 
     /// The entry of this shape; a new one takes the place of the least used.
@@ -217,7 +245,8 @@ impl Replay {
             let least = least.map_or(0, |(index, _)| index);
             self.entries.swap_remove(least);
         }
-        self.entries.push(Entry { shape, uses: 0, state: State::New(0) });
+        let (uses, state, need, samples) = (0, State::New(0), Bytes(0), 1.0);
+        self.entries.push(Entry { shape, uses, state, need, samples });
         self.entries.len() - 1
     }
 

@@ -45,6 +45,12 @@ impl Watch {
     }
 }
 
+/// What is free for eager work, in the device and in the cache, beside captured work that keeps so much.
+pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
+    let now = device_memory(device)?;
+    Ok(now.free + now.reserved.saturating_sub(now.current + kept))
+}
+
 /// Makes room for captured work of this need. What eager runs have left in the cache is of no use to
 /// it, so where there is little else, that is given back.
 pub(super) fn make_room(device: Device, need: u64) -> Result<()> {
@@ -66,18 +72,20 @@ pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
 impl Room {
     /// Counts what a capture has allocated, which is what its replays will use; of one that failed,
     /// nothing remains. What it keeps is among what is in use.
-    pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<()> {
+    pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<Bytes> {
         let now = device_memory(watch.device)?;
-        if succeeded {
-            self.needed = self.needed.max(now.peak.saturating_sub(now.current));
-        }
+        let need = if succeeded { now.peak.saturating_sub(now.current) } else { 0 };
+        self.needed = self.needed.max(need);
         self.interrupted = self.interrupted.max(watch.before).max(now.peak);
         // What was counted here is not to be counted again as the step's.
-        Ok(reset_peak(watch.device)?)
+        reset_peak(watch.device)?;
+        Ok(Bytes(need))
     }
 
-    pub(super) fn needed(&self) -> Bytes {
-        Bytes(self.needed)
+    /// What remains of it in a step's peak when captured work is given up.
+    pub(super) fn interrupted(&self, device: Device) -> Result<Self> {
+        let peak = device_memory(device)?.peak + self.needed;
+        Ok(Self { needed: 0, interrupted: self.interrupted.max(peak) })
     }
 
     pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {

@@ -14,7 +14,7 @@ use clap::Args;
 use serde_json::json;
 use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
 use crate::setting::{self, MODELS, ModelName, NumberType};
@@ -61,9 +61,8 @@ pub struct Options {
     /// `brimful train` does; without the search
     #[arg(long, requires = "steps_only")]
     replay: bool,
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Measures row after row, and prints each as it comes.
@@ -71,12 +70,13 @@ pub fn run(options: &Options) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     let rows = options.rows(device)?;
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "replay": options.replay });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("auto", device, &options.output, facts)?;
+    let progress = Progress::new(rows.len());
     for (work, limit) in rows {
         brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
         let subject = Subject { work, device, limit, replay: options.replay };
         let row = Row::measure(&subject, options.steps_only, &progress)?;
+        progress.advance(1);
         progress.done();
         row.enter(&mut journal)?;
     }

@@ -21,11 +21,12 @@ const STEADY_STEPS: usize = 5;
 /// A row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
+    contestant: &'static str,
     model: ModelName,
     shape: String,
     dtype: NumberType,
     batch: usize,
-    limit: Bytes,
+    limit_bytes: Bytes,
     largest: Option<Largest>,
     #[serde(flatten)]
     fastest: Fastest,
@@ -83,11 +84,12 @@ impl Row {
         let (fastest, best) = fastest(subject, best, &samples)?;
         let work = &subject.work;
         Ok(Self {
+            contestant: if subject.replay { "brimful, replay" } else { "brimful" },
             model: work.model,
             shape: work.shape(),
             dtype: work.dtype,
             batch: work.batch,
-            limit: subject.limit,
+            limit_bytes: subject.limit,
             largest,
             fastest,
             best,
@@ -130,7 +132,7 @@ impl Row {
         format!(
             "  {:>10} | {largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}\
              {samples_per_s:>11.1}{of_fixed:>10}{best}",
-            self.limit.to_string()
+            self.limit_bytes.to_string()
         )
     }
 }

@@ -9,8 +9,9 @@ use brimful::micro::Layout;
 use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
 use brimful_torch::device as torch_device;
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
+use super::super::ballast;
 use super::super::work::{Samples, Work};
 use crate::setting::clear_gradients;
 
@@ -62,14 +63,8 @@ impl Subject {
         if self.device == Device::Cpu {
             return Ok((Memory::Arena(Arena::limited("bench", self.limit.0)?), None));
         }
-        let memory = Memory::Accelerator(self.device);
-        memory.empty_cache()?;
-        let free = memory.usage()?.available.unwrap_or_default().0;
-        let Some(surplus) = free.checked_sub(self.limit.0) else {
-            anyhow::bail!("{} are free, so {} cannot be left", Bytes(free), self.limit);
-        };
-        let ballast = Tensor::f_empty([i64::try_from(surplus)?], (Kind::Uint8, self.device))?;
-        Ok((memory, Some(ballast)))
+        let ballast = ballast::leave(self.device, self.limit)?;
+        Ok((Memory::Accelerator(self.device), Some(ballast)))
     }
 }
 

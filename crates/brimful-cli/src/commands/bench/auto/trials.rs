@@ -58,7 +58,10 @@ pub(super) fn rate(
     samples: &Samples,
     repeats: usize,
 ) -> Result<Option<f64>> {
-    let mut built = subject.build(Size::Fixed(size), samples)?;
+    let mut built = match subject.build(Size::Fixed(size), samples) {
+        Err(error) if is_out_of_memory(&error) => return Ok(None),
+        built => built?,
+    };
     let mut times = Times::default();
     for turn in 0..=repeats {
         match built.step() {

@@ -19,7 +19,7 @@ use clap::Args;
 use serde_json::json;
 use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::Work;
 use crate::setting::ModelName;
@@ -60,9 +60,8 @@ pub struct Options {
     /// cpu, where each stage has an arena of its own, or cuda, where each has a card
     #[arg(long, default_value = "cpu")]
     device: String,
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// How a model is run.
@@ -89,14 +88,15 @@ pub fn run(options: &Options) -> Result<()> {
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
     });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("memory", device, &options.output, facts)?;
+    let progress = Progress::new(options.model.len());
     let mut fitted = false;
     for &family in &options.model {
         progress.row(&format!("{family}: the layers"));
         let search = Search::measure(family, options.work(family, device), device, trial.limit())?;
         progress.done();
         fitted |= options.table(&search, &trial, &progress, &mut journal)?;
+        progress.advance(1);
     }
     ensure!(fitted, "no model of any size fits {}: give more --memory", trial.limit());
     journal.end()

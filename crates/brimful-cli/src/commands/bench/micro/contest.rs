@@ -77,6 +77,11 @@ pub(super) struct Figures {
     pub(super) loss: f64,
 }
 
+/// How often each contestant has its turn.
+pub(super) fn turns(repeats: usize) -> usize {
+    WARM_UP + repeats
+}
+
 /// Measures a row: its contestants take turns.
 pub(super) fn measure(
     work: &Work,
@@ -95,7 +100,7 @@ pub(super) fn measure(
         loss: 0.0,
     };
     let mut all: Vec<Figures> = Contestant::all(work, device).into_iter().map(new).collect();
-    for turn in 0..WARM_UP + repeats {
+    for turn in 0..turns(repeats) {
         for figures in &mut all {
             progress.turn(&work.title(), figures.contestant.name(), turn, WARM_UP, repeats);
             let Turn { seconds, loss, peak } = arena.turn(figures.contestant)?;
@@ -106,6 +111,7 @@ pub(super) fn measure(
                 figures.times.push(seconds);
             }
         }
+        progress.advance(1);
     }
     same(&all.iter().map(|figures| figures.loss).collect::<Vec<_>>(), work.dtype)?;
     if device == Device::Cpu {

@@ -18,6 +18,8 @@ use crate::setting::clear_gradients;
 
 /// Micro-batches in each mini-batch, and which of them it is compared with.
 const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];
+/// Micro-batches in all of them.
+pub(super) const PIECES: usize = 1 + 2 + 64 + 128;
 
 /// Measures the peaks of one micro-batch size, with the mini-batch in host memory.
 pub(super) fn measure(
@@ -51,6 +53,7 @@ pub(super) fn measure(
         step()?;
         let peak = step()?;
         clear_gradients(&store)?;
+        progress.advance(count);
         progress.done();
         let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
         let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);

@@ -15,7 +15,7 @@ use clap::Args;
 use serde_json::json;
 use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{self, GptShape, Work};
 use crate::setting::{self, MODELS, ModelName, NumberType};
@@ -53,9 +53,8 @@ pub struct Options {
     /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
     #[arg(long, conflicts_with_all = ["batch", "repeats"])]
     memory: bool,
-    /// Print JSON: a line for each row as it comes, then one object with all of them.
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Measures row after row, and prints each as it comes.
@@ -73,14 +72,16 @@ pub fn run(options: &Options) -> Result<()> {
         "batch_norm": "deferred; the loop's per micro-batch",
         "host_batch": if cuda { "pageable; the loop's page-locked" } else { "pageable" },
     });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("micro", device, &options.output, facts)?;
+    let repeats = options.repeats as usize;
+    let pieces = if options.memory { memory::PIECES } else { contest::turns(repeats) };
+    let progress = Progress::new(rows.len() * pieces);
     for work in &rows {
         work.dtype.prepare(device)?;
         if options.memory {
             memory::measure(work, device, &progress, &mut journal)?;
         } else {
-            contest::measure(work, device, options.repeats as usize, &progress, &mut journal)?;
+            contest::measure(work, device, repeats, &progress, &mut journal)?;
         }
     }
     journal.end()

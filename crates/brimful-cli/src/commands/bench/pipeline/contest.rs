@@ -1,6 +1,6 @@
 //! The contestants for one number of stages, and their turns.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use brimful::balance::Profile;
 use brimful::plan::Choice;
 use tch::Device;
@@ -10,7 +10,7 @@ use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::{Samples, Work};
 use super::alone::{Alone, Copies};
-use super::report::{AloneRow, PipelineRow};
+use super::report::{AloneRow, NoRow, PipelineRow};
 use super::runner::Runner;
 use super::{Options, picture};
 
@@ -26,6 +26,13 @@ pub(super) struct Contest {
     /// None on an accelerator, which all stages share, and where one stage makes them pointless.
     copies: Option<Copies>,
     runners: Vec<Runner>,
+    /// Those that cannot be built: a model has too few layers for some schedules.
+    missing: Vec<NoRow>,
+}
+
+/// How often each contestant has its turn.
+pub(super) fn turns(repeats: usize) -> usize {
+    WARM_UP + repeats
 }
 
 impl Contest {
@@ -39,17 +46,22 @@ impl Contest {
         let alone = Alone::new(work, device)?;
         let is_parallel = device == Device::Cpu && stages > 1;
         let copies = is_parallel.then(|| Copies::new(work, stages)).transpose()?;
-        let (parameters, mut runners) = (alone.variables(), Vec::new());
+        let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
                 let micro_batches = options.micro_batches as usize;
                 let choice = Choice { schedule, micro_batches, recompute };
-                let runner = Runner::new(choice, work, profile, device, stages, &parameters)?;
-                runners.push(runner);
+                match Runner::new(choice, work, profile, device, stages, &parameters) {
+                    Ok(runner) => runners.push(runner),
+                    Err(error) => missing.push(NoRow::new(work, choice, stages, error)),
+                }
             }
         }
+        if let (true, Some(first)) = (runners.is_empty(), missing.first()) {
+            bail!("{first}");
+        }
         let batch = work.samples(work.batch);
-        Ok(Self { work: work.clone(), stages, batch, alone, copies, runners })
+        Ok(Self { work: work.clone(), stages, batch, alone, copies, runners, missing })
     }
 
     /// Measures, and enters a row for each contestant.
@@ -62,7 +74,7 @@ impl Contest {
         let title = format!("{}, {} stages", self.work.title(), self.stages);
         progress.row(&title);
         let (mut alone, mut copies) = (Times::default(), Times::default());
-        for turn in 0..WARM_UP + repeats {
+        for turn in 0..turns(repeats) {
             let counts = turn >= WARM_UP;
             progress.turn(&title, "one thread", turn, WARM_UP, repeats);
             let (seconds, expected) = self.alone.step(&self.work, &self.batch)?;
@@ -78,6 +90,7 @@ impl Contest {
                 let near = (loss - expected).abs() <= 1e-3 * expected.abs();
                 ensure!(near, "{}: the loss is {loss}, not {expected}", runner.row.choice);
             }
+            progress.advance(1);
         }
         for runner in &mut self.runners {
             runner.count(&self.batch)?;
@@ -88,7 +101,7 @@ impl Contest {
         for runner in &self.runners {
             PipelineRow::new(&self.work, runner, self.stages, &alone, machine)?.enter(journal)?;
         }
-        Ok(())
+        self.missing.iter().try_for_each(|row| row.enter(journal))
     }
 
     /// Every schedule as it was simulated and as it was measured.

@@ -21,14 +21,16 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful_torch::threads;
 use clap::Args;
 use serde_json::json;
+use tch::Device;
 
-use super::journal::Journal;
+use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
 use crate::setting::{MODELS, ModelName, NumberType};
 use contest::Contest;
 
-/// Tokens of the GPT: bytes. A larger table would make its head the one large stage.
+/// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
+/// blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
 const VOCABULARY: i64 = 256;
 
 /// Options of `brimful bench pipeline`.
@@ -46,7 +48,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
     stages: Vec<usize>,
     /// gpipe, 1f1b, interleaved-V
-    #[arg(long, value_delimiter = ',', default_value = "gpipe,1f1b,interleaved-2")]
+    #[arg(long, value_delimiter = ',', default_value = "gpipe,1f1b,interleaved-2,interleaved-4")]
     schedule: Vec<Schedule>,
     /// never, except-last, always
     #[arg(long, value_delimiter = ',', default_value = "never")]
@@ -54,7 +56,7 @@ pub struct Options {
     /// Micro-batches in a mini-batch
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// Samples in a micro-batch [default: 1 of a gpt, 2 of a ResNet, 32 of an mlp]
+    /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     /// Where it is trained: cpu, or cuda:0, where all stages share the device
@@ -64,7 +66,7 @@ pub struct Options {
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
     /// The shape of the GPT as layers x width x sequence. A head is 64 wide; there are 256 tokens.
-    #[arg(long, default_value = "24x256x64")]
+    #[arg(long, default_value = "32x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
@@ -75,9 +77,8 @@ pub struct Options {
     /// Draw the last model's steps with the most stages, simulated and measured
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Measures row after row, and prints each as it comes.
@@ -88,21 +89,23 @@ pub fn run(options: &Options) -> Result<()> {
     let _one = threads::limit_threads(1);
     let facts = json!({
         "threads_per_stage": 1,
-        "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "optimizer": "none",
         "batch_norm": "deferred",
     });
-    let mut journal = Journal::begin(device, options.json, facts)?;
-    let progress = Progress::new();
+    let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
+    let works = options.works(device);
+    let repeats = options.repeats as usize;
+    let progress = Progress::new(works.len() * options.stages.len() * contest::turns(repeats));
     let mut picture = None;
-    for work in options.works() {
+    for work in works {
+        work.dtype.prepare(device)?;
         let sample = work.samples(work.micro_batch).0;
         progress.row(&format!("{}: the layers", work.title()));
         let profile = Profile::measure(&work.layers()?, device, &sample)?;
         progress.done();
         for &stages in &options.stages {
             let mut contest = Contest::new(options, &work, &profile, device, stages)?;
-            contest.run(options.repeats as usize, &progress, &mut journal)?;
+            contest.run(repeats, &progress, &mut journal)?;
             picture = options.svg.as_ref().map(|_| contest.picture());
         }
     }
@@ -113,25 +116,25 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 impl Options {
-    fn works(&self) -> Vec<Work> {
+    fn works(&self, device: Device) -> Vec<Work> {
         let models = if self.table {
             &[ModelName::Gpt, ModelName::Resnet101]
         } else {
             self.model.as_slice()
         };
-        models.iter().map(|&model| self.work(model)).collect()
+        models.iter().map(|&model| self.work(model, device)).collect()
     }
 
-    fn work(&self, model: ModelName) -> Work {
+    fn work(&self, model: ModelName, device: Device) -> Work {
         let usual = match model {
             ModelName::Mlp => 32,
-            ModelName::Gpt => 1,
+            ModelName::Gpt | ModelName::UNet { .. } => 1,
             _ => 2,
         };
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
         Work {
             model,
-            dtype: NumberType::F32,
+            dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
             batch: micro_batch * self.micro_batches as usize,
             micro_batch,
             image: i64::from(self.image),

@@ -1,7 +1,10 @@
 //! The rows of pipelines: speed beside what bubble and machine allow, memory, balance.
 
-use anyhow::Result;
+use std::fmt;
+
+use anyhow::{Error, Result};
 use brimful::Bytes;
+use brimful::plan::Choice;
 use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
@@ -11,7 +14,7 @@ use super::super::work::Work;
 use super::runner::Runner;
 use crate::setting::{ModelName, NumberType};
 
-/// The columns that say what was run.
+/// What was run.
 #[derive(Debug, Serialize)]
 struct Columns {
     contestant: &'static str,
@@ -21,6 +24,11 @@ struct Columns {
     batch: usize,
     micro_batch: usize,
     micro_batches: usize,
+}
+
+/// How fast it was.
+#[derive(Debug, Serialize)]
+struct Speed {
     samples_per_s: f64,
     /// (Longest − shortest) / median of the steps.
     spread: f64,
@@ -32,6 +40,8 @@ struct Columns {
 pub(super) struct AloneRow {
     #[serde(flatten)]
     columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
     stages: usize,
     schedule: Option<Schedule>,
     recompute: Option<Recompute>,
@@ -44,6 +54,8 @@ pub(super) struct AloneRow {
 pub(super) struct PipelineRow {
     #[serde(flatten)]
     columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
     stages: usize,
     schedule: Schedule,
     recompute: Recompute,
@@ -56,8 +68,12 @@ pub(super) struct PipelineRow {
     machine: f64,
     /// The ratio over limit times machine.
     of_limit: f64,
-    /// The ratio that the stages' measured times promise.
+    /// The ratio that the stages' measured times allow: the balance's own limit.
     simulated: f64,
+    /// The ratio over that times machine.
+    of_balance: f64,
+    /// What torchgpipe's authors measured on Tesla P40 cards, over one card without a pipeline.
+    published_ratio: Option<f64>,
     /// Idle time over all time, in the step of the median time.
     bubble: Option<f64>,
     /// On the device that held the most.
@@ -65,8 +81,19 @@ pub(super) struct PipelineRow {
     peaks: Vec<Option<Bytes>>,
 }
 
+/// A pipeline that cannot be built.
+#[derive(Debug, Serialize)]
+pub(super) struct NoRow {
+    #[serde(flatten)]
+    columns: Columns,
+    stages: usize,
+    schedule: Schedule,
+    recompute: Recompute,
+    error: String,
+}
+
 impl Columns {
-    fn new(contestant: &'static str, work: &Work, times: &Times) -> Self {
+    fn new(contestant: &'static str, work: &Work) -> Self {
         Self {
             contestant,
             model: work.model,
@@ -75,9 +102,6 @@ impl Columns {
             batch: work.batch,
             micro_batch: work.micro_batch,
             micro_batches: work.batch / work.micro_batch,
-            samples_per_s: work.batch as f64 / times.median(),
-            spread: times.spread(),
-            seconds: times.0.clone(),
         }
     }
 
@@ -87,16 +111,17 @@ impl Columns {
             "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
         );
         let columns = format!(
-            "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>7}{:>9}{:>10}{:>11}{:>9}{:>9}{:>12}",
+            "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
             "stages",
             "schedule",
             "recompute",
             "samples/s",
             "ratio",
             "limit",
+            "balance",
             "machine",
             "of limit",
-            "simulated",
+            "of balance",
             "bubble",
             "spread",
             "peak"
@@ -105,17 +130,24 @@ impl Columns {
     }
 }
 
+impl Speed {
+    fn new(work: &Work, times: &Times) -> Self {
+        let samples_per_s = work.batch as f64 / times.median();
+        Self { samples_per_s, spread: times.spread(), seconds: times.0.clone() }
+    }
+}
+
 impl AloneRow {
     pub(super) fn new(work: &Work, times: &Times) -> Self {
-        let columns = Columns::new("one thread", work, times);
         let (schedule, recompute, peak_bytes) = (None, None, None);
-        Self { columns, stages: 1, schedule, recompute, ratio: 1.0, peak_bytes }
+        let (columns, speed) = (Columns::new("one thread", work), Speed::new(work, times));
+        Self { columns, speed, stages: 1, schedule, recompute, ratio: 1.0, peak_bytes }
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Columns { samples_per_s, spread, .. } = &self.columns;
+        let Speed { samples_per_s, spread, .. } = &self.speed;
         let text = format!(
-            "  {:>6}  {:<26}{samples_per_s:>11.2}{:>8.3}{:>54.1} %",
+            "  {:>6}  {:<26}{samples_per_s:>11.2}{:>8.3}{:>64.1} %",
             "–",
             "one thread",
             1.0,
@@ -133,10 +165,11 @@ impl PipelineRow {
         alone: &Times,
         machine: f64,
     ) -> Result<Self> {
-        let limit = runner.limit()?;
+        let (limit, simulated) = (runner.limit()?, runner.simulated());
         let ratio = alone.median() / runner.times.median();
         Ok(Self {
-            columns: Columns::new("brimful", work, &runner.times),
+            columns: Columns::new("brimful", work),
+            speed: Speed::new(work, &runner.times),
             stages,
             schedule: runner.row.choice.schedule,
             recompute: runner.row.choice.recompute,
@@ -145,7 +178,9 @@ impl PipelineRow {
             limit,
             machine,
             of_limit: ratio / (limit * machine),
-            simulated: runner.simulated(),
+            simulated,
+            of_balance: ratio / (simulated * machine),
+            published_ratio: published(work.model, stages, runner.row.choice.schedule),
             bubble: runner.typical().map(|step| step.bubble()),
             peak_bytes: runner.peaks.iter().flatten().max().copied(),
             peaks: runner.peaks.clone(),
@@ -153,18 +188,49 @@ impl PipelineRow {
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self {
-            stages, schedule, recompute, ratio, limit, machine, of_limit, simulated, ..
-        } = self;
-        let Columns { samples_per_s, spread, .. } = &self.columns;
+        let Self { stages, schedule, recompute, ratio, limit, machine, simulated, .. } = self;
+        let Self { of_limit, of_balance, .. } = self;
+        let Speed { samples_per_s, spread, .. } = &self.speed;
         let percent = |part: f64| format!("{:.1} %", 100.0 * part);
         let text = format!(
             "  {stages:>6}  {schedule:<14}{recompute:<12}{samples_per_s:>11.2}{ratio:>8.3}\
-             {limit:>7.2}{machine:>9.3}{of_limit:>10.3}{simulated:>11.3}{:>9}{:>9}{:>12}",
+             {limit:>8.3}{simulated:>9.3}{machine:>9.3}{of_limit:>10.3}{of_balance:>12.3}\
+             {:>9}{:>9}{:>12}",
             self.bubble.map(percent).unwrap_or_default(),
             percent(*spread),
             self.peak_bytes.map(|peak| peak.to_string()).unwrap_or_default(),
         );
         self.columns.enter(journal, &text, self)
+    }
+}
+
+/// Theirs is GPipe, recomputed but for the last micro-batch.
+fn published(model: ModelName, stages: usize, schedule: Schedule) -> Option<f64> {
+    let ratios = match model {
+        ModelName::Resnet101 => [0.74, 1.352, 2.181, 2.808],
+        ModelName::UNet { blocks: 5, channels: 64 } => [0.858, 1.246, 2.352, 3.105],
+        _ => return None,
+    };
+    let place = [1, 2, 4, 8].iter().position(|count| *count == stages)?;
+    (schedule == Schedule::GPipe).then_some(ratios[place])
+}
+
+impl NoRow {
+    pub(super) fn new(work: &Work, choice: Choice, stages: usize, error: Error) -> Self {
+        let Choice { schedule, recompute, .. } = choice;
+        let (columns, error) = (Columns::new("brimful", work), format!("{error:#}"));
+        Self { columns, stages, schedule, recompute, error }
+    }
+
+    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let Self { stages, schedule, recompute, error, .. } = self;
+        let text = format!("  {stages:>6}  {schedule:<14}{recompute:<12}  {error}");
+        self.columns.enter(journal, &text, self)
+    }
+}
+
+impl fmt::Display for NoRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.schedule, self.error)
     }
 }

@@ -1,0 +1,143 @@
+"""What the peers' scripts share: which rows they run, in which processes, and what they print.
+
+    SCRIPT.py --like OURS.jsonl [--repeats 3] [--row-limit 120]
+
+Each script runs the works of brimful's rows in OURS.jsonl with its peer. Every measurement is a process of its
+own, so that one that fails, crashes or hangs costs the others nothing: it becomes a row with its error. Prints
+brimful's JSON: a line for each row as it comes, then one with all of them and the environment.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+
+def run(bench, contestants, measure, works=None, package=None):
+    """Runs a script: in its first process all measurements, in each further one a single one.
+
+    `contestants(work, flags)` names those that run a work, each with its settings;
+    `measure(work, settings, repeats)` gives a row's figures; `works(rows)` picks the works among our rows;
+    `package` is the peer's, whose version the environment says.
+    """
+    args = arguments()
+    if args.row:
+        task = json.loads(args.row)
+        figures = measure(task["work"], task["settings"], args.repeats)
+        print(json.dumps({"figures": figures, "environment": environment(task["work"], package)}))
+        return
+    rows, where = [], None
+    for work in (works or each_once)(ours(args.like, bench)):
+        for name, settings in contestants(work, args.flags):
+            print(f"{name}: {title(work)}", file=sys.stderr, flush=True)
+            answer = in_own_process({"work": work, "settings": settings}, args)
+            where = where or answer.pop("environment", None)
+            rows.append({"contestant": name, **identity(work), **answer.get("figures", answer)})
+            print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
+    where = {"program": os.path.basename(sys.argv[0]), **(where or {})}
+    print(json.dumps({"done": True, "environment": where, "rows": rows}, ensure_ascii=False))
+
+
+def arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--like", help="JSON lines of brimful bench")
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps")
+    parser.add_argument("--row-limit", type=float, default=120, help="seconds that one measurement may take")
+    parser.add_argument("--flags", nargs="*", default=[], help="what a script takes besides")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def ours(path, bench):
+    """Our rows of a benchmark, but for those that failed."""
+    with open(path, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.startswith("{")]
+    return [row for row in rows if row.get("bench") == bench and "error" not in row]
+
+
+IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes"]
+IDENTITY += ["stages", "schedule", "recompute", "balance"]
+
+
+def identity(work):
+    return {key: work[key] for key in IDENTITY if key in work}
+
+
+def each_once(rows):
+    works = {}
+    for row in rows:
+        works.setdefault(json.dumps(identity(row)), identity(row))
+    return works.values()
+
+
+def title(work):
+    keys = ["model", "dtype", "batch", "micro_batch", "limit_bytes", "stages", "schedule", "recompute"]
+    return " ".join(str(work[key]) for key in keys if work.get(key) is not None)
+
+
+def in_own_process(task, args):
+    """What a measurement's process answers; its error where it does not."""
+    command = [sys.executable, sys.argv[0], "--row", json.dumps(task), "--repeats", str(args.repeats)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.row_limit)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it took longer than {args.row_limit:.0f} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    sys.stderr.write(done.stderr)
+    return {"error": reason(done.stderr) or f"its process ended with {done.returncode}"}
+
+
+def reason(text):
+    """The last line that names an exception, else the last one, no longer than a line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return next(iter(named[-1:] or lines[-1:]), "")[:200]
+
+
+def timed(step, clear, wait, repeats, warm_up=2):
+    """Seconds of the steps that do not count, and of those that do: from quiet devices to quiet devices."""
+    seconds = []
+    for _ in range(warm_up + repeats):
+        clear()
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return seconds[:warm_up], seconds[warm_up:]
+
+
+def speed(work, warm_up, seconds):
+    median = statistics.median(seconds)
+    return {
+        "samples_per_s": work["batch"] / median, "spread": (max(seconds) - min(seconds)) / median,
+        "seconds": seconds, "warm_up_seconds": warm_up,
+    }  # fmt: skip
+
+
+def synchronize(device):
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def environment(work, package):
+    import torch
+    import torchvision
+
+    cuda = work["device"].startswith("cuda")
+    return {
+        "python": sys.version.split()[0], "torch": torch.__version__,
+        "torchvision": torchvision.__version__, **({package: version(package)} if package else {}), "device": work["device"],
+        "device_model": torch.cuda.get_device_name() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        "optimizer": "none", "batch_norm": "per micro-batch",
+    }  # fmt: skip

@@ -1,0 +1,124 @@
+"""The models that peers and brimful train, their samples and their loss, by what a row of brimful's says.
+
+The ResNets are torchvision's. The GPT is written here with the same parameters as brimful's.
+"""
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+CLASSES = 1000
+HEAD_WIDTH = 64
+# Tokens of the GPT: GPT-2's 50,257, filled up to what fast kernels like, as is usual, with a head that is tied to
+# the embedding; or bytes with a head of their own in a pipeline, where a larger one would be the one large stage.
+VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256}
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each normed before and added to what came in."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.heads = width // HEAD_WIDTH
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.split, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.attend(self.ln_1(x))
+        return x + self.contract(F.gelu(self.expand(self.ln_2(x)), approximate="tanh"))
+
+    def attend(self, x):
+        samples, sequence, width = x.shape
+        parts = self.split(x).split(width, dim=2)
+        q, k, v = (p.view(samples, sequence, self.heads, -1).transpose(1, 2) for p in parts)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.join(out.transpose(1, 2).reshape(samples, sequence, width))
+
+
+class Gpt(nn.Module):
+    """GPT-2 without dropout, its head tied to its embedding."""
+
+    def __init__(self, vocabulary, layers, width, sequence):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.ln_f = nn.LayerNorm(width)
+        for table in (self.wte, self.wpe):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        return F.linear(self.ln_f(self.blocks(x)), self.wte.weight)
+
+
+class Positions(nn.Module):
+    """Adds to each token what stands for its place."""
+
+    def __init__(self, sequence, width):
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(sequence, width))
+
+    def forward(self, x):
+        return x + self.weight[: x.shape[1]]
+
+
+def shape(work):
+    """`224×224`, or layers × width × sequence."""
+    return [int(number) for number in work["shape"].split("×")]
+
+
+def network(work):
+    """The whole model, on its device, with its number type."""
+    if work["model"] == "gpt":
+        made = Gpt(VOCABULARY[work["bench"]], *shape(work))
+    elif work["model"] == "mlp":
+        made = nn.Sequential(nn.Flatten(), *perceptron([28 * 28, 1024, 1024, CLASSES]))
+    else:
+        made = getattr(torchvision.models, work["model"])(num_classes=CLASSES)
+    made = made.to(work["device"]).train()
+    return made.bfloat16() if work["dtype"] == "bf16" else made
+
+
+def perceptron(widths):
+    for number, (before, after) in enumerate(zip(widths, widths[1:])):
+        if number:
+            yield nn.ReLU()
+        yield nn.Linear(before, after)
+
+
+def layers(work):
+    """The model as the same list of layers as ours, not yet built: a balance counts them."""
+    if work["model"] == "gpt":
+        vocabulary, (depth, width, sequence) = VOCABULARY[work["bench"]], shape(work)
+        starts = [lambda: nn.Embedding(vocabulary, width), lambda: Positions(sequence, width), nn.Identity]
+        ends = [lambda: nn.LayerNorm(width), lambda: nn.Linear(width, vocabulary, bias=False)]
+        return [*starts, *([lambda: Block(width)] * depth), *ends]
+    made = getattr(torchvision.models, work["model"])(num_classes=CLASSES)
+    blocks = [block for group in range(1, 5) for block in getattr(made, f"layer{group}")]
+    stem = [made.conv1, nn.Sequential(made.bn1, made.relu), made.maxpool]
+    head = [made.avgpool, nn.Flatten(), made.fc]
+    return [lambda layer=layer: layer for layer in (*stem, *blocks, *head)]
+
+
+def samples(work, pinned=False):
+    """A mini-batch in host memory, page-locked if asked. Random: some kernels are faster on zeros."""
+    count = work["batch"]
+    if work["model"] == "gpt":
+        x, y = torch.randint(VOCABULARY[work["bench"]], (2, count, shape(work)[2])).unbind()
+    else:
+        channels = 1 if work["model"] == "mlp" else 3
+        x, y = torch.randn(count, channels, *shape(work)), torch.randint(CLASSES, (count,))
+        x = x.bfloat16() if work["dtype"] == "bf16" else x
+    return (x.pin_memory(), y.pin_memory()) if pinned else (x, y)
+
+
+def loss_of(logits, y):
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def allow(dtype):
+    """The same arithmetic as ours, and cuDNN's choice of kernels by trying."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype != "f32"

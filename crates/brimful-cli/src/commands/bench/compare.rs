@@ -1,0 +1,37 @@
+//! `brimful bench compare`: our results and the peers', joined into tables with ratios.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+
+use super::results::Results;
+use crate::output;
+
+/// Options of `brimful bench compare`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench compare ours.jsonl peers.jsonl
+  brimful bench compare ours.jsonl peers.jsonl --markdown > table.md")]
+pub struct Options {
+    /// JSON lines of `brimful bench … --json` or --save, and of the scripts in bench/peers
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Print Markdown
+    #[arg(long, conflicts_with = "json")]
+    markdown: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Joins and prints.
+pub fn run(options: &Options) -> Result<()> {
+    let results = Results::read(&options.files)?;
+    if options.json {
+        return output::line(&results.json().to_string());
+    }
+    let text = if options.markdown { results.for_markdown() } else { results.for_terminal() };
+    output::line(&text)
+}

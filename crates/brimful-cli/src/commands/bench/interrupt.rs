@@ -1,0 +1,37 @@
+//! Ctrl-C and SIGTERM in the middle of a benchmark: what was measured is kept, and that is said.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use anyhow::{Error, Result};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::results::Results;
+use crate::output;
+
+/// Listens until the process ends. Every row is written as it comes, so there is nothing to wait for.
+pub(super) fn keep_rows(folder: Option<PathBuf>) -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        let Some(signal) = signals.forever().next() else { return };
+        output::complain(&Error::msg(parting(folder.as_deref())));
+        // Without destructors: libtorch's would pull it away from under the step that still runs.
+        signal_hook::low_level::exit(128 + signal);
+    })?;
+    Ok(())
+}
+
+fn parting(folder: Option<&Path>) -> String {
+    let Some(folder) = folder else {
+        return "interrupted: the rows above are what was measured".to_owned();
+    };
+    let illustrated = Results::read_folder(folder).and_then(|results| {
+        results.illustrate(folder)?;
+        Ok(results.rows())
+    });
+    match illustrated {
+        Ok(rows) => format!("interrupted: {rows} rows are kept in {}", folder.display()),
+        Err(_) => "interrupted before the first row".to_owned(),
+    }
+}

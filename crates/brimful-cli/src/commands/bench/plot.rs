@@ -1,0 +1,30 @@
+//! `brimful bench plot`: our results and the peers' as a picture.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::Args;
+
+use super::results::Results;
+
+/// Options of `brimful bench plot`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench plot ours.jsonl peers.jsonl -o plot.svg")]
+pub struct Options {
+    /// JSON lines of `brimful bench … --json` or --save, and of the scripts in bench/peers
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Where to write the SVG
+    #[arg(long, short, value_name = "FILE")]
+    output: PathBuf,
+}
+
+/// Reads and draws.
+pub fn run(options: &Options) -> Result<()> {
+    let picture = Results::read(&options.files)?.svg();
+    let path = &options.output;
+    fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,112 @@
+//! `brimful bench compare`, `plot` and `--save`: rows of several programs, joined.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::{Value, json};
+
+fn bench(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    // What the tests see must not depend on what the caller has exported.
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command.arg("bench").args(arguments);
+    command
+}
+
+/// A new folder for this test.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+/// A row of `bench micro`, with what it came to.
+fn micro(contestant: &str, figures: Value) -> Value {
+    let mut row = json!({
+        "bench": "micro", "contestant": contestant, "model": "resnet50", "shape": "32×32",
+        "dtype": "f32", "device": "cpu", "batch": 16, "micro_batch": 4, "stages": 1,
+    });
+    let (Value::Object(all), Value::Object(figures)) = (&mut row, figures) else {
+        unreachable!("both are objects")
+    };
+    all.extend(figures);
+    row
+}
+
+#[test]
+fn a_peer_that_failed_is_shown_with_its_error_beside_ours() {
+    let folder = folder("compare");
+    let (ours, peers) = (folder.join("ours.jsonl"), folder.join("peers.jsonl"));
+    let fast = micro("brimful", json!({"samples_per_s": 30.0, "spread": 0.1}));
+    fs::write(
+        &ours,
+        format!("{fast}\n{}\n", json!({"done": true, "environment": {"program": "brimful"}})),
+    )
+    .expect("written");
+    let slow = micro("PyTorch loop", json!({"samples_per_s": 20.0, "seconds": [0.8, 0.9]}));
+    let broken = micro("MBP", json!({"error": "ModuleNotFoundError: mbp"}));
+    fs::write(&peers, format!("{slow}\n{broken}\n")).expect("written");
+
+    let files = [text(&ours), text(&peers)];
+    let line = predicate::str::is_match("brimful +30.0 +1.500 +1.500 ").expect("a pattern");
+    let error = predicate::str::is_match("MBP +ModuleNotFoundError: mbp").expect("a pattern");
+    bench(&["compare"]).args(files).assert().success().stdout(
+        predicate::str::contains("ResNet-50 32×32, f32, 16 / 4")
+            .and(line)
+            .and(error)
+            .and(predicate::str::contains("peers.jsonl: stopped before its last row")),
+    );
+    bench(&["compare", "--markdown"])
+        .args(files)
+        .assert()
+        .success()
+        .stdout(predicate::str::contains("| brimful | 30.0 | 1.500 | 1.500 |"));
+    let output = bench(&["compare", "--json"]).args(files).assert().success().get_output().clone();
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    assert_eq!(report["rows"][0]["over_best_peer"], 1.5);
+    assert_eq!(report["rows"][2]["error"], "ModuleNotFoundError: mbp");
+
+    let picture = folder.join("plot.svg");
+    bench(&["plot", "-o", text(&picture)]).args(files).assert().success();
+    let picture = fs::read_to_string(picture).expect("a picture");
+    assert!(picture.starts_with("<svg") && picture.contains("ModuleNotFoundError: mbp"));
+}
+
+#[test]
+fn a_saved_table_has_rows_tables_and_a_picture() {
+    let folder = folder("saved");
+    let arguments = ["micro", "--device", "cpu", "--model", "mlp", "--batch", "8", "--micro-batch"];
+    bench(&arguments).args(["4", "--repeats", "1", "--save", text(&folder)]).assert().success();
+    let rows = fs::read_to_string(folder.join("ours.jsonl")).expect("rows");
+    let last: Value =
+        rows.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a line");
+    assert_eq!(last["done"], true);
+    assert_eq!(rows.lines().count(), 1 + last["rows"].as_array().map_or(0, Vec::len));
+    let table = fs::read_to_string(folder.join("table.md")).expect("tables");
+    assert!(table.contains("| tch loop |") && table.contains("| brimful |"), "{table}");
+    assert!(folder.join("plot.svg").exists());
+}
+
+#[test]
+fn what_cannot_be_joined_is_refused_in_one_line() {
+    let folder = folder("refused");
+    let refused = |content: &str, words: &str| {
+        let path = folder.join("rows.jsonl");
+        fs::write(&path, content).expect("written");
+        bench(&["compare", text(&path)]).assert().failure().stderr(predicate::str::contains(words));
+    };
+    refused("", "there is no row");
+    refused("{\"bench\": \"sleep\"}\n", "no benchmark that is known");
+    refused("samples 3\n", "rows.jsonl:1: this is no line of JSON");
+    bench(&["compare", "nowhere.jsonl"])
+        .assert()
+        .failure()
+        .stderr(predicate::str::contains("cannot read nowhere.jsonl"));
+}

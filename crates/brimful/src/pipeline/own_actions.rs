@@ -1,0 +1,69 @@
+//! A list of actions of the user's own, in the place of the schedule's.
+
+use std::sync::Arc;
+
+use super::Pipeline;
+use super::error::PipelineError;
+use crate::schedule::{Actions, Kind};
+use crate::{Result, Size};
+
+impl Pipeline {
+    /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
+    /// own, and cuts mini-batches into as many. A mini-batch with fewer samples than that is still
+    /// run by the schedule.
+    ///
+    /// ```
+    /// # use brimful::{Layers, Pipeline};
+    /// # use tch::{Device, nn};
+    /// # let layers = Layers::new()
+    /// #     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+    /// #     .add("output", |p| nn::linear(p, 8, 3, Default::default()));
+    /// let mut pipe = Pipeline::builder(layers).devices([Device::Cpu, Device::Cpu]).build()?;
+    /// pipe.set_actions("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0".parse()?)?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the list is for another number of devices, puts a stage on another device, or splits a
+    /// backward; the schedule's own stays then.
+    pub fn set_actions(&mut self, actions: Actions) -> Result<()> {
+        let here = self.layout.stages.iter().map(|stage| stage.worker);
+        let given = actions.placement().iter().map(|device| device.index());
+        if !here.clone().eq(given.clone()) {
+            let (here, given) = (here.collect(), given.collect());
+            return Err(PipelineError::OtherPlacement { here, given }.into());
+        }
+        let halves = |kind| matches!(kind, Kind::InputGradient | Kind::WeightGradient);
+        let mut all = actions.lists().iter().flatten();
+        if let Some(&action) = all.find(|action| halves(action.kind)) {
+            return Err(PipelineError::SplitBackward { action }.into());
+        }
+        self.size = Size::Count(actions.micro_batches());
+        self.actions.insert(actions.micro_batches(), Arc::new(actions));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, nn};
+
+    use super::*;
+    use crate::Layers;
+
+    #[test]
+    fn a_list_for_another_pipeline_is_refused_and_nothing_changes() {
+        let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
+        let layers = Layers::new().add("a", linear).add("b", linear);
+        let mut pipe = Pipeline::builder(layers).devices([Device::Cpu; 2]).build().expect("one");
+        let mut refusal = |text: &str| {
+            let actions = text.parse().expect("a valid list");
+            pipe.set_actions(actions).expect_err("refused").to_string()
+        };
+        let placement = refusal("1F0,1B0\n0F0,0B0");
+        assert!(placement.contains("on devices [1, 0]") && placement.contains("on [0, 1]"));
+        let halves = refusal("0F0,0I0,0W0\n1F0,1I0,1W0");
+        assert!(halves.starts_with("0I0 is half a backward"), "{halves}");
+        assert_eq!(pipe.size, Size::Count(1));
+    }
+}
