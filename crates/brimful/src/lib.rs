@@ -131,6 +131,7 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+mod ranks;
 pub mod replicas;
 pub mod save;
 pub mod schedule;
