@@ -110,6 +110,15 @@ impl Ranks {
         Ok(all)
     }
 
+    /// The smallest size that a rank has decided on.
+    pub(super) fn smallest(&self) -> impl FnOnce(usize) -> Result<usize> + use<> {
+        let (world, alone) = (self.world.clone(), self.is_alone());
+        move |own| {
+            let all = if alone { vec![own] } else { world.share("micro-batch size", &own)? };
+            Ok(all.into_iter().min().unwrap_or(own))
+        }
+    }
+
     /// Lets rank 0 do something; all ranks get its error.
     pub(super) fn on_first(&self, what: &str, f: impl FnOnce() -> Result<()>) -> Result<()> {
         let is_first = self.world.rank() == 0;

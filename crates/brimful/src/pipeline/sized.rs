@@ -41,12 +41,12 @@ impl Pipeline {
             return Ok((run(self, &ranges)?, Story::default()));
         }
         let kind = Kind::of(used, batch);
-        let mut story = Story::default();
+        let (mut story, devices) = (Story::default(), self.devices.len());
         loop {
-            let own = self.devices.iter().map(StageDevice::memory);
-            let memories = Together::in_world(own, 0, &self.ranks.world)?;
-            let mut sizer = self.sizes.of(size).take(&kind, || vec![0; memories.len()]);
-            let ended = memories.try_size(&mut sizer, samples, &mut story, |size| {
+            let memories = Together::now(self.devices.iter().map(StageDevice::memory), 0)?;
+            let mut sizer = self.sizes.of(size).take(&kind, || vec![0; devices]);
+            let agree = self.ranks.smallest();
+            let ended = memories.try_size(&mut sizer, samples, &mut story, agree, |size| {
                 run(self, &split::by_size(samples, size)?)
             });
             self.sizes.of(size).put(kind.clone(), sizer);

@@ -5,8 +5,7 @@ use super::Replicas;
 use crate::auto::{Story, Together};
 use crate::crew::StageDevice;
 use crate::micro::gradient_bytes;
-use crate::micro::world::Opening;
-use crate::world::World;
+use crate::micro::world::{Opening, agreed};
 use crate::{Result, Size};
 
 impl<M: 'static> Replicas<M> {
@@ -21,19 +20,22 @@ impl<M: 'static> Replicas<M> {
         if self.size.cut(longest.max(1))?.is_some() {
             return Ok((run(self, self.size)?, Story::default()));
         }
-        let (kind, mut story) = (&opening.kind, Story::default());
-        let world = self.world.clone().unwrap_or_else(World::alone);
-        let longest = world.share("the longest part", &longest)?.into_iter().max().unwrap_or(1);
+        let (kind, mut story, world) = (&opening.kind, Story::default(), self.world.clone());
         loop {
-            let own = self.devices.iter().map(StageDevice::memory);
-            let (memories, store) = (Together::in_world(own, 0, &world)?, &self.store);
+            let memories = Together::now(self.devices.iter().map(StageDevice::memory), 0)?;
+            let (store, replicas) = (&self.store, self.devices.len());
             let floors = || {
                 let floor = if kind.is_training() { gradient_bytes(&store.variables_) } else { 0 };
-                vec![floor; memories.len()]
+                vec![floor; replicas]
             };
             let mut sizer = self.sizes.take(kind, floors);
-            let ended = memories
-                .try_size(&mut sizer, longest, &mut story, |size| run(self, Size::Fixed(size)));
+            let agree = |size| match &world {
+                Some(world) => agreed(world, size, longest > 0),
+                None => Ok(size),
+            };
+            let ended = memories.try_size(&mut sizer, longest, &mut story, agree, |size| {
+                run(self, Size::Fixed(size))
+            });
             self.sizes.put(kind.clone(), sizer);
             if let Some(value) = ended? {
                 return Ok((value, story));

@@ -31,6 +31,7 @@ use crate::world::World;
 use crate::{Error, Result};
 pub(crate) use open::{Opening, join};
 pub(crate) use settle::{aside, tell};
+pub(crate) use sized::agreed;
 
 impl MicroBatcher {
     /// Trains together with the other ranks of a world, each of which gives its own part of every

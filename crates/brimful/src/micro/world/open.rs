@@ -68,11 +68,6 @@ impl Opening {
         self.samples.iter().sum()
     }
 
-    /// Samples of the rank that has the most.
-    pub(crate) fn longest(&self) -> usize {
-        self.samples.iter().copied().max().unwrap_or_default()
-    }
-
     /// Samples of this rank.
     pub(crate) fn own(&self) -> usize {
         self.samples[self.rank]

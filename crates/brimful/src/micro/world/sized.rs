@@ -18,6 +18,10 @@ impl MicroBatcher {
         mut run: impl FnMut(&mut Self, Vec<Range<usize>>) -> Result<T>,
     ) -> Result<(T, Story)> {
         let samples = opening.own();
+        let cut = |size: usize| match samples {
+            0 => Ok(Vec::new()),
+            _ => split::by_size(samples, size),
+        };
         if let Some(given) = self.size.cut(samples.max(1))? {
             let ranges = if samples == 0 { Vec::new() } else { given };
             return Ok((run(self, ranges)?, Story::default()));
@@ -25,14 +29,13 @@ impl MicroBatcher {
         let memory = self.memory.get_or_insert_with(|| Memory::Arena(Arena::new("cpu"))).clone();
         let (kind, mut story) = (&opening.kind, Story::default());
         loop {
-            let own = [Some(memory.clone())];
-            let memories = Together::in_world(own, self.reserved, world)?;
             let variables = &self.variables;
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
-            let mut sizer = self.sizes.take(kind, || vec![floor(); memories.len()]);
-            let ended = memories.try_size(&mut sizer, opening.longest(), &mut story, |size| {
-                let cut = || split::by_size(samples, size);
-                run(self, if samples == 0 { Vec::new() } else { cut()? })
+            let mut sizer = self.sizes.take(kind, || vec![floor()]);
+            let ended = Together::now([Some(memory.clone())], self.reserved).and_then(|memories| {
+                let agree = |size| agreed(world, size, samples > 0);
+                memories
+                    .try_size(&mut sizer, samples, &mut story, agree, |size| run(self, cut(size)?))
             });
             self.sizes.put(kind.clone(), sizer);
             if let Some(value) = ended? {
@@ -40,4 +43,10 @@ impl MicroBatcher {
             }
         }
     }
+}
+
+/// The smallest size of those that ranks with samples would take.
+pub(crate) fn agreed(world: &World, size: usize, counts: bool) -> Result<usize> {
+    let sizes = world.share("the micro-batch size", &counts.then_some(size))?;
+    Ok(sizes.into_iter().flatten().min().unwrap_or(size))
 }
