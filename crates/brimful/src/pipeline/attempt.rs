@@ -106,12 +106,12 @@ impl Worker {
         let parameters = self.parameters();
         self.site.trains = !parameters.is_empty();
         if !job.train {
-            return Ok((Run::new(job, &self.site, self.number, None)?, Vec::new()));
+            return Ok((Run::new(job, self, None)?, Vec::new()));
         }
         let foreign = self.foreign.save(&self.store.variables_)?;
         self.site.foreign = foreign.iter().map(|(running, _)| running.data()).collect();
         let accumulator = Accumulator::begin(parameters)?.summing(job.summing.clone());
-        Ok((Run::new(job, &self.site, self.number, Some(accumulator))?, foreign))
+        Ok((Run::new(job, self, Some(accumulator))?, foreign))
     }
 
     fn parameters(&self) -> Vec<Tensor> {

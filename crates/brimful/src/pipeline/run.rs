@@ -19,7 +19,7 @@ use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::{Arriving, Tensors};
-use super::worker::Site;
+use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::loss::Term;
 use crate::micro::tally::Tally;
@@ -82,19 +82,15 @@ pub(super) enum Output {
 }
 
 impl Run {
-    pub(super) fn new(
-        job: Job,
-        site: &Site,
-        worker: usize,
-        accumulator: Option<Accumulator>,
-    ) -> Result<Self> {
-        let mut list = job.actions.lists()[worker].clone();
+    pub(super) fn new(job: Job, worker: &Worker, accumulator: Option<Accumulator>) -> Result<Self> {
+        let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
-        let timeline = Timeline::new(site.device, job.start, list.len())?;
+        let timeline =
+            Timeline::new(worker.site.device, worker.memory.as_ref(), job.start, list.len())?;
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),
