@@ -12,7 +12,7 @@ WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi install
 
 CHECKS := format typos clippy test setup-test docs package licences miri
 
-.PHONY: help demo test check bench bench-peers mpi clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench bench-peers mpi chromium clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -55,6 +55,9 @@ rust:
 
 libtorch: rust
 	@scripts/libtorch
+
+chromium: ## install the browser that the report's page is tested in
+	@scripts/chromium
 
 format: rust
 	cargo fmt --all --check

@@ -13,6 +13,7 @@ use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::replicas::ReplicasError;
+use crate::report::RunError;
 use crate::schedule::{CostError, ScheduleError};
 use crate::world::WorldError;
 
@@ -534,6 +535,10 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A file that cannot be read as a run.
+    #[error(transparent)]
+    Run(#[from] RunError),
 
     /// A thread of a pipeline or of replicas that failed as such.
     #[error(transparent)]

@@ -133,10 +133,12 @@ pub mod plan;
 mod random;
 mod ranks;
 pub mod replicas;
+pub mod report;
 pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+mod whole_file;
 pub mod world;
 
 pub use auto::Auto;

@@ -55,7 +55,7 @@ impl Scale {
 }
 
 /// How to take back what a guarded run has changed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Undo {
     pub(crate) statistics: Pending,
     pub(crate) randomness: Randomness,

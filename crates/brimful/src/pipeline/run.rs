@@ -19,7 +19,7 @@ use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
 use super::transfer::{Arriving, Tensors};
-use super::worker::Site;
+use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::loss::Term;
 use crate::micro::tally::Tally;
@@ -82,19 +82,15 @@ pub(super) enum Output {
 }
 
 impl Run {
-    pub(super) fn new(
-        job: Job,
-        site: &Site,
-        worker: usize,
-        accumulator: Option<Accumulator>,
-    ) -> Result<Self> {
-        let mut list = job.actions.lists()[worker].clone();
+    pub(super) fn new(job: Job, worker: &Worker, accumulator: Option<Accumulator>) -> Result<Self> {
+        let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
-        let timeline = Timeline::new(site.device, job.start, list.len())?;
+        let timeline =
+            Timeline::new(worker.site.device, worker.memory.as_ref(), job.start, list.len())?;
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),
@@ -213,7 +209,11 @@ impl Run {
                 Roots::of_boundary(output, gradients)
             }
         };
+        let more = self.list[self.next..].iter().any(|action| action.kind == Kind::Backward);
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
+        if !more {
+            accumulator.expect_the_last();
+        }
         let gradients = backward::run(accumulator, roots, kept.input)?;
         if site.refuses_gradients {
             self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
@@ -224,7 +224,7 @@ impl Run {
     }
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
-        let draws = Draws::new(self.job.seed, i);
+        let draws = Draws::new(self.job.seed, self.job.first + i);
         Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
     }
 
@@ -232,7 +232,7 @@ impl Run {
     pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
         let _turn = site.turn();
-        site.dice.seed(Draws::new(self.job.seed, i).seed(site.model_length));
+        site.dice.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
         let terms = head(i, values)?.into_terms(self.job.train)?;
         self.tally.count(&terms, &self.job.parts[i])?;
         Ok(terms)

@@ -16,22 +16,29 @@ pub(crate) use buckets::Buckets;
 use crate::Result;
 use crate::world::{Summing, Turn, World};
 
-/// One try at a step that all ranks take part in.
+/// One try at a step that these ranks take part in.
 #[derive(Debug, Clone)]
 pub(crate) struct RanksTurn {
     turn: Turn,
     everyone: Arc<[usize]>,
+    /// What its sums are counted from, so that several can share a turn.
+    base: u32,
 }
 
 impl RanksTurn {
     /// All ranks begin the same turns in the same order.
     pub(crate) fn begin(world: &World) -> Result<Self> {
-        Ok(Self { turn: world.turn()?, everyone: world.everyone() })
+        Ok(Self::of(world.turn()?, world.everyone(), 0))
+    }
+
+    /// The part of a turn in which these ranks add up.
+    pub(crate) fn of(turn: Turn, everyone: Arc<[usize]>, base: u32) -> Self {
+        Self { turn, everyone, base }
     }
 
     /// Begins to add a tensor up; it is contiguous, and in the host's memory.
     fn sum(&self, number: usize, tensor: &Tensor) -> Result<Summing> {
-        self.turn.sum(&self.everyone, number as u32, tensor)
+        self.turn.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor)
     }
 
     /// Leaves in the tensor the sum of all ranks' tensors; `number` is none of a bucket's.

@@ -18,10 +18,10 @@ mod results;
 mod times;
 mod work;
 
-use std::process::ExitCode;
-
 use anyhow::Result;
 use clap::Subcommand;
+
+use crate::exit::Exit;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -48,7 +48,7 @@ pub enum Bench {
 }
 
 /// Runs one benchmark.
-pub fn run(bench: &Bench) -> Result<ExitCode> {
+pub fn run(bench: &Bench) -> Result<Exit> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
         Bench::Convergence(options) => convergence::run(options)?,
@@ -61,5 +61,5 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
         Bench::Compare(options) => compare::run(options)?,
         Bench::Plot(options) => plot::run(options)?,
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::Done)
 }
