@@ -134,6 +134,7 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+mod ranks;
 pub mod replicas;
 pub mod report;
 pub mod save;

@@ -66,6 +66,11 @@ impl Arrangement {
         self.channels_last && self.trial.is_some()
     }
 
+    /// Whether the faster order is being looked for.
+    pub(super) fn is_measured(&self) -> bool {
+        self.trial.is_some()
+    }
+
     pub(super) fn is_channels_last(&self) -> bool {
         self.channels_last
     }

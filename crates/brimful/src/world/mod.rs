@@ -45,7 +45,7 @@ use crate::Result;
 use engine::Engine;
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
-pub(crate) use turn::{Inlet, Outlet, Stopped, Turn};
+pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 
 /// How long a rank may be silent, unless told otherwise.
