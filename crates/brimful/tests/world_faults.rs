@@ -221,6 +221,7 @@ fn signal(name: &str, pid: &str) {
 }
 
 /// Trains in the folder that the test has named; says so on standard output when that fails.
+#[allow(clippy::print_stdout)] // The test reads it.
 fn rank(world: World) {
     if let Err(error) = train(&world, Path::new(&told())) {
         println!("rank {} ends: {error}", world.rank());
