@@ -23,7 +23,7 @@ demo: libtorch ## show what brimful does, in a minute
 
 test: libtorch ## run all tests
 	$(ONE_THREAD) cargo test --workspace $(MPI)
-	@$(if $(MPI),:,echo "$(WITHOUT_MPI)")
+	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
 
 check: ## format, lints, tests, docs, licences: what must hold before a commit
 	@for part in $(CHECKS); do \

@@ -122,6 +122,23 @@ mod tests {
     }
 
     #[test]
+    fn commands_in_the_guide_and_the_readme_can_be_given() {
+        let guide = include_str!("../../../guide/src/program.md");
+        let readme = include_str!("../../../README.md");
+        let line = |line: &'static str| {
+            line.strip_prefix("brimful ")
+                .or_else(|| line.strip_prefix("cargo run -p brimful-cli -- "))
+        };
+        let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();
+        assert!(given.len() > 10, "{given:?}");
+        for line in given {
+            let words = ["brimful"].into_iter().chain(line.split_whitespace());
+            let read = Args::command().try_get_matches_from(words);
+            assert!(read.is_ok(), "brimful {line}: {:?}", read.err());
+        }
+    }
+
+    #[test]
     fn every_command_has_examples() {
         for (place, command) in commands() {
             let after = command.get_after_help().map(StyledStr::to_string).unwrap_or_default();

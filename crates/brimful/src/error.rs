@@ -370,6 +370,16 @@ pub enum Error {
         samples: usize,
     },
 
+    /// What needs all samples in one process.
+    #[error(
+        "a loss over the whole mini-batch needs all samples in one process, but there are {ranks} \
+         ranks: leave the world out, or use a loss that is a sum over samples"
+    )]
+    NotOverRanks {
+        /// How many there are.
+        ranks: usize,
+    },
+
     /// Outputs that a loss over the whole mini-batch cannot be traced back through.
     #[error(
         "output {leaf} (counted from 0) cannot take a gradient in parts: return one row a sample, \

@@ -214,7 +214,11 @@ impl Run {
                 Roots::of_boundary(output, gradients)
             }
         };
+        let more = self.list[self.next..].iter().any(|action| action.kind == Kind::Backward);
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
+        if !more {
+            accumulator.expect_the_last();
+        }
         let gradients = backward::run(accumulator, roots, kept.input)?;
         if site.refuses_gradients {
             self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
@@ -225,7 +229,7 @@ impl Run {
     }
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
-        let draws = Draws::new(self.job.seed, i);
+        let draws = Draws::new(self.job.seed, self.job.first + i);
         Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
     }
 
@@ -233,7 +237,7 @@ impl Run {
     pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
         let _turn = site.turn();
-        site.dice.seed(Draws::new(self.job.seed, i).seed(site.model_length));
+        site.dice.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
         let terms = head(i, values)?.into_terms(self.job.train)?;
         self.tally.count(&terms, &self.job.parts[i])?;
         Ok(terms)

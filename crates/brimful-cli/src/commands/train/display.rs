@@ -17,6 +17,8 @@ use crate::progress::Progress;
 #[derive(Debug)]
 pub(super) struct Display {
     progress: Progress,
+    /// Whether this is the rank that prints.
+    speaks: bool,
     json: bool,
     epochs: usize,
     /// The epoch that runs, counted from 1.
@@ -37,12 +39,15 @@ struct Line<'a> {
 impl Display {
     /// Says what is going to be trained.
     pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
-        if !options.json {
-            output::line(&introduce(options, trainer)?)?;
+        // All ranks have a part in what is known of the model.
+        let introduction = introduce(options, trainer)?;
+        if !options.json && trainer.is_first() {
+            output::line(&introduction)?;
         }
         let samples = options.epochs * trainer.dataset().train.len();
         Ok(Self {
             progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
+            speaks: trainer.is_first(),
             json: options.json,
             epochs: options.epochs,
             epoch: Cell::new(trainer.epoch() + 1),
@@ -65,6 +70,9 @@ impl Display {
     /// An epoch is done.
     pub(super) fn finished(&self, epoch: &Epoch, done: bool) -> Result<()> {
         self.epoch.set(epoch.epoch + 1);
+        if !self.speaks {
+            return Ok(());
+        }
         if self.json {
             return output::line(&serde_json::to_string(&Line { epoch, done })?);
         }

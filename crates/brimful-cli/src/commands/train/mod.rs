@@ -6,6 +6,7 @@ mod engine;
 mod one_device;
 mod options;
 mod pipelined;
+mod ranks;
 mod records;
 mod resume;
 mod running;
@@ -41,28 +42,41 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
         Ok(_) => Ended::Stopped,
         Err(error) => Ended::Failed(output::causes(error)),
     };
-    let written = records::write(&trainer.recorder, ended, options);
+    let written = match trainer.is_first() {
+        true => records::write(&trainer.recorder, ended, options),
+        false => Ok(()),
+    };
     trained.and_then(|exit| written.map(|()| exit))
 }
 
 /// The epochs that are still to come, until somebody interrupts.
 fn train(trainer: &mut Trainer, options: &Options) -> Result<Exit> {
-    let interrupt = Interrupt::listen()?;
+    let (interrupt, world) = (Interrupt::listen()?, trainer.world.clone());
     let display = Display::new(options, trainer)?;
     while trainer.epoch() < options.epochs {
+        let mut exit = Ok(None);
         let epoch = trainer.run_epoch(|step| {
             display.step(step);
-            interrupt.asked().map_or(ControlFlow::Continue(()), |_| ControlFlow::Break(()))
+            exit = ranks::asked(&world, &interrupt);
+            if matches!(exit, Ok(None)) {
+                ControlFlow::Continue(())
+            } else {
+                ControlFlow::Break(())
+            }
         })?;
+        let exit = exit?;
         if let Some(path) = &options.save {
             saved::store(path, trainer, options)?;
         }
         if let Some(epoch) = epoch {
             display.finished(&epoch, trainer.epoch() == options.epochs)?;
         }
-        if let Some(exit) = interrupt.asked().filter(|_| trainer.epoch() < options.epochs) {
+        if let Some(exit) = exit.filter(|_| trainer.epoch() < options.epochs) {
             drop(display);
-            progress::say(&format!("brimful: {}", resume::story(trainer, options.save.as_deref())));
+            if trainer.is_first() {
+                let story = resume::story(trainer, options.save.as_deref());
+                progress::say(&format!("brimful: {story}"));
+            }
             return Ok(exit);
         }
     }

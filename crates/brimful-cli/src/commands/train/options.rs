@@ -10,6 +10,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use tch::Device;
 
+use super::ranks::Ranks;
 use super::stages::Stages;
 use crate::setting::{MODELS, ModelName, NumberType, words};
 
@@ -27,6 +28,8 @@ Examples:
                 --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
+                                                      two pipelines of two processes each
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
 pub(crate) struct Options {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
@@ -83,6 +86,8 @@ pub(crate) struct Options {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) stages: Stages,
+    #[command(flatten)]
+    pub(crate) ranks: Ranks,
 }
 
 impl Options {

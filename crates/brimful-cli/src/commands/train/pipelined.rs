@@ -7,12 +7,11 @@ use brimful::memory::{Arena, Memory};
 use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Bytes, Layers, Loss, Pipeline, Size, device};
+use brimful::{Bytes, Layers, Loss, Pipeline, Size, World, device};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
 use super::engine::{Engine, Named, check_model};
-use super::stages::Stages;
 use crate::exit::wrong_use;
 use crate::setting::{loss, right, typed};
 
@@ -23,21 +22,29 @@ pub(super) struct Pipelined {
     optimizer: PipelineOptimizer,
     size: Size,
     kind: Kind,
-    schedule: String,
-    device: Device,
+    place: Place,
     /// Where each device's memory ends.
     limit: Option<Bytes>,
+}
+
+/// Where the model is.
+#[derive(Debug)]
+struct Place {
+    schedule: String,
+    device: Device,
+    ranks: usize,
+    replicas: usize,
 }
 
 impl Pipelined {
     /// The model, cut by the time that its layers take for `sample`, a micro-batch.
     pub(super) fn new(
         layers: Layers,
-        stages: &Stages,
+        world: &World,
         options: &Options,
         sample: &Tensor,
     ) -> Result<Self> {
-        let (kind, size) = (options.dtype.kind(), options.size());
+        let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
         let (device, limit) = (options.device()?, options.memory_limit);
         options.dtype.prepare(device)?;
         let (count, wanted) = (layers.len(), stages.count());
@@ -48,7 +55,9 @@ impl Pipelined {
             ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(devices(device, stages.devices(), limit)?)
+            .devices(devices(device, options.ranks.devices(world, stages)?, limit)?)
+            .world(world)
+            .replicas(options.ranks.replicas)
             .balance(Balance::by_time(&typed(sample, kind)))
             .micro_batches(size)
             .schedule(stages.schedule)
@@ -62,7 +71,9 @@ impl Pipelined {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        Ok(Self { pipeline, optimizer, size, kind, schedule, device, limit })
+        let place =
+            Place { schedule, device, ranks: world.size(), replicas: options.ranks.replicas };
+        Ok(Self { pipeline, optimizer, size, kind, place, limit })
     }
 }
 
@@ -109,24 +120,30 @@ impl Engine for Pipelined {
     }
 
     fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
-        check_model(&self.variables()?, &model)?;
+        let here = self.variables()?;
+        // Of other ranks' variables the pipeline knows more.
+        if self.place.ranks == 1 {
+            check_model(&here, &model)?;
+        }
         self.optimizer.load_state(state, texts)?;
         Ok(self.pipeline.set_variables(model)?)
     }
 
     fn place(&self) -> String {
-        let Self { schedule, device, .. } = self;
-        let sizes = self.pipeline.balance().sizes();
-        format!(
-            "in {} stages of {sizes:?} layers on {}, {schedule}",
-            sizes.len(),
-            device::name(*device)
-        )
+        let Place { schedule, device, ranks, replicas } = &self.place;
+        let (sizes, device) = (self.pipeline.balance().sizes(), device::name(*device));
+        let stages =
+            format!("in {} stages of {sizes:?} layers on {device}, {schedule}", sizes.len());
+        match ranks {
+            1 => stages,
+            _ => format!("{stages}; {ranks} ranks, {replicas} replicas"),
+        }
     }
 
     fn devices(&self) -> Result<Vec<report::Device>> {
         let device =
             |number| report::Device { name: format!("device {number}"), limit: self.limit };
-        Ok((0..self.pipeline.devices().len()).map(device).collect())
+        let devices = self.pipeline.devices().len() * self.place.ranks;
+        Ok((0..devices).map(device).collect())
     }
 }

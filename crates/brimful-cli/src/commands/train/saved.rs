@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::str::FromStr;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
@@ -18,7 +19,7 @@ const EPOCH: &str = "epoch";
 const STEP: &str = "step";
 const LOSS: &str = "loss";
 
-/// Writes the run after its last finished step, whole or not at all.
+/// Writes the run after its last finished step, whole or not at all; of several ranks, the first.
 pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result<()> {
     let (tensors, texts) = trainer.engine.optimizer_state()?;
     let mut all = trainer.engine.variables()?;
@@ -29,7 +30,9 @@ pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result
     // As it is read back, to the last bit.
     metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
     metadata.extend(texts.into_iter().map(|(key, text)| (format!("{OPTIMIZER}{key}"), text)));
-    Ok(save::write(path, &all, &metadata)?)
+    let written = if trainer.is_first() { save::write(path, &all, &metadata) } else { Ok(()) };
+    trainer.world.settle("save", written, Duration::ZERO)?;
+    Ok(())
 }
 
 /// Takes a run over from its file. Nothing is changed if it does not fit.

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
-use brimful::{Bytes, Size, batch, split};
+use brimful::{Bytes, Size, World, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -23,6 +23,7 @@ use crate::setting::DROPOUT;
 #[derive(Debug)]
 pub(crate) struct Trainer {
     pub(super) engine: Box<dyn Engine>,
+    pub(super) world: World,
     dataset: Dataset,
     batch_size: usize,
     size: Size,
@@ -62,18 +63,20 @@ impl Trainer {
             BatchSize::Samples(samples) => samples.min(dataset.train.len()),
         };
         tch::manual_seed(seed_of(options.seed, 0, 0));
+        let world = options.ranks.world()?;
+        let alone = world.size() == 1 && options.ranks.replicas == 1;
         let engine: Box<dyn Engine> = match options.stages.stages {
-            None => Box::new(OneDevice::new(&layers, options)?),
-            Some(_) => {
+            None if alone => Box::new(OneDevice::new(&layers, options)?),
+            _ => {
                 let samples = micro_batch_size(options.size(), batch_size);
                 let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
-                Box::new(Pipelined::new(layers, &options.stages, options, &sample)?)
+                Box::new(Pipelined::new(layers, &world, options, &sample)?)
             }
         };
         let (size, seed, running) = (options.size(), options.seed, Running::default());
         let recorder = records::recorder(options, &*engine, &dataset)?;
         let (found, epoch) = (None, 0);
-        Ok(Self { engine, dataset, batch_size, size, seed, found, epoch, running, recorder })
+        Ok(Self { engine, world, dataset, batch_size, size, seed, found, epoch, running, recorder })
     }
 
     /// Epochs that are done.
