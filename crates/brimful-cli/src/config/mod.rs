@@ -10,10 +10,11 @@
 //! repeats = 3
 //! ```
 //!
-//! The words go before those of the command line. One that the command line says otherwise, or that
-//! cannot be beside what it says, is left out.
+//! The words are added to those of the command line. One that the command line says otherwise, or
+//! that cannot be beside what it says, is left out.
 
-use std::any::TypeId;
+mod value;
+
 use std::ffi::OsString;
 use std::fs;
 use std::ops::Range;
@@ -22,7 +23,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Command, Error};
+use clap::{Arg, ArgMatches, Command, Error};
 use toml::de::{DeTable, DeValue};
 
 use crate::exit::wrong_use;
@@ -109,7 +110,7 @@ impl File<'_> {
             let Some(arg) = in_files(command).find(known) else {
                 return Err(self.unknown(command, name, line, value.get_ref()));
             };
-            let word = word(arg, value.get_ref()).map_err(|expected| {
+            let word = value::word(arg, value.get_ref()).map_err(|expected| {
                 wrong_use(format!("{}: {name} is {expected}", self.place_of(line)))
             })?;
             if let (Some(word), Some(looked)) = (word, looked)
@@ -171,85 +172,17 @@ fn in_files(command: &Command) -> impl Iterator<Item = &Arg> {
 
 /// Whether the command line gives this flag, or one that cannot stand beside it.
 fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
-    let is_told = |arg: &Arg| {
-        let source = looked.try_contains_id(arg.get_id().as_str()).is_ok_and(|there| there);
-        source && looked.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine)
+    let is_told = |arg: &&Arg| {
+        let id = arg.get_id().as_str();
+        // A subcommand's matches know its own flags alone.
+        looked.try_contains_id(id).is_ok()
+            && looked.value_source(id) == Some(ValueSource::CommandLine)
     };
     let excludes = |a: &Arg, b: &Arg| {
         command.get_arg_conflicts_with(a).iter().any(|other| other.get_id() == b.get_id())
     };
-    let told = command.get_arguments().filter(|other| is_told(other));
-    told.into_iter()
-        .any(|other| other.get_id() == arg.get_id() || excludes(other, arg) || excludes(arg, other))
-}
-
-/// A key and its value as a word of the command line; none for a switch that is off. Fails with what
-/// the value should be.
-fn word(arg: &Arg, value: &DeValue) -> Result<Option<String>, String> {
-    let name = arg.get_long().unwrap_or_default();
-    if matches!(arg.get_action(), ArgAction::SetTrue) {
-        let is_on = value.as_bool().ok_or("true or false")?;
-        return Ok(is_on.then(|| format!("--{name}")));
-    }
-    let text = match (arg.get_value_delimiter(), value.as_array()) {
-        (Some(delimiter), Some(values)) => {
-            let parts = values.iter().map(|value| scalar(arg, value.get_ref()));
-            parts.collect::<Result<Vec<_>, _>>()?.join(&delimiter.to_string())
-        }
-        _ => scalar(arg, value)?,
-    };
-    Ok(Some(format!("--{name}={text}")))
-}
-
-/// A single value as the command line has it.
-fn scalar(arg: &Arg, value: &DeValue) -> Result<String, String> {
-    let taken = Taken::by(arg);
-    match value {
-        DeValue::String(text) if taken.text => Ok(text.to_string()),
-        DeValue::Integer(number) if taken.whole_number => Ok(number.to_string()),
-        DeValue::Float(number) if taken.number => Ok(number.to_string()),
-        _ => Err(taken.in_words(arg)),
-    }
-}
-
-/// What a flag takes, by the type that its words are read as.
-struct Taken {
-    text: bool,
-    whole_number: bool,
-    number: bool,
-}
-
-impl Taken {
-    fn by(arg: &Arg) -> Self {
-        let read_as = arg.get_value_parser().type_id();
-        let is = |types: &[TypeId]| types.iter().any(|known| read_as == *known);
-        let is_whole = is(&[
-            TypeId::of::<usize>(),
-            TypeId::of::<u64>(),
-            TypeId::of::<u32>(),
-            TypeId::of::<u16>(),
-            TypeId::of::<i64>(),
-        ]);
-        let is_number = is(&[TypeId::of::<f64>()]);
-        let is_text = is(&[TypeId::of::<String>(), TypeId::of::<PathBuf>()])
-            || !arg.get_possible_values().is_empty();
-        // A type of our own, such as bytes, is read from either.
-        let is_ours = !is_whole && !is_number && !is_text;
-        Self {
-            text: is_text || is_ours,
-            whole_number: is_whole || is_number || is_ours,
-            number: is_number || is_ours,
-        }
-    }
-
-    fn in_words(&self, arg: &Arg) -> String {
-        let one = match self {
-            Self { text: true, number: true, .. } => "a text or a number",
-            Self { text: true, .. } => "a text, in quotes",
-            Self { number: true, .. } => "a number",
-            _ => "a whole number",
-        };
-        let list = if arg.get_value_delimiter().is_some() { ", or a list of them" } else { "" };
-        format!("{one}{list}")
-    }
+    command
+        .get_arguments()
+        .filter(is_told)
+        .any(|told| told.get_id() == arg.get_id() || excludes(told, arg) || excludes(arg, told))
 }
