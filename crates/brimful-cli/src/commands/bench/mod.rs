@@ -15,6 +15,7 @@ mod progress;
 mod results;
 mod times;
 mod work;
+mod world;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -36,6 +37,8 @@ pub enum Bench {
     Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
+    /// A pipeline over the ranks of mpirun against the same pipeline in one process.
+    World(world::Options),
     /// Join our rows and the peers' into tables with ratios.
     Compare(compare::Options),
     /// Draw rows, ours and the peers'.
@@ -51,6 +54,7 @@ pub fn run(bench: &Bench) -> Result<Exit> {
         Bench::Micro(options) => micro::run(options)?,
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
+        Bench::World(options) => world::run(options)?,
         Bench::Compare(options) => compare::run(options)?,
         Bench::Plot(options) => plot::run(options)?,
     }
