@@ -44,6 +44,9 @@ bench-peers: libtorch ## set the peers up, and measure them in turns with ours: 
 mpi: ## install what training over several processes needs (Debian)
 	@scripts/mpi
 
+chromium: ## install the browser that the report's page is tested in (Debian)
+	@scripts/chromium
+
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean
 	rm -rf .libtorch
@@ -55,9 +58,6 @@ rust:
 
 libtorch: rust
 	@scripts/libtorch
-
-chromium: ## install the browser that the report's page is tested in
-	@scripts/chromium
 
 format: rust
 	cargo fmt --all --check

@@ -3,8 +3,9 @@
 /** Draws again whenever the width changes. */
 function onWidth(container, draw) {
   let drawn = 0;
-  new ResizeObserver(() => {
-    const width = Math.floor(container.clientWidth);
+  // The entry knows the width: to ask the container would lay the whole page out for each chart.
+  new ResizeObserver(([entry]) => {
+    const width = Math.floor(entry.contentRect.width);
     if (width === 0 || width === drawn) return;
     drawn = width;
     container.replaceChildren(draw(width));

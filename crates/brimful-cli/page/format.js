@@ -16,6 +16,7 @@ function timeUnit(value, unit) {
 }
 
 function time(value, unit, digits = 4) {
+  if (value === 0) return "0";
   const [size, name] = timeUnit(value, unit);
   return `${number(value / size, digits)} ${name}`.trim();
 }

@@ -7,6 +7,7 @@ function listen(panel) {
   const { canvas } = panel;
   const pointers = new Map();
   let dragFrom = null;
+  let moved = false;
 
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -16,6 +17,7 @@ function listen(panel) {
   canvas.addEventListener("pointerdown", (event) => {
     const at = place(event);
     pointers.set(event.pointerId, at);
+    moved = false;
     if (event.pointerType !== "mouse" || event.button !== 0) return;
     dragFrom = at.x;
     canvas.setPointerCapture(event.pointerId);
@@ -23,7 +25,10 @@ function listen(panel) {
 
   canvas.addEventListener("pointermove", (event) => {
     const at = place(event);
-    if (event.pointerType === "touch") return moveTouch(panel, pointers, event.pointerId, at);
+    if (event.pointerType === "touch") {
+      moved = true;
+      return moveTouch(panel, pointers, event.pointerId, at);
+    }
     panel.timeline.point(panel.timeAt(at.x));
     if (dragFrom !== null && Math.abs(at.x - dragFrom) >= DRAG) {
       panel.select(null);
@@ -36,7 +41,7 @@ function listen(panel) {
     const at = place(event);
     pointers.delete(event.pointerId);
     panel.range.hidden = true;
-    if (event.pointerType === "touch") return panel.select(panel.hit(at.x, at.y));
+    if (event.pointerType === "touch") return panel.select(moved ? null : panel.hit(at.x, at.y));
     const [from, to] = [dragFrom, at.x].sort((a, b) => a - b);
     if (dragFrom !== null && to - from >= DRAG) {
       panel.timeline.look(panel.timeAt(from), panel.timeAt(to));
@@ -107,9 +112,9 @@ function key(panel, event) {
     ArrowRight: () => (event.shiftKey ? panel.goTo(1, 0) : timeline.pan(0.2)),
     ArrowUp: event.shiftKey && (() => panel.goTo(0, -1)),
     ArrowDown: event.shiftKey && (() => panel.goTo(0, 1)),
-    "+": () => timeline.zoom(ZOOM),
-    "=": () => timeline.zoom(ZOOM),
-    "-": () => timeline.zoom(1 / ZOOM),
+    "+": () => timeline.zoom(ZOOM, panel.middle()),
+    "=": () => timeline.zoom(ZOOM, panel.middle()),
+    "-": () => timeline.zoom(1 / ZOOM, panel.middle()),
     0: () => timeline.all(),
     Home: () => timeline.all(),
     Escape: () => panel.select(null),

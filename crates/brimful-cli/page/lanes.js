@@ -31,7 +31,6 @@ function readTheme() {
     text: color("--soft"),
     muted: color("--muted"),
     line: color("--line"),
-    onAction: color("--on-action"),
     font: style.fontFamily,
   };
 }
@@ -46,6 +45,13 @@ function shades(colors) {
 
 function rgb(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+}
+
+/** White words, unless the ground is too light for them. */
+function wordColor(hex) {
+  const [r, g, b] = rgb(hex).map((part) => (part / 255) ** 2.2);
+  const luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  return 1.05 / (luminance + 0.05) > 3.4 ? "#ffffff" : "#0b1120";
 }
 
 /** A colour as the four bytes of a pixel. */
@@ -75,6 +81,7 @@ class LanePainter {
     this.image = this.strip.createImageData(this.pixels, this.rows);
     this.shares = new Float32Array(SHADES * KINDS.length * this.pixels);
     this.packed = theme.colors.map(packed);
+    this.words = theme.colors.map(wordColor);
     this.hatch = this.context.createPattern(hatching(theme), "repeat");
   }
 
@@ -168,7 +175,7 @@ class LanePainter {
     const shown = Math.min(to, this.layout.right) - Math.max(from, this.layout.left);
     if (context.measureText(text).width + 3 > Math.min(width, shown)) return;
     const middle = (Math.max(from, this.layout.left) + Math.min(from + width, this.layout.right)) / 2;
-    context.fillStyle = theme.onAction;
+    context.fillStyle = this.words[colorIndex(lane, i)];
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.fillText(text, middle, y + height / 2 + 0.5);

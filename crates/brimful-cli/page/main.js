@@ -26,7 +26,7 @@ function showMemory(compared) {
   const views = memoryViews(run, compared);
   byId("memory").hidden = views.length === 0;
   if (views.length === 0) return;
-  fillChoices(byId("memory-over"), views.map(({ title }) => title), (i) => fillMemory(run, views[i]))(0);
+  fillChoices(byId("memory-over"), views.map(({ title }) => title), (i) => fillMemory(run, views[i].make()))(0);
 }
 
 if (run.timelines.length > 0) {
@@ -43,4 +43,5 @@ if (run.timelines.length > 0) {
 byId("zoom-in").addEventListener("click", () => timeline?.zoom(ZOOM));
 byId("zoom-out").addEventListener("click", () => timeline?.zoom(1 / ZOOM));
 byId("zoom-all").addEventListener("click", () => timeline?.all());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline?.resize());
+addEventListener("scroll", hideTooltip, { passive: true });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timeline?.redraw());

@@ -31,8 +31,11 @@ function headFacts({ steps, tests, timelines, devices }) {
     if (retries > 0) facts.push(["Run again", plural(retries, "time")]);
   }
   const step = timelines.at(-1)?.measured ?? timelines[0]?.simulated;
-  if (step) facts.push(["Step", time(step.makespan, step.unit, 3)], ["Bubble", percent(step.bubble)]);
-  const peak = Math.max(0, ...steps.peaks.flat(), ...(step?.lanes ?? []).map((lane) => lane.peak_bytes));
+  if (step) {
+    const word = step === timelines.at(-1).measured ? "Last step" : "Step";
+    facts.push([word, time(step.makespan, step.unit, 3)], ["Its bubble", percent(step.bubble)]);
+  }
+  const [, peak] = extent([0, ...steps.peaks.flat(), ...(step?.lanes ?? []).map((lane) => lane.peak_bytes)]);
   if (peak > 0) facts.push([devices.length > 1 ? "Peak of a device" : "Peak memory", bytes(peak)]);
   return facts;
 }
@@ -64,6 +67,9 @@ function fillLegend(compared) {
   const entries = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color }) =>
     element("li", {}, element("span", { class: "swatch", style: `background: var(${color})` }), name));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
+  if (steps.some((step) => step.stages > step.lanes.length)) {
+    entries.push(element("li", {}, "deeper: a later stage of the device"));
+  }
   byId("legend").replaceChildren(...entries, idle);
 }
 
@@ -82,7 +88,7 @@ function fillIdle({ measured, simulated }, devices) {
     const peak = Math.max(...steps.map(([, step]) => step.lanes[d]?.peakBytes ?? 0));
     const limit = devices[d]?.limit ?? null;
     const cells = [
-      stagesOf(lane),
+      lane.stages.join(", "),
       ...steps.flatMap(([, step]) => idleCells(step, step.lanes[d])),
       peak > 0 ? bytes(peak) : "–",
       limit === null ? "–" : bytes(limit),
@@ -96,11 +102,6 @@ function fillIdle({ measured, simulated }, devices) {
     element("tbody", {}, ...rows));
 }
 
-function stagesOf(lane) {
-  const stages = new Set(Array.from({ length: lane.count }, (_, i) => lane.stage(i)));
-  return [...stages].sort((a, b) => a - b).join(", ");
-}
-
 function idleCells(step, lane) {
   const share = step.makespan > 0 ? lane.idle / step.makespan : 0;
   const bar = element("span", { class: "share", style: `--share: ${share.toFixed(4)}` },
@@ -108,15 +109,17 @@ function idleCells(step, lane) {
   return [time(lane.busy, step.unit, 3), bar];
 }
 
-/** Memory over the run, and within the chosen step where its bytes are counted. */
+/** Memory over the run, and within the chosen step where its bytes are counted: made when wanted. */
 function memoryViews(run, compared) {
   const views = [];
   if (run.steps.peaks.some((column) => column.some((peak) => peak !== null))) {
-    views.push({ title: "Over the run", ...memoryOverRun(run) });
+    views.push({ title: "Over the run", make: () => memoryOverRun(run) });
   }
-  for (const [word, step] of [["As it ran", compared?.measured], ["Simulated", compared?.simulated]]) {
-    if (!step?.lanes.some((lane) => lane.bytes.length > 0)) continue;
-    views.push({ title: `In this step${word === "Simulated" ? ", simulated" : ""}`, ...memoryInStep(step) });
+  const steps = [["In this step", compared?.measured], ["In this step, simulated", compared?.simulated]];
+  for (const [title, step] of steps) {
+    if (step?.lanes.some((lane) => lane.bytes.length > 0)) {
+      views.push({ title, make: () => memoryInStep(step) });
+    }
   }
   return views;
 }

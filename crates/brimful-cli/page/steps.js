@@ -8,7 +8,9 @@ const KINDS = [
   { letter: "I", name: "input gradient", color: "--input-gradient" },
   { letter: "W", name: "weight gradient", color: "--weight-gradient" },
 ];
-const KIND_OF_LETTER = new Map(KINDS.map((kind, index) => [kind.letter, index]));
+/** By the letters' codes. */
+const KIND_OF_LETTER = new Uint8Array(128);
+KINDS.forEach(({ letter }, index) => { KIND_OF_LETTER[letter.charCodeAt(0)] = index; });
 
 /** A step of the run file, ready to be drawn. */
 function decoded(timeline) {
@@ -19,12 +21,14 @@ function decodedLane(lane, { resolution, lanes }) {
   const count = lane.kinds.length;
   const starts = new Float64Array(count);
   const ends = new Float64Array(count);
+  const kinds = new Uint8Array(count);
   let now = 0;
   for (let i = 0; i < count; i++) {
     now += lane.waits[i];
     starts[i] = now * resolution;
     now += lane.times[i];
     ends[i] = now * resolution;
+    kinds[i] = KIND_OF_LETTER[lane.kinds.charCodeAt(i)];
   }
   const stage = (i) => lane.stages[lane.stages.length === 1 ? 0 : i];
   return {
@@ -37,7 +41,9 @@ function decodedLane(lane, { resolution, lanes }) {
     starts,
     ends,
     stage,
-    kinds: Uint8Array.from(lane.kinds, (letter) => KIND_OF_LETTER.get(letter)),
+    kinds,
+    /** Those that it holds. */
+    stages: [...new Set(lane.stages)].sort((a, b) => a - b),
     /** Which of the device's stages it is, in the order of the model. */
     turn: (i) => Math.floor(stage(i) / lanes.length),
   };

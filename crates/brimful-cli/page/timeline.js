@@ -6,16 +6,16 @@ const CLOSEST = 1e-6;
 
 class Timeline {
   constructor(root, compared) {
-    this.root = root;
-    this.theme = readTheme();
     const panels = [["As it ran", compared.measured], ["Simulated", compared.simulated]];
     this.panels = panels.filter(([, step]) => step).map(([title, step]) => new Panel(this, title, step));
     this.whole = { from: 0, to: Math.max(...this.panels.map(({ step }) => step.makespan)) || 1 };
     this.view = this.whole;
     root.replaceChildren(...this.panels.map((panel) => panel.root));
-    this.observer = new ResizeObserver(() => this.resize());
+    this.observer = new ResizeObserver(([entry]) => {
+      const width = Math.floor(entry.contentRect.width);
+      if (width > 0 && width !== this.width) this.redraw(width);
+    });
     this.observer.observe(root);
-    this.resize();
   }
 
   /** Nothing of it is used any more. */
@@ -24,12 +24,14 @@ class Timeline {
     hideTooltip();
   }
 
-  resize() {
-    const width = this.root.clientWidth;
-    if (width === 0) return;
+  /** Draws all anew, as wide as this and in the colours of now. */
+  redraw(width = this.width) {
+    this.width = width;
     this.theme = readTheme();
-    for (const panel of this.panels) panel.resize(width);
-    this.draw();
+    for (const panel of this.panels) {
+      panel.resize(width);
+      panel.draw();
+    }
   }
 
   draw() {
@@ -155,8 +157,8 @@ class Panel {
   }
 
   placeMark() {
-    this.mark.hidden = !this.selected;
-    if (!this.selected) return;
+    this.mark.hidden = !this.isSelectedInView();
+    if (this.mark.hidden) return;
     const lane = this.step.lanes[this.selected.d];
     const { left, right, pitch, gap } = this.layout;
     const clamp = (x) => Math.min(Math.max(x, left), right);
@@ -169,14 +171,28 @@ class Panel {
     });
   }
 
+  isSelectedInView() {
+    if (!this.selected) return false;
+    const { d, i } = this.selected;
+    const { starts, ends } = this.step.lanes[d];
+    return ends[i] >= this.timeline.view.from && starts[i] <= this.timeline.view.to;
+  }
+
+  /** What zooming by keys is about: the selected action, or the middle of what is seen. */
+  middle() {
+    const { from, to } = this.timeline.view;
+    if (!this.isSelectedInView()) return (from + to) / 2;
+    const { starts, ends } = this.step.lanes[this.selected.d];
+    return (starts[this.selected.i] + ends[this.selected.i]) / 2;
+  }
+
   /** Goes from the selected action to a neighbour, and follows it. */
   goTo(across, down) {
     const { lanes } = this.step;
     const { view } = this.timeline;
-    const middle = (view.from + view.to) / 2;
     let { d, i } = this.selected ?? { d: 0, i: firstAfter(lanes[0], view.from) - across };
     if (down !== 0) {
-      const at = this.selected ? (lanes[d].starts[i] + lanes[d].ends[i]) / 2 : middle;
+      const at = this.middle();
       d = Math.min(Math.max(d + down, 0), lanes.length - 1);
       i = Math.min(firstAfter(lanes[d], at), lanes[d].count - 1);
     }
@@ -196,7 +212,6 @@ function actionFigures(step, lane, i) {
   const kind = KINDS[lane.kinds[i]];
   const before = i > 0 ? lane.ends[i - 1] : 0;
   const figures = [
-    ["kind", kind.name],
     ["stage", String(lane.stage(i))],
     ["micro-batch", String(lane.microBatches[i])],
     ["took", time(lane.ends[i] - lane.starts[i], step.unit)],
@@ -204,18 +219,19 @@ function actionFigures(step, lane, i) {
     ["idle before", time(lane.starts[i] - before, step.unit)],
   ];
   if (lane.bytes.length > 0) figures.push(["in use", bytes(lane.bytes[i])]);
-  return { name: actionName(lane, i), color: `var(${kind.color})`, figures };
+  return { name: actionName(lane, i), kind: kind.name, color: `var(${kind.color})`, figures };
 }
 
 function spoken(step, lane, i) {
-  const { name, figures } = actionFigures(step, lane, i);
-  return `${name}, ${figures.map(([term, text]) => `${term} ${text}`).join(", ")}`;
+  const { name, kind, figures } = actionFigures(step, lane, i);
+  return `${name}, ${kind}, ${figures.map(([term, text]) => `${term} ${text}`).join(", ")}`;
 }
 
-function showTooltip({ name, color, figures }, box) {
+function showTooltip({ name, kind = "", color, figures }, box) {
   const tooltip = byId("tooltip");
   const swatch = element("span", { class: "swatch", style: `background: ${color}` });
-  tooltip.replaceChildren(element("strong", {}, swatch, name), element("dl", {}, ...figures.flatMap(described)));
+  const head = element("strong", {}, swatch, name, element("span", {}, kind));
+  tooltip.replaceChildren(head, element("dl", {}, ...figures.flatMap(described)));
   tooltip.hidden = false;
   const { width, height } = tooltip.getBoundingClientRect();
   const x = Math.min(Math.max(box.left + box.width / 2 - width / 2, 8), innerWidth - width - 8);

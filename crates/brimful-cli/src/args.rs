@@ -28,7 +28,7 @@ pub struct Args {
 #[command(next_help_heading = "Everywhere")]
 pub struct Global {
     /// Take flags from this TOML file: a section for each command, such as [train] or
-    /// [bench.micro], whose keys are its flags. What is on the command line comes first
+    /// [bench.micro], whose keys are its flags. The command line overrules it
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Show the library's log, and all causes of an error
@@ -122,6 +122,23 @@ mod tests {
     }
 
     #[test]
+    fn commands_in_the_guide_and_the_readme_can_be_given() {
+        let guide = include_str!("../../../guide/src/program.md");
+        let readme = include_str!("../../../README.md");
+        let line = |line: &'static str| {
+            line.strip_prefix("brimful ")
+                .or_else(|| line.strip_prefix("cargo run -p brimful-cli -- "))
+        };
+        let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();
+        assert!(given.len() > 10, "{given:?}");
+        for line in given {
+            let words = ["brimful"].into_iter().chain(line.split_whitespace());
+            let read = Args::command().try_get_matches_from(words);
+            assert!(read.is_ok(), "brimful {line}: {:?}", read.err());
+        }
+    }
+
+    #[test]
     fn every_command_has_examples() {
         for (place, command) in commands() {
             let after = command.get_after_help().map(StyledStr::to_string).unwrap_or_default();
@@ -140,7 +157,8 @@ mod tests {
                     continue;
                 }
                 let help = flag.get_help().map(StyledStr::to_string).unwrap_or_default();
-                let said = help.split([':', '[']).next().unwrap_or_default().trim().to_owned();
+                let said = help.split([':', '[']).next().unwrap_or_default().trim();
+                let said = (said.to_owned(), flag.get_short());
                 let (first, before) =
                     known.entry(name.clone()).or_insert_with(|| (said.clone(), place.clone()));
                 assert_eq!(*first, said, "--{name} of{before} and{place}");

@@ -7,7 +7,15 @@ use brimful::report::Run;
 use brimful::save;
 
 const PAGE: &str = include_str!("../page/page.html");
-const STYLE: &str = include_str!("../page/style.css");
+/// What is narrower comes last, where it rules.
+const STYLES: [&str; 6] = [
+    include_str!("../page/base.css"),
+    include_str!("../page/cards.css"),
+    include_str!("../page/timeline.css"),
+    include_str!("../page/tables.css"),
+    include_str!("../page/charts.css"),
+    include_str!("../page/narrow.css"),
+];
 /// In the order in which they need each other.
 const SCRIPTS: [&str; 8] = [
     include_str!("../page/format.js"),
@@ -27,13 +35,13 @@ pub(crate) fn write(path: &Path, run: &Run) -> Result<()> {
 
 /// Fills the page's places. What is filled in is not looked through for more of them.
 fn render(run: &Run) -> String {
-    let (scripts, title, data) =
-        (SCRIPTS.concat(), escape_text(&run.title), escape_script(&run.to_json()));
-    let mut page = String::with_capacity(PAGE.len() + STYLE.len() + scripts.len() + data.len());
+    let (styles, scripts) = (STYLES.concat(), SCRIPTS.concat());
+    let (title, data) = (escape_text(&run.title), escape_script(&run.to_json()));
+    let mut page = String::with_capacity(PAGE.len() + styles.len() + scripts.len() + data.len());
     for part in PAGE.split("{{") {
         let (place, rest) = part.split_once("}}").unwrap_or(("", part));
         page.push_str(match place {
-            "style" => STYLE,
+            "style" => &styles,
             "script" => &scripts,
             "title" => &title,
             "run" => &data,

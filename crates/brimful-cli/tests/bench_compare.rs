@@ -2,6 +2,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
 
 use assert_cmd::Command;
 use predicates::prelude::*;
@@ -92,6 +94,38 @@ fn a_saved_table_has_rows_tables_and_a_picture() {
     let table = fs::read_to_string(folder.join("table.md")).expect("tables");
     assert!(table.contains("| tch loop |") && table.contains("| brimful |"), "{table}");
     assert!(folder.join("plot.svg").exists());
+}
+
+#[test]
+fn an_interrupted_run_keeps_its_rows_and_says_so() {
+    let folder = folder("interrupted");
+    let rows = folder.join("ours.jsonl");
+    // Far more of them than can be measured before the first is seen.
+    let stages = vec!["1"; 1000].join(",");
+    let work = ["pipeline", "--model", "mlp", "--micro-batches", "2", "--micro-batch", "2"];
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful"))
+        .arg("bench")
+        .args(work)
+        .args(["--repeats", "1", "--stages", &stages, "--keep", text(&folder)])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("started");
+    while fs::read_to_string(&rows).unwrap_or_default().lines().count() < 2 {
+        assert!(child.try_wait().expect("a state").is_none(), "it ended by itself");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let id = child.id().to_string();
+    let killed = std::process::Command::new("kill").args(["-INT", &id]).status().expect("kill");
+    assert!(killed.success());
+    let output = child.wait_with_output().expect("an end");
+    assert_eq!(output.status.code(), Some(130));
+    let said = String::from_utf8(output.stderr).expect("text");
+    assert!(
+        said.contains("brimful: interrupted: ") && said.contains(" rows are kept in "),
+        "{said}"
+    );
+    assert!(folder.join("table.md").exists() && folder.join("plot.svg").exists());
 }
 
 #[test]

@@ -2,12 +2,11 @@
 
 mod program;
 
-use std::fs;
 use std::path::Path;
 use std::process::Command as Process;
 
 use brimful::save;
-use program::folder;
+use program::{folder, text};
 use rexpect::process::WaitStatus;
 use rexpect::session::{PtySession, spawn_command};
 
@@ -15,13 +14,6 @@ use rexpect::session::{PtySession, spawn_command};
 const PATIENCE: Option<u64> = Some(60_000);
 /// A model with dropout.
 const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
-
-/// Some 60 sequences to train on.
-fn text(folder: &Path) -> String {
-    let path = folder.join("text");
-    fs::write(&path, "A stage is consecutive layers on one device. ".repeat(100)).expect("written");
-    path.display().to_string()
-}
 
 fn on_a_terminal(arguments: &str) -> PtySession {
     let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
@@ -74,9 +66,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
     session.exp_string("finishing the step; once more ends at once").expect("a notice");
-    session
-        .exp_regex("interrupted after step [0-9]+ of [0-9]+ in epoch [123] and saved to")
-        .expect("a story");
+    session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
     let rest = session.exp_eof().expect("the end");
     assert_eq!(exit_code(&session), 130);
     let (_, told) = save::read(&stopped).expect("saved");

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 /// For programs alone, at the root of their crate, once; without effect where the loader is not
 /// glibc's.
 ///
-/// ```no_run
+/// ```no_run,standalone_crate
 /// brimful_torch::before_libtorch!(|words| (words.len() < 2).then_some(2));
 ///
 /// fn main() {}

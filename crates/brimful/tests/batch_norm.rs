@@ -73,6 +73,24 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
 }
 
 #[test]
+fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
+    let x = batch(&[5, 3, 2, 2]);
+    let two = || [layer(BatchNormPolicy::Deferred, 4), layer(BatchNormPolicy::Deferred, 2)];
+    let run = |[first, second]: &[Layer; 2], x: &Tensor| {
+        // Without the square, what is pooled would be the same for every sample.
+        let pooled =
+            first.layer.forward_t(x, true).square().mean_dim([2, 3].as_slice(), false, None);
+        second.layer.forward_t(&pooled, true).mean(Kind::Double)
+    };
+    let split = two();
+    let mut micro = MicroBatcher::new(&split[0].store, Size::Fixed(1));
+    micro.backward(&x, |x| Loss::mean(run(&split, &x))).expect("a step");
+    let plain = layer(BatchNormPolicy::Deferred, 4);
+    let _ = plain.layer.forward_t(&x, true);
+    assert_near("the first", &statistics(&plain), &statistics(&split[0]));
+}
+
+#[test]
 fn a_window_moves_them_once() {
     let x = batch(&[13, 3]);
     let plain = layer(BatchNormPolicy::Deferred, 2);

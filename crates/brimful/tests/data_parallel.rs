@@ -366,7 +366,7 @@ fn what_fails_on_one_rank_has_failed_on_all() {
                 Err(error) => assert!(error.out_of_memory().is_some(), "allocation {n}: {error}"),
             }
             unchanged(&format!("allocation {n}"));
-            n += 5;
+            n += 17;
         }
         assert!(n > 100, "only {n} allocations");
         assert_ne!(before, state(&store));

@@ -1,6 +1,7 @@
-#![cfg(feature = "mpi")]
 //! A pipeline over ranks is the plain model: outputs, loss, gradients, and parameters after steps of
 //! Adam, for every schedule, with skips, shared tables, dropout and deferred BatchNorm.
+
+#![cfg(feature = "mpi")]
 
 mod pipeline_models;
 mod ranks;

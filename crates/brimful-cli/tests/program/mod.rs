@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "not every test uses all of it")]
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 
@@ -22,8 +22,15 @@ pub fn folder(name: &str) -> PathBuf {
     path
 }
 
+/// A file of some 60 sequences to train on.
+pub fn text(folder: &Path) -> String {
+    let path = folder.join("text");
+    fs::write(&path, "A stage is consecutive layers on one device. ".repeat(100)).expect("written");
+    path.display().to_string()
+}
+
 /// The names of what is in a folder.
-pub fn names(folder: &PathBuf) -> Vec<String> {
+pub fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).expect("a folder");
     let mut names: Vec<_> = entries
         .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())

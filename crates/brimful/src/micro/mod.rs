@@ -256,7 +256,9 @@ impl MicroBatcher {
         let step = self
             .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
         self.reserved = 0;
-        self.arrangement.observe(step.samples, step.time, self.replay.take_new());
+        if self.arrangement.observe(step.samples, step.time, self.replay.take_new()) {
+            self.sizes.forget_rates();
+        }
         Ok(step)
     }
 

@@ -48,6 +48,7 @@ mod error;
 mod evaluate;
 mod exchange;
 mod head;
+mod intake;
 mod job;
 mod layout;
 mod optimizer;

@@ -15,10 +15,11 @@ use tch::Tensor;
 
 use super::backward::{self, Roots};
 use super::error::{Cause, PipelineError, StageError};
+use super::intake::Intake;
 use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
-use super::transfer::{Arriving, Tensors};
+use super::transfer::Tensors;
 use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::loss::Term;
@@ -63,8 +64,8 @@ pub(super) struct Run {
     pub(super) output_gradients: Vec<Tensors>,
     /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
     pub(super) norms: Vec<(usize, Tensor)>,
-    /// The model's next input, on its way to the device.
-    pub(super) ahead: Option<Vec<Arriving>>,
+    /// The model's inputs; none but on the first stage's worker.
+    pub(super) intake: Intake,
     pub(super) timeline: Timeline,
 }
 
@@ -82,22 +83,29 @@ pub(super) enum Output {
 }
 
 impl Run {
-    pub(super) fn new(job: Job, worker: &Worker, accumulator: Option<Accumulator>) -> Result<Self> {
+    pub(super) fn new(
+        mut job: Job,
+        worker: &Worker,
+        accumulator: Option<Accumulator>,
+    ) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
-        let timeline =
-            Timeline::new(worker.site.device, worker.memory.as_ref(), job.start, list.len())?;
+        let device = worker.site.device;
+        let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
+        let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
+        let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
+        let intake = Intake::new(std::mem::take(&mut job.inputs), order, device);
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
             norms: Vec::new(),
-            ahead: None,
+            intake,
             next: 0,
             accumulator,
             timeline,
@@ -129,10 +137,7 @@ impl Run {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
-            Kind::Forward => {
-                self.forward(site, at, action)?;
-                Ok(self.look_ahead(site, at, action.micro_batch.index())?)
-            }
+            Kind::Forward => self.forward(site, at, action),
             Kind::Recompute => Ok(self.recompute(site, at, action)?),
             Kind::Backward => self.backward(site, at, action),
             Kind::InputGradient | Kind::WeightGradient => {

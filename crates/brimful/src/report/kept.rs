@@ -92,3 +92,45 @@ impl Numbered {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::schedule::{Recompute, Schedule};
+
+    /// Looks at steps that took so many seconds each; gives the titles of those that are kept.
+    fn kept(micro_batches: usize, seconds: &[u64]) -> Vec<String> {
+        let actions = Schedule::GPipe.actions(2, micro_batches, Recompute::Never);
+        let actions = Arc::new(actions.expect("a schedule"));
+        let step = simulate(&actions, &Costs::ticks(2)).expect("costs");
+        let mut kept = Kept::default();
+        for (i, seconds) in seconds.iter().enumerate() {
+            let timeline = step.timeline().to_vec();
+            let ran = Some(Ran { actions: Arc::clone(&actions), timeline });
+            let time = Duration::from_secs(*seconds);
+            kept.look(i + 1, &mut Record { samples: 1, time, ran, ..Record::default() });
+        }
+        kept.compared().into_iter().map(|step| step.title).collect()
+    }
+
+    #[test]
+    fn each_step_is_kept_once_with_all_that_it_is() {
+        assert_eq!(kept(2, &[]), [""; 0]);
+        assert_eq!(kept(2, &[9]), ["step 1: last, first"]);
+        let titles = ["step 1: first", "step 2: slowest", "step 3: fastest", "step 4: last"];
+        assert_eq!(kept(2, &[9, 5, 1, 2]), titles);
+        assert_eq!(
+            kept(2, &[9, 5, 1]),
+            ["step 1: first", "step 2: slowest", "step 3: last, fastest"]
+        );
+    }
+
+    #[test]
+    fn many_actions_leave_room_for_fewer_steps() {
+        // 2 stages, forward and backward: 40,000 actions a step.
+        assert_eq!(kept(10_000, &[9, 5, 1, 2]), ["step 2: slowest", "step 4: last"]);
+        assert_eq!(kept(30_000, &[9, 5, 1, 2]), ["step 4: last"]);
+    }
+}

@@ -1,4 +1,4 @@
-//! What one step is to a recorder, on one device or in a pipeline.
+//! What one step is to a recorder, on one device, in replicas or in a pipeline.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::auto::Decision;
 use crate::bytes::Bytes;
 use crate::schedule::{Actions, Span};
-use crate::{micro, pipeline};
+use crate::{micro, pipeline, replicas};
 
-/// What one step came to. Both kinds of step turn into one.
+/// What one step came to. Every kind of step turns into one.
 #[derive(Debug, Default)]
 pub struct Record {
     /// The mini-batch's loss.
@@ -56,9 +56,24 @@ impl<O> From<micro::Step<O>> for Record {
         Self {
             loss: step.loss,
             samples: step.samples,
-            micro_batch: step.sizes.iter().max().copied().unwrap_or(0),
+            micro_batch: largest(&step.sizes),
             time: step.time,
             peaks: vec![step.peak],
+            decisions: step.decisions,
+            retries: step.retries,
+            ran: None,
+        }
+    }
+}
+
+impl<O> From<replicas::Step<O>> for Record {
+    fn from(step: replicas::Step<O>) -> Self {
+        Self {
+            loss: step.loss,
+            samples: step.samples,
+            micro_batch: largest(&step.sizes),
+            time: step.time,
+            peaks: step.peaks,
             decisions: step.decisions,
             retries: step.retries,
             ran: None,
@@ -71,7 +86,7 @@ impl<O> From<pipeline::Step<O>> for Record {
         Self {
             loss: step.loss,
             samples: step.samples,
-            micro_batch: step.sizes.iter().max().copied().unwrap_or(0),
+            micro_batch: largest(&step.sizes),
             time: step.time,
             peaks: step.peaks,
             decisions: step.decisions,
@@ -79,4 +94,8 @@ impl<O> From<pipeline::Step<O>> for Record {
             ran: Some(Ran { actions: step.actions, timeline: step.timeline }),
         }
     }
+}
+
+fn largest(sizes: &[usize]) -> usize {
+    sizes.iter().max().copied().unwrap_or(0)
 }

@@ -141,3 +141,42 @@ impl Lane {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
+
+    #[test]
+    fn columns_tell_every_action_and_its_times() {
+        let actions = Schedule::Interleaved { stages_per_device: 2 }
+            .actions(3, 6, Recompute::ExceptLast)
+            .expect("a schedule");
+        let costs = Costs::equal(6, StageCost::new(0.012_345_678_9, 0.01, 0.003));
+        let step = simulate(&actions, &costs).expect("costs");
+        let timeline = Timeline::new(&actions, &step, Unit::Seconds);
+        assert_eq!(timeline.check(), Ok(()));
+        for (lane, spans) in timeline.lanes.iter().zip(step.timeline()) {
+            let mut now = 0;
+            for (i, span) in spans.iter().enumerate() {
+                let action = span.action;
+                assert_eq!(lane.kinds.chars().nth(i), Some(action.kind.letter()));
+                assert_eq!(lane.stages[i], action.stage.0);
+                assert_eq!(lane.micro_batches[i], action.micro_batch.0);
+                let start = (now + lane.waits[i]) as f64 * timeline.resolution;
+                now += lane.waits[i] + lane.times[i];
+                let end = now as f64 * timeline.resolution;
+                assert!((start - span.start).abs() < timeline.resolution, "{action}");
+                assert!((end - span.end).abs() < timeline.resolution, "{action}");
+            }
+        }
+    }
+
+    #[test]
+    fn times_of_any_size_have_some_nine_digits() {
+        for (makespan, expected) in [(0.5, 1e-9), (75.5, 1e-7), (1e-12, 1e-21), (0.0, 1e-9)] {
+            let ratio = resolution(makespan) / expected;
+            assert!((ratio - 1.0).abs() < 1e-9, "{makespan}: {ratio}");
+        }
+    }
+}

@@ -209,13 +209,14 @@ pub(crate) fn at_once(running: &Running) -> Result<Target> {
 /// Where a deferred layer puts the statistics of `input`, whose mean is over `count` values.
 pub(crate) fn deferred(running: &Running, input: &Tensor, count: i64) -> Result<Target> {
     with_step(running, |pending| {
-        let (mut mean, mut variance) = pending.next_rows(running, count)?;
+        let (mean, variance) = pending.next_rows(running, count)?;
         if count > 1 {
             return Ok(Some((mean, variance, 1.0)));
         }
-        // One value has no unbiased variance: libtorch would write a NaN.
-        mean.f_copy_(&input.f_detach()?.f_reshape([-1_i64])?)?;
-        let _zero = variance.f_zero_()?;
+        // One value has no unbiased variance: libtorch would write a NaN. Through `data`, so that autograd
+        // does not take the rows of other layers, which lie in the same storage, for changed ones.
+        mean.f_data()?.f_copy_(&input.f_detach()?.f_reshape([-1_i64])?)?;
+        let _zero = variance.f_data()?.f_zero_()?;
         Ok(None)
     })
 }

@@ -81,7 +81,8 @@ impl World {
     ///
     /// # Errors
     /// When MPI cannot be started, or the ranks run different versions of this library.
-    #[cfg(feature = "mpi")]
+    // The pages show it without MPI too.
+    #[cfg(any(feature = "mpi", doc))]
     pub fn start() -> Result<Self> {
         Self::over(Box::new(mpi::MpiWire::start(PATIENCE)?))
     }

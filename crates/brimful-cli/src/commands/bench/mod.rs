@@ -12,6 +12,8 @@ mod micro;
 mod pipeline;
 mod plot;
 mod progress;
+#[cfg(feature = "mpi")]
+mod ranks;
 mod results;
 mod times;
 mod work;
@@ -39,6 +41,9 @@ pub enum Bench {
     Pipeline(pipeline::Options),
     /// A pipeline over the ranks of mpirun against the same pipeline in one process.
     World(world::Options),
+    /// Data parallelism over processes, started by mpirun: all ranks against one.
+    #[cfg(feature = "mpi")]
+    Ranks(ranks::Options),
     /// Join our rows and the peers' into tables with ratios.
     Compare(compare::Options),
     /// Draw rows, ours and the peers'.
@@ -55,6 +60,8 @@ pub fn run(bench: &Bench) -> Result<Exit> {
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
         Bench::World(options) => world::run(options)?,
+        #[cfg(feature = "mpi")]
+        Bench::Ranks(options) => ranks::run(options)?,
         Bench::Compare(options) => compare::run(options)?,
         Bench::Plot(options) => plot::run(options)?,
     }

@@ -25,7 +25,7 @@ Examples:
   brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB
                                                       a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
-                --micro-batches 16 --report report.html   two stages on each of four; what they did when
+                --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
@@ -49,8 +49,8 @@ pub(crate) struct Options {
     /// gradient does not depend on it
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     pub(crate) micro_batch: MicroBatch,
-    #[arg(long, value_name = "M", value_parser = words::count, conflicts_with = "micro_batch")]
-    #[arg(help = words::MICRO_BATCHES)]
+    #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
+    #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
     /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more
     /// (CPU alone)

@@ -7,8 +7,13 @@ use super::Trainer;
 
 /// Where the run stopped, and the command that goes on from there.
 pub(super) fn story(trainer: &Trainer, saved: Option<&Path>) -> String {
-    let (epoch, step) = (trainer.epoch() + 1, trainer.running.steps);
-    let stopped = format!("interrupted after step {step} of {} in epoch {epoch}", trainer.steps());
+    let (epochs, steps) = (trainer.epoch(), trainer.running.steps);
+    let stopped = match steps {
+        0 => format!("interrupted after epoch {epochs}"),
+        _ => {
+            format!("interrupted after step {steps} of {} in epoch {}", trainer.steps(), epochs + 1)
+        }
+    };
     match saved {
         None => format!("{stopped}; nothing was saved: --save FILE lets the next run go on"),
         Some(file) => {

@@ -54,7 +54,6 @@ impl MicroBatcher {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
         let Window { sums, tally, groups, undo, unit, sizes, peak, .. } = window;
         let mut parameters = self.parameters();
-        let names = self.names();
         let totals = undo.settle(|statistics| {
             let told = caught(|| {
                 Ok(Told {
@@ -62,7 +61,7 @@ impl MicroBatcher {
                     groups: distinct(&groups),
                     samples: sizes.iter().sum(),
                     present: sums.present(parameters.len()),
-                    layers: statistics.layers(|tensor| names.get(&place(tensor)).cloned()),
+                    layers: self.layers(statistics),
                 })
             });
             let whole = Whole::of(world.settle("the loss", told, start.elapsed())?)?;
@@ -108,9 +107,14 @@ impl MicroBatcher {
         statistics.prepare()
     }
 
-    /// The variables' names, by where they are.
-    fn names(&self) -> HashMap<usize, String> {
-        self.named().into_iter().map(|(name, tensor)| (place(&tensor), name)).collect()
+    /// The layers that have reported, by their variables' names.
+    fn layers(&self, statistics: &Pending) -> Vec<Layer> {
+        if !statistics.has_layers() {
+            return Vec::new();
+        }
+        let named = self.named().into_iter();
+        let names: HashMap<usize, String> = named.map(|(name, t)| (place(&t), name)).collect();
+        statistics.layers(|tensor| names.get(&place(tensor)).cloned())
     }
 }
 

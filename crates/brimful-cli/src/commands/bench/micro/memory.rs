@@ -1,8 +1,10 @@
-//! Peak memory by the number of micro-batches: it should not grow with the mini-batch.
+//! Peak memory and rate by the number of micro-batches: neither should depend on the mini-batch.
 //!
 //! One micro-batch is special: no gradient is there before its backward, and nothing waits behind
 //! it. From two on, gradients are kept through later forwards, and the next micro-batch is brought
 //! ahead of its use. So 64 is compared with 1, and 128 with 2.
+
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::{Arena, Memory};
@@ -51,13 +53,15 @@ pub(super) fn measure(
         };
         // The first one also chooses kernels, which takes memory of its own.
         step()?;
+        let start = Instant::now();
         let peak = step()?;
+        let speed = work.batch as f64 / start.elapsed().as_secs_f64();
         clear_gradients(&store)?;
         progress.advance(count);
         progress.done();
         let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
         let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
-        MemoryRow::new(&work, count, peak, base, ratio).enter(journal)?;
+        MemoryRow::new(&work, count, speed, peak, base, ratio).enter(journal)?;
         peaks.push((count, peak));
     }
     Ok(())

@@ -39,6 +39,7 @@ pub(super) struct MemoryRow {
     #[serde(flatten)]
     work: WorkColumns,
     micro_batches: usize,
+    samples_per_s: f64,
     peak_bytes: Bytes,
     /// The mini-batch that it is compared with, in micro-batches.
     compared_with: Option<usize>,
@@ -110,27 +111,38 @@ impl MemoryRow {
     pub(super) fn new(
         work: &Work,
         micro_batches: usize,
+        samples_per_s: f64,
         peak_bytes: Bytes,
         compared_with: Option<usize>,
         ratio: Option<f64>,
     ) -> Self {
-        let work = WorkColumns::new(work);
-        Self { contestant: "brimful", work, micro_batches, peak_bytes, compared_with, ratio }
+        Self {
+            contestant: "brimful",
+            work: WorkColumns::new(work),
+            micro_batches,
+            samples_per_s,
+            peak_bytes,
+            compared_with,
+            ratio,
+        }
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let columns = format!("  {:>13}{:>10}{:>12}", "micro-batches", "samples", "peak");
+        let columns =
+            format!("  {:>13}{:>10}{:>12}{:>12}", "micro-batches", "samples", "samples/s", "peak");
         journal.write(&self.work.title(), &columns, &self.text(), self)
     }
 
     fn text(&self) -> String {
-        let Self { micro_batches, peak_bytes, .. } = self;
+        let Self { micro_batches, samples_per_s, peak_bytes, .. } = self;
         let growth = match (self.ratio, self.compared_with) {
             (Some(ratio), Some(base)) => format!("{:+.2} % against {base}", (ratio - 1.0) * 100.0),
             _ => String::new(),
         };
         let samples = self.work.batch;
-        format!("  {micro_batches:>13}{samples:>10}{peak_bytes:>12}   {growth}")
+        format!(
+            "  {micro_batches:>13}{samples:>10}{samples_per_s:>12.1}{peak_bytes:>12}   {growth}"
+        )
     }
 }
 

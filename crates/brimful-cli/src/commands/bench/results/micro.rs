@@ -15,14 +15,13 @@ const SPEED: [Column; 8] = [
     ("first_step_s", "first step, s"),
 ];
 
-const GROWTH: [Column; 7] = [
-    ("work", "peak MiB by micro-batches in a mini-batch"),
-    ("peak_1", "1"),
-    ("peak_2", "2"),
-    ("peak_64", "64"),
-    ("peak_128", "128"),
-    ("ratio_64", "64 : 1"),
-    ("ratio_128", "128 : 2"),
+const GROWTH: [Column; 6] = [
+    ("work", "model, micro-batch"),
+    ("micro_batches", "micro-batches"),
+    ("batch", "samples"),
+    ("samples_per_s", "samples/s"),
+    ("peak_bytes", "peak MiB"),
+    ("ratio", "64 : 1, 128 : 2"),
 ];
 
 pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {
@@ -37,16 +36,31 @@ pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {
 }
 
 pub(super) fn panels(rows: &[&Row]) -> Vec<Panel> {
-    let timed: Vec<&Row> = rows.iter().filter(|row| !row.has("micro_batches")).copied().collect();
+    let (grown, timed): (Vec<&Row>, Vec<&Row>) =
+        rows.iter().partition(|row| row.has("micro_batches"));
     let panel = |(title, group): (String, Vec<&Row>)| {
         let bars = group.iter().map(|row| Bar::of_speed(row, row.contestant())).collect();
         Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
     };
-    grouped(&timed, work).into_iter().map(panel).collect()
+    let speeds = grouped(&timed, work).into_iter().map(panel);
+    let panel = |(title, group): (String, Vec<&Row>)| {
+        let bar = |row: &&Row| {
+            let label = format!("{} micro-batches", row.text("micro_batches"));
+            let mebibytes = row.number("peak_bytes").unwrap_or_default() / f64::from(1 << 20);
+            Bar::of(label, row.side(), mebibytes)
+        };
+        let bars = group.iter().map(bar).collect();
+        Panel { title, unit: "peak MiB", bars, mark: "", is_zoomed: false }
+    };
+    speeds.chain(grouped(&grown, cut).into_iter().map(panel)).collect()
 }
 
 fn work(row: &Row) -> String {
     format!("{}, {} / {}", row.model(), row.text("batch"), row.text("micro_batch"))
+}
+
+fn cut(row: &Row) -> String {
+    format!("{}, {}", row.model(), row.text("micro_batch"))
 }
 
 fn speed(title: String, group: &[&Row]) -> Table {
@@ -75,19 +89,16 @@ fn speed(title: String, group: &[&Row]) -> Table {
 }
 
 fn growth(rows: &[&Row]) -> Table {
-    let line = |(name, group): (String, Vec<&Row>)| {
-        let peak = |count: f64| {
-            let row = group.iter().find(|row| row.number("micro_batches") == Some(count))?;
-            row.number("peak_bytes")
-        };
-        let peaks = [1.0, 2.0, 64.0, 128.0].map(peak);
-        let mut cells = vec![Cell::text(name)];
-        cells.extend(peaks.map(Cell::Bytes));
-        cells.push(Cell::Ratio(over(peaks[2], peaks[0]), 4));
-        cells.push(Cell::Ratio(over(peaks[3], peaks[1]), 4));
-        Line::Figures(cells)
+    let line = |row: &&Row| {
+        Line::Figures(vec![
+            Cell::Text(cut(row)),
+            Cell::Count(row.number("micro_batches")),
+            Cell::Count(row.number("batch")),
+            Cell::Number(row.speed()),
+            Cell::Bytes(row.number("peak_bytes")),
+            Cell::Ratio(row.number("ratio"), 4),
+        ])
     };
-    let work = |row: &Row| format!("{}, {}", row.model(), row.text("micro_batch"));
-    let lines = grouped(rows, work).into_iter().map(line).collect();
-    Table { title: "Memory".to_owned(), columns: GROWTH.into(), lines }
+    let title = "Memory and rate by the number of micro-batches in a mini-batch".to_owned();
+    Table { title, columns: GROWTH.into(), lines: rows.iter().map(line).collect() }
 }

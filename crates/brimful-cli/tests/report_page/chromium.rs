@@ -94,8 +94,10 @@ impl Browser {
         let scheme = if look.dark { "dark" } else { "light" };
         let media = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
         self.call("Emulation.setEmulatedMedia", media);
+        // Of the page before.
+        self.events.retain(|event| !is_load(event));
         self.call("Page.navigate", json!({ "url": format!("file://{}", page.display()) }));
-        while !self.events.iter().any(|event| event["method"] == "Page.loadEventFired") {
+        while !self.events.iter().any(is_load) {
             let event = self.receive();
             self.events.push(event);
         }
@@ -187,6 +189,10 @@ impl Drop for Browser {
         let _ = self.process.wait();
         let _ = fs::remove_dir_all(&self.profile);
     }
+}
+
+fn is_load(event: &Value) -> bool {
+    event["method"] == "Page.loadEventFired"
 }
 
 /// The browser of this machine: `CHROMIUM`, or the first of its usual names.
