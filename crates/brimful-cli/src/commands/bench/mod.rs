@@ -17,6 +17,7 @@ mod ranks;
 mod results;
 mod times;
 mod work;
+mod world;
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -38,6 +39,8 @@ pub enum Bench {
     Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
+    /// A pipeline over the ranks of mpirun against the same pipeline in one process.
+    World(world::Options),
     /// Data parallelism over processes, started by mpirun: all ranks against one.
     #[cfg(feature = "mpi")]
     Ranks(ranks::Options),
@@ -56,6 +59,7 @@ pub fn run(bench: &Bench) -> Result<Exit> {
         Bench::Micro(options) => micro::run(options)?,
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
+        Bench::World(options) => world::run(options)?,
         #[cfg(feature = "mpi")]
         Bench::Ranks(options) => ranks::run(options)?,
         Bench::Compare(options) => compare::run(options)?,

@@ -26,6 +26,7 @@ use crate::{output, progress};
 use display::Display;
 use options::BatchSize;
 pub(crate) use options::Options;
+pub(crate) use ranks::Ranks;
 pub(crate) use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.

@@ -31,7 +31,7 @@ pub(crate) struct Ranks {
 
 impl Ranks {
     /// The world that this process was started in, or one of its own.
-    pub(super) fn world(&self) -> Result<World> {
+    pub(crate) fn world(&self) -> Result<World> {
         if !LAUNCHED.iter().any(|name| env::var_os(name).is_some()) {
             return Ok(World::alone());
         }

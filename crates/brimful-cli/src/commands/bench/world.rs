@@ -1,0 +1,188 @@
+//! `brimful bench world`: a pipeline over the ranks of `mpirun` against the same in one process.
+//!
+//! Both take turns, step by step, with the same balance and one thread a stage. A step is forward and
+//! backward over the mini-batch and the reading of its loss; the optimizer is left out.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::pipeline::{Balance, StageDevice};
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, Loss, Pipeline, World};
+use brimful_torch::threads;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::{Device, Tensor};
+
+use super::journal::{Journal, Output};
+use super::times::Times;
+use super::work::{GptShape, Samples, Work};
+use crate::commands::train::Ranks;
+use crate::setting::{self, ModelName, NumberType, loss, words};
+
+/// Steps of each before the first one that counts.
+const WARM_UP: usize = 1;
+
+/// Options of `brimful bench world`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  mpirun -n 2 --bind-to none brimful bench world     two ranks, one thread each, a transformer")]
+pub struct Options {
+    #[arg(long, value_name = "NAME", help = words::SCHEDULE, default_value_t = Schedule::OneFOneB)]
+    #[arg(value_parser = setting::schedule)]
+    schedule: Schedule,
+    #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: u32,
+    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
+    gpt: GptShape,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Serialize)]
+struct Row {
+    contestant: &'static str,
+    model: ModelName,
+    shape: String,
+    dtype: NumberType,
+    batch: usize,
+    micro_batch: usize,
+    micro_batches: usize,
+    stages: usize,
+    schedule: Schedule,
+    recompute: Recompute,
+    balance: Vec<usize>,
+    samples_per_s: f64,
+    spread: f64,
+    seconds: Vec<f64>,
+    /// Speed over that in one process.
+    ratio: f64,
+    /// What a step's activations and gradients at the cuts need, and what all ranks have sent in one.
+    least_bytes: Option<Bytes>,
+    sent_bytes: Option<Bytes>,
+}
+
+/// Measures, and prints on rank 0.
+pub fn run(options: &Options) -> Result<()> {
+    let world = options.ranks.world()?;
+    let _one = threads::limit_threads(1);
+    let m = options.micro_batches as usize;
+    let work = Work {
+        model: ModelName::Gpt,
+        dtype: NumberType::F32,
+        batch: m,
+        micro_batch: 1,
+        image: 0,
+        gpt: options.gpt,
+        vocabulary: 256,
+        tied: false,
+    };
+    let mut over_ranks = pipeline(&work, options, &world, 1, None)?;
+    let balance = over_ranks.balance().sizes().to_vec();
+    let is_first = world.rank() == 0;
+    let devices = balance.len() / options.schedule.stages_per_device();
+    let alone = World::alone();
+    let in_one = || pipeline(&work, options, &alone, devices, Some(balance.clone()));
+    let mut in_one = if is_first { Some(in_one()?) } else { None };
+    tch::manual_seed(0);
+    let batch = work.samples(work.batch);
+    let (mut near, mut far) = (Times::default(), Times::default());
+    let mut sent = 0;
+    for turn in 0..WARM_UP + options.repeats as usize {
+        let counts = turn >= WARM_UP;
+        if let Some(pipeline) = &mut in_one {
+            near.push_if(counts, step(pipeline, &batch)?.0);
+        }
+        // The others have waited for rank 0.
+        world.share("turn", &turn)?;
+        let before = world.traffic()?.sent.0;
+        let (seconds, loss) = step(&mut over_ranks, &batch)?;
+        sent = world.share("sent", &(world.traffic()?.sent.0 - before))?.into_iter().sum();
+        far.push_if(counts, seconds);
+        ensure!(loss.is_finite(), "the loss is {loss}");
+    }
+    if !is_first {
+        return Ok(());
+    }
+    let facts = json!({ "threads_per_stage": 1, "optimizer": "none", "ranks": world.size() });
+    let mut journal = Journal::begin("world", Device::Cpu, &options.output, facts)?;
+    let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
+    let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
+    let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| Row {
+        contestant,
+        model: work.model,
+        shape: work.shape(),
+        dtype: work.dtype,
+        batch: work.batch,
+        micro_batch: work.micro_batch,
+        micro_batches: m,
+        stages: devices,
+        schedule: options.schedule,
+        recompute: Recompute::Never,
+        balance: balance.clone(),
+        samples_per_s: work.batch as f64 / times.median(),
+        spread: times.spread(),
+        seconds: times.0.clone(),
+        ratio: near.median() / times.median(),
+        least_bytes: bytes.map(|(least, _)| Bytes(least)),
+        sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
+    };
+    enter(&mut journal, &row("brimful", &near, None))?;
+    enter(&mut journal, &row("brimful over ranks", &far, Some((least, sent))))?;
+    journal.end()
+}
+
+fn enter(journal: &mut Journal, row: &Row) -> Result<()> {
+    let Row { contestant, shape, micro_batches, stages, schedule, .. } = row;
+    let title = format!("gpt {shape}, {micro_batches} micro-batches, {stages} stages, {schedule}");
+    let columns =
+        format!("  {:<20}{:>11}{:>8}{:>9}{:>12}", "", "samples/s", "ratio", "spread", "sent");
+    let sent = row.sent_bytes.map_or_else(String::new, |bytes| bytes.to_string());
+    let text = format!(
+        "  {contestant:<20}{:>11.1}{:>8.3}{:>8.0}%{sent:>12}",
+        row.samples_per_s,
+        row.ratio,
+        row.spread * 100.0
+    );
+    journal.write(&title, &columns, &text, row)
+}
+
+/// A pipeline of so many devices in each rank of the world.
+fn pipeline(
+    work: &Work,
+    options: &Options,
+    world: &World,
+    devices: usize,
+    balance: Option<Vec<usize>>,
+) -> Result<Pipeline> {
+    let balance = match balance {
+        Some(sizes) => Balance::from(sizes),
+        None => Balance::by_time(&work.samples(work.micro_batch).0),
+    };
+    tch::manual_seed(0);
+    Ok(Pipeline::builder(work.layers()?)
+        .devices(vec![StageDevice::cpu().threads(1); devices])
+        .balance(balance)
+        .schedule(options.schedule)
+        .micro_batches(options.micro_batches as usize)
+        .world(world)
+        .build()?)
+}
+
+/// One step: its seconds and its loss.
+fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(f64, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+    Ok((start.elapsed().as_secs_f64(), step.loss))
+}
