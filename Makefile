@@ -12,7 +12,7 @@ WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi install
 
 CHECKS := format typos clippy test setup-test docs package licences miri
 
-.PHONY: help demo test check bench bench-peers mpi clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench bench-peers mpi chromium clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -23,7 +23,7 @@ demo: libtorch ## show what brimful does, in a minute
 
 test: libtorch ## run all tests
 	$(ONE_THREAD) cargo test --workspace $(MPI)
-	@$(if $(MPI),:,echo "$(WITHOUT_MPI)")
+	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
 
 check: ## format, lints, tests, docs, licences: what must hold before a commit
 	@for part in $(CHECKS); do \
@@ -43,6 +43,9 @@ bench-peers: libtorch ## set the peers up, and measure them in turns with ours: 
 
 mpi: ## install what training over several processes needs (Debian)
 	@scripts/mpi
+
+chromium: ## install the browser that the report's page is tested in (Debian)
+	@scripts/chromium
 
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 
@@ -60,7 +61,7 @@ def ours(path, bench):
 
 
 IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes"]
-IDENTITY += ["stages", "schedule", "recompute", "balance"]
+IDENTITY += ["stages", "schedule", "recompute", "balance", "ranks"]
 
 
 def identity(work):
@@ -75,7 +76,7 @@ def each_once(rows):
 
 
 def title(work):
-    keys = ["model", "dtype", "batch", "micro_batch", "limit_bytes", "stages", "schedule", "recompute"]
+    keys = ["model", "dtype", "batch", "micro_batch", "limit_bytes", "stages", "schedule", "recompute", "ranks"]
     return " ".join(str(work[key]) for key in keys if work.get(key) is not None)
 
 
@@ -118,6 +119,41 @@ def speed(work, warm_up, seconds):
         "samples_per_s": work["batch"] / median, "spread": (max(seconds) - min(seconds)) / median,
         "seconds": seconds, "warm_up_seconds": warm_up,
     }  # fmt: skip
+
+
+def in_ranks(count, run, row, repeats):
+    """Runs `run(row, repeats, rank)` in so many processes joined by Gloo, a thread each; the first one's answer."""
+    from torch import multiprocessing
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, run, row, repeats, os.path.join(folder, "store"), answers)
+        children = [context.Process(target=as_rank, args=(rank, *arguments)) for rank in range(count)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+    codes = [child.exitcode for child in children]
+    if any(codes):
+        raise RuntimeError(f"the ranks' processes ended with {codes}")
+    return answers.get()
+
+
+def as_rank(rank, count, run, row, repeats, store, answers):
+    """A forked child: the libraries are loaded already, and no thread has been started."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    answer = run(row, repeats, rank)
+    if rank == 0:
+        answers.put(answer)
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 def synchronize(device):

@@ -6,11 +6,8 @@ Runs our pipelines without recomputation: the same layers, balance, schedule and
 model's the model on one thread, as a loop over the same micro-batches.
 """
 
-import os
-import tempfile
-
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 
 import contest
 import models
@@ -91,36 +88,12 @@ def pipelined(row, repeats, rank):
     return contest.timed(step, clear, distributed.barrier, repeats, WARM_UP)
 
 
-def process(rank, row, repeats, store, answers):
-    """A forked child: the libraries are loaded already, and no thread has been started."""
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=row["stages"])
-    seconds = pipelined(row, repeats, rank)
-    if rank == 0:
-        answers.put(seconds)
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
 def measure(row, settings, repeats):
     if row["schedule"] is None:
         torch.set_num_threads(1)
         return contest.speed(row, *alone(row, repeats))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (row, repeats, os.path.join(folder, "store"), answers)
-        children = [context.Process(target=process, args=(rank, *arguments)) for rank in range(row["stages"])]
-        for child in children:
-            child.start()
-        for child in children:
-            child.join()
-    codes = [child.exitcode for child in children]
-    if any(codes):
-        raise RuntimeError(f"the stages' processes ended with {codes}")
-    return {**contest.speed(row, *answers.get()), "peak_bytes": None}
+    seconds = contest.in_ranks(row["stages"], pipelined, row, repeats)
+    return {**contest.speed(row, *seconds), "peak_bytes": None}
 
 
 if __name__ == "__main__":

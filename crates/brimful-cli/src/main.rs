@@ -1,34 +1,88 @@
 //! The program `brimful`: reads the command line, runs one command, says what went wrong in a line.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod args;
 mod commands;
+mod config;
 mod data;
+mod exit;
+mod interrupt;
+mod log;
+mod nearest;
 mod output;
+mod page;
+mod progress;
 mod setting;
 
+use std::env;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::Parser;
+use anyhow::Result;
 
-use args::{Args, Command};
+use args::{Args, Command, Global};
+use exit::Exit;
+
+// `--help` and its like need no libtorch, so they do not wait for it.
+#[cfg(not(test))]
+brimful_torch::before_libtorch!(|words| begin(words).err().map(Exit::code));
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    let outcome = match args.command {
-        Command::Doctor(options) => commands::doctor::run(&options),
-        Command::Demo => commands::demo::run(),
-        Command::Train(options) => commands::train::run(&options),
-        Command::Plan(options) => commands::plan::run(&options),
-        Command::Verify(options) => commands::verify::run(&options),
-        Command::Bench(bench) => commands::bench::run(&bench),
-    };
-    match outcome {
-        Ok(code) => code,
-        Err(error) => {
-            output::complain(&error);
-            ExitCode::FAILURE
+    match begin(env::args_os().collect()) {
+        Err(exit) => exit.into(),
+        Ok(args) => {
+            let outcome = prepare(&args.global).and_then(|()| run(&args.command));
+            ended(outcome, args.global.verbose).into()
         }
+    }
+}
+
+/// Reads the command line. What is wrong with it, and what is about the program itself, is answered
+/// on the spot.
+fn begin(words: Vec<OsString>) -> Result<Args, Exit> {
+    let args = Args::read(words).map_err(|error| match error.downcast_ref::<clap::Error>() {
+        Some(answer) => print(answer),
+        None => ended(Err(error), false),
+    })?;
+    if args.command.is_about_the_program() {
+        return Err(ended(run(&args.command), args.global.verbose));
+    }
+    Ok(args)
+}
+
+/// Prints the help that was asked for, or how the command line is wrong.
+fn print(answer: &clap::Error) -> Exit {
+    let exit = if answer.use_stderr() { Exit::WrongUse } else { Exit::Done };
+    answer.print().map_or(Exit::Failed, |()| exit)
+}
+
+/// How it ended; what went wrong is said.
+fn ended(outcome: Result<Exit>, verbose: bool) -> Exit {
+    outcome.unwrap_or_else(|error| {
+        output::complain(&error, verbose);
+        Exit::of(&error)
+    })
+}
+
+fn prepare(global: &Global) -> Result<()> {
+    if global.quiet {
+        progress::be_quiet();
+    }
+    log::listen(global.verbose);
+    interrupt::survive_file_limits()
+}
+
+fn run(command: &Command) -> Result<Exit> {
+    match command {
+        Command::Doctor(options) => commands::doctor::run(options),
+        Command::Demo => commands::demo::run(),
+        Command::Train(options) => commands::train::run(options),
+        Command::Plan(options) => commands::plan::run(options),
+        Command::Report(options) => commands::report::run(options),
+        Command::Verify(options) => commands::verify::run(options),
+        Command::Bench(bench) => commands::bench::run(bench),
+        Command::Completions(options) => commands::completions::run(options),
+        Command::Man(options) => commands::man::run(options),
     }
 }

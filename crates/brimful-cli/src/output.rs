@@ -1,10 +1,16 @@
-//! What the program writes: one report at a time, as text or as JSON.
+//! What the program writes: reports to standard output, files, and what went wrong to standard error.
 
-use std::fmt::Display;
-use std::io::{self, Write};
+use std::fmt::{Display, Write as _};
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::{env, fs};
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
+use brimful::save;
 use serde::Serialize;
+
+use crate::exit::wrong_use;
+use crate::progress;
 
 /// Writes a report: a line of JSON where that is asked for, else its text.
 pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
@@ -14,15 +20,76 @@ pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
 /// Writes a line to standard output. A reader that has gone away, as `head` does, ends the program
 /// quietly.
 pub fn line(text: &str) -> Result<()> {
-    let mut out = io::stdout().lock();
-    match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
-        written => Ok(written?),
-    }
+    progress::aside(|| {
+        let mut out = io::stdout().lock();
+        match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
+            written => written.context("cannot write to standard output"),
+        }
+    })
 }
 
-/// Writes what went wrong to standard error, in one line.
-pub fn complain(error: &anyhow::Error) {
-    // Nothing is left to do where even this cannot be written.
-    let _ = writeln!(io::stderr(), "brimful: {error:#}");
+/// Writes a file whole, or not at all.
+pub fn file(path: &Path, text: &str) -> Result<()> {
+    Ok(save::replace(path, text.as_bytes())?)
+}
+
+/// Whether a file can come to be there, asked before hours of work are put into it.
+pub fn check_place(flag: &str, path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let shown = path.display();
+    ensure!(
+        fs::metadata(folder).is_ok_and(|folder| folder.is_dir()),
+        wrong_use(format!("--{flag} {shown}: there is no folder {}", folder.display()))
+    );
+    ensure!(!path.is_dir(), wrong_use(format!("--{flag} {shown}: it is a folder: name a file")));
+    Ok(())
+}
+
+/// Whether what goes to standard output may be coloured.
+pub fn colored() -> bool {
+    io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// Writes what went wrong to standard error: in one line, or with all that is known of it.
+pub fn complain(error: &anyhow::Error, verbose: bool) {
+    let text = causes(error);
+    let mut lines = text.lines();
+    let mut message = format!("brimful: {}", lines.next().unwrap_or_default());
+    if verbose {
+        message.extend(lines.map(|line| format!("\n{line}")));
+        for cause in error.chain() {
+            // Writing to a text cannot fail.
+            let _ = write!(message, "\n  from {cause:?}");
+        }
+    } else if lines.next().is_some() {
+        message.push_str(" (--verbose shows the rest)");
+    }
+    progress::say(&message);
+}
+
+/// An error and its causes in one sentence; one that an outer one has said already is left out.
+pub fn causes(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |said, cause| {
+        let cause = cause.to_string();
+        match said.as_str() {
+            "" => cause,
+            _ if said.contains(&cause) => said,
+            _ => format!("{said}: {cause}"),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let error = anyhow!("no space left").context("cannot write a: no space left");
+        assert_eq!(causes(&error), "cannot write a: no space left");
+        assert_eq!(causes(&anyhow!("b").context("a")), "a: b");
+    }
 }

@@ -40,6 +40,9 @@ fn what_cannot_be_compared_is_refused() {
     let refused = |arguments: &[&str], words: &str| {
         bench_convergence(arguments).assert().failure().stderr(predicate::str::contains(words));
     };
-    refused(&["--epochs", "0"], "--epochs 0: give it at least 1");
-    refused(&["--limit", "64KiB", "--epochs", "1"], "the model was not built: out of memory");
+    refused(&["--epochs", "0"], "give a whole number from 1 on");
+    refused(
+        &["--memory-limit", "64KiB", "--epochs", "1"],
+        "the model was not built: out of memory",
+    );
 }

@@ -54,8 +54,8 @@ fn what_cannot_be_measured_is_refused() {
         bench_memory(arguments).assert().failure().stderr(predicate::str::contains(words));
     };
     let tiny = ["--memory", "64KiB", "--model", "amoebanet", "--stages", "1"];
-    refused(&tiny, "no model of any size fits 64.0 KiB: give more --memory");
-    refused(&["--stages", "0"], "--stages 0: give each pipeline at least 1");
+    refused(&tiny, "no model of any size fits 64.0 KiB: raise --memory-limit");
+    refused(&["--stages", "0"], "give a whole number from 1 on");
     refused(&["--channels", "3", "--model", "unet"], "of which there are 3");
     refused(&["--device", "gpu"], "gpu");
 }

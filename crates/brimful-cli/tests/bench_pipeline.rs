@@ -70,7 +70,7 @@ fn what_cannot_be_measured_is_refused() {
     let refused = |arguments: &[&str], words: &str| {
         bench_pipeline(arguments).assert().failure().stderr(predicate::str::contains(words));
     };
-    refused(&["--stages", "0"], "give each at least 1");
+    refused(&["--stages", "0"], "give a whole number from 1 on");
     refused(&["--stages", "50"], "50 stages need at least 50 layers");
     refused(&["--schedule", "zero-bubble-h1"], "not executed yet");
     refused(&["--table"], "cannot be used with");

@@ -1,15 +1,10 @@
 //! The program as people and programs meet it.
 
-use assert_cmd::Command;
-use predicates::prelude::*;
-use serde_json::Value;
+mod program;
 
-fn brimful() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
-    command
-}
+use predicates::prelude::*;
+use program::brimful;
+use serde_json::Value;
 
 #[test]
 fn doctor_says_versions_devices_and_that_all_is_well() {
@@ -49,14 +44,4 @@ fn the_arena_bench_prints_its_row() {
         text.lines().next().and_then(|line| serde_json::from_str(line).ok()).expect("a row");
     assert_eq!(row["model"], "resnet50");
     assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
-}
-
-#[test]
-fn help_has_examples_and_nonsense_is_one_clear_line() {
-    brimful().arg("--help").assert().success().stdout(predicate::str::contains("Examples:"));
-    brimful()
-        .arg("train-harder")
-        .assert()
-        .failure()
-        .stderr(predicate::str::contains("unrecognized"));
 }

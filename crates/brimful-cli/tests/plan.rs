@@ -74,15 +74,19 @@ fn plans_a_model_that_it_measures() {
 
 #[test]
 fn a_model_that_cannot_be_measured_is_refused() {
-    insta::assert_snapshot!(refusal("--model mlp --batch 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6");
+    insta::assert_snapshot!(refusal("--model mlp --batch 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6: lower --stages");
     let refused = refusal("--model mlp --batch 8 -s 2 --device gpu");
     assert!(
         refused.starts_with("brimful: there is no device 'gpu' here; there is cpu"),
         "{refused}"
     );
-    insta::assert_snapshot!(refusal("--model mlp --batch 0 -s 2"), @"brimful: no samples to choose from: give at least one");
+    insta::assert_snapshot!(refusal("--model mlp --batch 0 -s 2"), @"
+    error: invalid value '0' for '--batch-size <N>': give a whole number from 1 on
+
+    For more information, try '--help'.
+    ");
     let refused = refusal("--model mlp -s 2");
-    assert!(refused.contains("--batch <N>"), "{refused}");
+    assert!(refused.contains("--batch-size <N>"), "{refused}");
     let refused = refusal("--model mlp --batch 8 -s 2 --forward 3");
     assert!(refused.contains("cannot be used with '--forward"), "{refused}");
 }
@@ -94,25 +98,23 @@ fn runs_a_file() {
 
 #[test]
 fn refuses_with_the_fix() {
-    insta::assert_snapshot!(refusal("--schedule-file tests/data/deadlock.csv"), @"
-    brimful: tests/data/deadlock.csv cannot be run: deadlock: device 0 waits in 0B0 for stage 1, device 1 waits in 1F1 for stage 0
-    device 0    0F0  [0B0]  0F1   0B1
-    device 1    1F0  [1F1]  1B0   1B1
-    ");
-    insta::assert_snapshot!(refusal("-s 0 -m 4"), @"brimful: the number of devices is 0: a schedule needs at least 1");
-    insta::assert_snapshot!(refusal("-s 4 -m 4 --schedule pipedream"), @"brimful: no schedule is called 'pipedream': choose gpipe, 1f1b, interleaved, zero-bubble-h1, interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)");
-    insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"brimful: the backward time of stage 0 is -1: it must be finite and not negative");
-    insta::assert_snapshot!(refusal("-s 4 -m 4 --memory 16Gigs"), @"
-    error: invalid value '16Gigs' for '--memory <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB
+    insta::assert_snapshot!(refusal("--schedule-file tests/data/deadlock.csv"), @"brimful: tests/data/deadlock.csv cannot be run: deadlock: device 0 waits in 0B0 for stage 1, device 1 waits in 1F1 for stage 0 (--verbose shows the rest)");
+    insta::assert_snapshot!(refusal("-s 0 -m 4"), @"
+    error: invalid value '0' for '--stages <S>': give a whole number from 1 on
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch 8 -s 2"), @"
-    brimful: tests/data/mine.csv is not a profile: TOML parse error at line 2, column 4
-      |
-    2 | 0F0,0F1,,0B0,0B1
-      |    ^
-    key with no value, expected `=`
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --schedule pipedream"), @"
+    error: invalid value 'pipedream' for '--schedule <NAME,…>': no schedule is called 'pipedream': choose gpipe, 1f1b, interleaved, zero-bubble-h1, interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)
+
+    For more information, try '--help'.
     ");
-    insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"brimful: the backward time of stage 0 is -1: it must be finite and not negative");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --memory 16Gigs"), @"
+    error: invalid value '16Gigs' for '--memory-limit <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch 8 -s 2"), @"brimful: tests/data/mine.csv is not a profile: line 2: key with no value, expected `=`");
+    insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18: lower --stages");
 }

@@ -4,6 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -18,6 +24,50 @@ void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
       " does not fit a tensor of ", tensor.toString(), " on ", tensor.device());
 }
 
+using Arrived = void (*)(void* context, size_t parameter);
+
+// Tells of a parameter's gradient when it has been added to, if that is on the thread that waits for
+// it: elsewhere nobody could be told safely.
+struct Watch final : torch::autograd::PostAccumulateGradHook {
+  Watch(Arrived arrived, void* context, size_t parameter)
+      : arrived(arrived), context(context), parameter(parameter) {}
+  void operator()(const at::Tensor&) override {
+    if (std::this_thread::get_id() == thread) arrived(context, parameter);
+  }
+  const Arrived arrived;
+  void* const context;
+  const size_t parameter;
+  const std::thread::id thread = std::this_thread::get_id();
+};
+
+// Watches over parameters while it lives.
+struct Watches {
+  Watches(at::Tensor* const* parameters, size_t count, Arrived arrived, void* context) {
+    for (size_t i = 0; i < count; ++i) {
+      list.push_back(*parameters[i]);
+      auto watch = std::make_unique<Watch>(arrived, context, i);
+      torch::autograd::impl::set_post_acc_grad_hooks(list.back(), std::move(watch));
+    }
+  }
+  ~Watches() {
+    for (const at::Tensor& parameter : list) {
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+    }
+  }
+  std::vector<at::Tensor> list;
+};
+
+void backward(
+    at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph) {
+  torch::autograd::variable_list from;
+  torch::autograd::variable_list with;
+  for (size_t i = 0; i < count; ++i) {
+    from.push_back(*roots[i]);
+    with.push_back(gradients[i] == nullptr ? at::Tensor() : *gradients[i]);
+  }
+  torch::autograd::backward(from, with, keep_graph);
+}
+
 }  // namespace
 
 extern "C" {
@@ -26,14 +76,17 @@ extern "C" {
 int32_t brimful_backward(
     at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
     char** message) noexcept {
+  return brimful::guarded(message, [&] { backward(roots, gradients, count, keep_graph); });
+}
+
+// The same; `arrived` is called for each parameter whose gradient is complete, while others are not.
+int32_t brimful_backward_watched(
+    at::Tensor* const* roots, at::Tensor* const* gradients, size_t count,
+    at::Tensor* const* parameters, size_t parameter_count, Arrived arrived, void* context,
+    char** message) noexcept {
   return brimful::guarded(message, [&] {
-    torch::autograd::variable_list from;
-    torch::autograd::variable_list with;
-    for (size_t i = 0; i < count; ++i) {
-      from.push_back(*roots[i]);
-      with.push_back(gradients[i] == nullptr ? at::Tensor() : *gradients[i]);
-    }
-    torch::autograd::backward(from, with, keep_graph);
+    const Watches watches(parameters, parameter_count, arrived, context);
+    backward(roots, gradients, count, false);
   });
 }
 

@@ -1,10 +1,13 @@
 //! Backward passes that start from given gradients, and gradients put in place by hand.
 
+use std::any::Any;
+use std::ffi::c_void;
+use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use tch::Tensor;
 
 use crate::error::{TorchError, call};
-use crate::{ffi, raw};
+use crate::{ffi, raw, raw_list};
 
 /// Runs backward from several roots at once, each with its gradient (`None`: one, for a scalar).
 ///
@@ -18,12 +21,7 @@ pub fn backward(
     gradients: &[Option<&Tensor>],
     keep_graph: bool,
 ) -> Result<(), TorchError> {
-    if roots.len() != gradients.len() {
-        let (r, g) = (roots.len(), gradients.len());
-        return Err(TorchError::other(format!("backward needs a gradient a root: {r} and {g}")));
-    }
-    let roots: Vec<_> = roots.iter().map(|root| raw(root)).collect();
-    let gradients: Vec<_> = gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect();
+    let (roots, gradients) = starts(roots, gradients)?;
     call(|message| {
         // SAFETY: both arrays have `roots.len()` valid tensors, or null where that is allowed.
         unsafe {
@@ -31,6 +29,71 @@ pub fn backward(
             ffi::brimful_backward(roots, gradients, count, keep_graph, message)
         }
     })
+}
+
+/// Runs backward as [`backward`] does, without keeping the graph, and calls `arrived` with the place
+/// of each parameter whose gradient is complete, while those of others are still being computed.
+///
+/// That is so for parameters on a CPU, whose backward runs on this thread; of others nothing is told.
+///
+/// # Errors
+/// As [`backward`].
+///
+/// # Panics
+/// As `arrived` does, after the backward.
+pub fn backward_watched(
+    roots: &[&Tensor],
+    gradients: &[Option<&Tensor>],
+    parameters: &[Tensor],
+    mut arrived: impl FnMut(usize),
+) -> Result<(), TorchError> {
+    let (roots, gradients) = starts(roots, gradients)?;
+    let parameters = raw_list(parameters);
+    let mut listener = Listener { arrived: &mut arrived, panicked: None };
+    let result = call(|message| {
+        // SAFETY: the arrays have that many valid tensors, or null where that is allowed. `hear` is
+        // called on this thread alone and during this call alone, in which nobody else uses the
+        // listener.
+        unsafe {
+            let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
+            let (list, length) = (parameters.as_ptr(), parameters.len());
+            let context = ptr::from_mut(&mut listener).cast();
+            ffi::brimful_backward_watched(
+                roots, gradients, count, list, length, hear, context, message,
+            )
+        }
+    });
+    match listener.panicked {
+        Some(payload) => panic::resume_unwind(payload),
+        None => result,
+    }
+}
+
+/// Who is told of gradients.
+struct Listener<'a> {
+    arrived: &'a mut dyn FnMut(usize),
+    /// A panic, which must not cross the boundary.
+    panicked: Option<Box<dyn Any + Send>>,
+}
+
+extern "C" fn hear(context: *mut c_void, parameter: usize) {
+    // SAFETY: it is the listener of the call that is under way on this thread.
+    let listener = unsafe { &mut *context.cast::<Listener<'_>>() };
+    if listener.panicked.is_none() {
+        let told = panic::catch_unwind(AssertUnwindSafe(|| (listener.arrived)(parameter)));
+        listener.panicked = told.err();
+    }
+}
+
+type Starts = (Vec<*const ffi::RawTensor>, Vec<*const ffi::RawTensor>);
+
+fn starts(roots: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<Starts, TorchError> {
+    if roots.len() != gradients.len() {
+        let (r, g) = (roots.len(), gradients.len());
+        return Err(TorchError::other(format!("backward needs a gradient a root: {r} and {g}")));
+    }
+    let roots = roots.iter().map(|root| raw(root)).collect();
+    Ok((roots, gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect()))
 }
 
 /// Puts a gradient in place of a leaf's present one; `None` leaves it without one.

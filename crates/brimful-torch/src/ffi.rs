@@ -90,6 +90,16 @@ unsafe extern "C" {
         keep_graph: bool,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_backward_watched(
+        roots: Tensors,
+        gradients: Tensors,
+        count: usize,
+        parameters: Tensors,
+        parameter_count: usize,
+        arrived: extern "C" fn(*mut c_void, usize),
+        context: *mut c_void,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_collect_gradients(
         parameters: *const *const RawTensor,
         sums: *mut *mut RawTensor,

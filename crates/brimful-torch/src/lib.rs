@@ -4,6 +4,7 @@
 //! | module | what it adds to tch |
 //! | --- | --- |
 //! | [`arena`] | CPU memory that is counted, and limited |
+//! | [`before_libtorch`] | an answer before libtorch starts |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`foreach`] | one operation on many tensors at once |
@@ -20,6 +21,8 @@
 
 pub mod arena;
 pub mod autograd;
+#[doc(hidden)]
+pub mod before;
 pub mod cuda;
 pub mod device;
 mod error;

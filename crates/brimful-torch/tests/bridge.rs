@@ -136,3 +136,33 @@ fn the_running_libtorch_is_the_one_we_are_built_for() {
     assert_eq!(libtorch::version().as_deref(), Some(libtorch::EXPECTED_VERSION));
     assert!(libtorch::library_path().expect("a path").ends_with("libtorch_cpu.so"));
 }
+
+#[test]
+fn a_watched_backward_tells_of_each_gradient_when_it_is_complete() {
+    let options = (Kind::Double, Device::Cpu);
+    let parameters: Vec<Tensor> =
+        (1..=3).map(|n| Tensor::full([2], n as f64, options).set_requires_grad(true)).collect();
+    let unused = Tensor::ones([2], options).set_requires_grad(true);
+    // The second one is used twice.
+    let hidden = &parameters[0] * &parameters[1];
+    let loss = (hidden * &parameters[1] * &parameters[2]).sum(Kind::Double);
+    let watched = [
+        parameters[0].shallow_clone(),
+        parameters[1].shallow_clone(),
+        parameters[2].shallow_clone(),
+        unused,
+    ];
+    let mut told = Vec::new();
+    let listen = |place: usize| told.push((place, watched[place].grad().double_value(&[0])));
+    backward_watched(&[&loss], &[None], &watched, listen).expect("a backward");
+    told.sort_by_key(|(place, _)| *place);
+    assert_eq!(told, [(0, 12.0), (1, 12.0), (2, 4.0)]);
+
+    let again = (&parameters[0] * 2.0).sum(Kind::Double);
+    backward_watched(&[&again], &[None], &[], |_| panic!("nobody is watched")).expect("a backward");
+    let thrown = std::panic::catch_unwind(|| {
+        let loss = (&parameters[2] * 2.0).sum(Kind::Double);
+        let _ = backward_watched(&[&loss], &[None], &parameters, |_| panic!("heard"));
+    });
+    assert_eq!(thrown.expect_err("a panic").downcast_ref::<&str>(), Some(&"heard"));
+}

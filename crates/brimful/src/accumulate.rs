@@ -9,12 +9,13 @@
 
 use std::borrow::Borrow;
 
-use brimful_torch::autograd::{backward, set_gradient};
+use brimful_torch::autograd::{backward, backward_watched, set_gradient};
 use brimful_torch::foreach;
 use brimful_torch::gradients::collect;
 use tch::{Kind, Tensor};
 
 use crate::Result;
+use crate::ranks::{Buckets, RanksTurn};
 
 /// One gradient sum a parameter, or none where nothing has reached it.
 pub(crate) type Sum = Vec<Option<Tensor>>;
@@ -25,6 +26,8 @@ pub(crate) struct Sums {
     groups: Vec<Sum>,
     /// Whether some of them are captured graphs' own, which the next step will overwrite.
     lent: bool,
+    /// Those of a single group that are on their way to other ranks.
+    buckets: Option<Buckets>,
 }
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.
@@ -38,6 +41,11 @@ pub(crate) struct Accumulator {
     apart: bool,
     /// See [`Sums`].
     lent: bool,
+    /// In which the last micro-batch's gradients are to be added up over the ranks.
+    turn: Option<RanksTurn>,
+    /// Whether the micro-batch under way is the last.
+    last: bool,
+    buckets: Option<Buckets>,
 }
 
 impl Accumulator {
@@ -45,9 +53,29 @@ impl Accumulator {
     pub(crate) fn begin(parameters: Vec<Tensor>) -> Result<Self> {
         let aside = parameters.iter().map(gradient).collect();
         let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
-        let mut accumulator = Self { parameters, aside, groups: Vec::new(), apart, lent: false };
+        let mut accumulator = Self {
+            parameters,
+            aside,
+            groups: Vec::new(),
+            apart,
+            lent: false,
+            turn: None,
+            last: false,
+            buckets: None,
+        };
         accumulator.clear()?;
         Ok(accumulator)
+    }
+
+    /// Lets gradients set out to other ranks, in this turn, while the last backward still runs.
+    pub(crate) fn summing(mut self, turn: Option<RanksTurn>) -> Self {
+        self.turn = turn;
+        self
+    }
+
+    /// The next micro-batch is the last.
+    pub(crate) fn expect_the_last(&mut self) {
+        self.last = true;
     }
 
     /// Says how many groups of terms there are; the same at every call.
@@ -72,6 +100,17 @@ impl Accumulator {
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
+        if self.last
+            && self.in_place()
+            && let Some(turn) = self.turn.take()
+        {
+            let (parameters, mut buckets) =
+                (&self.parameters, Buckets::new(turn, &self.parameters)?);
+            let arrived = |at: usize| buckets.arrived(at, &parameters[at].grad());
+            backward_watched(&roots, &gradients, parameters, arrived)?;
+            self.buckets = Some(buckets);
+            return Ok(());
+        }
         backward(&roots, &gradients, keep_graph)?;
         if self.in_place() {
             return Ok(());
@@ -86,7 +125,8 @@ impl Accumulator {
         }
         self.put_back()?;
         self.parameters.clear();
-        Ok(Sums { groups: std::mem::take(&mut self.groups), lent: self.lent })
+        let (groups, buckets) = (std::mem::take(&mut self.groups), self.buckets.take());
+        Ok(Sums { groups, lent: self.lent, buckets })
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {
@@ -173,7 +213,7 @@ impl Sums {
     pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {
         let mut whole = Self::default();
         let mut addends: Vec<Vec<Option<Addends>>> = Vec::new();
-        for Self { groups, lent } in replicas {
+        for Self { groups, lent, .. } in replicas {
             whole.lent |= lent;
             addends.resize_with(groups.len().max(addends.len()), Vec::new);
             for (columns, sum) in addends.iter_mut().zip(groups) {
@@ -225,6 +265,44 @@ impl Sums {
     /// The sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
         let lent = self.lent;
+        Ok(Finished(cast(self.total(parameters.len(), factors)?, parameters, lent)?))
+    }
+
+    /// The same over all ranks; `present` says which parameters any of them has a gradient for.
+    /// Where `alike`, all ranks have one and the same factor, which is left to the end: so gradients
+    /// may have set out before it was known.
+    pub(crate) fn finish_over_ranks(
+        mut self,
+        parameters: &[Tensor],
+        factors: &[f64],
+        alike: bool,
+        turn: &RanksTurn,
+        present: &[bool],
+    ) -> Result<Finished> {
+        let buckets =
+            self.buckets.take().map_or_else(|| Buckets::new(turn.clone(), parameters), Ok);
+        let (mut buckets, last) = (buckets?, factors.first().copied().filter(|_| alike));
+        let first = if alike { &[][..] } else { factors };
+        buckets.fill(&self.total(parameters.len(), first)?)?;
+        let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
+            let here = || sum.f_to_device(parameter.device());
+            present.then(here).transpose()
+        };
+        let sums = buckets.summed()?.into_iter().zip(parameters).zip(present);
+        let total = sums.map(here).collect::<Result<Sum, _>>()?;
+        scale(&total, last)?;
+        Ok(Finished(cast(total, parameters, false)?))
+    }
+
+    /// Which parameters have a sum.
+    pub(crate) fn present(&self, parameters: usize) -> Vec<bool> {
+        let has =
+            |at: usize| self.groups.iter().any(|sum| sum.get(at).is_some_and(Option::is_some));
+        (0..parameters).map(has).collect()
+    }
+
+    /// The sums of all groups, each times its factor.
+    fn total(self, parameters: usize, factors: &[f64]) -> Result<Sum> {
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
         scale(&total, factors.first().copied())?;
@@ -232,8 +310,8 @@ impl Sums {
             scale(&sum, Some(*factor))?;
             add_sum(&mut total, sum)?;
         }
-        total.resize_with(parameters.len(), || None);
-        Ok(Finished(cast(total, parameters, lent)?))
+        total.resize_with(parameters, || None);
+        Ok(total)
     }
 }
 

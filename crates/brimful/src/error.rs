@@ -13,6 +13,7 @@ use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::replicas::ReplicasError;
+use crate::report::RunError;
 use crate::schedule::{CostError, ScheduleError};
 use crate::world::WorldError;
 
@@ -369,6 +370,16 @@ pub enum Error {
         samples: usize,
     },
 
+    /// What needs all samples in one process.
+    #[error(
+        "a loss over the whole mini-batch needs all samples in one process, but there are {ranks} \
+         ranks: leave the world out, or use a loss that is a sum over samples"
+    )]
+    NotOverRanks {
+        /// How many there are.
+        ranks: usize,
+    },
+
     /// Outputs that a loss over the whole mini-batch cannot be traced back through.
     #[error(
         "output {leaf} (counted from 0) cannot take a gradient in parts: return one row a sample, \
@@ -524,6 +535,10 @@ pub enum Error {
     /// A question that the planner cannot answer.
     #[error(transparent)]
     Plan(#[from] PlanError),
+
+    /// A file that cannot be read as a run.
+    #[error(transparent)]
+    Run(#[from] RunError),
 
     /// A thread of a pipeline or of replicas that failed as such.
     #[error(transparent)]

@@ -73,7 +73,9 @@
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
 //! | not tune the size | [`Size::Auto`], [`mod@auto`] |
 //! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
+//! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices | [`Layers`], [`Pipeline`] |
+//! | do so over several processes or machines | [`World`], with the feature `mpi` |
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
 //! | look at a schedule, or write one | [`schedule`] |
 //! | update parameters, and save the optimizer's state | [`optim`] |
@@ -105,6 +107,7 @@
 //!
 //! - `download-libtorch` fetches libtorch while building, for those who have none. Others set
 //!   `LIBTORCH` to its folder, or `LIBTORCH_USE_PYTORCH=1` to use an installed PyTorch 2.11.
+//! - `mpi` joins processes by the MPI that is installed ([`World`]); it needs MPI's headers and libclang.
 //! - `doc-only` builds these pages without libtorch.
 
 // The code that `#[derive(Batch)]` writes says `::brimful`, and is used in here too.
@@ -131,11 +134,14 @@ pub mod optim;
 pub mod pipeline;
 pub mod plan;
 mod random;
+mod ranks;
 pub mod replicas;
+pub mod report;
 pub mod save;
 pub mod schedule;
 pub mod split;
 mod statistics;
+mod whole_file;
 pub mod world;
 
 pub use auto::Auto;

@@ -19,17 +19,18 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufReader, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Write};
+use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata as Header, TensorInfo};
 use tch::{Kind, Tensor};
 
+use crate::whole_file::{Beside, unwritable};
 use crate::{Error, Result};
+
+pub use crate::whole_file::replace;
 
 /// Texts that go with the tensors: what was saved, and with which options.
 pub type Metadata = BTreeMap<String, String>;
@@ -70,22 +71,15 @@ pub fn write(
 ) -> Result<()> {
     let path = path.as_ref();
     let (order, header) = lay_out(tensors, metadata).map_err(|reason| unwritable(path, reason))?;
-    let beside = Beside::new(path).map_err(|reason| unwritable(path, reason))?;
+    let beside = Beside::new(path)?;
     let mut out = BufWriter::new(&beside.file);
-    out.write_all(&header).map_err(|reason| unwritable(path, reason))?;
+    out.write_all(&header).map_err(|reason| beside.refused(&reason))?;
     for tensor in order {
-        out.write_all(&bytes_of(tensor)?).map_err(|reason| unwritable(path, reason))?;
+        out.write_all(&bytes_of(tensor)?).map_err(|reason| beside.refused(&reason))?;
     }
-    out.flush().map_err(|reason| unwritable(path, reason))?;
+    out.flush().map_err(|reason| beside.refused(&reason))?;
     drop(out);
-    beside.replace(path).map_err(|reason| unwritable(path, reason))
-}
-
-/// Writes bytes in place of what the file held before, whole or not at all.
-pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let beside = Beside::new(path).map_err(|reason| unwritable(path, reason))?;
-    (&beside.file).write_all(bytes).map_err(|reason| unwritable(path, reason))?;
-    beside.replace(path).map_err(|reason| unwritable(path, reason))
+    beside.replace()
 }
 
 /// Reads all tensors, in the order of their names and on the CPU, and the texts that go with them.
@@ -196,42 +190,6 @@ fn read_tensor(file: &mut impl Read, path: &Path, name: &str, info: &TensorInfo)
     file.read_exact(&mut bytes).map_err(|reason| unreadable(path, reason))?;
     let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
     Ok(Tensor::f_from_data_size(&bytes, &shape, *kind)?)
-}
-
-/// A new file beside its final place, removed unless it gets there.
-struct Beside {
-    file: File,
-    path: PathBuf,
-}
-
-impl Beside {
-    fn new(target: &Path) -> io::Result<Self> {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = target.with_file_name(format!(".{name}.{}-{number}.part", process::id()));
-        let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path)?;
-        Ok(Self { file, path })
-    }
-
-    /// Puts the file in its place, on the disk and in the folder, before it returns.
-    fn replace(self, target: &Path) -> io::Result<()> {
-        self.file.sync_all()?;
-        fs::rename(&self.path, target)?;
-        let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
-    }
-}
-
-impl Drop for Beside {
-    fn drop(&mut self) {
-        // After the rename there is nothing to remove, and that is fine.
-        let _ = fs::remove_file(&self.path);
-    }
-}
-
-fn unwritable(path: &Path, reason: impl Display) -> Error {
-    Error::File { action: "write", path: path.display().to_string(), reason: reason.to_string() }
 }
 
 fn unreadable(path: &Path, reason: impl Display) -> Error {

@@ -208,4 +208,18 @@ fn a_measured_step_is_told_as_a_simulated_one() {
     let counted = Simulation::measured(&actions, &timeline, &[None, Some(Bytes(9))]);
     let peaks: Vec<_> = counted.devices().iter().map(|device| device.peak_bytes).collect();
     assert_eq!(peaks, [0, 9, 0]);
+    // What its actions took simulates it again.
+    let again = simulate(&actions, &Costs::measured(&actions, &timeline)).unwrap();
+    assert_eq!(again.timeline(), simulated.timeline());
+}
+
+#[test]
+fn a_span_has_the_bytes_that_its_device_holds_meanwhile() {
+    let actions = Schedule::OneFOneB.actions(2, 2, Recompute::Never).unwrap();
+    let cost =
+        StageCost { parameter_bytes: 100, activation_bytes: 10, ..StageCost::new(1.0, 1.0, 1.0) };
+    let step = simulate(&actions, &Costs::equal(2, cost)).unwrap();
+    let bytes = |device: usize| step.timeline()[device].iter().map(|span| span.bytes);
+    assert_eq!(bytes(0).collect::<Vec<_>>(), [110, 120, 120, 110]);
+    assert_eq!(bytes(1).collect::<Vec<_>>(), [110, 110, 110, 110]);
 }

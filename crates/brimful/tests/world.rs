@@ -1,5 +1,6 @@
-#![cfg(feature = "mpi")]
 //! Ranks under a real `mpirun`: what they tell each other, and what they refuse.
+
+#![cfg(feature = "mpi")]
 
 mod ranks;
 

@@ -1,6 +1,7 @@
-#![cfg(feature = "mpi")]
 //! Ranks that fail, are killed or are stopped: the others end with an error that names them, nobody
 //! hangs, the last saved model is whole, and training goes on from it as if nothing had been.
+
+#![cfg(feature = "mpi")]
 
 mod pipeline_models;
 mod ranks;
@@ -220,6 +221,7 @@ fn signal(name: &str, pid: &str) {
 }
 
 /// Trains in the folder that the test has named; says so on standard output when that fails.
+#[allow(clippy::print_stdout)] // The test reads it.
 fn rank(world: World) {
     if let Err(error) = train(&world, Path::new(&told())) {
         println!("rank {} ends: {error}", world.rank());

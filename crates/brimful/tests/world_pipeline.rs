@@ -1,6 +1,7 @@
-#![cfg(feature = "mpi")]
 //! A pipeline over ranks is the plain model: outputs, loss, gradients, and parameters after steps of
 //! Adam, for every schedule, with skips, shared tables, dropout and deferred BatchNorm.
+
+#![cfg(feature = "mpi")]
 
 mod pipeline_models;
 mod ranks;
@@ -119,11 +120,58 @@ fn four_ranks() {
     every_schedule(4, 1);
 }
 
+/// Several pipelines, each with its part of every mini-batch; in the last ones some have none.
+fn replicas(ranks: usize, replicas: usize) {
+    in_ranks(ranks, |world| {
+        for case in &CASES {
+            for (schedule, samples, m) in [
+                (Schedule::GPipe, 12, 3),
+                (Schedule::OneFOneB, 13, 2),
+                (INTERLEAVED, 11, 2),
+                (Schedule::OneFOneB, 1, 2),
+            ] {
+                let what = format!("{}, {replicas} replicas, {schedule}, {samples}/{m}", case.name);
+                let stages = ranks / replicas * schedule.stages_per_device();
+                if (case.layers)().len() < stages {
+                    continue;
+                }
+                let pipe = builder(case, &world, 1)
+                    .replicas(replicas)
+                    .schedule(schedule)
+                    .micro_batches(m)
+                    .build()
+                    .unwrap_or_else(|error| panic!("{what}: {error}"));
+                let cut = Size::Count(m * replicas);
+                compare(case, &world, pipe, samples, cut, &what);
+            }
+        }
+    });
+}
+
+#[test]
+fn two_replicas_of_one_stage() {
+    replicas(2, 2);
+}
+
+#[test]
+fn two_replicas_of_two_stages() {
+    replicas(4, 2);
+}
+
+#[test]
+fn three_replicas_of_one_stage() {
+    replicas(3, 3);
+}
+
 #[test]
 fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
     in_ranks(2, |world| {
-        for case in [&MLP, &U_NET] {
-            let mut pipe = builder(case, &world, 1).micro_batches(3).build().expect("a pipeline");
+        for (case, replicas) in [(&MLP, 1), (&U_NET, 1), (&MLP, 2), (&U_NET, 2)] {
+            let mut pipe = builder(case, &world, 1)
+                .replicas(replicas)
+                .micro_batches(3)
+                .build()
+                .expect("a pipeline");
             let values = pipe.variables().expect("variables");
             let (x, _) = data(case, 7, 0);
             let out = pipe.forward(&x).expect("a forward");

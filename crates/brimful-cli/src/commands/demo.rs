@@ -1,6 +1,6 @@
 //! `brimful demo`: the whole training set as one mini-batch, in memory that a plain step exceeds.
 
-use std::process::ExitCode;
+use std::ops::ControlFlow;
 
 use anyhow::{Result, bail};
 use brimful::Error;
@@ -8,6 +8,7 @@ use clap::Parser;
 
 use super::train::{self, Options, Trainer};
 use crate::args::{Args, Command};
+use crate::exit::Exit;
 use crate::output::line;
 
 /// What it runs, in words that work on the command line too.
@@ -15,15 +16,15 @@ const TRAIN: &str = "brimful train --model mlp --data digits --batch-size all \
                      --memory-limit 8MiB --device cpu --epochs 20 --learning-rate 0.005";
 
 /// Shows a plain step that runs out, then trains in micro-batches inside the same limit.
-pub(crate) fn run() -> Result<ExitCode> {
+pub(crate) fn run() -> Result<Exit> {
     let options = options()?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
     let plain = Options { micro_batches: Some(1), ..options.clone() };
-    let Err(error) = Trainer::new(&plain)?.run_epoch(|_| ()) else {
+    let Err(error) = Trainer::new(&plain)?.run_epoch(|_| ControlFlow::Continue(())) else {
         bail!("the plain step fitted: this build of libtorch needs less than expected");
     };
-    match error.downcast_ref().and_then(Error::out_of_memory) {
+    match error.chain().find_map(|cause| cause.downcast_ref::<Error>()?.out_of_memory()) {
         Some(oom) => line(&format!("  {oom}"))?,
         None => bail!("the plain step failed for another reason: {error:#}"),
     }

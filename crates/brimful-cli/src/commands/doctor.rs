@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::thread;
 
 use anyhow::Result;
@@ -10,21 +9,26 @@ use brimful::{Bytes, device, libtorch};
 use clap::Args;
 use serde::Serialize;
 
+use crate::exit::Exit;
 use crate::output;
+use crate::setting::words;
 
 /// Options of `brimful doctor`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful doctor
+  brimful doctor --json | jq '.devices[].free_bytes'")]
 pub struct Options {
-    /// Print one JSON object instead of text.
-    #[arg(long)]
+    #[arg(long, help = words::JSON)]
     json: bool,
 }
 
 /// Reports, and fails when something needs mending.
-pub fn run(options: &Options) -> Result<ExitCode> {
+pub fn run(options: &Options) -> Result<Exit> {
     let report = Report::of_this_machine()?;
     output::report(&report, options.json)?;
-    Ok(if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.problems.is_empty() { Exit::Done } else { Exit::Fault })
 }
 
 #[derive(Debug, Serialize)]

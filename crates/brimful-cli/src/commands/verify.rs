@@ -2,9 +2,8 @@
 //! parameter.
 
 use std::fmt;
-use std::process::ExitCode;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::layers::Model;
 use brimful::{Loss, MicroBatcher, Size, batch, device};
 use clap::Args;
@@ -13,8 +12,9 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, Synthetic};
+use crate::exit::Exit;
 use crate::output;
-use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed};
+use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed, words};
 
 /// Options of `brimful verify`.
 #[derive(Debug, Args)]
@@ -28,35 +28,33 @@ training mode: the models are compared in evaluation mode, where both are fixed.
 pub(crate) struct Options {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Samples in the mini-batch
-    #[arg(long, default_value_t = 65)]
+    #[arg(long, value_name = "N", default_value_t = 65, value_parser = words::count)]
+    #[arg(help = words::BATCH_SIZE)]
     batch_size: usize,
-    /// Samples in a micro-batch, at most
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = words::count)]
+    #[arg(help = words::MICRO_BATCH)]
     micro_batch: usize,
-    /// The type of the model's numbers
-    #[arg(long, value_enum, default_value = "f64")]
+    /// The largest relative error that passes for rounding [default: by the number type]
+    #[arg(long, value_name = "ERROR")]
+    tolerance: Option<f64>,
+    #[arg(long, value_enum, default_value = "f64", help = words::DTYPE)]
     dtype: NumberType,
-    /// cpu, cuda or cuda:1
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
-    /// Of the parameters and the samples
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
-    /// Print one JSON object instead of text
-    #[arg(long)]
+    #[arg(long, help = words::JSON)]
     json: bool,
 }
 
 /// Compares, and fails where a gradient differs by more than rounding.
-pub(crate) fn run(options: &Options) -> Result<ExitCode> {
-    ensure!(options.batch_size > 0, "--batch-size 0: give it at least 1 sample");
+pub(crate) fn run(options: &Options) -> Result<Exit> {
     let subject = Subject::new(options)?;
     let full = subject.gradients(Size::Count(1))?;
     let split = subject.gradients(Size::Fixed(options.micro_batch))?;
     let report = Report::new(options, &full, &split);
     output::report(&report, options.json)?;
-    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.ok { Exit::Done } else { Exit::Fault })
 }
 
 struct Subject {
@@ -132,12 +130,12 @@ impl Report {
         let worst = errors.max_by(|a, b| a.0.total_cmp(&b.0));
         let (max_relative_error, parameter) =
             worst.map_or((f64::NAN, ""), |(e, n)| (e, n.as_str()));
-        let tolerance = match options.dtype {
+        let tolerance = options.tolerance.unwrap_or(match options.dtype {
             NumberType::F64 => 1e-9,
             NumberType::F32 => 1e-3,
             NumberType::Tf32 => 1e-2,
             NumberType::Bf16 => 1e-1,
-        };
+        });
         Self {
             model: options.model,
             dtype: options.dtype,

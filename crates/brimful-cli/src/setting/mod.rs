@@ -3,6 +3,8 @@
 
 mod model;
 mod number_type;
+mod order;
+pub(crate) mod words;
 
 use anyhow::Result;
 use brimful::device;
@@ -12,6 +14,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 pub(crate) use model::{DROPOUT, MODELS, ModelName};
 pub(crate) use number_type::NumberType;
+pub(crate) use order::{recompute, schedule};
 
 /// The device of this name; without one, the best that there is.
 pub(crate) fn device(name: Option<&str>) -> Result<Device> {

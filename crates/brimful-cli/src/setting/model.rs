@@ -10,11 +10,18 @@ use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
 use crate::data::{self, Dataset, Sample, Synthetic};
+use crate::nearest::did_you_mean;
+
+macro_rules! names {
+    () => {
+        "mlp, resnet18, resnet50, resnet101, gpt (small: 4 blocks of width 128), gpt2, gpt2-medium, \
+         gpt2-large, gpt2-xl, unet:BxC (B blocks a cell, C channels), amoebanet:LxF (L cells, F \
+         filters)"
+    };
+}
 
 /// What is said of `--model` on the command line.
-pub(crate) const MODELS: &str = "mlp, resnet18, resnet50, resnet101, gpt (small: 4 blocks of width \
-                                 128), gpt2, gpt2-medium, gpt2-large, gpt2-xl, unet:BxC (B blocks a \
-                                 cell, C channels), amoebanet:LxF (L cells, F filters)";
+pub(crate) const MODELS: &str = concat!("The model: ", names!());
 /// The part of the activations that the models with dropout drop in training.
 pub(crate) const DROPOUT: f64 = 0.1;
 /// Tokens in a sequence.
@@ -150,7 +157,8 @@ impl FromStr for ModelName {
             return Ok(*name);
         }
         let Some((family, numbers)) = text.split_once(':') else {
-            bail!("there is no such model: give one of {MODELS}");
+            let slip = did_you_mean(text, WORDS.iter().map(|(word, _)| *word));
+            bail!("there is no such model: give one of {}{slip}", names!());
         };
         let pair = || {
             let (first, second) = numbers.split_once('x')?;
@@ -201,6 +209,7 @@ mod tests {
     fn names_that_nobody_has_are_refused_with_those_that_there_are() {
         for (text, words) in [
             ("alexnet", "give one of mlp, resnet18"),
+            ("resnet81", "did you mean 'resnet18'?"),
             ("unet", "unet:BxC"),
             ("unet:5", "as in unet:5x64"),
             ("unet:5x-64", "as in unet:5x64"),

@@ -35,6 +35,8 @@ pub enum Why {
     Calm,
     /// An earlier run has found it.
     Remembered,
+    /// Other ranks take no more.
+    Others,
 }
 
 impl fmt::Display for Why {
@@ -52,6 +54,7 @@ impl fmt::Display for Why {
             Self::MoreMemory => "more memory is free than before",
             Self::Calm => "a larger one failed long ago, so it is tried again",
             Self::Remembered => "found by an earlier run",
+            Self::Others => "other ranks take no more",
         })
     }
 }

@@ -64,8 +64,8 @@ impl Kind {
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shapes: Vec<String> =
-            self.leaves.iter().map(|(_, shape)| format!("{shape:?}")).collect();
-        write!(f, "samples of {}", shapes.join(" and "))
+        let leaf = |(kind, shape): &(String, Vec<i64>)| format!("{kind} {shape:?}");
+        let leaves: Vec<String> = self.leaves.iter().map(leaf).collect();
+        f.write_str(&leaves.join(" and "))
     }
 }

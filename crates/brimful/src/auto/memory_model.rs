@@ -38,9 +38,9 @@ pub(crate) struct MemoryModel {
 const APART: f64 = 0.75;
 
 /// How far above the largest size that has been seen a line is trusted.
-const FAR: usize = 32;
+const FAR: usize = 8;
 /// Where that far needs are so many times what they were, most of them is the samples'.
-const GROWN: u64 = 16;
+const GROWN: u64 = 4;
 
 impl MemoryModel {
     /// A model whose fixed part is at least so large.
@@ -179,7 +179,7 @@ mod tests {
     fn a_line_is_trusted_only_where_it_climbs() {
         let mut model = MemoryModel::default();
         model.observe(4, 400, false);
-        assert_eq!(model.reach(100_000), 128);
+        assert_eq!(model.reach(10_000), 32);
         model.observe(8, 410, false);
         assert_eq!(model.reach(450), 16);
         assert_eq!(model.reach(4_100), 80, "if all were the samples'");

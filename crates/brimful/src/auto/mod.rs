@@ -53,7 +53,7 @@ mod together;
 pub use decision::{Decision, Why};
 pub(crate) use kind::{Kind, Use};
 pub(crate) use policy::Goal;
-pub(crate) use remembered::Identity;
+pub(crate) use remembered::{Identity, fingerprint};
 pub(crate) use room::room;
 pub(crate) use sizer::{Room, Sizer, is_alone};
 pub(crate) use sizes::Sizes;

@@ -85,6 +85,8 @@ pub(crate) struct Policy {
     steps: u32,
     /// The largest size that is known to have fitted.
     fitted: usize,
+    /// Whether nothing is to be tried for now.
+    held: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -116,6 +118,7 @@ impl Policy {
             failures: Failures::default(),
             steps: 0,
             fitted: 0,
+            held: false,
         }
     }
 
@@ -196,8 +199,25 @@ impl Policy {
         self.choose(size, now)
     }
 
+    /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something
+    /// else is measured in whole steps.
+    pub(crate) fn hold(&mut self, held: bool) {
+        self.held = held;
+    }
+
+    /// Searches anew from the best size so far: rates are no longer what they were.
+    pub(crate) fn forget_rates(&mut self) {
+        if let Some((best, _)) = self.rates.best(usize::MAX) {
+            self.climb = Climb { rung: (best / RUNG).max(1), ..Climb::default() };
+        }
+        (self.rates, self.steps) = (Rates::default(), 0);
+    }
+
     /// Upwards while that is faster.
     fn climb(&mut self, top: usize, now: &Situation) -> Trial {
+        if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
+            return self.choose(best, now);
+        }
         self.climb_on(top);
         if !self.climb.over {
             let higher = self.climb.rung.saturating_mul(RUNG).clamp(FIRST.min(top), top);

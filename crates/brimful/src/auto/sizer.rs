@@ -98,6 +98,16 @@ impl Sizer {
         trial
     }
 
+    /// See [`Policy::hold`].
+    pub(crate) fn hold(&mut self, held: bool) {
+        self.policy.hold(held);
+    }
+
+    /// See [`Policy::forget_rates`].
+    pub(crate) fn forget_rates(&mut self) {
+        self.policy.forget_rates();
+    }
+
     /// The most that a size is expected to need in one of the memories.
     pub(crate) fn predict(&self, size: usize) -> Option<u64> {
         self.models.iter().map(|model| model.predict(size)).max().flatten()

@@ -53,6 +53,11 @@ impl Sizes {
         self.kinds.insert(kind, sizer);
     }
 
+    /// What was found is as fast as it was no longer.
+    pub(crate) fn forget_rates(&mut self) {
+        self.kinds.values_mut().for_each(Sizer::forget_rates);
+    }
+
     fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let remembered = self.file.as_ref().and_then(|file| file.found.get(kind));
         match remembered.filter(|found| found.lines.len() == floors.len()) {

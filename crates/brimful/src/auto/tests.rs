@@ -169,6 +169,22 @@ fn two_thrashing_steps_in_a_row_lower_the_size() {
     assert!(lower < before && why == Why::Thrash, "{lower}: {why}");
 }
 
+#[test]
+fn a_held_size_stays_and_a_new_search_finds_the_new_best() {
+    let mut world = World::new(Goal::Fastest, 4096, 1 << 20);
+    let (first, _) = world.step();
+    world.sizer.hold(true);
+    for _ in 0..8 {
+        assert_eq!(world.step().0, first);
+    }
+    world.sizer.hold(false);
+    world.fastest = 16.0;
+    world.sizer.forget_rates();
+    world.steps(10);
+    let (size, why) = world.step();
+    assert!((11..=23).contains(&size) && why == Why::Fastest, "{size}: {why}");
+}
+
 proptest! {
     #[test]
     fn the_largest_size_is_found_with_at_most_one_failure(

@@ -15,7 +15,7 @@ use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
-use crate::random::Randomness;
+use crate::random::{Dice, Draws, Randomness};
 use crate::statistics::Pending;
 use crate::{Error, Result};
 
@@ -28,17 +28,34 @@ pub(crate) struct Scale {
     pub(crate) first: bool,
     /// Whether the unit is the step's number of samples, and no other mini-batch follows.
     pub(crate) last: bool,
+    /// Random numbers of its own; without them it draws as a plain loop does.
+    pub(crate) draws: Option<OwnDraws>,
+}
+
+/// The random numbers of one replica or rank in one step, which belong to its micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OwnDraws {
+    pub(crate) seed: u64,
+    /// Which replica or rank.
+    pub(crate) place: usize,
+}
+
+impl OwnDraws {
+    /// Lets the micro-batch draw from its own seed.
+    pub(super) fn begin(self, dice: &Dice, micro_batch: usize) {
+        dice.seed(Draws::new(self.seed, micro_batch).seed(self.place));
+    }
 }
 
 impl Scale {
     /// Of a mini-batch that is a step of its own.
     pub(super) fn whole(cut: &Cut) -> Self {
-        Self { unit: cut.samples() as f64, first: true, last: true }
+        Self { unit: cut.samples() as f64, first: true, last: true, draws: None }
     }
 }
 
 /// How to take back what a guarded run has changed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Undo {
     pub(crate) statistics: Pending,
     pub(crate) randomness: Randomness,
@@ -100,16 +117,24 @@ impl MicroBatcher {
             if scale.first {
                 this.arrangement.begin(&mut parameters)?;
             }
-            let accumulator = Accumulator::begin(parameters)?;
+            let accumulator = Accumulator::begin(parameters)?.summing(this.turn.take());
             let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
             let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };
             this.replay.begin(pass.accumulator.parameters())?;
             let surroundings =
                 Surroundings { arrangement: &this.arrangement, variables: &this.variables };
+            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
+            let micro_batches = cut.given_count();
             cut.each(batch, this.device, |i, samples, micro_batch| {
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
+                if let Some((draws, dice)) = &dice {
+                    draws.begin(dice, i);
+                }
+                if Some(i + 1) == micro_batches {
+                    pass.accumulator.expect_the_last();
+                }
                 let unseen = this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
@@ -117,7 +142,8 @@ impl MicroBatcher {
                 Ok(unseen)
             })?;
             let groups = pass.groups();
-            Ok((pass.accumulator.finish()?, pass.tally, groups, batch::join(pass.outputs)?))
+            let outputs = joined(pass.outputs)?;
+            Ok((pass.accumulator.finish()?, pass.tally, groups, outputs))
         };
         let ((sums, tally, groups, outputs), undo) = self.guarded(cut, run)?;
         let (sizes, peak, unit) = (cut.sizes().to_vec(), cut.peak(), scale.unit);
@@ -156,10 +182,18 @@ impl MicroBatcher {
 }
 
 /// The error; a panic that is not out-of-memory goes on.
-fn uncaught(caught: Caught<Error>) -> Error {
+pub(super) fn uncaught(caught: Caught<Error>) -> Error {
     match caught {
         Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
         Caught::Error(error) => error,
         Caught::Panic(payload) => panic::resume_unwind(payload),
+    }
+}
+
+/// The outputs of all micro-batches; those of a rank without a sample are blank.
+pub(super) fn joined<O: Batch>(outputs: Vec<O>) -> Result<O> {
+    match O::blank().filter(|_| outputs.is_empty()) {
+        Some(blank) => Ok(blank),
+        None => batch::join(outputs),
     }
 }

@@ -85,6 +85,14 @@ impl Cut {
         Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
     }
 
+    /// How many micro-batches there are, where that is known beforehand.
+    pub(super) fn given_count(&self) -> Option<usize> {
+        match &self.pieces {
+            Pieces::Given(ranges) => Some(ranges.len()),
+            Pieces::Watched(_) => None,
+        }
+    }
+
     pub(super) fn samples(&self) -> usize {
         self.samples
     }

@@ -1,17 +1,16 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
-use std::time::Instant;
-
-use super::attempt::Scale;
+use super::attempt::{Scale, joined};
 use super::cut::Cut;
 use super::tally::Tally;
 use super::{MicroBatcher, Outcome, Step, Window};
 use crate::Result;
 use crate::accumulate::Sums;
 use crate::auto::{Story, Use};
-use crate::batch::{self, Batch};
+use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::Part;
+use crate::random::Dice;
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -36,13 +35,9 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
-        let start = Instant::now();
-        let (step, story) = self.sized(Use::Evaluate, batch, |this, cut| {
-            let scale = Scale::whole(cut);
-            let (window, outputs) = this.attempt_evaluate(batch, cut, scale, &mut f)?;
-            Ok(this.settle(window, start)?.with_outputs(outputs))
-        })?;
-        Ok(step.with_story(story))
+        self.step(Use::Evaluate, batch, |this, cut, scale| {
+            this.attempt_evaluate(batch, cut, scale, &mut f)
+        })
     }
 
     pub(crate) fn attempt_map<B: Batch, O: Batch>(
@@ -79,13 +74,17 @@ impl MicroBatcher {
         let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::new());
+            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
             cut.each(batch, this.device, |i, samples, micro_batch| {
+                if let Some((draws, dice)) = &dice {
+                    draws.begin(dice, i);
+                }
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
                 outputs.push(f(&mut tally, &part, micro_batch)?);
                 Ok(Bytes(0))
             })?;
-            Ok((tally, batch::join(outputs)?))
+            Ok((tally, joined(outputs)?))
         })?;
         let (sums, groups, unit) = (Sums::default(), tally.groups(true), scale.unit);
         let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());

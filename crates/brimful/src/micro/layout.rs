@@ -66,6 +66,11 @@ impl Arrangement {
         self.channels_last && self.trial.is_some()
     }
 
+    /// Whether the faster order is being looked for.
+    pub(super) fn is_measured(&self) -> bool {
+        self.trial.is_some()
+    }
+
     pub(super) fn is_channels_last(&self) -> bool {
         self.channels_last
     }
@@ -96,9 +101,16 @@ impl Arrangement {
         })
     }
 
-    /// Learns from a step; one in which something was new to the device is not timed.
-    pub(super) fn observe(&mut self, samples: usize, time: Duration, new: bool) {
-        let Some(trial) = &mut self.trial else { return };
+    /// Whether steps are being compared, which must not differ in anything else. The very first is
+    /// not.
+    pub(super) fn is_measuring(&self) -> bool {
+        self.trial.as_ref().is_some_and(|trial| trial.steps > 0)
+    }
+
+    /// Learns from a step; one in which something was new to the device is not timed. Tells whether
+    /// the other order was chosen.
+    pub(super) fn observe(&mut self, samples: usize, time: Duration, new: bool) -> bool {
+        let Some(trial) = &mut self.trial else { return false };
         trial.steps += 1;
         let untimed = std::mem::take(&mut trial.first) || new;
         let times = if self.channels_last { &mut trial.channels_last } else { &mut trial.as_is };
@@ -113,10 +125,11 @@ impl Arrangement {
         } else if trial.steps >= PATIENCE {
             self.refuse("shapes that differ from step to step");
         }
+        false
     }
 
-    fn decide(&mut self) {
-        let Some(trial) = self.trial.take() else { return };
+    fn decide(&mut self) -> bool {
+        let Some(trial) = self.trial.take() else { return false };
         let best = |times: &[f64]| times.iter().copied().fold(f64::INFINITY, f64::min);
         let (as_is, last) = (best(&trial.as_is), best(&trial.channels_last));
         self.channels_last = as_is > last * WORTH;
@@ -127,6 +140,7 @@ impl Arrangement {
             channels_last_samples_per_s = 1.0 / last,
             "the order of images and convolutions in memory is chosen"
         );
+        self.channels_last
     }
 
     /// Ends the measurement in favour of the user's own order.

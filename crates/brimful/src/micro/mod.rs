@@ -34,6 +34,7 @@ mod replay;
 mod retry;
 pub(crate) mod tally;
 mod whole;
+pub(crate) mod world;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,10 +48,13 @@ use crate::auto::{Decision, Goal, Sizes, Story, Use};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
+use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
+use crate::world::World;
 use crate::{Error, Result, split};
 
 use attempt::{Scale, Undo};
+use cut::Cut;
 use layout::Arrangement;
 pub use layout::Layout;
 pub use outcome::Outcome;
@@ -110,6 +114,10 @@ pub struct MicroBatcher {
     told_of_hidden: bool,
     replay: Replay,
     arrangement: Arrangement,
+    /// The other ranks; none where there is no other.
+    world: Option<World>,
+    /// In which gradients are to be added up over the ranks while the next try runs.
+    turn: Option<RanksTurn>,
 }
 
 /// What one step did.
@@ -126,6 +134,9 @@ pub struct Step<O = ()> {
     pub sizes: Vec<usize>,
     /// The closure's outputs, joined in sample order.
     pub outputs: O,
+    /// The seed of its random numbers, where several ranks took part: micro-batch `i` of rank `r`,
+    /// each counted from 0, draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
+    pub seed: Option<u64>,
     /// Micro-batches that were replayed, see [`MicroBatcher::replay`].
     pub replayed: usize,
     /// How long it took on the host, the reading of the loss included.
@@ -173,6 +184,8 @@ impl MicroBatcher {
             told_of_hidden: false,
             replay: Replay::new(device),
             arrangement: Arrangement::default(),
+            world: None,
+            turn: None,
         }
     }
 
@@ -240,14 +253,31 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
         self.check_no_window()?;
+        let step = self
+            .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
+        self.reserved = 0;
+        if self.arrangement.observe(step.samples, step.time, self.replay.take_new()) {
+            self.sizes.forget_rates();
+        }
+        Ok(step)
+    }
+
+    /// Tries a step until memory suffices, and commits it: with the other ranks, if there are any.
+    fn step<B: Batch, O: Batch>(
+        &mut self,
+        used: Use,
+        batch: &B,
+        mut attempt: impl FnMut(&mut Self, &mut Cut, Scale) -> Result<(Window, O)>,
+    ) -> Result<Step<O>> {
         let start = Instant::now();
-        let (step, story) = self.sized(Use::Train, batch, |this, cut| {
+        if let Some(world) = self.world.clone() {
+            return self.step_together(&world, used, batch, attempt, start);
+        }
+        let (step, story) = self.sized(used, batch, |this, cut| {
             let scale = Scale::whole(cut);
-            let (window, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            let (window, outputs) = attempt(this, cut, scale)?;
             Ok(this.settle(window, start)?.with_outputs(outputs))
         })?;
-        self.reserved = 0;
-        self.arrangement.observe(step.samples, step.time, self.replay.take_new());
         Ok(step.with_story(story))
     }
 
@@ -263,7 +293,8 @@ impl MicroBatcher {
     ) -> Result<R::Outputs> {
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
-            let scale = Scale { unit, first: this.window.is_none(), last: false };
+            let first = this.window.is_none();
+            let scale = Scale { unit, first, last: false, draws: None };
             let (mut later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
             later.sums.own()?;
             match &mut this.window {
@@ -284,9 +315,14 @@ impl MicroBatcher {
     /// When there is none; when a denominator is 0 or the loss is not finite: then all of them are
     /// forgotten, and gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<Step> {
-        let mut window = self.window.take().ok_or(Error::NothingAccumulated)?;
+        let start = Instant::now();
+        let window = self.window.take().ok_or(Error::NothingAccumulated);
+        if let Some(world) = self.world.clone() {
+            return self.commit_together(&world, window, start);
+        }
+        let mut window = window?;
         let story = std::mem::take(&mut window.story);
-        let step = self.settle(window, Instant::now())?;
+        let step = self.settle(window, start)?;
         self.reserved = 0;
         Ok(step.with_story(story))
     }
@@ -332,6 +368,7 @@ impl MicroBatcher {
             samples: sizes.iter().sum(),
             sizes,
             outputs: (),
+            seed: None,
             replayed: self.replay.take_replayed(),
             time: start.elapsed(),
             peak: now.map(|now| self.replay.take_peak(now.peak).max(peak)),
@@ -378,9 +415,21 @@ impl Window {
 
 impl Step {
     fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, sizes, outputs: (), replayed, .. } = self;
+        let Self { loss, terms, samples, sizes, outputs: (), seed, replayed, .. } = self;
         let Self { time, peak, decisions, retries, .. } = self;
-        Step { loss, terms, samples, sizes, outputs, replayed, time, peak, decisions, retries }
+        Step {
+            loss,
+            terms,
+            samples,
+            sizes,
+            outputs,
+            seed,
+            replayed,
+            time,
+            peak,
+            decisions,
+            retries,
+        }
     }
 }
 

@@ -102,7 +102,8 @@ impl MicroBatcher {
         loop {
             let variables = &self.variables;
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
-            let sizer = self.sizes.take(&kind, || vec![floor()]);
+            let mut sizer = self.sizes.take(&kind, || vec![floor()]);
+            sizer.hold(self.arrangement.is_measuring());
             let mut cut =
                 Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
             let result = run(self, &mut cut);

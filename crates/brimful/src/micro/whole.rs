@@ -40,6 +40,7 @@ impl MicroBatcher {
         mut loss: impl FnMut(&O) -> Tensor,
     ) -> Result<Step<O>> {
         self.check_no_window()?;
+        self.check_alone()?;
         let start = Instant::now();
         let (step, story) = self.sized(Use::TrainWhole, batch, |this, cut| {
             let (window, outputs) = this.attempt_whole(batch, cut, &mut forward, &mut loss)?;

@@ -8,14 +8,16 @@ use tch::Tensor;
 use super::job::Job;
 use super::run::{Failure, Run};
 use super::transfer::Tensors;
+use super::variables::Variable;
 use super::worker::Worker;
 use crate::accumulate::{Accumulator, Finished, Sums};
 use crate::bytes::Bytes;
 use crate::micro::attempt::Undo;
 use crate::micro::tally::{Counted, Group, distinct};
 use crate::random::Randomness;
+use crate::ranks::RanksTurn;
 use crate::schedule::{Kind, Span};
-use crate::statistics::{Moved, Pending};
+use crate::statistics::{Layer, Moved, Pending};
 use crate::{Error, Result, crew, oom};
 
 /// A step that was run, of which nothing is committed yet.
@@ -23,6 +25,8 @@ pub(super) struct Attempt {
     pub(super) parameters: Vec<Tensor>,
     pub(super) sums: Sums,
     pub(super) undo: Undo,
+    /// Where the sums are added to those of other pipelines, if there are such.
+    pub(super) summing: Option<RanksTurn>,
     pub(super) prepared: Option<(Finished, Moved)>,
 }
 
@@ -36,6 +40,9 @@ pub(super) struct Told {
     #[serde(skip)]
     pub(super) outputs: Vec<Vec<Tensor>>,
     pub(super) peak: Option<Bytes>,
+    /// Which of its parameters have got gradients, and which of its layers have statistics.
+    pub(super) present: Vec<bool>,
+    pub(super) layers: Vec<Layer>,
 }
 
 /// Running statistics that nobody reports, each with a copy of what it was.
@@ -70,6 +77,15 @@ impl Worker {
         self.conclude(undo, result)
     }
 
+    /// Takes part in a step in which other pipelines have all micro-batches.
+    pub(super) fn idle(&mut self, summing: Option<RanksTurn>) -> Result<Told> {
+        self.undo()?;
+        let (parameters, sums, undo) = (self.parameters(), Sums::default(), Undo::default());
+        let present = sums.present(parameters.len());
+        self.attempt = Some(Attempt { parameters, sums, undo, summing, prepared: None });
+        Ok(Told { present, ..Told::default() })
+    }
+
     /// Runs a forward without gradients.
     pub(super) fn evaluate(&mut self, job: Job) -> Result<Told, Failure> {
         let _without = tch::no_grad_guard();
@@ -90,12 +106,12 @@ impl Worker {
         let parameters = self.parameters();
         self.site.trains = !parameters.is_empty();
         if !job.train {
-            return Ok((Run::new(job, &self.site, self.number, None)?, Vec::new()));
+            return Ok((Run::new(job, self, None)?, Vec::new()));
         }
         let foreign = self.foreign.save(&self.store.variables_)?;
         self.site.foreign = foreign.iter().map(|(running, _)| running.data()).collect();
-        let accumulator = Accumulator::begin(parameters)?;
-        Ok((Run::new(job, &self.site, self.number, Some(accumulator))?, foreign))
+        let accumulator = Accumulator::begin(parameters)?.summing(job.summing.clone());
+        Ok((Run::new(job, self, Some(accumulator))?, foreign))
     }
 
     fn parameters(&self) -> Vec<Tensor> {
@@ -122,17 +138,18 @@ impl Worker {
     }
 
     fn conclude(&mut self, undo: Undo, result: Result<Run, Failure>) -> Result<Told, Failure> {
+        let summing = result.as_ref().ok().and_then(|run| run.job.summing.clone());
         let told = result.and_then(|run: Run| {
             let told = oom::catch(|| {
                 self.foreign.judge(&undo.statistics, &undo.foreign, run.micro_batches());
-                self.tell(run)
+                self.tell(run).map(|(told, sums)| (self.tell_sums(told, &undo, &sums), sums))
             });
             told.map_err(|caught| failed(crew::of(caught)))
         });
         match told {
             Ok((told, sums)) => {
                 let parameters = self.parameters();
-                self.attempt = Some(Attempt { parameters, sums, undo, prepared: None });
+                self.attempt = Some(Attempt { parameters, sums, undo, summing, prepared: None });
                 Ok(told)
             }
             Err(failure) => {
@@ -155,8 +172,19 @@ impl Worker {
             loss: loss.map(|counted| (counted, distinct(&groups))),
             outputs,
             peak: peak.map(|usage| usage.peak),
+            ..Told::default()
         };
         Ok((told, sums))
+    }
+
+    /// What the same worker of other pipelines must know to add its own.
+    fn tell_sums(&self, told: Told, undo: &Undo, sums: &Sums) -> Told {
+        let of = |tensor: &Tensor| {
+            let same = |v: &&Variable| v.tensor.data_ptr() == tensor.data_ptr();
+            self.variables.all().find(same).map(|variable| variable.name.clone())
+        };
+        let parameters = self.variables.trained().count();
+        Told { present: sums.present(parameters), layers: undo.statistics.layers(of), ..told }
     }
 }
 

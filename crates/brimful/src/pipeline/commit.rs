@@ -5,14 +5,39 @@ use tch::Tensor;
 use super::ties::Leaving;
 use super::worker::Worker;
 use crate::Result;
+use crate::statistics::Layer;
+
+/// The number of the statistics' sum in a turn, which is none of a bucket's.
+const STATISTICS: usize = u32::MAX as usize;
+
+/// What a worker has seen in a step, in all pipelines together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Seen {
+    /// Which parameters have got gradients.
+    pub(super) present: Vec<bool>,
+    pub(super) layers: Vec<Layer>,
+}
 
 impl Worker {
     /// Computes all that a commit needs, and gives the gradients that belong to other workers.
-    pub(super) fn prepare(&mut self, factors: &[f64]) -> Result<Vec<Leaving>> {
+    pub(super) fn prepare(&mut self, factors: &[f64], seen: Seen) -> Result<Vec<Leaving>> {
         let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
-        let moved = attempt.undo.statistics.prepare()?;
         let sums = std::mem::take(&mut attempt.sums);
-        let mut finished = sums.finish(&attempt.parameters, factors)?;
+        let mut finished = match &attempt.summing {
+            Some(turn) => {
+                let variable = |name: &str| {
+                    let mut all = self.variables.all();
+                    Some(all.find(|variable| variable.name == name)?.tensor.shallow_clone())
+                };
+                let statistics = &mut attempt.undo.statistics;
+                statistics.sum_over_ranks(turn, STATISTICS, seen.layers, variable)?;
+                // All have divided by the samples of all until now, so one factor is everyone's.
+                let alike = factors.len() <= 1;
+                sums.finish_over_ranks(&attempt.parameters, factors, alike, turn, &seen.present)?
+            }
+            None => sums.finish(&attempt.parameters, factors)?,
+        };
+        let moved = attempt.undo.statistics.prepare()?;
         let mut leaving = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut finished.0) {
             if variable.owner != self.number

@@ -10,7 +10,7 @@ use super::head::{common_len, head, one, shared};
 use super::job::End;
 use super::ranks::Described;
 use super::report::Step;
-use super::step::{Tried, attempt, counted, parts, report};
+use super::step::{Tried, attempt, counted, report};
 use super::worker::Worker;
 use super::{Pipeline, Work, inputs};
 use crate::auto::Use;
@@ -71,7 +71,8 @@ impl Pipeline {
         let loss = shared(move |values: &[Tensor], y: &Y| loss(one(values)?, y).into_parts());
         let (step, story) =
             self.sized(size.into(), Use::Evaluate, input, samples, |this, ranges| {
-                let (head, collected) = head(target, ranges, this.output_device(), &loss)?;
+                let portion = this.ranks.portion(ranges)?;
+                let (head, collected) = head(target, portion.own(), this.output_device(), &loss)?;
                 let batch = [input as &dyn Described, target];
                 let (Tried { mut told, .. }, actions) =
                     this.run_forward(input, &batch, ranges, End::Loss(head), start)?;
@@ -92,9 +93,10 @@ impl Pipeline {
         end: End,
         start: Instant,
     ) -> Result<(Tried, Arc<Actions>)> {
-        let actions = self.actions(ranges.len())?;
-        let (inputs, parts) = (inputs(input, ranges)?, parts(ranges));
-        let work = Work { inputs, end, train: false, seed: 0, parts, start };
+        let portion = self.ranks.portion(ranges)?;
+        let actions = self.actions(portion.own().len().max(1))?;
+        let inputs = inputs(input, portion.own())?;
+        let work = Work { portion: &portion, inputs, end, train: false, seed: 0, start };
         self.ranks.open("evaluation", batch, 0)?;
         let turn = self.ranks.world.turn()?;
         let jobs = self.jobs(&actions, work, &turn)?;

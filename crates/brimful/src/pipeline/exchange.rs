@@ -1,6 +1,6 @@
 //! What a worker exchanges with the others, and with the pipeline's two ends.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::backward;
 use super::job::End;
@@ -22,32 +22,13 @@ impl Run {
     ) -> Result<Boundary, Stop> {
         let values = match &self.job.ports[at].values_in {
             Some(inlet) => site.dock.unpack_values(inlet.take()?)?,
-            None => self.next_input(site, i)?,
+            None => self.intake.next(&mut site.dock, i)?,
         };
         let mut skips = Vec::new();
         for (inlet, _) in &self.job.ports[at].skips_in {
             skips.push(site.dock.unpack_values(inlet.take()?)?);
         }
         Ok(Boundary { values, skips })
-    }
-
-    /// The model's input, most of whose way to the device lies behind it.
-    fn next_input(&mut self, site: &mut Site, i: usize) -> Result<Vec<Tensor>> {
-        let arriving = match self.ahead.take() {
-            Some(arriving) => arriving,
-            None => site.dock.start(std::mem::take(&mut self.job.inputs[i]))?,
-        };
-        site.dock.finish(arriving)
-    }
-
-    /// Lets the model's next input set out, now that the device has work.
-    pub(super) fn look_ahead(&mut self, site: &mut Site, at: usize, i: usize) -> Result<()> {
-        let is_first = self.job.ports[at].values_in.is_none();
-        if is_first && site.device != Device::Cpu && i + 1 < self.job.inputs.len() {
-            let next = std::mem::take(&mut self.job.inputs[i + 1]);
-            self.ahead = Some(site.dock.start(next)?);
-        }
-        Ok(())
     }
 
     /// Sends the output on, or ends the model with it. Gives what its backward will start from.

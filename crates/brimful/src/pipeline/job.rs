@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::wiring::Ports;
 use crate::Result;
 use crate::loss::{Loss, Part};
+use crate::ranks::RanksTurn;
 use crate::schedule::Actions;
 
 /// The loss of a micro-batch, from its number and the model's outputs.
@@ -21,6 +22,10 @@ pub(super) struct Job {
     /// The micro-batches that enter the first stage; empty for other workers.
     pub(super) inputs: Vec<Vec<Tensor>>,
     pub(super) end: End,
+    /// Where the gradients are added to those of other pipelines, if there are such.
+    pub(super) summing: Option<RanksTurn>,
+    /// The number of the first micro-batch in the step.
+    pub(super) first: usize,
     pub(super) train: bool,
     pub(super) seed: u64,
     pub(super) parts: Arc<[Part]>,

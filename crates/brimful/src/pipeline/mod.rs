@@ -48,12 +48,14 @@ mod error;
 mod evaluate;
 mod exchange;
 mod head;
+mod intake;
 mod job;
 mod layout;
 mod optimizer;
 mod optimizer_state;
 mod outputs;
 mod own_actions;
+mod portion;
 mod ranks;
 mod recompute;
 mod report;
@@ -88,12 +90,12 @@ pub use whole::Outputs;
 
 use crate::batch::{self, Batch};
 use crate::crew::Crew;
-use crate::loss::Part;
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::world::Turn;
 use crate::{Layers, Result, Size};
 use job::{End, Job};
 use layout::Layout;
+use portion::Portion;
 use ranks::Ranks;
 use sized::PipelineSizes;
 use worker::Worker;
@@ -172,10 +174,14 @@ impl Pipeline {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What each worker of this rank is to do with these micro-batches.
-    fn jobs(&self, actions: &Arc<Actions>, work: Work, turn: &Turn) -> Result<Vec<Job>> {
-        let Work { inputs, end, train, seed, parts, start } = work;
+    /// What each worker of this rank is to do with these micro-batches; nothing where there are none.
+    fn jobs(&self, actions: &Arc<Actions>, work: Work<'_>, turn: &Turn) -> Result<Vec<Job>> {
+        let Work { portion, inputs, end, train, seed, start } = work;
         let here = self.ranks.here();
+        if portion.own().is_empty() {
+            return Ok(Vec::new());
+        }
+        let parts = portion.parts();
         let arena = |worker: usize| self.devices[worker - here.start].arena.clone();
         let ports = wiring::wire(&self.layout, actions, &self.ranks, turn, arena)?;
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
@@ -187,6 +193,8 @@ impl Pipeline {
                 .collect(),
             inputs: (inputs.take_if(|_| worker == self.layout.first_worker())).unwrap_or_default(),
             end: (end.take_if(|_| worker == self.layout.last_worker())).unwrap_or(End::Elsewhere),
+            summing: self.ranks.summing(turn, worker).filter(|_| train),
+            first: portion.first(),
             train,
             seed,
             parts: Arc::clone(&parts),
@@ -197,12 +205,12 @@ impl Pipeline {
 }
 
 /// What is to be done with a mini-batch.
-struct Work {
+struct Work<'a> {
+    portion: &'a Portion,
     inputs: Vec<Vec<Tensor>>,
     end: End,
     train: bool,
     seed: u64,
-    parts: Arc<[Part]>,
     start: Instant,
 }
 

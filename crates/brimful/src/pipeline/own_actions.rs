@@ -10,7 +10,7 @@ use crate::{Result, Size};
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
     /// own, and cuts mini-batches into as many. A mini-batch with fewer samples than that is still
-    /// run by the schedule.
+    /// run by the schedule. In a world, all ranks give the same list.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline};

@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::ties::Tie;
 use crate::batch::Batch;
+use crate::ranks::RanksTurn;
 use crate::world::{Turn, World, WorldError};
 use crate::{Error, Result};
 
@@ -83,6 +84,15 @@ impl Ranks {
         (0..self.replicas).map(|replica| replica * ranks + at).collect()
     }
 
+    /// In which a worker's gradients are added up with those of the same worker in all pipelines;
+    /// none where there is but one.
+    pub(super) fn summing(&self, turn: &Turn, worker: usize) -> Option<RanksTurn> {
+        // A worker's buckets are counted from a number that is none of a channel's.
+        let base = (worker as u32 + 1) << 16;
+        let peers = || self.in_every_pipeline(worker).into();
+        (self.replicas > 1).then(|| RanksTurn::of(turn.clone(), peers(), base))
+    }
+
     /// What the workers of this pipeline have, in order, from what those of this rank have.
     pub(super) fn of_workers<T>(&self, what: &str, here: Vec<T>) -> Result<Vec<T>>
     where
@@ -108,6 +118,15 @@ impl Ranks {
         let mut all = self.world.gather(own)?;
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         Ok(all)
+    }
+
+    /// The smallest size that a rank has decided on.
+    pub(super) fn smallest(&self) -> impl FnOnce(usize) -> Result<usize> + use<> {
+        let (world, alone) = (self.world.clone(), self.is_alone());
+        move |own| {
+            let all = if alone { vec![own] } else { world.share("micro-batch size", &own)? };
+            Ok(all.into_iter().min().unwrap_or(own))
+        }
     }
 
     /// Lets rank 0 do something; all ranks get its error.
@@ -158,9 +177,10 @@ impl Ranks {
     {
         let at = match &result {
             Ok(_) => Duration::ZERO,
-            Err((at, _)) => {
+            Err((at, error)) => {
                 turn.stop();
-                *at
+                // What follows from another rank's failure did not come first.
+                if matches!(error, Error::World(_)) { Duration::MAX } else { *at }
             }
         };
         self.world.settle(what, result.map_err(|(_, error)| error), at)

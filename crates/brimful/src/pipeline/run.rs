@@ -15,11 +15,12 @@ use tch::Tensor;
 
 use super::backward::{self, Roots};
 use super::error::{Cause, PipelineError, StageError};
+use super::intake::Intake;
 use super::job::{End, Job};
 use super::stage::{Boundary, Pass};
 use super::timeline::Timeline;
-use super::transfer::{Arriving, Tensors};
-use super::worker::Site;
+use super::transfer::Tensors;
+use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::loss::Term;
 use crate::micro::tally::Tally;
@@ -63,8 +64,8 @@ pub(super) struct Run {
     pub(super) output_gradients: Vec<Tensors>,
     /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
     pub(super) norms: Vec<(usize, Tensor)>,
-    /// The model's next input, on its way to the device.
-    pub(super) ahead: Option<Vec<Arriving>>,
+    /// The model's inputs; none but on the first stage's worker.
+    pub(super) intake: Intake,
     pub(super) timeline: Timeline,
 }
 
@@ -83,25 +84,28 @@ pub(super) enum Output {
 
 impl Run {
     pub(super) fn new(
-        job: Job,
-        site: &Site,
-        worker: usize,
+        mut job: Job,
+        worker: &Worker,
         accumulator: Option<Accumulator>,
     ) -> Result<Self> {
-        let mut list = job.actions.lists()[worker].clone();
+        let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
         }
         let m = job.actions.micro_batches();
         let row = || (0..m).map(|_| None).collect();
-        let timeline = Timeline::new(site.device, job.start, list.len())?;
+        let device = worker.site.device;
+        let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
+        let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
+        let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
+        let intake = Intake::new(std::mem::take(&mut job.inputs), order, device);
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
             norms: Vec::new(),
-            ahead: None,
+            intake,
             next: 0,
             accumulator,
             timeline,
@@ -133,10 +137,7 @@ impl Run {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
-            Kind::Forward => {
-                self.forward(site, at, action)?;
-                Ok(self.look_ahead(site, at, action.micro_batch.index())?)
-            }
+            Kind::Forward => self.forward(site, at, action),
             Kind::Recompute => Ok(self.recompute(site, at, action)?),
             Kind::Backward => self.backward(site, at, action),
             Kind::InputGradient | Kind::WeightGradient => {
@@ -213,7 +214,11 @@ impl Run {
                 Roots::of_boundary(output, gradients)
             }
         };
+        let more = self.list[self.next..].iter().any(|action| action.kind == Kind::Backward);
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
+        if !more {
+            accumulator.expect_the_last();
+        }
         let gradients = backward::run(accumulator, roots, kept.input)?;
         if site.refuses_gradients {
             self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
@@ -224,7 +229,7 @@ impl Run {
     }
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
-        let draws = Draws::new(self.job.seed, i);
+        let draws = Draws::new(self.job.seed, self.job.first + i);
         Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
     }
 
@@ -232,7 +237,7 @@ impl Run {
     pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
         let _turn = site.turn();
-        site.dice.seed(Draws::new(self.job.seed, i).seed(site.model_length));
+        site.dice.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
         let terms = head(i, values)?.into_terms(self.job.train)?;
         self.tally.count(&terms, &self.job.parts[i])?;
         Ok(terms)

@@ -38,16 +38,19 @@ impl Pipeline {
         mut run: impl FnMut(&mut Self, &[Range<usize>]) -> Result<T>,
     ) -> Result<(T, Story)> {
         if let Some(ranges) = size.cut(samples)? {
+            let ranges = self.ranks.dealt(ranges, size)?;
             return Ok((run(self, &ranges)?, Story::default()));
         }
         let kind = Kind::of(used, batch);
-        let mut story = Story::default();
+        let (mut story, devices) = (Story::default(), self.devices.len());
         loop {
-            let own = self.devices.iter().map(StageDevice::memory);
-            let memories = Together::in_world(own, &self.ranks.world)?;
-            let mut sizer = self.sizes.of(size).take(&kind, || vec![0; memories.len()]);
-            let ended = memories.try_size(&mut sizer, samples, &mut story, |size| {
-                run(self, &split::by_size(samples, size)?)
+            let memories = Together::now(self.devices.iter().map(StageDevice::memory), 0)?;
+            let mut sizer = self.sizes.of(size).take(&kind, || vec![0; devices]);
+            let agree = self.ranks.smallest();
+            let ended = memories.try_size(&mut sizer, samples, &mut story, agree, |size| {
+                let ranges = split::by_size(samples, size)?;
+                let ranges = self.ranks.dealt(ranges, Size::Fixed(size))?;
+                run(self, &ranges)
             });
             self.sizes.of(size).put(kind.clone(), sizer);
             if let Some(value) = ended? {

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use tch::Tensor;
 
 use super::attempt::Told;
+use super::commit::Seen;
 use super::head::{SharedLoss, common_len, head, one, shared};
 use super::job::End;
 use super::ranks::Ranks;
@@ -24,7 +25,6 @@ use super::{Pipeline, Work, inputs, ties};
 use crate::auto::Use;
 use crate::batch::Batch;
 use crate::crew::{Crew, CrewError, drawing};
-use crate::loss::Part;
 use crate::micro::Outcome;
 use crate::micro::tally::{Counted, Group, Totals};
 use crate::schedule::Actions;
@@ -109,21 +109,22 @@ impl Pipeline {
         O: Batch + 'static,
         F: FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
     {
-        let start = Instant::now();
-        let actions = self.actions(ranges.len())?;
-        let (head, collected) = head(target, ranges, self.output_device(), loss)?;
-        let (inputs, end, parts) = (inputs(input, ranges)?, End::Loss(head), parts(ranges));
+        let (start, portion) = (Instant::now(), self.ranks.portion(ranges)?);
+        let own = portion.own();
+        let actions = self.actions(own.len().max(1))?;
+        let (head, collected) = head(target, own, self.output_device(), loss)?;
+        let (inputs, end) = (inputs(input, own)?, End::Loss(head));
         drawing(&self.devices, |seed| {
             let (crew, ranks) = (self.crew(), &self.ranks);
             let seed = ranks.open("step", &[input, target], seed)?;
             let turn = ranks.world.turn()?;
-            let work = Work { inputs, end, train: true, seed, parts, start };
+            let work = Work { portion: &portion, inputs, end, train: true, seed, start };
             let jobs = self.jobs(&actions, work, &turn)?;
             let Tried { mut told, .. } =
                 attempt(&crew, ranks, &turn, jobs, |worker, job| worker.attempt(job))?;
             let outputs = ranks.outputs(self.layout.last_worker(), &collected);
             let outputs = undone_unless(&crew, outputs)?;
-            let totals = settle(&crew, ranks, &mut told, samples(ranges))?;
+            let totals = settle(&crew, ranks, &turn, &mut told, portion.samples())?;
             let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));
             Ok(report(told, ranges, start, seed, actions, loss, terms).with_outputs(outputs))
         })
@@ -146,6 +147,9 @@ pub(super) fn attempt<J: Send + 'static>(
     jobs: Vec<J>,
     f: impl Fn(&mut Worker, J) -> Result<Told, Failure> + Clone + Send + 'static,
 ) -> Result<Tried> {
+    if jobs.is_empty() {
+        return idle(crew, ranks, turn);
+    }
     let (start, shared) = (Instant::now(), turn.clone());
     let answers = crew.each(jobs, move |worker, job| {
         // Others may wait for this one, in other ranks too.
@@ -163,6 +167,15 @@ pub(super) fn attempt<J: Send + 'static>(
     Ok(Tried { told: all.into_iter().flatten().collect(), outputs })
 }
 
+/// Takes part where other pipelines have all micro-batches.
+fn idle(crew: &Crew<Worker>, ranks: &Ranks, turn: &Turn) -> Result<Tried> {
+    let jobs = ranks.here().map(|worker| ranks.summing(turn, worker)).collect();
+    let told = crew.each_or_error(jobs, |worker, summing| worker.idle(summing));
+    let told = told.map_err(|error| (Duration::ZERO, error));
+    let all = undone_unless(crew, ranks.settle("step", turn, told))?;
+    Ok(Tried { told: all.into_iter().flatten().collect(), outputs: Vec::new() })
+}
+
 /// The outputs that were gathered by the worker with the last stage.
 fn outputs(told: &mut [Told]) -> Vec<Vec<Tensor>> {
     let mut all = told.iter_mut().map(|told| std::mem::take(&mut told.outputs));
@@ -173,9 +186,11 @@ fn outputs(told: &mut [Told]) -> Vec<Vec<Tensor>> {
 pub(super) fn settle(
     crew: &Crew<Worker>,
     ranks: &Ranks,
+    turn: &Turn,
     told: &mut [Told],
     samples: f64,
 ) -> Result<Option<Totals>> {
+    let start = Instant::now();
     let loss = undone_unless(crew, counted(told))?;
     let factors = match &loss {
         Some((totals, groups)) => {
@@ -183,10 +198,24 @@ pub(super) fn settle(
         }
         None => vec![Totals::default().factor(Group::Done, samples, samples)],
     };
-    let prepared = ranks.together("commit", |turn| prepare(crew, ranks, turn, factors));
-    undone_unless(crew, prepared)?;
+    let seen = ranks.here().map(|worker| seen(told, worker, ranks)).collect();
+    let prepared = prepare(crew, ranks, turn, factors, seen);
+    let prepared = prepared.map_err(|error| (start.elapsed(), error));
+    undone_unless(crew, ranks.settle("commit", turn, prepared))?;
     crew.all(|worker| worker.commit())?;
     Ok(loss.map(|(totals, _)| totals))
+}
+
+/// What this worker has seen in all pipelines, whose workers tell one after the other.
+fn seen(told: &[Told], worker: usize, ranks: &Ranks) -> Seen {
+    let mut all = Seen::default();
+    let pipelines = told.chunks(told.len() / ranks.replicas);
+    for Told { present, layers, .. } in pipelines.filter_map(|workers| workers.get(worker)) {
+        all.present.resize(present.len(), false);
+        all.present.iter_mut().zip(present).for_each(|(any, has)| *any |= has);
+        all.layers.extend(layers.iter().cloned());
+    }
+    all
 }
 
 /// The loss of the whole mini-batch, with the groups of its terms, where there is one.
@@ -200,9 +229,15 @@ pub(super) fn counted(told: &mut [Told]) -> Result<Option<(Totals, Vec<Group>)>>
     common.map(|groups| Ok((all.totals()?, groups))).transpose()
 }
 
-fn prepare(crew: &Crew<Worker>, ranks: &Ranks, turn: &Turn, factors: Vec<f64>) -> Result<()> {
-    let leaving = crew.all(move |worker| worker.prepare(&factors))?;
-    ties::gather(crew, ranks, turn, leaving)
+fn prepare(
+    crew: &Crew<Worker>,
+    ranks: &Ranks,
+    turn: &Turn,
+    factors: Vec<f64>,
+    seen: Vec<Seen>,
+) -> Result<()> {
+    let prepare = move |worker: &mut Worker, seen| worker.prepare(&factors, seen);
+    ties::gather(crew, ranks, turn, crew.each_or_error(seen, prepare)?)
 }
 
 /// The result; where it is an error, every worker undoes what it has tried.
@@ -270,20 +305,4 @@ pub(super) fn report(
         decisions,
         retries,
     }
-}
-
-/// Each micro-batch's place in the step.
-pub(super) fn parts(ranges: &[Range<usize>]) -> Arc<[Part]> {
-    let unit = samples(ranges);
-    let part = |(i, range): (usize, &Range<usize>)| Part {
-        samples: range.len() as f64,
-        unit,
-        first: i == 0,
-    };
-    ranges.iter().enumerate().map(part).collect()
-}
-
-/// How many samples there are.
-pub(super) fn samples(ranges: &[Range<usize>]) -> f64 {
-    ranges.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
 }

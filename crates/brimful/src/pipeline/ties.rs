@@ -35,15 +35,16 @@ impl Ranks {
             Ok(worker.variables.copies().map(tie).collect::<Vec<_>>())
         })?;
         let here: Vec<Tie> = ties.into_iter().flatten().collect();
-        let all = self.world.share("ties", &here)?.into_iter().flatten();
-        let far: Vec<Tie> = all.filter(|tie| self.of(tie.copy) != self.of(tie.owner)).collect();
+        let all = self.of_workers("ties", here)?;
+        let far: Vec<Tie> =
+            all.into_iter().filter(|tie| self.of(tie.copy) != self.of(tie.owner)).collect();
         self.ties = Arc::from(far);
         Ok(())
     }
 
-    /// The ties that start, or end, here, each with its number.
+    /// The ties that start, or end, here, each with its number, which is no other channel's.
     fn ties_of(&self, end: fn(&Tie) -> usize) -> impl Iterator<Item = (u32, &Tie)> {
-        (0..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))
+        (1 << 28..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))
     }
 }
 

@@ -1,4 +1,5 @@
-//! When each action began and ended: by the clock on a CPU, by events where work is queued.
+//! When each action began and ended, by the clock on a CPU and by events where work is queued; and
+//! what its arena held.
 
 use std::time::Instant;
 
@@ -6,64 +7,89 @@ use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
 use crate::Result;
+use crate::memory::{Arena, Memory};
 use crate::schedule::{Action, Span};
 
 /// The times of one worker's actions, from the step's start on.
 #[derive(Debug)]
 pub(super) struct Timeline {
     device: Device,
+    /// Its account, where reading it costs nothing: an accelerator's is left alone.
+    arena: Option<Arena>,
     start: Instant,
     /// The same moment in the device's own queue.
-    origin: Mark,
+    origin: Moment,
     begun: Option<Mark>,
     spans: Vec<(Action, Mark, Mark)>,
 }
 
-/// A moment.
+/// A moment, and the bytes in use then.
 #[derive(Debug)]
-enum Mark {
+struct Mark {
+    at: Moment,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+enum Moment {
     Host(Instant),
     Device(Event),
 }
 
 impl Timeline {
-    pub(super) fn new(device: Device, start: Instant, actions: usize) -> Result<Self> {
+    pub(super) fn new(
+        device: Device,
+        memory: Option<&Memory>,
+        start: Instant,
+        actions: usize,
+    ) -> Result<Self> {
+        let arena = match memory {
+            Some(Memory::Arena(arena)) => Some(arena.clone()),
+            _ => None,
+        };
         let (begun, spans) = (None, Vec::with_capacity(actions));
-        Ok(Self { device, start, origin: Mark::now(device)?, begun, spans })
+        Ok(Self { device, arena, start, origin: Moment::now(device)?, begun, spans })
     }
 
     /// Work begins: all that it needs is there.
     pub(super) fn begin(&mut self) -> Result<()> {
-        self.begun = Some(Mark::now(self.device)?);
+        self.begun = Some(self.mark()?);
         Ok(())
     }
 
     /// Work ends; what follows is waiting for others.
     pub(super) fn end(&mut self, action: Action) -> Result<()> {
         if let Some(begun) = self.begun.take() {
-            self.spans.push((action, begun, Mark::now(self.device)?));
+            let ended = self.mark()?;
+            self.spans.push((action, begun, ended));
         }
         Ok(())
     }
 
+    fn mark(&self) -> Result<Mark> {
+        let bytes = self.arena.as_ref().map_or(0, Arena::current);
+        Ok(Mark { at: Moment::now(self.device)?, bytes })
+    }
+
     /// The times in seconds. Waits for the device's last action.
     pub(super) fn read(self) -> Result<Vec<Span>> {
-        let since = |mark: &Mark| match (mark, &self.origin) {
-            (Mark::Device(event), Mark::Device(origin)) => {
+        let since = |moment: &Moment| match (moment, &self.origin) {
+            (Moment::Device(event), Moment::Device(origin)) => {
                 event.synchronize()?;
                 Ok::<_, crate::Error>(origin.elapsed(event)?.as_secs_f64())
             }
-            (Mark::Host(at), _) => Ok(at.saturating_duration_since(self.start).as_secs_f64()),
-            (Mark::Device(_), Mark::Host(_)) => unreachable!("all marks are of one device"),
+            (Moment::Host(at), _) => Ok(at.saturating_duration_since(self.start).as_secs_f64()),
+            (Moment::Device(_), Moment::Host(_)) => unreachable!("all moments are of one device"),
         };
-        let span = |(action, start, end): &(Action, Mark, Mark)| {
-            Ok(Span { action: *action, start: since(start)?, end: since(end)? })
+        let span = |(action, begun, ended): &(Action, Mark, Mark)| {
+            let (start, end) = (since(&begun.at)?, since(&ended.at)?);
+            Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };
         self.spans.iter().map(span).collect()
     }
 }
 
-impl Mark {
+impl Moment {
     fn now(device: Device) -> Result<Self> {
         if device == Device::Cpu {
             return Ok(Self::Host(Instant::now()));

@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::error::PipelineError;
 use super::job::End;
 use super::report::Step;
-use super::step::{Tried, attempt, parts, report, samples, settle};
+use super::step::{Tried, attempt, report, settle};
 use super::transfer::Tensors;
 use super::worker::Worker;
 use super::{Pipeline, Work, inputs};
@@ -107,12 +107,15 @@ impl Pipeline {
         ranges: &[Range<usize>],
         start: Instant,
     ) -> Result<Forward> {
-        let actions = Arc::new(self.actions(ranges.len())?.in_two_phases(self.recompute)?);
-        let (inputs, parts) = (inputs(input, ranges)?, parts(ranges));
+        let portion = self.ranks.portion(ranges)?;
+        let actions = self.actions(portion.own().len().max(1))?;
+        let actions = Arc::new(actions.in_two_phases(self.recompute)?);
+        let inputs = inputs(input, portion.own())?;
         drawing(&self.devices, |seed| {
             let seed = self.ranks.open("forward", &[input], seed)?;
             let turn = self.ranks.world.turn()?;
-            let work = Work { inputs, end: End::Gather, train: true, seed, parts, start };
+            let (portion, end) = (&portion, End::Gather);
+            let work = Work { portion, inputs, end, train: true, seed, start };
             let jobs = self.jobs(&actions, work, &turn)?;
             let forward = |worker: &mut Worker, job| worker.attempt_forward(job);
             let Tried { outputs, .. } = attempt(&self.crew(), &self.ranks, &turn, jobs, forward)?;
@@ -131,16 +134,18 @@ impl Pipeline {
         if self.open.as_ref().is_none_or(|(open, _)| *open != number) {
             return Err(PipelineError::OldOutputs.into());
         }
-        let mut gradients = Some(cut(&tensors, &ranges)?);
+        let portion = self.ranks.portion(&ranges)?;
+        let mut gradients = Some(cut(&tensors, portion.own())?);
         let (crew, ranks) = (self.crew(), &self.ranks);
         let mut job = |worker| gradients.take_if(|_| worker == self.layout.last_worker());
-        let jobs = ranks.here().map(|worker| job(worker).unwrap_or_default()).collect();
+        let workers = ranks.here().filter(|_| !portion.own().is_empty());
+        let jobs = workers.map(|worker| job(worker).unwrap_or_default()).collect();
         let Some((_, turn)) = &self.open else { return Err(PipelineError::OldOutputs.into()) };
         let backward = |worker: &mut Worker, job| worker.attempt_backward(job);
         let again = || attempt(&crew, ranks, turn, jobs, backward);
         let attempted = undisturbed(&self.devices, again);
         let settled = attempted.and_then(|Tried { mut told, .. }| {
-            settle(&crew, ranks, &mut told, samples(&ranges)).map(|_| told)
+            settle(&crew, ranks, turn, &mut told, portion.samples()).map(|_| told)
         });
         drop(crew);
         self.open = None;

@@ -67,6 +67,8 @@ pub use report::Step;
 use crate::auto::{Goal, Sizes};
 use crate::crew::{Crew, StageDevice, settled, undisturbed};
 use crate::micro::NonFinite;
+use crate::micro::world::join;
+use crate::world::World;
 use crate::{Result, Size};
 use mirror::Outline;
 use replica::Replica;
@@ -81,6 +83,8 @@ pub struct Replicas<M> {
     size: Size,
     sizes: Sizes,
     speeds: Speeds,
+    /// The other ranks; none where there is no other.
+    world: Option<World>,
 }
 
 impl<M: 'static> Replicas<M> {
@@ -122,7 +126,8 @@ impl<M: 'static> Replicas<M> {
         })?;
         let goal = if size == Size::Largest { Goal::Largest } else { Goal::Fastest };
         let speeds = Speeds::even(devices.len());
-        Ok(Self { crew, devices, store, size, sizes: Sizes::new(goal), speeds })
+        let (sizes, world) = (Sizes::new(goal), None);
+        Ok(Self { crew, devices, store, size, sizes, speeds, world })
     }
 
     /// Says what is refused because it is not finite.
@@ -145,6 +150,19 @@ impl<M: 'static> Replicas<M> {
     pub fn speeds(mut self, speeds: &[f64]) -> Result<Self> {
         error::check_speeds(speeds, self.devices.len())?;
         self.speeds = Speeds::given(speeds);
+        Ok(self)
+    }
+
+    /// Trains together with the other ranks of a world, each of which gives its own part of every
+    /// mini-batch, as [`MicroBatcher::world`](crate::MicroBatcher::world) does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn world(mut self, world: &World) -> Result<Self> {
+        if world.size() > 1 {
+            join(world, mirror::named(&self.store))?;
+            self.world = Some(world.clone());
+        }
         Ok(self)
     }
 

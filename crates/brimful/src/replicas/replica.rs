@@ -14,7 +14,9 @@ use crate::memory::Memory;
 use crate::micro::attempt::Scale;
 use crate::micro::cut::Cut;
 use crate::micro::{NonFinite, Outcome, Window};
-use crate::random::{Dice, Draws};
+use crate::random::Dice;
+use crate::ranks::RanksTurn;
+use crate::world::World;
 use crate::{MicroBatcher, Result, Size, feed};
 
 /// A model and what runs it.
@@ -23,7 +25,6 @@ pub(super) struct Replica<M> {
     model: M,
     micro: MicroBatcher,
     memory: Option<Memory>,
-    dice: Dice,
     store: VarStore,
     /// The first one's variables; nothing on the first one itself.
     mirror: Mirror,
@@ -37,8 +38,6 @@ pub(super) struct Errand<B> {
     pub(super) batch: B,
     pub(super) ranges: Vec<Range<usize>>,
     pub(super) scale: Scale,
-    /// Of the step's random numbers.
-    pub(super) seed: u64,
 }
 
 /// What came of it; nothing is committed.
@@ -61,16 +60,16 @@ impl<M> Replica<M> {
     ) -> Result<Self> {
         // The first one draws its parameters as the plain model does. What others draw is replaced,
         // and must not disturb that.
-        let early = (number > 0).then(|| Dice::new(device.device));
+        let dice = (number > 0).then(|| Dice::new(device.device));
         let model = build(&store.root());
-        let dice = early.unwrap_or_else(|| Dice::new(device.device));
+        drop(dice);
         let memory = device.memory();
         let mut micro = MicroBatcher::new(&store, Size::Count(1));
         if let Some(memory) = &memory {
             micro = micro.memory(memory.clone());
         }
         let (mirror, home) = (Mirror::default(), device.device);
-        Ok(Self { number, model, micro, memory, dice, store, mirror, home })
+        Ok(Self { number, model, micro, memory, store, mirror, home })
     }
 
     /// Takes these variables of the first replica over from now on.
@@ -85,9 +84,17 @@ impl<M> Replica<M> {
         self.micro.non_finite = policy;
     }
 
-    /// Commits what all replicas have done, on the first one.
-    pub(super) fn settle(&mut self, window: Window, start: Instant) -> Result<crate::Step> {
-        self.micro.settle(window, start)
+    /// Commits what all replicas have done, of all ranks, on the first one.
+    pub(super) fn settle(
+        &mut self,
+        window: Window,
+        ranks: Option<(World, RanksTurn)>,
+        start: Instant,
+    ) -> Result<crate::Step> {
+        match ranks {
+            Some((world, turn)) => self.micro.settle_together(&world, &turn, window, start),
+            None => self.micro.settle(window, start),
+        }
     }
 
     /// Takes over what the first replica's variables are now.
@@ -126,7 +133,7 @@ impl<M> Replica<M> {
         self.run(errand, f, |micro, batch, cut, _, mut f| micro.attempt_map(batch, cut, &mut f))
     }
 
-    /// Lets `how` run the errand, each micro-batch with random numbers of its own.
+    /// Lets `how` run the errand.
     fn run<B: Batch, R, O: Batch>(
         &mut self,
         errand: Errand<B>,
@@ -140,15 +147,10 @@ impl<M> Replica<M> {
         ) -> Result<(Window, O)>,
     ) -> Result<Done<O>> {
         let start = Instant::now();
-        let Errand { batch, ranges, scale, seed } = errand;
-        let Self { number, model, micro, dice, .. } = self;
-        let mut micro_batches = 0..;
-        let mut drawing = |micro_batch| {
-            let i = micro_batches.next().unwrap_or_default();
-            dice.seed(Draws::new(seed, i).seed(*number));
-            f(model, micro_batch)
-        };
-        let (window, outputs) = how(micro, &batch, &mut Cut::given(ranges), scale, &mut drawing)?;
+        let Errand { batch, ranges, scale } = errand;
+        let Self { model, micro, .. } = self;
+        let mut f = |micro_batch| f(model, micro_batch);
+        let (window, outputs) = how(micro, &batch, &mut Cut::given(ranges), scale, &mut f)?;
         self.hand_in(window, &outputs, start)
     }
 

@@ -4,7 +4,7 @@ use std::mem;
 use std::ops::Range;
 use std::panic;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Replicas;
 use super::reduce::reduce;
@@ -13,10 +13,13 @@ use super::report::Step;
 use crate::accumulate::Sums;
 use crate::auto::Use;
 use crate::batch::{self, Batch};
-use crate::crew::{self, CrewError, drawing};
-use crate::micro::attempt::Scale;
+use crate::bytes::Bytes;
+use crate::crew::{self, drawing};
+use crate::micro::world::{Opening, aside, tell};
 use crate::micro::{Outcome, Window};
 use crate::oom::{self, Caught};
+use crate::ranks::RanksTurn;
+use crate::world::World;
 use crate::{Error, Result, Size};
 
 /// How a replica's part ended; a replica without a sample has none.
@@ -78,41 +81,24 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         work: impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static,
     ) -> Result<Step<O>> {
-        let start = Instant::now();
-        let shares = self.speeds.shares(batch::len(batch)?);
-        let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
-        let (step, story) = self.sized(used, batch, longest, |this, size| {
-            this.try_step(batch, &shares, size, work.clone(), start)
-        })?;
-        Ok(step.with_story(story))
-    }
-
-    /// One try at a step; if it fails, all is as before. A panic goes on after that.
-    fn try_step<B: Batch + 'static, O: Batch + 'static>(
-        &self,
-        batch: &B,
-        shares: &[Range<usize>],
-        size: Size,
-        work: impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static,
-        start: Instant,
-    ) -> Result<Step<O>> {
-        self.crew.all(Replica::take_over)?;
-        let mut thrown = None;
-        let step = drawing(&self.devices, |seed| {
-            let parts = errands(batch, shares, size, seed)?;
-            let run = move |replica: &mut Replica<M>, part: Option<Errand<B>>| {
-                Ok(part.map(|part| oom::catch(|| work(replica, part))))
-            };
-            let ended: Result<Vec<Ended<O>>> = self.crew.each_or_error(parts, run);
-            let done = all_done(ended?).map_err(|caught| match caught {
-                Caught::Panic(payload) => {
-                    let message = crew::words(&*payload);
-                    thrown = Some(payload);
-                    CrewError::Panicked { message }.into()
+        let (start, mut thrown) = (Instant::now(), None);
+        let devices = self.devices.clone();
+        let step = drawing(&devices, |seed| {
+            let opening = Opening::open(self.world.as_ref(), used, batch, self.size, seed)?;
+            let shares = self.speeds.shares(opening.own());
+            let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
+            let (step, story) = self.sized(&opening, longest, |this, size| {
+                let ranks = this.ranks()?;
+                let parts = errands(batch, &shares, size, &opening).map_err(Caught::Error);
+                match parts.and_then(|parts| this.attempt(parts, &work)) {
+                    Ok(joined) => this.settle(joined, ranks, start),
+                    Err(caught) => {
+                        let error = aside(caught, &mut thrown);
+                        Err(ranks.map_or(error.clone(), |(world, _)| tell(&world, error, start)))
+                    }
                 }
-                other => crew::of(other),
             })?;
-            self.settle(done, seed, start)
+            Ok(Step { samples: opening.total(), seed: opening.seed(), ..step }.with_story(story))
         });
         match thrown {
             Some(payload) => panic::resume_unwind(payload),
@@ -120,43 +106,61 @@ impl<M: 'static> Replicas<M> {
         }
     }
 
-    /// Puts the parts together and commits them on the first replica.
-    fn settle<O: Batch>(
+    /// The other ranks, and the turn in which all try a step.
+    fn ranks(&self) -> Result<Option<Ranks>> {
+        let begin = |world: &World| Ok((world.clone(), RanksTurn::begin(world)?));
+        self.world.as_ref().map(begin).transpose()
+    }
+
+    /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
+    fn attempt<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        done: Vec<Option<Done<O>>>,
-        seed: u64,
-        start: Instant,
-    ) -> Result<Step<O>> {
-        let (mut windows, mut outputs) = (Vec::new(), Vec::new());
-        let (mut shares, mut times, mut peaks) = (Vec::new(), Vec::new(), Vec::new());
-        for done in done {
-            let samples = |done: &Done<O>| done.window.sizes.iter().sum();
-            shares.push(done.as_ref().map_or(0, samples));
-            times.push(done.as_ref().map(|done| done.time));
-            peaks.push(done.as_ref().and_then(|done| done.peak));
+        parts: Vec<Option<Errand<B>>>,
+        work: &(impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static),
+    ) -> Result<Joined<O>, Caught<Error>> {
+        let work = work.clone();
+        let run = move |replica: &mut Replica<M>, part: Option<Errand<B>>| {
+            Ok(part.map(|part| oom::catch(|| work(replica, part))))
+        };
+        let ended: Result<Vec<Ended<O>>> =
+            self.crew.all(Replica::take_over).and_then(|_| self.crew.each_or_error(parts, run));
+        let (mut windows, mut outputs, mut told) = (Vec::new(), Vec::new(), Vec::new());
+        for done in all_done(ended.map_err(Caught::Error)?)? {
+            told.push(done.as_ref().map(Told::of));
             if let Some(done) = done {
                 windows.push(done.window);
                 outputs.push(done.outputs);
             }
         }
-        let (window, outputs) = self.joined(windows, outputs)?;
+        let (window, outputs) = self.joined(windows, outputs).map_err(Caught::Error)?;
+        Ok(Joined { window, outputs, told })
+    }
+
+    /// Commits the parts on the first replica.
+    fn settle<O: Batch>(
+        &self,
+        joined: Joined<O>,
+        ranks: Option<Ranks>,
+        start: Instant,
+    ) -> Result<Step<O>> {
+        let Joined { window, outputs, told } = joined;
         let sizes = window.sizes.clone();
-        let settled = self.crew.one(0, move |first| first.settle(window, start))?;
+        let settled = self.crew.one(0, move |first| first.settle(window, ranks, start))?;
         let crate::Step { loss, terms, samples, time, .. } = settled;
-        let (decisions, retries) = (Vec::new(), 0);
+        let told = || told.iter().map(Option::as_ref);
         Ok(Step {
             loss,
             terms,
             samples,
-            shares,
+            shares: told().map(|told| told.map_or(0, |told| told.samples)).collect(),
             sizes,
             outputs,
             time,
-            times,
-            peaks,
-            seed,
-            decisions,
-            retries,
+            times: told().map(|told| told.map(|told| told.time)).collect(),
+            peaks: told().map(|told| told.and_then(|told| told.peak)).collect(),
+            seed: 0,
+            decisions: Vec::new(),
+            retries: 0,
         })
     }
 
@@ -182,23 +186,49 @@ impl<M: 'static> Replicas<M> {
     }
 }
 
-/// Each replica's samples, cut by the size.
+/// The world, and the turn in which its ranks try a step.
+type Ranks = (World, RanksTurn);
+
+/// All replicas' parts of a step.
+struct Joined<O> {
+    window: Window,
+    outputs: O,
+    told: Vec<Option<Told>>,
+}
+
+/// What a replica tells of its part.
+struct Told {
+    samples: usize,
+    time: Duration,
+    peak: Option<Bytes>,
+}
+
+impl Told {
+    fn of<O>(done: &Done<O>) -> Self {
+        Self { samples: done.window.sizes.iter().sum(), time: done.time, peak: done.peak }
+    }
+}
+
+/// Each replica's samples, cut by the size. The first replica has a part even without a sample: it
+/// commits what other ranks have done.
 fn errands<B: Batch>(
     batch: &B,
     shares: &[Range<usize>],
     size: Size,
-    seed: u64,
+    opening: &Opening,
 ) -> Result<Vec<Option<Errand<B>>>> {
-    let unit = shares.last().map_or(0, |last| last.end) as f64;
-    let errand = |share: &Range<usize>| {
-        if share.is_empty() {
+    let errand = |(replica, share): (usize, &Range<usize>)| {
+        if share.is_empty() && replica > 0 {
             return Ok(None);
         }
-        let ranges = size.cut(share.len())?.ok_or(Error::NothingToCut)?;
-        let scale = Scale { unit, first: share.start == 0, last: true };
-        Ok(Some(Errand { batch: batch::slice(batch, share.clone())?, ranges, scale, seed }))
+        let ranges = match share.len() {
+            0 => Vec::new(),
+            samples => size.cut(samples)?.ok_or(Error::NothingToCut)?,
+        };
+        let batch = batch::slice(batch, share.clone())?;
+        Ok(Some(Errand { batch, ranges, scale: opening.scale(replica) }))
     };
-    shares.iter().map(errand).collect()
+    shares.iter().enumerate().map(errand).collect()
 }
 
 /// What all have done, or how the first of those that failed ended: then it is all undone.

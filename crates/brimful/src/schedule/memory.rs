@@ -10,7 +10,7 @@
 //!
 //! Parameters, their gradients and the optimizer's state are there all the time.
 
-use super::{Actions, Costs, Kind, Span, StageId};
+use super::{Actions, Costs, Kind, Span, StageCost, StageId};
 
 /// The most that was held at one time.
 #[derive(Debug, Clone, Copy, Default)]
@@ -19,12 +19,25 @@ pub(super) struct Peak {
     pub(super) held: usize,
 }
 
-pub(super) fn peak(actions: &Actions, costs: &Costs, spans: &[Span]) -> Peak {
+/// The most activations that are held at one time.
+pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
+    let without_bytes = Costs::equal(actions.stages(), StageCost::default());
+    let mut most = 0;
+    walk(actions, &without_bytes, spans, |_, _, held| most = most.max(held));
+    most
+}
+
+/// Writes into every span the bytes that are held while it runs, and finds the peak.
+pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> Peak {
     let mut peak = Peak::default();
+    let mut ends = Vec::with_capacity(2 * spans.len());
     walk(actions, costs, spans, |_, bytes, held| {
-        peak.bytes = peak.bytes.max(bytes);
-        peak.held = peak.held.max(held);
+        peak = Peak { bytes: peak.bytes.max(bytes), held: peak.held.max(held) };
+        ends.push(bytes);
     });
+    for (span, ends) in spans.iter_mut().zip(ends.chunks(2)) {
+        span.bytes = ends.iter().copied().max().unwrap_or(0);
+    }
     peak
 }
 

@@ -17,6 +17,8 @@ pub struct Span {
     pub start: f64,
     /// Until when.
     pub end: f64,
+    /// The most bytes on its device as it began or ended; 0 where they are not counted.
+    pub bytes: u64,
 }
 
 /// What one device did during the step.
@@ -73,18 +75,18 @@ impl Simulation {
 /// Where the costs are not those of the schedule's stages, or are negative or no numbers.
 pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
-    let timeline = Clockwork::new(actions, costs).run();
+    let mut timeline = Clockwork::new(actions, costs).run();
     let makespan =
         timeline.iter().filter_map(|spans| spans.last()).map(|s| s.end).fold(0.0, f64::max);
     if !makespan.is_finite() {
         return Err(CostError::Overflow);
     }
-    let device = |spans: &Vec<Span>| {
+    let device = |spans: &mut Vec<Span>| {
         let busy = spans.iter().map(|span| costs.time(span.action)).sum();
-        let Peak { bytes, held } = memory::peak(actions, costs, spans);
+        let Peak { bytes, held } = memory::fill(actions, costs, spans);
         DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
     };
-    let devices = timeline.iter().map(device).collect();
+    let devices = timeline.iter_mut().map(device).collect();
     Ok(Simulation { timeline, devices, makespan })
 }
 
@@ -151,7 +153,7 @@ impl<'a> Clockwork<'a> {
         }
         let start = f64::max(free, ready);
         let end = start + self.costs.time(action);
-        self.timeline[device.index()].push(Span { action, start, end });
+        self.timeline[device.index()].push(Span { action, start, end, bytes: 0 });
         self.deliver(action, device, end);
         true
     }

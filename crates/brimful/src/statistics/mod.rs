@@ -9,6 +9,7 @@
 
 mod again;
 mod pool;
+mod ranks;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,6 +22,7 @@ use tch::Tensor;
 use crate::Result;
 pub(crate) use again::Again;
 use pool::Seen;
+pub(crate) use ranks::Layer;
 
 /// A layer's running mean and variance, and how far one batch moves them.
 #[derive(Debug)]

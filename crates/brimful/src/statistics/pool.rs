@@ -13,6 +13,7 @@
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
+use super::ranks::shift;
 use super::{Moved, Running};
 use crate::{Error, Result};
 
@@ -105,6 +106,35 @@ impl Seen {
             part.squares = part.squares.f_to_device(mean.device())?;
         }
         (self.running.mean, self.running.variance) = (mean, variance);
+        Ok(())
+    }
+
+    /// What was pooled as sums around the running mean, in the host's memory: the number of values,
+    /// then each channel's sum, then each channel's squares.
+    pub(super) fn moments(&self) -> Result<Tensor> {
+        let around = shift(&self.running)?;
+        let Some(Pooled { count, mean, squares }) = self.pooled.first() else {
+            return Ok(Tensor::f_zeros([1 + 2 * around.size1()?], (Kind::Double, Device::Cpu))?);
+        };
+        let host = |t: &Tensor| t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double);
+        let (n, off) = (*count as f64, host(mean)?.f_sub(&around)?);
+        let sums = off.f_mul_scalar(n)?;
+        let squares = host(squares)?.f_add(&off.f_mul(&sums)?)?;
+        Ok(Tensor::f_cat(&[Tensor::f_from_slice(&[n])?, sums, squares], 0)?)
+    }
+
+    /// The opposite, from the sums of all ranks.
+    pub(super) fn set_moments(&mut self, moments: &Tensor) -> Result<()> {
+        let (mean, channels) = (&self.running.mean, self.running.mean.size1()?);
+        let count = moments.f_double_value(&[0])?;
+        let sums = moments.f_narrow(0, 1, channels)?;
+        let off = sums.f_div_scalar(count)?;
+        let squares = moments.f_narrow(0, 1 + channels, channels)?.f_sub(&off.f_mul(&sums)?)?;
+        let kind = if mean.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let here = |t: Tensor| t.f_to_kind(kind)?.f_to_device(mean.device());
+        let (mean, squares) = (here(shift(&self.running)?.f_add(&off)?)?, here(squares)?);
+        self.counts.clear();
+        self.pooled = vec![Pooled { count: count as i64, mean, squares }];
         Ok(())
     }
 

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::engine::Engine;
 use super::error::WorldError;
-use super::message::Message;
+use super::message::{Channel, Message};
+use super::ring::Ring;
 use crate::Result;
 
 /// How often messages are moved on for those that compute.
@@ -30,12 +31,21 @@ pub(super) enum Look<T> {
 pub(super) struct Link {
     /// None after the end.
     engine: Mutex<Option<Engine>>,
+    /// Sums that whoever moves messages on takes over: who computes does not wait for the lock, which
+    /// is held while numbers are copied.
+    sums: Mutex<Vec<(Channel, Ring)>>,
     ends: AtomicBool,
 }
 
 impl Link {
     pub(super) fn new(engine: Engine) -> Arc<Self> {
-        Arc::new(Self { engine: Mutex::new(Some(engine)), ends: AtomicBool::new(false) })
+        let (engine, sums) = (Mutex::new(Some(engine)), Mutex::default());
+        Arc::new(Self { engine, sums, ends: AtomicBool::new(false) })
+    }
+
+    /// Lets a sum begin when messages are moved on next.
+    pub(super) fn begin_sum(&self, channel: Channel, ring: Ring) {
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner).push((channel, ring));
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Engine>> {
@@ -46,7 +56,11 @@ impl Link {
     pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T> {
         let mut engine = self.lock();
         let ended = || WorldError::NotStarted { reason: "it has ended".into() };
-        Ok(f(engine.as_mut().ok_or_else(ended)?))
+        let engine = engine.as_mut().ok_or_else(ended)?;
+        let mut begun = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+        engine.rings.extend(begun.drain(..));
+        drop(begun);
+        Ok(f(engine))
     }
 
     /// Moves messages on until `look` finds something, or the rank that it waits for is gone.

@@ -45,7 +45,7 @@ use crate::Result;
 use engine::Engine;
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
-pub(crate) use turn::{Inlet, Outlet, Stopped, Turn};
+pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 
 /// How long a rank may be silent, unless told otherwise.
@@ -81,7 +81,8 @@ impl World {
     ///
     /// # Errors
     /// When MPI cannot be started, or the ranks run different versions of this library.
-    #[cfg(feature = "mpi")]
+    // The pages show it without MPI too.
+    #[cfg(any(feature = "mpi", doc))]
     pub fn start() -> Result<Self> {
         Self::over(Box::new(mpi::MpiWire::start(PATIENCE)?))
     }

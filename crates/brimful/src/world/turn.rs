@@ -92,7 +92,7 @@ impl Turn {
     ) -> Result<Summing> {
         let channel = self.channel(number);
         let ring = Ring::new(Arc::clone(ranks), self.0.rank, tensor.f_detach()?.f_view([-1_i64])?)?;
-        self.0.link.with(|engine| engine.rings.insert(channel, ring))?;
+        self.0.link.begin_sum(channel, ring);
         Ok(Summing { turn: self.clone(), channel })
     }
 

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::Bytes;
 use brimful::memory::Arena;
 use clap::Args;
@@ -17,18 +17,24 @@ use tch::{Device, Kind, Tensor, vision};
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::times::Times;
+use crate::setting::words;
 
 /// Options of `brimful bench arena`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench arena
+  brimful bench arena --batch-size 32 --image 224 --repeats 5")]
 pub struct Options {
-    /// Samples a step
-    #[arg(long, default_value_t = 8)]
-    batch: i64,
+    #[arg(long, value_name = "N", alias = "batch", default_value_t = 8, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
+    batch_size: i64,
     /// Height and width of the images
-    #[arg(long, default_value_t = 96)]
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     image: i64,
-    /// Measured steps of each kind
-    #[arg(long, default_value_t = 15)]
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
     repeats: usize,
     #[command(flatten)]
     output: Output,
@@ -36,13 +42,14 @@ pub struct Options {
 
 /// Measures and prints.
 pub fn run(options: &Options) -> Result<()> {
-    ensure!(options.repeats > 0, "--repeats 0: give it at least 1");
     let store = nn::VarStore::new(Device::Cpu);
     let model = vision::resnet::resnet50(&store.root(), 1000);
     let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
-    let images =
-        Tensor::randn([options.batch, 3, options.image, options.image], (Kind::Float, Device::Cpu));
-    let labels = Tensor::randint(1000, [options.batch], (Kind::Int64, Device::Cpu));
+    let images = Tensor::randn(
+        [options.batch_size, 3, options.image, options.image],
+        (Kind::Float, Device::Cpu),
+    );
+    let labels = Tensor::randint(1000, [options.batch_size], (Kind::Int64, Device::Cpu));
     let mut step = || {
         let start = Instant::now();
         let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
@@ -91,7 +98,7 @@ struct Row {
 impl Row {
     fn new(options: &Options, without: &Times, with: &Times, peak: u64, allocations: u64) -> Self {
         let (seconds_without, seconds_with) = (without.median(), with.median());
-        let Options { batch, image, repeats, .. } = *options;
+        let Options { batch_size: batch, image, repeats, .. } = *options;
         Self {
             model: "resnet50",
             shape: format!("{image}×{image}"),

@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::results::Results;
 use crate::output;
+use crate::setting::words;
 
 /// Options of `brimful bench compare`.
 #[derive(Debug, Args)]
@@ -15,14 +16,13 @@ Examples:
   brimful bench compare ours.jsonl peers.jsonl
   brimful bench compare ours.jsonl peers.jsonl --markdown > table.md")]
 pub struct Options {
-    /// JSON lines of `brimful bench … --json` or --save, and of the scripts in bench/peers
+    /// JSON lines of `brimful bench … --json` or --keep, and of the scripts in bench/peers
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Print Markdown
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
-    /// Print one JSON object instead of text
-    #[arg(long)]
+    #[arg(long, help = words::JSON)]
     json: bool,
 }
 

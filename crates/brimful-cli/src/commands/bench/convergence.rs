@@ -4,7 +4,9 @@
 //! step. What they come to should differ by no more than chance: each is trained with several seeds,
 //! and the difference of the mean accuracies is put beside twice its own standard error.
 
-use anyhow::{Context, Result, bail, ensure};
+use std::ops::ControlFlow;
+
+use anyhow::{Context, Result, bail};
 use brimful::Bytes;
 use clap::{Args, Parser};
 use serde::Serialize;
@@ -17,7 +19,7 @@ use super::progress::Progress;
 use super::results::Comparison;
 use crate::args::{self, Command};
 use crate::commands::train::{self, Epoch, Trainer};
-use crate::setting::{self, MODELS, ModelName};
+use crate::setting::{self, MODELS, ModelName, words};
 
 /// Who trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,29 +36,29 @@ const CONTESTANTS: [Contestant; 3] = [Contestant::Full, Contestant::Auto, Contes
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful bench convergence --data digits --batch 256 --epochs 4 --limit 208MiB   in minutes on a CPU
+  brimful bench convergence --data digits --batch-size 256 --epochs 4 --memory-limit 208MiB
+                                                      in minutes on a CPU
   apt-get install dataset-fashion-mnist
   brimful bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
 pub struct Options {
-    /// digits (shipped), or a folder of MNIST-format IDX files
-    #[arg(long, value_name = "NAME|PATH")]
+    #[arg(long, value_name = "NAME|PATH", help = words::DATA)]
     data: String,
     #[arg(long, default_value = "resnet18", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Samples in a mini-batch
-    #[arg(long, default_value_t = 1024)]
-    batch: usize,
-    /// Memory of the contestant whose micro-batches are automatic: less than the mini-batch needs
-    #[arg(long, default_value = "2GiB", value_name = "BYTES")]
-    limit: Bytes,
-    /// Passes over the training set
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, value_name = "N", alias = "batch", default_value_t = 1024)]
+    #[arg(value_parser = words::count, help = words::BATCH_SIZE)]
+    batch_size: usize,
+    /// Memory of each device, such as 96MiB or 16GB: of the contestant whose micro-batches are
+    /// automatic, less than the mini-batch needs
+    #[arg(long, default_value = "2GiB", value_name = "BYTES", alias = "limit")]
+    memory_limit: Bytes,
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    #[arg(value_parser = words::count)]
     epochs: usize,
     /// A run of each contestant for each, with first parameters and an order of its own
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
-    /// cpu, cuda or cuda:1, where all stages share the card [default: cuda where there is one]
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
     #[command(flatten)]
     output: Output,
@@ -64,9 +66,9 @@ pub struct Options {
 
 /// Trains with one seed after the other, then compares.
 pub fn run(options: &Options) -> Result<()> {
-    ensure!(options.epochs > 0, "--epochs 0: give it at least 1");
     let device = setting::device(options.device.as_deref())?;
-    let facts = json!({ "optimizer": "adamw", "batch_norm": "deferred", "limit": options.limit });
+    let facts =
+        json!({ "optimizer": "adamw", "batch_norm": "deferred", "limit": options.memory_limit });
     let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
     let progress = Progress::new(options.seeds.len() * CONTESTANTS.len() * options.epochs);
     let mut accuracies = CONTESTANTS.map(|_| Vec::new());
@@ -118,13 +120,13 @@ impl Options {
         let title = format!("{}, seed {seed}", contestant.name());
         progress.row(&title);
         let is_filled = contestant == Contestant::Auto && device != Device::Cpu;
-        let _ballast = is_filled.then(|| ballast::leave(device, self.limit)).transpose()?;
-        let arguments = contestant.arguments(device, self.limit);
+        let _ballast = is_filled.then(|| ballast::leave(device, self.memory_limit)).transpose()?;
+        let arguments = contestant.arguments(device, self.memory_limit);
         let mut trainer = Trainer::new(&self.training(seed, &arguments)?)?;
         let mut last = None;
         for number in 0..self.epochs {
             progress.turn(&title, "epoch", number, 0, self.epochs);
-            last = Some(trainer.run_epoch(|_| ())?);
+            last = trainer.run_epoch(|_| ControlFlow::Continue(()))?;
             progress.advance(1);
         }
         progress.done();
@@ -132,9 +134,9 @@ impl Options {
     }
 
     fn training(&self, seed: u64, arguments: &str) -> Result<train::Options> {
-        let Self { model, batch, epochs, .. } = self;
+        let Self { model, batch_size, epochs, .. } = self;
         let line = format!(
-            "brimful train --model {model} --batch-size {batch} --epochs {epochs} --seed {seed} \
+            "brimful train --model {model} --batch-size {batch_size} --epochs {epochs} --seed {seed} \
              {arguments}"
         );
         let words = line.split_whitespace().chain(["--data", &self.data]);
@@ -171,7 +173,7 @@ impl<'a> Run<'a> {
             contestant: contestant.name(),
             model: options.model,
             data: path.rsplit('/').next().unwrap_or(path),
-            batch: options.batch,
+            batch: options.batch_size,
             micro_batch: epoch.micro_batch_size,
             seed,
             epochs: epoch.epoch,

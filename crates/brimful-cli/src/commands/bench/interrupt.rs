@@ -3,21 +3,23 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use anyhow::{Error, Result};
+use anyhow::Result;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::results::Results;
-use crate::output;
+use crate::exit::Exit;
+use crate::progress;
 
 /// Listens until the process ends. Every row is written as it comes, so there is nothing to wait for.
 pub(super) fn keep_rows(folder: Option<PathBuf>) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     thread::Builder::new().name("signals".into()).spawn(move || {
         let Some(signal) = signals.forever().next() else { return };
-        output::complain(&Error::msg(parting(folder.as_deref())));
+        progress::say(&format!("brimful: {}", parting(folder.as_deref())));
         // Without destructors: libtorch's would pull it away from under the step that still runs.
-        signal_hook::low_level::exit(128 + signal);
+        let exit = Exit::Interrupted { signal: signal as u8 };
+        signal_hook::low_level::exit(exit.code().into());
     })?;
     Ok(())
 }

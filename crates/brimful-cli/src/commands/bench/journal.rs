@@ -14,16 +14,16 @@ use tch::Device;
 use super::interrupt;
 use super::results::{OURS, Results};
 use crate::output;
+use crate::setting::words;
 
 /// Where rows go.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Output {
-    /// Print JSON: a line for each row as it comes, then one object with all of them
-    #[arg(long)]
+    #[arg(long, help = words::JSON_LINES)]
     json: bool,
     /// Keep the rows in this folder as they come (ours.jsonl), with their tables and a picture
-    #[arg(long, value_name = "FOLDER")]
-    save: Option<PathBuf>,
+    #[arg(long, value_name = "FOLDER", alias = "save")]
+    keep: Option<PathBuf>,
 }
 
 /// Prints rows as they come, and keeps them for the last line.
@@ -46,8 +46,8 @@ impl Journal {
         output: &Output,
         facts: Value,
     ) -> Result<Self> {
-        let saved = output.save.as_ref().map(open).transpose()?;
-        interrupt::keep_rows(output.save.clone())?;
+        let saved = output.keep.as_ref().map(open).transpose()?;
+        interrupt::keep_rows(output.keep.clone())?;
         let environment = environment(device, facts)?;
         let device = device::name(device);
         if !output.json {

@@ -12,14 +12,16 @@ mod micro;
 mod pipeline;
 mod plot;
 mod progress;
+#[cfg(feature = "mpi")]
+mod ranks;
 mod results;
 mod times;
 mod work;
 
-use std::process::ExitCode;
-
 use anyhow::Result;
 use clap::Subcommand;
+
+use crate::exit::Exit;
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
@@ -36,6 +38,9 @@ pub enum Bench {
     Memory(memory::Options),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::Options),
+    /// Data parallelism over processes, started by mpirun: all ranks against one.
+    #[cfg(feature = "mpi")]
+    Ranks(ranks::Options),
     /// Join our rows and the peers' into tables with ratios.
     Compare(compare::Options),
     /// Draw rows, ours and the peers'.
@@ -43,7 +48,7 @@ pub enum Bench {
 }
 
 /// Runs one benchmark.
-pub fn run(bench: &Bench) -> Result<ExitCode> {
+pub fn run(bench: &Bench) -> Result<Exit> {
     match bench {
         Bench::Arena(options) => arena::run(options)?,
         Bench::Convergence(options) => convergence::run(options)?,
@@ -51,8 +56,10 @@ pub fn run(bench: &Bench) -> Result<ExitCode> {
         Bench::Micro(options) => micro::run(options)?,
         Bench::Auto(options) => auto::run(options)?,
         Bench::Pipeline(options) => pipeline::run(options)?,
+        #[cfg(feature = "mpi")]
+        Bench::Ranks(options) => ranks::run(options)?,
         Bench::Compare(options) => compare::run(options)?,
         Bench::Plot(options) => plot::run(options)?,
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::Done)
 }

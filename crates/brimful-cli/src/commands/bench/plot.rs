@@ -1,12 +1,12 @@
 //! `brimful bench plot`: our results and the peers' as a picture.
 
-use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 
 use super::results::Results;
+use crate::output;
 
 /// Options of `brimful bench plot`.
 #[derive(Debug, Args)]
@@ -14,10 +14,10 @@ use super::results::Results;
 Examples:
   brimful bench plot ours.jsonl peers.jsonl -o plot.svg")]
 pub struct Options {
-    /// JSON lines of `brimful bench … --json` or --save, and of the scripts in bench/peers
+    /// JSON lines of `brimful bench … --json` or --keep, and of the scripts in bench/peers
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Where to write the SVG
+    /// The file to write: an SVG
     #[arg(long, short, value_name = "FILE")]
     output: PathBuf,
 }
@@ -25,6 +25,5 @@ pub struct Options {
 /// Reads and draws.
 pub fn run(options: &Options) -> Result<()> {
     let picture = Results::read(&options.files)?.svg();
-    let path = &options.output;
-    fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))
+    output::file(&options.output, &picture)
 }

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
 use brimful::balance::{Layer, Profile};
 use brimful::plan::{Misfit, Request, Row, Step, misfits, plan};
@@ -13,6 +13,8 @@ use serde::Serialize;
 
 use super::measure;
 use super::options::{Measured, Numbers, Options};
+use crate::config;
+use crate::exit::wrong_use;
 
 /// What is printed, drawn and traced.
 pub(super) struct Answers {
@@ -109,14 +111,19 @@ fn from_profile(options: &Options, profile: &Profile) -> Result<Answers> {
 }
 
 fn request<'a>(options: &Options, profile: &'a Profile) -> Result<Request<'a>> {
-    let (Some(stages), Some(batch)) = (options.stages, options.measured.batch) else {
-        bail!("a model needs --stages and --batch");
+    let (Some(stages), Some(batch)) = (options.stages, options.measured.batch_size) else {
+        bail!("a model needs --stages and --batch-size");
     };
     let layers = profile.layers.len();
-    ensure!(stages <= layers, "{stages} stages need as many layers, but the model has {layers}");
+    ensure!(
+        stages <= layers,
+        wrong_use(format!(
+            "{stages} stages need as many layers, but the model has {layers}: lower --stages"
+        ))
+    );
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
-    request.schedules = options.schedules()?;
-    request.optimizer_bytes = options.measured.optimizer;
+    request.schedules = options.schedules();
+    request.optimizer_bytes = options.measured.optimizer_state;
     if let Some(m) = options.micro_batches {
         request.micro_batches = vec![m];
     }
@@ -132,7 +139,7 @@ fn read_profile(path: &Path) -> Result<Profile> {
     let profile = if is_json {
         serde_json::from_str(&text).map_err(anyhow::Error::from)
     } else {
-        toml::from_str(&text).map_err(anyhow::Error::from)
+        toml::from_str(&text).map_err(|error| anyhow!(config::line_and_reason(&text, &error)))
     };
     profile.with_context(|| format!("{} is not a profile", path.display()))
 }
@@ -156,7 +163,7 @@ fn from_numbers(options: &Options) -> Result<Vec<Answer>> {
         let actions = schedule.actions(stages, micro_batches, recompute)?;
         simulated(options, schedule.to_string(), Some(recompute), actions)
     };
-    options.schedules()?.into_iter().map(answer).collect()
+    options.schedules().into_iter().map(answer).collect()
 }
 
 fn simulated(

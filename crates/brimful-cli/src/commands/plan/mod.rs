@@ -3,18 +3,15 @@
 mod answers;
 mod measure;
 mod options;
+mod report;
 mod table;
 
-use std::io::{self, IsTerminal};
-use std::path::Path;
-use std::process::ExitCode;
-use std::{env, fs};
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use brimful::plan::Step;
 use brimful::schedule::render::{self, Panel};
 
-use crate::output;
+use crate::exit::Exit;
+use crate::{output, page};
 use answers::{Answer, Answers};
 pub(crate) use options::Options;
 
@@ -25,14 +22,17 @@ const COLUMNS: usize = 120;
 const DRAWN: usize = 100_000;
 
 /// Answers, and writes the files asked for.
-pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(options: &Options) -> Result<Exit> {
     let Answers { lines, shown, refused, in_seconds } = answers::find(options)?;
     if let Some(path) = &options.svg {
-        write_file(path, &picture(&shown)?)?;
+        output::file(path, &picture(&shown)?)?;
     }
     if let Some(path) = &options.trace {
         let Step { actions, costs, simulation } = &shown[0].step;
-        write_file(path, &render::trace(actions, costs, simulation))?;
+        output::file(path, &render::trace(actions, costs, simulation))?;
+    }
+    if let Some(path) = &options.report {
+        page::write(path, &report::of(options, &shown, in_seconds))?;
     }
     let text = if options.json {
         serde_json::json!({ "rows": lines }).to_string()
@@ -41,11 +41,8 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         [table, left_out(&refused), grid(&shown[0])].concat()
     };
     output::line(&text)?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn write_file(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    let fits = lines.iter().any(|line| line.fits);
+    Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
 }
 
 /// One reason for all is enough: they mostly have the same.
@@ -59,9 +56,8 @@ fn left_out(refused: &[String]) -> String {
 
 fn grid(best: &Answer) -> String {
     let actions = &best.step.actions;
-    let colored = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none();
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * COLUMNS;
-    let grid = || render::grid(actions).width(COLUMNS).color(colored).to_string();
+    let grid = || render::grid(actions).width(COLUMNS).color(output::colored()).to_string();
     match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
         Some(grid) => format!("\n{}, one tick for each action:\n\n{grid}", best.line.schedule),
         None => "\nThe grid is too large for a terminal: use --svg or --trace.\n".to_owned(),

@@ -1,61 +1,64 @@
 //! The command line of `brimful plan`.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
-use anyhow::Result;
 use brimful::Bytes;
 use brimful::plan::Device;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
-use crate::setting::{MODELS, ModelName};
+use crate::setting::{self, MODELS, ModelName, words};
 
 /// Options of `brimful plan`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Options {
-    /// Devices, each with one stage (or with several, see --virtual-stages).
-    #[arg(long, short = 's', value_name = "N", required_unless_present = "schedule_file")]
+    #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
+    #[arg(required_unless_present = "schedule_file")]
     pub(super) stages: Option<usize>,
 
-    /// Micro-batches of a mini-batch; for a model the best of twelve numbers if not given.
-    #[arg(long, short = 'm', value_name = "N")]
+    /// Micro-batches in a mini-batch [default for a model: the best of twelve numbers]
+    #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(required_unless_present_any = ["model", "profile", "schedule_file"])]
     pub(super) micro_batches: Option<usize>,
 
-    /// Schedules to compare: all, or some of gpipe, 1f1b, interleaved, zero-bubble-h1,
-    /// interleaved-zero-bubble, zero-bubble-v.
-    #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "all")]
-    pub(super) schedule: Vec<String>,
+    /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, zero-bubble-h1,
+    /// interleaved-zero-bubble, zero-bubble-v
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
+    pub(super) schedule: Vec<Choice>,
 
-    /// Stages that each device holds in the interleaved schedules.
-    #[arg(long, short = 'v', value_name = "N", default_value_t = 2)]
+    /// Stages that each device holds in interleaved schedules without a number
+    #[arg(long, short = 'v', value_name = "V", default_value_t = 2)]
     pub(super) virtual_stages: usize,
 
-    /// never, except-last or always; for a model the best if not given, else never.
-    #[arg(long, value_name = "WHEN")]
+    /// Which activations are computed again to save memory: never, except-last or always [default:
+    /// never, for a model the best]
+    #[arg(long, value_name = "WHEN", value_parser = setting::recompute)]
     pub(super) recompute: Option<Recompute>,
 
-    /// Memory of each device, as in 16GiB.
-    #[arg(long, value_name = "BYTES")]
-    pub(super) memory: Option<Bytes>,
+    #[arg(long, value_name = "BYTES", alias = "memory", help = words::MEMORY_LIMIT)]
+    pub(super) memory_limit: Option<Bytes>,
 
     /// Run the actions of this file instead: a line for each device, cells as 2F0.
     #[arg(long, value_name = "CSV")]
     #[arg(conflicts_with_all = ["model", "profile", "schedule", "micro_batches", "stages", "recompute"])]
     pub(super) schedule_file: Option<PathBuf>,
 
-    /// Print one JSON object.
-    #[arg(long)]
+    #[arg(long, help = words::JSON)]
     pub(super) json: bool,
 
-    /// Draw the schedules to scale, under each other.
+    /// Draw the schedules to scale into this file
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write the best step as a trace for Perfetto (ui.perfetto.dev).
+    /// Write a step's actions to this file, which ui.perfetto.dev opens: the best one's
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
+
+    /// Write a page that any browser opens: the best step of each schedule
+    #[arg(long, value_name = "FILE")]
+    pub(super) report: Option<PathBuf>,
 
     #[command(flatten)]
     pub(super) numbers: Numbers,
@@ -97,30 +100,28 @@ pub(super) struct Numbers {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A measured model")]
 pub(super) struct Measured {
-    #[arg(long, value_name = "NAME", requires = "batch")]
-    #[arg(help = format!("Measure the layers of this model, here and now: {MODELS}"))]
+    #[arg(long, value_name = "NAME", requires = "batch_size", help = MODELS)]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
     pub(super) model: Option<ModelName>,
 
-    /// Where to measure it: cpu, cuda or cuda:1.
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     pub(super) device: String,
 
     /// Layers with their times and sizes, as TOML or JSON.
-    #[arg(long, value_name = "FILE", requires = "batch")]
+    #[arg(long, value_name = "FILE", requires = "batch_size")]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters"])]
     pub(super) profile: Option<PathBuf>,
 
-    /// Samples of the mini-batch.
-    #[arg(long, value_name = "N")]
-    pub(super) batch: Option<usize>,
+    #[arg(long, value_name = "N", alias = "batch", value_parser = words::count)]
+    #[arg(help = words::BATCH_SIZE)]
+    pub(super) batch_size: Option<usize>,
 
     /// Bytes of optimizer state for each byte of parameters: 0 for SGD, 1 with momentum, 2 for
     /// Adam.
-    #[arg(long, value_name = "FACTOR", default_value_t = 0.0)]
-    pub(super) optimizer: f64,
+    #[arg(long, value_name = "FACTOR", alias = "optimizer", default_value_t = 0.0)]
+    pub(super) optimizer_state: f64,
 }
 
 const EXAMPLES: &str = "\
@@ -132,13 +133,14 @@ Examples:
       brimful plan -s 4 -m 8 --schedule 1f1b --svg 1f1b.svg
 
   What fits into 16 GiB, when a micro-batch keeps 3 GiB on each device?
-      brimful plan -s 4 -m 16 --activations 3GiB --parameters 2GiB --memory 16GiB
+      brimful plan -s 4 -m 16 --activations 3GiB --parameters 2GiB --memory-limit 16GiB
 
   The best way to train a model, measured on the spot:
-      brimful plan --model resnet18 --batch 64 --stages 2 --memory 512MiB
+      brimful plan --model resnet18 --batch-size 64 --stages 2 --memory-limit 512MiB
 
   The same from measurements of your own:
-      brimful plan --profile model.toml --batch 256 --stages 4 --memory 16GiB --optimizer 2
+      brimful plan --profile model.toml --batch-size 256 --stages 4 --memory-limit 16GiB \
+                   --optimizer-state 2
 
   A schedule of your own:
       brimful plan --schedule-file mine.csv --trace mine.json
@@ -155,21 +157,39 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
 impl Options {
     /// A device as it was described; all are alike.
     pub(super) fn device(&self) -> Device {
-        Device { memory: self.memory.map(|memory| memory.0), ..Device::default() }
+        Device { memory: self.memory_limit.map(|memory| memory.0), ..Device::default() }
     }
 
-    pub(super) fn schedules(&self) -> Result<Vec<Schedule>> {
-        let mut schedules = Vec::new();
-        for name in &self.schedule {
-            match name.as_str() {
-                "all" => schedules.extend(Schedule::all(self.virtual_stages)),
-                "interleaved" | "interleaved-zero-bubble" => {
-                    let schedule = name.parse::<Schedule>()?;
-                    schedules.push(schedule.with_stages_per_device(self.virtual_stages));
-                }
-                _ => schedules.push(name.parse()?),
+    pub(super) fn schedules(&self) -> Vec<Schedule> {
+        let v = self.virtual_stages;
+        let chosen = |choice: &Choice| match *choice {
+            Choice::All => Schedule::all(v).to_vec(),
+            Choice::Unnumbered(schedule) => vec![schedule.with_stages_per_device(v)],
+            Choice::One(schedule) => vec![schedule],
+        };
+        self.schedule.iter().flat_map(chosen).collect()
+    }
+}
+
+/// What `--schedule` names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Choice {
+    All,
+    /// Interleaved, with the number of stages on each device left open.
+    Unnumbered(Schedule),
+    One(Schedule),
+}
+
+impl FromStr for Choice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            "interleaved" | "interleaved-zero-bubble" => {
+                setting::schedule(text).map(Self::Unnumbered)
             }
+            _ => setting::schedule(text).map(Self::One),
         }
-        Ok(schedules)
     }
 }

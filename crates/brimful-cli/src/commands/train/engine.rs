@@ -1,30 +1,17 @@
 //! What the training loop asks of whoever runs the steps: one device, or a pipeline.
 
 use anyhow::{Context, Result, ensure};
-use brimful::Bytes;
-use brimful::auto::Decision;
+use brimful::report::{Device, Record};
 use brimful::save::Metadata;
 use tch::Tensor;
 
 /// Tensors with their names.
 pub(super) type Named = Vec<(String, Tensor)>;
 
-/// What a step came to.
-#[derive(Debug, Clone)]
-pub(super) struct Stepped {
-    pub(super) loss: f64,
-    /// What was decided about an automatic size.
-    pub(super) decisions: Vec<Decision>,
-    /// How often it was run again because memory had run out.
-    pub(super) retries: usize,
-    /// The most memory in use on a device; of several, on the one that had the most.
-    pub(super) peak: Bytes,
-}
-
 /// A model, its optimizer, and where they are.
 pub(super) trait Engine: std::fmt::Debug {
     /// Trains on one mini-batch of inputs and targets.
-    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Stepped>;
+    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record>;
 
     /// The loss of these samples, and which answers are right.
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
@@ -40,8 +27,8 @@ pub(super) trait Engine: std::fmt::Debug {
     /// Where it trains, in words.
     fn place(&self) -> String;
 
-    /// The last step as Chrome trace JSON, where its actions are known.
-    fn trace(&self) -> Option<String>;
+    /// The devices whose peaks the steps tell, and where their memory ends.
+    fn devices(&self) -> Result<Vec<Device>>;
 }
 
 /// The saved tensors must be the model's, all of them.

@@ -1,17 +1,20 @@
 //! Training on one device, in micro-batches.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result};
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::micro::Layout;
 use brimful::optim::Optimizer;
+use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Layers, Loss, MicroBatcher, Step, device};
+use brimful::{Layers, Loss, MicroBatcher, device};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, Stepped, check_model};
+use super::engine::{Engine, Named, check_model};
 use crate::setting::{loss, right, typed};
 
 /// A model on one device.
@@ -28,11 +31,7 @@ pub(super) struct OneDevice {
 impl OneDevice {
     /// The model with its first parameters, inside its memory.
     pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if options.memory_limit.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let device = options.device()?;
         options.dtype.prepare(device)?;
         let memory = match (device, options.memory_limit) {
             (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
@@ -54,7 +53,8 @@ impl OneDevice {
 }
 
 impl Engine for OneDevice {
-    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Stepped> {
+    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
+        let start = Instant::now();
         let (model, kind) = (&self.model, self.kind);
         let step = self.micro.backward(&batch, |(x, y)| {
             Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
@@ -62,8 +62,7 @@ impl Engine for OneDevice {
         self.micro.guard(|| self.optimizer.step())?;
         self.optimizer.zero_grad()?;
         let peak = step.peak.unwrap_or_default().max(self.memory.usage()?.peak);
-        let Step { loss, decisions, retries, .. } = step;
-        Ok(Stepped { loss, peak, decisions, retries })
+        Ok(Record { peaks: vec![Some(peak)], time: start.elapsed(), ..Record::from(step) })
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
@@ -100,7 +99,8 @@ impl Engine for OneDevice {
         format!("on {}", device::name(self.store.device()))
     }
 
-    fn trace(&self) -> Option<String> {
-        None
+    fn devices(&self) -> Result<Vec<report::Device>> {
+        let name = device::name(self.store.device());
+        Ok(vec![report::Device { name, limit: self.memory.usage()?.limit }])
     }
 }

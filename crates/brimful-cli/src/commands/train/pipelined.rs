@@ -1,15 +1,18 @@
 //! Training over several stages, every one of them busy.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result, ensure};
-use brimful::memory::Arena;
-use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice, Step};
+use brimful::memory::{Arena, Memory};
+use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
+use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Layers, Loss, Pipeline, Size, device};
+use brimful::{Bytes, Layers, Loss, Pipeline, Size, World, device};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, Stepped, check_model};
-use super::stages::Stages;
+use super::engine::{Engine, Named, check_model};
+use crate::exit::wrong_use;
 use crate::setting::{loss, right, typed};
 
 /// A model over several devices.
@@ -19,33 +22,42 @@ pub(super) struct Pipelined {
     optimizer: PipelineOptimizer,
     size: Size,
     kind: Kind,
+    place: Place,
+    /// Where each device's memory ends.
+    limit: Option<Bytes>,
+}
+
+/// Where the model is.
+#[derive(Debug)]
+struct Place {
     schedule: String,
     device: Device,
-    last: Option<Step>,
+    ranks: usize,
+    replicas: usize,
 }
 
 impl Pipelined {
     /// The model, cut by the time that its layers take for `sample`, a micro-batch.
     pub(super) fn new(
         layers: Layers,
-        stages: &Stages,
+        world: &World,
         options: &Options,
         sample: &Tensor,
     ) -> Result<Self> {
-        let (kind, size) = (options.dtype.kind(), options.size());
-        let device = match &options.device {
-            Some(name) => device::find(name)?,
-            None if stages.stage_memory.is_some() => Device::Cpu,
-            None => device::best(),
-        };
+        let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
+        let (device, limit) = (options.device()?, options.memory_limit);
         options.dtype.prepare(device)?;
-        let (count, wanted) = (layers.len(), stages.stages.unwrap_or(1));
+        let (count, wanted) = (layers.len(), stages.count());
         ensure!(
             wanted <= count,
-            "--stages {wanted}: the model has {count} layers, so give it fewer"
+            wrong_use(format!(
+                "{wanted} stages need as many layers, but the model has {count}: lower --stages"
+            ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(devices(device, stages)?)
+            .devices(devices(device, options.ranks.devices(world, stages)?, limit)?)
+            .world(world)
+            .replicas(options.ranks.replicas)
             .balance(Balance::by_time(&typed(sample, kind)))
             .micro_batches(size)
             .schedule(stages.schedule)
@@ -55,37 +67,40 @@ impl Pipelined {
             .context("the pipeline was not built")?;
         let optimizer = pipeline.optimizer(options.method())?;
         let schedule = stages.schedule.to_string();
-        Ok(Self { pipeline, optimizer, size, kind, schedule, device, last: None })
+        let limit = match device {
+            Device::Cpu => limit,
+            accelerator => Memory::of(accelerator)?.usage()?.limit,
+        };
+        let place =
+            Place { schedule, device, ranks: world.size(), replicas: options.ranks.replicas };
+        Ok(Self { pipeline, optimizer, size, kind, place, limit })
     }
 }
 
 /// One for each group of stages that the schedule puts together, each with an account of its own.
-fn devices(device: Device, stages: &Stages) -> Result<Vec<StageDevice>> {
+fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
     let stage_device = |number: usize| {
         if device != Device::Cpu {
             return Ok(device.into());
         }
         let name = format!("device {number}");
-        Ok(StageDevice::from(match stages.stage_memory {
+        Ok(StageDevice::from(match limit {
             Some(limit) => Arena::limited(&name, limit.0)?,
             None => Arena::new(&name),
         }))
     };
-    (0..stages.devices()).map(stage_device).collect()
+    (0..count).map(stage_device).collect()
 }
 
 impl Engine for Pipelined {
-    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Stepped> {
+    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
+        let start = Instant::now();
         let x = typed(&x, self.kind);
         let step =
             self.pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
-        let peak = step.peaks.iter().flatten().max().copied().unwrap_or_default();
-        let (loss, decisions, retries) = (step.loss, step.decisions.clone(), step.retries);
-        let stepped = Stepped { loss, peak, decisions, retries };
-        self.last = Some(step);
-        Ok(stepped)
+        Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
     fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
@@ -105,22 +120,30 @@ impl Engine for Pipelined {
     }
 
     fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
-        check_model(&self.variables()?, &model)?;
+        let here = self.variables()?;
+        // Of other ranks' variables the pipeline knows more.
+        if self.place.ranks == 1 {
+            check_model(&here, &model)?;
+        }
         self.optimizer.load_state(state, texts)?;
         Ok(self.pipeline.set_variables(model)?)
     }
 
     fn place(&self) -> String {
-        let Self { schedule, device, .. } = self;
-        let sizes = self.pipeline.balance().sizes();
-        format!(
-            "in {} stages of {sizes:?} layers on {}, {schedule}",
-            sizes.len(),
-            device::name(*device)
-        )
+        let Place { schedule, device, ranks, replicas } = &self.place;
+        let (sizes, device) = (self.pipeline.balance().sizes(), device::name(*device));
+        let stages =
+            format!("in {} stages of {sizes:?} layers on {device}, {schedule}", sizes.len());
+        match ranks {
+            1 => stages,
+            _ => format!("{stages}; {ranks} ranks, {replicas} replicas"),
+        }
     }
 
-    fn trace(&self) -> Option<String> {
-        self.last.as_ref().map(Step::trace)
+    fn devices(&self) -> Result<Vec<report::Device>> {
+        let device =
+            |number| report::Device { name: format!("device {number}"), limit: self.limit };
+        let devices = self.pipeline.devices().len() * self.place.ranks;
+        Ok((0..devices).map(device).collect())
     }
 }

@@ -1,17 +1,21 @@
 //! The training loop: an epoch of steps, each one mini-batch, and a test.
 
+use std::mem;
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use anyhow::Result;
 use brimful::auto::Decision;
-use brimful::{Bytes, Error, Size, batch, split};
+use brimful::report::{Record, Recorder};
+use brimful::{Bytes, Size, World, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::engine::{Engine, Stepped};
+use super::engine::Engine;
 use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
-use super::{BatchSize, Options};
+use super::running::Running;
+use super::{BatchSize, Options, advice, records};
 use crate::data::{Dataset, Examples};
 use crate::setting::DROPOUT;
 
@@ -19,6 +23,7 @@ use crate::setting::DROPOUT;
 #[derive(Debug)]
 pub(crate) struct Trainer {
     pub(super) engine: Box<dyn Engine>,
+    pub(super) world: World,
     dataset: Dataset,
     batch_size: usize,
     size: Size,
@@ -26,6 +31,9 @@ pub(crate) struct Trainer {
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     pub(super) epoch: usize,
+    /// What the epoch that runs has come to so far.
+    pub(super) running: Running,
+    pub(super) recorder: Recorder,
 }
 
 /// What an epoch came to.
@@ -54,17 +62,21 @@ impl Trainer {
             BatchSize::All => dataset.train.len(),
             BatchSize::Samples(samples) => samples.min(dataset.train.len()),
         };
-        tch::manual_seed(seed_of(options.seed, 0));
+        tch::manual_seed(seed_of(options.seed, 0, 0));
+        let world = options.ranks.world()?;
+        let alone = world.size() == 1 && options.ranks.replicas == 1;
         let engine: Box<dyn Engine> = match options.stages.stages {
-            None => Box::new(OneDevice::new(&layers, options)?),
-            Some(_) => {
+            None if alone => Box::new(OneDevice::new(&layers, options)?),
+            _ => {
                 let samples = micro_batch_size(options.size(), batch_size);
                 let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
-                Box::new(Pipelined::new(layers, &options.stages, options, &sample)?)
+                Box::new(Pipelined::new(layers, &world, options, &sample)?)
             }
         };
-        let (size, seed) = (options.size(), options.seed);
-        Ok(Self { engine, dataset, batch_size, size, seed, found: None, epoch: 0 })
+        let (size, seed, running) = (options.size(), options.seed, Running::default());
+        let recorder = records::recorder(options, &*engine, &dataset)?;
+        let (found, epoch) = (None, 0);
+        Ok(Self { engine, world, dataset, batch_size, size, seed, found, epoch, running, recorder })
     }
 
     /// Epochs that are done.
@@ -81,34 +93,56 @@ impl Trainer {
         self.dataset.train.len().div_ceil(self.batch_size)
     }
 
-    /// Trains on every sample once, and tests.
-    ///
-    /// All random numbers of an epoch come from its own seed, so that one that is run again, after
-    /// an interruption, is the same.
-    pub(crate) fn run_epoch(&mut self, progress: impl Fn(f64)) -> Result<Epoch> {
-        tch::manual_seed(seed_of(self.seed, self.epoch + 1));
-        let start = Instant::now();
-        let (mut loss, mut peak, mut retries) = (0.0, Bytes(0), 0);
-        let mut decisions: Vec<Decision> = Vec::new();
+    /// Samples that were trained on, all epochs together.
+    pub(super) fn samples_done(&self) -> usize {
         let samples = self.dataset.train.len();
-        let order = Tensor::randperm(samples as i64, (Kind::Int64, Device::Cpu));
-        for range in split::by_size(samples, self.batch_size)? {
+        self.epoch * samples + (self.running.steps * self.batch_size).min(samples)
+    }
+
+    /// Trains on every sample once, and tests; or goes on where an epoch was broken off. `watch`
+    /// hears of every step, and may break the epoch off: then there is nothing to tell of it yet.
+    ///
+    /// The random numbers of an epoch's order and of every step come from seeds of their own, so
+    /// that what is run again or broken off and gone on with is the same.
+    pub(crate) fn run_epoch(
+        &mut self,
+        mut watch: impl FnMut(&Record) -> ControlFlow<()>,
+    ) -> Result<Option<Epoch>> {
+        let (start, before) = (Instant::now(), self.samples_done());
+        let samples = self.dataset.train.len();
+        let order = self.order();
+        for range in split::by_size(samples, self.batch_size)?.into_iter().skip(self.running.steps)
+        {
+            tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
-            loss += step.loss * range.len() as f64 / samples as f64;
-            peak = peak.max(step.peak);
-            retries += step.retries;
-            for decision in step.decisions {
-                let same = |last: &Decision| (last.size, last.why) == (decision.size, decision.why);
-                if !decisions.last().is_some_and(same) {
-                    self.found = Some(decision.size);
-                    decisions.push(decision);
-                }
+            let flow = watch(&step);
+            self.note(step);
+            if flow.is_break() {
+                return Ok(None);
             }
-            progress(step.loss);
         }
-        let seconds = start.elapsed().as_secs_f64();
+        let rate = (self.samples_done() - before) as f64 / start.elapsed().as_secs_f64();
+        self.finish(rate).map(Some)
+    }
+
+    /// The samples in the order of this epoch.
+    fn order(&self) -> Tensor {
+        tch::manual_seed(seed_of(self.seed, self.epoch + 1, 0));
+        Tensor::randperm(self.dataset.train.len() as i64, (Kind::Int64, Device::Cpu))
+    }
+
+    fn note(&mut self, step: Record) {
+        let share = step.samples as f64 / self.dataset.train.len() as f64;
+        self.running.add(&step, share);
+        self.found = self.running.size().or(self.found);
+        self.recorder.step(step);
+    }
+
+    fn finish(&mut self, samples_per_s: f64) -> Result<Epoch> {
         let (test_loss, test_accuracy) = self.test()?;
+        self.recorder.test(test_loss, Some(test_accuracy));
+        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
         Ok(Epoch {
             epoch: self.epoch,
@@ -120,20 +154,16 @@ impl Trainer {
             retries,
             decisions,
             peak_bytes: peak,
-            samples_per_s: samples as f64 / seconds,
+            samples_per_s,
         })
     }
 
-    /// The last step as Chrome trace JSON, where its actions are known.
-    pub(super) fn trace(&self) -> Option<String> {
-        self.engine.trace()
-    }
-
     /// One step on the chosen samples.
-    fn step(&mut self, chosen: &Tensor) -> Result<Stepped> {
+    fn step(&mut self, chosen: &Tensor) -> Result<Record> {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
-        self.engine.step(batch).map_err(|error| self.advise(error))
+        let (size, samples) = (self.size, self.batch_size);
+        self.engine.step(batch).map_err(|error| advice::on(error, size, samples))
     }
 
     /// The loss and the share of right answers on the test samples.
@@ -141,24 +171,6 @@ impl Trainer {
         let Examples { inputs, targets } = &self.dataset.test;
         let (loss, right) = self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?;
         Ok((loss, right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])))
-    }
-
-    fn advise(&self, error: Error) -> anyhow::Error {
-        let advice = match self.size {
-            Size::Fixed(size) if size > 1 => {
-                Some(format!("try --micro-batch {}", size.div_ceil(2)))
-            }
-            Size::Count(count) if count < self.batch_size => {
-                Some(format!("try --micro-batches {}", (2 * count).min(self.batch_size)))
-            }
-            _ => None,
-        };
-        match advice {
-            Some(advice) if error.out_of_memory().is_some() => {
-                anyhow::Error::from(error).context(advice)
-            }
-            _ => error.into(),
-        }
     }
 }
 
@@ -171,8 +183,10 @@ fn micro_batch_size(size: Size, batch_size: usize) -> usize {
     }
 }
 
-/// A seed for each epoch, and for what comes before them (0), that are not neighbours.
-fn seed_of(seed: u64, epoch: usize) -> i64 {
-    let mixed = (seed ^ (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)).rotate_left(17);
-    i64::from_ne_bytes(mixed.to_ne_bytes())
+/// A seed for each step of each epoch, for the epoch's order (step 0), and for what comes before
+/// them all (epoch 0), that are not neighbours.
+fn seed_of(seed: u64, epoch: usize, step: usize) -> i64 {
+    let epoch = (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let step = (step as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);
+    i64::from_ne_bytes((seed ^ epoch ^ step).rotate_left(17).to_ne_bytes())
 }

@@ -17,7 +17,8 @@ use tch::Device;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
-use crate::setting::{self, MODELS, ModelName, NumberType};
+use crate::exit::wrong_use;
+use crate::setting::{self, MODELS, ModelName, NumberType, words};
 use report::Row;
 use subject::Subject;
 
@@ -26,33 +27,33 @@ use subject::Subject;
 #[command(after_help = "\
 Examples:
   brimful bench auto --table                        all models and limits of the project's table
-  brimful bench auto --model mlp --limit 32MiB,64MiB --batch 4096
-  brimful bench auto --model resnet50 --device cuda:0 --limit 24GB --batch 2048 --steps-only
+  brimful bench auto --model mlp --memory-limit 32MiB,64MiB --batch-size 4096
+  brimful bench auto --model resnet50 --device cuda --memory-limit 24GB --batch-size 2048 --steps-only
                                                     what a user sees: the first step, and the rate")]
 pub struct Options {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one]
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Memory for model, gradients and micro-batches: an arena on a CPU; on CUDA the card is filled
+    /// Memory of each device, such as 96MiB or 16GB: an arena on a CPU; on CUDA the card is filled
     /// until so much is left
-    #[arg(long, value_delimiter = ',', value_name = "BYTES,…")]
-    limit: Vec<Bytes>,
+    #[arg(long, value_delimiter = ',', value_name = "BYTES,…", alias = "limit")]
+    memory_limit: Vec<Bytes>,
     /// Samples in a mini-batch [default: by model and device]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: Option<u32>,
+    #[arg(long, value_name = "N", alias = "batch")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: Option<u32>,
     /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU]
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
     /// Height and width of the images [default: 224 on CUDA, 32 on the CPU]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
     /// The shape of the GPT as layers x width x sequence
-    #[arg(long)]
+    #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
-    /// All models and limits of the project's table; smaller ones on the CPU
-    #[arg(long, conflicts_with_all = ["model", "limit", "batch", "dtype"])]
+    /// All rows of the project's comparison: smaller ones on the CPU
+    #[arg(long, conflicts_with_all = ["model", "memory_limit", "batch_size", "dtype"])]
     table: bool,
     /// Only what `auto` does: the time of the first step, and the rate after ten; no search
     #[arg(long)]
@@ -107,11 +108,11 @@ impl Options {
             return Ok(rows.collect());
         }
         ensure!(
-            !self.limit.is_empty(),
-            "give --limit at least one number of bytes, or say --table"
+            !self.memory_limit.is_empty(),
+            wrong_use("give --memory-limit at least one number of bytes, or say --table")
         );
-        let work = self.work(self.model, self.batch.map(|batch| batch as usize), device);
-        Ok(self.limit.iter().map(|&limit| (work.clone(), limit)).collect())
+        let work = self.work(self.model, self.batch_size.map(|batch| batch as usize), device);
+        Ok(self.memory_limit.iter().map(|&limit| (work.clone(), limit)).collect())
     }
 
     fn work(&self, model: ModelName, batch: Option<usize>, device: Device) -> Work {

@@ -7,6 +7,7 @@ use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::Samples;
 use super::subject::Subject;
+use crate::exit::does_not_fit;
 
 /// Steps of a size after the first, which warms up.
 const REPEATS: usize = 2;
@@ -24,7 +25,10 @@ pub(super) fn largest(subject: &Subject, samples: &Samples, progress: &Progress)
         }
     }
     if fits == 0 {
-        bail!("{}: one sample does not fit {}", subject.work.title(), subject.limit);
+        let (title, limit) = (subject.work.title(), subject.limit);
+        bail!(does_not_fit(format!(
+            "{title}: one sample does not fit {limit}: raise --memory-limit"
+        )));
     }
     // Near-equal micro-batches are as large as that allows.
     Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))

@@ -22,7 +22,8 @@ use tch::Device;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::Work;
-use crate::setting::ModelName;
+use crate::exit::does_not_fit;
+use crate::setting::{ModelName, words};
 use family::Family;
 use report::{NoRow, Row};
 use search::{Found, Search};
@@ -33,32 +34,34 @@ use trial::{Outcome, Trial};
 #[command(after_help = "\
 Examples:
   brimful bench memory                               arenas of 80 MiB on the CPU
-  brimful bench memory --memory 256MiB --model unet --channels 16 --stages 1,2
+  brimful bench memory --memory-limit 256MiB --family unet --channels 16 --stages 1,2
   brimful bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
 pub struct Options {
-    /// The families, one after the other
+    /// Kinds of models whose largest is looked for
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
-    model: Vec<Family>,
-    /// Memory of each device [default: 80 MiB on the CPU, what a card has free on CUDA]
-    #[arg(long, value_name = "BYTES")]
-    memory: Option<Bytes>,
-    /// Stages of the pipelines, each on a device of its own
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    #[arg(alias = "model")]
+    family: Vec<Family>,
+    /// Memory of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA what a card
+    /// has free]
+    #[arg(long, value_name = "BYTES", alias = "memory")]
+    memory_limit: Option<Bytes>,
+    #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
-    /// Samples in a mini-batch
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: u32,
+    #[arg(long, value_name = "N", alias = "batch", default_value_t = 16, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: u32,
     /// Height and width of the images: multiples of 32 for a U-Net, and at least 64
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
     /// Channels of the U-Net, C; what is looked for is B [default: 8 on the CPU, 128 on CUDA]
-    #[arg(long)]
+    #[arg(long, value_name = "C")]
     channels: Option<u16>,
     /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 48 on the CPU, 512 on CUDA]
-    #[arg(long)]
+    #[arg(long, value_name = "F")]
     filters: Option<u16>,
-    /// cpu, where each stage has an arena of its own, or cuda, where each has a card
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
     #[command(flatten)]
     output: Output,
@@ -82,23 +85,27 @@ impl fmt::Display for Experiment {
 /// Finds and confirms model after model, and prints each as it comes.
 pub fn run(options: &Options) -> Result<()> {
     let device = device::find(&options.device)?;
-    let trial = Trial::new(options.memory, device, &options.stages)?;
+    let trial = Trial::new(options.memory_limit, device, &options.stages)?;
     let facts = json!({
         "memory": trial.limit(),
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
     });
     let mut journal = Journal::begin("memory", device, &options.output, facts)?;
-    let progress = Progress::new(options.model.len());
+    let progress = Progress::new(options.family.len());
     let mut fitted = false;
-    for &family in &options.model {
+    for &family in &options.family {
         progress.row(&format!("{family}: the layers"));
         let search = Search::measure(family, options.work(family, device), device, trial.limit())?;
         progress.done();
         fitted |= options.table(&search, &trial, &progress, &mut journal)?;
         progress.advance(1);
     }
-    ensure!(fitted, "no model of any size fits {}: give more --memory", trial.limit());
+    let limit = trial.limit();
+    ensure!(
+        fitted,
+        does_not_fit(format!("no model of any size fits {limit}: raise --memory-limit"))
+    );
     journal.end()
 }
 
@@ -153,7 +160,7 @@ impl Options {
             Family::Amoebanet => self.filters.unwrap_or(if small { 48 } else { 512 }),
         };
         let model: ModelName = family.model(1, i64::from(width));
-        let (batch, image) = (self.batch as usize, i64::from(self.image));
+        let (batch, image) = (self.batch_size as usize, i64::from(self.image));
         Work { model, batch, micro_batch: 1, image, ..Work::default_of(model, device) }
     }
 }

@@ -36,7 +36,6 @@ pub(super) struct Outcome {
 impl Trial {
     /// On devices of this size, of which there are as many as the most stages need.
     pub(super) fn new(memory: Option<Bytes>, device: Device, stages: &[usize]) -> Result<Self> {
-        ensure!(!stages.contains(&0), "--stages 0: give each pipeline at least 1");
         let limit = match (memory, device) {
             (Some(memory), _) => memory,
             (None, Device::Cpu) => ARENA,

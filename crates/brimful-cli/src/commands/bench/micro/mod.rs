@@ -18,40 +18,46 @@ use tch::Device;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{self, GptShape, Work};
-use crate::setting::{self, MODELS, ModelName, NumberType};
+use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
 /// Options of `brimful bench micro`.
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful bench micro --table --device cuda           the rows of the project's comparison
+  brimful bench micro --model gpt --gpt 2x128x64 --batch-size 16 --micro-batch 4
+  brimful bench micro --memory --micro-batch 2        memory by the number of micro-batches")]
 pub struct Options {
     #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Where it is trained: cpu, cuda:0 [default: cuda:0 where there is one].
-    #[arg(long)]
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
     /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
     #[arg(long, value_enum)]
     dtype: Option<NumberType>,
-    /// Samples in a mini-batch [default: by model and device].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: Option<u32>,
-    /// Samples in a micro-batch [default: by model and device].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Samples in a mini-batch [default: by model and device]
+    #[arg(long, value_name = "N", alias = "batch")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: Option<u32>,
+    /// Samples in a micro-batch [default: by model and device]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
     /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     image: Option<u32>,
     /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
     /// the CPU]. A head is 64 wide; there are 50,257 tokens.
-    #[arg(long)]
+    #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
     /// Measured steps of each contestant.
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Run the four rows of the project's comparison; smaller ones on the CPU.
-    #[arg(long, conflicts_with_all = ["model", "dtype", "batch", "micro_batch"])]
+    /// All rows of the project's comparison: smaller ones on the CPU
+    #[arg(long, conflicts_with_all = ["model", "dtype", "batch_size", "micro_batch"])]
     table: bool,
     /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
-    #[arg(long, conflicts_with_all = ["batch", "repeats"])]
+    #[arg(long, conflicts_with_all = ["batch_size", "repeats"])]
     memory: bool,
     #[command(flatten)]
     output: Output,
@@ -95,7 +101,7 @@ impl Options {
         }
         let mut work = self.with_shapes(Work::default_of(self.model, device));
         work.dtype = self.dtype.unwrap_or(work.dtype);
-        work.batch = self.batch.map_or(work.batch, |batch| batch as usize);
+        work.batch = self.batch_size.map_or(work.batch, |batch| batch as usize);
         work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
         Ok(vec![work])
     }

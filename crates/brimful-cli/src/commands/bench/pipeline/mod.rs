@@ -11,10 +11,9 @@ mod picture;
 mod report;
 mod runner;
 
-use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use brimful::balance::Profile;
 use brimful::device;
 use brimful::schedule::{Recompute, Schedule};
@@ -26,7 +25,8 @@ use tch::Device;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
-use crate::setting::{MODELS, ModelName, NumberType};
+use crate::output;
+use crate::setting::{self, MODELS, ModelName, NumberType, words};
 use contest::Contest;
 
 /// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
@@ -42,39 +42,41 @@ Examples:
   brimful bench pipeline --model resnet101 --stages 2,4 --schedule gpipe --recompute never,always")]
 pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "gpt", value_name = "NAME,…")]
-    #[arg(help = format!("The models, one after the other: {MODELS}"))]
+    #[arg(help = MODELS)]
     model: Vec<ModelName>,
-    /// Stages, each with a thread of its own; interleaved-V puts V times as many on the threads
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
-    /// gpipe, 1f1b, interleaved-V
-    #[arg(long, value_delimiter = ',', default_value = "gpipe,1f1b,interleaved-2,interleaved-4")]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE)]
+    #[arg(default_value = "gpipe,1f1b,interleaved-2,interleaved-4")]
+    #[arg(value_parser = setting::schedule)]
     schedule: Vec<Schedule>,
-    /// never, except-last, always
-    #[arg(long, value_delimiter = ',', default_value = "never")]
+    #[arg(long, value_name = "WHEN,…", value_delimiter = ',', help = words::RECOMPUTE)]
+    #[arg(default_value = "never", value_parser = setting::recompute)]
     recompute: Vec<Recompute>,
-    /// Micro-batches in a mini-batch
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
     /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
-    /// Where it is trained: cpu, or cuda:0, where all stages share the device
-    #[arg(long, default_value = "cpu")]
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
     /// Height and width of the images
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// The shape of the GPT as layers x width x sequence. A head is 64 wide; there are 256 tokens.
-    #[arg(long, default_value = "32x256x64")]
+    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Both models of the project's comparison
+    /// All rows of the project's comparison
     #[arg(long, conflicts_with = "model")]
     table: bool,
-    /// Draw the last model's steps with the most stages, simulated and measured
+    /// Draw the schedules to scale into this file: the last model's, simulated and measured
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     #[command(flatten)]
@@ -83,7 +85,6 @@ pub struct Options {
 
 /// Measures row after row, and prints each as it comes.
 pub fn run(options: &Options) -> Result<()> {
-    ensure!(!options.stages.contains(&0), "--stages 0: give each at least 1");
     let device = device::find(&options.device)?;
     // Each stage's thread is told so by the pipeline; this is for the model alone.
     let _one = threads::limit_threads(1);
@@ -110,7 +111,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
     }
     if let (Some(path), Some(picture)) = (&options.svg, picture) {
-        fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+        output::file(path, &picture)?;
     }
     journal.end()
 }

@@ -7,6 +7,7 @@ mod convergence;
 mod memory;
 mod micro;
 mod pipeline;
+mod ranks;
 mod row;
 mod table;
 
@@ -33,11 +34,12 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&Row]) -> Vec<Table>, fn(&[&Row]) -> Vec<Panel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 6] = [
+const BENCHES: [(&str, Views); 7] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
+    ("ranks", (ranks::tables, ranks::panels)),
     ("memory", (memory::tables, memory::panels)),
     ("convergence", (convergence::tables, convergence::panels)),
 ];

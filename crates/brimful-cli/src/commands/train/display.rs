@@ -1,22 +1,30 @@
 //! What people and programs see while a model trains.
 
 use std::cell::Cell;
-use std::io::{self, IsTerminal};
+use std::fmt;
 
 use anyhow::Result;
 use brimful::Bytes;
 use brimful::auto::{Decision, Why};
-use indicatif::{ProgressBar, ProgressStyle};
+use brimful::report::Record;
 use serde::Serialize;
 
 use super::{Epoch, Options, Trainer};
 use crate::output;
+use crate::progress::Progress;
 
 /// A bar on the terminal, a line an epoch on standard output.
 #[derive(Debug)]
-pub(super) struct Progress {
-    bar: ProgressBar,
+pub(super) struct Display {
+    progress: Progress,
+    /// Whether this is the rank that prints.
+    speaks: bool,
     json: bool,
+    epochs: usize,
+    /// The epoch that runs, counted from 1.
+    epoch: Cell<usize>,
+    /// Where a device's memory ends, if it does.
+    limit: Option<Bytes>,
     /// The automatic size that was last told of; 0 at first.
     said: Cell<usize>,
 }
@@ -28,37 +36,48 @@ struct Line<'a> {
     done: bool,
 }
 
-impl Progress {
+impl Display {
     /// Says what is going to be trained.
     pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
-        let bar = bar(trainer.steps());
-        if !options.json {
-            output::line(&introduce(options, trainer)?)?;
+        // All ranks have a part in what is known of the model.
+        let introduction = introduce(options, trainer)?;
+        if !options.json && trainer.is_first() {
+            output::line(&introduction)?;
         }
-        Ok(Self { bar, json: options.json, said: Cell::new(0) })
+        let samples = options.epochs * trainer.dataset().train.len();
+        Ok(Self {
+            progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
+            speaks: trainer.is_first(),
+            json: options.json,
+            epochs: options.epochs,
+            epoch: Cell::new(trainer.epoch() + 1),
+            limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
+            said: Cell::new(0),
+        })
     }
 
     /// A step is done.
-    pub(super) fn step(&self, loss: f64) {
-        self.bar.set_message(format!("loss {loss:.4}"));
-        self.bar.inc(1);
+    pub(super) fn step(&self, step: &Record) {
+        let Record { loss, samples, micro_batch, .. } = step;
+        let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
+        let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
+        self.progress.doing(format!(
+            "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
+        ));
+        self.progress.advance(*samples);
     }
 
     /// An epoch is done.
     pub(super) fn finished(&self, epoch: &Epoch, done: bool) -> Result<()> {
-        self.bar.reset();
-        self.bar.suspend(|| {
-            if self.json {
-                output::line(&serde_json::to_string(&Line { epoch, done })?)
-            } else {
-                self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
-                output::line(&epoch.to_string())
-            }
-        })?;
-        if done {
-            self.bar.finish_and_clear();
+        self.epoch.set(epoch.epoch + 1);
+        if !self.speaks {
+            return Ok(());
         }
-        Ok(())
+        if self.json {
+            return output::line(&serde_json::to_string(&Line { epoch, done })?);
+        }
+        self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
+        output::line(&epoch.to_string())
     }
 
     /// What an automatic size did: what was tried at first, what failed, and what was taken, where
@@ -94,15 +113,6 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
     ))
 }
 
-/// A bar with rate and time left; hidden where nobody looks.
-fn bar(steps: usize) -> ProgressBar {
-    if !io::stderr().is_terminal() {
-        return ProgressBar::hidden();
-    }
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps  {per_sec}  {eta}  {msg}");
-    ProgressBar::new(steps as u64).with_style(style.expect("the template is right"))
-}
-
 fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
     let variables = trainer.engine.variables()?;
     let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
@@ -118,8 +128,8 @@ fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
     ))
 }
 
-impl std::fmt::Display for Epoch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { epoch, loss, test_loss, test_accuracy, peak_bytes, samples_per_s, .. } = self;
         let peak: &Bytes = peak_bytes;
         write!(

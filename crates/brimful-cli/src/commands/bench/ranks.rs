@@ -1,0 +1,206 @@
+//! `brimful bench ranks`: data parallelism over processes with one thread each, started by `mpirun`.
+//!
+//! The contestants take turns, step by step: the first rank alone with the whole mini-batch, then all
+//! ranks with a part each. A step is forward and backward over the mini-batch, the gradients on every
+//! rank, and the reading of the loss; the optimizer is left out, here and in bench/peers alike.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::layers::Model;
+use brimful::{Bytes, Loss, MicroBatcher, Size, World};
+use brimful_torch::threads;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use super::journal::{Journal, Output};
+use super::times::Times;
+use super::work::{GptShape, Samples, Work};
+use crate::setting::{MODELS, ModelName, NumberType, clear_gradients};
+
+/// Steps of each contestant that do not count.
+const WARM_UP: u32 = 1;
+/// Tokens of the GPT: bytes.
+const VOCABULARY: i64 = 256;
+const COLUMNS: &str = "contestant        ranks  samples/s  ratio  spread  sent a step";
+
+/// Options of `brimful bench ranks`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  mpirun -n 2 brimful bench ranks --json > ours.jsonl
+  python3 bench/peers/data_parallel_pytorch.py --like ours.jsonl")]
+pub struct Options {
+    #[arg(long, default_value = "gpt", value_name = "NAME")]
+    #[arg(help = format!("The model: {MODELS}"))]
+    model: ModelName,
+    /// Samples in a mini-batch, of all ranks together
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Samples in a micro-batch
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: u32,
+    /// Height and width of the images
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    image: u32,
+    /// The shape of the GPT as layers x width x sequence. A head is 64 wide; there are 256 tokens.
+    #[arg(long, default_value = "12x256x64")]
+    gpt: GptShape,
+    /// Measured steps of each contestant
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    contestant: &'static str,
+    model: ModelName,
+    shape: String,
+    dtype: NumberType,
+    batch: usize,
+    micro_batch: usize,
+    ranks: usize,
+    samples_per_s: f64,
+    /// Speed over that of one rank in the same run.
+    ratio: f64,
+    /// (Longest − shortest) / median of the steps.
+    spread: f64,
+    seconds: Vec<f64>,
+    /// What each rank sends in a step.
+    sent_bytes: Bytes,
+    peak_bytes: Option<Bytes>,
+}
+
+/// A model, and what runs it: with other ranks or without.
+struct Contestant {
+    store: VarStore,
+    model: Model,
+    micro: MicroBatcher,
+    times: Times,
+}
+
+/// Measures one rank and all ranks in turn; the first rank prints.
+pub fn run(options: &Options) -> Result<()> {
+    let (world, work) = (World::start()?, options.work());
+    ensure!(work.batch.is_multiple_of(world.size()), "--batch is no multiple of the ranks");
+    let _one = threads::limit_threads(1);
+    let mut one = Contestant::new(&work, None)?;
+    let mut all = Contestant::new(&work, Some(&world))?;
+    let whole = work.samples(work.batch);
+    world.broadcast(&[whole.0.shallow_clone(), whole.1.shallow_clone()], 0)?;
+    let part = part_of(&whole, &world);
+    let mut sent = 0;
+    for turn in 0..WARM_UP + options.repeats {
+        let counts = turn >= WARM_UP;
+        if world.rank() == 0 {
+            one.step(&work, &whole, counts, || Ok(()))?;
+        }
+        let before = world.traffic()?.sent.0;
+        all.step(&work, &part, counts, || {
+            world.share("a step's beginning or end", &())?;
+            Ok(())
+        })?;
+        sent = world.traffic()?.sent.0 - before;
+    }
+    if world.rank() == 0 {
+        report(options, &work, world.size(), [&one.times, &all.times], Bytes(sent))?;
+    }
+    Ok(())
+}
+
+fn report(
+    options: &Options,
+    work: &Work,
+    ranks: usize,
+    [one, all]: [&Times; 2],
+    sent: Bytes,
+) -> Result<()> {
+    let facts = json!({
+        "threads_per_rank": 1,
+        "cores": std::thread::available_parallelism().map_or(0, usize::from),
+        "optimizer": "none",
+    });
+    let mut journal = Journal::begin("ranks", Device::Cpu, &options.output, facts)?;
+    for (contestant, times, ranks, sent) in
+        [("brimful, one rank", one, 1, Bytes(0)), ("brimful", all, ranks, sent)]
+    {
+        let row = Row {
+            contestant,
+            model: work.model,
+            shape: work.shape(),
+            dtype: work.dtype,
+            batch: work.batch,
+            micro_batch: work.micro_batch,
+            ranks,
+            samples_per_s: work.batch as f64 / times.median(),
+            ratio: one.median() / times.median(),
+            spread: times.spread(),
+            seconds: times.0.clone(),
+            sent_bytes: sent,
+            peak_bytes: None,
+        };
+        let Row { samples_per_s, ratio, spread, .. } = row;
+        let spread = 100.0 * spread;
+        let text = format!(
+            "{contestant:17} {ranks:5}  {samples_per_s:9.2}  {ratio:5.2}  {spread:4.0} %  {sent}"
+        );
+        journal.write(&work.title(), COLUMNS, &text, &row)?;
+    }
+    journal.end()
+}
+
+impl Contestant {
+    fn new(work: &Work, world: Option<&World>) -> Result<Self> {
+        let mut store = VarStore::new(Device::Cpu);
+        let model = work.build(&mut store)?;
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        if let Some(world) = world {
+            micro = micro.world(world)?;
+        }
+        Ok(Self { store, model, micro, times: Times::default() })
+    }
+
+    /// One step, from a moment when all are ready to one when all are done.
+    fn step(
+        &mut self,
+        work: &Work,
+        batch: &Samples,
+        counts: bool,
+        wait: impl Fn() -> Result<()>,
+    ) -> Result<()> {
+        clear_gradients(&self.store)?;
+        wait()?;
+        let (start, model) = (Instant::now(), &self.model);
+        self.micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        wait()?;
+        self.times.push_if(counts, start.elapsed().as_secs_f64());
+        Ok(())
+    }
+}
+
+/// This rank's samples.
+fn part_of((x, y): &Samples, world: &World) -> Samples {
+    let each = x.size()[0] / world.size() as i64;
+    let part = |whole: &Tensor| whole.narrow(0, each * world.rank() as i64, each);
+    (part(x), part(y))
+}
+
+impl Options {
+    fn work(&self) -> Work {
+        Work {
+            model: self.model,
+            dtype: NumberType::F32,
+            batch: self.batch as usize,
+            micro_batch: self.micro_batch as usize,
+            image: i64::from(self.image),
+            gpt: self.gpt,
+            vocabulary: VOCABULARY,
+            tied: false,
+        }
+    }
+}

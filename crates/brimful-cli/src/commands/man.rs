@@ -1,0 +1,54 @@
+//! `brimful man`: the manual, as man pages.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::{Command, CommandFactory};
+use clap_mangen::Man;
+
+use crate::args::Args;
+use crate::exit::{Exit, wrong_use};
+use crate::nearest::did_you_mean;
+use crate::output;
+
+/// Options of `brimful man`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  brimful man | man -l -                               read the page of the program
+  brimful man train | man -l -                         read that of a command
+  brimful man --folder ~/.local/share/man/man1         write a page for each command")]
+pub struct Options {
+    /// The command whose page is printed, such as train or bench micro [default: the program]
+    #[arg(value_name = "COMMAND", conflicts_with = "folder")]
+    command: Vec<String>,
+    /// Write a page for each command into this folder instead
+    #[arg(long, value_name = "FOLDER")]
+    folder: Option<PathBuf>,
+}
+
+/// Prints a page, or writes all of them.
+pub fn run(options: &Options) -> Result<Exit> {
+    let mut root = Args::command();
+    root.build();
+    if let Some(folder) = &options.folder {
+        let written = clap_mangen::generate_to(root, folder);
+        written.with_context(|| format!("cannot write the pages into {}", folder.display()))?;
+        return Ok(Exit::Done);
+    }
+    let mut page = Vec::new();
+    Man::new(find(root, &options.command)?).render(&mut page)?;
+    output::line(&String::from_utf8(page)?)?;
+    Ok(Exit::Done)
+}
+
+/// The command at the end of these names.
+fn find(root: Command, names: &[String]) -> Result<Command> {
+    names.iter().try_fold(root, |command, name| {
+        command.find_subcommand(name).cloned().ok_or_else(|| {
+            let known = command.get_subcommands().map(Command::get_name);
+            let slip = did_you_mean(name, known);
+            wrong_use(format!("{} has no command '{name}'{slip}", command.get_name()))
+        })
+    })
+}

@@ -1,0 +1,43 @@
+//! Simulated steps as a run of which nothing has happened yet, for its page.
+
+use brimful::plan::Step;
+use brimful::report::{Compared, Device, Run, Timeline, Unit};
+use brimful::schedule::Recompute;
+
+use super::answers::{Answer, Line};
+use super::options::Options;
+
+/// The steps that the table shows, the best first.
+pub(super) fn of(options: &Options, shown: &[Answer], in_seconds: bool) -> Run {
+    let devices = shown.iter().map(|answer| answer.step.actions.devices()).max().unwrap_or(0);
+    let mut run = Run::new(format!("a plan for {devices} devices"));
+    let mut setting = |name: &str, value: Option<String>| {
+        run.settings.extend(value.map(|value| (name.to_owned(), value)));
+    };
+    let measured = &options.measured;
+    setting("model", measured.model.map(|model| model.to_string()));
+    setting("profile", measured.profile.as_ref().map(|path| path.display().to_string()));
+    setting("mini-batch", measured.batch_size.map(|samples| format!("{samples} samples")));
+    setting("memory of a device", options.memory_limit.map(|memory| memory.to_string()));
+    setting("brimful", Some(env!("CARGO_PKG_VERSION").to_owned()));
+    let device = |number| Device { name: format!("device {number}"), limit: options.memory_limit };
+    run.devices = (0..devices).map(device).collect();
+    let unit = if in_seconds { Unit::Seconds } else { Unit::Own };
+    run.timelines = shown.iter().map(|answer| compared(answer, unit)).collect();
+    run
+}
+
+fn compared(answer: &Answer, unit: Unit) -> Compared {
+    let Line { schedule, micro_batches, recompute, fits, .. } = &answer.line;
+    let recompute = match recompute {
+        Some(recompute) if *recompute != Recompute::Never => format!(", recompute {recompute}"),
+        _ => String::new(),
+    };
+    let misfit = if *fits { "" } else { ", does not fit" };
+    let Step { actions, simulation, .. } = &answer.step;
+    Compared {
+        title: format!("{schedule}, m = {micro_batches}{recompute}{misfit}"),
+        measured: None,
+        simulated: Some(Timeline::new(actions, simulation, unit)),
+    }
+}

@@ -1,0 +1,34 @@
+//! `brimful report`: a run file as a page that any browser opens.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use brimful::report::Run;
+use clap::Args;
+
+use crate::exit::Exit;
+use crate::{output, page};
+
+/// Options of `brimful report`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful train --record run.json               write down what happens
+  brimful report run.json -o report.html        make a page of it
+  brimful train --report report.html            both at once
+  brimful plan -s 4 -m 8 --report plan.html     the same for steps that are only simulated")]
+pub(crate) struct Options {
+    /// What train --record has written
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+    /// The file to write: a page, which needs no network
+    #[arg(long, short, value_name = "FILE", default_value = "report.html")]
+    output: PathBuf,
+}
+
+/// Reads, checks, and writes the page.
+pub(crate) fn run(options: &Options) -> Result<Exit> {
+    page::write(&options.output, &Run::read(&options.run)?)?;
+    output::line(&format!("wrote {}", options.output.display()))?;
+    Ok(Exit::Done)
+}

@@ -1,0 +1,162 @@
+//! The command line of `brimful train`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::Result;
+use brimful::optim::{Adam, AdamW, Method, Sgd};
+use brimful::{Bytes, Size, device};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use tch::Device;
+
+use super::ranks::Ranks;
+use super::stages::Stages;
+use crate::setting::{MODELS, ModelName, NumberType, words};
+
+/// Options of `brimful train`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  brimful train                                       the shipped digits, an mlp
+  brimful train --model resnet18 --batch-size all --memory-limit 256MiB
+                                                      the whole training set as one mini-batch
+  brimful train --model gpt --data book.txt --device cuda --dtype bf16
+  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB
+                                                      a model over four devices of 64 MiB each
+  brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
+                --micro-batches 16 --report report.html   two stages on each; what they did when
+  brimful train --data ~/fashion-mnist --save model.safetensors
+  brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
+                                                      two pipelines of two processes each
+  brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
+pub(crate) struct Options {
+    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
+    pub(crate) model: ModelName,
+    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
+    pub(crate) data: String,
+    /// What updates the parameters
+    #[arg(long, value_enum, default_value = "adamw")]
+    pub(crate) optimizer: OptimizerName,
+    /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
+    #[arg(long, value_name = "RATE")]
+    pub(crate) learning_rate: Option<f64>,
+    /// Samples in a mini-batch: a number, or all of the training set
+    #[arg(long, default_value = "128", value_name = "N|all")]
+    pub(crate) batch_size: BatchSize,
+    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits). The
+    /// gradient does not depend on it
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    pub(crate) micro_batch: MicroBatch,
+    #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
+    #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
+    pub(crate) micro_batches: Option<usize>,
+    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more
+    /// (CPU alone)
+    #[arg(long, value_name = "BYTES", alias = "stage-memory")]
+    pub(crate) memory_limit: Option<Bytes>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    pub(crate) device: Option<String>,
+    /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
+    /// CUDA alone
+    #[arg(long)]
+    pub(crate) no_replay: bool,
+    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
+    pub(crate) dtype: NumberType,
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    pub(crate) epochs: usize,
+    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
+    pub(crate) seed: u64,
+    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
+    /// interrupted
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
+    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
+    /// interruption
+    #[arg(long, value_name = "FILE")]
+    pub(crate) resume: Option<PathBuf>,
+    /// Write what happened to this file, for brimful report
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Write a page that any browser opens: what happened
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+    #[arg(long, help = words::JSON_LINES)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) stages: Stages,
+    #[command(flatten)]
+    pub(crate) ranks: Ranks,
+}
+
+impl Options {
+    /// How a mini-batch is cut.
+    pub(super) fn size(&self) -> Size {
+        self.micro_batches.map_or(self.micro_batch.0, Size::Count)
+    }
+
+    /// Where to train: limits are for a CPU.
+    pub(super) fn device(&self) -> Result<Device> {
+        match &self.device {
+            Some(name) => Ok(device::find(name)?),
+            None if self.memory_limit.is_some() => Ok(Device::Cpu),
+            None => Ok(device::best()),
+        }
+    }
+
+    pub(super) fn method(&self) -> Method {
+        let rate = |default| self.learning_rate.unwrap_or(default);
+        match self.optimizer {
+            OptimizerName::Sgd => Sgd::new(rate(0.05)).momentum(0.9).into(),
+            OptimizerName::Adam => Adam::new(rate(1e-3)).into(),
+            OptimizerName::Adamw => AdamW::new(rate(1e-3)).into(),
+        }
+    }
+}
+
+/// What updates the parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum OptimizerName {
+    /// Stochastic gradient descent with momentum 0.9
+    Sgd,
+    Adam,
+    Adamw,
+}
+
+/// How many samples a step has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BatchSize {
+    All,
+    Samples(usize),
+}
+
+impl FromStr for BatchSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            _ if text == "all" => Ok(Self::All),
+            Ok(0) | Err(_) => Err("give a number from 1 on, or all".into()),
+            Ok(samples) => Ok(Self::Samples(samples)),
+        }
+    }
+}
+
+/// How many samples a micro-batch has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MicroBatch(pub(crate) Size);
+
+impl FromStr for MicroBatch {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self(Size::Auto)),
+            _ if text == "largest" => Ok(Self(Size::Largest)),
+            Ok(0) | Err(_) => Err("give a number from 1 on, auto or largest".into()),
+            Ok(samples) => Ok(Self(Size::Fixed(samples))),
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Training over several processes: the world that this one belongs to, and how its ranks are used.
+
+use std::env;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use brimful::World;
+use clap::Args;
+
+use super::Trainer;
+use super::stages::Stages;
+use crate::exit::{Exit, wrong_use};
+use crate::interrupt::Interrupt;
+use crate::setting::words;
+
+/// What launchers set for the processes that they start.
+const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
+
+/// How the ranks that mpirun or srun has started are used.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Several processes, started by mpirun or srun")]
+pub(crate) struct Ranks {
+    /// Copies of the model, each in as many ranks as the others and with its part of every mini-batch
+    #[arg(long, value_name = "R", value_parser = words::count, default_value_t = 1)]
+    pub(crate) replicas: usize,
+    /// Seconds of silence after which a rank is given up
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) patience: u64,
+}
+
+impl Ranks {
+    /// The world that this process was started in, or one of its own.
+    pub(super) fn world(&self) -> Result<World> {
+        if !LAUNCHED.iter().any(|name| env::var_os(name).is_some()) {
+            return Ok(World::alone());
+        }
+        let world = start()?;
+        world.set_patience(Duration::from_secs(self.patience))?;
+        Ok(world)
+    }
+
+    /// How many of a pipeline's devices this rank has.
+    pub(super) fn devices(&self, world: &World, stages: &Stages) -> Result<usize> {
+        let ranks = (world.size() / self.replicas).max(1);
+        let devices = stages.stages.unwrap_or(ranks);
+        ensure!(
+            devices.is_multiple_of(ranks),
+            wrong_use(format!(
+                "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks for them: give it a \
+                 multiple of {ranks}",
+                world.size(),
+                self.replicas
+            ))
+        );
+        Ok(devices / ranks)
+    }
+}
+
+#[cfg(feature = "mpi")]
+fn start() -> Result<World> {
+    Ok(World::start()?)
+}
+
+#[cfg(not(feature = "mpi"))]
+fn start() -> Result<World> {
+    let reason = "it was started by mpirun or srun, but built without MPI: build it with \
+                  --features mpi";
+    Err(wrong_use(reason))
+}
+
+impl Trainer {
+    /// Whether this is the rank that prints and writes.
+    pub(super) fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+}
+
+/// How the program is to end, where somebody has asked any of the ranks.
+pub(super) fn asked(world: &World, interrupt: &Interrupt) -> brimful::Result<Option<Exit>> {
+    let here = interrupt.asked();
+    if world.size() == 1 {
+        return Ok(here);
+    }
+    let signal = here.map(|exit| exit.code() - 128);
+    let all = world.share("interrupt", &signal)?;
+    Ok(all.into_iter().flatten().next().map(|signal| Exit::Interrupted { signal }))
+}

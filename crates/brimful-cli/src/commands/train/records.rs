@@ -1,0 +1,88 @@
+//! What a run leaves for people to look at: its run file, its page, the trace of its last step.
+
+use anyhow::Result;
+use brimful::report::{Device, Ended, Recorder};
+use brimful::schedule::render;
+use brimful::{Size, libtorch, save};
+
+use super::engine::Engine;
+use super::{BatchSize, Options};
+use crate::data::Dataset;
+use crate::page;
+
+/// A recorder that knows what the run was told, and where it runs.
+pub(super) fn recorder(
+    options: &Options,
+    engine: &dyn Engine,
+    dataset: &Dataset,
+) -> Result<Recorder> {
+    let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));
+    for (name, value) in settings(options, dataset) {
+        recorder.setting(name, value);
+    }
+    for Device { name, limit } in engine.devices()? {
+        recorder.device(name, limit);
+    }
+    Ok(recorder)
+}
+
+fn settings(options: &Options, dataset: &Dataset) -> Vec<(&'static str, String)> {
+    let batch_size = match options.batch_size {
+        BatchSize::All => format!("all {}", dataset.train.len()),
+        BatchSize::Samples(samples) => samples.to_string(),
+    };
+    let method = options.method();
+    let mut settings = vec![
+        ("model", options.model.to_string()),
+        ("data", format!("{} ({} samples)", options.data, dataset.train.len())),
+        ("optimizer", method.name().to_owned()),
+        ("learning rate", method.learning_rate().to_string()),
+        ("batch size", batch_size),
+        ("micro-batch", size(options.size())),
+        ("number type", options.dtype.to_string()),
+        ("epochs", options.epochs.to_string()),
+        ("seed", options.seed.to_string()),
+    ];
+    if let Some(limit) = options.memory_limit {
+        settings.push(("memory limit", limit.to_string()));
+    }
+    let stages = &options.stages;
+    if let Some(count) = stages.stages {
+        settings.push(("stages", count.to_string()));
+        settings.push(("schedule", stages.schedule.to_string()));
+        settings.push(("recompute", stages.recompute.to_string()));
+    }
+    settings.extend([
+        ("threads", libtorch::threads().to_string()),
+        ("libtorch", libtorch::version().unwrap_or_default()),
+        ("brimful", env!("CARGO_PKG_VERSION").to_owned()),
+    ]);
+    settings
+}
+
+fn size(size: Size) -> String {
+    match size {
+        Size::Fixed(samples) => format!("{samples} samples"),
+        Size::Count(count) => format!("{count} in a mini-batch"),
+        Size::Largest => "automatic: the largest that fits".into(),
+        _ => "automatic: the fastest that fits".into(),
+    }
+}
+
+/// Writes the files that were asked for, as far as the run went.
+pub(super) fn write(recorder: &Recorder, ended: Ended, options: &Options) -> Result<()> {
+    if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
+        save::replace(path, render::measured_trace(&ran.timeline).as_bytes())?;
+    }
+    if options.record.is_none() && options.report.is_none() {
+        return Ok(());
+    }
+    let run = recorder.run(ended);
+    if let Some(path) = &options.record {
+        run.write(path)?;
+    }
+    if let Some(path) = &options.report {
+        page::write(path, &run)?;
+    }
+    Ok(())
+}

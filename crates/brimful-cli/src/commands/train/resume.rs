@@ -1,0 +1,72 @@
+//! What a person is told whose run was interrupted: what is kept, and how to go on.
+
+use std::env;
+use std::path::Path;
+
+use super::Trainer;
+
+/// Where the run stopped, and the command that goes on from there.
+pub(super) fn story(trainer: &Trainer, saved: Option<&Path>) -> String {
+    let (epochs, steps) = (trainer.epoch(), trainer.running.steps);
+    let stopped = match steps {
+        0 => format!("interrupted after epoch {epochs}"),
+        _ => {
+            format!("interrupted after step {steps} of {} in epoch {}", trainer.steps(), epochs + 1)
+        }
+    };
+    match saved {
+        None => format!("{stopped}; nothing was saved: --save FILE lets the next run go on"),
+        Some(file) => {
+            let words = env::args_os().map(|word| word.to_string_lossy().into_owned());
+            let shown = file.display();
+            format!("{stopped} and saved to {shown}; go on with\n  {}", command(words, file))
+        }
+    }
+}
+
+/// The same command, going on from this file.
+fn command(mut words: impl Iterator<Item = String>, file: &Path) -> String {
+    let mut kept = Vec::new();
+    while let Some(word) = words.next() {
+        if word == "--resume" {
+            words.next();
+        } else if !word.starts_with("--resume=") {
+            kept.push(quoted(&word));
+        }
+    }
+    kept.extend(["--resume".into(), quoted(&file.to_string_lossy())]);
+    kept.join(" ")
+}
+
+/// As a shell reads it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=+./,:@%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_goes_on_from_the_new_file_alone() {
+        let told = |line: &str| {
+            let words = line.split(' ').map(str::to_owned);
+            command(words, Path::new("b c.safetensors"))
+        };
+        let expected = "brimful train --save 'b c.safetensors' --resume 'b c.safetensors'";
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(
+            told("brimful train --epochs 3"),
+            "brimful train --epochs 3 --resume 'b c.safetensors'"
+        );
+        for given in ["--resume a --save", "--resume=a --save"] {
+            let words = ["brimful", "train"].into_iter().chain(given.split(' '));
+            let words = words.map(str::to_owned).chain(["b c.safetensors".to_owned()]);
+            assert_eq!(command(words, Path::new("b c.safetensors")), expected);
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! How the program ends: few codes, each with one meaning.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use brimful::Error;
+use brimful::balance::BalanceError;
+
+/// What `--help` and the man page say of the codes.
+pub(crate) const CODES: &str = "\
+Exit codes:
+  0    done
+  1    failed: a file that cannot be read or written, a run that broke off
+  2    wrong use: a flag, a key of the config or a value that cannot be
+  3    does not fit: memory ran out, or nothing that was planned fits
+  4    a check found a fault: verify a difference, doctor a problem
+  130  interrupted by Ctrl-C (143 by SIGTERM): after the running step, saved with --save";
+
+/// How the program ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// All was done.
+    Done,
+    /// Something broke off that is none of the below.
+    Failed,
+    /// The command line or the config cannot be.
+    WrongUse,
+    /// Memory ran out, or would.
+    DoesNotFit,
+    /// A check ran, and found what it looks for.
+    Fault,
+    /// A signal asked for the end.
+    Interrupted {
+        /// Its number.
+        signal: u8,
+    },
+}
+
+impl Exit {
+    /// How an error ends the program.
+    pub(crate) fn of(error: &anyhow::Error) -> Self {
+        error.chain().find_map(Self::of_cause).unwrap_or(Self::Failed)
+    }
+
+    fn of_cause(cause: &(dyn std::error::Error + 'static)) -> Option<Self> {
+        if let Some(told) = cause.downcast_ref::<Told>() {
+            return Some(told.exit);
+        }
+        if cause.is::<clap::Error>() {
+            return Some(Self::WrongUse);
+        }
+        match cause.downcast_ref::<Error>()? {
+            Error::NoDevice { .. } | Error::LimitOfZero { .. } => Some(Self::WrongUse),
+            Error::DoesNotFit { .. } | Error::Balance(BalanceError::DoesNotFit { .. }) => {
+                Some(Self::DoesNotFit)
+            }
+            error => error.out_of_memory().map(|_| Self::DoesNotFit),
+        }
+    }
+
+    /// As the shell sees it; a signal as shells themselves count it.
+    pub(crate) const fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Failed => 1,
+            Self::WrongUse => 2,
+            Self::DoesNotFit => 3,
+            Self::Fault => 4,
+            Self::Interrupted { signal } => 128 + signal,
+        }
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit.code())
+    }
+}
+
+/// An error that says itself how the program ends.
+#[derive(Debug)]
+struct Told {
+    exit: Exit,
+    text: String,
+}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for Told {}
+
+/// A flag, a key or a value that cannot be.
+pub(crate) fn wrong_use(text: impl Into<String>) -> anyhow::Error {
+    Told { exit: Exit::WrongUse, text: text.into() }.into()
+}
+
+/// Something that is too large for the memory that there is.
+pub(crate) fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
+    Told { exit: Exit::DoesNotFit, text: text.into() }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::{Context, anyhow};
+
+    #[test]
+    fn an_error_is_known_under_whatever_is_said_around_it() {
+        let zero = || Error::LimitOfZero { arena: "cpu".into() };
+        assert_eq!(Exit::of(&anyhow!("a plain one")), Exit::Failed);
+        assert_eq!(Exit::of(&wrong_use("--stages 0").context("it is so")), Exit::WrongUse);
+        assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);
+        let wrapped = Err::<(), _>(zero()).context("the model was not built");
+        assert_eq!(Exit::of(&wrapped.expect_err("wrapped")), Exit::WrongUse);
+    }
+
+    #[test]
+    fn every_code_is_documented() {
+        let interrupted = Exit::Interrupted { signal: 2 };
+        let exits = [Exit::Done, Exit::Failed, Exit::WrongUse, Exit::DoesNotFit, Exit::Fault];
+        for exit in exits.into_iter().chain([interrupted]) {
+            assert!(CODES.contains(&format!("\n  {:<3}  ", exit.code())), "{exit:?}");
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! How far a long work has come, on standard error: a bar on a terminal, elsewhere a line now and
+//! then.
+
+use std::cell::Cell;
+use std::fmt;
+use std::io::{self, Write};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressState, ProgressStyle};
+
+/// All bars of the process, so that lines can be written between them. Without a terminal none of
+/// them is drawn.
+static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+/// Whether progress is nobody's wish.
+static QUIET: AtomicBool = AtomicBool::new(false);
+/// How often a line is written where there is no terminal.
+const BETWEEN_LINES: Duration = Duration::from_secs(10);
+
+/// Keeps progress to itself from now on.
+pub(crate) fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Runs what writes to the terminal while no bar is in its way.
+pub(crate) fn aside<T>(write: impl FnOnce() -> T) -> T {
+    SCREEN.suspend(write)
+}
+
+/// Writes a line to standard error, above the bars.
+pub(crate) fn say(text: &str) {
+    // Nothing is left to do where even this cannot be written.
+    aside(|| drop(writeln!(io::stderr(), "{text}")));
+}
+
+/// Writes a line to standard error where no bar can say the same.
+pub(crate) fn note(text: &str) {
+    if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
+        say(text);
+    }
+}
+
+/// A work of known length.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    unit: &'static str,
+    said: Cell<Instant>,
+}
+
+impl Progress {
+    /// A work of so many units, shown from the start.
+    pub(crate) fn new(length: usize, unit: &'static str) -> Self {
+        let bar = ProgressBar::new(length as u64).with_style(style(unit));
+        let quiet = QUIET.load(Ordering::Relaxed);
+        let bar = if quiet { ProgressBar::hidden() } else { SCREEN.add(bar) };
+        if !bar.is_hidden() {
+            // A long step must not look like a stop.
+            bar.enable_steady_tick(Duration::from_millis(500));
+        }
+        Self { bar, unit, said: Cell::new(Instant::now()) }
+    }
+
+    /// The same from here on, where part of it was done before.
+    pub(crate) fn starting_at(self, done: usize) -> Self {
+        self.bar.set_position(done as u64);
+        self.bar.reset_eta();
+        self
+    }
+
+    /// Says what is being done, or what there is to know besides rate and time.
+    pub(crate) fn doing(&self, what: String) {
+        self.bar.set_message(what);
+    }
+
+    /// So many units more are done.
+    pub(crate) fn advance(&self, units: usize) {
+        self.bar.inc(units as u64);
+        if self.said.get().elapsed() >= BETWEEN_LINES {
+            self.said.set(Instant::now());
+            note(&self.line());
+        }
+    }
+
+    fn line(&self) -> String {
+        let Self { bar, unit, .. } = self;
+        format!(
+            "{} of {} {unit}  {}  {} left  {}",
+            bar.position(),
+            bar.length().unwrap_or_default(),
+            rate(bar.per_sec(), unit),
+            rounded(bar.eta()),
+            bar.message()
+        )
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+        SCREEN.remove(&self.bar);
+    }
+}
+
+/// Bar, count, rate, time left, and what is said of the last unit.
+fn style(unit: &'static str) -> ProgressStyle {
+    let template = format!("{{bar:24}} {{pos}}/{{len}} {unit}  {{rate}}  {{left}} left  {{msg}}");
+    let style = ProgressStyle::with_template(&template).expect("the template is right");
+    // Writing to the bar's own text cannot fail.
+    let rate = move |state: &ProgressState, out: &mut dyn fmt::Write| {
+        let _ = out.write_str(&rate(state.per_sec(), unit));
+    };
+    let left = |state: &ProgressState, out: &mut dyn fmt::Write| {
+        let _ = out.write_str(&rounded(state.eta()));
+    };
+    style.with_key("rate", rate).with_key("left", left)
+}
+
+/// A slow rate with digits behind the point.
+fn rate(per_second: f64, unit: &str) -> String {
+    let decimals = if per_second < 10.0 { 2 } else { 0 };
+    format!("{per_second:.decimals$} {unit}/s")
+}
+
+/// Seconds, minutes or hours: the largest that says enough.
+fn rounded(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds.div_ceil(60)),
+        seconds => format!("{} h", seconds.div_ceil(3600)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_rounded_up_to_the_unit_that_people_think_in() {
+        let shown = [0, 119, 121, 7199, 7201].map(|s| rounded(Duration::from_secs(s)));
+        assert_eq!(shown, ["0 s", "119 s", "3 min", "120 min", "3 h"]);
+    }
+
+    #[test]
+    fn a_line_says_count_rate_and_rest() {
+        let progress = Progress::new(8, "samples");
+        progress.doing("loss 0.1".into());
+        progress.advance(4);
+        let line = progress.line();
+        assert!(line.starts_with("4 of 8 samples  "), "{line}");
+        assert!(line.ends_with(" left  loss 0.1"), "{line}");
+        assert_eq!(
+            (rate(2.5, "layers"), rate(1234.5, "samples")),
+            ("2.50 layers/s".into(), "1234 samples/s".into())
+        );
+    }
+}

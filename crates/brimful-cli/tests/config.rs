@@ -1,0 +1,117 @@
+//! Flags from a TOML file: what it gives, what overrules it, and what is refused with its line.
+
+mod program;
+
+use std::fs;
+use std::path::PathBuf;
+
+use predicates::prelude::*;
+use program::{brimful, folder};
+use serde_json::Value;
+
+/// A file of this text in a folder of its own.
+fn config(name: &str, text: &str) -> PathBuf {
+    let path = folder(name).join("run.toml");
+    fs::write(&path, text).expect("written");
+    path
+}
+
+/// The last line of JSON that the command prints.
+fn last(path: &PathBuf, arguments: &str) -> Value {
+    let words = arguments.split_whitespace();
+    let run = brimful().args(words).arg("--config").arg(path).assert().success();
+    let text = String::from_utf8(run.get_output().stdout.clone()).expect("text");
+    serde_json::from_str(text.lines().last().expect("a line")).expect("JSON")
+}
+
+const RUN: &str = r#"
+quiet = true
+
+[train]
+model = "mlp"
+batch-size = "all"       # or a number
+micro-batch = 64
+memory-limit = "8MiB"
+learning-rate = 5e-3
+device = "cpu"
+epochs = 3
+json = true
+
+[plan]
+stages = 2
+micro-batches = 4
+schedule = ["gpipe", "1f1b"]
+json = true
+
+[bench.arena]
+batch-size = 1
+image = 32
+repeats = 1
+json = true
+"#;
+
+#[test]
+fn each_command_takes_its_own_section() {
+    let path = config("config-sections", RUN);
+    let epoch = last(&path, "train");
+    assert_eq!((&epoch["epoch"], &epoch["micro_batch_size"]), (&3.into(), &64.into()));
+    let rows = &last(&path, "plan")["rows"];
+    assert_eq!(rows.as_array().map(Vec::len), Some(2), "{rows}");
+    assert_eq!(last(&path, "bench arena")["rows"][0]["batch"], 1);
+}
+
+#[test]
+fn the_command_line_overrules_the_file() {
+    let path = config("config-overruled", RUN);
+    let epoch = last(&path, "train --epochs 1 --micro-batch 32");
+    assert_eq!((&epoch["epoch"], &epoch["micro_batch_size"]), (&1.into(), &32.into()));
+    // Neither can stand beside the other, so the file's goes.
+    let epoch = last(&path, "train --epochs 1 --micro-batches 8");
+    assert_eq!(epoch["micro_batch_size"], 180);
+    let rows = &last(&path, "plan --schedule 1f1b -m 8")["rows"];
+    assert_eq!((&rows[0]["schedule"], &rows[0]["micro_batches"]), (&"1f1b".into(), &8.into()));
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_file_and_line() {
+    let cases = [
+        (
+            "[train]\nepochs = 1\nmicro_batchs = 4",
+            "unknown key 'micro_batchs' in RUN line 3: did you mean 'micro-batch'?",
+        ),
+        ("[train]\nepochs = \"1\"", "RUN line 2: epochs is a whole number"),
+        ("[train]\nepochs = 1.5", "RUN line 2: epochs is a whole number"),
+        ("[train]\nlearning-rate = \"fast\"", "RUN line 2: learning-rate is a number"),
+        (
+            "[train]\nmodel = 3",
+            "RUN line 2: invalid value '3' for '--model <NAME>': there is no such model",
+        ),
+        ("[train]\njson = 1", "RUN line 2: json is true or false"),
+        ("[train]\nmodel = [\"mlp\"]", "RUN line 2: model is "),
+        (
+            "[train]\n\nbatch-size = 0",
+            "RUN line 3: invalid value '0' for '--batch-size <N|all>': give a number from 1 on, or all",
+        ),
+        ("[train]\noptimizer = \"adamx\"", "RUN line 2: invalid value 'adamx' for '--optimizer"),
+        (
+            "[train]\nmicro-batch = 2\nmicro-batches = 3",
+            "RUN line 2: the argument '--micro-batch <",
+        ),
+        ("[trian]\nepochs = 1", "unknown section 'trian' in RUN line 1: did you mean 'train'?"),
+        ("[plan]\nstage = 4", "unknown key 'stage' in RUN line 2: did you mean 'stages'?"),
+        ("epochs = 1", "unknown key 'epochs' in RUN line 1: "),
+        ("config = \"other.toml\"", "unknown key 'config' in RUN line 1: "),
+        ("[train\nepochs = 1", "RUN is not TOML: line 1: "),
+        ("[train]\nepochs =", "RUN is not TOML: line 2: "),
+    ];
+    for (text, expected) in cases {
+        let path = config("config-refused", text);
+        let expected = expected.replace("RUN", &path.display().to_string());
+        let run = brimful().args(["train", "--config"]).arg(&path).assert().code(2);
+        run.stderr(
+            predicate::str::starts_with("brimful: ")
+                .and(predicate::str::contains(&*expected))
+                .and(predicate::function(|text: &str| text.lines().count() == 1)),
+        );
+    }
+}

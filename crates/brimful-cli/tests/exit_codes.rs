@@ -1,0 +1,138 @@
+//! Every exit code that `--help` documents, and every command: code, and a line that says why.
+
+mod program;
+
+use predicates::prelude::*;
+use program::{brimful, folder};
+
+/// What a command ends with, and what it says then.
+fn ends(arguments: &str, code: i32, says: &str) {
+    let run = brimful().args(arguments.split_whitespace()).assert().code(code);
+    let stream = predicate::str::contains(says);
+    if code == 0 {
+        run.stdout(stream)
+    } else {
+        run.stderr(stream)
+    };
+}
+
+#[test]
+fn what_is_done_ends_with_0() {
+    ends("doctor", 0, "Nothing is wrong.");
+    ends("plan -s 2 -m 4 --schedule 1f1b", 0, "1f1b");
+    ends("verify --batch-size 5 --micro-batch 2", 0, "the same, but for rounding");
+    let folder = folder("done");
+    let (run, page) = (folder.join("run.json"), folder.join("run.html"));
+    ends(&format!("train --epochs 1 --device cpu --record {}", run.display()), 0, "epoch   1");
+    ends(&format!("report {} -o {}", run.display(), page.display()), 0, "wrote ");
+    ends("bench arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
+    ends("completions bash", 0, "_brimful()");
+    ends("man", 0, ".TH brimful 1");
+    ends("man bench micro", 0, "brimful-bench-micro");
+    ends("--help", 0, "Exit codes:");
+    ends("--version", 0, "brimful ");
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    let commands = ["doctor", "demo", "train", "plan", "report", "verify", "completions", "man"];
+    let benches =
+        ["arena", "auto", "compare", "convergence", "memory", "micro", "pipeline", "plot"];
+    let benches = benches.map(|name| format!("bench {name}"));
+    for command in commands.map(str::to_owned).into_iter().chain(benches) {
+        ends(&format!("{command} --help"), 0, "Examples:\n  ");
+    }
+}
+
+#[test]
+fn what_breaks_off_ends_with_1() {
+    ends("train --resume /no/such/file", 1, "brimful: cannot go on from /no/such/file");
+    ends("plan --profile /no/such/file --batch-size 8 -s 2", 1, "cannot read /no/such/file");
+    ends("report /no/such/file", 1, "/no/such/file");
+    ends("plan --config /no/such/file", 1, "brimful: cannot read /no/such/file");
+}
+
+#[test]
+fn wrong_use_ends_with_2_and_names_what_was_meant() {
+    ends("trian", 2, "'train'");
+    ends("train --micro-bacth 4", 2, "'--micro-batch'");
+    ends("train --model resnet81", 2, "did you mean 'resnet18'?");
+    ends("train --optimizer adamx", 2, "'adam'");
+    ends("train -s 2 --schedule gpip", 2, "did you mean 'gpipe'?");
+    ends("train -s 2 --recompute neber", 2, "did you mean 'never'?");
+    ends("plan -s 2 -m 4 --schedule 1b1f", 2, "did you mean '1f1b'?");
+    ends("train --device cuda:99", 2, "there is no device 'cuda:99' here; there is cpu");
+    ends("train --save /no/such/folder/model", 2, "there is no folder /no/such/folder");
+    ends("verify --micro-batch 0", 2, "give a whole number from 1 on");
+    ends("bench micro --repeats 0", 2, "0 is not in 1..");
+    ends("bench micros", 2, "'micro'");
+    ends("completions tcsh", 2, "possible values: bash");
+    ends("man trian", 2, "brimful has no command 'trian'; did you mean 'train'?");
+    ends("doctor --quiet --verbose", 2, "cannot be used with");
+    ends("report", 2, "<RUN>");
+    ends("demo --fast", 2, "unexpected argument");
+}
+
+#[test]
+fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
+    let train = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB";
+    brimful().args(train.split(' ')).assert().code(3).stderr(
+        predicate::str::is_match(
+            "^brimful: out of memory in arena 'cpu': .*; try --micro-batch 719\n$",
+        )
+        .expect("a pattern"),
+    );
+    ends("train --memory-limit 200KiB", 3, "brimful: ");
+    ends("plan -s 2 -m 4 --activations 3GiB --memory-limit 1GiB", 3, "");
+    ends("bench memory --family unet --memory-limit 1MiB -s 1", 3, "raise --memory-limit");
+}
+
+#[test]
+fn a_check_that_finds_a_fault_ends_with_4() {
+    let verify = "verify --dtype f32 --batch-size 5 --micro-batch 2 --tolerance 0";
+    brimful()
+        .args(verify.split(' '))
+        .assert()
+        .code(4)
+        .stdout(predicate::str::contains("NOT the same"));
+}
+
+#[test]
+fn verbose_tells_the_causes_and_the_log() {
+    let train =
+        "train --verbose --epochs 1 --micro-batch 1437 --batch-size all --memory-limit 8MiB";
+    brimful()
+        .args(train.split(' '))
+        .assert()
+        .code(3)
+        .stderr(predicate::str::contains("\n  from ").and(predicate::str::contains("OutOfMemory")));
+    let deadlock = "plan --schedule-file tests/data/deadlock.csv";
+    ends(deadlock, 1, "device 1 waits in 1F1 for stage 0 (--verbose shows the rest)\n");
+    ends(&format!("{deadlock} --verbose"), 1, "\ndevice 1    1F0  [1F1]");
+}
+
+#[test]
+fn manual_pages_are_written_for_every_command() {
+    let pages = folder("man");
+    ends(&format!("man --folder {}", pages.display()), 0, "");
+    let names = program::names(&pages);
+    for name in ["brimful.1", "brimful-train.1", "brimful-bench-micro.1"] {
+        assert!(names.iter().any(|page| page == name), "{names:?}");
+    }
+    ends("man --folder /no/such/folder", 1, "cannot write the pages into /no/such/folder");
+}
+
+/// libtorch takes a quarter of a second to start; here it is mapped, but not started.
+#[test]
+fn help_does_not_wait_for_libtorch() {
+    let help = brimful().arg("--help").env("LD_DEBUG", "files").assert().success();
+    help.stderr(
+        predicate::str::contains("calling init: ")
+            .not()
+            .and(predicate::str::contains("libtorch_cpu.so")),
+    );
+    let doctor = brimful().arg("doctor").env("LD_DEBUG", "files").assert().success();
+    doctor.stderr(
+        predicate::str::is_match("calling init: .*libtorch_cpu.so").expect("a pattern").count(1),
+    );
+}

@@ -1,0 +1,99 @@
+//! A run that is killed or told to stop goes on, as if nothing had been, to the same file.
+
+mod program;
+
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::{Child, Command as Process, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use brimful::save;
+use program::{folder, names, text};
+
+/// A training of a model with dropout, in a folder of its own.
+struct Training {
+    folder: PathBuf,
+    data: String,
+    more: &'static [&'static str],
+}
+
+impl Training {
+    fn new(name: &str, more: &'static [&'static str]) -> Self {
+        let folder = folder(name);
+        Self { data: text(&folder), folder, more }
+    }
+
+    fn start(&self, file: &str, resume: bool) -> Child {
+        let path = self.folder.join(file);
+        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+        process.args(["train", "--model", "gpt", "--device", "cpu", "--data", &self.data]);
+        process.args(["--batch-size", "10", "--epochs", "4", "--save"]).arg(&path).args(self.more);
+        if resume {
+            process.arg("--resume").arg(&path);
+        }
+        process.stdout(Stdio::null()).stderr(Stdio::piped()).env_remove("LD_LIBRARY_PATH");
+        process.spawn().expect("a run")
+    }
+
+    fn finish(&self, file: &str, resume: bool) {
+        let run = self.start(file, resume).wait_with_output().expect("a run");
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    }
+
+    /// A run that has saved its first epoch and is somewhere after it, perhaps while it writes.
+    fn begun(&self, file: &str) -> Child {
+        let run = self.start(file, false);
+        while !self.folder.join(file).exists() {
+            sleep(Duration::from_millis(5));
+        }
+        sleep(Duration::from_millis(u64::from(std::process::id() % 100)));
+        run
+    }
+
+    /// Dropout, Adam's moments and the order of the samples have all come back.
+    fn compare(&self, file: &str, other: &str) {
+        let read = |file: &str| save::read(self.folder.join(file)).expect("a saved run");
+        assert_eq!(read(file), read(other));
+    }
+}
+
+#[test]
+fn a_killed_run_goes_on_to_the_same_parameters() {
+    let training = Training::new("killed", &["--micro-batch", "4"]);
+    training.finish("whole", false);
+    let mut run = training.begun("killed");
+    run.kill().expect("killed");
+    run.wait().expect("gone");
+    training.finish("killed", true);
+    training.compare("whole", "killed");
+    let left = names(&training.folder);
+    let beside = left.iter().filter(|name| name.starts_with('.')).count();
+    assert!(beside <= 1, "at most the file that was being written: {left:?}");
+}
+
+#[test]
+fn a_run_that_is_told_to_stop_does_so_after_its_step_and_goes_on() {
+    for (name, more) in [
+        ("stopped", &["--micro-batch", "4"] as &[&str]),
+        ("stopped-stages", &["--stages", "2", "--micro-batches", "3"]),
+    ] {
+        let training = Training::new(name, more);
+        training.finish("whole", false);
+        let mut run = training.begun("stopped");
+        signal(&run, "TERM");
+        let mut told = String::new();
+        run.stderr.take().expect("a pipe").read_to_string(&mut told).expect("text");
+        assert_eq!(run.wait().expect("an end").code(), Some(143), "{told}");
+        assert!(told.contains("finishing the step"), "{told}");
+        assert!(told.contains("stopped; go on with\n  "), "{told}");
+        training.finish("stopped", true);
+        training.compare("whole", "stopped");
+        assert_eq!(names(&training.folder), ["stopped", "text", "whole"]);
+    }
+}
+
+fn signal(run: &Child, name: &str) {
+    let line = format!("kill -{name} {}", run.id());
+    assert!(Process::new("sh").args(["-c", &line]).status().expect("a shell").success());
+}

@@ -1,0 +1,40 @@
+//! The program under test, and folders for what it writes.
+
+#![allow(dead_code, reason = "not every test uses all of it")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+
+/// The program, whatever the caller has exported.
+pub fn brimful() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
+    command
+}
+
+/// A folder of this test's own.
+pub fn folder(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).expect("a folder");
+    path
+}
+
+/// A file of some 60 sequences to train on.
+pub fn text(folder: &Path) -> String {
+    let path = folder.join("text");
+    fs::write(&path, "A stage is consecutive layers on one device. ".repeat(100)).expect("written");
+    path.display().to_string()
+}
+
+/// The names of what is in a folder.
+pub fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}

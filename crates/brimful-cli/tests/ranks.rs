@@ -1,0 +1,67 @@
+#![cfg(feature = "mpi")]
+//! `brimful train` under a real `mpirun`: rank 0 prints, all ranks train one model, and what they have
+//! saved goes on in one process.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::{env, fs, str};
+
+use serde_json::Value;
+
+/// Runs `brimful train` on the digits, in so many ranks of `mpirun`, or without it.
+fn train(ranks: Option<usize>, flags: &[&str]) -> Output {
+    let program = env!("CARGO_BIN_EXE_brimful");
+    let mut command = match ranks {
+        None => Command::new(program),
+        Some(ranks) => {
+            let mut command = Command::new("mpirun");
+            command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]);
+            command.arg(ranks.to_string()).arg(program);
+            command
+        }
+    };
+    command.args(["train", "--device", "cpu", "--json", "--micro-batches", "4"]).args(flags);
+    command.env("OMP_NUM_THREADS", "1").output().expect("a run")
+}
+
+fn losses(output: &Output) -> Vec<f64> {
+    let (text, errors) = (str::from_utf8(&output.stdout), str::from_utf8(&output.stderr));
+    assert!(output.status.success(), "{errors:?}");
+    let lines = text.expect("text").lines();
+    let loss = |line| serde_json::from_str::<Value>(line).expect("JSON")["test_loss"].as_f64();
+    lines.map(|line| loss(line).expect("a loss")).collect()
+}
+
+fn assert_alike(a: &[f64], b: &[f64]) {
+    assert_eq!(a.len(), b.len(), "rank 0 alone prints");
+    assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4 * b), "{a:?} not {b:?}");
+}
+
+#[test]
+fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("ranks.safetensors");
+    let _ = fs::remove_file(&file);
+    let file = file.to_str().expect("text");
+    let alone = losses(&train(None, &["--stages", "2", "--epochs", "3"]));
+    let flags = ["--stages", "2", "--epochs", "2", "--save", file];
+    assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
+    let flags = ["--stages", "2", "--epochs", "3", "--resume", file];
+    assert_alike(&losses(&train(None, &flags)), &alone[2..]);
+    assert_alike(&losses(&train(Some(2), &flags)), &alone[2..]);
+    // Each pipeline cuts its part into four.
+    let flags = ["--stages", "2", "--replicas", "2", "--epochs", "2"];
+    assert_alike(&losses(&train(Some(4), &flags)), &alone[..2]);
+}
+
+#[test]
+fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
+    for (flags, words) in [
+        (&["--stages", "2"][..], "--stages 2: 3 ranks in 1 replicas leave 3 ranks"),
+        (&["--replicas", "2"], "3 ranks cannot be divided into 2 replicas"),
+    ] {
+        let output = train(Some(3), flags);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success());
+        assert_eq!(said.matches(words).count(), 3, "every rank says it: {said}");
+    }
+}

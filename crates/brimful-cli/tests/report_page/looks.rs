@@ -1,0 +1,196 @@
+//! What is shown, in light and dark, wide and narrow, and of very many actions.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use brimful::Bytes;
+use brimful::report::{Compared, Decided, Device, Ended, Outcome, Run, Test, Timeline, Unit};
+use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
+use serde_json::{Value, json};
+
+use super::chromium::{Browser, Look};
+use super::{PHONE, WIDE, assert_calm, brimful, file, plan, point, tooltip, trained};
+
+#[test]
+fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
+    let Some(mut browser) = Browser::start("real") else { return };
+    let page = trained("real.html");
+    for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
+        browser.open(&page, look);
+        let visible = browser.evaluate(
+            "[...document.querySelectorAll('section')].filter((s) => s.checkVisibility()).map((s) => s.id)",
+        );
+        let sections = ["timeline", "idle", "memory", "sizes", "progress", "settings"];
+        assert_eq!(visible, json!(sections));
+        assert_eq!(browser.evaluate("document.querySelectorAll('canvas').length"), 2);
+        assert_eq!(browser.evaluate("document.querySelectorAll('#idle-table tbody tr').length"), 2);
+        assert_eq!(browser.evaluate("document.querySelectorAll('#memory-panels svg').length"), 2);
+        assert!(browser.text("document.getElementById('ended').innerText").starts_with("Finished"));
+        let width = browser.evaluate("document.documentElement.scrollWidth");
+        assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+        let light = browser.text("getComputedStyle(document.body).backgroundColor");
+        assert_eq!(light == "rgb(11, 17, 32)", look.dark, "{light}");
+        assert_eq!(overlapping_texts(&mut browser), json!([]));
+        browser.evaluate("for (const b of document.querySelectorAll('.choices button')) b.click()");
+        browser.drawn();
+        assert_eq!(overlapping_texts(&mut browser), json!([]));
+    }
+    assert_calm(&browser);
+}
+
+/// Pairs of words of one chart that lie on each other.
+fn overlapping_texts(browser: &mut Browser) -> Value {
+    browser.evaluate(
+        "(() => { const apart = (a, b) => a.right <= b.left || b.right <= a.left \
+         || a.bottom <= b.top || b.bottom <= a.top; const pairs = []; \
+         for (const svg of document.querySelectorAll('svg')) { \
+         const texts = [...svg.querySelectorAll('text')].map((t) => [t.textContent, t.getBoundingClientRect()]); \
+         texts.forEach(([a, x], i) => texts.slice(i + 1).forEach(([b, y]) => { \
+         if (!apart(x, y)) pairs.push([a, b]); })); } return pairs; })()",
+    )
+}
+
+/// Keeps the box of every word that is drawn on a canvas since it was last cleared.
+const KEEP_LABELS: &str = "
+window.labels = [];
+const P = CanvasRenderingContext2D.prototype;
+const { clearRect, fillText } = P;
+P.clearRect = function (...all) { window.labels = []; return clearRect.apply(this, all); };
+P.fillText = function (text, x, y) {
+  const { width } = this.measureText(text);
+  const size = parseFloat(this.font);
+  const left = this.textAlign === 'center' ? x - width / 2 : x;
+  const top = this.textBaseline === 'middle' ? y - size * 0.4 : y - size * 0.8;
+  window.labels.push({ text, left, right: left + width, top, bottom: top + size * 0.8 });
+  return fillText.call(this, text, x, y);
+};";
+const OVERLAPS: &str = "(() => { const pairs = []; const l = window.labels; \
+    for (let i = 0; i < l.length; i++) for (let j = i + 1; j < l.length; j++) { \
+    const [a, b] = [l[i], l[j]]; if (a.left < b.right && b.left < a.right && a.top < b.bottom \
+    && b.top < a.bottom) pairs.push([a.text, b.text]); } return pairs.slice(0, 5); })()";
+
+#[test]
+fn labels_of_64_stages_and_256_micro_batches_do_not_overlap() {
+    let Some(mut browser) = Browser::start("labels") else { return };
+    browser.before_pages(KEEP_LABELS);
+    let page = plan("labels.html", "-s 64 -m 256 --schedule 1f1b");
+    for look in [WIDE, PHONE] {
+        browser.open(&page, look);
+        for zooms in [0, 2, 3, 5] {
+            let press = "document.getElementById('zoom-in').click()";
+            browser.evaluate(&format!("for (let i = 0; i < {zooms}; i++) {press}"));
+            browser.drawn();
+            assert_eq!(browser.evaluate(OVERLAPS), json!([]), "zoomed by {zooms}");
+        }
+        // Close enough, boxes have their numbers; far away, some of the stages have their names.
+        let count = browser.evaluate("window.labels.length").as_u64();
+        assert!(count > Some(200), "{count:?} labels");
+        browser.evaluate("document.getElementById('zoom-all').click()");
+        browser.drawn();
+        let names =
+            browser.evaluate("window.labels.filter((l) => /\\b0$|\\b32$/.test(l.text)).length");
+        assert!(names.as_u64() >= Some(2), "{names} of the names");
+    }
+    assert_calm(&browser);
+}
+
+/// A run of so many steps on 64 devices, with what goes wrong in one.
+fn odd(steps: usize) -> Run {
+    let mut run = Run::new("</script><b>odd</b>");
+    run.settings.push(("data".into(), "a/very/long/path/without/a/space/".repeat(8)));
+    run.ended = Ended::Failed("<i>out of memory</i>".into());
+    let device = |number| Device { name: format!("device {number}"), limit: Some(Bytes(1 << 40)) };
+    run.devices = (0..64).map(device).collect();
+    run.steps.every = 1;
+    run.steps.number = (1..=steps).collect();
+    run.steps.seconds = vec![1.0; steps];
+    run.steps.loss = (0..steps).map(|i| (i % 7 > 0).then_some(1.0 / (1.0 + i as f64))).collect();
+    run.steps.samples_per_s = vec![1e6; steps];
+    run.steps.micro_batch = vec![1; steps];
+    run.steps.retries = vec![2; steps];
+    let peaks = (0..steps).map(|i| (i % 5 > 0).then_some(Bytes(i as u64))).collect();
+    run.steps.peaks = vec![peaks; 64];
+    run.tests.extend((steps > 0).then_some(Test { step: steps, loss: None, accuracy: None }));
+    let outcomes = [Outcome::Tried, Outcome::Failed, Outcome::Chosen].into_iter().cycle();
+    let decided = |(i, outcome): (usize, Outcome)| Decided {
+        step: i + 1,
+        size: 1 << (i % 20),
+        outcome,
+        why: "memory ran out at a larger one".into(),
+        predicted: None,
+        measured: None,
+        available: Bytes(0),
+    };
+    run.decisions = outcomes.take(steps.min(1000)).enumerate().map(decided).collect();
+    run
+}
+
+#[test]
+fn odd_runs_are_shown_as_well_as_they_can_be() {
+    let Some(mut browser) = Browser::start("odd") else { return };
+    let (path, page) = (file("odd.json"), file("odd.html"));
+    for steps in [0, 1, 2, 4096] {
+        odd(steps).write(&path).expect("written");
+        brimful().arg("report").arg(&path).arg("-o").arg(&page).assert().success();
+        for look in [WIDE, PHONE] {
+            browser.open(&page, look);
+            assert_eq!(
+                browser.text("document.querySelector('h1').innerText"),
+                "</script><b>odd</b>"
+            );
+            assert!(
+                browser.text("document.getElementById('ended').innerText").ends_with("memory</i>")
+            );
+            assert_eq!(overlapping_texts(&mut browser), json!([]), "{steps} steps");
+            let width = browser.evaluate("document.documentElement.scrollWidth");
+            assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+        }
+    }
+    for nothing in ["-s 1 -m 1", "-s 3 -m 2 --forward 0 --backward 0"] {
+        browser.open(&plan("nothing.html", &format!("{nothing} --schedule gpipe")), WIDE);
+        browser.evaluate("document.getElementById('zoom-in').click()");
+        browser.drawn();
+    }
+    assert_calm(&browser);
+}
+
+/// A run file with one step of 100,096 actions, as it ran and simulated, with bytes.
+fn many_actions(path: &Path) {
+    let actions = Schedule::OneFOneB.actions(64, 782, Recompute::Never).expect("a schedule");
+    let cost = |stage: usize| StageCost {
+        parameter_bytes: 123_456_789,
+        activation_bytes: 12_345_678 + stage as u64,
+        ..StageCost::new(0.001_234_567 + stage as f64 * 1e-6, 0.001_111_111, 0.000_987_654)
+    };
+    let costs = Costs { stages: (0..64).map(cost).collect(), ..Costs::ticks(64) };
+    let step = simulate(&actions, &costs).expect("costs");
+    let timeline = Timeline::new(&actions, &step, Unit::Seconds);
+    let mut run = Run::new("many actions");
+    let device = |number| Device { name: format!("device {number}"), limit: Some(Bytes(1 << 30)) };
+    run.devices = (0..64).map(device).collect();
+    let (measured, simulated) = (Some(timeline.clone()), Some(timeline));
+    run.timelines.push(Compared { title: "step 1".into(), measured, simulated });
+    run.write(path).expect("written");
+}
+
+#[test]
+fn a_hundred_thousand_actions_are_one_small_page() {
+    let (run, page) = (file("many.json"), file("many.html"));
+    many_actions(&run);
+    brimful().arg("report").arg(&run).arg("-o").arg(&page).assert().success();
+    let size = fs::metadata(&page).expect("a page").len();
+    assert!(size < 10_000_000, "{size} bytes");
+    let Some(mut browser) = Browser::start("many") else { return };
+    let opened = browser.open(&page, WIDE);
+    // Where people see it: times are told, not asserted.
+    let _ = writeln!(
+        std::io::stderr(),
+        "a page of 2 × 100,096 actions, {:.1} MB, was drawn {opened:.0} ms after it was opened",
+        size as f64 / 1e6
+    );
+    let at = point(&mut browser, 5.0, 0.5);
+    browser.mouse("mouseMoved", at, json!({}));
+    assert!(tooltip(&mut browser).contains("stage 5 micro-batch"));
+    assert_calm(&browser);
+}

@@ -1,0 +1,64 @@
+//! The report's page in a real browser.
+
+mod chromium;
+mod looks;
+mod moving;
+
+use std::path::PathBuf;
+
+use assert_cmd::Command;
+use chromium::{Browser, Look};
+
+const WIDE: Look = Look { width: 1280, dark: false };
+const PHONE: Look = Look { width: 360, dark: true };
+
+fn brimful() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    command
+}
+
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+/// A page of simulated steps, whose times are known.
+fn plan(name: &str, arguments: &str) -> PathBuf {
+    let page = file(name);
+    let arguments = arguments.split(' ');
+    brimful().arg("plan").args(arguments).arg("--report").arg(&page).assert().success();
+    page
+}
+
+/// A page of a run in four stages.
+fn trained(name: &str) -> PathBuf {
+    let page = file(name);
+    let arguments = "train --epochs 2 --stages 4 --schedule interleaved-2 --recompute always \
+                     --batch-size 400 --stage-memory 16MiB --device cpu";
+    brimful().args(arguments.split_whitespace()).arg("--report").arg(&page).assert().success();
+    page
+}
+
+fn assert_calm(browser: &Browser) {
+    assert_eq!(browser.complaints(), Vec::<String>::new());
+}
+
+/// Where on the window a device is at some time, in the first timeline.
+fn point(browser: &mut Browser, device: f64, time: f64) -> (f64, f64) {
+    let view = browser.evaluate(
+        "(() => { const c = document.querySelector('canvas'); const b = c.getBoundingClientRect(); \
+         return { x: b.left, y: b.top, ...Object.fromEntries(Object.entries(c.dataset) \
+         .map(([k, v]) => [k, Number(v)])) }; })()",
+    );
+    let of = |name: &str| view[name].as_f64().expect("a number");
+    let share = (time - of("from")) / (of("to") - of("from"));
+    let x = of("x") + of("left") + share * (of("right") - of("left"));
+    (x, of("y") + (device + 0.4) * of("pitch"))
+}
+
+fn tooltip(browser: &mut Browser) -> String {
+    browser.text(
+        "(() => { const t = document.getElementById('tooltip'); \
+                  return t.hidden ? '' : t.innerText.replace(/\\s+/g, ' '); })()",
+    )
+}

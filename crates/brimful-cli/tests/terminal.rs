@@ -1,0 +1,107 @@
+//! What a person sees on a terminal: progress, and what Ctrl-C does.
+
+mod program;
+
+use std::path::Path;
+use std::process::Command as Process;
+
+use brimful::save;
+use program::{folder, text};
+use rexpect::process::WaitStatus;
+use rexpect::session::{PtySession, spawn_command};
+
+/// Longer than any step of these tests takes on a busy machine.
+const PATIENCE: Option<u64> = Some(60_000);
+/// A model with dropout.
+const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
+
+fn on_a_terminal(arguments: &str) -> PtySession {
+    let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+    process.args(arguments.split_whitespace()).env_remove("LD_LIBRARY_PATH");
+    process.env("TERM", "xterm").env("COLUMNS", "160");
+    spawn_command(process, PATIENCE).expect("a terminal")
+}
+
+fn exit_code(session: &PtySession) -> i32 {
+    match session.process().wait() {
+        Ok(WaitStatus::Exited(_, code)) => code,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn progress_shows_rate_time_size_and_memory() {
+    let data = text(&folder("progress"));
+    let limits = "--batch-size 8 --epochs 1 --memory-limit 1GiB";
+    let mut session = on_a_terminal(&format!("{TRAIN} {data} {limits}"));
+    let seen = "[0-9]+/[0-9]+ samples  [0-9.]+ samples/s  [0-9]+ s left  epoch 1/1  micro-batch 4  \
+                [0-9.]+ MiB of 1.00 GiB  loss [0-9.]+";
+    session.exp_regex(seen).expect("a bar");
+    session.exp_regex("epoch +1  loss .* samples/s  peak").expect("the epoch's line");
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 0);
+}
+
+#[test]
+fn quiet_shows_no_progress() {
+    let mut session = on_a_terminal("train --epochs 2 --device cpu --quiet");
+    let all = session.exp_eof().expect("the end");
+    assert!(all.contains("epoch   2  loss") && !all.contains("left"), "{all}");
+}
+
+/// Dropout, moments, order and the place within the epoch must all come back.
+#[test]
+fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
+    let folder = folder("ctrl-c");
+    let (whole, stopped) = (folder.join("whole.safetensors"), folder.join("stopped.safetensors"));
+    let data = text(&folder);
+    let train =
+        |path: &Path| format!("{TRAIN} {data} --batch-size 8 --epochs 3 --save {}", path.display());
+
+    let mut session = on_a_terminal(&train(&whole));
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 0);
+
+    let mut session = on_a_terminal(&train(&stopped));
+    session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
+    session.send_control('c').expect("Ctrl-C");
+    session.exp_string("finishing the step; once more ends at once").expect("a notice");
+    session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
+    let rest = session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 130);
+    let (_, told) = save::read(&stopped).expect("saved");
+    assert_ne!((told["epoch"].as_str(), told["step"].as_str()), ("0", "0"));
+    assert_ne!(told["epoch"], "3");
+
+    // The command that it says, word for word.
+    let command =
+        rest.lines().find_map(|line| line.split_once("brimful train")).expect("a command").1;
+    assert!(command.contains("--resume"), "{command}");
+    let mut session = on_a_terminal(&format!("train{command}"));
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 0);
+    assert_eq!(save::read(&stopped).expect("stopped"), save::read(&whole).expect("whole"));
+}
+
+#[test]
+fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once() {
+    let data = text(&folder("lost"));
+    let mut session = on_a_terminal(&format!("{TRAIN} {data} --batch-size 8 --epochs 50"));
+    session.exp_regex("epoch 1/50").expect("a first step");
+    session.send_control('c').expect("Ctrl-C");
+    session
+        .exp_string("nothing was saved: --save FILE lets the next run go on")
+        .expect("a warning");
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 130);
+
+    // One step of it takes long, so that both come within it.
+    let mut session = on_a_terminal(&format!("{TRAIN} synthetic --batch-size all --epochs 50"));
+    session.exp_string("samples to train on").expect("a beginning");
+    session.exp_string("0/25600 samples").expect("a bar");
+    session.send_control('c').expect("Ctrl-C");
+    session.exp_string("once more ends at once").expect("a notice");
+    session.send_control('c').expect("Ctrl-C");
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 130);
+}

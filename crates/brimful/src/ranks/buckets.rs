@@ -1,0 +1,134 @@
+//! Gradients in pieces of some megabytes, each summed over the ranks as soon as it is full.
+//!
+//! Gradients are complete in about the reverse order of the parameters, so buckets are filled in that
+//! order. What is sent is the sums' own kind: f32 for parameters in half precision.
+
+use tch::{Device, Kind, Tensor};
+
+use super::RanksTurn;
+use crate::accumulate::Sum;
+use crate::world::Summing;
+use crate::{Error, Result};
+
+/// Bytes of a bucket, unless one parameter alone has more: small enough to set out early, large
+/// enough that messages do not matter.
+const BYTES: usize = 4 << 20;
+
+/// The gradients of all parameters on their way to the other ranks.
+#[derive(Debug)]
+pub(crate) struct Buckets {
+    turn: RanksTurn,
+    buckets: Vec<Bucket>,
+    /// Of each parameter.
+    places: Vec<Place>,
+    /// The first thing that went wrong while nobody could be told.
+    failed: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    numbers: Tensor,
+    /// Parameters whose gradients are not in it yet.
+    missing: usize,
+    summing: Option<Summing>,
+}
+
+#[derive(Debug)]
+struct Place {
+    bucket: usize,
+    start: usize,
+    shape: Vec<i64>,
+    filled: bool,
+}
+
+impl Buckets {
+    pub(crate) fn new(turn: RanksTurn, parameters: &[Tensor]) -> Result<Self> {
+        let mut outlines: Vec<(Kind, usize, usize)> = Vec::new();
+        let mut places = Vec::with_capacity(parameters.len());
+        for parameter in parameters.iter().rev() {
+            let (kind, length) = (kind_of_sum(parameter), parameter.numel());
+            let fits = |(other, numbers, _): &(Kind, usize, usize)| {
+                *other == kind && (numbers + length) * kind.elt_size_in_bytes() <= BYTES
+            };
+            if !outlines.last().is_some_and(fits) {
+                outlines.push((kind, 0, 0));
+            }
+            let bucket = outlines.len() - 1;
+            let (_, numbers, missing) = &mut outlines[bucket];
+            places.push(Place { bucket, start: *numbers, shape: parameter.size(), filled: false });
+            (*numbers, *missing) = (*numbers + length, *missing + 1);
+        }
+        places.reverse();
+        let bucket = |(kind, numbers, missing): (Kind, usize, usize)| {
+            let numbers = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
+            Ok(Bucket { numbers, missing, summing: None })
+        };
+        let buckets = outlines.into_iter().map(bucket).collect::<Result<_>>()?;
+        Ok(Self { turn, buckets, places, failed: None })
+    }
+
+    /// A parameter's gradient is complete. It is called in the midst of a backward, so that what goes
+    /// wrong is told later.
+    pub(crate) fn arrived(&mut self, parameter: usize, gradient: &Tensor) {
+        if self.failed.is_none() {
+            self.failed = self.put(parameter, Some(gradient)).err();
+        }
+    }
+
+    /// Puts the gradients in that have not arrived: nothing where there is none.
+    pub(crate) fn fill(&mut self, gradients: &Sum) -> Result<()> {
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
+        for parameter in 0..self.places.len() {
+            if !self.places[parameter].filled {
+                self.put(parameter, gradients.get(parameter).and_then(Option::as_ref))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, parameter: usize, gradient: Option<&Tensor>) -> Result<()> {
+        let mut into = self.part(parameter)?;
+        match gradient {
+            Some(gradient) => into.f_copy_(&gradient.f_detach()?)?,
+            None => drop(into.f_zero_()?),
+        }
+        let place = &mut self.places[parameter];
+        if std::mem::replace(&mut place.filled, true) {
+            let twice = "a parameter was reached twice in one backward, as by a backward within it";
+            return Err(Error::Torch(twice.into()));
+        }
+        let bucket = &mut self.buckets[place.bucket];
+        bucket.missing -= 1;
+        if bucket.missing == 0 {
+            bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers)?);
+        }
+        Ok(())
+    }
+
+    /// Where a parameter's gradient is.
+    fn part(&self, parameter: usize) -> Result<Tensor> {
+        let Place { bucket, start, shape, .. } = &self.places[parameter];
+        let length = shape.iter().product();
+        let numbers = &self.buckets[*bucket].numbers;
+        Ok(numbers.f_narrow(0, *start as i64, length)?.f_view(&shape[..])?)
+    }
+
+    /// Waits until all ranks' gradients are in, and gives the sum of each parameter.
+    pub(crate) fn summed(mut self) -> Result<Vec<Tensor>> {
+        for bucket in &mut self.buckets {
+            if let Some(summing) = bucket.summing.take() {
+                summing.wait()?;
+            }
+        }
+        (0..self.places.len()).map(|parameter| self.part(parameter)).collect()
+    }
+}
+
+fn kind_of_sum(parameter: &Tensor) -> Kind {
+    match parameter.kind() {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    }
+}

@@ -1,0 +1,53 @@
+//! What the ranks of a data-parallel step add up: gradients in buckets, and running statistics.
+//!
+//! ```text
+//!   backward of the last micro-batch   ── gradient complete ──►  its bucket ── full ──►  summed
+//!   the world's thread                                        sends, receives and adds meanwhile
+//! ```
+
+mod buckets;
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+pub(crate) use buckets::Buckets;
+
+use crate::Result;
+use crate::world::{Summing, Turn, World};
+
+/// One try at a step that these ranks take part in.
+#[derive(Debug, Clone)]
+pub(crate) struct RanksTurn {
+    turn: Turn,
+    everyone: Arc<[usize]>,
+    /// What its sums are counted from, so that several can share a turn.
+    base: u32,
+}
+
+impl RanksTurn {
+    /// All ranks begin the same turns in the same order.
+    pub(crate) fn begin(world: &World) -> Result<Self> {
+        Ok(Self::of(world.turn()?, world.everyone(), 0))
+    }
+
+    /// The part of a turn in which these ranks add up.
+    pub(crate) fn of(turn: Turn, everyone: Arc<[usize]>, base: u32) -> Self {
+        Self { turn, everyone, base }
+    }
+
+    /// Begins to add a tensor up; it is contiguous, and in the host's memory.
+    fn sum(&self, number: usize, tensor: &Tensor) -> Result<Summing> {
+        self.turn.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor)
+    }
+
+    /// Leaves in the tensor the sum of all ranks' tensors; `number` is none of a bucket's.
+    pub(crate) fn sum_now(&self, number: usize, tensor: &Tensor) -> Result<()> {
+        Ok(self.sum(number, tensor)?.wait()?)
+    }
+
+    /// Tells all ranks that it has failed here, so that nobody waits for a sum.
+    pub(crate) fn stop(&self) {
+        self.turn.stop();
+    }
+}

@@ -1,0 +1,94 @@
+//! Run files: written whole or not at all, and checked when they are read.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Compared, Run, RunError};
+use crate::{Error, Result, save};
+
+/// What every run file says of itself.
+const FORMAT: &str = "brimful run";
+const VERSION: u64 = 1;
+
+/// What comes first.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u64,
+}
+
+#[derive(Serialize)]
+struct Written<'a> {
+    format: &'static str,
+    version: u64,
+    #[serde(flatten)]
+    run: &'a Run,
+}
+
+impl Run {
+    /// The file's text: see [the format](super#the-file).
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        let written = Written { format: FORMAT, version: VERSION, run: self };
+        serde_json::to_string(&written).expect("strings, numbers, and keys that are strings")
+    }
+
+    /// Writes the run in place of what the file held before, whole or not at all.
+    ///
+    /// # Errors
+    /// When the file system refuses, with the remedy.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        save::replace(path, self.to_json().as_bytes())
+    }
+
+    /// Reads a run file.
+    ///
+    /// # Errors
+    /// When it cannot be read, is no run file or one of another version, or does not hold what it
+    /// should.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let name = path.as_ref().display().to_string();
+        let text = fs::read(path).map_err(|error| Error::File {
+            action: "read",
+            path: name.clone(),
+            reason: error.to_string(),
+        })?;
+        Ok(parse(&text, name)?)
+    }
+}
+
+fn parse(text: &[u8], path: String) -> Result<Run, RunError> {
+    let head: Head = match serde_json::from_slice(text) {
+        Ok(head) => head,
+        // It began as one, and was cut off.
+        Err(error) if error.is_eof() && !text.is_empty() => {
+            return Err(RunError::Damaged { path, reason: error.to_string() });
+        }
+        Err(error) => return Err(RunError::NotARun { path, reason: error.to_string() }),
+    };
+    if head.format != FORMAT {
+        let reason = format!("its format is '{}'", head.format);
+        return Err(RunError::NotARun { path, reason });
+    }
+    if head.version != VERSION {
+        return Err(RunError::OtherVersion { path, found: head.version, known: VERSION });
+    }
+    let run: Result<Run, String> = serde_json::from_slice(text).map_err(|error| error.to_string());
+    let run = run.and_then(|run| run.check().map(|()| run));
+    run.map_err(|reason| RunError::Damaged { path, reason })
+}
+
+impl Run {
+    /// Columns must be of one length, and hold what they name.
+    fn check(&self) -> Result<(), String> {
+        self.steps.check(self.devices.len())?;
+        for Compared { title, measured, simulated } in &self.timelines {
+            for timeline in [measured, simulated].into_iter().flatten() {
+                timeline.check().map_err(|reason| format!("{reason} in '{title}'"))?;
+            }
+        }
+        Ok(())
+    }
+}

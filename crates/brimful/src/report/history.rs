@@ -1,0 +1,192 @@
+//! What the steps came to, in columns that stay short however long the run is.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::Record;
+use crate::bytes::Bytes;
+
+/// The most points that are kept; more are joined two by two.
+const POINTS: usize = 4096;
+
+/// What the steps came to: in each column one entry a point, which is one step or, in a long run,
+/// several neighbours.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Steps {
+    /// How many steps a point stands for; the last one may stand for fewer.
+    pub every: usize,
+    /// The number of its last step, from 1 on.
+    pub number: Vec<usize>,
+    /// Seconds from the run's start to its end.
+    pub seconds: Vec<f64>,
+    /// The mean loss, where it is a number.
+    pub loss: Vec<Option<f64>>,
+    /// Samples a second.
+    pub samples_per_s: Vec<f64>,
+    /// The most samples in a micro-batch.
+    pub micro_batch: Vec<usize>,
+    /// How often a step was run again because memory had run out.
+    pub retries: Vec<usize>,
+    /// For each device the most bytes in use, where they are counted.
+    pub peaks: Vec<Vec<Option<Bytes>>>,
+}
+
+impl Steps {
+    pub(super) fn check(&self, devices: usize) -> Result<(), String> {
+        let points = self.number.len();
+        let columns = [
+            ("seconds", self.seconds.len()),
+            ("loss", self.loss.len()),
+            ("samples_per_s", self.samples_per_s.len()),
+            ("micro_batch", self.micro_batch.len()),
+            ("retries", self.retries.len()),
+        ];
+        let peaks = self.peaks.iter().map(|column| ("peaks", column.len()));
+        if let Some((name, found)) = columns.into_iter().chain(peaks).find(|(_, n)| *n != points) {
+            return Err(format!("{points} steps, but {found} entries in '{name}'"));
+        }
+        match self.peaks.len() {
+            found if found == devices || points == 0 => Ok(()),
+            found => Err(format!("peaks of {found} devices, but there are {devices}")),
+        }
+    }
+}
+
+/// The steps so far.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    points: Vec<Point>,
+    /// See [`Steps::every`]; a power of two.
+    every: usize,
+    steps: usize,
+}
+
+/// Neighbouring steps.
+#[derive(Debug, Clone)]
+struct Point {
+    steps: usize,
+    number: usize,
+    seconds: f64,
+    /// The sum over the steps.
+    loss: f64,
+    samples: usize,
+    time: Duration,
+    micro_batch: usize,
+    retries: usize,
+    peaks: Vec<Option<Bytes>>,
+}
+
+impl History {
+    /// How many steps there were.
+    pub(super) fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// Adds a step that ended so many seconds after the start.
+    pub(super) fn add(&mut self, step: &Record, seconds: f64) {
+        self.steps += 1;
+        self.every = self.every.max(1);
+        let point = Point {
+            steps: 1,
+            number: self.steps,
+            seconds,
+            loss: step.loss,
+            samples: step.samples,
+            time: step.time,
+            micro_batch: step.micro_batch,
+            retries: step.retries,
+            peaks: step.peaks.clone(),
+        };
+        match self.points.last_mut() {
+            Some(last) if last.steps < self.every => last.join(point),
+            _ => self.points.push(point),
+        }
+        if self.points.len() > POINTS {
+            self.halve();
+        }
+    }
+
+    fn halve(&mut self) {
+        self.every *= 2;
+        let mut joined: Vec<Point> = Vec::with_capacity(POINTS);
+        for point in self.points.drain(..) {
+            match joined.last_mut() {
+                Some(last) if last.steps < self.every => last.join(point),
+                _ => joined.push(point),
+            }
+        }
+        self.points = joined;
+    }
+
+    pub(super) fn columns(&self, devices: usize) -> Steps {
+        let points = &self.points;
+        let peaks = |device: usize| {
+            points.iter().map(|point| point.peaks.get(device).copied().flatten()).collect()
+        };
+        Steps {
+            every: self.every,
+            number: points.iter().map(|point| point.number).collect(),
+            seconds: points.iter().map(|point| point.seconds).collect(),
+            loss: points.iter().map(Point::mean_loss).collect(),
+            samples_per_s: points.iter().map(Point::rate).collect(),
+            micro_batch: points.iter().map(|point| point.micro_batch).collect(),
+            retries: points.iter().map(|point| point.retries).collect(),
+            peaks: (0..devices).map(peaks).collect(),
+        }
+    }
+}
+
+impl Point {
+    fn join(&mut self, later: Self) {
+        self.steps += later.steps;
+        self.number = later.number;
+        self.seconds = later.seconds;
+        self.loss += later.loss;
+        self.samples += later.samples;
+        self.time += later.time;
+        self.micro_batch = self.micro_batch.max(later.micro_batch);
+        self.retries += later.retries;
+        for (peak, other) in self.peaks.iter_mut().zip(later.peaks) {
+            *peak = (*peak).max(other);
+        }
+    }
+
+    fn mean_loss(&self) -> Option<f64> {
+        let mean = self.loss / self.steps as f64;
+        mean.is_finite().then_some(mean)
+    }
+
+    fn rate(&self) -> f64 {
+        self.samples as f64 / self.time.as_secs_f64().max(1e-9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_run_stays_short_and_loses_no_sample() {
+        let mut history = History::default();
+        let steps = 3 * POINTS + 1;
+        for number in 0..steps {
+            let step = Record {
+                loss: number as f64,
+                samples: 2,
+                time: Duration::from_secs(1),
+                peaks: vec![Some(Bytes(number as u64))],
+                ..Record::default()
+            };
+            history.add(&step, number as f64);
+        }
+        let columns = history.columns(1);
+        assert_eq!(columns.check(1), Ok(()));
+        assert_eq!((columns.every, columns.number.len()), (4, steps.div_ceil(4)));
+        assert_eq!(columns.loss[..2], [Some(1.5), Some(5.5)]);
+        assert!(columns.samples_per_s.iter().all(|rate| *rate == 2.0));
+        assert_eq!(columns.peaks[0][1], Some(Bytes(7)));
+        assert_eq!(columns.number.last(), Some(&steps));
+    }
+}

@@ -1,0 +1,136 @@
+//! Which steps are kept action by action: the first, the fastest, the slowest and the last.
+
+use std::sync::Arc;
+
+use super::{Compared, Ran, Record, Timeline, Unit};
+use crate::bytes::Bytes;
+use crate::schedule::{Costs, Simulation, simulate};
+
+/// The most actions of all kept steps together: a page of them stays a page.
+const ACTIONS: usize = 100_000;
+
+/// The steps that are kept.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    first: Option<Arc<Numbered>>,
+    /// Of those after the first, which has everything still to set up.
+    fastest: Option<Arc<Numbered>>,
+    slowest: Option<Arc<Numbered>>,
+    last: Option<Arc<Numbered>>,
+}
+
+#[derive(Debug)]
+struct Numbered {
+    number: usize,
+    rate: f64,
+    ran: Ran,
+    peaks: Vec<Option<Bytes>>,
+}
+
+impl Kept {
+    /// Looks at a step, and takes its actions.
+    pub(super) fn look(&mut self, number: usize, step: &mut Record) {
+        let Some(ran) = step.ran.take() else { return };
+        let step = Numbered { number, rate: step.rate(), ran, peaks: step.peaks.clone() };
+        let step = Arc::new(step);
+        self.last = Some(Arc::clone(&step));
+        if self.first.is_none() {
+            self.first = Some(step);
+            return;
+        }
+        if self.fastest.as_ref().is_none_or(|fastest| step.rate > fastest.rate) {
+            self.fastest = Some(Arc::clone(&step));
+        }
+        if self.slowest.as_ref().is_none_or(|slowest| step.rate < slowest.rate) {
+            self.slowest = Some(step);
+        }
+    }
+
+    /// The last one's actions.
+    pub(super) fn last(&self) -> Option<&Ran> {
+        self.last.as_ref().map(|step| &step.ran)
+    }
+
+    /// As many as there is room for, in the order of the run, the last one in any case.
+    pub(super) fn compared(&self) -> Vec<Compared> {
+        let roles = [
+            ("last", &self.last),
+            ("slowest", &self.slowest),
+            ("first", &self.first),
+            ("fastest", &self.fastest),
+        ];
+        let mut chosen: Vec<(&Numbered, Vec<&str>)> = Vec::new();
+        let mut room = ACTIONS;
+        for (role, step) in roles.iter().filter_map(|(role, step)| Some((*role, step.as_ref()?))) {
+            if let Some((_, roles)) = chosen.iter_mut().find(|(one, _)| one.number == step.number) {
+                roles.push(role);
+            } else if chosen.is_empty() || step.actions() <= room {
+                room = room.saturating_sub(step.actions());
+                chosen.push((step, vec![role]));
+            }
+        }
+        chosen.sort_by_key(|(step, _)| step.number);
+        chosen.iter().map(|(step, roles)| step.compared(roles)).collect()
+    }
+}
+
+impl Numbered {
+    fn actions(&self) -> usize {
+        self.ran.timeline.iter().map(Vec::len).sum()
+    }
+
+    /// Beside it the same schedule on paper.
+    fn compared(&self, roles: &[&str]) -> Compared {
+        let Ran { actions, timeline } = &self.ran;
+        let compact = |step: &Simulation| Timeline::new(actions, step, Unit::Seconds);
+        let measured = Simulation::measured(actions, timeline, &self.peaks);
+        let simulated = simulate(actions, &Costs::measured(actions, timeline)).ok();
+        Compared {
+            title: format!("step {}: {}", self.number, roles.join(", ")),
+            measured: Some(compact(&measured)),
+            simulated: simulated.as_ref().map(compact),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::schedule::{Recompute, Schedule};
+
+    /// Looks at steps that took so many seconds each; gives the titles of those that are kept.
+    fn kept(micro_batches: usize, seconds: &[u64]) -> Vec<String> {
+        let actions = Schedule::GPipe.actions(2, micro_batches, Recompute::Never);
+        let actions = Arc::new(actions.expect("a schedule"));
+        let step = simulate(&actions, &Costs::ticks(2)).expect("costs");
+        let mut kept = Kept::default();
+        for (i, seconds) in seconds.iter().enumerate() {
+            let timeline = step.timeline().to_vec();
+            let ran = Some(Ran { actions: Arc::clone(&actions), timeline });
+            let time = Duration::from_secs(*seconds);
+            kept.look(i + 1, &mut Record { samples: 1, time, ran, ..Record::default() });
+        }
+        kept.compared().into_iter().map(|step| step.title).collect()
+    }
+
+    #[test]
+    fn each_step_is_kept_once_with_all_that_it_is() {
+        assert_eq!(kept(2, &[]), [""; 0]);
+        assert_eq!(kept(2, &[9]), ["step 1: last, first"]);
+        let titles = ["step 1: first", "step 2: slowest", "step 3: fastest", "step 4: last"];
+        assert_eq!(kept(2, &[9, 5, 1, 2]), titles);
+        assert_eq!(
+            kept(2, &[9, 5, 1]),
+            ["step 1: first", "step 2: slowest", "step 3: last, fastest"]
+        );
+    }
+
+    #[test]
+    fn many_actions_leave_room_for_fewer_steps() {
+        // 2 stages, forward and backward: 40,000 actions a step.
+        assert_eq!(kept(10_000, &[9, 5, 1, 2]), ["step 2: slowest", "step 4: last"]);
+        assert_eq!(kept(30_000, &[9, 5, 1, 2]), ["step 4: last"]);
+    }
+}

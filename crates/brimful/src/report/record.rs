@@ -1,0 +1,101 @@
+//! What one step is to a recorder, on one device, in replicas or in a pipeline.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::auto::Decision;
+use crate::bytes::Bytes;
+use crate::schedule::{Actions, Span};
+use crate::{micro, pipeline, replicas};
+
+/// What one step came to. Every kind of step turns into one.
+#[derive(Debug, Default)]
+pub struct Record {
+    /// The mini-batch's loss.
+    pub loss: f64,
+    /// Samples in the mini-batch.
+    pub samples: usize,
+    /// The most samples in a micro-batch.
+    pub micro_batch: usize,
+    /// How long it took: forward and backward, and what else the caller adds.
+    pub time: Duration,
+    /// The most memory in use on each device, where it is counted.
+    pub peaks: Vec<Option<Bytes>>,
+    /// What was decided about an automatic size.
+    pub decisions: Vec<Decision>,
+    /// How often it was run again because memory had run out.
+    pub retries: usize,
+    /// Its actions, of a pipeline.
+    pub ran: Option<Ran>,
+}
+
+/// The actions of a pipeline's step, and when they ran.
+#[derive(Debug)]
+pub struct Ran {
+    /// What was run.
+    pub actions: Arc<Actions>,
+    /// For each device, its actions with their times in seconds.
+    pub timeline: Vec<Vec<Span>>,
+}
+
+impl Record {
+    /// The most memory in use on any device.
+    #[must_use]
+    pub fn peak(&self) -> Bytes {
+        self.peaks.iter().flatten().max().copied().unwrap_or_default()
+    }
+
+    /// Samples a second.
+    pub(super) fn rate(&self) -> f64 {
+        self.samples as f64 / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
+    }
+}
+
+impl<O> From<micro::Step<O>> for Record {
+    fn from(step: micro::Step<O>) -> Self {
+        Self {
+            loss: step.loss,
+            samples: step.samples,
+            micro_batch: largest(&step.sizes),
+            time: step.time,
+            peaks: vec![step.peak],
+            decisions: step.decisions,
+            retries: step.retries,
+            ran: None,
+        }
+    }
+}
+
+impl<O> From<replicas::Step<O>> for Record {
+    fn from(step: replicas::Step<O>) -> Self {
+        Self {
+            loss: step.loss,
+            samples: step.samples,
+            micro_batch: largest(&step.sizes),
+            time: step.time,
+            peaks: step.peaks,
+            decisions: step.decisions,
+            retries: step.retries,
+            ran: None,
+        }
+    }
+}
+
+impl<O> From<pipeline::Step<O>> for Record {
+    fn from(step: pipeline::Step<O>) -> Self {
+        Self {
+            loss: step.loss,
+            samples: step.samples,
+            micro_batch: largest(&step.sizes),
+            time: step.time,
+            peaks: step.peaks,
+            decisions: step.decisions,
+            retries: step.retries,
+            ran: Some(Ran { actions: step.actions, timeline: step.timeline }),
+        }
+    }
+}
+
+fn largest(sizes: &[usize]) -> usize {
+    sizes.iter().max().copied().unwrap_or(0)
+}

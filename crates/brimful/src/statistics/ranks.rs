@@ -1,0 +1,99 @@
+//! The statistics of all ranks' samples, in one sum.
+//!
+//! Each rank gives, for each channel of each layer that has seen something anywhere, sums around the
+//! running mean r, which all ranks share: so there is little to cancel, and all of it in f64.
+//!
+//! ```text
+//!   n, n (μ − r), q + n (μ − r)²    summed over the ranks to N, S, T
+//!   M = r + S / N                   Q = T − S² / N
+//! ```
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use super::pool::Seen;
+use super::{Pending, Running};
+use crate::Result;
+use crate::ranks::RanksTurn;
+
+/// A layer that has seen something, as ranks name it.
+#[derive(Debug, Clone, PartialEq, PartialOrd, Serialize, Deserialize)]
+pub(crate) struct Layer {
+    mean: String,
+    variance: String,
+    momentum: f64,
+}
+
+impl Pending {
+    /// Whether a layer has reported.
+    pub(crate) fn has_layers(&self) -> bool {
+        !self.deferred.is_empty()
+    }
+
+    /// The layers that have reported, where `name` knows their variables.
+    pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<Layer> {
+        let layer = |seen: &Seen| {
+            let Running { mean, variance, momentum, .. } = &seen.running;
+            Some(Layer { mean: name(mean)?, variance: name(variance)?, momentum: *momentum })
+        };
+        self.deferred.values().filter_map(layer).collect()
+    }
+
+    /// Makes what these layers have seen here what they have seen on all ranks; `number` is the sum's
+    /// in the turn.
+    pub(crate) fn sum_over_ranks(
+        &mut self,
+        turn: &RanksTurn,
+        number: usize,
+        layers: impl IntoIterator<Item = Layer>,
+        variable: impl Fn(&str) -> Option<Tensor>,
+    ) -> Result<()> {
+        // All ranks in one order, which is that of the names.
+        let layers: BTreeMap<_, _> = layers.into_iter().map(|l| (l.mean.clone(), l)).collect();
+        if layers.is_empty() {
+            return Ok(());
+        }
+        self.pool()?;
+        let mut ids = Vec::new();
+        for layer in layers.into_values() {
+            let (Some(mean), Some(variance)) = (variable(&layer.mean), variable(&layer.variance))
+            else {
+                continue;
+            };
+            ids.push(self.find_or_add(mean, variance, layer.momentum)?);
+        }
+        let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
+        let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
+        turn.sum_now(number, &all)?;
+        let mut start = 0;
+        for (id, row) in ids.iter().zip(rows) {
+            let length = row.size1()?;
+            let part = all.f_narrow(0, start, length)?;
+            if let Some(seen) = self.deferred.get_mut(id) {
+                seen.set_moments(&part)?;
+            }
+            start += length;
+        }
+        Ok(())
+    }
+
+    /// The layer with these variables; a new one where it has seen nothing here.
+    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: f64) -> Result<u64> {
+        let place = mean.data_ptr();
+        let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);
+        if let Some((id, _)) = known {
+            return Ok(*id);
+        }
+        let running = Running::new(mean, variance, momentum);
+        let id = running.id;
+        self.deferred.insert(id, Seen::new(running, &mut self.rows)?);
+        Ok(id)
+    }
+}
+
+/// The running mean in f64, in the host's memory.
+pub(super) fn shift(running: &Running) -> Result<Tensor> {
+    Ok(running.mean.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
+}

@@ -1,0 +1,521 @@
+#![cfg(feature = "mpi")]
+//! Ranks that each run their part of a mini-batch leave what the plain model leaves on all of it.
+
+mod ranks;
+
+use std::panic::{self, AssertUnwindSafe};
+
+use brimful::memory::{Arena, Memory};
+use brimful::nn::batch_norm1d;
+use brimful::optim::{AdamW, Method, Optimizer, Sgd};
+use brimful::pipeline::StageDevice;
+use brimful::world::WorldError;
+use brimful::{Auto, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
+use brimful_torch::autograd::set_gradient;
+use ranks::in_ranks;
+use tch::nn::{self, Module, ModuleT};
+use tch::{Device, Kind, Reduction, Tensor};
+
+const CLASSES: i64 = 4;
+const TOLERANCE: f64 = 1e-10;
+
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+type Batch = (Tensor, Tensor, Tensor);
+
+fn batch(samples: i64) -> Batch {
+    let x = numbers(&[samples, 6], 100);
+    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
+    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y, tokens)
+}
+
+/// How many samples each rank has; the first of several ranks may have none.
+fn parts(world: &World, samples: usize, uneven: bool) -> Vec<usize> {
+    let ranks = world.size();
+    let mut parts: Vec<usize> =
+        (0..ranks).map(|rank| samples / ranks + usize::from(rank < samples % ranks)).collect();
+    if uneven && ranks > 1 {
+        let first = std::mem::take(&mut parts[0]);
+        parts[ranks - 1] += first;
+    }
+    parts
+}
+
+fn part_of(world: &World, parts: &[usize], whole: &Tensor) -> Tensor {
+    let start: usize = parts[..world.rank()].iter().sum();
+    whole.narrow(0, start as i64, parts[world.rank()] as i64)
+}
+
+fn part(world: &World, parts: &[usize], (x, y, tokens): &Batch) -> Batch {
+    let part = |whole| part_of(world, parts, whole);
+    (part(x), part(y), part(tokens))
+}
+
+#[derive(Debug)]
+struct Net {
+    layers: nn::SequentialT,
+    scale: Tensor,
+}
+
+fn net(root: &nn::Path) -> Net {
+    let layers = nn::seq_t()
+        .add(batch_norm1d(root / "norm", 6, Default::default()))
+        .add(nn::linear(root / "one", 6, 8, Default::default()))
+        .add_fn(|x| x.tanh())
+        .add(nn::linear(root / "two", 8, CLASSES, Default::default()));
+    let _unused = root.randn_standard("unused", &[3]);
+    Net { layers, scale: root.ones("scale", &[CLASSES]) }
+}
+
+impl Net {
+    /// Without what depends on the cut.
+    fn logits(&self, x: &Tensor) -> Tensor {
+        self.layers.forward_t(x, false) * &self.scale
+    }
+}
+
+fn plain() -> (nn::VarStore, Net) {
+    tch::manual_seed(1);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let net = net(&store.root());
+    store.double();
+    (store, net)
+}
+
+fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
+    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
+}
+
+fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
+    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
+}
+
+fn penalty(net: &Net) -> Tensor {
+    net.scale.square().sum(Kind::Double) * 0.01
+}
+
+struct Case {
+    name: &'static str,
+    full: fn(&Net, &Batch) -> Tensor,
+    micro: fn(&Net, &Batch) -> Loss,
+}
+
+const CASES: [Case; 4] = [
+    Case {
+        name: "mean",
+        full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
+        micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(Kind::Double)),
+    },
+    Case {
+        name: "over tokens",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            sum / count
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            Loss::mean_over(sum / &count, count)
+        },
+    },
+    Case {
+        name: "a ratio",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            sum / count
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            Loss::ratio(sum, count.double_value(&[]))
+        },
+    },
+    Case {
+        name: "several terms",
+        full: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            let squares = net.logits(&batch.0).square();
+            sum / count * 0.5 + squares.sum(Kind::Double) + penalty(net)
+        },
+        micro: |net, batch| {
+            let (sum, count) = over_tokens(net, batch);
+            let squares = net.logits(&batch.0).square();
+            Loss::mean_over(sum / &count, count) * 0.5
+                + Loss::sum(squares.sum(Kind::Double))
+                + Loss::once(penalty(net))
+        },
+    },
+];
+
+fn clear(store: &nn::VarStore) {
+    for (_, mut variable) in store.variables() {
+        set_gradient(&mut variable, None).expect("cleared");
+    }
+}
+
+fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[track_caller]
+fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
+    let others = store.variables();
+    for (name, variable) in plain.variables() {
+        let (expected, got) = (variable.grad(), others[&name].grad());
+        assert_eq!(expected.defined(), got.defined(), "{what}: {name}");
+        if expected.defined() {
+            let off = distance(&expected, &got);
+            assert!(off < TOLERANCE, "{what}: {name} is {off} off");
+        }
+    }
+}
+
+fn full_batch_gradients(world: World) {
+    let (plain_store, plain_net) = plain();
+    // Ranks begin with different values, and get the first one's.
+    let (store, model) = plain();
+    if world.rank() > 0 {
+        tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
+    }
+    for size in [Size::Fixed(2), Size::Count(3), Size::Fixed(1000)] {
+        let mut micro = MicroBatcher::new(&store, size).world(&world).expect("one model");
+        for (samples, uneven) in [(1, false), (13, false), (13, true)] {
+            for Case { name, full, micro: loss } in &CASES {
+                let what = format!("{name}, {samples} samples, {size:?}, uneven: {uneven}");
+                let whole = batch(samples as i64);
+                clear(&plain_store);
+                clear(&store);
+                let expected = full(&plain_net, &whole);
+                expected.backward();
+                let parts = parts(&world, samples, uneven);
+                let own = part(&world, &parts, &whole);
+                let step = micro.backward(&own, |batch| loss(&model, &batch)).expect(&what);
+                let off = (step.loss - expected.double_value(&[])).abs();
+                assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+                assert_eq!(step.samples, samples, "{what}");
+                assert_eq!(step.sizes.iter().sum::<usize>(), parts[world.rank()], "{what}");
+                assert_gradients(&what, &plain_store, &store);
+                let step = micro.evaluate(&own, |batch| loss(&model, &batch)).expect(&what);
+                let off = (step.loss - expected.double_value(&[])).abs();
+                assert!(off < TOLERANCE, "{what}: the evaluated loss is {off} off");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_rank_leaves_the_full_batchs_gradient() {
+    in_ranks(1, full_batch_gradients);
+}
+
+#[test]
+fn two_ranks_leave_the_full_batchs_gradient() {
+    in_ranks(2, full_batch_gradients);
+}
+
+#[test]
+fn four_ranks_leave_the_full_batchs_gradient() {
+    in_ranks(4, full_batch_gradients);
+}
+
+#[test]
+fn steps_leave_the_plain_parameters_and_statistics() {
+    in_ranks(2, |world| {
+        for method in [Method::from(Sgd::new(0.1).momentum(0.9)), AdamW::new(0.01).into()] {
+            let ((plain_store, plain_net), (store, model)) = (plain(), plain());
+            let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one");
+            let mut one = Optimizer::new(&plain_store, method).expect("an optimizer");
+            let mut other = Optimizer::new(&store, method).expect("an optimizer");
+            for step in 0..3 {
+                let whole = batch(12 + step);
+                let parts = parts(&world, 12 + step as usize, step == 1);
+                (CASES[3].full)(&plain_net, &whole).backward();
+                // The first layer's statistics, which do not depend on the cut.
+                let _training = plain_net.layers.forward_t(&whole.0, true);
+                let own = part(&world, &parts, &whole);
+                let run = |batch: Batch| {
+                    let _training = tch::no_grad(|| model.layers.forward_t(&batch.0, true));
+                    (CASES[3].micro)(&model, &batch)
+                };
+                micro.backward(&own, run).expect("a step");
+                for optimizer in [&mut one, &mut other] {
+                    optimizer.clip_gradient_norm(0.5).expect("clipped");
+                    optimizer.step().expect("a step");
+                    optimizer.zero_grad().expect("cleared");
+                }
+            }
+            let others = store.variables();
+            for (name, variable) in plain_store.variables() {
+                let off = distance(&variable, &others[&name]);
+                assert!(off < 1e-9, "{method:?}: {name} is {off} off");
+            }
+        }
+    });
+}
+
+#[test]
+fn dropout_belongs_to_step_rank_and_micro_batch() {
+    in_ranks(2, |world| {
+        let layers = |root: &nn::Path| {
+            nn::seq_t()
+                .add(nn::linear(root / "one", 6, 8, Default::default()))
+                .add_fn_t(|x, train| x.dropout(0.5, train))
+                .add(nn::linear(root / "two", 8, CLASSES, Default::default()))
+        };
+        let build = || {
+            tch::manual_seed(1);
+            let mut store = nn::VarStore::new(Device::Cpu);
+            let model = layers(&store.root());
+            store.double();
+            (store, model)
+        };
+        let ((plain_store, plain_model), (store, model)) = (build(), build());
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
+        let (x, y, _) = batch(9);
+        let parts = parts(&world, 9, false);
+        let loss = |model: &nn::SequentialT, x: &Tensor, y: &Tensor| {
+            losses(&model.forward_t(x, true), y).sum(Kind::Double)
+        };
+        // Where the ranks' own generators stand does not matter.
+        tch::manual_seed(7 + world.rank() as i64);
+        let own = (part_of(&world, &parts, &x), part_of(&world, &parts, &y));
+        let step = micro.backward(&own, |(x, y)| Loss::sum(loss(&model, &x, &y))).expect("a step");
+        let seed = step.seed.expect("a world's step has one");
+        let mut start = 0;
+        for (rank, samples) in parts.iter().enumerate() {
+            let cut = brimful::split::by_size(*samples, 2).expect("a cut");
+            for (i, range) in cut.into_iter().enumerate() {
+                let rows = |t: &Tensor| t.narrow(0, start + range.start as i64, range.len() as i64);
+                tch::manual_seed(Draws::new(seed, i).seed(rank) as i64);
+                loss(&plain_model, &rows(&x), &rows(&y)).backward();
+            }
+            start += *samples as i64;
+        }
+        assert_gradients("dropout", &plain_store, &store);
+    });
+}
+
+/// Everything that a step may change.
+fn state(store: &nn::VarStore) -> Vec<(String, Tensor)> {
+    let mut all = Vec::new();
+    for (name, variable) in store.variables() {
+        let gradient = variable.grad();
+        if gradient.defined() {
+            all.push((format!("{name} gradient"), gradient.copy()));
+        }
+        all.push((name, variable.detach().copy()));
+    }
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
+}
+
+#[test]
+fn what_fails_on_one_rank_has_failed_on_all() {
+    in_ranks(3, |world| {
+        let (store, model) = plain();
+        let arena = Arena::new("rank");
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(3))
+            .memory(Memory::Arena(arena.clone()))
+            .world(&world)
+            .expect("one model");
+        let whole = batch(20);
+        let own = part(&world, &parts(&world, 20, false), &whole);
+        micro.backward(&own, |batch| (CASES[0].micro)(&model, &batch)).expect("an earlier step");
+        let before = state(&store);
+        let unchanged = |what: &str| assert_eq!(before, state(&store), "{what}");
+
+        let is_first = world.rank() == 1;
+        let error = micro.backward(&own, |batch| {
+            if is_first { Err("no more") } else { Ok((CASES[0].micro)(&model, &batch)) }
+        });
+        let error = error.expect_err("an error").to_string();
+        assert!(error.contains("no more"), "{error}");
+        assert!(is_first || error.contains("rank 1"), "{error}");
+        unchanged("an error");
+
+        let result = panic::catch_unwind(AssertUnwindSafe(|| {
+            micro.backward(&own, |batch| {
+                assert!(!is_first, "a panic of one");
+                (CASES[0].micro)(&model, &batch)
+            })
+        }));
+        match result {
+            Err(payload) => {
+                assert!(is_first);
+                assert_eq!(payload.downcast_ref::<&str>(), Some(&"a panic of one"));
+            }
+            Ok(ended) => {
+                let error = ended.expect_err("the other's").to_string();
+                assert!(error.contains("rank 1") && error.contains("a panic of one"), "{error}");
+            }
+        }
+        unchanged("a panic");
+
+        let mut n = 1;
+        loop {
+            if is_first {
+                arena.fail_nth_allocation(n);
+            }
+            let ended = micro.backward(&own, |batch| (CASES[3].micro)(&model, &batch));
+            arena.fail_nth_allocation(0);
+            match ended {
+                Ok(_) => break,
+                Err(error) => assert!(error.out_of_memory().is_some(), "allocation {n}: {error}"),
+            }
+            unchanged(&format!("allocation {n}"));
+            n += 17;
+        }
+        assert!(n > 100, "only {n} allocations");
+        assert_ne!(before, state(&store));
+    });
+}
+
+fn wide(root: &nn::Path) -> nn::Linear {
+    nn::linear(root / "wide", 500, 500, Default::default())
+}
+
+#[test]
+fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
+    in_ranks(2, |world| {
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let model = wide(&store.root());
+        store.float();
+        let limit = if world.rank() == 0 { 200 << 20 } else { 8 << 20 };
+        let arena = Arena::limited("rank", limit).expect("a limit");
+        let mut micro = MicroBatcher::new(&store, Auto::largest())
+            .memory(Memory::Arena(arena.clone()))
+            .world(&world)
+            .expect("one model");
+        let own = Tensor::ones([1500, 500], (Kind::Float, Device::Cpu));
+        let run = |x: Tensor| Loss::mean(model.forward(&x).square().mean(Kind::Float));
+        for _ in 0..4 {
+            let step = micro.backward(&own, run).expect("it fits in parts");
+            let sizes = world.share("sizes", &step.sizes).expect("shared");
+            assert_eq!(sizes[0], sizes[1]);
+            assert!(sizes[0][0] < 1500);
+        }
+        // One rank's failure is everyone's smaller size.
+        if world.rank() == 1 {
+            arena.fail_nth_allocation(3);
+        }
+        let step = micro.backward(&own, run).expect("again, smaller");
+        assert_eq!(step.retries, 1);
+        // And nobody waits where nothing fits.
+        if world.rank() == 1 {
+            arena.set_limit(Some(arena.current() + 500)).expect("a limit");
+        }
+        let error = micro.backward(&own, run).expect_err("not even one sample fits");
+        assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
+    });
+}
+
+#[test]
+fn ranks_with_different_models_samples_or_sizes_are_all_told() {
+    in_ranks(2, |world| {
+        let differs = |error: Error, words: &str| {
+            let Error::World(error @ WorldError::Differs { .. }) = error else { panic!("{error}") };
+            let text = error.to_string();
+            assert!(text.contains(words) && text.contains("rank 1"), "{text}");
+        };
+        let rank = world.rank() as i64;
+        let other = nn::VarStore::new(Device::Cpu);
+        let _other = nn::linear(other.root(), 2 + rank, 2, Default::default());
+        let error =
+            MicroBatcher::new(&other, Size::Fixed(1)).world(&world).expect_err("two models");
+        differs(error, "the model");
+        let (store, model) = plain();
+        let mut micro =
+            MicroBatcher::new(&store, Size::Fixed(1 + world.rank())).world(&world).expect("one");
+        let run = |x: Tensor| Loss::mean(model.logits(&x).mean(Kind::Double));
+        let error = micro.backward(&numbers(&[4, 6], 0), run).expect_err("two sizes");
+        differs(error, "the micro-batch size");
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one");
+        let error = micro.backward(&numbers(&[4, 6 + rank], 0), run).expect_err("two shapes");
+        differs(error, "a sample");
+        let empty = numbers(&[4, 6], 0).narrow(0, 0, 0);
+        let error = micro.backward(&empty, run).expect_err("no sample anywhere");
+        assert_eq!(error, Error::EmptyBatch);
+        let whole = micro.backward_whole(&numbers(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
+        assert!(matches!(whole.expect_err("all in one"), Error::NotOverRanks { ranks: 2 }));
+        micro.backward(&numbers(&[4, 6], 0), run).expect("the next step");
+    });
+}
+
+#[test]
+fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
+    in_ranks(2, |world| {
+        let ((plain_store, plain_net), (store, model)) = (plain(), plain());
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
+        let whole = batch(15);
+        (CASES[1].full)(&plain_net, &whole).backward();
+        let own = part(&world, &parts(&world, 15, false), &whole);
+        // One rank in two mini-batches, the other in three.
+        let cut = brimful::split::by_count(own.0.size()[0] as usize, 2 + world.rank());
+        for range in cut.expect("a cut") {
+            let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
+            let batch = (rows(&own.0), rows(&own.1), rows(&own.2));
+            micro.accumulate(&batch, |batch| (CASES[1].micro)(&model, &batch)).expect("a part");
+        }
+        micro.commit().expect("all parts");
+        assert_gradients("a window", &plain_store, &store);
+    });
+}
+
+#[test]
+fn replicas_of_several_ranks_are_one_step() {
+    in_ranks(2, |world| {
+        let (plain_store, plain_net) = plain();
+        tch::manual_seed(1);
+        let cpus = (0..2).map(|_| StageDevice::cpu().threads(1));
+        let replicas = Replicas::new(cpus, Size::Fixed(2), net).expect("replicas");
+        let mut replicas = replicas.world(&world).expect("one model");
+        replicas.store_mut().double();
+        for (samples, uneven) in [(13, false), (13, true)] {
+            for Case { name, full, micro } in &CASES {
+                let whole = batch(samples as i64);
+                clear(&plain_store);
+                clear(replicas.store());
+                let expected = full(&plain_net, &whole);
+                expected.backward();
+                let own = part(&world, &parts(&world, samples, uneven), &whole);
+                let micro = *micro;
+                let step = replicas.backward(&own, move |net, batch| micro(net, &batch));
+                let step = step.expect(name);
+                assert!((step.loss - expected.double_value(&[])).abs() < TOLERANCE, "{name}");
+                assert_eq!(step.samples, samples);
+                assert_gradients(name, &plain_store, replicas.store());
+            }
+        }
+        let is_first = world.rank() == 1;
+        let own = part(&world, &parts(&world, 13, false), &batch(13));
+        let error = replicas.backward(&own, move |net, batch| {
+            if is_first { Err("no more") } else { Ok((CASES[0].micro)(net, &batch)) }
+        });
+        assert!(error.expect_err("an error").to_string().contains("no more"));
+        replicas.backward(&own, |net, batch| (CASES[0].micro)(net, &batch)).expect("the next step");
+    });
+}
+
+#[test]
+fn a_step_sends_what_a_sum_over_ranks_must() {
+    in_ranks(4, |world| {
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let root = store.root();
+        let model = nn::seq()
+            .add(nn::linear(&root / "one", 500, 2000, Default::default()))
+            .add_fn(|x| x.relu())
+            .add(nn::linear(&root / "two", 2000, 500, Default::default()));
+        store.float();
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(4)).world(&world).expect("one model");
+        let own = Tensor::ones([8, 500], (Kind::Float, Device::Cpu));
+        let before = world.traffic().expect("counted").sent.0;
+        micro.backward(&own, |x| Loss::mean(model.forward(&x).mean(Kind::Float))).expect("a step");
+        let sent = (world.traffic().expect("counted").sent.0 - before) as f64;
+        let bytes: usize = store.trainable_variables().iter().map(|p| p.numel() * 4).sum();
+        let least = 2.0 * 3.0 / 4.0 * bytes as f64;
+        assert!((sent / least - 1.0).abs() < 0.05, "{sent} bytes were sent, {least} must be");
+    });
+}
