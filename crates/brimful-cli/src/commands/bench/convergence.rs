@@ -36,7 +36,7 @@ const CONTESTANTS: [Contestant; 3] = [Contestant::Full, Contestant::Auto, Contes
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  brimful bench convergence --data digits --batch-size 256 --epochs 4 --memory-limit 192MiB
+  brimful bench convergence --data digits --batch-size 256 --epochs 4 --memory-limit 208MiB
                                                       in minutes on a CPU
   apt-get install dataset-fashion-mnist
   brimful bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
