@@ -205,12 +205,9 @@ impl Policy {
         self.held = held;
     }
 
-    /// Searches anew from the best size so far: rates are no longer what they were.
-    pub(crate) fn forget_rates(&mut self) {
-        if let Some((best, _)) = self.rates.best(usize::MAX) {
-            self.climb = Climb { rung: (best / RUNG).max(1), ..Climb::default() };
-        }
-        (self.rates, self.steps) = (Rates::default(), 0);
+    /// All sizes have become faster by this factor.
+    pub(crate) fn speed_up(&mut self, factor: f64) {
+        self.rates.speed_up(factor);
     }
 
     /// Upwards while that is faster.

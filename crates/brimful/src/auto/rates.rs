@@ -20,6 +20,11 @@ impl Rates {
         readings.push(rate);
     }
 
+    /// All sizes have become faster by this factor.
+    pub(crate) fn speed_up(&mut self, factor: f64) {
+        self.readings.values_mut().flatten().for_each(|rate| *rate *= factor);
+    }
+
     pub(crate) fn count(&self, size: usize) -> usize {
         self.readings.get(&size).map_or(0, Vec::len)
     }

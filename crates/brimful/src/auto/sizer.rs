@@ -103,9 +103,9 @@ impl Sizer {
         self.policy.hold(held);
     }
 
-    /// See [`Policy::forget_rates`].
-    pub(crate) fn forget_rates(&mut self) {
-        self.policy.forget_rates();
+    /// See [`Policy::speed_up`].
+    pub(crate) fn speed_up(&mut self, factor: f64) {
+        self.policy.speed_up(factor);
     }
 
     /// The most that a size is expected to need in one of the memories.

@@ -53,9 +53,9 @@ impl Sizes {
         self.kinds.insert(kind, sizer);
     }
 
-    /// What was found is as fast as it was no longer.
-    pub(crate) fn forget_rates(&mut self) {
-        self.kinds.values_mut().for_each(Sizer::forget_rates);
+    /// All that was measured has become faster by this factor.
+    pub(crate) fn speed_up(&mut self, factor: f64) {
+        self.kinds.values_mut().for_each(|sizer| sizer.speed_up(factor));
     }
 
     fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {

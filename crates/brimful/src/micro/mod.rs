@@ -256,8 +256,9 @@ impl MicroBatcher {
         let step = self
             .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
         self.reserved = 0;
-        if self.arrangement.observe(step.samples, step.time, self.replay.take_new()) {
-            self.sizes.forget_rates();
+        let new = self.replay.take_new();
+        if let Some(factor) = self.arrangement.observe(step.samples, step.time, new) {
+            self.sizes.speed_up(factor);
         }
         Ok(step)
     }

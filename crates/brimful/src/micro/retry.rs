@@ -104,8 +104,10 @@ impl MicroBatcher {
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
             let mut sizer = self.sizes.take(&kind, || vec![floor()]);
             sizer.hold(self.arrangement.is_measuring());
-            let mut cut =
-                Cut::watched(samples, sizer, memory, self.reserved, self.replay.warm_up())?;
+            // Training can have captured work give way to it; nothing else can.
+            let kept = if kind.is_training() { 0 } else { self.replay.kept().0 };
+            let (reserved, warm_up) = (self.reserved + kept, self.replay.warm_up());
+            let mut cut = Cut::watched(samples, sizer, memory, reserved, warm_up)?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {

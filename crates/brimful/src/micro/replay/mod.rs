@@ -138,6 +138,11 @@ impl Replay {
         if self.wanted { WARM_UP } else { 0 }
     }
 
+    /// What captured work keeps from everyone else.
+    pub(super) fn kept(&self) -> Bytes {
+        Bytes(self.entries.iter().map(|entry| entry.need.0).sum())
+    }
+
     /// The most memory in use since the last call, where `usage` is what was in use besides captured
     /// work.
     pub(super) fn take_peak(&mut self, usage: Bytes) -> Bytes {
@@ -220,7 +225,7 @@ impl Replay {
     /// Whether captured work keeps memory that so many samples of a new shape will need, as far as can
     /// be told from others.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
-        let kept = self.entries.iter().map(|entry| entry.need.0).sum();
+        let kept = self.kept().0;
         let expected = |entry: &Entry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
