@@ -52,7 +52,7 @@ mod together;
 
 pub use decision::{Decision, Why};
 pub(crate) use kind::{Kind, Use};
-pub(crate) use policy::Goal;
+pub(crate) use policy::{Goal, in_near_equal_parts};
 pub(crate) use remembered::{Identity, fingerprint};
 pub(crate) use room::room;
 pub(crate) use sizer::{Room, Sizer, is_alone};

@@ -338,6 +338,6 @@ fn measure(size: usize, micro_batches: Option<usize>) -> Trial {
 }
 
 /// What a cut by `size` makes of so many samples.
-pub(super) fn in_near_equal_parts(samples: usize, size: usize) -> usize {
+pub(crate) fn in_near_equal_parts(samples: usize, size: usize) -> usize {
     samples.div_ceil(samples.div_ceil(size))
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use tch::Device;
 
-use crate::auto::{Decision, Room, Sizer, Stopwatch, is_alone, room};
+use crate::auto::{Decision, Room, Sizer, Stopwatch, in_near_equal_parts, is_alone, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
@@ -191,9 +191,9 @@ impl Watch {
         let ranges = match trial.micro_batches {
             Some(count) => first_of(samples - next, trial.size, count + warm_up)?,
             None if next == 0 => split::by_size(samples, trial.size)?,
-            // Of exactly this size, which later steps will use too: a new one costs a device its
+            // Of exactly the size that later steps will have: a new one costs a device its
             // preparations.
-            None => of_exactly(samples - next, trial.size)?,
+            None => of_exactly(samples - next, in_near_equal_parts(samples, trial.size))?,
         };
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
         // Near-equal micro-batches may be smaller than they were allowed to be.
