@@ -30,11 +30,11 @@ fn plan(name: &str, arguments: &str) -> PathBuf {
     page
 }
 
-/// A page of a run in four stages.
+/// A page of a run in four stages on two devices.
 fn trained(name: &str) -> PathBuf {
     let page = file(name);
-    let arguments = "train --epochs 2 --stages 4 --schedule interleaved-2 --recompute always \
-                     --batch-size 400 --stage-memory 16MiB --device cpu";
+    let arguments = "train --epochs 2 --stages 2 --schedule interleaved-2 --recompute always \
+                     --batch-size 400 --memory-limit 16MiB --device cpu";
     brimful().args(arguments.split_whitespace()).arg("--report").arg(&page).assert().success();
     page
 }

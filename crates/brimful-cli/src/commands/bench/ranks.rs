@@ -19,7 +19,7 @@ use tch::{Device, Tensor};
 use super::journal::{Journal, Output};
 use super::times::Times;
 use super::work::{GptShape, Samples, Work};
-use crate::setting::{MODELS, ModelName, NumberType, clear_gradients};
+use crate::setting::{MODELS, ModelName, NumberType, clear_gradients, words};
 
 /// Steps of each contestant that do not count.
 const WARM_UP: u32 = 1;
@@ -30,27 +30,29 @@ const COLUMNS: &str = "contestant        ranks  samples/s  ratio  spread  sent a
 /// Options of `brimful bench ranks`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Example:
+Examples:
+  mpirun -n 2 brimful bench ranks                    two ranks, one thread each, a transformer
   mpirun -n 2 brimful bench ranks --json > ours.jsonl
   python3 bench/peers/data_parallel_pytorch.py --like ours.jsonl")]
 pub struct Options {
-    #[arg(long, default_value = "gpt", value_name = "NAME")]
-    #[arg(help = format!("The model: {MODELS}"))]
+    #[arg(long, default_value = "gpt", value_name = "NAME", help = MODELS)]
     model: ModelName,
-    /// Samples in a mini-batch, of all ranks together
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
-    batch: u32,
-    /// Samples in a micro-batch
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 16, help = words::BATCH_SIZE, alias = "batch")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: u32,
+    #[arg(long, value_name = "N", default_value_t = 2, help = words::MICRO_BATCH)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: u32,
     /// Height and width of the images
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     image: u32,
-    /// The shape of the GPT as layers x width x sequence. A head is 64 wide; there are 256 tokens.
-    #[arg(long, default_value = "12x256x64")]
+    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    #[arg(long, value_name = "LxWxS", default_value = "12x256x64")]
     gpt: GptShape,
     /// Measured steps of each contestant
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
     #[command(flatten)]
     output: Output,
@@ -87,7 +89,12 @@ struct Contestant {
 /// Measures one rank and all ranks in turn; the first rank prints.
 pub fn run(options: &Options) -> Result<()> {
     let (world, work) = (World::start()?, options.work());
-    ensure!(work.batch.is_multiple_of(world.size()), "--batch is no multiple of the ranks");
+    ensure!(
+        work.batch.is_multiple_of(world.size()),
+        "--batch-size {} is no multiple of the {} ranks: give one that is",
+        work.batch,
+        world.size()
+    );
     let _one = threads::limit_threads(1);
     let mut one = Contestant::new(&work, None)?;
     let mut all = Contestant::new(&work, Some(&world))?;
@@ -195,7 +202,7 @@ impl Options {
         Work {
             model: self.model,
             dtype: NumberType::F32,
-            batch: self.batch as usize,
+            batch: self.batch_size as usize,
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
