@@ -1,6 +1,7 @@
-#![cfg(feature = "mpi")]
 //! `brimful train` under a real `mpirun`: rank 0 prints, all ranks train one model, and what they have
 //! saved goes on in one process.
+
+#![cfg(feature = "mpi")]
 
 use std::path::PathBuf;
 use std::process::{Command, Output};

@@ -1,5 +1,6 @@
-#![cfg(feature = "mpi")]
 //! Ranks that each run their part of a mini-batch leave what the plain model leaves on all of it.
+
+#![cfg(feature = "mpi")]
 
 mod ranks;
 
