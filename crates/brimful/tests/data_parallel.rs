@@ -2,6 +2,7 @@
 
 #![cfg(feature = "mpi")]
 
+mod full_batch;
 mod ranks;
 
 use std::panic::{self, AssertUnwindSafe};
@@ -12,28 +13,13 @@ use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
 use brimful::world::WorldError;
 use brimful::{Auto, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
-use brimful_torch::autograd::set_gradient;
+use full_batch::{
+    Batch, CLASSES, Net, TOLERANCE, assert_gradients, batch, clear, distance, losses, numbers,
+    over_tokens, penalty, plain,
+};
 use ranks::in_ranks;
 use tch::nn::{self, Module, ModuleT};
-use tch::{Device, Kind, Reduction, Tensor};
-
-const CLASSES: i64 = 4;
-const TOLERANCE: f64 = 1e-10;
-
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
-}
-
-type Batch = (Tensor, Tensor, Tensor);
-
-fn batch(samples: i64) -> Batch {
-    let x = numbers(&[samples, 6], 100);
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
-    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
-    (x, y, tokens)
-}
+use tch::{Device, Kind, Tensor};
 
 /// How many samples each rank has; the first of several ranks may have none.
 fn parts(world: &World, samples: usize, uneven: bool) -> Vec<usize> {
@@ -57,47 +43,8 @@ fn part(world: &World, parts: &[usize], (x, y, tokens): &Batch) -> Batch {
     (part(x), part(y), part(tokens))
 }
 
-#[derive(Debug)]
-struct Net {
-    layers: nn::SequentialT,
-    scale: Tensor,
-}
-
 fn net(root: &nn::Path) -> Net {
-    let layers = nn::seq_t()
-        .add(batch_norm1d(root / "norm", 6, Default::default()))
-        .add(nn::linear(root / "one", 6, 8, Default::default()))
-        .add_fn(|x| x.tanh())
-        .add(nn::linear(root / "two", 8, CLASSES, Default::default()));
-    let _unused = root.randn_standard("unused", &[3]);
-    Net { layers, scale: root.ones("scale", &[CLASSES]) }
-}
-
-impl Net {
-    /// Without what depends on the cut.
-    fn logits(&self, x: &Tensor) -> Tensor {
-        self.layers.forward_t(x, false) * &self.scale
-    }
-}
-
-fn plain() -> (nn::VarStore, Net) {
-    tch::manual_seed(1);
-    let mut store = nn::VarStore::new(Device::Cpu);
-    let net = net(&store.root());
-    store.double();
-    (store, net)
-}
-
-fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
-    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
-}
-
-fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
-    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
-}
-
-fn penalty(net: &Net) -> Tensor {
-    net.scale.square().sum(Kind::Double) * 0.01
+    Net::after(nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())), root)
 }
 
 struct Case {
@@ -151,33 +98,10 @@ const CASES: [Case; 4] = [
     },
 ];
 
-fn clear(store: &nn::VarStore) {
-    for (_, mut variable) in store.variables() {
-        set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
-fn distance(a: &Tensor, b: &Tensor) -> f64 {
-    (a - b).abs().max().double_value(&[])
-}
-
-#[track_caller]
-fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
-    let others = store.variables();
-    for (name, variable) in plain.variables() {
-        let (expected, got) = (variable.grad(), others[&name].grad());
-        assert_eq!(expected.defined(), got.defined(), "{what}: {name}");
-        if expected.defined() {
-            let off = distance(&expected, &got);
-            assert!(off < TOLERANCE, "{what}: {name} is {off} off");
-        }
-    }
-}
-
 fn full_batch_gradients(world: World) {
-    let (plain_store, plain_net) = plain();
+    let (plain_store, plain_net) = plain(net);
     // Ranks begin with different values, and get the first one's.
-    let (store, model) = plain();
+    let (store, model) = plain(net);
     if world.rank() > 0 {
         tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
     }
@@ -226,7 +150,7 @@ fn four_ranks_leave_the_full_batchs_gradient() {
 fn steps_leave_the_plain_parameters_and_statistics() {
     in_ranks(2, |world| {
         for method in [Method::from(Sgd::new(0.1).momentum(0.9)), AdamW::new(0.01).into()] {
-            let ((plain_store, plain_net), (store, model)) = (plain(), plain());
+            let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
             let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one");
             let mut one = Optimizer::new(&plain_store, method).expect("an optimizer");
             let mut other = Optimizer::new(&store, method).expect("an optimizer");
@@ -316,7 +240,7 @@ fn state(store: &nn::VarStore) -> Vec<(String, Tensor)> {
 #[test]
 fn what_fails_on_one_rank_has_failed_on_all() {
     in_ranks(3, |world| {
-        let (store, model) = plain();
+        let (store, model) = plain(net);
         let arena = Arena::new("rank");
         let mut micro = MicroBatcher::new(&store, Size::Fixed(3))
             .memory(Memory::Arena(arena.clone()))
@@ -427,7 +351,7 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
         let error =
             MicroBatcher::new(&other, Size::Fixed(1)).world(&world).expect_err("two models");
         differs(error, "the model");
-        let (store, model) = plain();
+        let (store, model) = plain(net);
         let mut micro =
             MicroBatcher::new(&store, Size::Fixed(1 + world.rank())).world(&world).expect("one");
         let run = |x: Tensor| Loss::mean(model.logits(&x).mean(Kind::Double));
@@ -448,7 +372,7 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
 #[test]
 fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     in_ranks(2, |world| {
-        let ((plain_store, plain_net), (store, model)) = (plain(), plain());
+        let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
         let whole = batch(15);
         (CASES[1].full)(&plain_net, &whole).backward();
@@ -468,7 +392,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
 #[test]
 fn replicas_of_several_ranks_are_one_step() {
     in_ranks(2, |world| {
-        let (plain_store, plain_net) = plain();
+        let (plain_store, plain_net) = plain(net);
         tch::manual_seed(1);
         let cpus = (0..2).map(|_| StageDevice::cpu().threads(1));
         let replicas = Replicas::new(cpus, Size::Fixed(2), net).expect("replicas");

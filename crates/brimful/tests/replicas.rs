@@ -2,6 +2,8 @@
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
+mod full_batch;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::nn::batch_norm1d;
@@ -9,62 +11,20 @@ use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
 use brimful::replicas::ReplicasError;
 use brimful::{Draws, Error, Loss, Replicas, Size};
+use full_batch::{
+    Batch, CLASSES, Net, TOLERANCE, assert_gradients, batch, clear, distance, losses, numbers,
+    over_tokens, penalty, plain,
+};
 use tch::nn::{self, ModuleT};
-use tch::{Device, Kind, Reduction, Tensor};
-
-const CLASSES: i64 = 4;
-const TOLERANCE: f64 = 1e-10;
+use tch::{Device, Kind, Tensor};
 
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Numbers between -1 and 1 that look random.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
-}
-
-type Batch = (Tensor, Tensor, Tensor);
-
-/// Inputs, classes, and a weight for each sample.
-fn batch(samples: i64) -> Batch {
-    let x = numbers(&[samples, 6], 100);
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
-    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
-    (x, y, tokens)
-}
-
-/// A network, and a parameter of it that a penalty is for.
-#[derive(Debug)]
-struct Net {
-    layers: nn::SequentialT,
-    scale: Tensor,
-}
-
 fn net(root: &nn::Path) -> Net {
-    let layers = nn::seq_t()
-        .add(nn::linear(root / "one", 6, 8, Default::default()))
-        .add_fn(|x| x.tanh())
-        .add(nn::linear(root / "two", 8, CLASSES, Default::default()));
-    let _unused = root.randn_standard("unused", &[3]);
-    Net { layers, scale: root.ones("scale", &[CLASSES]) }
-}
-
-impl Net {
-    fn logits(&self, x: &Tensor) -> Tensor {
-        self.layers.forward_t(x, true) * &self.scale
-    }
-}
-
-fn plain() -> (nn::VarStore, Net) {
-    tch::manual_seed(1);
-    let mut store = nn::VarStore::new(Device::Cpu);
-    let net = net(&store.root());
-    store.double();
-    (store, net)
+    Net::after(nn::seq_t(), root)
 }
 
 fn cpus(replicas: usize) -> Vec<StageDevice> {
@@ -78,23 +38,11 @@ fn replicated(replicas: usize, size: Size) -> Replicas<Net> {
     replicas
 }
 
-fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
-    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
-}
-
 /// A loss of the full batch, and the same as a sum over micro-batches.
 struct Case {
     name: &'static str,
     full: fn(&Net, &Batch) -> Tensor,
     micro: fn(&Net, Batch) -> Loss,
-}
-
-fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
-    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
-}
-
-fn penalty(net: &Net) -> Tensor {
-    net.scale.square().sum(Kind::Double) * 0.01
 }
 
 const CASES: [Case; 5] = [
@@ -145,43 +93,10 @@ const CASES: [Case; 5] = [
     },
 ];
 
-fn gradients(store: &nn::VarStore) -> Vec<(String, Option<Tensor>)> {
-    let gradient = |(name, variable): (String, Tensor)| {
-        let gradient = variable.grad();
-        (name, gradient.defined().then_some(gradient))
-    };
-    let mut all: Vec<_> = store.variables().into_iter().map(gradient).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
-}
-
-fn clear(store: &nn::VarStore) {
-    for (_, mut variable) in store.variables() {
-        brimful_torch::autograd::set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
-fn distance(a: &Tensor, b: &Tensor) -> f64 {
-    (a - b).abs().max().double_value(&[])
-}
-
-#[track_caller]
-fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
-    for ((name, expected), (_, got)) in gradients(plain).iter().zip(&gradients(store)) {
-        match (expected, got) {
-            (Some(expected), Some(got)) => {
-                let off = distance(expected, got);
-                assert!(off < TOLERANCE, "{what}: {name} is {off} off");
-            }
-            (expected, got) => assert_eq!(expected.is_some(), got.is_some(), "{what}: {name}"),
-        }
-    }
-}
-
 #[test]
 fn gradients_and_loss_are_the_full_batchs() {
     let _alone = alone();
-    let (store, model) = plain();
+    let (store, model) = plain(net);
     for count in [2, 3] {
         for size in [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(1000)] {
             let mut replicas = replicated(count, size);
@@ -212,7 +127,7 @@ fn gradients_and_loss_are_the_full_batchs() {
 #[test]
 fn gradients_that_were_there_are_added_to() {
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(), replicated(2, Size::Fixed(3)));
+    let ((store, model), mut replicas) = (plain(net), replicated(2, Size::Fixed(3)));
     let batch = batch(9);
     for _ in 0..2 {
         (CASES[0].full)(&model, &batch).backward();
@@ -224,7 +139,7 @@ fn gradients_that_were_there_are_added_to() {
 #[test]
 fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
     let _alone = alone();
-    let ((_, model), mut replicas) = (plain(), replicated(3, Size::Fixed(2)));
+    let ((_, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(2)));
     let batch = batch(11);
     let expected = tch::no_grad(|| model.logits(&batch.0));
     let step = replicas.backward(&batch, |net, (x, y, _)| {
@@ -262,7 +177,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
         for method in
             [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
         {
-            let ((store, model), mut replicas) = (plain(), replicated(3, Size::Fixed(3)));
+            let ((store, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(3)));
             let mut plain = Optimizer::new(&store, method).expect("an optimizer");
             let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
             for step in 0..3 {
@@ -295,7 +210,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
 fn an_optimizer_of_tch_will_do() {
     use tch::nn::OptimizerConfig;
     let _alone = alone();
-    let ((store, model), mut replicas) = (plain(), replicated(2, Size::Fixed(4)));
+    let ((store, model), mut replicas) = (plain(net), replicated(2, Size::Fixed(4)));
     let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
     let mut other = nn::Sgd::default().build(replicas.store(), 0.1).expect("an optimizer");
     for _ in 0..2 {
@@ -313,7 +228,7 @@ fn an_optimizer_of_tch_will_do() {
 #[test]
 fn a_frozen_and_loaded_first_replica_is_everyones() {
     let _alone = alone();
-    let (mut store, model) = plain();
+    let (mut store, model) = plain(net);
     tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
     let file =
         std::env::temp_dir().join(format!("brimful-replicas-{}.safetensors", std::process::id()));

@@ -1,0 +1,94 @@
+//! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
+//! loss and gradients.
+
+use brimful_torch::autograd::set_gradient;
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Reduction, Tensor};
+
+pub const CLASSES: i64 = 4;
+pub const TOLERANCE: f64 = 1e-10;
+
+/// Numbers between -1 and 1 that look random.
+pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+pub type Batch = (Tensor, Tensor, Tensor);
+
+/// Inputs, classes, and a weight for each sample.
+pub fn batch(samples: i64) -> Batch {
+    let x = numbers(&[samples, 6], 100);
+    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
+    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
+    (x, y, tokens)
+}
+
+/// A network, and a parameter of it that a penalty is for.
+#[derive(Debug)]
+pub struct Net {
+    pub layers: nn::SequentialT,
+    pub scale: Tensor,
+}
+
+impl Net {
+    /// Two linear layers after these, and a parameter that is never used.
+    pub fn after(first: nn::SequentialT, root: &nn::Path) -> Self {
+        let layers = first
+            .add(nn::linear(root / "one", 6, 8, Default::default()))
+            .add_fn(|x| x.tanh())
+            .add(nn::linear(root / "two", 8, CLASSES, Default::default()));
+        let _unused = root.randn_standard("unused", &[3]);
+        Self { layers, scale: root.ones("scale", &[CLASSES]) }
+    }
+
+    /// Without what depends on the cut.
+    pub fn logits(&self, x: &Tensor) -> Tensor {
+        self.layers.forward_t(x, false) * &self.scale
+    }
+}
+
+/// The plain model, in f64.
+pub fn plain(net: impl FnOnce(&nn::Path) -> Net) -> (nn::VarStore, Net) {
+    tch::manual_seed(1);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let net = net(&store.root());
+    store.double();
+    (store, net)
+}
+
+pub fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
+    logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
+}
+
+pub fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
+    ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
+}
+
+pub fn penalty(net: &Net) -> Tensor {
+    net.scale.square().sum(Kind::Double) * 0.01
+}
+
+pub fn clear(store: &nn::VarStore) {
+    for (_, mut variable) in store.variables() {
+        set_gradient(&mut variable, None).expect("cleared");
+    }
+}
+
+pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+#[track_caller]
+pub fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
+    let others = store.variables();
+    for (name, variable) in plain.variables() {
+        let (expected, got) = (variable.grad(), others[&name].grad());
+        assert_eq!(expected.defined(), got.defined(), "{what}: {name}");
+        if expected.defined() {
+            let off = distance(&expected, &got);
+            assert!(off < TOLERANCE, "{what}: {name} is {off} off");
+        }
+    }
+}
