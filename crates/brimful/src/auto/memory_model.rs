@@ -36,6 +36,8 @@ pub(crate) struct MemoryModel {
 
 /// Two sizes tell a slope only where they differ by more than chance: by this factor.
 const APART: f64 = 0.75;
+/// By this factor needs may differ by chance.
+const CHANCE: f64 = 1.1;
 
 /// How far above the largest size that has been seen a line is trusted.
 const FAR: usize = 8;
@@ -57,6 +59,10 @@ impl MemoryModel {
     pub(crate) fn observe(&mut self, size: usize, bytes: u64, alone: bool) {
         let beside = if alone { self.floor } else { 0 };
         self.needs.insert(size, bytes.saturating_add(beside));
+    }
+
+    pub(crate) fn forget_above(&mut self, size: usize) {
+        self.needs.retain(|&other, _| other <= size);
     }
 
     /// The largest size that has been seen; 0 at first.
@@ -82,8 +88,10 @@ impl MemoryModel {
     /// some size on, and through the next one that is well below it.
     pub(crate) fn line(&self) -> Option<Line> {
         let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
-        let apart = |size: &usize| (*size as f64) <= large as f64 * APART;
-        let below = self.needs.iter().rev().find(|(size, _)| apart(size));
+        let apart = |size: usize| (size as f64) <= large as f64 * APART;
+        // Where one needed much more than a larger one, there was something else beside it.
+        let sound = |need: u64| need as f64 <= most as f64 * CHANCE;
+        let below = self.needs.iter().rev().find(|&(&size, &need)| apart(size) && sound(need));
         let (size, least) = match (below, &self.prior) {
             (Some((&small, &least)), _) => (small, least as f64),
             (None, Some(prior)) => (0, prior.fixed.min(most as f64)),
@@ -145,6 +153,16 @@ mod tests {
     }
 
     #[test]
+    fn a_small_size_that_needed_more_than_a_large_one_tells_nothing() {
+        let mut model = MemoryModel::default();
+        [(2, 30), (40, 700), (70, 600)]
+            .into_iter()
+            .for_each(|(n, need)| model.observe(n, need, false));
+        let line = model.line().expect("three sizes were seen");
+        assert!((line.per_sample - 570.0 / 68.0).abs() < 1e-9, "{line:?}");
+    }
+
+    #[test]
     fn one_size_is_taken_to_be_all_samples() {
         let mut model = MemoryModel::default();
         model.observe(2, 100, false);
@@ -171,7 +189,7 @@ mod tests {
     fn needs_that_do_not_grow_do_not_limit() {
         let mut model = MemoryModel::default();
         model.observe(2, 100, false);
-        model.observe(4, 90, false);
+        model.observe(4, 95, false);
         assert!(model.largest(100).is_some_and(|size| size > 1 << 40));
     }
 

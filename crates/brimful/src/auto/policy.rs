@@ -26,9 +26,11 @@ const FIRST: usize = 2;
 /// Micro-batches in a timed trial. The first of them warms up.
 const REPEATS: usize = 3;
 /// Each size of a climb is so many times the last: every new one costs a device its preparations.
-const RUNG: usize = 8;
+const RUNG: usize = 32;
 /// Two sizes that differ by less than this factor are as good as each other.
 const SAME: f64 = 1.3;
+/// A size may be so many times what it could be, for the sake of equal parts.
+const NEARLY: f64 = 0.65;
 /// So much larger a size is worth a step to see whether it is faster.
 const WORTHWHILE: f64 = 1.1;
 /// A size is faster only if it is so by more than chance.
@@ -87,6 +89,8 @@ pub(crate) struct Policy {
     fitted: usize,
     /// Whether nothing is to be tried for now.
     held: bool,
+    /// Whether every further shape is dear.
+    even: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -119,6 +123,7 @@ impl Policy {
             steps: 0,
             fitted: 0,
             held: false,
+            even: false,
         }
     }
 
@@ -185,17 +190,17 @@ impl Policy {
 
     /// Towards the largest size, never far above what is known.
     fn reach(&mut self, top: usize, now: &Situation) -> Trial {
-        let near = now.reach.max(FIRST);
-        if near < top && near < now.left {
-            // The first micro-batch of a step has no gradients around: the second tells the need.
-            let micro_batches = Some(if now.is_start() { 2 } else { 1 });
-            return Trial { size: near, micro_batches, why: Why::Probe, timed: false };
-        }
         // A sample more or less is not worth a change.
         let size = match self.chosen {
             Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
-            _ => top.min(near),
+            _ => top.min(now.reach.max(FIRST)),
         };
+        // What it needs may show that more would fit.
+        if size > now.seen && size < now.left {
+            // The first micro-batch of a step has no gradients around: the second tells the need.
+            let micro_batches = Some(if now.is_start() { 2 } else { 1 });
+            return Trial { size, micro_batches, why: Why::Probe, timed: false };
+        }
         self.choose(size, now)
     }
 
@@ -205,9 +210,27 @@ impl Policy {
         self.held = held;
     }
 
-    /// All sizes have become faster by this factor.
-    pub(crate) fn speed_up(&mut self, factor: f64) {
+    /// The size in use, and so all smaller ones, have become faster by this factor. What larger ones
+    /// are worth now is to be seen again. Gives the size.
+    pub(crate) fn speed_up(&mut self, factor: f64) -> Option<usize> {
+        let Chosen { size, .. } = self.chosen?;
         self.rates.speed_up(factor);
+        self.rates.forget_above(size);
+        self.climb = Climb { rung: size, ..Climb::default() };
+        Some(size)
+    }
+
+    /// Prefers sizes that leave no remainder, because every further shape is dear, or does not.
+    pub(crate) fn even(&mut self, even: bool) {
+        self.even = even;
+    }
+
+    /// What a cut by at most `size` makes of so many samples.
+    fn parts(&self, samples: usize, size: usize) -> usize {
+        let fewest = samples.div_ceil(size);
+        let most = if self.even { (fewest as f64 / NEARLY) as usize } else { fewest };
+        let equal = (fewest..=most).find(|&parts| samples.is_multiple_of(parts));
+        samples.div_ceil(equal.unwrap_or(fewest))
     }
 
     /// Upwards while that is faster.
@@ -218,7 +241,7 @@ impl Policy {
         self.climb_on(top);
         if !self.climb.over {
             let higher = self.climb.rung.saturating_mul(RUNG).clamp(FIRST.min(top), top);
-            let next = in_near_equal_parts(now.samples, higher);
+            let next = self.parts(now.samples, higher);
             if next > self.climb.rung {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {
@@ -268,7 +291,7 @@ impl Policy {
     fn between(&self, best: usize, top: usize, samples: usize) -> Option<usize> {
         let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         let (below, above) = self.rates.neighbours(best);
-        let all = in_near_equal_parts(samples, top);
+        let all = self.parts(samples, top);
         if above.is_none() && width((best, all)) > WORTHWHILE {
             return Some(all);
         }
@@ -277,8 +300,7 @@ impl Policy {
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
         let wide = gaps.into_iter().filter(|&gap| width(gap) > SAME);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
-        let mut sizes =
-            middles.map(|size| in_near_equal_parts(samples, size.clamp(FIRST, top.max(FIRST))));
+        let mut sizes = middles.map(|size| self.parts(samples, size.clamp(FIRST, top.max(FIRST))));
         sizes.find(|&size| size <= top && self.rates.count(size) == 0)
     }
 
@@ -321,7 +343,7 @@ impl Policy {
     /// A step has succeeded; `size` is its last, and `retried` whether the allocator had to empty its
     /// cache for it.
     pub(crate) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
-        self.steps += 1;
+        self.steps += u32::from(!self.held);
         self.failures.succeeded(size, available, retried);
     }
 

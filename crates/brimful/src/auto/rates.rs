@@ -25,6 +25,10 @@ impl Rates {
         self.readings.values_mut().flatten().for_each(|rate| *rate *= factor);
     }
 
+    pub(crate) fn forget_above(&mut self, size: usize) {
+        self.readings.retain(|&other, _| other <= size);
+    }
+
     pub(crate) fn count(&self, size: usize) -> usize {
         self.readings.get(&size).map_or(0, Vec::len)
     }

@@ -103,9 +103,16 @@ impl Sizer {
         self.policy.hold(held);
     }
 
-    /// See [`Policy::speed_up`].
-    pub(crate) fn speed_up(&mut self, factor: f64) {
-        self.policy.speed_up(factor);
+    /// See [`Policy::even`].
+    pub(crate) fn even(&mut self, even: bool) {
+        self.policy.even(even);
+    }
+
+    /// Numbers are in another order in memory: see [`Policy::speed_up`]. Needs may have changed too.
+    pub(crate) fn rearranged(&mut self, factor: f64) {
+        if let Some(best) = self.policy.speed_up(factor) {
+            self.models.iter_mut().for_each(|model| model.forget_above(best));
+        }
     }
 
     /// The most that a size is expected to need in one of the memories.

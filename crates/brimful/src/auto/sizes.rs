@@ -53,9 +53,9 @@ impl Sizes {
         self.kinds.insert(kind, sizer);
     }
 
-    /// All that was measured has become faster by this factor.
-    pub(crate) fn speed_up(&mut self, factor: f64) {
-        self.kinds.values_mut().for_each(|sizer| sizer.speed_up(factor));
+    /// Numbers are in another order in memory, which is faster by this factor.
+    pub(crate) fn rearranged(&mut self, factor: f64) {
+        self.kinds.values_mut().for_each(|sizer| sizer.rearranged(factor));
     }
 
     fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {

@@ -11,9 +11,9 @@ use crate::Result;
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
     device: Device,
-    /// Micro-batches, besides the first, that do not count.
-    warm_up: usize,
-    marks: Vec<Mark>,
+    start: Mark,
+    /// The end of each micro-batch, and whether others will take as long.
+    laps: Vec<(Mark, bool)>,
 }
 
 #[derive(Debug)]
@@ -23,36 +23,40 @@ enum Mark {
 }
 
 impl Stopwatch {
-    pub(crate) fn start(device: Device, warm_up: usize) -> Result<Self> {
-        let mut stopwatch = Self { device, warm_up, marks: Vec::new() };
-        stopwatch.lap()?;
-        Ok(stopwatch)
+    pub(crate) fn start(device: Device) -> Result<Self> {
+        Ok(Self { device, start: Mark::now(device)?, laps: Vec::new() })
     }
 
-    /// The work since the last mark was one micro-batch.
-    pub(crate) fn lap(&mut self) -> Result<()> {
-        self.marks.push(match self.device {
-            Device::Cpu => Mark::Host(Instant::now()),
-            device => {
-                let mut event = Event::new(device)?;
-                event.record(Stream::current(device)?)?;
-                Mark::Queue(event)
-            }
-        });
+    /// The work since the last mark was one micro-batch: one to go by, or not.
+    pub(crate) fn lap(&mut self, typical: bool) -> Result<()> {
+        self.laps.push((Mark::now(self.device)?, typical));
         Ok(())
     }
 
-    /// The typical time of a micro-batch: the median of all but the first ones, which warm up. Waits
-    /// for the device.
+    /// The time of a typical micro-batch: the median of those, without the first of all, which warms
+    /// up, unless there is no other. Waits for the device.
     pub(crate) fn read(&self) -> Result<Option<Duration>> {
-        if let Some(Mark::Queue(last)) = self.marks.last() {
+        if let Some((Mark::Queue(last), _)) = self.laps.last() {
             last.synchronize()?;
         }
-        let laps = self.marks.windows(2).map(|pair| between(&pair[0], &pair[1]));
-        let mut laps = laps.collect::<Result<Vec<_>>>()?;
-        laps.drain(..(1 + self.warm_up).min(laps.len().saturating_sub(1)));
-        laps.sort();
-        Ok(laps.get(laps.len() / 2).copied())
+        let starts = [&self.start].into_iter().chain(self.laps.iter().map(|(mark, _)| mark));
+        let laps = starts.zip(&self.laps).skip(usize::from(self.laps.len() > 1));
+        let typical = laps.filter(|(_, (_, typical))| *typical);
+        let times = typical.map(|(start, (end, _))| between(start, end));
+        let mut times = times.collect::<Result<Vec<_>>>()?;
+        times.sort();
+        Ok(times.get(times.len() / 2).copied())
+    }
+}
+
+impl Mark {
+    fn now(device: Device) -> Result<Self> {
+        if device == Device::Cpu {
+            return Ok(Self::Host(Instant::now()));
+        }
+        let mut event = Event::new(device)?;
+        event.record(Stream::current(device)?)?;
+        Ok(Self::Queue(event))
     }
 }
 

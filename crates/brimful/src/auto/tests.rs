@@ -174,13 +174,27 @@ fn a_held_size_stays_and_the_search_goes_on_from_there() {
     let mut world = World::new(Goal::Fastest, 4096, 1 << 20);
     let (first, _) = world.step();
     world.sizer.hold(true);
-    for _ in 0..3 {
+    for _ in 0..12 {
         assert_eq!(world.step().0, first);
     }
     world.sizer.hold(false);
-    world.sizer.speed_up(1.5);
+    // What was fastest in the one order need not be so in the other.
+    let before = world.rate(first);
+    world.fastest = 1000.0;
+    world.sizer.rearranged(world.rate(first) / before);
+    world.steps(10);
     let (size, why) = world.step();
-    assert!(size != first && why == Why::Measure, "{size}: {why}");
+    let whole = world.rate(in_near_equal_parts(4096, size));
+    assert!(size > first && whole >= 0.97 * world.rate(1000), "{size}: {why}");
+}
+
+#[test]
+fn sizes_leave_no_remainder_where_shapes_are_dear() {
+    let mut world = World::new(Goal::Fastest, 2048, 1000 + 100 * 200);
+    world.fastest = 1000.0;
+    world.sizer.even(true);
+    world.steps(12);
+    assert_eq!(world.step(), (128, Why::Fastest), "not 187, which is nearer to the limit of 198");
 }
 
 proptest! {

@@ -4,7 +4,7 @@ use std::panic;
 
 use tch::Tensor;
 
-use super::cut::Cut;
+use super::cut::{Cut, Place};
 use super::pass::Pass;
 use super::replay::Surroundings;
 use super::tally::Tally;
@@ -126,7 +126,8 @@ impl MicroBatcher {
                 Surroundings { arrangement: &this.arrangement, variables: &this.variables };
             let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
             let micro_batches = cut.given_count();
-            cut.each(batch, this.device, |i, samples, micro_batch| {
+            cut.each(batch, this.device, |place, micro_batch| {
+                let Place { number: i, samples, tried } = place;
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
                 if let Some((draws, dice)) = &dice {
@@ -135,11 +136,13 @@ impl MicroBatcher {
                 if Some(i + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
                 }
-                let unseen = this.replay.run(&mut pass, micro_batch, &part, f, &surroundings)?;
+                let settled = !tried;
+                let ran =
+                    this.replay.run(&mut pass, micro_batch, &part, f, &surroundings, settled)?;
                 if this.non_finite == NonFinite::RefuseGradients {
                     pass.tally.add_norm(pass.accumulator.norm()?)?;
                 }
-                Ok(unseen)
+                Ok(ran)
             })?;
             let groups = pass.groups();
             let outputs = joined(pass.outputs)?;

@@ -40,8 +40,6 @@ pub(super) struct Watch {
     before: Usage,
     /// The most in use so far.
     peak: Bytes,
-    /// Micro-batches of a new size before one that is worth timing.
-    warm_up: usize,
     piece: Option<Piece>,
 }
 
@@ -52,9 +50,33 @@ struct Piece {
     /// Samples between two marks of the stopwatch.
     lap: usize,
     stopwatch: Option<Stopwatch>,
-    /// In use besides what the memory's account shows.
+    /// The most that a micro-batch had in use besides what the memory's account shows; and all that
+    /// was in use then.
     unseen: u64,
+    beside: u64,
     alone: bool,
+}
+
+/// A micro-batch's place in its mini-batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) number: usize,
+    pub(super) samples: usize,
+    /// Whether its size is tried in a part of the mini-batch only.
+    pub(super) tried: bool,
+}
+
+/// What came of a micro-batch, besides its numbers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ran {
+    /// In use besides what the memory's account shows.
+    pub(super) unseen: Bytes,
+    /// Whether others like it will take as long.
+    pub(super) typical: bool,
+}
+
+impl Ran {
+    pub(super) const PLAINLY: Self = Self { unseen: Bytes(0), typical: true };
 }
 
 impl Cut {
@@ -68,7 +90,6 @@ impl Cut {
         sizer: Sizer,
         memory: &Memory,
         reserved: u64,
-        warm_up: usize,
     ) -> Result<Self> {
         let before = memory.usage()?;
         let watch = Watch {
@@ -78,7 +99,6 @@ impl Cut {
             room: room(&before, reserved)?,
             before,
             peak: before.current,
-            warm_up,
             piece: None,
         };
         let pieces = Pieces::Watched(Box::new(watch));
@@ -117,20 +137,21 @@ impl Cut {
         }
     }
 
-    /// Calls `f` with each micro-batch in turn, on the device, after how many came before it and how
-    /// many samples it has. It tells what is in use besides what the memory's account shows.
+    /// Calls `f` with each micro-batch in turn, on the device.
     pub(super) fn each<B: Batch>(
         &mut self,
         batch: &B,
         device: Device,
-        mut f: impl FnMut(usize, usize, B) -> Result<Bytes>,
+        mut f: impl FnMut(Place, B) -> Result<Ran>,
     ) -> Result<()> {
         while self.next < self.samples {
             let first = self.sizes.len();
             let ranges = self.next_piece(device)?;
+            let tried = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples;
             feed::each(batch, &ranges, device, |i, micro_batch| {
-                let unseen = f(first + i, ranges[i].len(), micro_batch)?;
-                self.lap(unseen)
+                let place = Place { number: first + i, samples: ranges[i].len(), tried };
+                let ran = f(place, micro_batch)?;
+                self.lap(ran)
             })?;
             self.end_piece()?;
         }
@@ -149,7 +170,7 @@ impl Cut {
         };
         self.hand_out(&ranges);
         let result = f(&ranges)?;
-        self.lap(Bytes(0))?;
+        self.lap(Ran::PLAINLY)?;
         self.end_piece()?;
         Ok(result)
     }
@@ -168,10 +189,10 @@ impl Cut {
         self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
     }
 
-    fn lap(&mut self, unseen: Bytes) -> Result<()> {
+    fn lap(&mut self, ran: Ran) -> Result<()> {
         match &mut self.pieces {
             Pieces::Given(_) => Ok(()),
-            Pieces::Watched(watch) => watch.lap(unseen),
+            Pieces::Watched(watch) => watch.lap(ran),
         }
     }
 
@@ -187,9 +208,8 @@ impl Watch {
     /// Decides on the next piece.
     fn begin(&mut self, next: usize, samples: usize, device: Device) -> Result<Vec<Range<usize>>> {
         let mut trial = self.sizer.next(&[self.room], samples - next, samples);
-        let warm_up = if trial.timed { self.warm_up } else { 0 };
         let ranges = match trial.micro_batches {
-            Some(count) => first_of(samples - next, trial.size, count + warm_up)?,
+            Some(count) => first_of(samples - next, trial.size, count)?,
             None if next == 0 => split::by_size(samples, trial.size)?,
             // Of exactly the size that later steps will have: a new one costs a device its
             // preparations.
@@ -199,7 +219,7 @@ impl Watch {
         // Near-equal micro-batches may be smaller than they were allowed to be.
         trial.size = longest(&ranges);
         self.decisions.push(trial.decision(&ranges, &self.sizer, &[self.room]));
-        let stopwatch = trial.timed.then(|| Stopwatch::start(device, warm_up)).transpose()?;
+        let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
         self.open(longest(&ranges), &ranges, stopwatch)?;
         Ok(ranges)
     }
@@ -209,7 +229,7 @@ impl Watch {
         let trial = self.sizer.next_whole(&[self.room], samples);
         let ranges = split::by_size(samples, trial.size)?;
         self.decisions.push(trial.decision(&ranges, &self.sizer, &[self.room]));
-        self.open(samples, &ranges, Some(Stopwatch::start(device, 0)?))?;
+        self.open(samples, &ranges, Some(Stopwatch::start(device)?))?;
         Ok(ranges)
     }
 
@@ -220,21 +240,24 @@ impl Watch {
         stopwatch: Option<Stopwatch>,
     ) -> Result<()> {
         let (size, alone) = (longest(ranges), is_alone(ranges));
-        self.piece = Some(Piece { size, lap, stopwatch, unseen: 0, alone });
+        self.piece = Some(Piece { size, lap, stopwatch, unseen: 0, beside: 0, alone });
         self.memory.reset_peak()
     }
 
-    fn lap(&mut self, unseen: Bytes) -> Result<()> {
+    fn lap(&mut self, ran: Ran) -> Result<()> {
         let Some(piece) = &mut self.piece else { return Ok(()) };
-        piece.unseen = piece.unseen.max(unseen.0);
-        piece.stopwatch.as_mut().map_or(Ok(()), Stopwatch::lap)
+        if ran.unseen.0 > piece.unseen {
+            piece.unseen = ran.unseen.0;
+            piece.beside = self.memory.usage()?.current.0 + piece.unseen;
+        }
+        piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(ran.typical))
     }
 
     /// Learns from the piece that has been run.
     fn end(&mut self) -> Result<()> {
         let Some(piece) = self.piece.take() else { return Ok(()) };
-        let Piece { size, lap, stopwatch, unseen, alone } = piece;
-        let peak = Bytes(self.memory.usage()?.peak.0 + unseen);
+        let Piece { size, lap, stopwatch, beside, alone, .. } = piece;
+        let peak = self.memory.usage()?.peak.max(Bytes(beside));
         self.peak = self.peak.max(peak);
         let need = peak.0.saturating_sub(self.before.current.0);
         self.sizer.observe_needs(size, &[need], alone);
@@ -253,10 +276,11 @@ impl Watch {
         self.decisions.last().map_or(1, |decision| decision.size)
     }
 
-    /// The step is done: learns how it went.
-    pub(super) fn succeeded(&mut self) -> Result<Ending> {
+    /// The step is done: learns how it went; of one in which captures moved memory about, not whether
+    /// the allocator had to.
+    pub(super) fn succeeded(&mut self, captured: bool) -> Result<Ending> {
         let now = self.memory.usage()?;
-        let retried = now.allocation_retries > self.before.allocation_retries;
+        let retried = !captured && now.allocation_retries > self.before.allocation_retries;
         self.sizer.succeeded(self.size(), &[self.room], retried);
         Ok(Ending { retried, hidden: now.refusals > self.before.refusals })
     }

@@ -1,14 +1,13 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
 use super::attempt::{Scale, joined};
-use super::cut::Cut;
+use super::cut::{Cut, Place, Ran};
 use super::tally::Tally;
 use super::{MicroBatcher, Outcome, Step, Window};
 use crate::Result;
 use crate::accumulate::Sums;
 use crate::auto::{Story, Use};
 use crate::batch::Batch;
-use crate::bytes::Bytes;
 use crate::loss::Part;
 use crate::random::Dice;
 
@@ -75,14 +74,14 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::new());
             let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
-            cut.each(batch, this.device, |i, samples, micro_batch| {
+            cut.each(batch, this.device, |Place { number: i, samples, .. }, micro_batch| {
                 if let Some((draws, dice)) = &dice {
                     draws.begin(dice, i);
                 }
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
                 outputs.push(f(&mut tally, &part, micro_batch)?);
-                Ok(Bytes(0))
+                Ok(Ran::PLAINLY)
             })?;
             Ok((tally, joined(outputs)?))
         })?;

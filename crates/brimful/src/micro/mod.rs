@@ -256,9 +256,9 @@ impl MicroBatcher {
         let step = self
             .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
         self.reserved = 0;
-        let new = self.replay.take_new();
+        let new = self.replay.is_new();
         if let Some(factor) = self.arrangement.observe(step.samples, step.time, new) {
-            self.sizes.speed_up(factor);
+            self.sizes.rearranged(factor);
         }
         Ok(step)
     }

@@ -6,9 +6,10 @@ use std::path::Path;
 use std::sync::PoisonError;
 
 use super::cut::{Cut, Watch};
-use super::{MicroBatcher, gradient_bytes};
+use super::{MicroBatcher, Size, gradient_bytes};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
+use crate::bytes::Bytes;
 use crate::memory::{self, Arena, Memory};
 use crate::oom::catch_unseen;
 use crate::optim::Method;
@@ -104,10 +105,10 @@ impl MicroBatcher {
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
             let mut sizer = self.sizes.take(&kind, || vec![floor()]);
             sizer.hold(self.arrangement.is_measuring());
-            // Training can have captured work give way to it; nothing else can.
-            let kept = if kind.is_training() { 0 } else { self.replay.kept().0 };
-            let (reserved, warm_up) = (self.reserved + kept, self.replay.warm_up());
-            let mut cut = Cut::watched(samples, sizer, memory, reserved, warm_up)?;
+            // Each shape is captured by itself, and keeps memory for that.
+            sizer.even(self.replay.is_wanted());
+            let reserved = self.reserved(&kind, memory)?;
+            let mut cut = Cut::watched(samples, sizer, memory, reserved)?;
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {
@@ -132,9 +133,20 @@ impl MicroBatcher {
         }
     }
 
+    /// Bytes that a step is not to plan with. Captured work gives way to training, but not to anything
+    /// else.
+    fn reserved(&self, kind: &Kind, memory: &Memory) -> Result<u64> {
+        let for_captures = match (kind.is_training(), memory.usage()?.available) {
+            (false, _) => self.replay.kept(),
+            (true, Some(available)) if self.size == Size::Auto => self.replay.spare(available),
+            (true, _) => Bytes(0),
+        };
+        Ok(self.reserved + for_captures.0)
+    }
+
     /// Takes note of a success, and of what it hides.
     fn calm_end(&mut self, watch: &mut Watch) -> Result<()> {
-        let ending = watch.succeeded()?;
+        let ending = watch.succeeded(self.replay.is_new())?;
         if ending.retried && watch.size() == 1 {
             tracing::warn!(
                 "the allocator emptied its cache to run a single sample: the memory is nearly full"

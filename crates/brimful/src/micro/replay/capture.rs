@@ -81,7 +81,13 @@ impl Replay {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Program, String> {
         let words = |error: Error| error.to_string();
-        let stream = self.prepare(need).map_err(words)?;
+        let stream = self.prepare().map_err(words)?;
+        let free = make_room(self.device, need).map_err(words)?;
+        let copies = if self.cramped { 2 } else { 1 };
+        if need.saturating_mul(copies) > free {
+            let (need, free) = (Bytes(need), Bytes(free));
+            return Err(format!("captured, it would keep {need}, and {free} is free"));
+        }
         let sums = self.sums_for(eager).map_err(words)?;
         let mut capture = |this: &mut Self, sums| {
             let setting = Setting { device: this.device, stream, need };
@@ -97,8 +103,8 @@ impl Replay {
         capture(self, sums)
     }
 
-    /// Makes what a capture needs: a stream, and room.
-    fn prepare(&mut self, need: u64) -> Result<Stream> {
+    /// Makes what captures need: a stream, and a pool.
+    fn prepare(&mut self) -> Result<Stream> {
         let stream = match self.stream {
             Some(stream) => stream,
             None => program::stream(self.device)?,
@@ -108,7 +114,6 @@ impl Replay {
         if !self.entries.iter().any(|entry| matches!(entry.state, State::Captured(_))) {
             self.pool = Pool::default();
         }
-        make_room(self.device, need)?;
         Ok(stream)
     }
 

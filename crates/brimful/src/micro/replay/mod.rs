@@ -25,6 +25,7 @@ use tch::nn::Variables;
 use tch::{Device, Tensor};
 
 use super::Outcome;
+use super::cut::Ran;
 use super::layout::Arrangement;
 use super::pass::Pass;
 use crate::Result;
@@ -38,6 +39,8 @@ use shape::Shape;
 
 /// Micro-batches of a shape that run eagerly before one is captured.
 const WARM_UP: usize = 2;
+/// One part in so many of a memory is left free for captures.
+const SPARE: u64 = 4;
 /// Shapes that are kept. Near-equal splitting gives two a mini-batch.
 const SHAPES: usize = 16;
 
@@ -56,8 +59,12 @@ pub(super) struct Replay {
     stream: Option<Stream>,
     room: Room,
     replayed: usize,
-    /// Whether a shape was seen that may yet be captured.
+    /// Whether the mini-batch has had a shape that was not captured yet but may be.
     new: bool,
+    /// Whether it has used captured work.
+    used: bool,
+    /// Whether there is no room for captured work and an eager micro-batch of the same mini-batch.
+    cramped: bool,
     /// Why some shape runs eagerly.
     cause: Option<String>,
 }
@@ -101,6 +108,8 @@ impl Replay {
             room: Room::default(),
             replayed: 0,
             new: false,
+            used: false,
+            cramped: false,
             cause: None,
         }
     }
@@ -118,6 +127,10 @@ impl Replay {
         }
     }
 
+    pub(super) fn is_wanted(&self) -> bool {
+        self.wanted
+    }
+
     /// Why micro-batches run eagerly although replay was asked for.
     pub(super) fn cause(&self) -> Option<&str> {
         self.cause.as_deref()
@@ -128,14 +141,15 @@ impl Replay {
         mem::take(&mut self.replayed)
     }
 
-    /// Whether a shape was seen since the last call that may yet be captured.
-    pub(super) fn take_new(&mut self) -> bool {
-        mem::take(&mut self.new)
+    /// Whether the last mini-batch had a shape that was not captured yet but may be.
+    pub(super) fn is_new(&self) -> bool {
+        self.new
     }
 
-    /// Micro-batches of a shape before it runs at its full speed, besides the first.
-    pub(super) fn warm_up(&self) -> usize {
-        if self.wanted { WARM_UP } else { 0 }
+    /// What a step is to leave free of a memory in which captured work is to lie beside what eager
+    /// work leaves behind.
+    pub(super) fn spare(&self, available: Bytes) -> Bytes {
+        Bytes(if self.wanted { available.0 / SPARE } else { 0 })
     }
 
     /// What captured work keeps from everyone else.
@@ -165,6 +179,7 @@ impl Replay {
         if !self.wanted {
             return Ok(());
         }
+        (self.new, self.used) = (false, false);
         let now: Vec<usize> = parameters.iter().map(|p| p.data_ptr() as usize).collect();
         if now != self.parameters {
             self.clear()?;
@@ -173,8 +188,8 @@ impl Replay {
         Ok(())
     }
 
-    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch. Gives what it had in
-    /// use besides what the memory's account shows.
+    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch. A shape that is not
+    /// settled on, but just tried, is not worth a capture.
     pub(super) fn run<B: Batch, R: Outcome, F: FnMut(B) -> R>(
         &mut self,
         pass: &mut Pass<R::Outputs>,
@@ -182,27 +197,30 @@ impl Replay {
         part: &Part,
         f: &mut F,
         surroundings: &Surroundings<'_>,
-    ) -> Result<Bytes> {
+        settled: bool,
+    ) -> Result<Ran> {
         let laid_out = |micro_batch| surroundings.arrangement.of(micro_batch);
         if !self.wanted {
             pass.run(laid_out(micro_batch)?, part, f)?;
-            return Ok(Bytes(0));
+            return Ok(Ran::PLAINLY);
         }
         let shape = Shape::of::<B, F>(&micro_batch, pass.single);
-        if self.is_new(&shape) && self.is_in_the_way(part.samples)? {
+        if self.runs_eagerly(&shape) && self.is_in_the_way(part.samples)? {
             self.release(pass)?;
         }
         let index = self.find(shape);
         let entry = &mut self.entries[index];
         entry.uses += 1;
-        self.new |= matches!(entry.state, State::New(_));
+        let new = matches!(entry.state, State::New(_));
+        self.new |= new;
         match &mut entry.state {
             // Its inputs are laid out already, and the samples will be as they are copied there.
             State::Captured(program) => {
                 self.replayed += 1;
+                self.used = true;
                 program.run(pass, &micro_batch, part)?;
             }
-            State::New(seen) if *seen < WARM_UP => {
+            State::New(seen) if *seen < WARM_UP || !settled => {
                 *seen += 1;
                 pass.run(laid_out(micro_batch)?, part, f)?;
             }
@@ -215,11 +233,12 @@ impl Replay {
             }
             State::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
         }
-        Ok(self.entries[index].need)
+        Ok(Ran { unseen: self.entries[index].need, typical: !(new && settled) })
     }
 
-    fn is_new(&self, shape: &Shape) -> bool {
-        !self.entries.iter().any(|entry| entry.shape == *shape)
+    fn runs_eagerly(&self, shape: &Shape) -> bool {
+        let known = self.entries.iter().find(|entry| entry.shape == *shape);
+        !known.is_some_and(|entry| matches!(entry.state, State::Captured(_)))
     }
 
     /// Whether captured work keeps memory that so many samples of a new shape will need, as far as can
@@ -231,8 +250,10 @@ impl Replay {
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
     }
 
-    /// Forgets all captured work in the midst of a step.
+    /// Forgets all captured work in the midst of a step. What the same mini-batch has used would be
+    /// captured again, and in the way again, at every step.
     fn release<O>(&mut self, pass: &mut Pass<O>) -> Result<()> {
+        self.cramped |= self.used;
         pass.accumulator.disown()?;
         let interrupted = self.room.interrupted(self.device)?;
         self.clear()?;

@@ -52,12 +52,14 @@ pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
 }
 
 /// Makes room for captured work of this need. What eager runs have left in the cache is of no use to
-/// it, so where there is little else, that is given back.
-pub(super) fn make_room(device: Device, need: u64) -> Result<()> {
-    if device_memory(device)?.free < need.saturating_mul(PLENTY) {
-        empty_cache(device)?;
+/// it, so where there is little else, that is given back. Gives what is free.
+pub(super) fn make_room(device: Device, need: u64) -> Result<u64> {
+    let free = device_memory(device)?.free;
+    if free >= need.saturating_mul(PLENTY) {
+        return Ok(free);
     }
-    Ok(())
+    empty_cache(device)?;
+    Ok(device_memory(device)?.free)
 }
 
 /// Takes so much from the device in one piece and leaves it in the cache of this thread's stream:

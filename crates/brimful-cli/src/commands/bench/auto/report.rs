@@ -15,6 +15,8 @@ use crate::setting::{ModelName, NumberType};
 /// Steps in which a size is to be found.
 const LARGEST_STEPS: usize = 4;
 const FASTEST_STEPS: usize = 10;
+/// Steps in which the order in memory is found as well.
+const ORDER_STEPS: usize = 20;
 /// Steps that are measured afterwards.
 const STEADY_STEPS: usize = 5;
 
@@ -145,7 +147,8 @@ fn fastest(
 ) -> Result<(Fastest, Option<Best>)> {
     let mut built = subject.build(Size::Auto, samples)?;
     let (mut failed, mut first_step_s) = (0, None);
-    for _ in 0..FASTEST_STEPS {
+    let learning = if subject.replay { ORDER_STEPS } else { FASTEST_STEPS };
+    for _ in 0..learning {
         let (seconds, step) = built.step()?;
         failed += step.retries;
         first_step_s.get_or_insert(seconds);
