@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   kind ──► sizer ──► policy (P)        the next size: probe, climb, settle; `failures` its ceiling
+//!              │          └─► trial     what it answers
 //!              ├─────► memory_model (P)  what a size needs, from what others needed
 //!              └─────► rates (P)         how fast each size was
 //!   story      what was decided for a step, and how often it was run again
@@ -49,10 +50,11 @@ mod story;
 #[cfg(test)]
 mod tests;
 mod together;
+mod trial;
 
 pub use decision::{Decision, Why};
 pub(crate) use kind::{Kind, Use};
-pub(crate) use policy::{Goal, in_near_equal_parts};
+pub(crate) use policy::Goal;
 pub(crate) use remembered::{Identity, fingerprint};
 pub(crate) use room::room;
 pub(crate) use sizer::{Room, Sizer, is_alone};
@@ -60,6 +62,7 @@ pub(crate) use sizes::Sizes;
 pub(crate) use stopwatch::Stopwatch;
 pub(crate) use story::Story;
 pub(crate) use together::Together;
+pub(crate) use trial::in_near_equal_parts;
 
 use crate::micro::Size;
 

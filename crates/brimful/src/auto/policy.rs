@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
-//!   climb     eight times the size while that is faster and fits (the fastest size)
+//!   climb     32 times the size while that is faster and fits     (the fastest size)
 //!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
 //!   settle    the best of those, measured again in whole steps while the run is young
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
@@ -13,6 +13,7 @@
 use super::decision::Why;
 use super::failures::{CHANGED, Failures};
 use super::rates::Rates;
+use super::trial::{Situation, Trial};
 
 /// What an automatic size strives for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,39 +41,6 @@ const LEARNING_STEPS: u32 = 9;
 /// Sizes within this part of the best rate are measured this often while learning.
 const NEAR: f64 = 0.93;
 const READINGS: usize = 3;
-
-/// What is known when a decision is due.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Situation {
-    /// The largest size that should fit, if anything is known of that.
-    pub(crate) fits: Option<usize>,
-    /// The largest size whose need has been measured.
-    pub(crate) seen: usize,
-    /// The largest size that what is known may be trusted for.
-    pub(crate) reach: usize,
-    /// Bytes free for the step.
-    pub(crate) available: u64,
-    /// Samples of the mini-batch that are still to be run, and all of them.
-    pub(crate) left: usize,
-    pub(crate) samples: usize,
-}
-
-impl Situation {
-    fn is_start(&self) -> bool {
-        self.left == self.samples
-    }
-}
-
-/// What to run next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Trial {
-    pub(crate) size: usize,
-    /// So many micro-batches of exactly that size; `None`: all that is left, in near-equal ones.
-    pub(crate) micro_batches: Option<usize>,
-    pub(crate) why: Why,
-    /// Whether its time is wanted.
-    pub(crate) timed: bool,
-}
 
 /// The state of the search for one kind of mini-batch.
 #[derive(Debug, Clone)]
@@ -246,7 +214,7 @@ impl Policy {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {
                     self.climb.rung = next;
-                    return measure(next, Some(REPEATS));
+                    return Trial::measure(next, Some(REPEATS));
                 }
             } else {
                 self.climb.over = true;
@@ -254,7 +222,7 @@ impl Policy {
             }
         }
         match self.doubtful(top, now) {
-            Some(size) => measure(size, None),
+            Some(size) => Trial::measure(size, None),
             None => {
                 let best = self.rates.best(top).map_or(top.min(self.climb.rung), |(size, _)| size);
                 self.choose(best.max(1), now)
@@ -353,13 +321,4 @@ impl Policy {
         self.climb.over = true;
         self.climb.bound = Some(cap);
     }
-}
-
-fn measure(size: usize, micro_batches: Option<usize>) -> Trial {
-    Trial { size, micro_batches, why: Why::Measure, timed: true }
-}
-
-/// What a cut by `size` makes of so many samples.
-pub(crate) fn in_near_equal_parts(samples: usize, size: usize) -> usize {
-    samples.div_ceil(samples.div_ceil(size))
 }

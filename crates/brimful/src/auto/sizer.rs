@@ -6,7 +6,8 @@ use std::ops::Range;
 
 use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
-use super::policy::{Goal, Policy, Situation, Trial, in_near_equal_parts};
+use super::policy::{Goal, Policy};
+use super::trial::{Situation, Trial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
 /// Memory that a step may take.
@@ -120,7 +121,7 @@ impl Sizer {
         self.models.iter().map(|model| model.predict(size)).max().flatten()
     }
 
-    fn predict_alone(&self, size: usize) -> Option<u64> {
+    pub(super) fn predict_alone(&self, size: usize) -> Option<u64> {
         self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
     }
 
@@ -183,29 +184,4 @@ pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
 /// What is free in the memory that has the least.
 pub(crate) fn tightest(rooms: &[Room]) -> u64 {
     rooms.iter().map(|room| room.available).min().unwrap_or(u64::MAX)
-}
-
-impl Trial {
-    /// The decision to run it, of which nothing has come yet.
-    pub(crate) fn decision(
-        &self,
-        ranges: &[Range<usize>],
-        sizer: &Sizer,
-        rooms: &[Room],
-    ) -> Decision {
-        let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
-        let predicted = match is_alone(ranges) {
-            true => sizer.predict_alone(self.size),
-            false => sizer.predict(self.size),
-        };
-        Decision {
-            size: self.size,
-            micro_batches: ranges.len(),
-            why: self.why,
-            predicted: predicted.filter(|_| known).map(Bytes),
-            measured: None,
-            available: Bytes(tightest(rooms)),
-            failed: false,
-        }
-    }
 }

@@ -3,8 +3,9 @@
 use proptest::prelude::*;
 
 use super::decision::Why;
-use super::policy::{Goal, in_near_equal_parts};
+use super::policy::Goal;
 use super::sizer::{Room, Sizer};
+use super::trial::in_near_equal_parts;
 
 /// What a device would do.
 #[derive(Debug, Clone)]

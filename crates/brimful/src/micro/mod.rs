@@ -33,6 +33,7 @@ mod pass;
 mod replay;
 mod retry;
 pub(crate) mod tally;
+mod watch;
 mod whole;
 pub(crate) mod world;
 

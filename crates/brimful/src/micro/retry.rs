@@ -5,7 +5,8 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::PoisonError;
 
-use super::cut::{Cut, Watch};
+use super::cut::Cut;
+use super::watch::Watch;
 use super::{MicroBatcher, Size, gradient_bytes};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
