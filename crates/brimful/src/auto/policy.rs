@@ -13,7 +13,7 @@
 use super::decision::Why;
 use super::failures::{CHANGED, Failures};
 use super::rates::Rates;
-use super::trial::{Situation, Trial};
+use super::trial::{Situation, Trial, in_near_equal_parts};
 
 /// What an automatic size strives for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -164,10 +164,11 @@ impl Policy {
             _ => top.min(now.reach.max(FIRST)),
         };
         // What it needs may show that more would fit.
-        if size > now.seen && size < now.left {
+        let parts = in_near_equal_parts(now.samples, size);
+        if parts > now.seen && parts < now.left {
             // The first micro-batch of a step has no gradients around: the second tells the need.
             let micro_batches = Some(if now.is_start() { 2 } else { 1 });
-            return Trial { size, micro_batches, why: Why::Probe, timed: false };
+            return Trial { size: parts, micro_batches, why: Why::Probe, timed: false };
         }
         self.choose(size, now)
     }
