@@ -54,10 +54,10 @@ def arguments():
 
 
 def ours(path, bench):
-    """Our rows of a benchmark, but for those that failed."""
+    """Our rows of a benchmark, or of several, but for those that failed."""
     with open(path, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.startswith("{")]
-    return [row for row in rows if row.get("bench") == bench and "error" not in row]
+    return [row for row in rows if row.get("bench") in bench.split() and "error" not in row]
 
 
 IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes"]

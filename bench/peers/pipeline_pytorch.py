@@ -2,8 +2,8 @@
 
     pipeline_pytorch.py --like OURS.jsonl [--repeats 3]
 
-Runs our pipelines without recomputation: the same layers, balance, schedule and micro-batches; and before each
-model's the model on one thread, as a loop over the same micro-batches.
+Runs our pipelines without recomputation, be they in one process or over ranks: the same layers, balance, schedule
+and micro-batches; and before each model's the model on one thread, as a loop over the same micro-batches.
 """
 
 import torch
@@ -19,7 +19,7 @@ ALONE, PIPELINE = "PyTorch, one thread", "torch.distributed.pipelining"
 def works(rows):
     """Each model alone, then its pipelines."""
     alone = set()
-    for row in map(contest.identity, rows):
+    for row in contest.each_once(rows):
         if row["model"] not in alone:
             alone.add(row["model"])
             yield {**row, "stages": 1, "schedule": None, "recompute": None, "balance": None}
@@ -98,4 +98,4 @@ def measure(row, settings, repeats):
 
 if __name__ == "__main__":
     named = lambda row, flags: [(PIPELINE if row["schedule"] else ALONE, {})]  # noqa: E731
-    contest.run("pipeline", named, measure, works)
+    contest.run("pipeline world", named, measure, works)

@@ -82,6 +82,23 @@ fn a_peer_that_failed_is_shown_with_its_error_beside_ours() {
 }
 
 #[test]
+fn ranks_are_compared_with_one_process_and_with_the_peer() {
+    let rows = folder("ranks").join("rows.jsonl");
+    let row = |contestant: &str, speed: f64| {
+        json!({
+            "bench": "world", "contestant": contestant, "model": "gpt", "shape": "2×64×8",
+            "dtype": "f32", "batch": 4, "micro_batch": 1, "stages": 2, "samples_per_s": speed,
+        })
+    };
+    let all =
+        [("brimful", 8.0), ("brimful over ranks", 6.0), ("torch.distributed.pipelining", 4.0)];
+    let lines = all.map(|(contestant, speed)| row(contestant, speed).to_string());
+    fs::write(&rows, lines.join("\n")).expect("written");
+    let compared = bench(&["compare", "--markdown", text(&rows)]).assert().success();
+    compared.stdout(predicate::str::contains("| brimful over ranks | 2 | 6.00 | 0.750 | 1.500 |"));
+}
+
+#[test]
 fn a_saved_table_has_rows_tables_and_a_picture() {
     let folder = folder("saved");
     let arguments = ["micro", "--device", "cpu", "--model", "mlp", "--batch", "8", "--micro-batch"];

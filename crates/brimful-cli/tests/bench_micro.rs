@@ -42,11 +42,15 @@ fn each_contestant_has_a_row_and_the_last_line_has_all() {
 
 #[test]
 fn memory_is_compared_by_micro_batches() {
-    let (rows, _) = json(&["--memory", "--model", "mlp", "--micro-batch", "16"]);
+    let memory = ["--memory", "--model", "mlp", "--micro-batch", "16", "--training-set", "3001"];
+    let (rows, _) = json(&memory);
     let counts: Vec<_> = rows.iter().map(|row| row["micro_batches"].as_u64()).collect();
-    assert_eq!(counts, [1, 2, 64, 128].map(Some));
-    assert_eq!(rows[3]["compared_with"].as_u64(), Some(2));
-    assert!(rows[3]["ratio"].as_f64() < Some(1.01), "{}", rows[3]);
+    assert_eq!(counts, [1, 2, 64, 128, 188].map(Some));
+    assert_eq!(rows[4]["batch"].as_u64(), Some(3001));
+    for row in &rows[3..] {
+        assert_eq!(row["compared_with"].as_u64(), Some(2));
+        assert!(row["ratio"].as_f64() < Some(1.01), "{row}");
+    }
 }
 
 #[test]

@@ -332,3 +332,39 @@ fn a_slow_rank_is_not_given_up() {
         assert_eq!(world.share("a number", &world.rank()).expect("shared"), [0, 1]);
     });
 }
+
+/// Steps of which the last rank does not take the second; says on standard output how that ends.
+#[allow(clippy::print_stdout)] // The test reads it.
+fn rank_that_hangs(world: World) {
+    world.set_patience(PATIENCE).expect("set");
+    world.set_longest_wait(PATIENCE).expect("set");
+    let mut pipe = Pipeline::builder(model())
+        .devices([StageDevice::cpu().threads(1)])
+        .balance([2, 2, 2])
+        .kind(Kind::Double)
+        .micro_batches(4)
+        .world(&world)
+        .build()
+        .expect("a pipeline");
+    step(&mut pipe).expect("an undisturbed step");
+    if world.rank() == 2 {
+        sleep(3 * PATIENCE);
+    }
+    let error = step(&mut pipe).expect_err("the last rank is away");
+    println!("rank {} ends: {error}", world.rank());
+    drop((pipe, world));
+    process::exit(3);
+}
+
+/// A rank that gives signs of life but does not do its part is named, also by those that wait for
+/// others which wait for it; and learns of it.
+#[test]
+fn a_rank_that_hangs_is_given_up() {
+    as_rank_or(rank_that_hangs, |launcher| {
+        let said = text(&launcher.start(3, &RECOVERY, "").wait(LIMIT));
+        for rank in 0..3 {
+            let named = format!("rank {rank} ends: rank 2 on ");
+            assert!(said.contains(&named) && said.contains("has been waited for"), "{said}");
+        }
+    });
+}

@@ -14,6 +14,7 @@ use super::message::{Channel, Message, Outline, Tensors};
 use super::pulse::Pulse;
 use super::ring::Ring;
 use super::traffic::Traffic;
+use super::waits::Waits;
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
@@ -37,6 +38,7 @@ pub(super) struct Engine {
     pub(super) hosts: Vec<String>,
     pub(super) traffic: Traffic,
     pub(super) pulse: Pulse,
+    pub(super) waits: Waits,
     /// By rank, in order.
     pub(super) values: Vec<VecDeque<Value>>,
     /// How often all ranks have said something.
@@ -59,7 +61,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(wire: Box<dyn Wire>, patience: Duration) -> Self {
+    pub(super) fn new(wire: Box<dyn Wire>, patience: Duration, longest_wait: Duration) -> Self {
         let (rank, size) = wire.place();
         Self {
             rank,
@@ -67,6 +69,7 @@ impl Engine {
             hosts: (0..size).map(|_| wire.host()).collect(),
             traffic: Traffic::default(),
             pulse: Pulse::new(size, patience, Instant::now()),
+            waits: Waits::new(rank, size, longest_wait),
             values: (0..size).map(|_| VecDeque::new()).collect(),
             moments: 0,
             inboxes: HashMap::new(),
@@ -122,7 +125,7 @@ impl Engine {
 
     fn dispatch(&mut self, from: usize, message: Message) -> Result<(), WorldError> {
         match message {
-            Message::Beat => {}
+            Message::Beat { waits_for } => self.waits.heard(from, waits_for),
             Message::Value { number, what, bytes } => {
                 self.values[from].push_back(Value { number, what, bytes });
             }
@@ -143,6 +146,9 @@ impl Engine {
             Message::Lost { rank, silent } => {
                 return Err(self.lost(rank, Duration::from_millis(silent)));
             }
+            Message::Hangs { rank, waited } => {
+                return Err(self.hangs(rank, Duration::from_millis(waited)));
+            }
             Message::Left { words } => self.left[from] = Some(words),
         }
         Ok(())
@@ -154,7 +160,7 @@ impl Engine {
             return;
         }
         if self.pulse.is_due(now) {
-            self.tell_all(&Message::Beat);
+            self.tell_all(&Message::Beat { waits_for: self.waits.own() });
         }
         let (me, left) = (self.rank, &self.left);
         if let Some((rank, silent)) = self.pulse.lost(now, |r| r != me && left[r].is_none()) {
@@ -166,6 +172,20 @@ impl Engine {
 
     fn lost(&self, rank: usize, silent: Duration) -> WorldError {
         WorldError::RankLost { rank, host: self.hosts[rank].clone(), silent }
+    }
+
+    /// This thread goes on waiting for a rank, unless it is gone or hangs.
+    pub(super) fn wait_for(&mut self, rank: Option<usize>) -> Result<(), WorldError> {
+        self.check(rank)?;
+        let Some(rank) = rank else { return Ok(()) };
+        let Some((rank, waited)) = self.waits.waiting(rank, Instant::now()) else { return Ok(()) };
+        self.tell_all(&Message::Hangs { rank, waited: waited.as_millis() as u64 });
+        let error = self.hangs(rank, waited);
+        Err(self.broken.get_or_insert(error).clone())
+    }
+
+    fn hangs(&self, rank: usize, waited: Duration) -> WorldError {
+        WorldError::RankHangs { rank, host: self.hosts[rank].clone(), waited }
     }
 
     /// Sends a small message to all other ranks; those that have ended wait for the rest to end.
@@ -183,7 +203,7 @@ impl Engine {
     }
 
     /// Whether anything keeps this rank from waiting for that one.
-    pub(super) fn check(&self, rank: Option<usize>) -> Result<(), WorldError> {
+    fn check(&self, rank: Option<usize>) -> Result<(), WorldError> {
         if let Some(error) = self.broken.as_ref().or(self.confused.as_ref()) {
             return Err(error.clone());
         }

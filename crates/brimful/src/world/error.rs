@@ -30,6 +30,21 @@ pub enum WorldError {
         /// For how long.
         silent: Duration,
     },
+    /// A rank that gives signs of life, but does not do what others wait for.
+    #[error(
+        "rank {rank} on {host} gives signs of life, but has been waited for for {} s: it hangs, or is \
+         at something that takes longer than the longest wait that was set; start again from the last \
+         saved model",
+        waited.as_secs()
+    )]
+    RankHangs {
+        /// Which one.
+        rank: usize,
+        /// The machine that it runs on.
+        host: String,
+        /// For how long.
+        waited: Duration,
+    },
     /// A rank that has ended while others waited for it.
     #[error("rank {rank} on {host} has ended while others needed it{}", said(words))]
     RankLeft {

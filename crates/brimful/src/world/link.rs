@@ -72,9 +72,14 @@ impl Link {
         loop {
             let found = self.with(|engine| {
                 engine.progress();
-                Ok(match look(engine)? {
+                let looked = look(engine);
+                if let Ok(Look::WaitFor(rank)) = looked {
+                    return engine.wait_for(rank).map(|()| None).map_err(Into::into);
+                }
+                engine.waits.over();
+                Ok(match looked? {
                     Look::Found(found) => Some(found),
-                    Look::WaitFor(rank) => engine.check(rank).map(|()| None)?,
+                    Look::WaitFor(_) => None,
                 })
             });
             let found: Result<Option<T>> = found?;

@@ -22,7 +22,7 @@ pub(crate) struct Channel {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Message {
     /// A sign of life.
-    Beat,
+    Beat { waits_for: Option<usize> },
     /// What this rank has to say where all ranks say something: the number counts such moments.
     Value { number: u64, what: String, bytes: Vec<u8> },
     /// Tensors follow, each with the next tag.
@@ -31,6 +31,8 @@ pub(super) enum Message {
     Stop { turn: u64 },
     /// A rank has been silent for so many milliseconds.
     Lost { rank: usize, silent: u64 },
+    /// A rank has been waited for for so many milliseconds.
+    Hangs { rank: usize, waited: u64 },
     /// This rank ends, with an error or without.
     Left { words: Option<String> },
 }

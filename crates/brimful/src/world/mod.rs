@@ -13,7 +13,8 @@
 //!
 //! *No hang.* Every rank gives signs of life, from a thread of its own. One that is killed, stopped
 //! or cut off is given up after [`World::patience`], and every wait of the others ends with an error
-//! that names it. A rank whose step fails tells the others at once.
+//! that names it. So is one that gives signs of life but is waited for longer than
+//! [`World::longest_wait`]. A rank whose step fails tells the others at once.
 
 #![cfg_attr(
     not(feature = "mpi"),
@@ -33,6 +34,7 @@ mod pulse;
 mod ring;
 mod traffic;
 mod turn;
+mod waits;
 mod wire;
 
 use std::sync::Arc;
@@ -50,6 +52,8 @@ use wire::{Alone, Wire};
 
 /// How long a rank may be silent, unless told otherwise.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a rank may be waited for, unless told otherwise.
+const LONGEST_WAIT: Duration = Duration::from_secs(30 * 60);
 
 /// All processes that train together, as one of them sees it.
 ///
@@ -89,14 +93,15 @@ impl World {
 
     /// A world of this process alone.
     pub fn alone() -> Self {
-        let (hosts, link) = (vec![Alone.host()], Link::new(Engine::new(Box::new(Alone), PATIENCE)));
+        let (hosts, link) =
+            (vec![Alone.host()], Link::new(Engine::new(Box::new(Alone), PATIENCE, LONGEST_WAIT)));
         Self(Arc::new(Member { rank: 0, hosts, link, _pump: None }))
     }
 
     #[cfg(feature = "mpi")]
     fn over(wire: Box<dyn Wire>) -> Result<Self> {
         let (host, (rank, size)) = (wire.host(), wire.place());
-        let link = Link::new(Engine::new(wire, PATIENCE));
+        let link = Link::new(Engine::new(wire, PATIENCE, LONGEST_WAIT));
         let pump = Some(Pump::start(Arc::clone(&link))?);
         let hosts = vec![host.clone(); size];
         let mut member = Arc::new(Member { rank, hosts, link, _pump: pump });
@@ -142,6 +147,24 @@ impl World {
     /// When the world has ended.
     pub fn set_patience(&self, patience: Duration) -> Result<()> {
         self.link().with(|engine| engine.pulse.set_patience(patience))
+    }
+
+    /// After how long a rank is given up that is waited for although it gives signs of life: because
+    /// its data never come, say. 30 minutes, unless it was set.
+    ///
+    /// # Errors
+    /// When the world has ended.
+    pub fn longest_wait(&self) -> Result<Duration> {
+        self.link().with(|engine| engine.waits.longest())
+    }
+
+    /// Sets for how long this rank waits for another: longer than what one rank does alone, such as
+    /// an evaluation.
+    ///
+    /// # Errors
+    /// When the world has ended.
+    pub fn set_longest_wait(&self, longest: Duration) -> Result<()> {
+        self.link().with(|engine| engine.waits.set_longest(longest))
     }
 
     /// What this rank has sent so far.

@@ -27,6 +27,10 @@ pub(crate) struct Ranks {
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) patience: u64,
+    /// Seconds after which a rank is given up that others wait for, although it gives signs of life
+    #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) longest_wait: u64,
 }
 
 impl Ranks {
@@ -37,6 +41,7 @@ impl Ranks {
         }
         let world = start()?;
         world.set_patience(Duration::from_secs(self.patience))?;
+        world.set_longest_wait(Duration::from_secs(self.longest_wait))?;
         Ok(world)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! One micro-batch is special: no gradient is there before its backward, and nothing waits behind
 //! it. From two on, gradients are kept through later forwards, and the next micro-batch is brought
-//! ahead of its use. So 64 is compared with 1, and 128 with 2.
+//! ahead of its use. So 64 is compared with 1, and 128 with 2, as is a whole training set.
 
 use std::time::Instant;
 
@@ -20,12 +20,26 @@ use crate::setting::clear_gradients;
 
 /// Micro-batches in each mini-batch, and which of them it is compared with.
 const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];
-/// Micro-batches in all of them.
-pub(super) const PIECES: usize = 1 + 2 + 64 + 128;
+
+/// Micro-batches in all mini-batches.
+pub(super) fn pieces(work: &Work, training_set: Option<usize>) -> usize {
+    let mini_batches = mini_batches(work.micro_batch, training_set);
+    mini_batches.map(|(samples, _)| samples.div_ceil(work.micro_batch)).sum()
+}
+
+/// The samples of each mini-batch, and which it is compared with, in micro-batches.
+fn mini_batches(
+    micro_batch: usize,
+    training_set: Option<usize>,
+) -> impl Iterator<Item = (usize, Option<usize>)> {
+    let counted = COUNTS.into_iter().map(move |(count, base)| (count * micro_batch, base));
+    counted.chain(training_set.map(|samples| (samples, Some(2))))
+}
 
 /// Measures the peaks of one micro-batch size, with the mini-batch in host memory.
 pub(super) fn measure(
     work: &Work,
+    training_set: Option<usize>,
     device: Device,
     progress: &Progress,
     journal: &mut Journal,
@@ -40,10 +54,11 @@ pub(super) fn measure(
     drop(inside);
     let one = work.samples(work.micro_batch);
     let mut peaks: Vec<(usize, Bytes)> = Vec::new();
-    for (count, base) in COUNTS {
-        let work = Work { batch: work.micro_batch * count, ..work.clone() };
+    for (samples, base) in mini_batches(work.micro_batch, training_set) {
+        let (count, work) =
+            (samples.div_ceil(work.micro_batch), Work { batch: samples, ..work.clone() });
         progress.row(&work.title());
-        let batch = repeated(&one, count);
+        let batch = repeated(&one, count, samples);
         let size = Size::Fixed(work.micro_batch);
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         let mut step = || {
@@ -68,10 +83,10 @@ pub(super) fn measure(
 }
 
 /// The same samples again and again: memory does not depend on their values.
-fn repeated((x, y): &Samples, count: usize) -> Samples {
+fn repeated((x, y): &Samples, count: usize, samples: usize) -> Samples {
     let repeat = |t: &tch::Tensor| {
         let times: Vec<i64> = (0..t.dim()).map(|d| if d == 0 { count as i64 } else { 1 }).collect();
-        t.repeat(times)
+        t.repeat(times).narrow(0, 0, samples as i64)
     };
     (repeat(x), repeat(y))
 }

@@ -26,7 +26,9 @@ use crate::setting::{self, MODELS, ModelName, NumberType, words};
 Examples:
   brimful bench micro --table --device cuda           the rows of the project's comparison
   brimful bench micro --model gpt --gpt 2x128x64 --batch-size 16 --micro-batch 4
-  brimful bench micro --memory --micro-batch 2        memory by the number of micro-batches")]
+  brimful bench micro --memory --micro-batch 2        memory by the number of micro-batches
+  brimful bench micro --memory --model mlp --micro-batch 64 --training-set 60000
+                                                      up to all of it as one mini-batch")]
 pub struct Options {
     #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]
     model: ModelName,
@@ -59,6 +61,10 @@ pub struct Options {
     /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
     #[arg(long, conflicts_with_all = ["batch_size", "repeats"])]
     memory: bool,
+    /// Samples in a whole training set, which is then a mini-batch too
+    #[arg(long, value_name = "N", requires = "memory")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    training_set: Option<u32>,
     #[command(flatten)]
     output: Output,
 }
@@ -80,12 +86,16 @@ pub fn run(options: &Options) -> Result<()> {
     });
     let mut journal = Journal::begin("micro", device, &options.output, facts)?;
     let repeats = options.repeats as usize;
-    let pieces = if options.memory { memory::PIECES } else { contest::turns(repeats) };
-    let progress = Progress::new(rows.len() * pieces);
+    let training_set = options.training_set.map(|samples| samples as usize);
+    let pieces = |work: &Work| match options.memory {
+        true => memory::pieces(work, training_set),
+        false => contest::turns(repeats),
+    };
+    let progress = Progress::new(rows.iter().map(pieces).sum());
     for work in &rows {
         work.dtype.prepare(device)?;
         if options.memory {
-            memory::measure(work, device, &progress, &mut journal)?;
+            memory::measure(work, training_set, device, &progress, &mut journal)?;
         } else {
             contest::measure(work, device, repeats, &progress, &mut journal)?;
         }

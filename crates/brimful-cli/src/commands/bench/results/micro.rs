@@ -21,7 +21,7 @@ const GROWTH: [Column; 6] = [
     ("batch", "samples"),
     ("samples_per_s", "samples/s"),
     ("peak_bytes", "peak MiB"),
-    ("ratio", "64 : 1, 128 : 2"),
+    ("ratio", "peak : that of 1 or 2"),
 ];
 
 pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {

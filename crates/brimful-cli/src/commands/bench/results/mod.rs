@@ -34,12 +34,13 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&Row]) -> Vec<Table>, fn(&[&Row]) -> Vec<Panel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 7] = [
+const BENCHES: [(&str, Views); 8] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
     ("ranks", (ranks::tables, ranks::panels)),
+    ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),
     ("memory", (memory::tables, memory::panels)),
     ("convergence", (convergence::tables, convergence::panels)),
 ];

@@ -1,58 +1,100 @@
-//! Data parallelism over processes: all ranks against one, ours and the peer's.
+//! Ranks: data parallelism against one of them, pipelines against one process; and against the peers.
 
 use super::chart::{Bar, Panel};
 use super::row::{Row, Side, best, grouped, over};
 use super::table::{Cell, Column, Line, Table};
 
-const COLUMNS: [Column; 7] = [
-    ("contestant", "who"),
-    ("ranks", "ranks"),
-    ("samples_per_s", "samples/s"),
-    ("ratio", ": one rank"),
-    ("over_peer", ": peer"),
-    ("spread", "spread"),
-    ("sent_bytes", "sent a step, MiB"),
-];
+/// What tells the two benchmarks apart.
+struct View {
+    /// What there are several of.
+    of: &'static str,
+    /// What ours, and the peer's, are compared with.
+    base: &'static str,
+    /// Whether the second row is what the first is compared with.
+    is_base: fn(&Row, &Row) -> bool,
+}
+
+const DATA: View = View { of: "ranks", base: ": one rank", is_base: is_one_rank };
+const PIPELINE: View = View { of: "stages", base: ": one process", is_base: is_one_process };
 
 pub(super) fn tables(rows: &[&Row]) -> Vec<Table> {
-    let table = |(title, group): (String, Vec<&Row>)| {
-        let lines = group.iter().map(|row| line(row, &group)).collect();
-        Table { title, columns: COLUMNS.into(), lines }
-    };
-    grouped(rows, work).into_iter().map(table).collect()
+    DATA.tables(rows)
 }
 
 pub(super) fn panels(rows: &[&Row]) -> Vec<Panel> {
-    let panel = |(title, group): (String, Vec<&Row>)| {
-        let label = |row: &Row| format!("{}, {} ranks", row.contestant(), row.text("ranks"));
-        let bars = group.iter().map(|row| Bar::of_speed(row, label(row))).collect();
-        Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
-    };
-    grouped(rows, work).into_iter().map(panel).collect()
+    DATA.panels(rows)
+}
+
+pub(super) fn pipeline_tables(rows: &[&Row]) -> Vec<Table> {
+    PIPELINE.tables(rows)
+}
+
+pub(super) fn pipeline_panels(rows: &[&Row]) -> Vec<Panel> {
+    PIPELINE.panels(rows)
+}
+
+fn is_one_rank(row: &Row, other: &Row) -> bool {
+    let is_ours = |row: &Row| row.contestant().starts_with("brimful");
+    other.text("ranks") == "1" && is_ours(other) == is_ours(row)
+}
+
+fn is_one_process(row: &Row, other: &Row) -> bool {
+    other.contestant() == "brimful" && other.text("stages") == row.text("stages")
+}
+
+impl View {
+    fn tables(&self, rows: &[&Row]) -> Vec<Table> {
+        let table = |(title, group): (String, Vec<&Row>)| {
+            let lines = group.iter().map(|row| self.line(row, &group)).collect();
+            Table { title, columns: self.columns().into(), lines }
+        };
+        grouped(rows, work).into_iter().map(table).collect()
+    }
+
+    fn panels(&self, rows: &[&Row]) -> Vec<Panel> {
+        let panel = |(title, group): (String, Vec<&Row>)| {
+            let label =
+                |row: &Row| format!("{}, {} {}", row.contestant(), row.text(self.of), self.of);
+            let bars = group.iter().map(|row| Bar::of_speed(row, label(row))).collect();
+            Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
+        };
+        grouped(rows, work).into_iter().map(panel).collect()
+    }
+
+    fn columns(&self) -> [Column; 7] {
+        [
+            ("contestant", "who"),
+            (self.of, self.of),
+            ("samples_per_s", "samples/s"),
+            ("ratio", self.base),
+            ("over_peer", ": peer"),
+            ("spread", "spread"),
+            ("sent_bytes", "sent a step, MiB"),
+        ]
+    }
+
+    fn line(&self, row: &Row, group: &[&Row]) -> Line {
+        let name = Cell::text(row.contestant());
+        if let Some(error) = row.error() {
+            return Line::Failed(vec![name], error.to_owned());
+        }
+        let base = group.iter().find(|other| (self.is_base)(row, other));
+        let peers = group
+            .iter()
+            .copied()
+            .filter(|other| other.side() == Side::Peer && other.text(self.of) == row.text(self.of));
+        Line::Figures(vec![
+            name,
+            Cell::Count(row.number(self.of)),
+            Cell::Number(row.speed()),
+            Cell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
+            Cell::Ratio(over(row.speed(), best(peers)), 3),
+            Cell::Percent(row.number("spread"), 1),
+            Cell::Bytes(row.number("sent_bytes")),
+        ])
+    }
 }
 
 fn work(row: &Row) -> String {
     format!("{}, {} / {}", row.model(), row.text("batch"), row.text("micro_batch"))
-}
-
-fn line(row: &Row, group: &[&Row]) -> Line {
-    let name = Cell::text(row.contestant());
-    if let Some(error) = row.error() {
-        return Line::Failed(vec![name], error.to_owned());
-    }
-    let is_ours = row.contestant().starts_with("brimful");
-    let alone = |other: &&&Row| {
-        other.text("ranks") == "1" && other.contestant().starts_with("brimful") == is_ours
-    };
-    let peers = group.iter().copied();
-    let peers = peers.filter(|r| r.side() == Side::Peer && r.text("ranks") == row.text("ranks"));
-    Line::Figures(vec![
-        name,
-        Cell::Count(row.number("ranks")),
-        Cell::Number(row.speed()),
-        Cell::Ratio(over(row.speed(), group.iter().find(alone).and_then(|row| row.speed())), 3),
-        Cell::Ratio(over(row.speed(), best(peers)), 3),
-        Cell::Percent(row.number("spread"), 1),
-        Cell::Bytes(row.number("sent_bytes")),
-    ])
 }
