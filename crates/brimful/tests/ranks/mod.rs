@@ -12,6 +12,7 @@ use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use brimful::World;
+use tempfile::TempDir;
 
 /// Set for ranks, to the test's name.
 const RANK_OF: &str = "BRIMFUL_TEST_RANK_OF";
@@ -60,12 +61,15 @@ pub struct Launcher {
 /// Ranks that are running.
 pub struct Launched {
     pub mpirun: Child,
+    /// What `mpirun` keeps files in: others make and remove theirs at the same time.
+    _folder: TempDir,
 }
 
 impl Launcher {
     /// Starts so many ranks, with options for `mpirun` and a word for the ranks.
     pub fn start(&self, ranks: usize, options: &[&str], word: &str) -> Launched {
         let program = env::current_exe().expect("the test's own program");
+        let folder = tempfile::tempdir().expect("a folder");
         let mut command = Command::new("mpirun");
         command
             .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"])
@@ -76,10 +80,12 @@ impl Launcher {
             .env(RANK_OF, &self.name)
             .env(TOLD, word)
             .env("OMP_NUM_THREADS", "1")
+            .env("OMPI_MCA_orte_tmpdir_base", folder.path())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        Launched { mpirun: command.spawn().expect("mpirun is there where this feature is built") }
+        let mpirun = command.spawn().expect("mpirun is there where this feature is built");
+        Launched { mpirun, _folder: folder }
     }
 }
 
