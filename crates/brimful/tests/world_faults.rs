@@ -48,6 +48,18 @@ fn model() -> Layers {
         .add_fn("third", faulty)
 }
 
+/// The model over three ranks.
+fn three_stages(world: &World) -> Pipeline {
+    Pipeline::builder(model())
+        .devices([StageDevice::cpu().threads(1)])
+        .balance([2, 2, 2])
+        .kind(Kind::Double)
+        .micro_batches(4)
+        .world(world)
+        .build()
+        .expect("a pipeline")
+}
+
 fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
     let x = Tensor::arange(32, (Kind::Double, Device::Cpu)).view([8, 4]).sin();
     pipe.step(&x, &(), |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Double)))
@@ -58,14 +70,7 @@ fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
 #[test]
 fn a_panic_in_one_rank_is_everyones_error() {
     in_ranks(3, |world| {
-        let mut pipe = Pipeline::builder(model())
-            .devices([StageDevice::cpu().threads(1)])
-            .balance([2, 2, 2])
-            .kind(Kind::Double)
-            .micro_batches(4)
-            .world(&world)
-            .build()
-            .expect("a pipeline");
+        let mut pipe = three_stages(&world);
         step(&mut pipe).expect("an undisturbed step");
         let expected = copies(pipe.gradients().expect("gradients"));
         pipe.zero_grad().expect("cleared");
@@ -338,14 +343,7 @@ fn a_slow_rank_is_not_given_up() {
 fn rank_that_hangs(world: World) {
     world.set_patience(PATIENCE).expect("set");
     world.set_longest_wait(PATIENCE).expect("set");
-    let mut pipe = Pipeline::builder(model())
-        .devices([StageDevice::cpu().threads(1)])
-        .balance([2, 2, 2])
-        .kind(Kind::Double)
-        .micro_batches(4)
-        .world(&world)
-        .build()
-        .expect("a pipeline");
+    let mut pipe = three_stages(&world);
     step(&mut pipe).expect("an undisturbed step");
     if world.rank() == 2 {
         sleep(3 * PATIENCE);

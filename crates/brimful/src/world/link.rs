@@ -73,13 +73,12 @@ impl Link {
             let found = self.with(|engine| {
                 engine.progress();
                 let looked = look(engine);
-                if let Ok(Look::WaitFor(rank)) = looked {
-                    return engine.wait_for(rank).map(|()| None).map_err(Into::into);
+                if !matches!(looked, Ok(Look::WaitFor(Some(_)))) {
+                    engine.waits.over();
                 }
-                engine.waits.over();
                 Ok(match looked? {
                     Look::Found(found) => Some(found),
-                    Look::WaitFor(_) => None,
+                    Look::WaitFor(rank) => engine.wait_for(rank).map(|()| None)?,
                 })
             });
             let found: Result<Option<T>> = found?;
