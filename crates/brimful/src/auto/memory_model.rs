@@ -43,6 +43,8 @@ const CHANCE: f64 = 1.1;
 const FAR: usize = 8;
 /// Where that far needs are so many times what they were, most of them is the samples'.
 const GROWN: u64 = 4;
+/// A sample that needs so many times what it needed at smaller sizes needs something new.
+const BEND: f64 = 1.5;
 
 impl MemoryModel {
     /// A model whose fixed part is at least so large.
@@ -75,13 +77,27 @@ impl MemoryModel {
     /// that is seen above the floor were the samples' fits for sure.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
-        let far = large.saturating_mul(FAR);
-        if self.predict(far).is_some_and(|need| need >= most.saturating_mul(GROWN)) {
+        let (far, bent) = (large.saturating_mul(FAR), self.is_bent());
+        if !bent && self.predict(far).is_some_and(|need| need >= most.saturating_mul(GROWN)) {
             return far;
         }
         let floor = self.floor.min(most) as f64;
         let at_most = Line { fixed: floor, per_sample: (most as f64 - floor) / large as f64 };
-        at_most.largest(budget).max(large.saturating_mul(2))
+        let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
+        at_most.largest(budget).max(near)
+    }
+
+    /// Whether needs grow faster up to the largest size than they did below it: then somewhere on the
+    /// way something new has begun to count, and its cost is not known yet.
+    fn is_bent(&self) -> bool {
+        let mut points: Vec<(f64, f64)> = Vec::new();
+        for (&size, &need) in self.needs.iter().rev() {
+            if points.last().is_none_or(|(larger, _)| size as f64 <= larger * APART) {
+                points.push((size as f64, need as f64));
+            }
+        }
+        let slope = |a: (f64, f64), b: (f64, f64)| (a.1 - b.1) / (a.0 - b.0);
+        matches!(points[..], [a, b, c, ..] if slope(a, b) > BEND * slope(b, c).max(0.0))
     }
 
     /// The line through the largest size that has been seen, because needs are straight only from
@@ -150,6 +166,16 @@ mod tests {
     fn nothing_is_known_at_first() {
         let model = MemoryModel::default();
         assert_eq!((model.predict(3), model.largest(100), model.largest_seen()), (None, None, 0));
+    }
+
+    #[test]
+    fn a_line_with_a_bend_is_not_trusted_far() {
+        let mut model = MemoryModel::with_floor(4000);
+        let needs = [(55, 8233), (158, 8645), (410, 12209)];
+        needs.into_iter().for_each(|(n, need)| model.observe(n, need, false));
+        assert_eq!(model.reach(16_609), 629, "all above the floor may be the samples'");
+        model.observe(586, 15_721, false);
+        assert!(model.reach(16_609) > 800, "the last two tell the same: {}", model.reach(16_609));
     }
 
     #[test]
