@@ -128,6 +128,7 @@ pub mod libtorch;
 pub mod loss;
 pub mod memory;
 pub mod micro;
+mod moment;
 pub mod nn;
 pub mod oom;
 pub mod optim;

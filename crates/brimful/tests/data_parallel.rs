@@ -14,8 +14,8 @@ use brimful::pipeline::StageDevice;
 use brimful::world::WorldError;
 use brimful::{Auto, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
 use full_batch::{
-    Batch, CLASSES, Net, TOLERANCE, assert_gradients, batch, clear, distance, losses, numbers,
-    over_tokens, penalty, plain,
+    Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_WITH_A_SUM, TOLERANCE,
+    assert_gradients, batch, clear, distance, losses, numbers, plain,
 };
 use ranks::in_ranks;
 use tch::nn::{self, Module, ModuleT};
@@ -46,57 +46,6 @@ fn part(world: &World, parts: &[usize], (x, y, tokens): &Batch) -> Batch {
 fn net(root: &nn::Path) -> Net {
     Net::after(nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())), root)
 }
-
-struct Case {
-    name: &'static str,
-    full: fn(&Net, &Batch) -> Tensor,
-    micro: fn(&Net, &Batch) -> Loss,
-}
-
-const CASES: [Case; 4] = [
-    Case {
-        name: "mean",
-        full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
-        micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(Kind::Double)),
-    },
-    Case {
-        name: "over tokens",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            sum / count
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            Loss::mean_over(sum / &count, count)
-        },
-    },
-    Case {
-        name: "a ratio",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            sum / count
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            Loss::ratio(sum, count.double_value(&[]))
-        },
-    },
-    Case {
-        name: "several terms",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            let squares = net.logits(&batch.0).square();
-            sum / count * 0.5 + squares.sum(Kind::Double) + penalty(net)
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            let squares = net.logits(&batch.0).square();
-            Loss::mean_over(sum / &count, count) * 0.5
-                + Loss::sum(squares.sum(Kind::Double))
-                + Loss::once(penalty(net))
-        },
-    },
-];
 
 fn full_batch_gradients(world: World) {
     let (plain_store, plain_net) = plain(net);
@@ -157,13 +106,13 @@ fn steps_leave_the_plain_parameters_and_statistics() {
             for step in 0..3 {
                 let whole = batch(12 + step);
                 let parts = parts(&world, 12 + step as usize, step == 1);
-                (CASES[3].full)(&plain_net, &whole).backward();
+                (SEVERAL_WITH_A_SUM.full)(&plain_net, &whole).backward();
                 // The first layer's statistics, which do not depend on the cut.
                 let _training = plain_net.layers.forward_t(&whole.0, true);
                 let own = part(&world, &parts, &whole);
                 let run = |batch: Batch| {
                     let _training = tch::no_grad(|| model.layers.forward_t(&batch.0, true));
-                    (CASES[3].micro)(&model, &batch)
+                    (SEVERAL_WITH_A_SUM.micro)(&model, &batch)
                 };
                 micro.backward(&own, run).expect("a step");
                 for optimizer in [&mut one, &mut other] {
@@ -248,13 +197,13 @@ fn what_fails_on_one_rank_has_failed_on_all() {
             .expect("one model");
         let whole = batch(20);
         let own = part(&world, &parts(&world, 20, false), &whole);
-        micro.backward(&own, |batch| (CASES[0].micro)(&model, &batch)).expect("an earlier step");
+        micro.backward(&own, |batch| (MEAN.micro)(&model, &batch)).expect("an earlier step");
         let before = state(&store);
         let unchanged = |what: &str| assert_eq!(before, state(&store), "{what}");
 
         let is_first = world.rank() == 1;
         let error = micro.backward(&own, |batch| {
-            if is_first { Err("no more") } else { Ok((CASES[0].micro)(&model, &batch)) }
+            if is_first { Err("no more") } else { Ok((MEAN.micro)(&model, &batch)) }
         });
         let error = error.expect_err("an error").to_string();
         assert!(error.contains("no more"), "{error}");
@@ -264,7 +213,7 @@ fn what_fails_on_one_rank_has_failed_on_all() {
         let result = panic::catch_unwind(AssertUnwindSafe(|| {
             micro.backward(&own, |batch| {
                 assert!(!is_first, "a panic of one");
-                (CASES[0].micro)(&model, &batch)
+                (MEAN.micro)(&model, &batch)
             })
         }));
         match result {
@@ -284,7 +233,7 @@ fn what_fails_on_one_rank_has_failed_on_all() {
             if is_first {
                 arena.fail_nth_allocation(n);
             }
-            let ended = micro.backward(&own, |batch| (CASES[3].micro)(&model, &batch));
+            let ended = micro.backward(&own, |batch| (SEVERAL_WITH_A_SUM.micro)(&model, &batch));
             arena.fail_nth_allocation(0);
             match ended {
                 Ok(_) => break,
@@ -375,14 +324,14 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one model");
         let whole = batch(15);
-        (CASES[1].full)(&plain_net, &whole).backward();
+        (OVER_TOKENS.full)(&plain_net, &whole).backward();
         let own = part(&world, &parts(&world, 15, false), &whole);
         // One rank in two mini-batches, the other in three.
         let cut = brimful::split::by_count(own.0.size()[0] as usize, 2 + world.rank());
         for range in cut.expect("a cut") {
             let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
             let batch = (rows(&own.0), rows(&own.1), rows(&own.2));
-            micro.accumulate(&batch, |batch| (CASES[1].micro)(&model, &batch)).expect("a part");
+            micro.accumulate(&batch, |batch| (OVER_TOKENS.micro)(&model, &batch)).expect("a part");
         }
         micro.commit().expect("all parts");
         assert_gradients("a window", &plain_store, &store);
@@ -417,10 +366,10 @@ fn replicas_of_several_ranks_are_one_step() {
         let is_first = world.rank() == 1;
         let own = part(&world, &parts(&world, 13, false), &batch(13));
         let error = replicas.backward(&own, move |net, batch| {
-            if is_first { Err("no more") } else { Ok((CASES[0].micro)(net, &batch)) }
+            if is_first { Err("no more") } else { Ok((MEAN.micro)(net, &batch)) }
         });
         assert!(error.expect_err("an error").to_string().contains("no more"));
-        replicas.backward(&own, |net, batch| (CASES[0].micro)(net, &batch)).expect("the next step");
+        replicas.backward(&own, |net, batch| (MEAN.micro)(net, &batch)).expect("the next step");
     });
 }
 

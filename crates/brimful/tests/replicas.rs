@@ -12,8 +12,8 @@ use brimful::pipeline::StageDevice;
 use brimful::replicas::ReplicasError;
 use brimful::{Draws, Error, Loss, Replicas, Size};
 use full_batch::{
-    Batch, CLASSES, Net, TOLERANCE, assert_gradients, batch, clear, distance, losses, numbers,
-    over_tokens, penalty, plain,
+    Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_TERMS, TOLERANCE,
+    assert_gradients, batch, clear, distance, losses, numbers, plain,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -38,61 +38,6 @@ fn replicated(replicas: usize, size: Size) -> Replicas<Net> {
     replicas
 }
 
-/// A loss of the full batch, and the same as a sum over micro-batches.
-struct Case {
-    name: &'static str,
-    full: fn(&Net, &Batch) -> Tensor,
-    micro: fn(&Net, Batch) -> Loss,
-}
-
-const CASES: [Case; 5] = [
-    Case {
-        name: "mean",
-        full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
-        micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(&x), &y).mean(Kind::Double)),
-    },
-    Case {
-        name: "sum",
-        full: |net, (x, ..)| net.logits(x).square().sum(Kind::Double),
-        micro: |net, (x, ..)| Loss::sum(net.logits(&x).square().sum(Kind::Double)),
-    },
-    Case {
-        name: "over tokens",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            sum / count
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, &batch);
-            Loss::mean_over(sum / &count, count)
-        },
-    },
-    Case {
-        name: "a ratio, with a number",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            sum / count
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, &batch);
-            Loss::ratio(sum, count.double_value(&[]))
-        },
-    },
-    Case {
-        name: "several terms",
-        full: |net, batch| {
-            let (sum, count) = over_tokens(net, batch);
-            let mean = net.logits(&batch.0).square().mean(Kind::Double);
-            sum / count * 0.5 + mean + penalty(net)
-        },
-        micro: |net, batch| {
-            let (sum, count) = over_tokens(net, &batch);
-            let mean = net.logits(&batch.0).square().mean(Kind::Double);
-            Loss::mean_over(sum / &count, count) * 0.5 + Loss::mean(mean) + Loss::once(penalty(net))
-        },
-    },
-];
-
 #[test]
 fn gradients_and_loss_are_the_full_batchs() {
     let _alone = alone();
@@ -113,7 +58,8 @@ fn gradients_and_loss_are_the_full_batchs() {
                     let expected = full(&model, &batch);
                     expected.backward();
                     let micro = *micro;
-                    let step = replicas.backward(&batch, micro).expect(&what);
+                    let loss = move |net: &Net, batch: Batch| micro(net, &batch);
+                    let step = replicas.backward(&batch, loss).expect(&what);
                     let off = (step.loss - expected.double_value(&[])).abs();
                     assert!(off < TOLERANCE, "{what}: the loss is {off} off");
                     assert_eq!(step.sizes.iter().sum::<usize>() as i64, samples);
@@ -130,8 +76,8 @@ fn gradients_that_were_there_are_added_to() {
     let ((store, model), mut replicas) = (plain(net), replicated(2, Size::Fixed(3)));
     let batch = batch(9);
     for _ in 0..2 {
-        (CASES[0].full)(&model, &batch).backward();
-        replicas.backward(&batch, CASES[0].micro).expect("a step");
+        (MEAN.full)(&model, &batch).backward();
+        replicas.backward(&batch, |net, batch| (MEAN.micro)(net, &batch)).expect("a step");
     }
     assert_gradients("two", &store, replicas.store());
 }
@@ -154,7 +100,8 @@ fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
     assert!(distance(&mapped, &expected) < TOLERANCE);
     for Case { name, full, micro } in &CASES {
         let micro = *micro;
-        let step = replicas.evaluate(&batch, micro).expect(name);
+        let loss = move |net: &Net, batch: Batch| micro(net, &batch);
+        let step = replicas.evaluate(&batch, loss).expect(name);
         let off = (step.loss - full(&model, &batch).double_value(&[])).abs();
         assert!(off < TOLERANCE, "{name}: {off}");
     }
@@ -182,8 +129,10 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
             let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
             for step in 0..3 {
                 let batch = batch(13 + step);
-                (CASES[4].full)(&model, &batch).backward();
-                replicas.backward(&batch, CASES[4].micro).expect("a step");
+                (SEVERAL_TERMS.full)(&model, &batch).backward();
+                replicas
+                    .backward(&batch, |net, batch| (SEVERAL_TERMS.micro)(net, &batch))
+                    .expect("a step");
                 if let Some(norm) = clip {
                     plain.clip_gradient_norm(norm).expect("clipped");
                     other.clip_gradient_norm(norm).expect("clipped");
@@ -217,8 +166,8 @@ fn an_optimizer_of_tch_will_do() {
         let batch = batch(10);
         plain.zero_grad();
         other.zero_grad();
-        (CASES[0].full)(&model, &batch).backward();
-        replicas.backward(&batch, CASES[0].micro).expect("a step");
+        (MEAN.full)(&model, &batch).backward();
+        replicas.backward(&batch, |net, batch| (MEAN.micro)(net, &batch)).expect("a step");
         plain.step();
         other.step();
     }
@@ -242,15 +191,15 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
     frozen(&store);
     frozen(replicas.store());
     let batch = batch(10);
-    (CASES[2].full)(&model, &batch).backward();
-    replicas.backward(&batch, CASES[2].micro).expect("a step");
+    (OVER_TOKENS.full)(&model, &batch).backward();
+    replicas.backward(&batch, |net, batch| (OVER_TOKENS.micro)(net, &batch)).expect("a step");
     assert_gradients("frozen", &store, replicas.store());
     store.unfreeze();
     replicas.store_mut().unfreeze();
     clear(&store);
     clear(replicas.store());
-    (CASES[2].full)(&model, &batch).backward();
-    replicas.backward(&batch, CASES[2].micro).expect("a step");
+    (OVER_TOKENS.full)(&model, &batch).backward();
+    replicas.backward(&batch, |net, batch| (OVER_TOKENS.micro)(net, &batch)).expect("a step");
     assert_gradients("unfrozen", &store, replicas.store());
 }
 
@@ -357,7 +306,9 @@ fn bad_replicas_are_refused_with_what_would_help() {
     let error = replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]).expect_err("no speed");
     assert!(error.to_string().contains("replica 1 cannot be 0"), "{error}");
     let mut replicas = replicated(2, Size::Fixed(2));
-    let empty = replicas.backward(&batch(0), CASES[0].micro).expect_err("no sample");
+    let empty = replicas
+        .backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch))
+        .expect_err("no sample");
     assert_eq!(empty, Error::EmptyBatch);
     let differ = replicas.backward(&batch(4), |net, (x, ..)| {
         let mean = net.logits(&x).mean(Kind::Double);
@@ -366,6 +317,6 @@ fn bad_replicas_are_refused_with_what_would_help() {
     });
     let differ = differ.expect_err("other terms").to_string();
     assert!(differ.contains("build the same loss"), "{differ}");
-    let step = replicas.backward(&batch(4), CASES[0].micro);
+    let step = replicas.backward(&batch(4), |net, batch| (MEAN.micro)(net, &batch));
     step.expect("the next step");
 }

@@ -37,7 +37,7 @@ pub(crate) struct MemoryModel {
 /// Two sizes tell a slope only where they differ by more than chance: by this factor.
 const APART: f64 = 0.75;
 /// By this factor needs may differ by chance.
-const CHANCE: f64 = 1.1;
+const CHANCE: f64 = 1.125;
 
 /// How far above the largest size that has been seen a line is trusted.
 const FAR: usize = 8;
@@ -215,7 +215,7 @@ mod tests {
     fn needs_that_do_not_grow_do_not_limit() {
         let mut model = MemoryModel::default();
         model.observe(2, 100, false);
-        model.observe(4, 95, false);
+        model.observe(4, 90, false);
         assert!(model.largest(100).is_some_and(|size| size > 1 << 40));
     }
 

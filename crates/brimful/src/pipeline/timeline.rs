@@ -3,11 +3,11 @@
 
 use std::time::Instant;
 
-use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
 use crate::Result;
 use crate::memory::{Arena, Memory};
+use crate::moment::Moment;
 use crate::schedule::{Action, Span};
 
 /// The times of one worker's actions, from the step's start on.
@@ -16,8 +16,7 @@ pub(super) struct Timeline {
     device: Device,
     /// Its account, where reading it costs nothing: an accelerator's is left alone.
     arena: Option<Arena>,
-    start: Instant,
-    /// The same moment in the device's own queue.
+    /// The step's start; in the device's own queue, where it has one.
     origin: Moment,
     begun: Option<Mark>,
     spans: Vec<(Action, Mark, Mark)>,
@@ -28,12 +27,6 @@ pub(super) struct Timeline {
 struct Mark {
     at: Moment,
     bytes: u64,
-}
-
-#[derive(Debug)]
-enum Moment {
-    Host(Instant),
-    Device(Event),
 }
 
 impl Timeline {
@@ -47,8 +40,11 @@ impl Timeline {
             Some(Memory::Arena(arena)) => Some(arena.clone()),
             _ => None,
         };
-        let (begun, spans) = (None, Vec::with_capacity(actions));
-        Ok(Self { device, arena, start, origin: Moment::now(device)?, begun, spans })
+        let origin = match device {
+            Device::Cpu => Moment::Host(start),
+            device => Moment::now(device)?,
+        };
+        Ok(Self { device, arena, origin, begun: None, spans: Vec::with_capacity(actions) })
     }
 
     /// Work begins: all that it needs is there.
@@ -73,29 +69,14 @@ impl Timeline {
 
     /// The times in seconds. Waits for the device's last action.
     pub(super) fn read(self) -> Result<Vec<Span>> {
-        let since = |moment: &Moment| match (moment, &self.origin) {
-            (Moment::Device(event), Moment::Device(origin)) => {
-                event.synchronize()?;
-                Ok::<_, crate::Error>(origin.elapsed(event)?.as_secs_f64())
-            }
-            (Moment::Host(at), _) => Ok(at.saturating_duration_since(self.start).as_secs_f64()),
-            (Moment::Device(_), Moment::Host(_)) => unreachable!("all moments are of one device"),
+        let since = |moment: &Moment| {
+            moment.wait()?;
+            Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64())
         };
         let span = |(action, begun, ended): &(Action, Mark, Mark)| {
             let (start, end) = (since(&begun.at)?, since(&ended.at)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };
         self.spans.iter().map(span).collect()
-    }
-}
-
-impl Moment {
-    fn now(device: Device) -> Result<Self> {
-        if device == Device::Cpu {
-            return Ok(Self::Host(Instant::now()));
-        }
-        let mut event = Event::new(device)?;
-        event.record(Stream::current(device)?)?;
-        Ok(Self::Device(event))
     }
 }

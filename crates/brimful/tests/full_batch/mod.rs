@@ -1,6 +1,7 @@
 //! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
 //! loss and gradients.
 
+use brimful::Loss;
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -68,6 +69,78 @@ pub fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
 
 pub fn penalty(net: &Net) -> Tensor {
     net.scale.square().sum(Kind::Double) * 0.01
+}
+
+/// A loss of the full batch, and the same as a sum over micro-batches.
+pub struct Case {
+    pub name: &'static str,
+    pub full: fn(&Net, &Batch) -> Tensor,
+    pub micro: fn(&Net, &Batch) -> Loss,
+}
+
+pub const MEAN: Case = Case {
+    name: "mean",
+    full: |net, (x, y, _)| losses(&net.logits(x), y).mean(Kind::Double),
+    micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(Kind::Double)),
+};
+
+pub const SUM: Case = Case {
+    name: "sum",
+    full: |net, (x, ..)| net.logits(x).square().sum(Kind::Double),
+    micro: |net, (x, ..)| Loss::sum(net.logits(x).square().sum(Kind::Double)),
+};
+
+pub const OVER_TOKENS: Case = Case {
+    name: "over tokens",
+    full: full_over_tokens,
+    micro: |net, batch| {
+        let (sum, count) = over_tokens(net, batch);
+        Loss::mean_over(sum / &count, count)
+    },
+};
+
+pub const RATIO: Case = Case {
+    name: "a ratio, with a number",
+    full: full_over_tokens,
+    micro: |net, batch| {
+        let (sum, count) = over_tokens(net, batch);
+        Loss::ratio(sum, count.double_value(&[]))
+    },
+};
+
+pub const SEVERAL_TERMS: Case = Case {
+    name: "several terms, one a mean",
+    full: |net, batch| {
+        let mean = net.logits(&batch.0).square().mean(Kind::Double);
+        full_over_tokens(net, batch) * 0.5 + mean + penalty(net)
+    },
+    micro: |net, batch| {
+        let (sum, count) = over_tokens(net, batch);
+        let mean = net.logits(&batch.0).square().mean(Kind::Double);
+        Loss::mean_over(sum / &count, count) * 0.5 + Loss::mean(mean) + Loss::once(penalty(net))
+    },
+};
+
+pub const SEVERAL_WITH_A_SUM: Case = Case {
+    name: "several terms, one a sum",
+    full: |net, batch| {
+        let squares = net.logits(&batch.0).square();
+        full_over_tokens(net, batch) * 0.5 + squares.sum(Kind::Double) + penalty(net)
+    },
+    micro: |net, batch| {
+        let (sum, count) = over_tokens(net, batch);
+        let squares = net.logits(&batch.0).square();
+        Loss::mean_over(sum / &count, count) * 0.5
+            + Loss::sum(squares.sum(Kind::Double))
+            + Loss::once(penalty(net))
+    },
+};
+
+pub const CASES: [Case; 6] = [MEAN, SUM, OVER_TOKENS, RATIO, SEVERAL_TERMS, SEVERAL_WITH_A_SUM];
+
+fn full_over_tokens(net: &Net, batch: &Batch) -> Tensor {
+    let (sum, count) = over_tokens(net, batch);
+    sum / count
 }
 
 pub fn clear(store: &nn::VarStore) {

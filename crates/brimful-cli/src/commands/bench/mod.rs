@@ -3,6 +3,7 @@
 mod arena;
 mod auto;
 mod ballast;
+mod columns;
 mod compare;
 mod convergence;
 mod interrupt;

@@ -16,6 +16,7 @@ use serde_json::json;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
+use super::columns::{Columns, Speed};
 use super::journal::{Journal, Output};
 use super::times::Times;
 use super::work::{GptShape, Samples, Work};
@@ -60,19 +61,13 @@ pub struct Options {
 
 #[derive(Debug, Serialize)]
 struct Row {
-    contestant: &'static str,
-    model: ModelName,
-    shape: String,
-    dtype: NumberType,
-    batch: usize,
-    micro_batch: usize,
+    #[serde(flatten)]
+    columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
     ranks: usize,
-    samples_per_s: f64,
     /// Speed over that of one rank in the same run.
     ratio: f64,
-    /// (Longest − shortest) / median of the steps.
-    spread: f64,
-    seconds: Vec<f64>,
     /// What each rank sends in a step.
     sent_bytes: Bytes,
     peak_bytes: Option<Bytes>,
@@ -137,21 +132,14 @@ fn report(
         [("brimful, one rank", one, 1, Bytes(0)), ("brimful", all, ranks, sent)]
     {
         let row = Row {
-            contestant,
-            model: work.model,
-            shape: work.shape(),
-            dtype: work.dtype,
-            batch: work.batch,
-            micro_batch: work.micro_batch,
+            columns: Columns::new(contestant, work),
+            speed: Speed::new(work, times),
             ranks,
-            samples_per_s: work.batch as f64 / times.median(),
             ratio: one.median() / times.median(),
-            spread: times.spread(),
-            seconds: times.0.clone(),
             sent_bytes: sent,
             peak_bytes: None,
         };
-        let Row { samples_per_s, ratio, spread, .. } = row;
+        let Row { speed: Speed { samples_per_s, spread, .. }, ratio, .. } = row;
         let spread = 100.0 * spread;
         let text = format!(
             "{contestant:17} {ranks:5}  {samples_per_s:9.2}  {ratio:5.2}  {spread:4.0} %  {sent}"

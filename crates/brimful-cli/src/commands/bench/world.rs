@@ -15,6 +15,7 @@ use serde::Serialize;
 use serde_json::json;
 use tch::{Device, Tensor};
 
+use super::columns::{Columns, Speed};
 use super::journal::{Journal, Output};
 use super::times::Times;
 use super::work::{GptShape, Samples, Work};
@@ -51,20 +52,15 @@ pub struct Options {
 
 #[derive(Serialize)]
 struct Row {
-    contestant: &'static str,
-    model: ModelName,
-    shape: String,
-    dtype: NumberType,
-    batch: usize,
-    micro_batch: usize,
+    #[serde(flatten)]
+    columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
     micro_batches: usize,
     stages: usize,
     schedule: Schedule,
     recompute: Recompute,
     balance: Vec<usize>,
-    samples_per_s: f64,
-    spread: f64,
-    seconds: Vec<f64>,
     /// Speed over that in one process.
     ratio: f64,
     /// What a step's activations and gradients at the cuts need, and what all ranks have sent in one.
@@ -119,20 +115,13 @@ pub fn run(options: &Options) -> Result<()> {
     let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
     let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
     let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| Row {
-        contestant,
-        model: work.model,
-        shape: work.shape(),
-        dtype: work.dtype,
-        batch: work.batch,
-        micro_batch: work.micro_batch,
+        columns: Columns::new(contestant, &work),
+        speed: Speed::new(&work, times),
         micro_batches: m,
         stages: devices,
         schedule: options.schedule,
         recompute: Recompute::Never,
         balance: balance.clone(),
-        samples_per_s: work.batch as f64 / times.median(),
-        spread: times.spread(),
-        seconds: times.0.clone(),
         ratio: near.median() / times.median(),
         least_bytes: bytes.map(|(least, _)| Bytes(least)),
         sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
@@ -143,16 +132,17 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 fn enter(journal: &mut Journal, row: &Row) -> Result<()> {
-    let Row { contestant, shape, micro_batches, stages, schedule, .. } = row;
+    let Row { columns: Columns { contestant, shape, .. }, .. } = row;
+    let Row { micro_batches, stages, schedule, .. } = row;
     let title = format!("gpt {shape}, {micro_batches} micro-batches, {stages} stages, {schedule}");
     let columns =
         format!("  {:<20}{:>11}{:>8}{:>9}{:>12}", "", "samples/s", "ratio", "spread", "sent");
     let sent = row.sent_bytes.map_or_else(String::new, |bytes| bytes.to_string());
     let text = format!(
         "  {contestant:<20}{:>11.1}{:>8.3}{:>8.0}%{sent:>12}",
-        row.samples_per_s,
+        row.speed.samples_per_s,
         row.ratio,
-        row.spread * 100.0
+        row.speed.spread * 100.0
     );
     journal.write(&title, &columns, &text, row)
 }

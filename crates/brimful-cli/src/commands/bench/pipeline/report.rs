@@ -8,38 +8,19 @@ use brimful::plan::Choice;
 use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
+use super::super::columns::{Columns, Speed};
 use super::super::journal::Journal;
 use super::super::times::Times;
 use super::super::work::Work;
 use super::runner::Runner;
-use crate::setting::{ModelName, NumberType};
-
-/// What was run.
-#[derive(Debug, Serialize)]
-struct Columns {
-    contestant: &'static str,
-    model: ModelName,
-    shape: String,
-    dtype: NumberType,
-    batch: usize,
-    micro_batch: usize,
-    micro_batches: usize,
-}
-
-/// How fast it was.
-#[derive(Debug, Serialize)]
-struct Speed {
-    samples_per_s: f64,
-    /// (Longest − shortest) / median of the steps.
-    spread: f64,
-    seconds: Vec<f64>,
-}
+use crate::setting::ModelName;
 
 /// The model on one thread.
 #[derive(Debug, Serialize)]
 pub(super) struct AloneRow {
     #[serde(flatten)]
     columns: Columns,
+    micro_batches: usize,
     #[serde(flatten)]
     speed: Speed,
     stages: usize,
@@ -54,6 +35,7 @@ pub(super) struct AloneRow {
 pub(super) struct PipelineRow {
     #[serde(flatten)]
     columns: Columns,
+    micro_batches: usize,
     #[serde(flatten)]
     speed: Speed,
     stages: usize,
@@ -86,62 +68,64 @@ pub(super) struct PipelineRow {
 pub(super) struct NoRow {
     #[serde(flatten)]
     columns: Columns,
+    micro_batches: usize,
     stages: usize,
     schedule: Schedule,
     recompute: Recompute,
     error: String,
 }
 
-impl Columns {
-    fn new(contestant: &'static str, work: &Work) -> Self {
-        Self {
-            contestant,
-            model: work.model,
-            shape: work.shape(),
-            dtype: work.dtype,
-            batch: work.batch,
-            micro_batch: work.micro_batch,
-            micro_batches: work.batch / work.micro_batch,
-        }
-    }
-
-    fn enter(&self, journal: &mut Journal, text: &str, row: &impl Serialize) -> Result<()> {
-        let Self { model, shape, micro_batch, micro_batches, .. } = self;
-        let title = format!(
-            "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
-        );
-        let columns = format!(
-            "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
-            "stages",
-            "schedule",
-            "recompute",
-            "samples/s",
-            "ratio",
-            "limit",
-            "balance",
-            "machine",
-            "of limit",
-            "of balance",
-            "bubble",
-            "spread",
-            "peak"
-        );
-        journal.write(&title, &columns, text, row)
-    }
+/// Enters a row under the heading of its work.
+fn enter(
+    journal: &mut Journal,
+    columns: &Columns,
+    micro_batches: usize,
+    text: &str,
+    row: &impl Serialize,
+) -> Result<()> {
+    let Columns { model, shape, micro_batch, .. } = columns;
+    let title = format!(
+        "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
+    );
+    let columns = format!(
+        "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
+        "stages",
+        "schedule",
+        "recompute",
+        "samples/s",
+        "ratio",
+        "limit",
+        "balance",
+        "machine",
+        "of limit",
+        "of balance",
+        "bubble",
+        "spread",
+        "peak"
+    );
+    journal.write(&title, &columns, text, row)
 }
 
-impl Speed {
-    fn new(work: &Work, times: &Times) -> Self {
-        let samples_per_s = work.batch as f64 / times.median();
-        Self { samples_per_s, spread: times.spread(), seconds: times.0.clone() }
-    }
+/// How many micro-batches there are.
+fn micro_batches(work: &Work) -> usize {
+    work.batch / work.micro_batch
 }
 
 impl AloneRow {
     pub(super) fn new(work: &Work, times: &Times) -> Self {
         let (schedule, recompute, peak_bytes) = (None, None, None);
         let (columns, speed) = (Columns::new("one thread", work), Speed::new(work, times));
-        Self { columns, speed, stages: 1, schedule, recompute, ratio: 1.0, peak_bytes }
+        let micro_batches = micro_batches(work);
+        Self {
+            columns,
+            micro_batches,
+            speed,
+            stages: 1,
+            schedule,
+            recompute,
+            ratio: 1.0,
+            peak_bytes,
+        }
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
@@ -153,7 +137,7 @@ impl AloneRow {
             1.0,
             100.0 * spread
         );
-        self.columns.enter(journal, &text, self)
+        enter(journal, &self.columns, self.micro_batches, &text, self)
     }
 }
 
@@ -169,6 +153,7 @@ impl PipelineRow {
         let ratio = alone.median() / runner.times.median();
         Ok(Self {
             columns: Columns::new("brimful", work),
+            micro_batches: micro_batches(work),
             speed: Speed::new(work, &runner.times),
             stages,
             schedule: runner.row.choice.schedule,
@@ -200,7 +185,7 @@ impl PipelineRow {
             percent(*spread),
             self.peak_bytes.map(|peak| peak.to_string()).unwrap_or_default(),
         );
-        self.columns.enter(journal, &text, self)
+        enter(journal, &self.columns, self.micro_batches, &text, self)
     }
 }
 
@@ -219,13 +204,14 @@ impl NoRow {
     pub(super) fn new(work: &Work, choice: Choice, stages: usize, error: Error) -> Self {
         let Choice { schedule, recompute, .. } = choice;
         let (columns, error) = (Columns::new("brimful", work), format!("{error:#}"));
-        Self { columns, stages, schedule, recompute, error }
+        let micro_batches = micro_batches(work);
+        Self { columns, micro_batches, stages, schedule, recompute, error }
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { stages, schedule, recompute, error, .. } = self;
         let text = format!("  {stages:>6}  {schedule:<14}{recompute:<12}  {error}");
-        self.columns.enter(journal, &text, self)
+        enter(journal, &self.columns, self.micro_batches, &text, self)
     }
 }
 

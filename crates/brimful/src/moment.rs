@@ -1,0 +1,43 @@
+//! A moment in a device's work: by the clock on a CPU, by an event where work is queued.
+
+use std::time::{Duration, Instant};
+
+use brimful_torch::stream::{Event, Stream};
+use tch::Device;
+
+use crate::Result;
+
+/// When the work that was begun so far is done.
+#[derive(Debug)]
+pub(crate) enum Moment {
+    Host(Instant),
+    Queued(Event),
+}
+
+impl Moment {
+    pub(crate) fn now(device: Device) -> Result<Self> {
+        if device == Device::Cpu {
+            return Ok(Self::Host(Instant::now()));
+        }
+        let mut event = Event::new(device)?;
+        event.record(Stream::current(device)?)?;
+        Ok(Self::Queued(event))
+    }
+
+    /// Waits until it has come.
+    pub(crate) fn wait(&self) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Queued(event) => Ok(event.synchronize()?),
+        }
+    }
+
+    /// The time since an earlier one of the same device. Both must have come.
+    pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
+        match (earlier, self) {
+            (Self::Host(earlier), Self::Host(now)) => Ok(now.saturating_duration_since(*earlier)),
+            (Self::Queued(earlier), Self::Queued(now)) => Ok(earlier.elapsed(now)?),
+            _ => unreachable!("both are of one device"),
+        }
+    }
+}
