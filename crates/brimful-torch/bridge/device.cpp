@@ -8,6 +8,8 @@
 #include <ATen/Context.h>
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -208,6 +210,22 @@ int32_t brimful_record_stream(
 
 int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] { *out = new at::Tensor(tensor->pin_memory()); });
+}
+
+// The host's memory of the tensor's shape and kind, in one piece.
+int32_t brimful_room_for(
+    const at::Tensor* tensor, bool page_locked, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto options = at::device(at::kCPU).dtype(tensor->dtype()).pinned_memory(page_locked);
+    *out = new at::Tensor(at::empty(tensor->sizes(), options, at::MemoryFormat::Contiguous));
+  });
+}
+
+int32_t brimful_copy(at::Tensor* into, const at::Tensor* from, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    into->copy_(*from, /*non_blocking=*/true);
+  });
 }
 
 int32_t brimful_send(

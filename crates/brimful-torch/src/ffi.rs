@@ -161,6 +161,17 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_room_for(
+        tensor: *const RawTensor,
+        page_locked: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_copy(
+        into: *mut RawTensor,
+        from: *const RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_send(
         tensor: *const RawTensor,
         device: i32,

@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 
 use crate::device::number;
 use crate::error::{TorchError, call};
-use crate::{cuda, ffi, owned, raw};
+use crate::{cuda, ffi, owned, raw, raw_mut};
 
 /// A copy in page-locked host memory, from which a device copies without making the host wait.
 /// Where there is no CUDA device, or the tensor is not on the CPU, it is the tensor itself.
@@ -20,6 +20,28 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
     // SAFETY: on success `pinned` is a new tensor that is ours.
     call(|message| unsafe { ffi::brimful_pin(raw(tensor), &mut pinned, message) })?;
     Ok(owned(pinned))
+}
+
+/// Host memory of the tensor's shape and kind, yet to be filled: page-locked where there is a CUDA
+/// device, so that it copies from there and back without making the host wait.
+///
+/// # Errors
+/// When the system has no more memory, or none to lock.
+pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
+    let (mut room, page_locked) = (ptr::null_mut(), cuda::device_count() > 0);
+    // SAFETY: on success `room` is a new tensor that is ours.
+    call(|message| unsafe { ffi::brimful_room_for(raw(tensor), page_locked, &mut room, message) })?;
+    Ok(owned(room))
+}
+
+/// Queues a copy of the numbers into another tensor on this thread's stream of the device that one
+/// of them is on. The host waits only where the other is in memory that is not page-locked.
+///
+/// # Errors
+/// When their shapes differ, or the device has failed.
+pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
+    // SAFETY: both tensors are valid.
+    call(|message| unsafe { ffi::brimful_copy(raw_mut(into), raw(from), message) })
 }
 
 /// Queues a copy to the device on this thread's stream there. The host waits only where the source

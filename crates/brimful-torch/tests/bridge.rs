@@ -102,6 +102,27 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
 }
 
 #[test]
+fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
+    let device = test_device();
+    let there = Tensor::arange(1 << 20, (Kind::Float, device)) * 3.0;
+    let room = transfer::room_for(&there).expect("memory");
+    assert_eq!((room.device(), room.size(), room.kind()), (Device::Cpu, there.size(), Kind::Float));
+    transfer::copy(&room, &there).expect("copied");
+    let mut arrived = Event::new(device).expect("event");
+    arrived.record(Stream::current(device).expect("now")).expect("record");
+    arrived.synchronize().expect("synchronize");
+    assert!(arrived.is_reached().expect("known"));
+    assert_eq!(room, there.to_device(Device::Cpu));
+    // Of another kind and order too.
+    let half = there.view([1 << 10, 1 << 10]).tr().to_kind(Kind::BFloat16);
+    let room = transfer::room_for(&half.to_kind(Kind::Double)).expect("memory");
+    transfer::copy(&room, &half).expect("copied");
+    device::synchronize(device).expect("synchronize");
+    assert_eq!(room, half.to_device(Device::Cpu).to_kind(Kind::Double));
+    assert!(transfer::copy(&room, &there).is_err(), "another shape");
+}
+
+#[test]
 fn events_measure_time_on_an_accelerator_alone() {
     let device = test_device();
     let stream = Stream::current(device).expect("now");

@@ -13,7 +13,7 @@ use brimful::replicas::ReplicasError;
 use brimful::{Draws, Error, Loss, Replicas, Size};
 use full_batch::{
     Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_TERMS, TOLERANCE,
-    assert_gradients, batch, clear, distance, losses, numbers, plain,
+    assert_gradients, batch, clear, distance, losses, numbers, plain, test_device,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -31,9 +31,16 @@ fn cpus(replicas: usize) -> Vec<StageDevice> {
     (0..replicas).map(|_| StageDevice::cpu().threads(1)).collect()
 }
 
+/// The device that is tested, and CPUs beside it: no accelerator can be named twice.
+fn devices(replicas: usize) -> Vec<StageDevice> {
+    let mut devices = cpus(replicas);
+    devices[0] = StageDevice::from(test_device()).threads(1);
+    devices
+}
+
 fn replicated(replicas: usize, size: Size) -> Replicas<Net> {
     tch::manual_seed(1);
-    let mut replicas = Replicas::new(cpus(replicas), size, net).expect("replicas");
+    let mut replicas = Replicas::new(devices(replicas), size, net).expect("replicas");
     replicas.store_mut().double();
     replicas
 }
@@ -220,6 +227,7 @@ fn dropout_belongs_to_step_replica_and_micro_batch() {
     let mut replicas = Replicas::new(cpus(3), Size::Fixed(2), layers).expect("replicas");
     replicas.store_mut().double();
     let (x, y, _) = batch(14);
+    let (x, y) = (x.to_device(Device::Cpu), y.to_device(Device::Cpu));
     let mut seeds = Vec::new();
     for _ in 0..2 {
         clear(&store);
@@ -260,11 +268,11 @@ fn deferred_statistics_are_those_of_all_samples() {
             Default::default(),
         ))
     };
-    let mut store = nn::VarStore::new(Device::Cpu);
+    let mut store = nn::VarStore::new(test_device());
     let model = layers(&store.root());
     store.double();
     for (count, speeds) in [(2, vec![1.0, 1.0]), (3, vec![1.0, 5.0, 2.0])] {
-        let replicas = Replicas::new(cpus(count), Size::Fixed(3), layers).expect("replicas");
+        let replicas = Replicas::new(devices(count), Size::Fixed(3), layers).expect("replicas");
         let mut replicas = replicas.speeds(&speeds).expect("speeds");
         replicas.store_mut().double();
         replicas.store_mut().copy(&store).expect("the same model");

@@ -3,11 +3,13 @@
 #![cfg(feature = "mpi")]
 
 mod ranks;
+mod test_device;
 
 use brimful::World;
 use brimful::world::WorldError;
 use ranks::in_ranks;
 use tch::{Device, Kind, Tensor};
+use test_device::test_device;
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -39,7 +41,7 @@ fn every_rank_is_told_what_each_has_to_say() {
 fn of_rank(rank: usize, shape: &[i64], kind: Kind) -> Tensor {
     let length: i64 = shape.iter().product();
     let row = Tensor::arange(length, (Kind::Double, Device::Cpu)) * (rank as f64 + 1.0);
-    row.view(shape).to_kind(kind)
+    row.view(shape).to_kind(kind).to_device(test_device())
 }
 
 #[test]
@@ -65,7 +67,7 @@ fn sums_broadcasts_and_gathers_of_tensors() {
         for (place, (name, tensor)) in all.iter().enumerate() {
             let rank = if world.rank() == 0 { place } else { world.rank() };
             assert_eq!(name, &format!("of {rank}"));
-            assert_eq!(*tensor, of_rank(rank, &[2, 2], Kind::Half));
+            assert_eq!(tensor.to_device(test_device()), of_rank(rank, &[2, 2], Kind::Half));
         }
     });
 }

@@ -15,7 +15,7 @@ use brimful::pipeline::{Builder, PipelineOptimizer, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{Layers, Loss, Pipeline, Size, World};
-use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close};
+use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close, test_device};
 use ranks::in_ranks;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -25,7 +25,7 @@ const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 /// A pipeline in f64 over a world, of so many devices in each rank.
 fn builder(case: &Case, world: &World, devices: usize) -> Builder {
     Pipeline::builder((case.layers)())
-        .devices((0..devices).map(|_| StageDevice::cpu().threads(1)))
+        .devices((0..devices).map(|_| StageDevice::from(test_device()).threads(1)))
         .kind(Kind::Double)
         .world(world)
 }
@@ -68,7 +68,7 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Si
     let evaluated = pipe.evaluate(&x, &y, 3, with_outputs).expect("an evaluation");
     assert_eq!(evaluated.outputs, out, "every rank has the outputs");
     if let Some(plain) = &plain {
-        let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
+        let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
         assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
     }
 }
@@ -184,7 +184,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
             let gradients = pipe.gradients().expect("gradients");
             if world.rank() == 0 {
                 let plain = Plain::with(&(case.layers)(), values);
-                loss(&plain.model.forward_t(&x, true)).backward();
+                loss(&plain.model.forward_t(&x.to_device(test_device()), true)).backward();
                 assert_close(&gradients, &plain.gradients(), case.name);
             }
         }

@@ -1,8 +1,8 @@
 //! Gradient sums of a step: added up over groups, replicas and ranks, and given to the parameters.
 
 use brimful_torch::autograd::set_gradient;
-use brimful_torch::foreach;
-use tch::{Kind, Tensor};
+use brimful_torch::{foreach, transfer};
+use tch::{Device, Kind, Tensor};
 
 use super::gradient;
 use crate::Result;
@@ -102,7 +102,10 @@ impl Sums {
         let first = if alike { &[][..] } else { factors };
         buckets.fill(&self.total(parameters.len(), first)?)?;
         let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
-            let here = || sum.f_to_device(parameter.device());
+            let here = || match parameter.device() {
+                Device::Cpu => Ok(sum.shallow_clone()),
+                device => transfer::send(&sum, device),
+            };
             present.then(here).transpose()
         };
         let sums = buckets.summed()?.into_iter().zip(parameters).zip(present);

@@ -182,8 +182,8 @@ impl Pipeline {
             return Ok(Vec::new());
         }
         let parts = portion.parts();
-        let arena = |worker: usize| self.devices[worker - here.start].arena.clone();
-        let ports = wiring::wire(&self.layout, actions, &self.ranks, turn, arena)?;
+        let memory = |worker: usize| self.devices[worker - here.start].memory();
+        let ports = wiring::wire(&self.layout, actions, &self.ranks, turn, memory)?;
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let (mut inputs, mut end) = (Some(inputs), Some(end));
         let job = |worker| Job {

@@ -63,7 +63,7 @@ pub(super) fn gather(
         let gradient = own.find(|(_, name, _)| *name == tie.name);
         let gradient =
             gradient.map(|(_, _, gradient)| gradient.f_to_device(Device::Cpu)).transpose()?;
-        turn.outlet(ranks.of(tie.owner), number, usize::MAX).send(&vec![vec![gradient]])?;
+        turn.outlet(ranks.of(tie.owner), number, usize::MAX).send(vec![vec![gradient]])?;
     }
     for (owner, name, gradient) in leaving.into_iter().flatten() {
         if ranks.has(owner) {
@@ -106,7 +106,7 @@ fn from_others(ranks: &Ranks, own: &[(String, Tensor)]) -> Result<Vec<(String, T
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let value = own.iter().find(|(name, _)| *name == tie.name);
         let value = value.map(|(_, value)| value.f_to_device(Device::Cpu)).transpose()?;
-        turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(&vec![vec![value]])?;
+        turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }
     let mut came = Vec::new();
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {

@@ -36,17 +36,20 @@ impl Parcel {
         Self { tensors, ready: None }
     }
 
-    /// The tensors in the host's memory, from where they go to another rank. Who sends waits until
-    /// its device has computed them.
-    pub(super) fn on_host(self) -> Result<Tensors> {
+    /// The tensors in the host's memory, from where they go to another rank, and when they are
+    /// there: the device copies them after its work so far, and nobody waits.
+    pub(super) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
         let Self { mut tensors, .. } = self;
+        let mut sender = Device::Cpu;
         for tensor in tensors.iter_mut().flatten().flatten() {
             if tensor.device() != Device::Cpu {
-                let host = tensor.f_detach()?.f_to_device(Device::Cpu)?;
+                sender = tensor.device();
+                let host = transfer::room_for(tensor)?;
+                transfer::copy(&host, tensor)?;
                 *tensor = host.f_set_requires_grad(tensor.requires_grad())?;
             }
         }
-        Ok(tensors)
+        Ok((tensors, mark(sender)?))
     }
 
     pub(super) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {

@@ -19,7 +19,7 @@ use super::ranks::Ranks;
 use super::run::Stop;
 use super::transfer::Parcel;
 use crate::Result;
-use crate::memory::Arena;
+use crate::memory::Memory;
 use crate::schedule::Actions;
 use crate::world::{self, Stopped, Turn};
 
@@ -41,7 +41,10 @@ impl Outlet {
     pub(super) fn send(&self, parcel: Parcel) -> Result<(), Stop> {
         match self {
             Self::Near(sender) => sender.send(parcel).map_err(|_| Stop::NeighbourGone),
-            Self::Far(outlet) => outlet.send(&parcel.on_host()?).map_err(stop),
+            Self::Far(outlet) => {
+                let (tensors, ready) = parcel.on_host()?;
+                outlet.send_when(tensors, ready).map_err(stop)
+            }
         }
     }
 }
@@ -83,10 +86,10 @@ pub(super) fn wire(
     actions: &Actions,
     ranks: &Ranks,
     turn: &Turn,
-    arena: impl Fn(usize) -> Option<Arena>,
+    memory: impl Fn(usize) -> Option<Memory>,
 ) -> Result<Vec<Ports>> {
     let all = actions.micro_batches();
-    let mut wiring = Wiring { ranks, turn, arena, next: 0 };
+    let mut wiring = Wiring { ranks, turn, memory, next: 0 };
     let mut ports: Vec<Ports> = layout.stages.iter().map(|_| Ports::default()).collect();
     for j in 1..ports.len() {
         let (before, after) = (layout.stages[j - 1].worker, layout.stages[j].worker);
@@ -112,15 +115,15 @@ pub(super) fn wire(
 }
 
 /// Makes ways between workers, which all ranks number alike.
-struct Wiring<'a, A> {
+struct Wiring<'a, M> {
     ranks: &'a Ranks,
     turn: &'a Turn,
-    /// The account of a worker of this rank.
-    arena: A,
+    /// Where a worker of this rank needs what arrives.
+    memory: M,
     next: u32,
 }
 
-impl<A: Fn(usize) -> Option<Arena>> Wiring<'_, A> {
+impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
     /// Both ends of a way; of those, the ones that belong to this rank.
     fn way(
         &mut self,
@@ -139,8 +142,8 @@ impl<A: Fn(usize) -> Option<Arena>> Wiring<'_, A> {
                 (Some(Outlet::Far(outlet)), None)
             }
             (false, true) => {
-                let arena = (self.arena)(to);
-                let inlet = self.turn.inlet(self.ranks.of(from), self.next, places, arena)?;
+                let memory = (self.memory)(to);
+                let inlet = self.turn.inlet(self.ranks.of(from), self.next, places, memory)?;
                 (None, Some(Inlet::Far(inlet)))
             }
             (false, false) => (None, None),

@@ -6,6 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::RanksTurn;
+use super::ferry::Ferry;
 use crate::accumulate::Sum;
 use crate::world::Summing;
 use crate::{Error, Result};
@@ -18,6 +19,7 @@ const BYTES: usize = 4 << 20;
 #[derive(Debug)]
 pub(crate) struct Buckets {
     turn: RanksTurn,
+    ferry: Ferry,
     buckets: Vec<Bucket>,
     /// Of each parameter.
     places: Vec<Place>,
@@ -59,12 +61,12 @@ impl Buckets {
             (*numbers, *missing) = (*numbers + length, *missing + 1);
         }
         places.reverse();
+        let ferry = Ferry::new(parameters.first().map_or(Device::Cpu, Tensor::device))?;
         let bucket = |(kind, numbers, missing): (Kind, usize, usize)| {
-            let numbers = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
-            Ok(Bucket { numbers, missing, summing: None })
+            Ok(Bucket { numbers: ferry.room(numbers, kind)?, missing, summing: None })
         };
         let buckets = outlines.into_iter().map(bucket).collect::<Result<_>>()?;
-        Ok(Self { turn, buckets, places, failed: None })
+        Ok(Self { turn, ferry, buckets, places, failed: None })
     }
 
     /// A parameter's gradient is complete. It is called in the midst of a backward, so that what goes
@@ -91,7 +93,7 @@ impl Buckets {
     fn put(&mut self, parameter: usize, gradient: Option<&Tensor>) -> Result<()> {
         let mut into = self.part(parameter)?;
         match gradient {
-            Some(gradient) => into.f_copy_(&gradient.f_detach()?)?,
+            Some(gradient) => self.ferry.bring(gradient, &into)?,
             None => drop(into.f_zero_()?),
         }
         let place = &mut self.places[parameter];
@@ -102,7 +104,8 @@ impl Buckets {
         let bucket = &mut self.buckets[place.bucket];
         bucket.missing -= 1;
         if bucket.missing == 0 {
-            bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers)?);
+            let ready = self.ferry.landing()?;
+            bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
         }
         Ok(())
     }

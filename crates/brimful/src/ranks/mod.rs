@@ -6,9 +6,11 @@
 //! ```
 
 mod buckets;
+mod ferry;
 
 use std::sync::Arc;
 
+use brimful_torch::stream::Event;
 use tch::Tensor;
 
 pub(crate) use buckets::Buckets;
@@ -36,14 +38,15 @@ impl RanksTurn {
         Self { turn, everyone, base }
     }
 
-    /// Begins to add a tensor up; it is contiguous, and in the host's memory.
-    fn sum(&self, number: usize, tensor: &Tensor) -> Result<Summing> {
-        self.turn.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor)
+    /// Begins to add a tensor up; it is contiguous, and in the host's memory when the event is
+    /// reached.
+    fn sum(&self, number: usize, tensor: &Tensor, ready: Option<Event>) -> Result<Summing> {
+        self.turn.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor, ready)
     }
 
     /// Leaves in the tensor the sum of all ranks' tensors; `number` is none of a bucket's.
     pub(crate) fn sum_now(&self, number: usize, tensor: &Tensor) -> Result<()> {
-        Ok(self.sum(number, tensor)?.wait()?)
+        Ok(self.sum(number, tensor, None)?.wait()?)
     }
 
     /// Tells all ranks that it has failed here, so that nobody waits for a sum.

@@ -20,7 +20,7 @@ impl World {
         }
         let (turn, all) = (self.turn()?, self.everyone());
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
-        let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat));
+        let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat, None));
         for summing in summing.collect::<Result<Vec<_>>>()? {
             summing.wait()?;
         }
@@ -47,7 +47,7 @@ impl World {
         let turn = self.turn()?;
         if self.rank() != 0 {
             let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));
-            turn.outlet(0, 0, 1).send(&vec![values.collect()])?;
+            turn.outlet(0, 0, 1).send(vec![values.collect()])?;
             return Ok(named);
         }
         let mut all = named;
@@ -71,9 +71,9 @@ impl World {
         own: &[Tensor],
     ) -> Result<Vec<Vec<Tensor>>> {
         if roots.contains(&self.rank()) {
-            let parcel = vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+            let parcel = || vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
             self.others()
-                .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(&parcel)?))?;
+                .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(parcel())?))?;
         }
         let of_root = |root: &usize| {
             if *root == self.rank() {

@@ -6,11 +6,13 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use brimful_torch::stream::Event;
 use tch::{Device, Tensor};
 
 use super::error::WorldError;
-use super::inbox::{self, Inbox, still};
+use super::inbox::{self, Inbox};
 use super::message::{Channel, Message, Outline, Tensors};
+use super::outbox::Outbox;
 use super::pulse::Pulse;
 use super::ring::Ring;
 use super::traffic::Traffic;
@@ -44,7 +46,7 @@ pub(super) struct Engine {
     /// How often all ranks have said something.
     pub(super) moments: u64,
     inboxes: HashMap<(usize, Channel), Inbox>,
-    outgoing: HashMap<(usize, Channel), VecDeque<Vec<Ticket>>>,
+    outboxes: HashMap<(usize, Channel), Outbox>,
     /// Messages that nobody asks after.
     forgotten: Vec<Ticket>,
     pub(super) rings: HashMap<Channel, Ring>,
@@ -73,7 +75,7 @@ impl Engine {
             values: (0..size).map(|_| VecDeque::new()).collect(),
             moments: 0,
             inboxes: HashMap::new(),
-            outgoing: HashMap::new(),
+            outboxes: HashMap::new(),
             forgotten: Vec::new(),
             rings: HashMap::new(),
             tag: 0,
@@ -104,15 +106,7 @@ impl Engine {
         for ((from, _), inbox) in &mut self.inboxes {
             inbox.advance(&mut *self.wire, *from)?;
         }
-        for parcels in self.outgoing.values_mut() {
-            while let Some(first) = parcels.front_mut() {
-                still(first, &mut *self.wire)?;
-                if !first.is_empty() {
-                    break;
-                }
-                parcels.pop_front();
-            }
-        }
+        self.advance_outboxes()?;
         let mut left = Vec::new();
         for ticket in self.forgotten.drain(..) {
             if !self.wire.is_done(ticket)? {
@@ -241,7 +235,7 @@ impl Engine {
     /// Ends a turn: what is still to come is of no use.
     pub(super) fn close(&mut self, turn: u64) {
         self.open.remove(&turn);
-        self.stopped.remove(&turn);
+        let has_failed = self.stopped.remove(&turn);
         self.rings.retain(|channel, _| channel.turn != turn);
         let over: Vec<_> = self.inboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
         for key in over {
@@ -251,10 +245,14 @@ impl Engine {
                 Err(error) => drop(self.broken.get_or_insert(error)),
             }
         }
-        let over: Vec<_> = self.outgoing.keys().filter(|(_, c)| c.turn == turn).copied().collect();
+        let over: Vec<_> = self.outboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
         for key in over {
-            let parcels = self.outgoing.remove(&key).unwrap_or_default();
-            self.forgotten.extend(parcels.into_iter().flatten());
+            let mut outbox = self.outboxes.remove(&key).unwrap_or_default();
+            // Others may still need what is being computed.
+            if !has_failed && let Err(error) = self.send_all(key, &mut outbox) {
+                self.broken.get_or_insert(message_of(error));
+            }
+            self.forgotten.extend(outbox.into_tickets());
         }
     }
 
@@ -269,8 +267,50 @@ impl Engine {
         self.stopped.contains(&turn)
     }
 
-    /// Announces tensors and lets them set out.
-    pub(super) fn send(&mut self, to: usize, channel: Channel, tensors: &Tensors) -> Result<()> {
+    /// Lets tensors set out, as soon as their device has put them into the host's memory.
+    pub(super) fn send(
+        &mut self,
+        to: usize,
+        channel: Channel,
+        tensors: Tensors,
+        ready: Option<Event>,
+    ) -> Result<()> {
+        self.outboxes.entry((to, channel)).or_default().put(tensors, ready);
+        self.send_ready((to, channel))
+    }
+
+    /// Sends what a channel can send now.
+    fn send_ready(&mut self, key: (usize, Channel)) -> Result<()> {
+        while let Some(tensors) = self.outboxes.entry(key).or_default().next()? {
+            let tickets = self.set_out(key, &tensors)?;
+            self.outboxes.entry(key).or_default().sent(tickets);
+        }
+        Ok(())
+    }
+
+    /// Waits for what is to be sent, and sends it.
+    fn send_all(&mut self, key: (usize, Channel), outbox: &mut Outbox) -> Result<()> {
+        while let Some(tensors) = outbox.wait_for_next()? {
+            outbox.sent(self.set_out(key, &tensors)?);
+        }
+        Ok(())
+    }
+
+    fn advance_outboxes(&mut self) -> Result<(), WorldError> {
+        let waiting = self.outboxes.iter().filter(|(_, outbox)| outbox.is_waiting());
+        let waiting: Vec<_> = waiting.map(|(key, _)| *key).collect();
+        for key in waiting {
+            self.send_ready(key).map_err(message_of)?;
+        }
+        self.outboxes.values_mut().try_for_each(|outbox| outbox.advance(&mut *self.wire))
+    }
+
+    /// Announces tensors and sends them.
+    fn set_out(
+        &mut self,
+        (to, channel): (usize, Channel),
+        tensors: &Tensors,
+    ) -> Result<Vec<Ticket>> {
         let outline = Outline::of(tensors)?;
         let mut rows = Vec::new();
         for tensor in tensors.iter().flatten().flatten() {
@@ -286,13 +326,22 @@ impl Engine {
             self.traffic.count(&tensor);
             tickets.push(self.wire.send(tensor, to, tag)?);
         }
-        self.outgoing.entry((to, channel)).or_default().push_back(tickets);
-        Ok(())
+        Ok(tickets)
     }
 
     /// How many parcels of a channel have not gone yet.
     pub(super) fn outstanding(&self, to: usize, channel: Channel) -> usize {
-        self.outgoing.get(&(to, channel)).map_or(0, VecDeque::len)
+        self.outboxes.get(&(to, channel)).map_or(0, Outbox::len)
+    }
+
+    /// Whether this rank's own device is yet to compute what a channel sends next.
+    pub(super) fn is_computing(&self, to: usize, channel: Channel) -> bool {
+        self.outboxes.get(&(to, channel)).is_some_and(Outbox::is_waiting)
+    }
+
+    /// Whether devices are about to put something into the host's memory that is to be sent.
+    pub(super) fn expects_a_device(&self) -> bool {
+        self.outboxes.values().any(Outbox::is_waiting) || self.rings.values().any(Ring::is_waiting)
     }
 
     pub(super) fn inbox(&mut self, from: usize, channel: Channel) -> &mut Inbox {
@@ -305,7 +354,7 @@ impl Engine {
             let Some(mut ring) = self.rings.remove(&channel) else { continue };
             let advanced = ring.advance(self, channel);
             self.rings.insert(channel, ring);
-            advanced.map_err(|error| WorldError::Message(error.to_string()))?;
+            advanced.map_err(message_of)?;
         }
         Ok(())
     }
@@ -324,5 +373,12 @@ impl Engine {
     pub(super) fn take_ring(&mut self, channel: Channel) -> Option<Tensor> {
         self.rings.get(&channel).filter(|ring| ring.is_done())?;
         self.rings.remove(&channel).map(Ring::into_sum)
+    }
+}
+
+fn message_of(error: crate::Error) -> WorldError {
+    match error {
+        crate::Error::World(error) => error,
+        error => WorldError::Message(error.to_string()),
     }
 }

@@ -12,7 +12,7 @@ use super::error::WorldError;
 use super::message::{Outline, Tensors};
 use super::wire::{Ticket, Wire};
 use crate::Result;
-use crate::memory::Arena;
+use crate::memory::Memory;
 
 /// One channel's tensors.
 #[derive(Debug, Default)]
@@ -20,8 +20,8 @@ pub(super) struct Inbox {
     announced: VecDeque<(i32, Outline)>,
     /// How many parcels may arrive ahead of their use; none before the channel is opened.
     places: usize,
-    /// The account that their memory is charged to.
-    arena: Option<Arena>,
+    /// Where they are needed.
+    memory: Option<Memory>,
     /// Tensors that the next parcels, of one tensor each, are to be put into.
     into: VecDeque<Tensor>,
     arriving: VecDeque<Arriving>,
@@ -41,8 +41,8 @@ impl Inbox {
         self.announced.push_back((tag, outline));
     }
 
-    pub(super) fn open(&mut self, places: usize, arena: Option<Arena>) {
-        (self.places, self.arena) = (places.max(1), arena);
+    pub(super) fn open(&mut self, places: usize, memory: Option<Memory>) {
+        (self.places, self.memory) = (places.max(1), memory);
     }
 
     /// Lets the next parcel of one tensor be put into this one.
@@ -54,9 +54,10 @@ impl Inbox {
     pub(super) fn advance(&mut self, wire: &mut dyn Wire, from: usize) -> Result<(), WorldError> {
         while self.refused.is_none() && self.arriving.len() < self.places {
             let Some((tag, outline)) = self.announced.pop_front() else { break };
-            let _inside = self.arena.as_ref().map(Arena::enter);
-            match self.into.pop_front().map_or_else(|| outline.empty(), |t| Ok(vec![vec![Some(t)]]))
-            {
+            match self.into.pop_front().map_or_else(
+                || outline.empty(self.memory.as_ref()),
+                |tensor| Ok(vec![vec![Some(tensor)]]),
+            ) {
                 Ok(tensors) => {
                     let tickets = ask(wire, from, tag, &tensors)?;
                     self.arriving.push_back(Arriving { outline, tensors, tickets });
@@ -107,7 +108,7 @@ pub(super) fn discarded(
     tag: i32,
     outline: &Outline,
 ) -> Result<Vec<Ticket>, WorldError> {
-    let tensors = outline.empty().map_err(|error| WorldError::Message(error.to_string()))?;
+    let tensors = outline.empty(None).map_err(|error| WorldError::Message(error.to_string()))?;
     ask(wire, from, tag, &tensors)
 }
 

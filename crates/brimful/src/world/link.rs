@@ -15,6 +15,8 @@ use crate::Result;
 
 /// How often messages are moved on for those that compute.
 const BUSY: Duration = Duration::from_millis(1);
+/// The same where a device is about to put something into the host's memory.
+const ABOUT_TO_COME: Duration = Duration::from_micros(100);
 /// And when there is nothing but signs of life.
 const IDLE: Duration = Duration::from_millis(10);
 
@@ -151,18 +153,18 @@ impl Drop for Pump {
 /// Moves messages on until the end; then ends in order if all ranks are there to do so.
 fn pump(link: &Link, ended: &Sender<()>) {
     loop {
-        let Ok((over, busy)) = link.with(|engine| {
+        let Ok((over, rest)) = link.with(|engine| {
             engine.progress();
             engine.watch(Instant::now());
             let over = engine.all_left() || engine.is_broken();
-            (over, engine.is_busy())
+            (over, rest(engine))
         }) else {
             return;
         };
         if over && link.ends.load(Ordering::Acquire) {
             break;
         }
-        thread::park_timeout(if busy { BUSY } else { IDLE });
+        thread::park_timeout(rest);
     }
     let _ = ended.send(());
     let engine = link.lock().take();
@@ -170,4 +172,13 @@ fn pump(link: &Link, ended: &Sender<()>) {
         engine.into_wire().end();
     }
     let _ = ended.send(());
+}
+
+/// How long messages may rest.
+fn rest(engine: &Engine) -> Duration {
+    match (engine.expects_a_device(), engine.is_busy()) {
+        (true, _) => ABOUT_TO_COME,
+        (false, true) => BUSY,
+        (false, false) => IDLE,
+    }
 }

@@ -1,9 +1,11 @@
 //! What ranks tell each other, apart from the numbers of tensors.
 
+use brimful_torch::transfer;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::error::WorldError;
+use crate::memory::{Arena, Memory};
 use crate::save::KINDS;
 use crate::{Error, Result};
 
@@ -81,11 +83,18 @@ impl Outline {
         Ok(Self(tensors.iter().map(row).collect::<Result<_>>()?))
     }
 
-    /// Tensors of this outline, whose numbers are yet to come.
-    pub(super) fn empty(&self) -> Result<Tensors> {
+    /// Tensors of this outline in the host's memory, whose numbers are yet to come, and which are
+    /// needed in this memory.
+    pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
+        let arena = if let Some(Memory::Arena(arena)) = memory { Some(arena) } else { None };
+        let _inside = arena.map(Arena::enter);
         let tensor = |form: &Form| {
             let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
-            Ok::<_, Error>(Tensor::f_empty(&form.size, (*kind, Device::Cpu))?)
+            let tensor = Tensor::f_empty(&form.size, (*kind, Device::Cpu))?;
+            Ok::<_, Error>(match memory {
+                Some(Memory::Accelerator(_)) => transfer::room_for(&tensor)?,
+                _ => tensor,
+            })
         };
         let row = |row: &Vec<Option<Form>>| {
             row.iter().map(|form| form.as_ref().map(tensor).transpose()).collect()

@@ -30,6 +30,7 @@ mod link;
 mod message;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod outbox;
 mod pulse;
 mod ring;
 mod traffic;

@@ -11,10 +11,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use brimful_torch::stream::Event;
 use tch::Tensor;
 
 use super::engine::Engine;
 use super::message::Channel;
+use super::outbox::is_reached;
 use crate::{Result, split};
 
 /// A sum under way.
@@ -25,6 +27,8 @@ pub(super) struct Ring {
     at: usize,
     /// One-dimensional and contiguous.
     sum: Tensor,
+    /// When this rank's numbers are there; none where they are.
+    ready: Option<Event>,
     parts: Vec<Range<usize>>,
     /// For the part that comes and is to be added.
     scratch: Tensor,
@@ -33,16 +37,26 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    pub(super) fn new(ranks: Arc<[usize]>, rank: usize, sum: Tensor) -> Result<Self> {
+    pub(super) fn new(
+        ranks: Arc<[usize]>,
+        rank: usize,
+        sum: Tensor,
+        ready: Option<Event>,
+    ) -> Result<Self> {
         let at = ranks.iter().position(|other| *other == rank).unwrap_or(0);
         let parts = parts(sum.numel(), ranks.len())?;
         let longest = parts.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let scratch = sum.f_narrow(0, 0, longest as i64)?.f_empty_like()?;
-        Ok(Self { ranks, at, sum, parts, scratch, step: 0, begun: false })
+        Ok(Self { ranks, at, sum, ready, parts, scratch, step: 0, begun: false })
     }
 
     pub(super) fn is_done(&self) -> bool {
-        self.step == 2 * (self.ranks.len() - 1)
+        self.step == 2 * (self.ranks.len() - 1) && !self.is_waiting()
+    }
+
+    /// Whether this rank's numbers are yet to come.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.ready.is_some()
     }
 
     pub(super) fn into_sum(self) -> Tensor {
@@ -56,6 +70,10 @@ impl Ring {
 
     /// Goes as far as what has come allows.
     pub(super) fn advance(&mut self, engine: &mut Engine, channel: Channel) -> Result<()> {
+        if !is_reached(self.ready.as_ref())? {
+            return Ok(());
+        }
+        self.ready = None;
         let n = self.ranks.len();
         let (next, before) = (self.ranks[(self.at + 1) % n], self.before());
         while !self.is_done() {
@@ -68,7 +86,7 @@ impl Ring {
                 let inbox = engine.inbox(before, channel);
                 inbox.open(1, None);
                 inbox.take_into(into);
-                engine.send(next, channel, &vec![vec![Some(self.part(sent)?)]])?;
+                engine.send(next, channel, vec![vec![Some(self.part(sent)?)]], None)?;
                 self.begun = true;
             }
             // What is being sent must not change.

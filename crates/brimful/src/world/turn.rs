@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use brimful_torch::stream::Event;
 use tch::Tensor;
 
 use super::link::{Link, Look};
 use super::message::{Channel, Tensors};
 use super::ring::Ring;
 use crate::Result;
-use crate::memory::Arena;
+use crate::memory::Memory;
 
 /// A turn. All ranks begin the same turns in the same order. Dropped, it is over: what is still on
 /// its way is dropped too.
@@ -69,29 +70,32 @@ impl Turn {
         Outlet { turn: self.clone(), to, channel: self.channel(number), places }
     }
 
-    /// The way from another rank. What arrives is charged to the arena.
+    /// The way from another rank. What arrives is charged to the memory, or can be copied to it
+    /// without making the host wait.
     pub(crate) fn inlet(
         &self,
         from: usize,
         number: u32,
         places: usize,
-        arena: Option<Arena>,
+        memory: Option<Memory>,
     ) -> Result<Inlet> {
         let channel = self.channel(number);
-        self.0.link.with(|engine| engine.inbox(from, channel).open(places, arena))?;
+        self.0.link.with(|engine| engine.inbox(from, channel).open(places, memory))?;
         Ok(Inlet { turn: self.clone(), from, channel })
     }
 
     /// Begins to sum a tensor over these ranks, which all name them in the same order. It is
-    /// contiguous, in the host's memory, and the sum's from now on.
+    /// contiguous, in the host's memory, and the sum's from now on; its numbers are there when the
+    /// event is reached.
     pub(crate) fn sum(
         &self,
         ranks: &Arc<[usize]>,
         number: u32,
         tensor: &Tensor,
+        ready: Option<Event>,
     ) -> Result<Summing> {
-        let channel = self.channel(number);
-        let ring = Ring::new(Arc::clone(ranks), self.0.rank, tensor.f_detach()?.f_view([-1_i64])?)?;
+        let (channel, flat) = (self.channel(number), tensor.f_detach()?.f_view([-1_i64])?);
+        let ring = Ring::new(Arc::clone(ranks), self.0.rank, flat, ready)?;
         self.0.link.begin_sum(channel, ring);
         Ok(Summing { turn: self.clone(), channel })
     }
@@ -134,16 +138,24 @@ impl Drop for Open {
 
 impl Outlet {
     /// Lets tensors set out, once there is a place.
-    pub(crate) fn send(&self, tensors: &Tensors) -> Result<(), Stopped> {
+    pub(crate) fn send(&self, tensors: Tensors) -> Result<(), Stopped> {
+        self.send_when(tensors, None)
+    }
+
+    /// The same of tensors whose numbers are in the host's memory when the event is reached.
+    pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
+        let mut parcel = Some((tensors, ready));
         let sent = link.wait(|engine| {
             if engine.is_stopped(*number) {
                 return Ok(Look::Found(false));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
-                return Ok(Look::WaitFor(Some(self.to)));
+                let own = engine.is_computing(self.to, self.channel);
+                return Ok(Look::WaitFor((!own).then_some(self.to)));
             }
-            engine.send(self.to, self.channel, tensors).map(|()| Look::Found(true))
+            let (tensors, ready) = parcel.take().unwrap_or_default();
+            engine.send(self.to, self.channel, tensors, ready).map(|()| Look::Found(true))
         });
         stopped_unless(sent)
     }

@@ -1,19 +1,23 @@
 //! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
 //! loss and gradients.
 
+#[path = "../test_device/mod.rs"]
+mod test_device;
+
 use brimful::Loss;
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
+pub use test_device::test_device;
 
 pub const CLASSES: i64 = 4;
 pub const TOLERANCE: f64 = 1e-10;
 
-/// Numbers between -1 and 1 that look random.
+/// Numbers between -1 and 1 that look random, on the device that is tested.
 pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
     let count = shape.iter().product::<i64>();
     let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
+    (index.square() * 12.9898).sin().view(shape).to_device(test_device())
 }
 
 pub type Batch = (Tensor, Tensor, Tensor);
@@ -50,10 +54,10 @@ impl Net {
     }
 }
 
-/// The plain model, in f64.
+/// The plain model, in f64 on the device that is tested.
 pub fn plain(net: impl FnOnce(&nn::Path) -> Net) -> (nn::VarStore, Net) {
     tch::manual_seed(1);
-    let mut store = nn::VarStore::new(Device::Cpu);
+    let mut store = nn::VarStore::new(test_device());
     let net = net(&store.root());
     store.double();
     (store, net)

@@ -1,0 +1,47 @@
+//! The way of gradients from their device to the host's memory, beside the device's other work.
+
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::transfer;
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+
+/// A device's own copies. On a CPU, where the host's memory is the device's, they are done at once.
+#[derive(Debug)]
+pub(super) struct Ferry {
+    device: Device,
+    copies: Stream,
+}
+
+impl Ferry {
+    pub(super) fn new(device: Device) -> Result<Self> {
+        Ok(Self { device, copies: Stream::new(device)? })
+    }
+
+    /// Room in the host's memory for so many numbers.
+    pub(super) fn room(&self, numbers: usize, kind: Kind) -> Result<Tensor> {
+        let room = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
+        Ok(if self.device == Device::Cpu { room } else { transfer::room_for(&room)? })
+    }
+
+    /// Copies a gradient that this thread's stream has computed.
+    pub(super) fn bring(&self, gradient: &Tensor, into: &Tensor) -> Result<()> {
+        let gradient = gradient.f_detach()?;
+        self.copies.wait(&self.mark(Stream::current(self.device)?)?)?;
+        let _copying = self.copies.enter()?;
+        transfer::copy(into, &gradient)?;
+        // Its memory must not be used for something else before it has been copied.
+        Ok(self.copies.keep(&gradient)?)
+    }
+
+    /// When what was brought so far is there; none where it is.
+    pub(super) fn landing(&self) -> Result<Option<Event>> {
+        if self.device == Device::Cpu { Ok(None) } else { self.mark(self.copies).map(Some) }
+    }
+
+    fn mark(&self, stream: Stream) -> Result<Event> {
+        let mut event = Event::new(self.device)?;
+        event.record(stream)?;
+        Ok(event)
+    }
+}
