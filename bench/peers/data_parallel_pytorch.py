@@ -1,4 +1,4 @@
-"""Data parallelism by torch DistributedDataParallel: Gloo, one thread a process.
+"""Data parallelism by torch DistributedDataParallel: Gloo, one thread a process. Ranks take the CUDA devices in turn.
 
     data_parallel_pytorch.py --like OURS.jsonl [--repeats 5]
 
@@ -23,14 +23,16 @@ ALONE, PARALLEL = "PyTorch, one rank", "DistributedDataParallel"
 def trained(row, repeats, rank):
     """The seconds of the steps of this rank's part of the mini-batch."""
     torch.manual_seed(0)
-    network, ranks = nn.Sequential(*(make() for make in models.layers(row))).train(), row["ranks"]
+    device, ranks = device_of(row, rank), row["ranks"]
+    network = nn.Sequential(*(make() for make in models.layers(row))).train().to(device)
     each = row["batch"] // ranks
     x, y = (whole[rank * each : (rank + 1) * each] for whole in models.samples(row))
     parts = list(zip(x.split(row["micro_batch"]), y.split(row["micro_batch"])))
+    parts = [(micro_x.to(device), micro_y.to(device)) for micro_x, micro_y in parts]
     model = network if ranks == 1 else DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     def step():
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
         for i, (micro_x, micro_y) in enumerate(parts):
             sums_up = ranks == 1 or i + 1 == len(parts)
             with contextlib.nullcontext() if sums_up else model.no_sync():
@@ -41,8 +43,18 @@ def trained(row, repeats, rank):
             distributed.all_reduce(total)
         return float(total) / ranks
 
-    wait = distributed.barrier if ranks > 1 else lambda: None
+    def wait():
+        contest.synchronize(device)
+        if ranks > 1:
+            distributed.barrier()
+
     return contest.timed(step, lambda: model.zero_grad(set_to_none=True), wait, repeats, WARM_UP)
+
+
+def device_of(row, rank):
+    if row["device"] == "cpu":
+        return "cpu"
+    return f"cuda:{rank % torch.cuda.device_count()}"
 
 
 def measure(row, settings, repeats):

@@ -9,6 +9,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+use std::ops::Range;
+
 use brimful_torch::{cuda, memory as torch_memory};
 use tch::Device;
 
@@ -46,6 +48,21 @@ pub fn find(name: &str) -> Result<Device> {
         Some(index) if index < cuda::device_count() => Ok(Device::Cuda(index)),
         _ => Err(no_device(name)),
     }
+}
+
+/// The devices of this name for these places of one machine, such as a pipeline's stages or a rank's:
+/// of `cuda` one each, and the first ones again where there are too few; of `cpu` or `cuda:1` that
+/// one. Loads CUDA if need be.
+///
+/// # Errors
+/// When the machine has no such device.
+pub fn spread(name: &str, places: Range<usize>) -> Result<Vec<Device>> {
+    let first = find(name)?;
+    let number = |place: usize| match name {
+        "cuda" => Device::Cuda(place % cuda::device_count()),
+        _ => first,
+    };
+    Ok(places.map(number).collect())
 }
 
 /// The first CUDA device, or the CPU where there is none. Loads CUDA if need be.

@@ -267,3 +267,9 @@ pub fn host() -> Result<HostMemory> {
     let available = field("MemAvailable:").ok_or_else(unreadable)?;
     Ok(HostMemory { total, available })
 }
+
+/// Where a memory ends: one that is not counted, or not limited, where the machine's does.
+pub(crate) fn end_of(memory: Option<&Memory>) -> Result<Bytes> {
+    let usage = memory.map(Memory::usage).transpose()?;
+    usage.and_then(|usage| usage.limit).map_or_else(|| Ok(host()?.total), Ok)
+}

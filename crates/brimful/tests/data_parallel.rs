@@ -343,6 +343,54 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
 }
 
 #[test]
+fn a_window_of_replicas_is_one_step_of_all_ranks() {
+    in_ranks(2, |world| {
+        let (plain_store, plain_net) = plain(net);
+        tch::manual_seed(1);
+        let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
+        let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+        let mut replicas = replicas.world(&world).expect("one model");
+        replicas.store_mut().double();
+        let whole = batch(15);
+        (OVER_TOKENS.full)(&plain_net, &whole).backward();
+        let own = part(&world, &parts(&world, 15, false), &whole);
+        for range in brimful::split::by_count(own.0.size()[0] as usize, 2).expect("a cut") {
+            let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
+            let batch = (rows(&own.0), rows(&own.1), rows(&own.2));
+            let run = |net: &Net, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
+            replicas.accumulate(&batch, run).expect("a part");
+        }
+        replicas.commit().expect("all parts");
+        assert_gradients("a window", &plain_store, replicas.store());
+        let error = replicas.commit().expect_err("nothing is there").to_string();
+        assert!(error.contains("accumulate"), "{error}");
+    });
+}
+
+/// On CUDA; elsewhere it runs eagerly.
+#[test]
+fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
+    in_ranks(2, |world| {
+        let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
+        let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(true);
+        let mut micro = micro.world(&world).expect("one model");
+        let mut replayed = 0;
+        for number in 0..6 {
+            let (x, y, tokens) = batch(32);
+            let whole = (x + f64::from(number), y, tokens);
+            clear(&plain_store);
+            clear(&store);
+            (OVER_TOKENS.full)(&plain_net, &whole).backward();
+            let own = part(&world, &parts(&world, 32, false), &whole);
+            let step = micro.backward(&own, |batch| (OVER_TOKENS.micro)(&model, &batch));
+            replayed += step.expect("a step").replayed;
+            assert_gradients(&format!("step {number}"), &plain_store, &store);
+        }
+        assert_eq!(replayed > 0, test_device() != Device::Cpu, "{replayed} were replayed");
+    });
+}
+
+#[test]
 fn replicas_of_several_ranks_are_one_step() {
     in_ranks(2, |world| {
         let (plain_store, plain_net) = plain(net);

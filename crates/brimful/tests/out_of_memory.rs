@@ -115,6 +115,18 @@ fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
     }
     assert!(Memory::of(Device::Cuda(99)).is_err());
     assert_eq!(device::find("cpu"), Ok(Device::Cpu));
+    assert!(device::spread("tpu", 0..2).is_err());
+}
+
+#[test]
+fn places_are_spread_over_the_devices_of_a_name() {
+    assert_eq!(device::spread("cpu", 1..3), Ok(vec![Device::Cpu; 2]));
+    let accelerators = device::all().expect("devices").len() - 1;
+    if accelerators > 0 {
+        let round = (0..2 * accelerators).map(|place| Device::Cuda(place % accelerators));
+        assert_eq!(device::spread("cuda", 0..2 * accelerators), Ok(round.collect()));
+        assert_eq!(device::spread("cuda:0", 5..7), Ok(vec![Device::Cuda(0); 2]));
+    }
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn a_process_without_a_launcher_is_a_world_of_one() {
 #[test]
 fn every_rank_is_told_what_each_has_to_say() {
     in_ranks(3, |world| {
-        assert_eq!(world.size(), 3);
+        assert_eq!((world.size(), world.rank_on_host()), (3, world.rank()));
         for round in 0..100 {
             let told = world.share("a sum", &(world.rank() * round)).expect("shared");
             assert_eq!(told, [0, round, 2 * round]);

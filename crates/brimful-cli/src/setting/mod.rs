@@ -7,7 +7,7 @@ mod order;
 pub(crate) mod words;
 
 use anyhow::Result;
-use brimful::device;
+use brimful::{World, device};
 use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -19,6 +19,12 @@ pub(crate) use order::{recompute, schedule};
 /// The device of this name; without one, the best that there is.
 pub(crate) fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
+}
+
+/// A rank's own device of this name.
+pub(crate) fn device_of(name: &str, world: &World) -> Result<Device> {
+    let place = world.rank_on_host();
+    Ok(device::spread(name, place..place + 1)?[0])
 }
 
 /// The mean loss of logits: against classes (or tokens), which are whole numbers, their

@@ -7,6 +7,9 @@ pub(crate) const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
 pub(crate) const ANY_DEVICE: &str =
     "Where it runs: cpu, cuda or cuda:1 [default: cuda where there is one]";
+/// Of `--device` where several may be needed.
+pub(crate) const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each stage and rank \
+                                  of a machine takes one [default: cuda where there is one]";
 /// Of `--data`.
 pub(crate) const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
                                MNIST-format IDX files, or a text file";

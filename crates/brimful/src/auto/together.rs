@@ -23,12 +23,9 @@ struct Watched {
 }
 
 impl Together {
-    /// Reads what is free, less what is `reserved` for later.
-    pub(crate) fn now(
-        memories: impl IntoIterator<Item = Option<Memory>>,
-        reserved: u64,
-    ) -> Result<Self> {
-        let watch = |memory: Option<Memory>| {
+    /// Reads what is free of each memory, less the bytes that are reserved for later.
+    pub(crate) fn now(memories: impl IntoIterator<Item = (Option<Memory>, u64)>) -> Result<Self> {
+        let watch = |(memory, reserved): (Option<Memory>, u64)| {
             let before = memory.as_ref().map(Memory::usage).transpose()?;
             let unlimited = Room { available: u64::MAX, budget: u64::MAX };
             let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;

@@ -29,6 +29,7 @@ mod evaluate;
 pub(crate) mod foreign;
 mod layout;
 mod outcome;
+mod part;
 mod pass;
 mod replay;
 mod retry;
@@ -159,7 +160,7 @@ pub(crate) struct Window {
     groups: Vec<Group>,
     pub(crate) undo: Undo,
     /// See [`crate::loss::Part::unit`].
-    unit: f64,
+    pub(crate) unit: f64,
     pub(crate) sizes: Vec<usize>,
     /// The most memory used while it was run.
     peak: Bytes,
@@ -216,7 +217,7 @@ impl MicroBatcher {
     /// What cannot be captured is noticed, said once with the cause in the log and by
     /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
     pub fn replay(mut self, wanted: bool) -> Self {
-        self.replay.set(wanted);
+        self.set_replay(wanted);
         self
     }
 
@@ -230,7 +231,7 @@ impl MicroBatcher {
     /// [`Layout::AsIs`] change the strides of inputs and of parameters of four or five dimensions,
     /// so that a closure must not ask for a `view` across them; one that does is run as before.
     pub fn layout(mut self, layout: Layout) -> Self {
-        self.arrangement = Arrangement::new(layout);
+        self.set_layout(layout);
         self
     }
 
@@ -257,10 +258,7 @@ impl MicroBatcher {
         let step = self
             .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
         self.reserved = 0;
-        let new = self.replay.is_new();
-        if let Some(factor) = self.arrangement.observe(step.samples, step.time, new) {
-            self.sizes.rearranged(factor);
-        }
+        self.learn_order(step.samples, step.time);
         Ok(step)
     }
 
@@ -329,14 +327,6 @@ impl MicroBatcher {
         Ok(step.with_story(story))
     }
 
-    /// A whole step has no place between the parts of another.
-    fn check_no_window(&self) -> Result<()> {
-        match &self.window {
-            Some(window) => Err(Error::WindowOpen { samples: window.sizes.iter().sum() }),
-            None => Ok(()),
-        }
-    }
-
     /// Reads the loss, and commits gradients and statistics if all is well; else undoes all.
     pub(crate) fn settle(&mut self, window: Window, start: Instant) -> Result<Step> {
         let _inside = self.memory.as_ref().and_then(Memory::enter);
@@ -363,7 +353,7 @@ impl MicroBatcher {
         peak: Bytes,
         start: Instant,
     ) -> Result<Step> {
-        let now = self.memory.as_ref().map(Memory::usage).transpose()?;
+        let highest = self.take_peak()?;
         Ok(Step {
             loss,
             terms,
@@ -371,9 +361,9 @@ impl MicroBatcher {
             sizes,
             outputs: (),
             seed: None,
-            replayed: self.replay.take_replayed(),
+            replayed: self.take_replayed(),
             time: start.elapsed(),
-            peak: now.map(|now| self.replay.take_peak(now.peak).max(peak)),
+            peak: highest.map(|highest| highest.max(peak)),
             decisions: Vec::new(),
             retries: 0,
         })

@@ -12,7 +12,6 @@ use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::memory::{self, Arena, Memory};
-use crate::oom::catch_unseen;
 use crate::optim::Method;
 use crate::{Error, Result, device, guard};
 
@@ -32,11 +31,7 @@ impl MicroBatcher {
     /// # Errors
     /// When the memory does not answer. A file that cannot be used is left as it is, with a warning.
     pub fn remember(mut self, path: impl AsRef<Path>) -> Result<Self> {
-        let limit = match &self.memory {
-            Some(memory) => memory.usage()?.limit,
-            None => None,
-        };
-        let memory = limit.map_or_else(|| Ok(memory::host()?.total), Ok::<_, Error>)?;
+        let memory = memory::end_of(self.memory.as_ref())?;
         let identity = {
             let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
             let goal = format!("{:?}", self.size);
@@ -61,21 +56,14 @@ impl MicroBatcher {
         }
     }
 
-    /// Runs a mini-batch as the size says: `run` is called until memory suffices. Where that fails in
-    /// an order of memory that is on trial, all of it is run again in the user's own.
+    /// Runs a mini-batch as the size says: `run` is called until memory suffices.
     pub(super) fn sized<B: Batch, T>(
         &mut self,
         used: Use,
         batch: &B,
         mut run: impl FnMut(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Story)> {
-        if self.arrangement.is_on_trial() {
-            match catch_unseen(|| self.sized_once(used, batch, &mut run)) {
-                Ok(done) => return Ok(done),
-                Err(cause) => self.arrangement.refuse(&cause),
-            }
-        }
-        self.sized_once(used, batch, run)
+        self.in_order(|this| this.sized_once(used, batch, &mut run))
     }
 
     fn sized_once<B: Batch, T>(

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Pipeline, StageDevice};
+use super::Pipeline;
 use crate::auto::{Goal, Kind, Sizes, Story, Together, Use};
 use crate::batch::Batch;
 use crate::{Result, Size, split};
@@ -44,7 +44,7 @@ impl Pipeline {
         let kind = Kind::of(used, batch);
         let (mut story, devices) = (Story::default(), self.devices.len());
         loop {
-            let memories = Together::now(self.devices.iter().map(StageDevice::memory), 0)?;
+            let memories = Together::now(self.devices.iter().map(|device| (device.memory(), 0)))?;
             let mut sizer = self.sizes.of(size).take(&kind, || vec![0; devices]);
             let agree = self.ranks.smallest();
             let ended = memories.try_size(&mut sizer, samples, &mut story, agree, |size| {

@@ -47,11 +47,13 @@
 //! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that move
 //! theirs at every micro-batch do so on the first replica's micro-batches alone.
 
+mod attempt;
 mod error;
 mod mirror;
 mod reduce;
 mod replica;
 mod report;
+mod settings;
 mod shares;
 mod sized;
 mod step;
@@ -66,10 +68,9 @@ pub use report::Step;
 
 use crate::auto::{Goal, Sizes};
 use crate::crew::{Crew, StageDevice, settled, undisturbed};
-use crate::micro::NonFinite;
-use crate::micro::world::join;
 use crate::world::World;
 use crate::{Result, Size};
+use attempt::Kept;
 use mirror::Outline;
 use replica::Replica;
 use shares::Speeds;
@@ -83,6 +84,11 @@ pub struct Replicas<M> {
     size: Size,
     sizes: Sizes,
     speeds: Speeds,
+    /// Whether micro-batches are to be replayed.
+    replays: bool,
+    /// Bytes that an optimizer is about to take on the first device.
+    reserved: u64,
+    window: Option<Kept>,
     /// The other ranks; none where there is no other.
     world: Option<World>,
 }
@@ -125,45 +131,19 @@ impl<M: 'static> Replicas<M> {
             Ok(())
         })?;
         let goal = if size == Size::Largest { Goal::Largest } else { Goal::Fastest };
-        let speeds = Speeds::even(devices.len());
-        let (sizes, world) = (Sizes::new(goal), None);
-        Ok(Self { crew, devices, store, size, sizes, speeds, world })
-    }
-
-    /// Says what is refused because it is not finite.
-    ///
-    /// # Errors
-    /// When a replica's thread has ended.
-    pub fn non_finite(self, policy: NonFinite) -> Result<Self> {
-        self.crew.all(move |replica| {
-            replica.set_non_finite(policy);
-            Ok(())
-        })?;
-        Ok(self)
-    }
-
-    /// How fast each replica is, relative to the others, in place of what is measured: the parts
-    /// then depend on nothing else, so that a run can be repeated bit by bit on unlike devices.
-    ///
-    /// # Errors
-    /// When there is not one number a replica, or one is not above 0.
-    pub fn speeds(mut self, speeds: &[f64]) -> Result<Self> {
-        error::check_speeds(speeds, self.devices.len())?;
-        self.speeds = Speeds::given(speeds);
-        Ok(self)
-    }
-
-    /// Trains together with the other ranks of a world, each of which gives its own part of every
-    /// mini-batch, as [`MicroBatcher::world`](crate::MicroBatcher::world) does.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn world(mut self, world: &World) -> Result<Self> {
-        if world.size() > 1 {
-            join(world, mirror::named(&self.store))?;
-            self.world = Some(world.clone());
-        }
-        Ok(self)
+        let count = devices.len();
+        Ok(Self {
+            crew,
+            devices,
+            store,
+            size,
+            sizes: Sizes::new(goal),
+            speeds: Speeds::even(count),
+            replays: false,
+            reserved: 0,
+            window: None,
+            world: None,
+        })
     }
 
     /// The first replica's variables, which are the model's.

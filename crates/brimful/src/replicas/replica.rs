@@ -10,10 +10,9 @@ use super::mirror::{Mirror, named};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::crew::StageDevice;
-use crate::memory::Memory;
 use crate::micro::attempt::Scale;
 use crate::micro::cut::Cut;
-use crate::micro::{NonFinite, Outcome, Window};
+use crate::micro::{Outcome, Window};
 use crate::random::Dice;
 use crate::ranks::RanksTurn;
 use crate::world::World;
@@ -24,7 +23,6 @@ pub(super) struct Replica<M> {
     number: usize,
     model: M,
     micro: MicroBatcher,
-    memory: Option<Memory>,
     store: VarStore,
     /// The first one's variables; nothing on the first one itself.
     mirror: Mirror,
@@ -48,6 +46,8 @@ pub(super) struct Done<O> {
     pub(super) outputs: O,
     pub(super) time: Duration,
     pub(super) peak: Option<Bytes>,
+    /// Micro-batches that were replayed.
+    pub(super) replayed: usize,
 }
 
 impl<M> Replica<M> {
@@ -63,13 +63,12 @@ impl<M> Replica<M> {
         let dice = (number > 0).then(|| Dice::new(device.device));
         let model = build(&store.root());
         drop(dice);
-        let memory = device.memory();
         let mut micro = MicroBatcher::new(&store, Size::Count(1));
-        if let Some(memory) = &memory {
-            micro = micro.memory(memory.clone());
+        if let Some(memory) = device.memory() {
+            micro = micro.memory(memory);
         }
         let (mirror, home) = (Mirror::default(), device.device);
-        Ok(Self { number, model, micro, memory, store, mirror, home })
+        Ok(Self { number, model, micro, store, mirror, home })
     }
 
     /// Takes these variables of the first replica over from now on.
@@ -80,8 +79,14 @@ impl<M> Replica<M> {
         }
     }
 
-    pub(super) fn set_non_finite(&mut self, policy: NonFinite) {
-        self.micro.non_finite = policy;
+    /// Changes how micro-batches are run.
+    pub(super) fn set(&mut self, f: impl FnOnce(&mut MicroBatcher)) {
+        f(&mut self.micro);
+    }
+
+    /// Why they run eagerly although they were to be replayed.
+    pub(super) fn eager_cause(&self) -> Option<String> {
+        self.micro.eager_cause().map(str::to_owned)
     }
 
     /// Commits what all replicas have done, of all ranks, on the first one.
@@ -108,9 +113,13 @@ impl<M> Replica<M> {
         errand: Errand<B>,
         f: &impl Fn(&M, B) -> R,
     ) -> Result<Done<R::Outputs>> {
-        self.run(errand, f, |micro, batch, cut, scale, mut f| {
+        let done = self.run(errand, f, |micro, batch, cut, scale, mut f| {
             micro.attempt(batch, cut, scale, &mut f)
-        })
+        })?;
+        if !done.window.sizes.is_empty() {
+            self.micro.learn_order(done.window.sizes.iter().sum(), done.time);
+        }
+        Ok(done)
     }
 
     /// Runs forward and a loss, without gradients.
@@ -150,21 +159,27 @@ impl<M> Replica<M> {
         let Errand { batch, ranges, scale } = errand;
         let Self { model, micro, .. } = self;
         let mut f = |micro_batch| f(model, micro_batch);
-        let (window, outputs) = how(micro, &batch, &mut Cut::given(ranges), scale, &mut f)?;
+        let (window, outputs) = micro
+            .in_order(|micro| how(micro, &batch, &mut Cut::given(ranges.clone()), scale, &mut f))?;
         self.hand_in(window, &outputs, start)
     }
 
     /// Makes what was done ready to be added to what the others did; undone where that fails.
-    fn hand_in<O: Batch>(&self, window: Window, outputs: &O, start: Instant) -> Result<Done<O>> {
+    fn hand_in<O: Batch>(
+        &mut self,
+        window: Window,
+        outputs: &O,
+        start: Instant,
+    ) -> Result<Done<O>> {
         let (window, (outputs, peak)) = window.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();
                 let twin = |own: &Tensor| twins.get(&own.data_ptr()).map(Tensor::shallow_clone);
                 statistics.hand_to(twin)?;
             }
-            let peak = self.memory.as_ref().map(Memory::usage).transpose()?;
-            Ok((feed::moved(outputs, self.home)?, peak.map(|usage| usage.peak)))
+            Ok((feed::moved(outputs, self.home)?, self.micro.take_peak()?))
         })?;
-        Ok(Done { window, outputs, time: start.elapsed(), peak })
+        let replayed = self.micro.take_replayed();
+        Ok(Done { window, outputs, time: start.elapsed(), peak, replayed })
     }
 }

@@ -28,7 +28,9 @@ pub struct Step<O = ()> {
     /// The most memory in use at one moment on each device, where it is counted: on an accelerator,
     /// or in an arena that was given.
     pub peaks: Vec<Option<Bytes>>,
-    /// The seed of the step's random numbers: micro-batch `i` of replica `r`, each counted from 0,
+    /// Micro-batches that were replayed, see [`Replicas::replay`](crate::Replicas::replay).
+    pub replayed: usize,
+    /// The seed of the step's random numbers, or of its first mini-batch's: micro-batch `i` of replica `r`, each counted from 0,
     /// draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
     pub seed: u64,
     /// What was decided about an automatic size, in order, failed tries included.

@@ -1,29 +1,23 @@
 //! A step: every replica runs its part, and then all of it counts, or nothing.
 
-use std::mem;
-use std::ops::Range;
 use std::panic;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Replicas;
-use super::reduce::reduce;
+use super::attempt::{Joined, Kept, Told, errands};
 use super::replica::{Done, Errand, Replica};
 use super::report::Step;
-use crate::accumulate::Sums;
-use crate::auto::Use;
-use crate::batch::{self, Batch};
-use crate::bytes::Bytes;
-use crate::crew::{self, drawing};
+use crate::auto::{Story, Use};
+use crate::batch::Batch;
+use crate::crew::drawing;
+use crate::micro::Outcome;
+use crate::micro::attempt::Scale;
 use crate::micro::world::{Opening, aside, tell};
-use crate::micro::{Outcome, Window};
-use crate::oom::{self, Caught};
+use crate::oom::Caught;
 use crate::ranks::RanksTurn;
 use crate::world::World;
-use crate::{Error, Result, Size};
-
-/// How a replica's part ended; a replica without a sample has none.
-type Ended<O> = Option<Result<Done<O>, Caught<Error>>>;
+use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
     /// Runs forward and backward, and adds to the gradients of the first replica exactly what the
@@ -41,8 +35,12 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
+        if let Some(kept) = &self.window {
+            return Err(Error::WindowOpen { samples: kept.window.sizes.iter().sum() });
+        }
         let f = Arc::new(f);
         let step = self.spread(Use::Train, batch, move |replica, part| replica.train(part, &*f))?;
+        self.reserved = 0;
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
         self.speeds.observe(step.shares.iter().copied().zip(times));
         Ok(step)
@@ -75,65 +73,124 @@ impl<M: 'static> Replicas<M> {
         Ok(step.outputs)
     }
 
+    /// Runs forward and backward, and keeps the result for [`Replicas::commit`]: a step over several
+    /// mini-batches, each of which may have its own length. Where there are other ranks, it is this
+    /// one's own matter until then.
+    ///
+    /// # Errors
+    /// As [`Replicas::backward`]; the mini-batches before are kept.
+    pub fn accumulate<B: Batch + 'static, R: Outcome + 'static>(
+        &mut self,
+        batch: &B,
+        f: impl Fn(&M, B) -> R + Send + Sync + 'static,
+    ) -> Result<R::Outputs> {
+        let f = Arc::new(f);
+        let unit = self.window.as_ref().map(|parts| parts.window.unit);
+        let place = |opening: &Opening, replica| {
+            let Scale { unit: total, first, draws, .. } = opening.scale(replica);
+            Scale {
+                unit: unit.unwrap_or(total),
+                first: first && unit.is_none(),
+                last: false,
+                draws,
+            }
+        };
+        let work = move |replica: &mut Replica<M>, part| replica.train(part, &*f);
+        let end = |this: &mut Self, joined: Joined<_>, _| this.keep(joined);
+        let (outputs, opening, story) = self.run(None, Use::Train, batch, place, work, end)?;
+        if let Some(parts) = &mut self.window {
+            parts.story.extend(story);
+            parts.seed = parts.seed.or(Some(opening.seed()));
+        }
+        Ok(outputs)
+    }
+
+    /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+    ///
+    /// # Errors
+    /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
+    pub fn commit(&mut self) -> Result<Step> {
+        let (start, ranks) = (Instant::now(), self.ranks(self.world.as_ref())?);
+        match (self.window.take(), ranks) {
+            (Some(Kept { window, told, story, seed }), ranks) => {
+                let joined = Joined { window, outputs: (), told };
+                let step = self.settle(joined, ranks, start)?;
+                self.reserved = 0;
+                Ok(Step { seed: seed.unwrap_or_default(), ..step }.with_story(story))
+            }
+            (None, Some((world, _))) => Err(tell(&world, Error::NothingAccumulated, start)),
+            (None, None) => Err(Error::NothingAccumulated),
+        }
+    }
+
+    /// Adds a mini-batch to those that have been run but not committed.
+    fn keep<O: Batch>(&mut self, joined: Joined<O>) -> Result<O> {
+        let Joined { window: mut later, outputs, told } = joined;
+        later.sums.own()?;
+        match &mut self.window {
+            Some(kept) => {
+                kept.window.extend(later)?;
+                kept.told = Told::added(&kept.told, told);
+            }
+            None => {
+                let (story, seed) = (Story::default(), None);
+                self.window = Some(Kept { window: later, told, story, seed });
+            }
+        }
+        Ok(outputs)
+    }
+
+    /// A step over one mini-batch, of all ranks.
     fn spread<B: Batch + 'static, O: Batch + 'static>(
         &mut self,
         used: Use,
         batch: &B,
         work: impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static,
     ) -> Result<Step<O>> {
-        let (start, mut thrown) = (Instant::now(), None);
-        let devices = self.devices.clone();
-        let step = drawing(&devices, |seed| {
-            let opening = Opening::open(self.world.as_ref(), used, batch, self.size, seed)?;
+        let (start, world) = (Instant::now(), self.world.clone());
+        let end = |this: &mut Self, joined, ranks| this.settle(joined, ranks, start);
+        let (step, opening, story) =
+            self.run(world.as_ref(), used, batch, Opening::scale, work, end)?;
+        Ok(Step { samples: opening.total(), seed: opening.seed(), ..step }.with_story(story))
+    }
+
+    /// Runs a mini-batch until memory suffices on every device, with these ranks.
+    fn run<B: Batch + 'static, O: Batch + 'static, T>(
+        &mut self,
+        world: Option<&World>,
+        used: Use,
+        batch: &B,
+        place: impl Fn(&Opening, usize) -> Scale,
+        work: impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static,
+        end: impl Fn(&mut Self, Joined<O>, Option<Ranks>) -> Result<T>,
+    ) -> Result<(T, Opening, Story)> {
+        let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
+        let ended = drawing(&devices, |seed| {
+            let opening = Opening::open(world, used, batch, self.size, seed)?;
             let shares = self.speeds.shares(opening.own());
-            let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
-            let (step, story) = self.sized(&opening, longest, |this, size| {
-                let ranks = this.ranks()?;
-                let parts = errands(batch, &shares, size, &opening).map_err(Caught::Error);
-                match parts.and_then(|parts| this.attempt(parts, &work)) {
-                    Ok(joined) => this.settle(joined, ranks, start),
+            let (value, story) = self.sized(world, &opening, &shares, |this, size| {
+                let ranks = this.ranks(world)?;
+                let parts = errands(batch, &shares, size, |replica| place(&opening, replica));
+                match parts.map_err(Caught::Error).and_then(|parts| this.attempt(parts, &work)) {
+                    Ok(joined) => end(this, joined, ranks),
                     Err(caught) => {
                         let error = aside(caught, &mut thrown);
                         Err(ranks.map_or(error.clone(), |(world, _)| tell(&world, error, start)))
                     }
                 }
             })?;
-            Ok(Step { samples: opening.total(), seed: opening.seed(), ..step }.with_story(story))
+            Ok((value, opening, story))
         });
         match thrown {
             Some(payload) => panic::resume_unwind(payload),
-            None => step,
+            None => ended,
         }
     }
 
     /// The other ranks, and the turn in which all try a step.
-    fn ranks(&self) -> Result<Option<Ranks>> {
+    fn ranks(&self, world: Option<&World>) -> Result<Option<Ranks>> {
         let begin = |world: &World| Ok((world.clone(), RanksTurn::begin(world)?));
-        self.world.as_ref().map(begin).transpose()
-    }
-
-    /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
-    fn attempt<B: Batch + 'static, O: Batch + 'static>(
-        &self,
-        parts: Vec<Option<Errand<B>>>,
-        work: &(impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static),
-    ) -> Result<Joined<O>, Caught<Error>> {
-        let work = work.clone();
-        let run = move |replica: &mut Replica<M>, part: Option<Errand<B>>| {
-            Ok(part.map(|part| oom::catch(|| work(replica, part))))
-        };
-        let ended: Result<Vec<Ended<O>>> =
-            self.crew.all(Replica::take_over).and_then(|_| self.crew.each_or_error(parts, run));
-        let (mut windows, mut outputs, mut told) = (Vec::new(), Vec::new(), Vec::new());
-        for done in all_done(ended.map_err(Caught::Error)?)? {
-            told.push(done.as_ref().map(Told::of));
-            if let Some(done) = done {
-                windows.push(done.window);
-                outputs.push(done.outputs);
-            }
-        }
-        let (window, outputs) = self.joined(windows, outputs).map_err(Caught::Error)?;
-        Ok(Joined { window, outputs, told })
+        world.map(begin).transpose()
     }
 
     /// Commits the parts on the first replica.
@@ -158,92 +215,13 @@ impl<M: 'static> Replicas<M> {
             time,
             times: told().map(|told| told.map(|told| told.time)).collect(),
             peaks: told().map(|told| told.and_then(|told| told.peak)).collect(),
+            replayed: told().flatten().map(|told| told.replayed).sum(),
             seed: 0,
             decisions: Vec::new(),
             retries: 0,
         })
     }
-
-    /// All replicas' parts as one, in their order; undone where that fails.
-    fn joined<O: Batch>(&self, mut windows: Vec<Window>, outputs: Vec<O>) -> Result<(Window, O)> {
-        let sums = windows.iter_mut().map(|window| mem::take(&mut window.sums)).collect();
-        let (sums, addends) = Sums::of_replicas(sums);
-        let mut windows = windows.into_iter();
-        let mut whole = windows.next().ok_or(Error::EmptyBatch)?;
-        whole.sums = sums;
-        let joined = oom::catch(|| {
-            reduce(&self.crew, addends)?;
-            windows.try_for_each(|window| whole.extend(window))?;
-            batch::join(outputs)
-        });
-        match joined {
-            Ok(outputs) => Ok((whole, outputs)),
-            Err(caught) => {
-                whole.undo.run()?;
-                Err(crew::of(caught))
-            }
-        }
-    }
 }
 
 /// The world, and the turn in which its ranks try a step.
 type Ranks = (World, RanksTurn);
-
-/// All replicas' parts of a step.
-struct Joined<O> {
-    window: Window,
-    outputs: O,
-    told: Vec<Option<Told>>,
-}
-
-/// What a replica tells of its part.
-struct Told {
-    samples: usize,
-    time: Duration,
-    peak: Option<Bytes>,
-}
-
-impl Told {
-    fn of<O>(done: &Done<O>) -> Self {
-        Self { samples: done.window.sizes.iter().sum(), time: done.time, peak: done.peak }
-    }
-}
-
-/// Each replica's samples, cut by the size. The first replica has a part even without a sample: it
-/// commits what other ranks have done.
-fn errands<B: Batch>(
-    batch: &B,
-    shares: &[Range<usize>],
-    size: Size,
-    opening: &Opening,
-) -> Result<Vec<Option<Errand<B>>>> {
-    let errand = |(replica, share): (usize, &Range<usize>)| {
-        if share.is_empty() && replica > 0 {
-            return Ok(None);
-        }
-        let ranges = match share.len() {
-            0 => Vec::new(),
-            samples => size.cut(samples)?.ok_or(Error::NothingToCut)?,
-        };
-        let batch = batch::slice(batch, share.clone())?;
-        Ok(Some(Errand { batch, ranges, scale: opening.scale(replica) }))
-    };
-    shares.iter().enumerate().map(errand).collect()
-}
-
-/// What all have done, or how the first of those that failed ended: then it is all undone.
-fn all_done<O>(ended: Vec<Ended<O>>) -> Result<Vec<Option<Done<O>>>, Caught<Error>> {
-    let mut all = Vec::with_capacity(ended.len());
-    let mut failure = None;
-    for ended in ended {
-        match ended.transpose() {
-            Ok(done) => all.push(done),
-            Err(caught) => failure = failure.or(Some(caught)),
-        }
-    }
-    let Some(failure) = failure else { return Ok(all) };
-    for done in all.into_iter().flatten() {
-        done.window.undo.run().map_err(Caught::Error)?;
-    }
-    Err(failure)
-}

@@ -123,6 +123,12 @@ impl World {
         self.0.rank
     }
 
+    /// This process's number among those on its machine, such as that of the device that is its own.
+    pub fn rank_on_host(&self) -> usize {
+        let (hosts, rank) = (self.hosts(), self.rank());
+        hosts[..rank].iter().filter(|host| **host == hosts[rank]).count()
+    }
+
     /// How many processes there are.
     pub fn size(&self) -> usize {
         self.0.hosts.len()

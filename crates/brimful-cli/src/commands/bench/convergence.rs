@@ -58,7 +58,7 @@ pub struct Options {
     /// A run of each contestant for each, with first parameters and an order of its own
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
-    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    #[arg(long, value_name = "NAME", help = words::DEVICES)]
     device: Option<String>,
     #[command(flatten)]
     output: Output,

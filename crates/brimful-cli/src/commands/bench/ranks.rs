@@ -20,7 +20,7 @@ use super::columns::{Columns, Speed};
 use super::journal::{Journal, Output};
 use super::times::Times;
 use super::work::{GptShape, Samples, Work};
-use crate::setting::{MODELS, ModelName, NumberType, clear_gradients, words};
+use crate::setting::{self, MODELS, ModelName, NumberType, clear_gradients, words};
 
 /// Steps of each contestant that do not count.
 const WARM_UP: u32 = 1;
@@ -51,6 +51,8 @@ pub struct Options {
     /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
     #[arg(long, value_name = "LxWxS", default_value = "12x256x64")]
     gpt: GptShape,
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
+    device: String,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 5)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -91,8 +93,9 @@ pub fn run(options: &Options) -> Result<()> {
         world.size()
     );
     let _one = threads::limit_threads(1);
-    let mut one = Contestant::new(&work, None)?;
-    let mut all = Contestant::new(&work, Some(&world))?;
+    let device = setting::device_of(&options.device, &world)?;
+    let mut one = Contestant::new(&work, device, None)?;
+    let mut all = Contestant::new(&work, device, Some(&world))?;
     let whole = work.samples(work.batch);
     world.broadcast(&[whole.0.shallow_clone(), whole.1.shallow_clone()], 0)?;
     let part = part_of(&whole, &world);
@@ -110,7 +113,7 @@ pub fn run(options: &Options) -> Result<()> {
         sent = world.traffic()?.sent.0 - before;
     }
     if world.rank() == 0 {
-        report(options, &work, world.size(), [&one.times, &all.times], Bytes(sent))?;
+        report(options, &work, device, world.size(), [&one.times, &all.times], Bytes(sent))?;
     }
     Ok(())
 }
@@ -118,6 +121,7 @@ pub fn run(options: &Options) -> Result<()> {
 fn report(
     options: &Options,
     work: &Work,
+    device: Device,
     ranks: usize,
     [one, all]: [&Times; 2],
     sent: Bytes,
@@ -127,7 +131,7 @@ fn report(
         "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "optimizer": "none",
     });
-    let mut journal = Journal::begin("ranks", Device::Cpu, &options.output, facts)?;
+    let mut journal = Journal::begin("ranks", device, &options.output, facts)?;
     for (contestant, times, ranks, sent) in
         [("brimful, one rank", one, 1, Bytes(0)), ("brimful", all, ranks, sent)]
     {
@@ -150,8 +154,8 @@ fn report(
 }
 
 impl Contestant {
-    fn new(work: &Work, world: Option<&World>) -> Result<Self> {
-        let mut store = VarStore::new(Device::Cpu);
+    fn new(work: &Work, device: Device, world: Option<&World>) -> Result<Self> {
+        let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
         let mut micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         if let Some(world) = world {

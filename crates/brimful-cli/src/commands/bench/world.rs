@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use brimful::pipeline::{Balance, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Loss, Pipeline, World};
+use brimful::{Bytes, Loss, Pipeline, World, device};
 use brimful_torch::threads;
 use clap::Args;
 use serde::Serialize;
@@ -40,6 +40,8 @@ pub struct Options {
     /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
     #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
     gpt: GptShape,
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
+    device: String,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 5)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -73,6 +75,7 @@ pub fn run(options: &Options) -> Result<()> {
     let world = options.ranks.world()?;
     let _one = threads::limit_threads(1);
     let m = options.micro_batches as usize;
+    let device = setting::device_of(&options.device, &world)?;
     let work = Work {
         model: ModelName::Gpt,
         dtype: NumberType::F32,
@@ -83,12 +86,12 @@ pub fn run(options: &Options) -> Result<()> {
         vocabulary: 256,
         tied: false,
     };
-    let mut over_ranks = pipeline(&work, options, &world, 1, None)?;
+    let mut over_ranks = pipeline(&work, options, &world, &[device], None)?;
     let balance = over_ranks.balance().sizes().to_vec();
     let is_first = world.rank() == 0;
     let devices = balance.len() / options.schedule.stages_per_device();
-    let alone = World::alone();
-    let in_one = || pipeline(&work, options, &alone, devices, Some(balance.clone()));
+    let (alone, all) = (World::alone(), device::spread(&options.device, 0..devices)?);
+    let in_one = || pipeline(&work, options, &alone, &all, Some(balance.clone()));
     let mut in_one = if is_first { Some(in_one()?) } else { None };
     tch::manual_seed(0);
     let batch = work.samples(work.batch);
@@ -111,7 +114,7 @@ pub fn run(options: &Options) -> Result<()> {
         return Ok(());
     }
     let facts = json!({ "threads_per_stage": 1, "optimizer": "none", "ranks": world.size() });
-    let mut journal = Journal::begin("world", Device::Cpu, &options.output, facts)?;
+    let mut journal = Journal::begin("world", device, &options.output, facts)?;
     let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
     let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
     let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| Row {
@@ -147,12 +150,12 @@ fn enter(journal: &mut Journal, row: &Row) -> Result<()> {
     journal.write(&title, &columns, &text, row)
 }
 
-/// A pipeline of so many devices in each rank of the world.
+/// A pipeline with these devices in each rank of the world.
 fn pipeline(
     work: &Work,
     options: &Options,
     world: &World,
-    devices: usize,
+    devices: &[Device],
     balance: Option<Vec<usize>>,
 ) -> Result<Pipeline> {
     let balance = match balance {
@@ -161,7 +164,7 @@ fn pipeline(
     };
     tch::manual_seed(0);
     Ok(Pipeline::builder(work.layers()?)
-        .devices(vec![StageDevice::cpu().threads(1); devices])
+        .devices(devices.iter().map(|device| StageDevice::from(*device).threads(1)))
         .balance(balance)
         .schedule(options.schedule)
         .micro_batches(options.micro_batches as usize)

@@ -1,5 +1,6 @@
 //! The command line of `brimful train`.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -56,7 +57,7 @@ pub(crate) struct Options {
     /// (CPU alone)
     #[arg(long, value_name = "BYTES", alias = "stage-memory")]
     pub(crate) memory_limit: Option<Bytes>,
-    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    #[arg(long, value_name = "NAME", help = words::DEVICES)]
     pub(crate) device: Option<String>,
     /// Launch every micro-batch anew, instead of capturing it once and replaying it, which is for
     /// CUDA alone
@@ -96,12 +97,22 @@ impl Options {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)
     }
 
-    /// Where to train: limits are for a CPU.
+    /// Where to train.
     pub(super) fn device(&self) -> Result<Device> {
-        match &self.device {
-            Some(name) => Ok(device::find(name)?),
-            None if self.memory_limit.is_some() => Ok(Device::Cpu),
-            None => Ok(device::best()),
+        Ok(device::find(self.device_name())?)
+    }
+
+    /// The same for these places of a machine.
+    pub(super) fn devices(&self, places: Range<usize>) -> Result<Vec<Device>> {
+        Ok(device::spread(self.device_name(), places)?)
+    }
+
+    /// Limits are for a CPU.
+    fn device_name(&self) -> &str {
+        match (&self.device, self.memory_limit) {
+            (Some(name), _) => name,
+            (None, None) if device::best().is_cuda() => "cuda",
+            (None, _) => "cpu",
         }
     }
 

@@ -31,7 +31,8 @@ pub(super) struct Pipelined {
 #[derive(Debug)]
 struct Place {
     schedule: String,
-    device: Device,
+    /// Of this rank.
+    devices: Vec<Device>,
     ranks: usize,
     replicas: usize,
 }
@@ -45,8 +46,10 @@ impl Pipelined {
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
-        let (device, limit) = (options.device()?, options.memory_limit);
-        options.dtype.prepare(device)?;
+        let limit = options.memory_limit;
+        let (each, before) = (options.ranks.devices(world, stages)?, world.rank_on_host());
+        let devices = options.devices(before * each..(before + 1) * each)?;
+        devices.iter().try_for_each(|device| options.dtype.prepare(*device))?;
         let (count, wanted) = (layers.len(), stages.count());
         ensure!(
             wanted <= count,
@@ -55,7 +58,7 @@ impl Pipelined {
             ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(devices(device, options.ranks.devices(world, stages)?, limit)?)
+            .devices(stage_devices(&devices, limit)?)
             .world(world)
             .replicas(options.ranks.replicas)
             .balance(Balance::by_time(&typed(sample, kind)))
@@ -67,21 +70,21 @@ impl Pipelined {
             .context("the pipeline was not built")?;
         let optimizer = pipeline.optimizer(options.method())?;
         let schedule = stages.schedule.to_string();
-        let limit = match device {
+        let limit = match devices[0] {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let place =
-            Place { schedule, device, ranks: world.size(), replicas: options.ranks.replicas };
+            Place { schedule, devices, ranks: world.size(), replicas: options.ranks.replicas };
         Ok(Self { pipeline, optimizer, size, kind, place, limit })
     }
 }
 
 /// One for each group of stages that the schedule puts together, each with an account of its own.
-fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
-    let stage_device = |number: usize| {
-        if device != Device::Cpu {
-            return Ok(device.into());
+fn stage_devices(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
+    let stage_device = |(number, device): (usize, &Device)| {
+        if *device != Device::Cpu {
+            return Ok((*device).into());
         }
         let name = format!("device {number}");
         Ok(StageDevice::from(match limit {
@@ -89,7 +92,7 @@ fn devices(device: Device, count: usize, limit: Option<Bytes>) -> Result<Vec<Sta
             None => Arena::new(&name),
         }))
     };
-    (0..count).map(stage_device).collect()
+    devices.iter().enumerate().map(stage_device).collect()
 }
 
 impl Engine for Pipelined {
@@ -130,10 +133,12 @@ impl Engine for Pipelined {
     }
 
     fn place(&self) -> String {
-        let Place { schedule, device, ranks, replicas } = &self.place;
-        let (sizes, device) = (self.pipeline.balance().sizes(), device::name(*device));
+        let Place { schedule, devices, ranks, replicas } = &self.place;
+        let mut names: Vec<String> = devices.iter().map(|device| device::name(*device)).collect();
+        names.dedup();
+        let (sizes, names) = (self.pipeline.balance().sizes(), names.join(", "));
         let stages =
-            format!("in {} stages of {sizes:?} layers on {device}, {schedule}", sizes.len());
+            format!("in {} stages of {sizes:?} layers on {names}, {schedule}", sizes.len());
         match ranks {
             1 => stages,
             _ => format!("{stages}; {ranks} ranks, {replicas} replicas"),

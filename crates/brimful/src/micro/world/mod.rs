@@ -20,7 +20,6 @@ use tch::Tensor;
 
 use super::attempt::Scale;
 use super::cut::Cut;
-use super::layout::Arrangement;
 use super::{MicroBatcher, Step, Window};
 use crate::auto::Use;
 use crate::batch::Batch;
@@ -53,10 +52,8 @@ impl MicroBatcher {
             return Ok(self);
         }
         join(world, self.named())?;
-        // Which order is faster is measured, and would be another on each rank.
-        if self.arrangement.is_measured() {
-            self.arrangement = Arrangement::default();
-        }
+        // Which order is faster would be another on each rank.
+        self.measure_no_layout();
         self.world = Some(world.clone());
         Ok(self)
     }

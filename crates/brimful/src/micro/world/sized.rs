@@ -32,11 +32,13 @@ impl MicroBatcher {
             let variables = &self.variables;
             let floor = || if kind.is_training() { gradient_bytes(variables) } else { 0 };
             let mut sizer = self.sizes.take(kind, || vec![floor()]);
-            let ended = Together::now([Some(memory.clone())], self.reserved).and_then(|memories| {
-                let agree = |size| agreed(world, size, samples > 0);
-                memories
-                    .try_size(&mut sizer, samples, &mut story, agree, |size| run(self, cut(size)?))
-            });
+            let ended =
+                Together::now([(Some(memory.clone()), self.reserved)]).and_then(|memories| {
+                    let agree = |size| agreed(world, size, samples > 0);
+                    memories.try_size(&mut sizer, samples, &mut story, agree, |size| {
+                        run(self, cut(size)?)
+                    })
+                });
             self.sizes.put(kind.clone(), sizer);
             if let Some(value) = ended? {
                 return Ok((value, story));

@@ -23,7 +23,7 @@ pub(super) struct Contest {
     stages: usize,
     batch: Samples,
     alone: Alone,
-    /// None on an accelerator, which all stages share, and where one stage makes them pointless.
+    /// None on an accelerator, and where one stage makes them pointless.
     copies: Option<Copies>,
     runners: Vec<Runner>,
     /// Those that cannot be built: a model has too few layers for some schedules.
@@ -40,18 +40,17 @@ impl Contest {
         options: &Options,
         work: &Work,
         profile: &Profile,
-        device: Device,
-        stages: usize,
+        devices: &[Device],
     ) -> Result<Self> {
-        let alone = Alone::new(work, device)?;
-        let is_parallel = device == Device::Cpu && stages > 1;
+        let (alone, stages) = (Alone::new(work, devices[0])?, devices.len());
+        let is_parallel = devices[0] == Device::Cpu && stages > 1;
         let copies = is_parallel.then(|| Copies::new(work, stages)).transpose()?;
         let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
                 let micro_batches = options.micro_batches as usize;
                 let choice = Choice { schedule, micro_batches, recompute };
-                match Runner::new(choice, work, profile, device, stages, &parameters) {
+                match Runner::new(choice, work, profile, devices, &parameters) {
                     Ok(runner) => runners.push(runner),
                     Err(error) => missing.push(NoRow::new(work, choice, stages, error)),
                 }

@@ -105,7 +105,8 @@ pub fn run(options: &Options) -> Result<()> {
         let profile = Profile::measure(&work.layers()?, device, &sample)?;
         progress.done();
         for &stages in &options.stages {
-            let mut contest = Contest::new(options, &work, &profile, device, stages)?;
+            let devices = device::spread(&options.device, 0..stages)?;
+            let mut contest = Contest::new(options, &work, &profile, &devices)?;
             contest.run(repeats, &progress, &mut journal)?;
             picture = options.svg.as_ref().map(|_| contest.picture());
         }

@@ -36,17 +36,17 @@ impl Runner {
         choice: Choice,
         work: &Work,
         profile: &Profile,
-        device: Device,
-        stages: usize,
+        devices: &[Device],
         parameters: &[(String, Tensor)],
     ) -> Result<Self> {
+        let stages = devices.len();
         let mut request = Request::new(profile, vec![plan::Device::default(); stages], work.batch);
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
         request.recompute = vec![choice.recompute];
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::Step::new(&request, &row)?;
-        let devices = vec![StageDevice::from(device).threads(1); stages];
+        let devices = devices.iter().map(|device| StageDevice::from(*device).threads(1));
         let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
         pipeline.set_variables(parameters.iter().map(share).collect())?;

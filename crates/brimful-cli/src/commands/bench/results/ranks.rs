@@ -96,5 +96,6 @@ impl View {
 }
 
 fn work(row: &Row) -> String {
-    format!("{}, {} / {}", row.model(), row.text("batch"), row.text("micro_batch"))
+    let (model, batch, device) = (row.model(), row.text("batch"), row.text("device"));
+    format!("{model}, {batch} / {} on {device}", row.text("micro_batch"))
 }

@@ -1,0 +1,211 @@
+//! Replicas can be told what a `MicroBatcher` is told: windows, replay, the order in memory, what to
+//! reserve and remember.
+//!
+//! One test at a time: the models' first parameters come from one generator.
+
+mod full_batch;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::memory::Arena;
+use brimful::micro::Layout;
+use brimful::optim::Adam;
+use brimful::pipeline::StageDevice;
+use brimful::{Auto, Error, Loss, Replicas, Size, auto::Why};
+use full_batch::{
+    Batch, CASES, Case, MEAN, Net, OVER_TOKENS, TOLERANCE, assert_gradients, batch, clear,
+    distance, plain, test_device,
+};
+use tch::nn::{self, Module, ModuleT};
+use tch::{Device, Kind, Tensor};
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn net(root: &nn::Path) -> Net {
+    Net::after(nn::seq_t(), root)
+}
+
+/// The device that is tested, and a CPU beside it.
+fn devices() -> [StageDevice; 2] {
+    [test_device(), Device::Cpu].map(|device| StageDevice::from(device).threads(1))
+}
+
+fn replicated(size: Size) -> Replicas<Net> {
+    tch::manual_seed(1);
+    let mut replicas = Replicas::new(devices(), size, net).expect("replicas");
+    replicas.store_mut().double();
+    replicas
+}
+
+fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
+    let rows = |t: &Tensor| t.narrow(0, start, end - start);
+    (rows(x), rows(y), rows(tokens))
+}
+
+#[test]
+fn a_window_of_mini_batches_is_one_step() {
+    let _alone = alone();
+    let ((store, model), mut replicas) = (plain(net), replicated(Size::Fixed(2)));
+    let whole = batch(16);
+    for Case { name, full, micro } in &CASES {
+        clear(&store);
+        clear(replicas.store());
+        let expected = full(&model, &whole);
+        expected.backward();
+        let micro = *micro;
+        // The second is a single sample, so that one replica has none.
+        for (start, end) in [(0, 7), (7, 8), (8, 16)] {
+            let part = rows(&whole, start, end);
+            let outputs = replicas.accumulate(&part, move |net, batch| {
+                let logits = net.logits(&batch.0).detach();
+                (micro(net, &batch), logits)
+            });
+            let off = distance(&outputs.expect(name), &model.logits(&part.0));
+            assert!(off < TOLERANCE, "{name}: outputs are {off} off");
+            assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
+        }
+        let error = replicas.backward(&whole, move |net, batch| micro(net, &batch));
+        let open = Error::WindowOpen { samples: 16 };
+        assert_eq!(error.expect_err("between the parts of another"), open);
+        let step = replicas.commit().expect(name);
+        let off = (step.loss - expected.double_value(&[])).abs();
+        assert!(off < TOLERANCE, "{name}: the loss is {off} off");
+        assert_eq!((step.samples, step.shares.iter().sum()), (16, 16_usize));
+        assert_gradients(name, &store, replicas.store());
+    }
+    assert_eq!(replicas.commit().expect_err("nothing is there"), Error::NothingAccumulated);
+}
+
+#[test]
+fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
+    let _alone = alone();
+    let ((store, model), mut replicas) = (plain(net), replicated(Size::Fixed(2)));
+    let whole = batch(9);
+    (OVER_TOKENS.full)(&model, &whole).backward();
+    let run = |net: &Net, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
+    replicas.accumulate(&rows(&whole, 0, 5), run).expect("a part");
+    let failing = |net: &Net, batch: Batch| match batch.0.size()[0] {
+        1 => Err("no more"),
+        _ => Ok((OVER_TOKENS.micro)(net, &batch)),
+    };
+    let error = replicas.accumulate(&rows(&whole, 5, 9), failing);
+    assert!(error.is_ok(), "two samples each");
+    let error = replicas.accumulate(&rows(&whole, 0, 3), failing).expect_err("one of them has one");
+    assert!(error.to_string().contains("no more"), "{error}");
+    replicas.commit().expect("the two before");
+    assert_gradients("after a failure", &store, replicas.store());
+}
+
+#[test]
+fn replayed_replicas_leave_the_full_batchs_gradient() {
+    let _alone = alone();
+    let (store, model) = plain(net);
+    let mut replicas = replicated(Size::Fixed(4)).replay(true).expect("threads");
+    let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
+    assert!(cause.contains("CUDA"), "{cause}");
+    let replicas = &mut replicas;
+    for number in 0..6 {
+        let (x, y, tokens) = batch(32);
+        let whole = (x + f64::from(number), y, tokens);
+        clear(&store);
+        clear(replicas.store());
+        (MEAN.full)(&model, &whole).backward();
+        let step = replicas.backward(&whole, |net, batch| (MEAN.micro)(net, &batch));
+        let step = step.expect("a step");
+        let replays = test_device() != Device::Cpu && number > 0 && step.shares[0] >= 4;
+        assert_eq!(step.replayed > 0, replays, "step {number}: {} replayed", step.replayed);
+        assert_gradients(&format!("step {number}"), &store, replicas.store());
+    }
+}
+
+fn convolutions(root: &nn::Path) -> nn::SequentialT {
+    let config = nn::ConvConfig { padding: 1, ..Default::default() };
+    nn::seq_t()
+        .add(nn::conv2d(root / "one", 3, 4, 3, config))
+        .add_fn(|x| x.relu())
+        .add(nn::conv2d(root / "two", 4, 2, 3, config))
+        .add_fn(|x| x.mean_dim([2_i64, 3].as_slice(), false, Kind::Double))
+}
+
+#[test]
+fn the_order_in_memory_changes_no_gradient() {
+    let _alone = alone();
+    let x = Tensor::arange(10 * 3 * 64, (Kind::Double, Device::Cpu)).sin().view([10, 3, 8, 8]);
+    let x = x.to_device(test_device());
+    for layout in [Layout::AsIs, Layout::ChannelsLast, Layout::Measured] {
+        tch::manual_seed(1);
+        let mut store = nn::VarStore::new(test_device());
+        let model = convolutions(&store.root());
+        store.double();
+        model.forward_t(&x, true).square().mean(Kind::Double).backward();
+        tch::manual_seed(1);
+        let replicas = Replicas::new(devices(), Size::Fixed(2), convolutions).expect("replicas");
+        let mut replicas = replicas.layout(layout).expect("threads");
+        replicas.store_mut().double();
+        for step in 0..8 {
+            clear(replicas.store());
+            let done = replicas.backward(&x, |net, x| {
+                Loss::mean(net.forward_t(&x, true).square().mean(Kind::Double))
+            });
+            done.expect("a step");
+            assert_gradients(&format!("{layout:?}, step {step}"), &store, replicas.store());
+        }
+    }
+}
+
+fn wide(root: &nn::Path) -> nn::Linear {
+    nn::linear(root / "wide", 300, 300, Default::default())
+}
+
+/// Replicas of which one has so much memory.
+fn tight(limit: u64) -> Replicas<nn::Linear> {
+    let arena = Arena::limited("first", limit).expect("a limit");
+    let devices = [StageDevice::cpu().threads(1).arena(arena), StageDevice::cpu().threads(1)];
+    let replicas = Replicas::new(devices, Auto::largest(), wide).expect("replicas");
+    replicas.speeds(&[1.0, 1.0]).expect("one each")
+}
+
+fn step(replicas: &mut Replicas<nn::Linear>) -> brimful::replicas::Step {
+    replicas.backward(&ones(), squares).expect("it fits in parts")
+}
+
+fn ones() -> Tensor {
+    Tensor::ones([4000, 300], (Kind::Float, Device::Cpu))
+}
+
+fn squares(net: &nn::Linear, x: Tensor) -> Loss {
+    Loss::mean(net.forward(&x).square().mean(Kind::Float))
+}
+
+#[test]
+fn an_optimizers_memory_is_kept_free_on_the_first_device() {
+    let _alone = alone();
+    // Until the first step is over, of as many mini-batches as it may have.
+    let size = |mut replicas: Replicas<nn::Linear>| {
+        for _ in 0..4 {
+            replicas.accumulate(&ones(), squares).expect("it fits in parts");
+        }
+        let step = replicas.commit().expect("a step");
+        step.decisions.last().expect("a size").size
+    };
+    let (with, without) = (size(tight(3 << 20).reserve(Adam::new(0.1))), size(tight(3 << 20)));
+    assert!(with < without, "{with} and {without}");
+}
+
+#[test]
+fn sizes_are_remembered_for_the_same_model_and_devices() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().expect("a folder");
+    let start = |limit: u64| tight(limit).remember(folder.path().join("sizes")).expect("answers");
+    let mut replicas = start(3 << 20);
+    let found = (0..8).map(|_| step(&mut replicas).sizes[0]).last().expect("a size");
+    let first = |limit: u64| {
+        let step = step(&mut start(limit));
+        (step.decisions[0].why, step.sizes[0])
+    };
+    assert_eq!(first(3 << 20), (Why::Remembered, found));
+    assert_ne!(first(4 << 20).0, Why::Remembered);
+}
