@@ -231,7 +231,9 @@ int32_t brimful_copy(at::Tensor* into, const at::Tensor* from, char** message) n
 int32_t brimful_send(
     const at::Tensor* tensor, int32_t device, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    *out = new at::Tensor(tensor->to(device_of(device), tensor->scalar_type(), /*non_blocking=*/true));
+    const auto to = device_of(device);
+    // Who uses a tensor of the host's does not wait for a stream: it must be there.
+    *out = new at::Tensor(tensor->to(to, tensor->scalar_type(), /*non_blocking=*/!to.is_cpu()));
   });
 }
 

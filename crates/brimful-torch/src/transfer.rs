@@ -45,7 +45,7 @@ pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
 }
 
 /// Queues a copy to the device on this thread's stream there. The host waits only where the source
-/// is not page-locked.
+/// is not page-locked, or the device is the CPU, whose tensors are used at once.
 ///
 /// # Errors
 /// When memory runs out on the device, or it does not exist.

@@ -102,6 +102,16 @@ fn a_transfer_on_its_own_stream_arrives_whole() {
 }
 
 #[test]
+fn a_tensor_sent_to_the_host_is_there() {
+    // Longer in computing than the host takes to look at it.
+    let size = if test_device() == Device::Cpu { 1 << 6 } else { 1 << 12 };
+    let x = Tensor::eye(size, (Kind::Double, test_device()));
+    let product = (0..20).fold(x.shallow_clone(), |product, _| product.matmul(&x));
+    let here = transfer::send(&product, Device::Cpu).expect("sent");
+    assert_eq!(here, Tensor::eye(size, (Kind::Double, Device::Cpu)));
+}
+
+#[test]
 fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
     let device = test_device();
     let there = Tensor::arange(1 << 20, (Kind::Float, device)) * 3.0;

@@ -307,7 +307,10 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
-            let samples = batch(24, kind, step);
+            // On the device already: another stream would not wait for copies to it.
+            let (x, y, tokens) = batch(24, kind, step);
+            let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
+            let samples: Samples = samples.into();
             tch::manual_seed(step);
             let a = one.backward(&samples, |s: Samples| first(&eager, s)).expect("a step");
             tch::manual_seed(step);

@@ -149,8 +149,11 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
                     optimizer.zero_grad().expect("cleared");
                 }
                 let rows = parameters_of_all(&mut replicas);
+                // The same parameters; unlike devices round differently what they compute from them.
+                let rounding = if test_device() == Device::Cpu { 0.0 } else { 1e-12 };
                 for row in 1..3 {
-                    assert_eq!(rows.get(0), rows.get(row), "replica {row} after step {step}");
+                    let off = distance(&rows.get(0), &rows.get(row));
+                    assert!(off <= rounding, "replica {row} after step {step}: {off}");
                 }
             }
             let others = replicas.store().variables();

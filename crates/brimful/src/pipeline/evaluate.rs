@@ -42,7 +42,7 @@ impl Pipeline {
             let batch = [input as &dyn Described];
             let (Tried { outputs, .. }, _) =
                 this.run_forward(input, &batch, ranges, End::Gather, Instant::now())?;
-            this.ranks.model_outputs(this.layout.last_worker(), outputs)
+            this.ranks.model_outputs(this.layout.last_worker(), this.output_device(), outputs)
         })?;
         Ok(outputs)
     }
@@ -79,7 +79,11 @@ impl Pipeline {
                 let totals = counted(&mut told)?;
                 let (loss, terms) = totals.map_or((0.0, Vec::new()), |(t, _)| (t.loss, t.terms));
                 let step = report(told, ranges, start, 0, actions, loss, terms);
-                let outputs = this.ranks.outputs(this.layout.last_worker(), &collected)?;
+                let outputs = this.ranks.outputs(
+                    this.layout.last_worker(),
+                    this.output_device(),
+                    &collected,
+                )?;
                 Ok(step.with_outputs(outputs))
             })?;
         Ok(step.with_story(story))

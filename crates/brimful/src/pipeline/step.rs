@@ -122,7 +122,8 @@ impl Pipeline {
             let jobs = self.jobs(&actions, work, &turn)?;
             let Tried { mut told, .. } =
                 attempt(&crew, ranks, &turn, jobs, |worker, job| worker.attempt(job))?;
-            let outputs = ranks.outputs(self.layout.last_worker(), &collected);
+            let outputs =
+                ranks.outputs(self.layout.last_worker(), self.output_device(), &collected);
             let outputs = undone_unless(&crew, outputs)?;
             let totals = settle(&crew, ranks, &turn, &mut told, portion.samples())?;
             let (loss, terms) = totals.map_or((0.0, Vec::new()), |t| (t.loss, t.terms));

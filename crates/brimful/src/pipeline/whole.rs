@@ -90,7 +90,8 @@ impl Pipeline {
             self.sized(self.size, Use::TrainWhole, input, samples, |this, ranges| {
                 this.try_forward(input, ranges, start)
             })?;
-        let tensors = self.ranks.model_outputs(self.layout.last_worker(), outputs)?;
+        let tensors =
+            self.ranks.model_outputs(self.layout.last_worker(), self.output_device(), outputs)?;
         let traced = |t: Tensor| {
             let floating = t.is_floating_point();
             Ok(t.f_detach()?.f_set_requires_grad(floating)?)
