@@ -23,6 +23,8 @@ def measure(row, settings, repeats):
     from torchgpipe import GPipe
 
     models.allow(row["dtype"])
+    # Its threads live for a step, and what cuDNN finds out by trying belongs to a thread.
+    torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)
     device, cuda = row["device"], row["device"].startswith("cuda")
     network = GPipe(
