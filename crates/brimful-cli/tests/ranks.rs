@@ -58,6 +58,22 @@ fn ranks_train_what_one_process_trains_and_one_goes_on_from_them() {
 }
 
 #[test]
+fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("replicas.safetensors");
+    let _ = fs::remove_file(&file);
+    let file = file.to_str().expect("text");
+    let alone = losses(&train(None, &["--epochs", "3"]));
+    assert_alike(&losses(&train(Some(2), &["--replicas", "2", "--epochs", "2"])), &alone[..2]);
+    // Two in each rank.
+    let flags = ["--replicas", "4", "--epochs", "2", "--save", file];
+    assert_alike(&losses(&train(Some(2), &flags)), &alone[..2]);
+    let flags = ["--epochs", "3", "--resume", file];
+    assert_alike(&losses(&train(None, &flags)), &alone[2..]);
+    let flags = ["--replicas", "3", "--epochs", "3", "--resume", file];
+    assert_alike(&losses(&train(Some(3), &flags)), &alone[2..]);
+}
+
+#[test]
 fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
     for (flags, words) in [
         (&["--stages", "2"][..], "--stages 2: 3 ranks in 1 replicas leave 3 ranks"),

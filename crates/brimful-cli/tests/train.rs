@@ -56,6 +56,18 @@ fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
 }
 
 #[test]
+fn replicas_learn_digits_in_a_memory_of_their_own_each() {
+    let arguments = ["train", "--replicas", "2", "--epochs", "4", "--json", "--device", "cpu"];
+    let lines = lines(&[&arguments[..], &["--memory-limit", "4MiB"]].concat());
+    let last = &lines[3];
+    assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
+    assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 4 << 20), "{last}");
+    let tiny = [&arguments[..], &["--memory-limit", "1MiB", "--micro-batch", "8"]].concat();
+    let said = predicate::str::contains("out of memory in arena 'device 0'");
+    brimful().args(tiny).assert().failure().stderr(said);
+}
+
+#[test]
 fn a_stage_that_is_too_small_is_named_with_the_remedy() {
     let arguments = ["train", "--stages", "2", "--micro-batches", "2", "--memory-limit", "1MiB"];
     brimful().args(arguments).assert().failure().stderr(
@@ -109,7 +121,7 @@ fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
 
 /// One run, cut and saved in any way, is the same run.
 #[test]
-fn stages_and_one_device_go_on_from_each_others_files() {
+fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     let folder = folder("both");
     let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
     let train = |epochs: &str, from: Option<&str>, to: &str, more: &[&str]| {
@@ -121,14 +133,17 @@ fn stages_and_one_device_go_on_from_each_others_files() {
     train("1", None, "one", &[]);
     train("2", Some("one"), "plain", &[]);
     train("2", Some("one"), "staged", &STAGES);
+    train("2", Some("one"), "replicated", &["--replicas", "3", "--micro-batch", "20"]);
     let (plain, told) = save::read(path("plain")).expect("plain");
-    let (staged, told_too) = save::read(path("staged")).expect("staged");
-    assert_eq!(told, told_too);
-    for ((name, expected), (name_too, got)) in plain.iter().zip(&staged) {
-        assert_eq!(name, name_too);
-        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
+    for other in ["staged", "replicated"] {
+        let (values, told_too) = save::read(path(other)).expect(other);
+        assert_eq!(told, told_too);
+        for ((name, expected), (name_too, got)) in plain.iter().zip(&values) {
+            assert_eq!(name, name_too);
+            assert!(got.allclose(expected, 1e-9, 1e-9, false), "{other}: {name} differs");
+        }
+        train("3", Some(other), "back", &[]);
     }
-    train("3", Some("staged"), "back", &[]);
 }
 
 #[test]

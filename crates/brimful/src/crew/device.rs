@@ -73,6 +73,15 @@ impl From<Arena> for StageDevice {
     }
 }
 
+impl From<Memory> for StageDevice {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Arena(arena) => arena.into(),
+            Memory::Accelerator(device) => device.into(),
+        }
+    }
+}
+
 /// The devices, each known to be there; CPUs that were not told their threads share the caller's.
 pub(crate) fn settled(devices: Vec<StageDevice>) -> Result<Vec<StageDevice>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();

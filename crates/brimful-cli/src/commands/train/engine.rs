@@ -1,9 +1,13 @@
-//! What the training loop asks of whoever runs the steps: one device, or a pipeline.
+//! What the training loop asks of whoever runs the steps: one device, replicas, or a pipeline; and
+//! what those have in common.
 
 use anyhow::{Context, Result, ensure};
-use brimful::report::{Device, Record};
+use brimful::memory::{Arena, Memory};
+use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use tch::Tensor;
+use brimful::{Bytes, device};
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
 
 /// Tensors with their names.
 pub(super) type Named = Vec<(String, Tensor)>;
@@ -13,8 +17,8 @@ pub(super) trait Engine: std::fmt::Debug {
     /// Trains on one mini-batch of inputs and targets.
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record>;
 
-    /// The loss of these samples, and which answers are right.
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
+    /// The loss of these samples, and the share of right answers.
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, f64)>;
 
     /// Parameters and statistics under the layers' names.
     fn variables(&self) -> Result<Named>;
@@ -28,7 +32,7 @@ pub(super) trait Engine: std::fmt::Debug {
     fn place(&self) -> String;
 
     /// The devices whose peaks the steps tell, and where their memory ends.
-    fn devices(&self) -> Result<Vec<Device>>;
+    fn devices(&self) -> Result<Vec<report::Device>>;
 }
 
 /// The saved tensors must be the model's, all of them.
@@ -50,4 +54,43 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// A store's variables with their names.
+pub(super) fn named(store: &VarStore) -> Named {
+    store.variables().into_iter().collect()
+}
+
+/// Gives a store's variables the values of those that have the same names.
+pub(super) fn put(store: &VarStore, model: Named) -> Result<()> {
+    let _without = tch::no_grad_guard();
+    let mut variables = store.variables();
+    for (name, tensor) in model {
+        if let Some(variable) = variables.get_mut(&name) {
+            variable.f_copy_(&tensor)?;
+        }
+    }
+    Ok(())
+}
+
+/// The memory of each device: on a CPU an account of its own, with this limit.
+pub(super) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
+    let account = |(number, device): (usize, &Device)| {
+        if *device != Device::Cpu {
+            return Ok(Memory::of(*device)?);
+        }
+        let name = format!("device {number}");
+        Ok(Memory::Arena(match limit {
+            Some(limit) => Arena::limited(&name, limit.0)?,
+            None => Arena::new(&name),
+        }))
+    };
+    devices.iter().enumerate().map(account).collect()
+}
+
+/// The devices' names, each once.
+pub(super) fn names(devices: &[Device]) -> String {
+    let mut names: Vec<String> = devices.iter().map(|place| device::name(*place)).collect();
+    names.dedup();
+    names.join(", ")
 }

@@ -8,6 +8,7 @@ mod options;
 mod pipelined;
 mod ranks;
 mod records;
+mod replicated;
 mod resume;
 mod running;
 mod saved;

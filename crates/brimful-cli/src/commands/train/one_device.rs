@@ -14,8 +14,8 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, check_model};
-use crate::setting::{loss, right, typed};
+use super::engine::{Engine, Named, check_model, named, put};
+use crate::setting::{loss, mean, right, typed};
 
 /// A model on one device.
 #[derive(Debug)]
@@ -65,17 +65,17 @@ impl Engine for OneDevice {
         Ok(Record { peaks: vec![Some(peak)], time: start.elapsed(), ..Record::from(step) })
     }
 
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, f64)> {
         let (model, kind) = (&self.model, self.kind);
         let step = self.micro.evaluate(&batch, |(x, y)| {
             let logits = model.forward_t(&typed(&x, kind), false);
             (Loss::mean(loss(&logits, &y)), right(&logits, &y))
         })?;
-        Ok((step.loss, step.outputs))
+        Ok((step.loss, mean(&step.outputs)))
     }
 
     fn variables(&self) -> Result<Named> {
-        Ok(self.store.variables().into_iter().collect())
+        Ok(named(&self.store))
     }
 
     fn optimizer_state(&self) -> Result<(Named, Metadata)> {
@@ -85,14 +85,7 @@ impl Engine for OneDevice {
     fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
         check_model(&self.variables()?, &model)?;
         self.optimizer.load_state(state, texts)?;
-        let _without = tch::no_grad_guard();
-        let mut variables = self.store.variables();
-        for (name, tensor) in model {
-            if let Some(variable) = variables.get_mut(&name) {
-                variable.f_copy_(&tensor)?;
-            }
-        }
-        Ok(())
+        put(&self.store, model)
     }
 
     fn place(&self) -> String {

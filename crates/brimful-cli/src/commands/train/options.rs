@@ -29,6 +29,8 @@ Examples:
                 --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  brimful train --model resnet50 --replicas 4 --device cuda
+                                                      on four cards, each with a part of every batch
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]

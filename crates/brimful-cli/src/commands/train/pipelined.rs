@@ -3,17 +3,17 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use brimful::memory::{Arena, Memory};
+use brimful::memory::Memory;
 use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Bytes, Layers, Loss, Pipeline, Size, World, device};
+use brimful::{Bytes, Layers, Loss, Pipeline, Size, World};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, check_model};
+use super::engine::{Engine, Named, accounts, check_model, names};
 use crate::exit::wrong_use;
-use crate::setting::{loss, right, typed};
+use crate::setting::{loss, mean, right, typed};
 
 /// A model over several devices.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl Pipelined {
             ))
         );
         let mut pipeline = Pipeline::builder(layers)
-            .devices(stage_devices(&devices, limit)?)
+            .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
             .world(world)
             .replicas(options.ranks.replicas)
             .balance(Balance::by_time(&typed(sample, kind)))
@@ -80,21 +80,6 @@ impl Pipelined {
     }
 }
 
-/// One for each group of stages that the schedule puts together, each with an account of its own.
-fn stage_devices(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<StageDevice>> {
-    let stage_device = |(number, device): (usize, &Device)| {
-        if *device != Device::Cpu {
-            return Ok((*device).into());
-        }
-        let name = format!("device {number}");
-        Ok(StageDevice::from(match limit {
-            Some(limit) => Arena::limited(&name, limit.0)?,
-            None => Arena::new(&name),
-        }))
-    };
-    devices.iter().enumerate().map(stage_device).collect()
-}
-
 impl Engine for Pipelined {
     fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
         let start = Instant::now();
@@ -106,12 +91,12 @@ impl Engine for Pipelined {
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
-    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, f64)> {
         let x = typed(&x, self.kind);
         let step = self.pipeline.evaluate(&x, &y, self.size, |out: &Tensor, y: &Tensor| {
             (Loss::mean(loss(out, y)), right(out, y))
         })?;
-        Ok((step.loss, step.outputs))
+        Ok((step.loss, mean(&step.outputs)))
     }
 
     fn variables(&self) -> Result<Named> {
@@ -134,9 +119,7 @@ impl Engine for Pipelined {
 
     fn place(&self) -> String {
         let Place { schedule, devices, ranks, replicas } = &self.place;
-        let mut names: Vec<String> = devices.iter().map(|device| device::name(*device)).collect();
-        names.dedup();
-        let (sizes, names) = (self.pipeline.balance().sizes(), names.join(", "));
+        let (sizes, names) = (self.pipeline.balance().sizes(), names(devices));
         let stages =
             format!("in {} stages of {sizes:?} layers on {names}, {schedule}", sizes.len());
         match ranks {

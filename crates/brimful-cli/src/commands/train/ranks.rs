@@ -18,9 +18,10 @@ const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
 /// How the ranks that mpirun or srun has started are used.
 #[derive(Debug, Clone, Args)]
-#[command(next_help_heading = "Several processes, started by mpirun or srun")]
+#[command(next_help_heading = "Several devices and processes")]
 pub(crate) struct Ranks {
-    /// Copies of the model, each in as many ranks as the others and with its part of every mini-batch
+    /// Copies of the model, each with its part of every mini-batch: on devices of one process, or each
+    /// in as many ranks of mpirun or srun as the others
     #[arg(long, value_name = "R", value_parser = words::count, default_value_t = 1)]
     pub(crate) replicas: usize,
     /// Seconds of silence after which a rank is given up
@@ -43,6 +44,12 @@ impl Ranks {
         world.set_patience(Duration::from_secs(self.patience))?;
         world.set_longest_wait(Duration::from_secs(self.longest_wait))?;
         Ok(world)
+    }
+
+    /// How many replicas each rank has, where each of them has one at least, and so a whole model.
+    pub(super) fn whole_models(&self, world: &World) -> Option<usize> {
+        let each = self.replicas / world.size();
+        (each * world.size() == self.replicas).then_some(each)
     }
 
     /// How many of a pipeline's devices this rank has.

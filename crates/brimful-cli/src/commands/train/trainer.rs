@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::engine::Engine;
 use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
+use super::replicated::Replicated;
 use super::running::Running;
 use super::{BatchSize, Options, advice, records};
 use crate::data::{Dataset, Examples};
@@ -54,7 +55,7 @@ pub(crate) struct Epoch {
 }
 
 impl Trainer {
-    /// A model with its first parameters, on one device or in stages.
+    /// A model with its first parameters, on one device, on several, or in stages.
     pub(crate) fn new(options: &Options) -> Result<Self> {
         let dataset = options.model.data(&options.data, options.seed)?;
         let layers = options.model.layers(&dataset.sample, DROPOUT)?;
@@ -64,10 +65,11 @@ impl Trainer {
         };
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
-        let alone = world.size() == 1 && options.ranks.replicas == 1;
-        let engine: Box<dyn Engine> = match options.stages.stages {
-            None if alone => Box::new(OneDevice::new(&layers, options)?),
-            _ => {
+        let whole = options.ranks.whole_models(&world).filter(|_| options.stages.stages.is_none());
+        let engine: Box<dyn Engine> = match whole {
+            Some(1) if world.size() == 1 => Box::new(OneDevice::new(&layers, options)?),
+            Some(each) => Box::new(Replicated::new(layers, each, &world, options)?),
+            None => {
                 let samples = micro_batch_size(options.size(), batch_size);
                 let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
                 Box::new(Pipelined::new(layers, &world, options, &sample)?)
@@ -169,8 +171,7 @@ impl Trainer {
     /// The loss and the share of right answers on the test samples.
     fn test(&mut self) -> Result<(f64, f64)> {
         let Examples { inputs, targets } = &self.dataset.test;
-        let (loss, right) = self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?;
-        Ok((loss, right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])))
+        Ok(self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?)
     }
 }
 
