@@ -38,13 +38,26 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-#[test]
-fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
-    let _alone = alone();
+/// A step, be it in one pass over the samples or in two.
+type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
+
+fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
+    replicas.backward(&batch(), |net, x| loss(net, &x)).map(drop)
+}
+
+fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
+    let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
+    let of_all = |_: &nn::SequentialT, z: &Tensor| {
+        z.matmul(&z.tr()).logsumexp([1_i64], false).sum(Kind::Double)
+    };
+    replicas.backward_whole(&batch(), forward, of_all).map(drop)
+}
+
+fn fail_every_allocation(run: Run) {
     let arenas = arenas(2);
     let expected = {
         let mut replicas = replicas(&arenas, Size::Fixed(3));
-        replicas.backward(&batch(), |net, x| loss(net, &x)).expect("a step");
+        run(&mut replicas).expect("a step");
         state_of(replicas.store())
     };
     for (number, arena) in arenas.iter().enumerate() {
@@ -55,7 +68,7 @@ fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
             n += 1;
             let what = format!("allocation {n} of replica {number}");
             arena.fail_nth_allocation(n);
-            match replicas.backward(&batch(), |net, x| loss(net, &x)) {
+            match run(&mut replicas) {
                 Err(Error::OutOfMemory(_)) => {
                     assert_same(&what, &before, &state_of(replicas.store()));
                 }
@@ -67,6 +80,18 @@ fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
         assert!(n > 50, "only {n} allocations on replica {number}");
         assert_same("after all failures", &expected, &state_of(replicas.store()));
     }
+}
+
+#[test]
+fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
+    let _alone = alone();
+    fail_every_allocation(in_one_pass);
+}
+
+#[test]
+fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
+    let _alone = alone();
+    fail_every_allocation(in_two_passes);
 }
 
 #[test]

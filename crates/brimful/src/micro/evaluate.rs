@@ -1,5 +1,7 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
+use std::ops::Range;
+
 use super::attempt::{Scale, joined};
 use super::cut::{Cut, Place, Ran};
 use super::tally::Tally;
@@ -60,6 +62,21 @@ impl MicroBatcher {
             tally.count(&loss.into_terms(false)?, part)?;
             Ok(output)
         })
+    }
+
+    /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
+    pub(crate) fn rehearse<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        ranges: Vec<Range<usize>>,
+        scale: Scale,
+        mut f: impl FnMut(B) -> O,
+    ) -> Result<O> {
+        let mut cut = Cut::given(ranges);
+        let (window, outputs) =
+            self.forward_alone(batch, &mut cut, scale, |_, _, micro_batch| Ok(f(micro_batch)))?;
+        window.undo.run()?;
+        Ok(outputs)
     }
 
     /// Runs all micro-batches. Nothing is committed yet.

@@ -35,7 +35,7 @@ mod replay;
 mod retry;
 pub(crate) mod tally;
 mod watch;
-mod whole;
+pub(crate) mod whole;
 pub(crate) mod world;
 
 use std::ops::Range;

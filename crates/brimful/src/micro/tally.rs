@@ -104,6 +104,10 @@ impl Tally {
     pub(super) fn extend(&mut self, later: Self) -> Result<()> {
         let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
         let (before, now) = (self.terms.len(), later.terms.len());
+        // A part that only goes on from another's loss has none of its own.
+        if now == 0 {
+            return Ok(());
+        }
         if before != now || !self.terms.iter().zip(&later.terms).all(same) {
             return Err(Error::TermsDiffer { before, now });
         }

@@ -11,16 +11,17 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
-use super::cut::Cut;
+use super::attempt::{OwnDraws, Scale, Undo};
+use super::cut::{Cut, Place, Ran};
 use super::tally::Tally;
 use super::{MicroBatcher, Step, Window};
-use crate::accumulate::Accumulator;
+use crate::accumulate::{Accumulator, Sums};
 use crate::auto::{Story, Use};
 use crate::batch::{self, Batch, Leaf};
 use crate::loss::{Loss, Part};
-use crate::random::Randomness;
+use crate::random::{Dice, Randomness};
 use crate::statistics::Pending;
 use crate::{Error, Result, feed};
 
@@ -72,20 +73,12 @@ impl MicroBatcher {
             let outputs = as_leaves(&batch::join(parts)?)?;
 
             let mut accumulator = Accumulator::begin(this.parameters())?;
-            accumulator.expect_groups(1);
-            let terms = Loss::sum(loss(&outputs)).into_terms(true)?;
-            let mut tally = Tally::default();
-            let samples = ranges[0].len() as f64;
-            tally.count(&terms, &Part { samples, unit: 1.0, first: true })?;
-            accumulator.add(0, &[(&terms[0].value, terms[0].value.f_ones_like()?)], false)?;
-
+            let tally = weighed(&mut accumulator, loss(&outputs), ranges[0].len())?;
             let after = Randomness::now(this.device)?;
             let mut gradients = RowGradients::of(&outputs);
             feed::each(batch, ranges, this.device, |i, micro_batch| {
                 states[i].restore()?;
-                let again = forward(micro_batch);
-                let roots = gradients.next(&again)?;
-                if roots.is_empty() { Ok(()) } else { accumulator.add(0, &roots, false) }
+                gradients.back(&forward(micro_batch), &mut accumulator)
             })?;
             after.restore()?;
             let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
@@ -93,10 +86,71 @@ impl MicroBatcher {
         };
         let ((sums, tally, outputs), undo) =
             self.guarded(cut, |this, cut| cut.whole(this.device, |ranges| run(this, ranges)))?;
+        Ok((Window::of_whole(sums, tally, undo, cut), outputs))
+    }
+
+    /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
+    /// gradient for each output.
+    pub(crate) fn attempt_loss<O: Batch>(
+        &mut self,
+        outputs: &O,
+        draws: OwnDraws,
+        loss: impl FnOnce(&O) -> Tensor,
+    ) -> Result<(Window, RowGradients)> {
+        let mut cut = Cut::given(Vec::new());
+        let ((sums, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
+            let dice = Dice::new(this.device);
+            draws.begin(&dice, 0);
+            let outputs = as_leaves(outputs)?;
+            let mut accumulator = Accumulator::begin(this.parameters())?;
+            let tally = weighed(&mut accumulator, loss(&outputs), batch::len(&outputs)?)?;
+            Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
+        })?;
+        Ok((Window::of_whole(sums, tally, undo, &cut), gradients))
+    }
+
+    /// Forward again on these micro-batches, and backward from their outputs' gradients.
+    pub(crate) fn attempt_back<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        scale: Scale,
+        mut gradients: RowGradients,
+        forward: &impl Fn(B) -> O,
+    ) -> Result<Window> {
+        let (sums, undo) = self.guarded(cut, |this, cut| {
+            let mut accumulator = Accumulator::begin(this.parameters())?;
+            accumulator.expect_groups(1);
+            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
+            cut.each(batch, this.device, |Place { number, .. }, micro_batch| {
+                if let Some((draws, dice)) = &dice {
+                    draws.begin(dice, number);
+                }
+                let again = forward(micro_batch);
+                gradients.back(&again, &mut accumulator)?;
+                Ok(Ran::PLAINLY)
+            })?;
+            accumulator.finish()
+        })?;
+        Ok(Window::of_whole(sums, Tally::default(), undo, cut))
+    }
+}
+
+impl Window {
+    fn of_whole(sums: Sums, tally: Tally, undo: Undo, cut: &Cut) -> Self {
         let (groups, unit) = (tally.groups(true), cut.samples() as f64);
         let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
-        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
+        Self { sums, tally, groups, undo, unit, sizes, peak, story }
     }
+}
+
+/// Counts the loss, and runs its backward.
+fn weighed(accumulator: &mut Accumulator, loss: Tensor, samples: usize) -> Result<Tally> {
+    let (terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Tally::default());
+    tally.count(&terms, &Part { samples: samples as f64, unit: 1.0, first: true })?;
+    accumulator.expect_groups(1);
+    accumulator.add(0, &[(&terms[0].value, terms[0].value.f_ones_like()?)], false)?;
+    Ok(tally)
 }
 
 /// The outputs as leaves of a graph of their own, which the loss's backward ends at.
@@ -115,7 +169,8 @@ fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
 }
 
 /// Each output's gradient, handed out row by row.
-struct RowGradients {
+#[derive(Debug)]
+pub(crate) struct RowGradients {
     whole: Vec<Tensor>,
     used: Vec<i64>,
 }
@@ -126,6 +181,29 @@ impl RowGradients {
         outputs.visit(&mut |leaf| whole.push(leaf.tensor().grad()));
         let used = vec![0; whole.len()];
         Self { whole, used }
+    }
+
+    /// Those of these rows.
+    pub(crate) fn rows(&self, rows: &Range<usize>) -> Result<Self> {
+        self.each(|gradient| gradient.f_narrow(0, rows.start as i64, rows.len() as i64))
+    }
+
+    /// The same on this device.
+    pub(crate) fn on(&self, device: Device) -> Result<Self> {
+        self.each(|gradient| gradient.f_to_device(device))
+    }
+
+    fn each(&self, f: impl Fn(&Tensor) -> Result<Tensor, tch::TchError>) -> Result<Self> {
+        let of =
+            |gradient: &Tensor| if gradient.defined() { f(gradient) } else { Ok(Tensor::new()) };
+        let whole = self.whole.iter().map(of).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { used: vec![0; whole.len()], whole })
+    }
+
+    /// Runs backward from the next micro-batch's outputs.
+    fn back(&mut self, outputs: &impl Batch, accumulator: &mut Accumulator) -> Result<()> {
+        let roots = self.next(outputs)?;
+        if roots.is_empty() { Ok(()) } else { accumulator.add(0, &roots, false) }
     }
 
     /// The next micro-batch's outputs, each with its rows of the gradient.

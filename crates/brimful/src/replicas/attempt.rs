@@ -22,7 +22,7 @@ type Ended<O> = Option<Result<Done<O>, Caught<Error>>>;
 
 impl<M: 'static> Replicas<M> {
     /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
-    pub(super) fn attempt<B: Batch + 'static, O: Batch + 'static>(
+    pub(super) fn attempt<B: Send + 'static, O: Batch + 'static>(
         &self,
         parts: Vec<Option<Errand<B>>>,
         work: &(impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static),
@@ -72,6 +72,13 @@ pub(super) struct Joined<O> {
     pub(super) window: Window,
     pub(super) outputs: O,
     pub(super) told: Vec<Option<Told>>,
+}
+
+impl Joined<()> {
+    pub(super) fn with_outputs<O>(self, outputs: O) -> Joined<O> {
+        let Self { window, told, .. } = self;
+        Joined { window, outputs, told }
+    }
 }
 
 /// Mini-batches that have been run but not committed.

@@ -57,6 +57,7 @@ mod settings;
 mod shares;
 mod sized;
 mod step;
+mod whole;
 
 use std::sync::Arc;
 

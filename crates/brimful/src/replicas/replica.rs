@@ -10,8 +10,9 @@ use super::mirror::{Mirror, named};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::crew::StageDevice;
-use crate::micro::attempt::Scale;
+use crate::micro::attempt::{OwnDraws, Scale};
 use crate::micro::cut::Cut;
+use crate::micro::whole::RowGradients;
 use crate::micro::{Outcome, Window};
 use crate::random::Dice;
 use crate::ranks::RanksTurn;
@@ -131,6 +132,46 @@ impl<M> Replica<M> {
         self.run(errand, f, |micro, batch, cut, scale, mut f| {
             micro.attempt_evaluate(batch, cut, scale, &mut f)
         })
+    }
+
+    /// Runs forward without a graph; nothing is as if it had been run, but for the outputs, which are
+    /// on the first replica's device.
+    pub(super) fn rehearse<B: Batch, O: Batch>(
+        &mut self,
+        errand: Errand<B>,
+        f: &impl Fn(&M, B) -> O,
+    ) -> Result<O> {
+        let (Errand { batch, ranges, scale }, model) = (errand, &self.model);
+        let outputs = self.micro.rehearse(&batch, ranges, scale, |part| f(model, part))?;
+        feed::moved(&outputs, self.home)
+    }
+
+    /// Runs a loss on all outputs, and its backward to them.
+    pub(super) fn weigh<O: Batch>(
+        &mut self,
+        outputs: &O,
+        draws: OwnDraws,
+        loss: &impl Fn(&M, &O) -> Tensor,
+    ) -> Result<(Window, RowGradients)> {
+        let model = &self.model;
+        let (window, gradients) =
+            self.micro.attempt_loss(outputs, draws, |outputs| loss(model, outputs))?;
+        Ok((window.off_device(|_| Ok(()))?.0, gradients))
+    }
+
+    /// Runs forward again, and backward from the outputs' gradients.
+    pub(super) fn back<B: Batch, O: Batch>(
+        &mut self,
+        errand: Errand<(B, RowGradients)>,
+        f: &impl Fn(&M, B) -> O,
+    ) -> Result<Done<()>> {
+        let start = Instant::now();
+        let Errand { batch: (batch, gradients), ranges, scale } = errand;
+        let (mut cut, gradients) = (Cut::given(ranges), gradients.on(self.store.device())?);
+        let model = &self.model;
+        let forward = |part| f(model, part);
+        let window = self.micro.attempt_back(&batch, &mut cut, scale, gradients, &forward)?;
+        self.hand_in(window, &(), start)
     }
 
     /// Runs forward, without gradients.

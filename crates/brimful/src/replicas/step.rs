@@ -35,9 +35,7 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
-        if let Some(kept) = &self.window {
-            return Err(Error::WindowOpen { samples: kept.window.sizes.iter().sum() });
-        }
+        self.check_no_window()?;
         let f = Arc::new(f);
         let step = self.spread(Use::Train, batch, move |replica, part| replica.train(part, &*f))?;
         self.reserved = 0;
@@ -123,6 +121,14 @@ impl<M: 'static> Replicas<M> {
         }
     }
 
+    /// A whole step has no place between the parts of another.
+    pub(super) fn check_no_window(&self) -> Result<()> {
+        match &self.window {
+            Some(kept) => Err(Error::WindowOpen { samples: kept.window.sizes.iter().sum() }),
+            None => Ok(()),
+        }
+    }
+
     /// Adds a mini-batch to those that have been run but not committed.
     fn keep<O: Batch>(&mut self, joined: Joined<O>) -> Result<O> {
         let Joined { window: mut later, outputs, told } = joined;
@@ -194,7 +200,7 @@ impl<M: 'static> Replicas<M> {
     }
 
     /// Commits the parts on the first replica.
-    fn settle<O: Batch>(
+    pub(super) fn settle<O: Batch>(
         &self,
         joined: Joined<O>,
         ranks: Option<Ranks>,

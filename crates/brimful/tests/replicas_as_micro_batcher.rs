@@ -1,14 +1,17 @@
-//! Replicas can be told what a `MicroBatcher` is told: windows, replay, the order in memory, what to
-//! reserve and remember.
+//! Replicas do and are told what a `MicroBatcher` does and is told: windows, losses on all outputs,
+//! replay, the order in memory, what to reserve and remember.
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
 mod full_batch;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful::memory::Arena;
 use brimful::micro::Layout;
+use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
 use brimful::{Auto, Error, Loss, Replicas, Size, auto::Why};
@@ -97,6 +100,111 @@ fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
     assert!(error.to_string().contains("no more"), "{error}");
     replicas.commit().expect("the two before");
     assert_gradients("after a failure", &store, replicas.store());
+}
+
+/// Each sample against all others, and a temperature that the loss alone has.
+fn contrastive(net: &Net, z: &Tensor) -> Tensor {
+    let similar = z.matmul(&z.tr()) * net.scale.select(0, 1);
+    similar.logsumexp([1_i64].as_slice(), false).mean(Kind::Double)
+}
+
+#[test]
+fn a_loss_on_the_outputs_of_all_samples() {
+    let _alone = alone();
+    let (store, model) = plain(net);
+    for size in [Size::Fixed(3), Size::Count(1), Size::Fixed(1)] {
+        let mut replicas = replicated(size);
+        for samples in [1, 2, 13] {
+            let what = format!("{samples} samples, {size:?}");
+            let (x, ..) = batch(samples);
+            clear(&store);
+            clear(replicas.store());
+            let outputs = model.layers.forward_t(&x, true);
+            let expected = contrastive(&model, &outputs);
+            expected.backward();
+            let forward = |net: &Net, x: Tensor| net.layers.forward_t(&x, true);
+            let step = replicas.backward_whole(&x, forward, contrastive).expect(&what);
+            let off = (step.loss - expected.double_value(&[])).abs();
+            assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+            assert!(distance(&step.outputs, &outputs) < TOLERANCE, "{what}");
+            assert_eq!(
+                (step.samples as i64, step.sizes.iter().sum::<usize>() as i64),
+                (samples, samples)
+            );
+            assert_gradients(&what, &store, replicas.store());
+        }
+    }
+}
+
+fn noisy(root: &nn::Path) -> nn::SequentialT {
+    nn::seq_t()
+        .add(nn::linear(root / "one", 6, 8, Default::default()))
+        .add(batch_norm1d(root / "norm", 8, Default::default()))
+        .add_fn_t(|x, train| x.dropout(0.5, train))
+        .add(nn::linear(root / "two", 8, 4, Default::default()))
+}
+
+/// Forwards are run twice, but statistics count once and masks are the same.
+#[test]
+fn a_loss_on_all_outputs_counts_statistics_once_and_draws_the_same_twice() {
+    let _alone = alone();
+    tch::manual_seed(3);
+    let cpus = (0..2).map(|_| StageDevice::cpu().threads(1));
+    let mut replicas = Replicas::new(cpus, Size::Fixed(4), noisy).expect("replicas");
+    replicas.store_mut().double();
+    let x = batch(16).0.to_device(Device::Cpu);
+    let names = |name: &str| name.ends_with("running_mean");
+    let before: Vec<_> =
+        replicas.store().variables().into_iter().filter(|(n, _)| names(n)).collect();
+    let before = before[0].1.copy();
+    let square = |_: &nn::SequentialT, z: &Tensor| z.square().mean(Kind::Double);
+    let step =
+        replicas.backward_whole(&x, |net, x| net.forward_t(&x, true), square).expect("a step");
+    // The gradient of this loss at these very outputs.
+    assert_eq!(step.loss, step.outputs.square().mean(Kind::Double).double_value(&[]));
+    let variables = replicas.store().variables();
+    let bias = variables["two.bias"].grad();
+    let expected =
+        (&step.outputs * (2.0 / 64.0)).sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);
+    assert!(distance(&bias, &expected) < TOLERANCE, "other masks in the second pass");
+    let moved = (&variables["norm.running_mean"] - &before).abs().max().double_value(&[]);
+    let hidden =
+        variables["one.weight"].matmul(&x.tr()).mean_dim([1_i64].as_slice(), false, Kind::Double)
+            + &variables["one.bias"];
+    let once = (hidden * 0.1).abs().max().double_value(&[]);
+    assert!((moved - once).abs() < TOLERANCE, "moved by {moved}, not {once}");
+}
+
+#[test]
+fn what_fails_in_any_pass_leaves_nothing() {
+    let _alone = alone();
+    let mut replicas = replicated(Size::Fixed(2));
+    let (x, ..) = batch(8);
+    let calls = Arc::new(AtomicUsize::new(0));
+    // Two replicas with two micro-batches each: the rehearsal, the loss, and back.
+    for failing in 0..9 {
+        calls.store(0, Ordering::SeqCst);
+        let (counted, too) = (Arc::clone(&calls), Arc::clone(&calls));
+        let now = move |calls: &AtomicUsize| {
+            assert!(calls.fetch_add(1, Ordering::SeqCst) != failing, "number {failing}");
+        };
+        let ended = panic::catch_unwind(AssertUnwindSafe(|| {
+            let forward = move |net: &Net, x: Tensor| {
+                now(&counted);
+                net.layers.forward_t(&x, true)
+            };
+            replicas.backward_whole(&x, forward, move |net, z| {
+                now(&too);
+                contrastive(net, z)
+            })
+        }));
+        let payload = ended.expect_err("it goes on");
+        let words = payload.downcast_ref::<String>().expect("words");
+        assert!(words.contains(&format!("number {failing}")), "{words}");
+        assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
+    }
+    let forward = |net: &Net, x: Tensor| net.layers.forward_t(&x, true);
+    replicas.backward_whole(&x, forward, contrastive).expect("the next");
 }
 
 #[test]
