@@ -73,6 +73,18 @@ fn the_command_line_overrules_the_file() {
 }
 
 #[test]
+fn a_switch_of_the_file_is_turned_off_by_the_command_line() {
+    let path = config("config-off", RUN);
+    let plan = |word: &str| brimful().args(["plan", word, "--config"]).arg(&path).assert();
+    let table = plan("--json=false").success();
+    table.stdout(predicate::str::contains("makespan").and(predicate::str::contains("{").not()));
+    // With a switch of the same name elsewhere, or none at all, it is what it always was.
+    plan("--no-replay=false").success();
+    plan("--stages=false").code(2);
+    plan("--nothing=false").code(2);
+}
+
+#[test]
 fn what_cannot_be_is_refused_with_file_and_line() {
     let cases = [
         (

@@ -342,15 +342,21 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     });
 }
 
+/// Two of each rank: on the device that is tested, and on a CPU.
+fn replicas(world: &World) -> Replicas<Net> {
+    tch::manual_seed(1);
+    let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
+    let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let mut replicas = replicas.world(world).expect("one model");
+    replicas.store_mut().double();
+    replicas
+}
+
 #[test]
 fn a_window_of_replicas_is_one_step_of_all_ranks() {
     in_ranks(2, |world| {
         let (plain_store, plain_net) = plain(net);
-        tch::manual_seed(1);
-        let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
-        let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
-        let mut replicas = replicas.world(&world).expect("one model");
-        replicas.store_mut().double();
+        let mut replicas = replicas(&world);
         let whole = batch(15);
         (OVER_TOKENS.full)(&plain_net, &whole).backward();
         let own = part(&world, &parts(&world, 15, false), &whole);
@@ -394,11 +400,7 @@ fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
 fn replicas_of_several_ranks_are_one_step() {
     in_ranks(2, |world| {
         let (plain_store, plain_net) = plain(net);
-        tch::manual_seed(1);
-        let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
-        let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
-        let mut replicas = replicas.world(&world).expect("one model");
-        replicas.store_mut().double();
+        let mut replicas = replicas(&world);
         for (samples, uneven) in [(13, false), (13, true)] {
             for Case { name, full, micro } in &CASES {
                 let whole = batch(samples as i64);

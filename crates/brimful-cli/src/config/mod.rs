@@ -11,7 +11,8 @@
 //! ```
 //!
 //! The words are added to those of the command line. One that the command line says otherwise, or
-//! that cannot be beside what it says, is left out.
+//! that cannot be beside what it says, is left out. A switch has no other way to be said: there
+//! `--json=false` leaves it out.
 
 mod value;
 
@@ -23,7 +24,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command, Error};
+use clap::{Arg, ArgAction, ArgMatches, Command, Error};
 use toml::de::{DeTable, DeValue};
 
 use crate::exit::wrong_use;
@@ -34,6 +35,8 @@ const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
 /// Reads the command line, with the flags of the config that it names.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
+    let (off, words): (Vec<OsString>, Vec<OsString>) =
+        words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
     // What is missing may be in the file, so only the second look is a strict one.
     let looked = command.clone().ignore_errors(true).try_get_matches_from(&words)?;
     let Some(path) = looked.get_one::<PathBuf>("config") else {
@@ -44,9 +47,22 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
     command.build();
     let file = File { path, text: &text };
     let flags = file.flags(&command, &looked)?;
-    let added = flags.iter().map(|flag| flag.word.clone());
+    let is_on = |flag: &&Flag| off.iter().all(|word| switched_off(word) != Some(&flag.name));
+    let added = flags.iter().filter(is_on).map(|flag| flag.word.clone());
     let all = words.into_iter().chain(added);
     command.try_get_matches_from(all).map_err(|error| file.place(error, &flags))
+}
+
+/// The name in `--name=false`.
+fn switched_off(word: &OsString) -> Option<&str> {
+    word.to_str()?.strip_prefix("--")?.strip_suffix("=false")
+}
+
+/// Whether a command, or one below it, has this switch.
+fn has(command: &Command, name: &str) -> bool {
+    let is_it =
+        |arg: &Arg| arg.get_long() == Some(name) && matches!(arg.get_action(), ArgAction::SetTrue);
+    command.get_arguments().any(is_it) || command.get_subcommands().any(|below| has(below, name))
 }
 
 /// `line 3: expected a value`, of a file that is not TOML or not what it should be.
