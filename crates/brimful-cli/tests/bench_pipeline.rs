@@ -57,6 +57,20 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
 }
 
 #[test]
+fn each_number_of_micro_batches_has_rows_of_its_own() {
+    let arguments = ["--stages", "2", "--schedule", "gpipe", "--micro-batches", "8", "--json"];
+    let output = bench_pipeline(&arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let ours: Vec<_> = lines.filter(|row| row["contestant"] == "brimful").collect();
+    let numbers = ours.iter().map(|row| (&row["micro_batches"], &row["batch"], &row["limit"]));
+    let numbers: Vec<_> = numbers.collect();
+    let expected = [(4, 8, 8.0 / 5.0), (8, 16, 16.0 / 9.0)]
+        .map(|(m, batch, limit)| (Value::from(m), Value::from(batch), Value::from(limit)));
+    assert_eq!(numbers, expected.iter().map(|(m, b, l)| (m, b, l)).collect::<Vec<_>>());
+}
+
+#[test]
 fn people_read_a_table() {
     bench_pipeline(&["--stages", "2", "--schedule", "1f1b"]).assert().success().stdout(
         predicate::str::contains("mlp 28×28, 4 micro-batches of 2, one thread a stage")

@@ -48,7 +48,7 @@ impl Contest {
         let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
-                let micro_batches = options.micro_batches as usize;
+                let micro_batches = work.batch / work.micro_batch;
                 let choice = Choice { schedule, micro_batches, recompute };
                 match Runner::new(choice, work, profile, devices, &parameters) {
                     Ok(runner) => runners.push(runner),

@@ -39,6 +39,7 @@ const VOCABULARY: i64 = 256;
 Examples:
   brimful bench pipeline --table                     the transformer and the ResNet-101 of the comparison
   brimful bench pipeline --stages 4 --svg steps.svg  what was simulated and what was measured, drawn
+  brimful bench pipeline --stages 4 -m 4,8,16,32     how the bubble shrinks with more micro-batches
   brimful bench pipeline --model resnet101 --stages 2,4 --schedule gpipe --recompute never,always")]
 pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "gpt", value_name = "NAME,…")]
@@ -54,9 +55,9 @@ pub struct Options {
     #[arg(long, value_name = "WHEN,…", value_delimiter = ',', help = words::RECOMPUTE)]
     #[arg(default_value = "never", value_parser = setting::recompute)]
     recompute: Vec<Recompute>,
-    #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
-    micro_batches: u32,
+    #[arg(long, short = 'm', value_delimiter = ',', default_value = "16", value_name = "M,…")]
+    #[arg(value_parser = words::count, help = words::MICRO_BATCHES)]
+    micro_batches: Vec<usize>,
     /// Samples in a micro-batch [default: 1 of a gpt or unet, 2 of a ResNet, 32 of an mlp]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batch: Option<u32>,
@@ -94,19 +95,19 @@ pub fn run(options: &Options) -> Result<()> {
         "batch_norm": "deferred",
     });
     let mut journal = Journal::begin("pipeline", device, &options.output, facts)?;
-    let works = options.works(device);
-    let repeats = options.repeats as usize;
-    let progress = Progress::new(works.len() * options.stages.len() * contest::turns(repeats));
+    let (models, repeats) = (options.models(), options.repeats as usize);
+    let contests = models.len() * options.micro_batches.len() * options.stages.len();
+    let progress = Progress::new(contests * contest::turns(repeats));
     let mut picture = None;
-    for work in works {
-        work.dtype.prepare(device)?;
-        let sample = work.samples(work.micro_batch).0;
-        progress.row(&format!("{}: the layers", work.title()));
-        let profile = Profile::measure(&work.layers()?, device, &sample)?;
-        progress.done();
-        for &stages in &options.stages {
+    for &model in models {
+        let works = options.micro_batches.iter().map(|&m| options.work(model, m, device));
+        let works: Vec<Work> = works.collect();
+        let profile = measured(&works[0], device, &progress)?;
+        for (work, &stages) in
+            works.iter().flat_map(|work| options.stages.iter().map(move |s| (work, s)))
+        {
             let devices = device::spread(&options.device, 0..stages)?;
-            let mut contest = Contest::new(options, &work, &profile, &devices)?;
+            let mut contest = Contest::new(options, work, &profile, &devices)?;
             contest.run(repeats, &progress, &mut journal)?;
             picture = options.svg.as_ref().map(|_| contest.picture());
         }
@@ -117,17 +118,22 @@ pub fn run(options: &Options) -> Result<()> {
     journal.end()
 }
 
+/// The time and memory of the layers with one micro-batch, of which there may be any number.
+fn measured(work: &Work, device: Device, progress: &Progress) -> Result<Profile> {
+    work.dtype.prepare(device)?;
+    let sample = work.samples(work.micro_batch).0;
+    progress.row(&format!("{}: the layers", work.title()));
+    let profile = Profile::measure(&work.layers()?, device, &sample)?;
+    progress.done();
+    Ok(profile)
+}
+
 impl Options {
-    fn works(&self, device: Device) -> Vec<Work> {
-        let models = if self.table {
-            &[ModelName::Gpt, ModelName::Resnet101]
-        } else {
-            self.model.as_slice()
-        };
-        models.iter().map(|&model| self.work(model, device)).collect()
+    fn models(&self) -> &[ModelName] {
+        if self.table { &[ModelName::Gpt, ModelName::Resnet101] } else { &self.model }
     }
 
-    fn work(&self, model: ModelName, device: Device) -> Work {
+    fn work(&self, model: ModelName, micro_batches: usize, device: Device) -> Work {
         let usual = match model {
             ModelName::Mlp => 32,
             ModelName::Gpt | ModelName::UNet { .. } => 1,
@@ -137,7 +143,7 @@ impl Options {
         Work {
             model,
             dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
-            batch: micro_batch * self.micro_batches as usize,
+            batch: micro_batch * micro_batches,
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
