@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use brimful_torch::autograd::backward;
 use brimful_torch::device::synchronize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -90,6 +91,7 @@ impl Bench {
         mut watch: impl FnMut(&Layer),
     ) -> Result<Profile> {
         let _counted = self.memory.enter();
+        begin_backwards(self.device)?;
         let here = |value: &Tensor| Ok(value.f_to_device(self.device)?.f_detach()?);
         let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
         let mut stashed = Stashed::default();
@@ -184,6 +186,16 @@ impl Bench {
 
 fn bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
+/// Lets libtorch's thread for backwards on an accelerator run something first: it warns, on standard
+/// error, where the very first is a matrix product.
+fn begin_backwards(device: Device) -> Result<()> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    let x = Tensor::f_ones([1_i64], (Kind::Float, device))?.f_set_requires_grad(true)?;
+    Ok(backward(&[&x.f_neg()?], &[Some(&x.f_detach()?)], false)?)
 }
 
 /// Errors that do not name a layer yet, with the layer's name.
