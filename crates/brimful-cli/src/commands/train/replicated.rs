@@ -44,7 +44,9 @@ impl Replicated {
         let accounts = accounts(&devices, options.memory_limit)?;
         let memory = accounts[0].clone();
         let accounts = accounts.into_iter().map(StageDevice::from);
-        let build = move |root: &Path<'_>| layers.build(root).expect("layers that are a model");
+        // Replicas tell a panic's words, and know one that is about memory.
+        let build =
+            move |root: &Path<'_>| layers.build(root).unwrap_or_else(|error| panic!("{error}"));
         let mut replicas =
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;
         let kind = options.dtype.kind();
@@ -111,7 +113,10 @@ impl Engine for Replicated {
     }
 
     fn place(&self) -> String {
-        let replicas = format!("in {} replicas on {}", self.devices.len(), names(&self.devices));
+        let replicas = match self.devices.len() {
+            1 => format!("on {}", names(&self.devices)),
+            count => format!("in {count} replicas on {}", names(&self.devices)),
+        };
         match self.world.size() {
             1 => replicas,
             ranks => format!("{replicas} in each of {ranks} ranks"),
