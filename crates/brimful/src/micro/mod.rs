@@ -32,61 +32,38 @@ mod outcome;
 mod part;
 mod pass;
 mod replay;
+mod report;
 mod retry;
+mod size;
 pub(crate) mod tally;
 mod watch;
 pub(crate) mod whole;
+mod window;
 pub(crate) mod world;
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tch::nn::{VarStore, Variables};
 use tch::{Device, Tensor};
 
-use crate::accumulate::Sums;
-use crate::auto::{Decision, Goal, Sizes, Story, Use};
+pub use layout::Layout;
+pub use outcome::Outcome;
+pub use report::Step;
+pub use size::Size;
+
+use crate::auto::{Goal, Sizes, Use};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::ranks::RanksTurn;
-use crate::statistics::Pending;
 use crate::world::World;
-use crate::{Error, Result, split};
-
-use attempt::{Scale, Undo};
+use crate::{Error, Result};
+use attempt::Scale;
 use cut::Cut;
 use layout::Arrangement;
-pub use layout::Layout;
-pub use outcome::Outcome;
 use replay::Replay;
-use tally::{Group, Tally};
-
-/// How a mini-batch is cut into micro-batches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Size {
-    /// At most so many samples each.
-    Fixed(usize),
-    /// So many micro-batches, or one a sample where there are fewer.
-    Count(usize),
-    /// The fastest size that fits the memory, found while the first steps run.
-    Auto,
-    /// The largest size that fits the memory.
-    Largest,
-}
-
-impl Size {
-    /// The samples, cut; `None` where the size is automatic.
-    pub(crate) fn cut(self, samples: usize) -> Result<Option<Vec<Range<usize>>>> {
-        match self {
-            Self::Fixed(size) => split::by_size(samples, size).map(Some),
-            Self::Count(count) => split::by_count(samples, count).map(Some),
-            Self::Auto | Self::Largest => Ok(None),
-        }
-    }
-}
+pub(crate) use window::Window;
 
 /// What is refused because it is not a finite number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -120,51 +97,6 @@ pub struct MicroBatcher {
     world: Option<World>,
     /// In which gradients are to be added up over the ranks while the next try runs.
     turn: Option<RanksTurn>,
-}
-
-/// What one step did.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Step<O = ()> {
-    /// The mini-batch's loss.
-    pub loss: f64,
-    /// The loss's terms, in the order in which they were added, each with its factor.
-    pub terms: Vec<f64>,
-    /// Samples in the mini-batch.
-    pub samples: usize,
-    /// Samples in each micro-batch.
-    pub sizes: Vec<usize>,
-    /// The closure's outputs, joined in sample order.
-    pub outputs: O,
-    /// The seed of its random numbers, where several ranks took part: micro-batch `i` of rank `r`,
-    /// each counted from 0, draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
-    pub seed: Option<u64>,
-    /// Micro-batches that were replayed, see [`MicroBatcher::replay`].
-    pub replayed: usize,
-    /// How long it took on the host, the reading of the loss included.
-    pub time: Duration,
-    /// The most memory in use at one moment, where it is counted: on an accelerator, or in an arena
-    /// that was given.
-    pub peak: Option<Bytes>,
-    /// What was decided about an automatic size, in order, failed tries included.
-    pub decisions: Vec<Decision>,
-    /// How often the mini-batch was run again because memory had run out.
-    pub retries: usize,
-}
-
-/// Mini-batches that have been run but not committed.
-#[derive(Debug)]
-pub(crate) struct Window {
-    pub(crate) sums: Sums,
-    pub(crate) tally: Tally,
-    groups: Vec<Group>,
-    pub(crate) undo: Undo,
-    /// See [`crate::loss::Part::unit`].
-    pub(crate) unit: f64,
-    pub(crate) sizes: Vec<usize>,
-    /// The most memory used while it was run.
-    peak: Bytes,
-    story: Story,
 }
 
 impl MicroBatcher {
@@ -371,63 +303,6 @@ impl MicroBatcher {
 
     fn parameters(&self) -> Vec<Tensor> {
         parameters(&self.variables)
-    }
-}
-
-impl Window {
-    /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
-    /// undone where that fails.
-    pub(crate) fn off_device<T>(
-        self,
-        f: impl FnOnce(&mut Pending) -> Result<T>,
-    ) -> Result<(Self, T)> {
-        let Self { tally, undo, .. } = self;
-        let ((tally, value), undo) = undo.hold(|statistics| {
-            let value = f(statistics)?;
-            Ok((tally.fetched()?, value))
-        })?;
-        Ok((Self { tally, undo, ..self }, value))
-    }
-
-    /// Adds a later mini-batch, or another replica's part; where there is no memory for that, it is as
-    /// if it had not been run.
-    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
-        let pooled = later.undo.statistics.pool();
-        if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
-            later.undo.run()?;
-            return Err(error);
-        }
-        self.undo.extend(later.undo);
-        self.sums.extend(later.sums)?;
-        self.sizes.extend(later.sizes);
-        self.peak = self.peak.max(later.peak);
-        Ok(())
-    }
-}
-
-impl Step {
-    fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, sizes, outputs: (), seed, replayed, .. } = self;
-        let Self { time, peak, decisions, retries, .. } = self;
-        Step {
-            loss,
-            terms,
-            samples,
-            sizes,
-            outputs,
-            seed,
-            replayed,
-            time,
-            peak,
-            decisions,
-            retries,
-        }
-    }
-}
-
-impl<O> Step<O> {
-    fn with_story(self, story: Story) -> Self {
-        Self { decisions: story.decisions, retries: story.retries, ..self }
     }
 }
 

@@ -1,0 +1,55 @@
+//! What has been run of a step, and can still be undone.
+
+use super::attempt::Undo;
+use super::tally::{Group, Tally};
+use crate::Result;
+use crate::accumulate::Sums;
+use crate::auto::Story;
+use crate::bytes::Bytes;
+use crate::statistics::Pending;
+
+/// Mini-batches that have been run but not committed.
+#[derive(Debug)]
+pub(crate) struct Window {
+    pub(crate) sums: Sums,
+    pub(crate) tally: Tally,
+    pub(super) groups: Vec<Group>,
+    pub(crate) undo: Undo,
+    /// See [`crate::loss::Part::unit`].
+    pub(crate) unit: f64,
+    pub(crate) sizes: Vec<usize>,
+    /// The most memory used while it was run.
+    pub(super) peak: Bytes,
+    pub(super) story: Story,
+}
+
+impl Window {
+    /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
+    /// undone where that fails.
+    pub(crate) fn off_device<T>(
+        self,
+        f: impl FnOnce(&mut Pending) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let Self { tally, undo, .. } = self;
+        let ((tally, value), undo) = undo.hold(|statistics| {
+            let value = f(statistics)?;
+            Ok((tally.fetched()?, value))
+        })?;
+        Ok((Self { tally, undo, ..self }, value))
+    }
+
+    /// Adds a later mini-batch, or another replica's part; where there is no memory for that, it is as
+    /// if it had not been run.
+    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
+        let pooled = later.undo.statistics.pool();
+        if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
+            later.undo.run()?;
+            return Err(error);
+        }
+        self.undo.extend(later.undo);
+        self.sums.extend(later.sums)?;
+        self.sizes.extend(later.sizes);
+        self.peak = self.peak.max(later.peak);
+        Ok(())
+    }
+}
