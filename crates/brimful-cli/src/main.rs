@@ -20,6 +20,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use brimful::memory;
 
 use args::{Args, Command, Global};
 use exit::Exit;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
     match begin(env::args_os().collect()) {
         Err(exit) => exit.into(),
         Ok(args) => {
+            memory::keep_freed_blocks();
             let outcome = prepare(&args.global).and_then(|()| run(&args.command));
             ended(outcome, args.global.verbose).into()
         }

@@ -9,6 +9,7 @@
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`foreach`] | one operation on many tensors at once |
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
+//! | [`host`] | large blocks kept by the process that frees them |
 //! | [`layout`] | numbers in memory with the channels last |
 //! | [`memory`] | an accelerator's memory figures and cache |
 //! | `mpi` | messages between processes, with the feature `mpi` |
@@ -30,6 +31,7 @@ mod ffi;
 pub mod foreach;
 pub mod gradients;
 pub mod graph;
+pub mod host;
 pub mod layout;
 pub mod libtorch;
 pub mod memory;

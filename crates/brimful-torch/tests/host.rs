@@ -1,0 +1,31 @@
+//! Memory that is freed stays with the process: the next tensor's is not cleared page by page again.
+
+#![cfg(all(target_os = "linux", target_env = "gnu"))]
+
+use brimful_torch::host;
+use tch::{Device, Kind, Tensor};
+
+/// Pages that the system has given this process so far: the tenth field of what it says of it.
+fn pages() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/stat").expect("Linux says so");
+    let after_the_name = text.rsplit_once(')').expect("a name in brackets").1;
+    after_the_name.split_whitespace().nth(7).expect("a field").parse().expect("a number")
+}
+
+/// How many it takes to make, fill and free a large tensor a few times.
+fn taken() -> u64 {
+    let before = pages();
+    for _ in 0..8 {
+        drop(Tensor::ones([4 << 20], (Kind::Float, Device::Cpu)));
+    }
+    pages() - before
+}
+
+#[test]
+fn freed_blocks_are_used_again() {
+    let each_time = taken();
+    assert!(host::keep_freed_blocks());
+    let first = taken();
+    let then = taken();
+    assert!(then * 10 < each_time && then <= first, "{each_time}, {first}, then {then} pages");
+}
