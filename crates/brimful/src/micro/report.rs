@@ -22,7 +22,7 @@ pub struct Step<O = ()> {
     /// The seed of its random numbers, where several ranks took part: micro-batch `i` of rank `r`,
     /// each counted from 0, draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
     pub seed: Option<u64>,
-    /// Micro-batches that were replayed, see [`MicroBatcher::replay`].
+    /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
     pub replayed: usize,
     /// How long it took on the host, the reading of the loss included.
     pub time: Duration,
