@@ -20,7 +20,7 @@ unsafe extern "C" {
 
 /// Lets the process keep large blocks that it frees, for the next ones. Otherwise they go back to the
 /// system, which clears them, page by page, when the next tensor is written: in training on a CPU up
-/// to a fifth of the time. Tells whether it does so.
+/// to a fifth of the time. Call it first thing in `main`. Tells whether it does so.
 ///
 /// It holds for the whole process, which then never has less memory than at its peak; on other
 /// threads than the first one, for blocks of less than 64 MiB. A setting that the environment makes is

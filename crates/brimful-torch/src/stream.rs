@@ -169,6 +169,16 @@ impl Event {
         Ok(Self { device, handle })
     }
 
+    /// A mark at the end of the stream's work so far.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn after(stream: Stream) -> Result<Self, TorchError> {
+        let mut event = Self::new(stream.device)?;
+        event.record(stream)?;
+        Ok(event)
+    }
+
     /// Marks the end of the stream's work so far.
     ///
     /// # Errors

@@ -50,10 +50,8 @@ pub(crate) fn each<B: Batch>(
             compute.wait(&copied)?;
             keep(&micro_batch, compute)?;
             f(i, micro_batch)?;
-            let mut used = Event::new(device)?;
-            used.record(compute)?;
             // The feeder stops listening when it has sent the last one.
-            let _ = releases.send(used);
+            let _ = releases.send(Event::after(compute)?);
         }
         Ok(())
     })
@@ -88,9 +86,7 @@ fn feed<B: Batch>(
 fn send<B: Batch>(slice: &B, copies: Stream) -> Result<Arrival<B>> {
     let _copying = copies.enter()?;
     let micro_batch = moved(slice, copies.device())?;
-    let mut copied = Event::new(copies.device())?;
-    copied.record(copies)?;
-    Ok(Arrival { micro_batch, copied })
+    Ok(Arrival { micro_batch, copied: Event::after(copies)? })
 }
 
 /// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from

@@ -22,7 +22,9 @@
 //! buffers that an operation's helper threads allocate.
 
 use brimful_torch::arena::{self, ArenaGuard};
-use brimful_torch::{host as host_allocator, memory as torch_memory};
+#[doc(inline)]
+pub use brimful_torch::host::keep_freed_blocks;
+use brimful_torch::memory as torch_memory;
 use tch::Device;
 
 use crate::bytes::Bytes;
@@ -266,17 +268,6 @@ pub fn host() -> Result<HostMemory> {
     let total = field("MemTotal:").ok_or_else(unreadable)?;
     let available = field("MemAvailable:").ok_or_else(unreadable)?;
     Ok(HostMemory { total, available })
-}
-
-/// Lets the process keep large blocks of CPU memory that it frees, for the next tensors. Otherwise
-/// the system takes them back, and clears them anew, page by page: in training on a CPU up to a fifth
-/// of the time. Call it first thing in `main`. Tells whether it does so.
-///
-/// The process then never has less memory than at its peak; on other threads than the first one that
-/// holds for blocks of less than 64 MiB. What the environment sets (`MALLOC_TRIM_THRESHOLD_` and its
-/// kin) stays as it is, and so does any C library but glibc.
-pub fn keep_freed_blocks() -> bool {
-    host_allocator::keep_freed_blocks()
 }
 
 /// Where a memory ends: one that is not counted, or not limited, where the machine's does.

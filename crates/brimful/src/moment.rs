@@ -19,9 +19,7 @@ impl Moment {
         if device == Device::Cpu {
             return Ok(Self::Host(Instant::now()));
         }
-        let mut event = Event::new(device)?;
-        event.record(Stream::current(device)?)?;
-        Ok(Self::Queued(event))
+        Ok(Self::Queued(Event::after(Stream::current(device)?)?))
     }
 
     /// Waits until it has come.

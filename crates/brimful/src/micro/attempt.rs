@@ -2,7 +2,7 @@
 
 use std::panic;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::cut::{Cut, Place};
 use super::pass::Pass;
@@ -10,7 +10,6 @@ use super::replay::Surroundings;
 use super::tally::Tally;
 use super::{MicroBatcher, NonFinite, Outcome, Window};
 use crate::accumulate::Accumulator;
-use crate::auto::Story;
 use crate::batch::{self, Batch};
 use crate::loss::Part;
 use crate::memory::Memory;
@@ -41,9 +40,23 @@ pub(crate) struct OwnDraws {
 }
 
 impl OwnDraws {
+    /// What its micro-batches draw from on this device, while it lives.
+    pub(super) fn on(self, device: Device) -> OwnDice {
+        OwnDice { draws: self, dice: Dice::new(device) }
+    }
+}
+
+/// The generator of one replica or rank in one step.
+pub(super) struct OwnDice {
+    draws: OwnDraws,
+    dice: Dice,
+}
+
+impl OwnDice {
     /// Lets the micro-batch draw from its own seed.
-    pub(super) fn begin(self, dice: &Dice, micro_batch: usize) {
-        dice.seed(Draws::new(self.seed, micro_batch).seed(self.place));
+    pub(super) fn begin(&self, micro_batch: usize) {
+        let OwnDraws { seed, place } = self.draws;
+        self.dice.seed(Draws::new(seed, micro_batch).seed(place));
     }
 }
 
@@ -124,14 +137,14 @@ impl MicroBatcher {
             this.replay.begin(pass.accumulator.parameters())?;
             let surroundings =
                 Surroundings { arrangement: &this.arrangement, variables: &this.variables };
-            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
+            let dice = scale.draws.map(|draws| draws.on(this.device));
             let micro_batches = cut.given_count();
             cut.each(batch, this.device, |place, micro_batch| {
                 let Place { number: i, samples, tried } = place;
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
-                if let Some((draws, dice)) = &dice {
-                    draws.begin(dice, i);
+                if let Some(dice) = &dice {
+                    dice.begin(i);
                 }
                 if Some(i + 1) == micro_batches {
                     pass.accumulator.expect_the_last();
@@ -149,9 +162,7 @@ impl MicroBatcher {
             Ok((pass.accumulator.finish()?, pass.tally, groups, outputs))
         };
         let ((sums, tally, groups, outputs), undo) = self.guarded(cut, run)?;
-        let (sizes, peak, unit) = (cut.sizes().to_vec(), cut.peak(), scale.unit);
-        let story = Story::default();
-        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
+        Ok((Window::new(sums, tally, groups, undo, scale.unit, cut), outputs))
     }
 
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.

@@ -8,10 +8,9 @@ use super::tally::Tally;
 use super::{MicroBatcher, Outcome, Step, Window};
 use crate::Result;
 use crate::accumulate::Sums;
-use crate::auto::{Story, Use};
+use crate::auto::Use;
 use crate::batch::Batch;
 use crate::loss::Part;
-use crate::random::Dice;
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -90,10 +89,10 @@ impl MicroBatcher {
         let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::new());
-            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
+            let dice = scale.draws.map(|draws| draws.on(this.device));
             cut.each(batch, this.device, |Place { number: i, samples, .. }, micro_batch| {
-                if let Some((draws, dice)) = &dice {
-                    draws.begin(dice, i);
+                if let Some(dice) = &dice {
+                    dice.begin(i);
                 }
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };
@@ -102,8 +101,7 @@ impl MicroBatcher {
             })?;
             Ok((tally, joined(outputs)?))
         })?;
-        let (sums, groups, unit) = (Sums::default(), tally.groups(true), scale.unit);
-        let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
-        Ok((Window { sums, tally, groups, undo, unit, sizes, peak, story }, outputs))
+        let groups = tally.groups(true);
+        Ok((Window::new(Sums::default(), tally, groups, undo, scale.unit, cut), outputs))
     }
 }

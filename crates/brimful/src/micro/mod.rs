@@ -56,6 +56,7 @@ use crate::auto::{Goal, Sizes, Use};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
+use crate::optim::Method;
 use crate::ranks::RanksTurn;
 use crate::world::World;
 use crate::{Error, Result};
@@ -317,4 +318,9 @@ fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
 pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
     let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
     parameters(variables).iter().map(bytes).sum()
+}
+
+/// What an optimizer's state takes.
+pub(crate) fn state_bytes(variables: &Mutex<Variables>, method: Method) -> u64 {
+    parameters(variables).iter().map(|parameter| method.state_bytes(parameter)).sum()
 }

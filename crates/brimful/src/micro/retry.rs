@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 
 use super::cut::Cut;
 use super::watch::Watch;
-use super::{MicroBatcher, Size, gradient_bytes};
+use super::{MicroBatcher, Size, gradient_bytes, state_bytes};
 use crate::auto::{Identity, Kind, Story, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
@@ -20,8 +20,7 @@ impl MicroBatcher {
     /// of this `MicroBatcher` is over: by [`Sgd`](crate::optim::Sgd), [`Adam`](crate::optim::Adam)
     /// or [`AdamW`](crate::optim::AdamW), or what is their like elsewhere.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
-        let method = method.into();
-        self.reserved = self.parameters().iter().map(|p| method.state_bytes(p)).sum();
+        self.reserved = state_bytes(&self.variables, method.into());
         self
     }
 

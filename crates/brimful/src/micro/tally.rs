@@ -74,7 +74,7 @@ pub(crate) fn roots<'a>(
 
 impl Tally {
     /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
-    pub(super) fn following(&self) -> Self {
+    pub(crate) fn following(&self) -> Self {
         let line = |line: &Line| Line { parts: Vec::new(), ..*line };
         Self { terms: self.terms.iter().map(line).collect(), norms: Vec::new() }
     }
@@ -104,10 +104,6 @@ impl Tally {
     pub(super) fn extend(&mut self, later: Self) -> Result<()> {
         let same = |(mine, theirs): (&Line, &Line)| mine.over == theirs.over;
         let (before, now) = (self.terms.len(), later.terms.len());
-        // A part that only goes on from another's loss has none of its own.
-        if now == 0 {
-            return Ok(());
-        }
         if before != now || !self.terms.iter().zip(&later.terms).all(same) {
             return Err(Error::TermsDiffer { before, now });
         }

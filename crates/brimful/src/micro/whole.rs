@@ -18,10 +18,10 @@ use super::cut::{Cut, Place, Ran};
 use super::tally::Tally;
 use super::{MicroBatcher, Step, Window};
 use crate::accumulate::{Accumulator, Sums};
-use crate::auto::{Story, Use};
+use crate::auto::Use;
 use crate::batch::{self, Batch, Leaf};
 use crate::loss::{Loss, Part};
-use crate::random::{Dice, Randomness};
+use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::{Error, Result, feed};
 
@@ -99,8 +99,8 @@ impl MicroBatcher {
     ) -> Result<(Window, RowGradients)> {
         let mut cut = Cut::given(Vec::new());
         let ((sums, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
-            let dice = Dice::new(this.device);
-            draws.begin(&dice, 0);
+            let dice = draws.on(this.device);
+            dice.begin(0);
             let outputs = as_leaves(outputs)?;
             let mut accumulator = Accumulator::begin(this.parameters())?;
             let tally = weighed(&mut accumulator, loss(&outputs), batch::len(&outputs)?)?;
@@ -121,13 +121,12 @@ impl MicroBatcher {
         let (sums, undo) = self.guarded(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(this.parameters())?;
             accumulator.expect_groups(1);
-            let dice = scale.draws.map(|draws| (draws, Dice::new(this.device)));
+            let dice = scale.draws.map(|draws| draws.on(this.device));
             cut.each(batch, this.device, |Place { number, .. }, micro_batch| {
-                if let Some((draws, dice)) = &dice {
-                    draws.begin(dice, number);
+                if let Some(dice) = &dice {
+                    dice.begin(number);
                 }
-                let again = forward(micro_batch);
-                gradients.back(&again, &mut accumulator)?;
+                gradients.back(&forward(micro_batch), &mut accumulator)?;
                 Ok(Ran::PLAINLY)
             })?;
             accumulator.finish()
@@ -138,9 +137,8 @@ impl MicroBatcher {
 
 impl Window {
     fn of_whole(sums: Sums, tally: Tally, undo: Undo, cut: &Cut) -> Self {
-        let (groups, unit) = (tally.groups(true), cut.samples() as f64);
-        let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
-        Self { sums, tally, groups, undo, unit, sizes, peak, story }
+        let groups = tally.groups(true);
+        Self::new(sums, tally, groups, undo, cut.samples() as f64, cut)
     }
 }
 

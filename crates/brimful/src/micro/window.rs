@@ -1,6 +1,7 @@
 //! What has been run of a step, and can still be undone.
 
 use super::attempt::Undo;
+use super::cut::Cut;
 use super::tally::{Group, Tally};
 use crate::Result;
 use crate::accumulate::Sums;
@@ -24,6 +25,19 @@ pub(crate) struct Window {
 }
 
 impl Window {
+    /// What was run of this cut.
+    pub(super) fn new(
+        sums: Sums,
+        tally: Tally,
+        groups: Vec<Group>,
+        undo: Undo,
+        unit: f64,
+        cut: &Cut,
+    ) -> Self {
+        let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
+        Self { sums, tally, groups, undo, unit, sizes, peak, story }
+    }
+
     /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
     /// undone where that fails.
     pub(crate) fn off_device<T>(

@@ -123,9 +123,7 @@ impl Dock {
             there.synchronize()?;
             return Ok(Arriving { tensor, done: None });
         }
-        let mut done = Event::new(self.device)?;
-        done.record(here)?;
-        Ok(Arriving { tensor, done: Some(done) })
+        Ok(Arriving { tensor, done: Some(Event::after(here)?) })
     }
 
     /// Lets this device's work from now on wait for the copy.
@@ -164,7 +162,5 @@ fn mark(device: Device) -> Result<Option<Event>> {
     if device == Device::Cpu {
         return Ok(None);
     }
-    let mut event = Event::new(device)?;
-    event.record(Stream::current(device)?)?;
-    Ok(Some(event))
+    Ok(Some(Event::after(Stream::current(device)?)?))
 }

@@ -27,7 +27,7 @@ impl Ferry {
     /// Copies a gradient that this thread's stream has computed.
     pub(super) fn bring(&self, gradient: &Tensor, into: &Tensor) -> Result<()> {
         let gradient = gradient.f_detach()?;
-        self.copies.wait(&self.mark(Stream::current(self.device)?)?)?;
+        self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.copies.enter()?;
         transfer::copy(into, &gradient)?;
         // Its memory must not be used for something else before it has been copied.
@@ -36,12 +36,6 @@ impl Ferry {
 
     /// When what was brought so far is there; none where it is.
     pub(super) fn landing(&self) -> Result<Option<Event>> {
-        if self.device == Device::Cpu { Ok(None) } else { self.mark(self.copies).map(Some) }
-    }
-
-    fn mark(&self, stream: Stream) -> Result<Event> {
-        let mut event = Event::new(self.device)?;
-        event.record(stream)?;
-        Ok(event)
+        Ok(if self.device == Device::Cpu { None } else { Some(Event::after(self.copies)?) })
     }
 }

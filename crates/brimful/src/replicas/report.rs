@@ -30,8 +30,8 @@ pub struct Step<O = ()> {
     pub peaks: Vec<Option<Bytes>>,
     /// Micro-batches that were replayed, see [`Replicas::replay`](crate::Replicas::replay).
     pub replayed: usize,
-    /// The seed of the step's random numbers, or of its first mini-batch's: micro-batch `i` of replica `r`, each counted from 0,
-    /// draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
+    /// The seed of the step's random numbers, or of its first mini-batch's: micro-batch `i` of replica
+    /// `r`, each counted from 0, draws from a generator with the seed `Draws::new(seed, i).seed(r)`.
     pub seed: u64,
     /// What was decided about an automatic size, in order, failed tries included.
     pub decisions: Vec<Decision>,

@@ -7,7 +7,7 @@ use super::{Replicas, error, mirror};
 use crate::auto::Identity;
 use crate::memory;
 use crate::micro::world::join;
-use crate::micro::{Layout, MicroBatcher, NonFinite};
+use crate::micro::{Layout, MicroBatcher, NonFinite, state_bytes};
 use crate::optim::Method;
 use crate::replicas::shares::Speeds;
 use crate::world::World;
@@ -53,8 +53,7 @@ impl<M: 'static> Replicas<M> {
     /// Keeps memory on the first device for the state that an optimizer makes at its first step, as
     /// [`MicroBatcher::reserve`] does.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
-        let (method, parameters) = (method.into(), self.store.trainable_variables());
-        self.reserved = parameters.iter().map(|p| method.state_bytes(p)).sum();
+        self.reserved = state_bytes(&self.store.variables_, method.into());
         self
     }
 

@@ -118,8 +118,10 @@ impl<M: 'static> Replicas<M> {
             replica.back(part, &*forward)
         };
         let attempted = parts.map_err(Caught::Error).and_then(|parts| self.attempt(parts, &back));
-        let added = attempted.and_then(|Joined { window, told, .. }| {
-            whole.extend(window).map_err(Caught::Error)?;
+        let added = attempted.and_then(|Joined { window: mut parts, told, .. }| {
+            // The loss was counted before: these parts have nothing to add to it.
+            parts.tally = whole.tally.following();
+            whole.extend(parts).map_err(Caught::Error)?;
             Ok(told)
         });
         match added {

@@ -1,12 +1,11 @@
 //! The command line of `brimful train`.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::Result;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::{Bytes, Size, device};
+use brimful::{Bytes, Size, World, device};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use tch::Device;
@@ -104,9 +103,12 @@ impl Options {
         Ok(device::find(self.device_name())?)
     }
 
-    /// The same for these places of a machine.
-    pub(super) fn devices(&self, places: Range<usize>) -> Result<Vec<Device>> {
-        Ok(device::spread(self.device_name(), places)?)
+    /// The same for so many places in each rank, each device ready for the number type.
+    pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
+        let before = world.rank_on_host();
+        let devices = device::spread(self.device_name(), before * each..(before + 1) * each)?;
+        devices.iter().try_for_each(|device| self.dtype.prepare(*device))?;
+        Ok(devices)
     }
 
     /// Limits are for a CPU.

@@ -47,9 +47,7 @@ impl Pipelined {
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
-        let (each, before) = (options.ranks.devices(world, stages)?, world.rank_on_host());
-        let devices = options.devices(before * each..(before + 1) * each)?;
-        devices.iter().try_for_each(|device| options.dtype.prepare(*device))?;
+        let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
         let (count, wanted) = (layers.len(), stages.count());
         ensure!(
             wanted <= count,

@@ -38,9 +38,7 @@ impl Replicated {
         world: &World,
         options: &Options,
     ) -> Result<Self> {
-        let before = world.rank_on_host();
-        let devices = options.devices(before * each..(before + 1) * each)?;
-        devices.iter().try_for_each(|device| options.dtype.prepare(*device))?;
+        let devices = options.devices(world, each)?;
         let accounts = accounts(&devices, options.memory_limit)?;
         let memory = accounts[0].clone();
         let accounts = accounts.into_iter().map(StageDevice::from);
