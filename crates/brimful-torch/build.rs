@@ -3,7 +3,7 @@
 //! In this repository that is the one which `scripts/libtorch` has put in place; elsewhere it is
 //! that of `LIBTORCH`, of an installed PyTorch, or a downloaded one, as torch-sys has it.
 //!
-//! `graph/` becomes a shared object of its own, because it needs symbols that are there only where
+//! `cuda/` becomes a shared object of its own, because it needs symbols that are there only where
 //! CUDA is. The library carries it as bytes and loads it at run time.
 
 use std::env;
@@ -13,10 +13,10 @@ use std::process::exit;
 const SOURCES: [&str; 10] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
+    "bridge/cuda_object.cpp",
     "bridge/device.cpp",
     "bridge/foreach.cpp",
     "bridge/gradients.cpp",
-    "bridge/graph_object.cpp",
     "bridge/layout.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
@@ -25,18 +25,18 @@ const SOURCES: [&str; 10] = [
 
 fn main() {
     println!("cargo:rerun-if-changed=bridge");
-    println!("cargo:rerun-if-changed=graph");
+    println!("cargo:rerun-if-changed=cuda");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     if cfg!(feature = "doc-only") {
         // Pages can be written without libtorch; the object is named by the source all the same.
-        std::fs::write(graph_object_path(), []).expect("cargo's folder can be written to");
+        std::fs::write(cuda_object_path(), []).expect("cargo's folder can be written to");
         return;
     }
     let include = headers();
     compiler(&include).files(SOURCES).compile("brimful_bridge");
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
-    graph_object(&include);
+    cuda_object(&include);
 }
 
 fn compiler(include: &Path) -> cc::Build {
@@ -53,11 +53,12 @@ fn compiler(include: &Path) -> cc::Build {
     build
 }
 
-/// Links `graph/graph.cpp` with its symbols left open, and without what a debugger would read.
-fn graph_object(include: &Path) {
+/// Links `cuda/` with its symbols left open, and without what a debugger would read.
+fn cuda_object(include: &Path) {
     let mut command = compiler(include).get_compiler().to_command();
-    command.args(["-isystem", "graph/cuda", "-shared", "-s", "-Wl,-z,undefs", "graph/graph.cpp"]);
-    command.arg("-o").arg(graph_object_path());
+    command.args(["-isystem", "cuda/headers", "-shared", "-s", "-Wl,-z,undefs"]);
+    command.args(["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp"]);
+    command.arg("-o").arg(cuda_object_path());
     match command.status() {
         Ok(status) if status.success() => {}
         Ok(status) => fail(&format!("{command:?} ended with {status}")),
@@ -65,8 +66,8 @@ fn graph_object(include: &Path) {
     }
 }
 
-fn graph_object_path() -> PathBuf {
-    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("brimful_graph.so")
+fn cuda_object_path() -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("brimful_cuda.so")
 }
 
 fn fail(message: &str) -> ! {

@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn an_error_is_known_under_whatever_is_said_around_it() {
-        let zero = || Error::LimitOfZero { arena: "cpu".into() };
+        let zero = || Error::LimitOfZero { memory: "cpu".into() };
         assert_eq!(Exit::of(&anyhow!("a plain one")), Exit::Failed);
         assert_eq!(Exit::of(&wrong_use("--stages 0").context("it is so")), Exit::WrongUse);
         assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);

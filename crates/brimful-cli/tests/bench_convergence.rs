@@ -24,10 +24,11 @@ fn every_training_has_a_row_and_the_contestants_are_compared() {
     let last = rows.pop().expect("a last line");
     assert_eq!(last["done"], Value::Bool(true));
 
-    let (runs, comparisons) = rows.split_at(2 * 3);
+    let (runs, comparisons) = rows.split_at(2 * 4);
     assert!(runs.iter().all(|row| row["test_accuracy"].as_f64() > Some(0.5)), "{runs:?}");
     let names: Vec<_> = comparisons.iter().map(|row| row["contestant"].as_str()).collect();
-    assert_eq!(names, [Some("full batch"), Some("micro-batches, auto"), Some("4 stages")]);
+    let expected = ["full batch", "micro-batches, auto", "16 micro-batches", "4 stages"];
+    assert_eq!(names, expected.map(Some));
     let automatic = runs.iter().filter(|row| row["contestant"] == "micro-batches, auto");
     assert!(automatic.clone().all(|row| row["micro_batch"].as_u64() < Some(256)), "{runs:?}");
     // Without BatchNorm and dropout the cut does not show, but for rounding.

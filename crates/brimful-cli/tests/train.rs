@@ -147,12 +147,33 @@ fn stages_replicas_and_one_device_go_on_from_each_others_files() {
 }
 
 #[test]
+fn a_run_goes_on_with_its_learning_rate_or_another() {
+    let folder = folder("rate");
+    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
+    let train = |epochs: &str, to: &str, more: &[&str]| {
+        let mut run = brimful();
+        run.args(["train", "--epochs", epochs, "--save", &path(to)]).args(more);
+        run.assert().success();
+        let (mut tensors, _) = save::read(path(to)).expect(to);
+        tensors.retain(|(name, _)| !name.starts_with("optimizer."));
+        tensors
+    };
+    let still = train("1", "still", &["--learning-rate", "0"]);
+    assert_eq!(train("2", "still-too", &["--resume", &path("still")]), still);
+    let moved = train("2", "moved", &["--resume", &path("still"), "--learning-rate", "0.01"]);
+    assert_ne!(moved, still);
+    let halted = ["--resume", &path("moved"), "--learning-rate", "0"];
+    assert_eq!(train("3", "halted", &halted), moved);
+}
+
+#[test]
 fn files_that_do_not_fit_are_refused_with_the_reason() {
     let folder = folder("refused");
     let saved = folder.join("mlp.safetensors");
     let save = saved.to_str().expect("a path");
     brimful().args(["train", "--epochs", "1", "--save", save]).assert().success();
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 5] = [
+        (&["train", "--resume", save, "--learning-rate-decay", "linear"], "decay none"),
         (&["train", "--resume", save, "--seed", "1"], "was made with --seed 0, but this run has 1"),
         (&["train", "--resume", save, "--model", "resnet18"], "--model mlp"),
         (&["train", "--resume", "/no/such/file"], "cannot go on from /no/such/file"),

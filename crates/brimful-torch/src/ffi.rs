@@ -45,21 +45,23 @@ pub(crate) struct RawAdam {
     pub(crate) decoupled: bool,
 }
 
-/// What `graph/graph.cpp` can do, once it is loaded.
+/// What `cuda/*.cpp` can do, once it is loaded.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct RawGraphs {
+pub(crate) struct RawCudaFunctions {
     pub(crate) begin: unsafe extern "C" fn(i32, *const u64, *mut *mut RawGraph, Message) -> i32,
     pub(crate) end: unsafe extern "C" fn(*mut RawGraph, *mut u64, Message) -> i32,
     pub(crate) replay: unsafe extern "C" fn(*mut RawGraph, Message) -> i32,
     pub(crate) drop: unsafe extern "C" fn(*mut RawGraph),
+    pub(crate) memory_share: unsafe extern "C" fn(i32, *mut f64, Message) -> i32,
+    pub(crate) set_memory_share: unsafe extern "C" fn(i32, f64, Message) -> i32,
 }
 
 unsafe extern "C" {
-    pub(crate) fn brimful_load_graphs(
+    pub(crate) fn brimful_load_cuda_object(
         bytes: *const u8,
         length: usize,
-        out: *mut *const RawGraphs,
+        out: *mut *const RawCudaFunctions,
         message: Message,
     ) -> i32;
     pub(crate) fn brimful_free_message(message: *mut c_char);

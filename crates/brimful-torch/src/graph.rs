@@ -5,16 +5,14 @@
 //! from where the device's generator stands at each replay, as if the work had been run anew.
 
 use std::ptr;
-use std::sync::OnceLock;
 
 use tch::Device;
 
+use crate::cuda_object;
 use crate::device::accelerator;
 use crate::error::{TorchError, call};
-use crate::ffi::{self, RawGraph, RawGraphs};
+use crate::ffi::{RawCudaFunctions, RawGraph};
 use crate::stream::{Event, Stream};
-
-static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_graph.so"));
 
 /// Whether work can be captured here.
 ///
@@ -24,23 +22,9 @@ pub fn available() -> Result<(), TorchError> {
     functions().map(|_| ())
 }
 
-fn functions() -> Result<&'static RawGraphs, TorchError> {
-    static LOADED: OnceLock<Result<&'static RawGraphs, TorchError>> = OnceLock::new();
-    let load = || {
-        crate::cuda::load()?;
-        let mut table = ptr::null();
-        // SAFETY: the bytes are valid for their length; on success the table is one of this layout,
-        // in an object that stays loaded.
-        unsafe {
-            call(|message| {
-                ffi::brimful_load_graphs(OBJECT.as_ptr(), OBJECT.len(), &mut table, message)
-            })?;
-            Ok(&*table)
-        }
-    };
-    let unavailable =
-        |error: TorchError| TorchError::other(format!("replay is not available here: {error}"));
-    LOADED.get_or_init(|| load().map_err(unavailable)).clone()
+fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
+    cuda_object::functions()
+        .map_err(|error| TorchError::other(format!("replay is not available here: {error}")))
 }
 
 /// Memory that captured work uses, apart from all other. Graphs that are never replayed at the same
@@ -53,7 +37,7 @@ pub struct Pool([u64; 2]);
 #[must_use = "a capture that is dropped is called off"]
 pub struct Capture {
     handle: *mut RawGraph,
-    functions: &'static RawGraphs,
+    functions: &'static RawCudaFunctions,
 }
 
 /// Captured work.

@@ -11,7 +11,7 @@
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`host`] | large blocks kept by the process that frees them |
 //! | [`layout`] | numbers in memory with the channels last |
-//! | [`memory`] | an accelerator's memory figures and cache |
+//! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`optim`] | the fused optimizers |
@@ -25,6 +25,7 @@ pub mod autograd;
 #[doc(hidden)]
 pub mod before;
 pub mod cuda;
+mod cuda_object;
 pub mod device;
 mod error;
 mod ffi;

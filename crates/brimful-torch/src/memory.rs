@@ -1,7 +1,8 @@
-//! An accelerator's memory: what its caching allocator holds, and what the device has left.
+//! An accelerator's memory: what its caching allocator holds and may hold, and what the device has left.
 
 use tch::Device;
 
+use crate::cuda_object;
 use crate::device::accelerator;
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawMemory};
@@ -23,6 +24,8 @@ pub struct DeviceMemory {
     pub free: u64,
     /// All of the device's.
     pub total: u64,
+    /// The most that the caching allocator may hold: all of it, or what [`set_limit`] left to it.
+    pub limit: u64,
 }
 
 /// Reads the device's figures.
@@ -42,7 +45,33 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
         refusals: raw.refusals.unsigned_abs(),
         free: raw.free.unsigned_abs(),
         total: raw.total.unsigned_abs(),
+        limit: (share(index)? * raw.total as f64).round() as u64,
     })
+}
+
+/// The share of a device's memory that this process may take: all, where the object that could have
+/// set a limit cannot be loaded.
+fn share(index: i32) -> Result<f64, TorchError> {
+    let mut share = 1.0;
+    if let Ok(functions) = cuda_object::functions() {
+        // SAFETY: `share` is a valid place for the number.
+        call(|message| unsafe { (functions.memory_share)(index, &mut share, message) })?;
+    }
+    Ok(share.clamp(0.0, 1.0))
+}
+
+/// Lets this process take no more than so many bytes of the device: past that an allocation fails as
+/// on a full device. `None` lifts the limit, and so does more than the device has.
+///
+/// # Errors
+/// When the device does not exist or is a CPU, or its CUDA lacks what is needed.
+pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<(), TorchError> {
+    let (index, functions) = (accelerator(device)?, cuda_object::functions()?);
+    let total = device_memory(device)?.total;
+    // libtorch multiplies, and cuts off what is behind the point: half a byte more is enough.
+    let share = bytes.map_or(1.0, |bytes| ((bytes as f64 + 0.5) / total as f64).min(1.0));
+    // SAFETY: takes plain numbers.
+    call(|message| unsafe { (functions.set_memory_share)(index, share, message) })
 }
 
 /// Lets the device's peak start again from what is in use now.

@@ -49,22 +49,21 @@ pub enum Error {
 
     /// A limit of nothing.
     #[error(
-        "arena '{arena}' cannot have a limit of 0 bytes: give it at least what the model needs, \
-         or none"
+        "{memory} cannot have a limit of 0 bytes: give it at least what the model needs, or none"
     )]
     LimitOfZero {
-        /// The arena's name.
-        arena: String,
+        /// The arena's name, or the device's.
+        memory: String,
     },
 
     /// A limit that is exceeded already.
     #[error(
-        "arena '{arena}' cannot be limited to {limit}: {in_use} are in use; free tensors first or \
-         set the limit to at least that"
+        "{memory} cannot be limited to {limit}: {in_use} are in use; free tensors first or set the \
+         limit to at least that"
     )]
     LimitBelowUse {
-        /// The arena's name.
-        arena: String,
+        /// The arena's name, or the device's.
+        memory: String,
         /// The limit that was asked for.
         limit: Bytes,
         /// What is in use.

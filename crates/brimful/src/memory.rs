@@ -58,19 +58,9 @@ impl Arena {
     /// # Errors
     /// When the limit is 0, or below what is in use: then the old one stays.
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
-        let in_use = self.current();
-        match bytes {
-            Some(0) => Err(Error::LimitOfZero { arena: self.name.clone() }),
-            Some(limit) if limit < in_use => Err(Error::LimitBelowUse {
-                arena: self.name.clone(),
-                limit: Bytes(limit),
-                in_use: Bytes(in_use),
-            }),
-            _ => {
-                self.account.set_limit(bytes);
-                Ok(())
-            }
-        }
+        check_limit(&self.name, bytes, self.current())?;
+        self.account.set_limit(bytes);
+        Ok(())
     }
 
     /// Charges this thread's CPU allocations to the arena until the guard is dropped. Blocks stay
@@ -174,6 +164,25 @@ impl Memory {
         }
     }
 
+    /// Changes the limit; `None` lifts it. An accelerator's is for what this process takes of it, and
+    /// counts what libtorch has cached: so a card can be shared, or seem as small as another.
+    ///
+    /// # Errors
+    /// When the limit is 0, or below what is in use: then the old one stays. When the accelerator
+    /// does not answer.
+    pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
+        match self {
+            Self::Arena(arena) => arena.set_limit(bytes),
+            Self::Accelerator(device) => {
+                // What is cached would count as used.
+                self.empty_cache()?;
+                let in_use = torch_memory::device_memory(*device)?.reserved;
+                check_limit(&crate::device::name(*device), bytes, in_use)?;
+                Ok(torch_memory::set_limit(*device, bytes)?)
+            }
+        }
+    }
+
     /// Charges this thread's CPU allocations to the arena, if it is one. An accelerator needs no
     /// such thing: its tensors are told from others by their device.
     #[must_use = "an arena is left when the guard is dropped"]
@@ -219,6 +228,17 @@ impl Memory {
     }
 }
 
+fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
+    let memory = memory.to_owned();
+    match bytes {
+        Some(0) => Err(Error::LimitOfZero { memory }),
+        Some(limit) if limit < in_use => {
+            Err(Error::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) })
+        }
+        _ => Ok(()),
+    }
+}
+
 fn usage_of_arena(arena: &Arena) -> Usage {
     let current = arena.current();
     Usage {
@@ -234,11 +254,12 @@ fn usage_of_arena(arena: &Arena) -> Usage {
 fn usage_of_accelerator(device: Device) -> Result<Usage> {
     let figures = torch_memory::device_memory(device)?;
     let cached = figures.reserved.saturating_sub(figures.current);
+    let allowed = figures.limit.saturating_sub(figures.reserved);
     Ok(Usage {
         current: Bytes(figures.current),
         peak: Bytes(figures.peak),
-        available: Some(Bytes(figures.free + cached)),
-        limit: Some(Bytes(figures.total)),
+        available: Some(Bytes(figures.free.min(allowed) + cached)),
+        limit: Some(Bytes(figures.limit)),
         allocation_retries: figures.allocation_retries,
         refusals: figures.refusals,
     })

@@ -100,7 +100,8 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
             asked: bytes_after(&message, "ried to allocate ")
                 .or_else(|| bytes_after(&message, "rying to allocate ")),
             in_use: None,
-            limit: bytes_after(&message, "total capacity of "),
+            limit: bytes_before(&message, " allowed;")
+                .or_else(|| bytes_after(&message, "total capacity of ")),
             message,
         })
     })
@@ -147,9 +148,20 @@ fn own_words(text: &str, phrase: &str) -> String {
 
 fn bytes_after(text: &str, phrase: &str) -> Option<Bytes> {
     let (_, rest) = text.split_once(phrase)?;
-    let words: Vec<&str> = rest.split_whitespace().take(2).collect();
-    let unit = words.get(1)?.trim_end_matches(['.', ',']).replace("bytes", "B");
-    format!("{} {unit}", words[0]).parse().ok()
+    let mut words = rest.split_whitespace();
+    bytes(words.next()?, words.next()?)
+}
+
+fn bytes_before(text: &str, phrase: &str) -> Option<Bytes> {
+    let (rest, _) = text.split_once(phrase)?;
+    let mut words = rest.split_whitespace().rev();
+    let unit = words.next()?;
+    bytes(words.next()?, unit)
+}
+
+fn bytes(number: &str, unit: &str) -> Option<Bytes> {
+    let unit = unit.trim_end_matches(['.', ',']).replace("bytes", "B");
+    format!("{number} {unit}").parse().ok()
 }
 
 /// Runs `f`, whose failure is nobody's business but the caller's: no panic of it is shown. Gives the
@@ -234,6 +246,11 @@ mod tests {
         assert_eq!(oom.place, Place::Cuda);
         assert_eq!(oom.asked, Some(Bytes(41 << 29)));
         assert_eq!(oom.limit.map(|b| b.to_string()), Some("140 GiB".into()));
+        let oom = recognise(
+            "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
+             GiB of which 17.81 MiB is free. 2.00 GiB allowed; Of the allocated memory 1 GiB is",
+        );
+        assert_eq!(oom.and_then(|oom| oom.limit), Some(Bytes(2 << 30)));
     }
 
     #[test]

@@ -105,6 +105,38 @@ fn the_figures_of_a_memory_follow_a_tensor() {
 }
 
 #[test]
+fn a_limit_makes_a_device_as_small_as_wanted_and_can_be_lifted() {
+    let memory = memory();
+    let _inside = memory.enter();
+    let all = memory.usage().expect("usage").limit.expect("a limit");
+    // A GPU's allocator takes 20 MiB and more at a time.
+    let unit = if memory.device() == Device::Cpu { 1 << 20 } else { 16 << 20 };
+    let block =
+        |units: i64| oom::catch(|| Tensor::f_empty([units * unit], (Kind::Uint8, memory.device())));
+    let kept = block(8).expect("it fits");
+    let limit = memory.usage().expect("usage").current.0 + 24 * unit as u64;
+    memory.set_limit(Some(limit)).expect("a limit");
+    let usage = memory.usage().expect("usage");
+    assert_eq!(usage.limit, Some(Bytes(limit)));
+    assert!(usage.available <= Some(Bytes(24 * unit as u64)), "{usage:?}");
+
+    let refused = out_of_memory(block(28));
+    assert_eq!(refused.place, expected_place(&memory));
+    let told = refused.limit.expect("the limit is told").0 as f64;
+    assert!((told / limit as f64 - 1.0).abs() < 0.01, "{refused}");
+    drop(block(20).expect("it fits"));
+
+    let refused = |bytes| memory.set_limit(Some(bytes)).expect_err("a limit that cannot be");
+    assert!(matches!(refused(0), Error::LimitOfZero { .. }));
+    assert!(matches!(refused(1 << 20), Error::LimitBelowUse { .. }));
+    assert_eq!(memory.usage().expect("usage").limit, usage.limit);
+
+    memory.set_limit(Some(all.0)).expect("the old limit");
+    assert_eq!(memory.usage().expect("usage").limit, Some(all));
+    drop((kept, block(40).expect("it fits again")));
+}
+
+#[test]
 fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
     for asked in ["cuda:99", "cuda:x", "tpu", ""] {
         let error = device::find(asked).expect_err(asked);

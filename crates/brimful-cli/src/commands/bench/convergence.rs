@@ -1,19 +1,19 @@
 //! `brimful bench convergence`: the same training in one piece, in micro-batches and in stages.
 //!
-//! BatchNorm normalises each micro-batch by its own statistics, so the three are not equal step by
-//! step. What they come to should differ by no more than chance: each is trained with several seeds,
-//! and the difference of the mean accuracies is put beside twice its own standard error.
+//! BatchNorm normalises each micro-batch by its own statistics, so they are not equal step by step.
+//! What they come to should differ by no more than chance: each is trained with several seeds, and
+//! the difference of the mean accuracies is put beside twice its own standard error. The stages have
+//! a twin on one device with the same micro-batches, which tells the cut from the pipeline.
 
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, bail};
 use brimful::Bytes;
+use brimful::memory::Memory;
 use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::json;
-use tch::Device;
 
-use super::ballast;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::results::Comparison;
@@ -27,10 +27,13 @@ enum Contestant {
     Full,
     /// Micro-batches of an automatic size, in memory that does not hold the mini-batch.
     Auto,
+    /// Micro-batches as those of the stages, on one device.
+    Pieces,
     Stages,
 }
 
-const CONTESTANTS: [Contestant; 3] = [Contestant::Full, Contestant::Auto, Contestant::Stages];
+const CONTESTANTS: [Contestant; 4] =
+    [Contestant::Full, Contestant::Auto, Contestant::Pieces, Contestant::Stages];
 
 /// Options of `brimful bench convergence`.
 #[derive(Debug, Args)]
@@ -67,14 +70,14 @@ pub struct Options {
 /// Trains with one seed after the other, then compares.
 pub fn run(options: &Options) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    let facts =
-        json!({ "optimizer": "adamw", "batch_norm": "deferred", "limit": options.memory_limit });
+    let facts = json!({ "optimizer": "adamw", "learning_rate_decay": "cosine", "batch_norm": "deferred",
+                "limit": options.memory_limit });
     let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
     let progress = Progress::new(options.seeds.len() * CONTESTANTS.len() * options.epochs);
     let mut accuracies = CONTESTANTS.map(|_| Vec::new());
     for &seed in &options.seeds {
         for (contestant, reached) in CONTESTANTS.iter().zip(&mut accuracies) {
-            let epoch = options.train(seed, *contestant, device, &progress)?;
+            let epoch = options.train(seed, *contestant, &progress)?;
             reached.push(epoch.test_accuracy);
             Run::new(options, *contestant, seed, &epoch).enter(&mut journal)?;
         }
@@ -93,35 +96,28 @@ impl Contestant {
         match self {
             Self::Full => "full batch",
             Self::Auto => "micro-batches, auto",
+            Self::Pieces => "16 micro-batches",
             Self::Stages => "4 stages",
         }
     }
 
     /// What `brimful train` is told.
-    fn arguments(self, device: Device, limit: Bytes) -> String {
-        match (self, device) {
-            (Self::Full, _) => "--micro-batches 1".to_owned(),
-            (Self::Auto, Device::Cpu) => format!("--micro-batch auto --memory-limit {}", limit.0),
-            (Self::Auto, _) => "--micro-batch auto".to_owned(),
-            (Self::Stages, _) => "--micro-batches 16 --stages 4".to_owned(),
+    fn arguments(self, limit: Bytes) -> String {
+        match self {
+            Self::Full => "--micro-batches 1".to_owned(),
+            Self::Auto => format!("--micro-batch auto --memory-limit {}", limit.0),
+            Self::Pieces => "--micro-batches 16".to_owned(),
+            Self::Stages => "--micro-batches 16 --stages 4".to_owned(),
         }
     }
 }
 
 impl Options {
     /// The last epoch of a training.
-    fn train(
-        &self,
-        seed: u64,
-        contestant: Contestant,
-        device: Device,
-        progress: &Progress,
-    ) -> Result<Epoch> {
+    fn train(&self, seed: u64, contestant: Contestant, progress: &Progress) -> Result<Epoch> {
         let title = format!("{}, seed {seed}", contestant.name());
         progress.row(&title);
-        let is_filled = contestant == Contestant::Auto && device != Device::Cpu;
-        let _ballast = is_filled.then(|| ballast::leave(device, self.memory_limit)).transpose()?;
-        let arguments = contestant.arguments(device, self.memory_limit);
+        let arguments = contestant.arguments(self.memory_limit);
         let mut trainer = Trainer::new(&self.training(seed, &arguments)?)?;
         let mut last = None;
         for number in 0..self.epochs {
@@ -130,14 +126,21 @@ impl Options {
             progress.advance(1);
         }
         progress.done();
+        self.lift_limit()?;
         last.context("no epoch was trained")
+    }
+
+    /// An accelerator's limit would outlast the contestant that it is for.
+    fn lift_limit(&self) -> Result<()> {
+        let memory = Memory::of(setting::device(self.device.as_deref())?)?;
+        Ok(memory.set_limit(None)?)
     }
 
     fn training(&self, seed: u64, arguments: &str) -> Result<train::Options> {
         let Self { model, batch_size, epochs, .. } = self;
         let line = format!(
             "brimful train --model {model} --batch-size {batch_size} --epochs {epochs} --seed {seed} \
-             {arguments}"
+             --learning-rate-decay cosine {arguments}"
         );
         let words = line.split_whitespace().chain(["--data", &self.data]);
         let device = self.device.as_deref().map(|device| ["--device", device]);

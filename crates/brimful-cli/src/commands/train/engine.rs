@@ -14,6 +14,9 @@ pub(super) type Named = Vec<(String, Tensor)>;
 
 /// A model, its optimizer, and where they are.
 pub(super) trait Engine: std::fmt::Debug {
+    /// How far the next steps go.
+    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
+
     /// Trains on one mini-batch of inputs and targets.
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record>;
 
@@ -73,19 +76,24 @@ pub(super) fn put(store: &VarStore, model: Named) -> Result<()> {
     Ok(())
 }
 
-/// The memory of each device: on a CPU an account of its own, with this limit.
+/// The memory of each device, with this limit; on a CPU each has an account of its own.
 pub(super) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
     let account = |(number, device): (usize, &Device)| {
-        if *device != Device::Cpu {
-            return Ok(Memory::of(*device)?);
-        }
-        let name = format!("device {number}");
-        Ok(Memory::Arena(match limit {
-            Some(limit) => Arena::limited(&name, limit.0)?,
-            None => Arena::new(&name),
-        }))
+        let memory = match device {
+            Device::Cpu => Memory::Arena(Arena::new(&format!("device {number}"))),
+            accelerator => Memory::of(*accelerator)?,
+        };
+        within(memory, limit)
     };
     devices.iter().enumerate().map(account).collect()
+}
+
+/// The memory with this limit, if there is one.
+pub(super) fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
+    if let Some(limit) = limit {
+        memory.set_limit(Some(limit.0))?;
+    }
+    Ok(memory)
 }
 
 /// The devices' names, each once.

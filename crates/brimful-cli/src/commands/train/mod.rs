@@ -7,6 +7,7 @@ mod one_device;
 mod options;
 mod pipelined;
 mod ranks;
+mod rate;
 mod records;
 mod replicated;
 mod resume;
@@ -19,7 +20,6 @@ use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, ensure};
 use brimful::report::Ended;
-use tch::Device;
 
 use crate::exit::{Exit, wrong_use};
 use crate::interrupt::Interrupt;
@@ -94,10 +94,6 @@ fn check(options: &Options) -> Result<()> {
             wrong_use(format!("--learning-rate {rate}: give it a number from 0 on"))
         );
     }
-    ensure!(
-        options.memory_limit.is_none() || options.device()? == Device::Cpu,
-        wrong_use("--memory-limit is for the CPU: leave it out, or say --device cpu")
-    );
     let files = [
         ("save", &options.save),
         ("record", &options.record),

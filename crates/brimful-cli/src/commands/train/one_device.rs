@@ -4,17 +4,17 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
+use brimful::memory::Memory;
 use brimful::micro::Layout;
 use brimful::optim::Optimizer;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::{Layers, Loss, MicroBatcher, device};
 use tch::nn::{ModuleT, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, check_model, named, put};
+use super::engine::{Engine, Named, check_model, named, put, within};
 use crate::setting::{loss, mean, right, typed};
 
 /// A model on one device.
@@ -33,10 +33,7 @@ impl OneDevice {
     pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
         let device = options.device()?;
         options.dtype.prepare(device)?;
-        let memory = match (device, options.memory_limit) {
-            (Device::Cpu, Some(limit)) => Memory::Arena(Arena::limited("cpu", limit.0)?),
-            _ => Memory::of(device)?,
-        };
+        let memory = within(Memory::of(device)?, options.memory_limit)?;
         let _inside = memory.enter();
         let mut store = VarStore::new(device);
         let model = layers.build(&store.root()).context("the model was not built")?;
@@ -53,6 +50,10 @@ impl OneDevice {
 }
 
 impl Engine for OneDevice {
+    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
         let start = Instant::now();
         let (model, kind) = (&self.model, self.kind);

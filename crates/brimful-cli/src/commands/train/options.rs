@@ -11,6 +11,7 @@ use serde::Serialize;
 use tch::Device;
 
 use super::ranks::Ranks;
+use super::rate::Decay;
 use super::stages::Stages;
 use crate::setting::{MODELS, ModelName, NumberType, words};
 
@@ -44,6 +45,9 @@ pub(crate) struct Options {
     /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
     #[arg(long, value_name = "RATE")]
     pub(crate) learning_rate: Option<f64>,
+    /// How the learning rate falls to 0 over all epochs
+    #[arg(long, value_enum, default_value = "none")]
+    pub(crate) learning_rate_decay: Decay,
     /// Samples in a mini-batch: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,
@@ -54,8 +58,8 @@ pub(crate) struct Options {
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
-    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more
-    /// (CPU alone)
+    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more.
+    /// Stages that share a card share it
     #[arg(long, value_name = "BYTES", alias = "stage-memory")]
     pub(crate) memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::DEVICES)]
@@ -111,12 +115,11 @@ impl Options {
         Ok(devices)
     }
 
-    /// Limits are for a CPU.
     fn device_name(&self) -> &str {
-        match (&self.device, self.memory_limit) {
-            (Some(name), _) => name,
-            (None, None) if device::best().is_cuda() => "cuda",
-            (None, _) => "cpu",
+        match &self.device {
+            Some(name) => name,
+            None if device::best().is_cuda() => "cuda",
+            None => "cpu",
         }
     }
 

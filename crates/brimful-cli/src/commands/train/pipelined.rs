@@ -79,6 +79,10 @@ impl Pipelined {
 }
 
 impl Engine for Pipelined {
+    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
     fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
         let start = Instant::now();
         let x = typed(&x, self.kind);

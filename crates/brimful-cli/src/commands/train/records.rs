@@ -37,6 +37,7 @@ fn settings(options: &Options, dataset: &Dataset) -> Vec<(&'static str, String)>
         ("data", format!("{} ({} samples)", options.data, dataset.train.len())),
         ("optimizer", method.name().to_owned()),
         ("learning rate", method.learning_rate().to_string()),
+        ("its decay", options.learning_rate_decay.to_string()),
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
         ("number type", options.dtype.to_string()),

@@ -73,6 +73,10 @@ impl Replicated {
 }
 
 impl Engine for Replicated {
+    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
         let (start, kind) = (Instant::now(), self.kind);
         let step = self.replicas.backward(&self.part(&batch)?, move |model, (x, y)| {

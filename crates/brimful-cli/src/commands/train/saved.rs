@@ -18,6 +18,8 @@ const OPTIMIZER: &str = "optimizer.";
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
 const LOSS: &str = "loss";
+/// Of the first step.
+const LEARNING_RATE: &str = "learning-rate";
 
 /// Writes the run after its last finished step, whole or not at all; of several ranks, the first.
 pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result<()> {
@@ -29,6 +31,7 @@ pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result
     metadata.insert(STEP.into(), trainer.running.steps.to_string());
     // As it is read back, to the last bit.
     metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
+    metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate.first));
     metadata.extend(texts.into_iter().map(|(key, text)| (format!("{OPTIMIZER}{key}"), text)));
     let written = if trainer.is_first() { save::write(path, &all, &metadata) } else { Ok(()) };
     trainer.world.settle("save", written, Duration::ZERO)?;
@@ -46,6 +49,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &Options) -> Res
         );
     }
     let epoch = number(&metadata, EPOCH)?;
+    let rate = options.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
     let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
     ensure!(
         running.steps <= trainer.steps(),
@@ -61,7 +65,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &Options) -> Res
     let texts: Metadata =
         metadata.into_iter().filter_map(|(key, text)| Some((strip(key)?, text))).collect();
     trainer.engine.load(model, &state, &texts)?;
-    (trainer.epoch, trainer.running) = (epoch, running);
+    (trainer.epoch, trainer.running, trainer.rate.first) = (epoch, running, rate);
     Ok(())
 }
 
@@ -77,6 +81,7 @@ fn told(options: &Options) -> Metadata {
         ("model".to_owned(), options.model.to_string()),
         ("data".to_owned(), options.data.clone()),
         ("optimizer".to_owned(), name(&options.optimizer)),
+        ("learning-rate-decay".to_owned(), options.learning_rate_decay.to_string()),
         ("batch-size".to_owned(), name(&options.batch_size)),
         ("dtype".to_owned(), options.dtype.to_string()),
         ("seed".to_owned(), options.seed.to_string()),

@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::engine::Engine;
 use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
+use super::rate::Rate;
 use super::replicated::Replicated;
 use super::running::Running;
 use super::{BatchSize, Options, advice, records};
@@ -29,6 +30,7 @@ pub(crate) struct Trainer {
     batch_size: usize,
     size: Size,
     seed: u64,
+    pub(super) rate: Rate,
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     pub(super) epoch: usize,
@@ -75,10 +77,22 @@ impl Trainer {
                 Box::new(Pipelined::new(layers, &world, options, &sample)?)
             }
         };
-        let (size, seed, running) = (options.size(), options.seed, Running::default());
         let recorder = records::recorder(options, &*engine, &dataset)?;
-        let (found, epoch) = (None, 0);
-        Ok(Self { engine, world, dataset, batch_size, size, seed, found, epoch, running, recorder })
+        let steps = options.epochs * dataset.train.len().div_ceil(batch_size);
+        let first = options.method().learning_rate();
+        Ok(Self {
+            engine,
+            world,
+            dataset,
+            batch_size,
+            size: options.size(),
+            seed: options.seed,
+            rate: Rate::new(first, options.learning_rate_decay, steps),
+            found: None,
+            epoch: 0,
+            running: Running::default(),
+            recorder,
+        })
     }
 
     /// Epochs that are done.
@@ -116,6 +130,8 @@ impl Trainer {
         for range in split::by_size(samples, self.batch_size)?.into_iter().skip(self.running.steps)
         {
             tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
+            let steps = self.epoch * self.steps() + self.running.steps;
+            self.engine.set_learning_rate(self.rate.after(steps))?;
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
             let step = self.step(&chosen)?;
             let flow = watch(&step);

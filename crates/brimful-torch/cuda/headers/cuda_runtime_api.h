@@ -1,4 +1,4 @@
-// The few declarations of CUDA's runtime that libtorch's headers and graph.cpp need, in its own words.
+// The few declarations of CUDA's runtime that libtorch's headers and this folder need, in its own words.
 //
 // CUDA keeps its C interface for all versions of a major number, and these have been the same since
 // version 10. So no CUDA header need be there to build; the functions are looked up where CUDA is.

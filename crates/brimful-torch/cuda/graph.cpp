@@ -1,10 +1,7 @@
 // Work on a CUDA stream, captured once and replayed: libtorch's own CUDAGraph, and a clean end for
 // captures that fail.
-//
-// This is a shared object of its own, whose symbols stay open until libtorch's CUDA half is there:
-// src/graph.rs holds it and loads it on machines that have one. So nothing links to CUDA.
 
-#include "../bridge/guard.h"
+#include "functions.h"
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -57,9 +54,13 @@ class Graph final : public at::cuda::CUDAGraph {
   bool open_ = false;
 };
 
-int32_t begin(int32_t device, uint64_t* pool, void** out, char** message) noexcept {
+}  // namespace
+
+namespace brimful::graph {
+
+int32_t begin(int32_t device, const uint64_t* pool, void** out, char** message) noexcept {
   return guarded(message, [&] {
-    const c10::DeviceGuard on(brimful::device_of(device));
+    const c10::DeviceGuard on(device_of(device));
     auto graph = std::make_unique<Graph>();
     graph->begin({pool[0], pool[1]});
     *out = graph.release();
@@ -82,19 +83,4 @@ int32_t replay(void* handle, char** message) noexcept {
 
 void drop(void* handle) noexcept { delete static_cast<Graph*>(handle); }
 
-}  // namespace
-
-extern "C" {
-
-// The same fields as RawGraphs in src/ffi.rs.
-struct BrimfulGraphs {
-  decltype(&begin) begin_;
-  decltype(&end) end_;
-  decltype(&replay) replay_;
-  decltype(&drop) drop_;
-};
-
-extern const BrimfulGraphs brimful_graphs;
-const BrimfulGraphs brimful_graphs = {begin, end, replay, drop};
-
-}  // extern "C"
+}  // namespace brimful::graph

@@ -1,4 +1,4 @@
-// Loads the shared object of graph/, which this program carries as bytes, from memory.
+// Loads the shared object of cuda/, which this program carries as bytes, from memory.
 
 #include "guard.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 // A file without a name, that the loader can be pointed at.
 std::string in_memory(const char* bytes, size_t length) {
-  const int file = memfd_create("brimful_graph.so", MFD_CLOEXEC);
+  const int file = memfd_create("brimful_cuda.so", MFD_CLOEXEC);
   TORCH_CHECK(file >= 0, "no file in memory can be made: ", strerror(errno));
   for (size_t done = 0; done < length;) {
     const ssize_t written = write(file, bytes + done, length - done);
@@ -28,12 +28,12 @@ extern "C" {
 
 // Gives the object's table of functions. All of its symbols must be found, so that none is missed
 // later; it stays loaded, and its file open, until the process ends.
-int32_t brimful_load_graphs(
+int32_t brimful_load_cuda_object(
     const char* bytes, size_t length, const void** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     void* object = dlopen(in_memory(bytes, length).c_str(), RTLD_NOW | RTLD_LOCAL);
     TORCH_CHECK(object != nullptr, dlerror());
-    *out = dlsym(object, "brimful_graphs");
+    *out = dlsym(object, "brimful_cuda_functions");
     TORCH_CHECK(*out != nullptr, dlerror());
   });
 }

@@ -1,0 +1,32 @@
+// How much of a CUDA device's memory this process may take.
+
+#include "functions.h"
+
+#include <ATen/Context.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+
+namespace {
+
+// The allocator knows no device before CUDA has started.
+c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
+  at::globalContext().lazyInitDevice(c10::kCUDA);
+  return *c10::cuda::CUDACachingAllocator::get();
+}
+
+}  // namespace
+
+namespace brimful::memory {
+
+int32_t share(int32_t device, double* out, char** message) noexcept {
+  return guarded(message, [&] {
+    *out = allocator().getMemoryFraction(device_of(device).index());
+  });
+}
+
+int32_t set_share(int32_t device, double share, char** message) noexcept {
+  return guarded(message, [&] {
+    allocator().setMemoryFraction(share, device_of(device).index());
+  });
+}
+
+}  // namespace brimful::memory
