@@ -20,7 +20,7 @@ pub struct DeviceMemory {
     pub allocation_retries: u64,
     /// How many requests were refused, even then.
     pub refusals: u64,
-    /// Not held by anyone.
+    /// Not held by anyone, and within the limit.
     pub free: u64,
     /// All of the device's.
     pub total: u64,
@@ -37,15 +37,17 @@ pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     let mut raw = RawMemory::default();
     // SAFETY: `raw` is a valid place for the figures.
     call(|message| unsafe { ffi::brimful_device_memory(index, &mut raw, message) })?;
+    let (reserved, total) = (raw.reserved.unsigned_abs(), raw.total.unsigned_abs());
+    let limit = (share(index)? * total as f64).round() as u64;
     Ok(DeviceMemory {
         current: raw.current.unsigned_abs(),
         peak: raw.peak.unsigned_abs(),
-        reserved: raw.reserved.unsigned_abs(),
+        reserved,
         allocation_retries: raw.retries.unsigned_abs(),
         refusals: raw.refusals.unsigned_abs(),
-        free: raw.free.unsigned_abs(),
-        total: raw.total.unsigned_abs(),
-        limit: (share(index)? * raw.total as f64).round() as u64,
+        free: raw.free.unsigned_abs().min(limit.saturating_sub(reserved)),
+        total,
+        limit,
     })
 }
 

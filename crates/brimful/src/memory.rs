@@ -254,11 +254,10 @@ fn usage_of_arena(arena: &Arena) -> Usage {
 fn usage_of_accelerator(device: Device) -> Result<Usage> {
     let figures = torch_memory::device_memory(device)?;
     let cached = figures.reserved.saturating_sub(figures.current);
-    let allowed = figures.limit.saturating_sub(figures.reserved);
     Ok(Usage {
         current: Bytes(figures.current),
         peak: Bytes(figures.peak),
-        available: Some(Bytes(figures.free.min(allowed) + cached)),
+        available: Some(Bytes(figures.free + cached)),
         limit: Some(Bytes(figures.limit)),
         allocation_retries: figures.allocation_retries,
         refusals: figures.refusals,

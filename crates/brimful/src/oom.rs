@@ -61,6 +61,9 @@ const PHRASES: [(&str, Place); 13] = [
     ("std::bad_alloc", Place::Host),
 ];
 
+/// Where CUDA's report goes over to advice, which the remedies here take the place of.
+const ADVICE: &str = " If reserved but unallocated memory is large";
+
 /// What a guarded call ended with, if not with a result.
 #[derive(Debug)]
 pub enum Caught<E> {
@@ -95,6 +98,7 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
     read_arena(text).or_else(|| {
         let (phrase, place) = PHRASES.iter().find(|(phrase, _)| text.contains(phrase))?;
         let message = own_words(text, phrase);
+        let message = message.split(ADVICE).next().unwrap_or_default().trim_end().to_owned();
         Some(OutOfMemory {
             place: place.clone(),
             asked: bytes_after(&message, "ried to allocate ")
@@ -172,7 +176,7 @@ pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> R
         Ok(Err(error)) => error.to_string(),
         Err(payload) => panic_text(&*payload).unwrap_or("a panic without words").to_owned(),
     };
-    Err(own_words(&text, ""))
+    Err(recognise(&text).map_or_else(|| own_words(&text, ""), |oom| oom.message))
 }
 
 /// Which panics of a thread stay off standard error.
@@ -248,9 +252,12 @@ mod tests {
         assert_eq!(oom.limit.map(|b| b.to_string()), Some("140 GiB".into()));
         let oom = recognise(
             "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 139.80 \
-             GiB of which 17.81 MiB is free. 2.00 GiB allowed; Of the allocated memory 1 GiB is",
-        );
-        assert_eq!(oom.and_then(|oom| oom.limit), Some(Bytes(2 << 30)));
+             GiB of which 17.81 MiB is free. 2.00 GiB allowed; Of the allocated memory 1 GiB is \
+             allocated by PyTorch. If reserved but unallocated memory is large try setting",
+        )
+        .expect("CUDA's report");
+        assert_eq!(oom.limit, Some(Bytes(2 << 30)));
+        assert!(oom.message.ends_with("is allocated by PyTorch."), "{oom}");
     }
 
     #[test]

@@ -134,12 +134,13 @@ impl Watch {
     }
 
     /// The step is done: learns how it went; of one in which captures moved memory about, not whether
-    /// the allocator had to.
+    /// the allocator had to, or refused them some.
     pub(super) fn succeeded(&mut self, captured: bool) -> Result<Ending> {
         let now = self.memory.usage()?;
         let retried = !captured && now.allocation_retries > self.before.allocation_retries;
+        let hidden = !captured && now.refusals > self.before.refusals;
         self.sizer.succeeded(self.size(), &[self.room], retried);
-        Ok(Ending { retried, hidden: now.refusals > self.before.refusals })
+        Ok(Ending { retried, hidden })
     }
 
     /// Memory ran out: the next try will be smaller.
