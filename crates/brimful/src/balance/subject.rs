@@ -7,8 +7,13 @@ use crate::layers::{Model, Stashed};
 use crate::oom::{self, Caught};
 use crate::{Error, Result};
 
-/// How often each time is taken, after a first run that is not; the median counts.
-const REPEATS: usize = 5;
+/// How often a layer is run, after a first run that does not count: so often at least, and until so
+/// many agree with the fastest, but not more than so often.
+const RUNS: usize = 5;
+const AGREEING: usize = 3;
+const MOST_RUNS: usize = 25;
+/// How much slower than the fastest a run may be to agree with it.
+const AGREES: f64 = 1.1;
 
 /// Seconds of one call.
 #[derive(Debug, Clone, Copy, Default)]
@@ -31,14 +36,18 @@ pub(super) struct Subject<'a> {
 }
 
 impl Subject<'_> {
-    /// The median times with all samples, or with the first `few` of them.
+    /// The least times with all samples, or with the first `few` of them: whatever else the machine
+    /// does can only add to them, and adds to some layers alone.
     pub(super) fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<Times> {
         self.run(input, few)?; // libraries set themselves up, caches fill
-        let runs = (0..REPEATS).map(|_| self.run(input, few)).collect::<Result<Vec<_>>>()?;
+        let mut runs = Vec::new();
+        while runs.len() < RUNS || !agree(&runs) && runs.len() < MOST_RUNS {
+            runs.push(self.run(input, few)?);
+        }
         Ok(Times {
-            forward: median(&runs, |run| run.forward),
-            backward: median(&runs, |run| run.backward),
-            input_gradient: median(&runs, |run| run.input_gradient),
+            forward: least(&runs, |run| run.forward),
+            backward: least(&runs, |run| run.backward),
+            input_gradient: least(&runs, |run| run.input_gradient),
         })
     }
 
@@ -120,10 +129,15 @@ impl Subject<'_> {
     }
 }
 
-fn median(runs: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
-    let mut times: Vec<f64> = runs.iter().map(of).collect();
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+/// Whether enough runs took no longer than the fastest, more or less.
+fn agree(runs: &[Times]) -> bool {
+    let all = |run: &Times| run.forward + run.backward;
+    let limit = least(runs, all) * AGREES;
+    runs.iter().filter(|run| all(run) <= limit).count() >= AGREEING
+}
+
+fn least(runs: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
+    runs.iter().map(of).fold(f64::INFINITY, f64::min)
 }
 
 /// What a panic of tch says, without its wrapping and backtrace.
