@@ -43,6 +43,11 @@ pub enum Error {
         cause: Box<OutOfMemory>,
     },
 
+    /// What was run to learn from is over, and to be taken back. Never leaves the library.
+    #[doc(hidden)]
+    #[error("a rehearsal is over")]
+    Rehearsed,
+
     /// libtorch refused a call, in its own words.
     #[error("libtorch: {0}")]
     Torch(String),

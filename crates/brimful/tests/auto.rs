@@ -418,6 +418,47 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     std::fs::remove_file(&path).expect("removed");
 }
 
+/// What batch normalisation makes of two samples is not what it makes of many.
+#[test]
+fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
+    let _alone = alone();
+    let memory = Memory::Arena(Arena::limited("small", 64 << 20).expect("a limit"));
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let layer = nn::linear(store.root(), 16, 4, Default::default());
+    store.set_kind(Kind::Double);
+    let batch = Tensor::arange(600 * 16, (Kind::Double, Device::Cpu)).sin().view([600, 16]);
+    let normalised = |x: &Tensor| {
+        let y = layer.forward(x);
+        let y = (&y - y.mean_dim(0, true, None)) / (y.var_dim(0, false, true) + 1e-5).sqrt();
+        (y - 1.0).pow_tensor_scalar(4).mean(None)
+    };
+    for size in [Size::Auto, Auto::largest()] {
+        let mut ran = 0;
+        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        let step = micro.backward(&batch, |x| {
+            ran += x.size()[0];
+            let _held = Tensor::empty([x.size()[0] << 18], (Kind::Uint8, Device::Cpu));
+            Loss::mean(normalised(&x))
+        });
+        let Step { sizes, retries, .. } = step.expect("a step");
+        assert_eq!((sizes.iter().sum::<usize>(), retries), (600, 0));
+        assert!(sizes.iter().all(|&size| size >= 8), "{sizes:?}");
+        assert!((604..630).contains(&ran), "{ran}");
+        let got = layer.ws.grad().copy();
+
+        store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+        let mut start = 0;
+        for size in sizes {
+            let (rows, share) = (batch.narrow(0, start, size as i64), size as f64 / 600.0);
+            (normalised(&rows) * share).backward();
+            start += size as i64;
+        }
+        let error = (layer.ws.grad() - got).abs().max().double_value(&[]);
+        assert!(error < 1e-12, "{error}");
+        store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    }
+}
+
 /// A need that no line predicts, on the CPU or on the device that the environment names.
 #[test]
 fn a_surprising_need_is_survived_on_any_device() {

@@ -33,6 +33,8 @@ pub(crate) const RECOMPUTE: &str =
     "Which activations are computed again to save memory: never, except-last or always";
 /// Of `--epochs`.
 pub(crate) const EPOCHS: &str = "Passes over the training set";
+/// Of `--learning-rate-decay`.
+pub(crate) const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all epochs";
 /// Of `--seed`.
 pub(crate) const SEED: &str = "Where all random numbers start";
 /// Of `--json`.

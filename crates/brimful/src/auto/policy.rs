@@ -8,7 +8,8 @@
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
 //! ```
 //!
-//! Whatever is tried is real work: a trial is a few micro-batches of the mini-batch at hand.
+//! Whatever is tried is real work: a trial is a few micro-batches of the mini-batch at hand. Only the
+//! very first ones, of a few samples, may be taken back by those who run them.
 
 use super::decision::Why;
 use super::failures::{CHANGED, Failures};

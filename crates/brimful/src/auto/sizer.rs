@@ -10,6 +10,11 @@ use super::policy::{Goal, Policy};
 use super::trial::{Situation, Trial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
+/// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
+/// samples may come out with gradients many times those of the others. So fewer than these are not
+/// trained with for the sake of learning.
+const FEW: usize = 8;
+
 /// Memory that a step may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Room {
@@ -63,6 +68,11 @@ impl Sizer {
         Some(Finding { size, lines: self.lines()?, rate: self.policy.rate(size) })
     }
 
+    /// Whether nothing is known yet of what samples need, be it from other shapes or an earlier run.
+    pub(crate) fn is_blank(&self) -> bool {
+        self.models.iter().any(|model| model.line().is_none())
+    }
+
     /// What samples need, where that has been measured.
     pub(crate) fn lines(&self) -> Option<Vec<Line>> {
         self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
@@ -88,12 +98,18 @@ impl Sizer {
         self.policy.next(Situation { fits, seen, reach, available, left, samples })
     }
 
+    /// Whether a step that began now would do so with more than a few samples, or as many as fit.
+    pub(crate) fn begins_well(&self, rooms: &[Room], samples: usize) -> bool {
+        let first = self.clone().next(rooms, samples, samples);
+        first.size >= FEW || first.micro_batches.is_none()
+    }
+
     /// Decides how a whole mini-batch is cut. Nothing can be learnt while it runs, so the first time
-    /// it is cut into no more than 64.
+    /// it is cut into no more than 64, and not into few samples each as long as none has failed.
     pub(crate) fn next_whole(&mut self, rooms: &[Room], samples: usize) -> Trial {
         let mut trial = self.next(rooms, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
-            trial.size = trial.size.max((samples / 64).min(self.policy.limit()));
+            trial.size = trial.size.max((samples / 64).max(FEW).min(self.policy.limit()));
         }
         trial.size = in_near_equal_parts(samples, trial.size);
         trial

@@ -8,10 +8,8 @@ use std::ops::Range;
 use tch::Device;
 
 use super::watch::Watch;
-use crate::auto::Sizer;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::memory::Memory;
 use crate::{Result, feed};
 
 /// A mini-batch on its way through the device.
@@ -58,15 +56,9 @@ impl Cut {
         Self { samples, next: 0, pieces: Pieces::Given(ranges), sizes: Vec::new() }
     }
 
-    pub(super) fn watched(
-        samples: usize,
-        sizer: Sizer,
-        memory: &Memory,
-        reserved: u64,
-    ) -> Result<Self> {
-        let watch = Watch::new(sizer, memory, reserved)?;
+    pub(super) fn watched(samples: usize, watch: Watch) -> Self {
         let pieces = Pieces::Watched(Box::new(watch));
-        Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
+        Self { samples, next: 0, pieces, sizes: Vec::new() }
     }
 
     /// How many micro-batches there are, where that is known beforehand.

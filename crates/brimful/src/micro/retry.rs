@@ -96,7 +96,9 @@ impl MicroBatcher {
             // Each shape is captured by itself, and keeps memory for that.
             sizer.even(self.replay.is_wanted());
             let reserved = self.reserved(&kind, memory)?;
-            let mut cut = Cut::watched(samples, sizer, memory, reserved)?;
+            let rehearses = kind.is_training() && sizer.is_blank();
+            let watch = Watch::new(sizer, memory, reserved)?.rehearsing(rehearses);
+            let mut cut = Cut::watched(samples, watch);
             let result = run(self, &mut cut);
             let Some(mut watch) = cut.into_watch() else { return Ok((result?, story)) };
             let ended = match result {
@@ -111,6 +113,10 @@ impl MicroBatcher {
                     self.calm_end(&mut watch)?;
                     story.decisions.append(&mut watch.decisions);
                     Ok(Some(value))
+                }
+                Err(Error::Rehearsed) => {
+                    story.decisions.append(&mut watch.decisions);
+                    Ok(None)
                 }
                 Err(other) => Err(other),
             };

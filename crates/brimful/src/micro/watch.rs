@@ -9,7 +9,7 @@ use super::cut::Ran;
 use crate::auto::{Decision, Room, Sizer, Stopwatch, in_near_equal_parts, is_alone, room};
 use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
-use crate::{Result, split};
+use crate::{Error, Result, split};
 
 /// The size, and what is seen of the step.
 #[derive(Debug)]
@@ -23,6 +23,8 @@ pub(super) struct Watch {
     /// The most in use so far.
     pub(super) peak: Bytes,
     piece: Option<Piece>,
+    /// Whether the first pieces are to be taken back: see [`Watch::rehearsing`].
+    rehearses: bool,
 }
 
 /// A piece that is being run.
@@ -50,7 +52,13 @@ impl Watch {
             before,
             peak: before.current,
             piece: None,
+            rehearses: false,
         })
+    }
+
+    /// Lets the step end with [`Error::Rehearsed`] once it is known how a better one would begin.
+    pub(super) fn rehearsing(self, rehearses: bool) -> Self {
+        Self { rehearses, ..self }
     }
 
     /// Decides on the next piece.
@@ -60,6 +68,9 @@ impl Watch {
         samples: usize,
         device: Device,
     ) -> Result<Vec<Range<usize>>> {
+        if self.rehearses && next > 0 && self.sizer.begins_well(&[self.room], samples) {
+            return Err(Error::Rehearsed);
+        }
         let mut trial = self.sizer.next(&[self.room], samples - next, samples);
         let ranges = match trial.micro_batches {
             Some(count) => first_of(samples - next, trial.size, count)?,

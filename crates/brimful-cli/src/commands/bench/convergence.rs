@@ -8,8 +8,8 @@
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, bail};
-use brimful::Bytes;
 use brimful::memory::Memory;
+use brimful::{Bytes, device};
 use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::json;
@@ -18,7 +18,7 @@ use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::results::Comparison;
 use crate::args::{self, Command};
-use crate::commands::train::{self, Epoch, Trainer};
+use crate::commands::train::{self, Decay, Epoch, Trainer};
 use crate::setting::{self, MODELS, ModelName, words};
 
 /// Who trains.
@@ -58,6 +58,8 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
     #[arg(value_parser = words::count)]
     epochs: usize,
+    #[arg(long, value_enum, default_value = "cosine", help = words::LEARNING_RATE_DECAY)]
+    learning_rate_decay: Decay,
     /// A run of each contestant for each, with first parameters and an order of its own
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
@@ -70,8 +72,12 @@ pub struct Options {
 /// Trains with one seed after the other, then compares.
 pub fn run(options: &Options) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    let facts = json!({ "optimizer": "adamw", "learning_rate_decay": "cosine", "batch_norm": "deferred",
-                "limit": options.memory_limit });
+    let facts = json!({
+        "optimizer": "adamw",
+        "learning_rate_decay": options.learning_rate_decay.to_string(),
+        "batch_norm": "deferred",
+        "limit": options.memory_limit,
+    });
     let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
     let progress = Progress::new(options.seeds.len() * CONTESTANTS.len() * options.epochs);
     let mut accuracies = CONTESTANTS.map(|_| Vec::new());
@@ -137,14 +143,14 @@ impl Options {
     }
 
     fn training(&self, seed: u64, arguments: &str) -> Result<train::Options> {
-        let Self { model, batch_size, epochs, .. } = self;
+        let Self { model, batch_size, epochs, learning_rate_decay: decay, .. } = self;
         let line = format!(
             "brimful train --model {model} --batch-size {batch_size} --epochs {epochs} --seed {seed} \
-             --learning-rate-decay cosine {arguments}"
+             --learning-rate-decay {decay} {arguments}"
         );
         let words = line.split_whitespace().chain(["--data", &self.data]);
-        let device = self.device.as_deref().map(|device| ["--device", device]);
-        let words = words.chain(device.into_iter().flatten());
+        let best = if device::best().is_cuda() { "cuda" } else { "cpu" };
+        let words = words.chain(["--device", self.device.as_deref().unwrap_or(best)]);
         match args::Args::try_parse_from(words)?.command {
             Command::Train(options) => Ok(options),
             _ => bail!("the command of a training is not one"),

@@ -28,6 +28,7 @@ use display::Display;
 use options::BatchSize;
 pub(crate) use options::Options;
 pub(crate) use ranks::Ranks;
+pub(crate) use rate::Decay;
 pub(crate) use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.

@@ -45,8 +45,7 @@ pub(crate) struct Options {
     /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
     #[arg(long, value_name = "RATE")]
     pub(crate) learning_rate: Option<f64>,
-    /// How the learning rate falls to 0 over all epochs
-    #[arg(long, value_enum, default_value = "none")]
+    #[arg(long, value_enum, default_value = "none", help = words::LEARNING_RATE_DECAY)]
     pub(crate) learning_rate_decay: Decay,
     /// Samples in a mini-batch: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
@@ -59,7 +58,7 @@ pub(crate) struct Options {
     #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
     /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more.
-    /// Stages that share a card share it
+    /// Without --device, of a CPU; on a card, of all that shares it
     #[arg(long, value_name = "BYTES", alias = "stage-memory")]
     pub(crate) memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::DEVICES)]
@@ -115,11 +114,12 @@ impl Options {
         Ok(devices)
     }
 
+    /// What is limited without a word of where is a CPU: there limits of any size can be tried.
     fn device_name(&self) -> &str {
-        match &self.device {
-            Some(name) => name,
-            None if device::best().is_cuda() => "cuda",
-            None => "cpu",
+        match (&self.device, self.memory_limit) {
+            (Some(name), _) => name,
+            (None, None) if device::best().is_cuda() => "cuda",
+            (None, _) => "cpu",
         }
     }
 

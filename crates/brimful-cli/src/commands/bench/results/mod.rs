@@ -89,8 +89,13 @@ impl Results {
             is_whole = value["done"] == true;
             if !is_whole {
                 self.rows.push(Row(value));
-            } else if !self.environments.contains(&value["environment"]) {
-                self.environments.push(value["environment"].clone());
+                continue;
+            }
+            let environment = &value["environment"];
+            // One that had nothing to measure tells no more than its name.
+            let tells = environment.as_object().is_some_and(|facts| facts.len() > 1);
+            if tells && !self.environments.contains(environment) {
+                self.environments.push(environment.clone());
             }
         }
         self.partial.extend((!is_whole).then(|| path.to_owned()));
