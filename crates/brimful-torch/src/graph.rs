@@ -55,9 +55,7 @@ pub fn record<T, E: From<TorchError>>(
     f: impl FnOnce() -> Result<T, E>,
 ) -> Result<(Graph, T), E> {
     let device = stream.device();
-    let mut ready = Event::new(device)?;
-    ready.record(Stream::current(device)?)?;
-    stream.wait(&ready)?;
+    stream.wait(&Event::after(Stream::current(device)?)?)?;
     let _inside = stream.enter()?;
     let capture = Capture::begin(device, pool)?;
     let value = f()?;

@@ -21,6 +21,11 @@ pub(crate) fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
 }
 
+/// The name of the devices to take where none is asked for.
+pub(crate) fn best_devices() -> &'static str {
+    if device::best().is_cuda() { "cuda" } else { "cpu" }
+}
+
 /// A rank's own device of this name.
 pub(crate) fn device_of(name: &str, world: &World) -> Result<Device> {
     let place = world.rank_on_host();

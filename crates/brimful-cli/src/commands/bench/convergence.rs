@@ -8,8 +8,8 @@
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, bail};
+use brimful::Bytes;
 use brimful::memory::Memory;
-use brimful::{Bytes, device};
 use clap::{Args, Parser};
 use serde::Serialize;
 use serde_json::json;
@@ -149,8 +149,8 @@ impl Options {
              --learning-rate-decay {decay} {arguments}"
         );
         let words = line.split_whitespace().chain(["--data", &self.data]);
-        let best = if device::best().is_cuda() { "cuda" } else { "cpu" };
-        let words = words.chain(["--device", self.device.as_deref().unwrap_or(best)]);
+        let device = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
+        let words = words.chain(["--device", device]);
         match args::Args::try_parse_from(words)?.command {
             Command::Train(options) => Ok(options),
             _ => bail!("the command of a training is not one"),

@@ -13,7 +13,7 @@ use tch::Device;
 use super::ranks::Ranks;
 use super::rate::Decay;
 use super::stages::Stages;
-use crate::setting::{MODELS, ModelName, NumberType, words};
+use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
 /// Options of `brimful train`.
 #[derive(Debug, Clone, Args)]
@@ -118,8 +118,8 @@ impl Options {
     fn device_name(&self) -> &str {
         match (&self.device, self.memory_limit) {
             (Some(name), _) => name,
-            (None, None) if device::best().is_cuda() => "cuda",
-            (None, _) => "cpu",
+            (None, None) => setting::best_devices(),
+            (None, Some(_)) => "cpu",
         }
     }
 
