@@ -2,9 +2,9 @@
 
     auto_composer.py --like OURS.jsonl
 
-The card is filled until our row's limit is left, then the model is trained on a mini-batch in host memory, also
-page-locked, with device_train_microbatch_size="auto". A step includes Composer's own loop and an SGD step,
-which takes a few milliseconds.
+PyTorch may take no more of the card than our row's limit. The model is trained on a mini-batch in host memory, also
+page-locked, with device_train_microbatch_size="auto". A step includes Composer's own loop and an SGD step, which
+takes a few milliseconds.
 """
 
 import logging
@@ -81,7 +81,9 @@ def measure(work, settings, repeats):
     cuda = work["device"].startswith("cuda")
     models.allow(work["dtype"])
     torch.backends.cudnn.benchmark = False
-    ballast = fill(work["limit_bytes"]) if cuda else None
+    if cuda:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(work["limit_bytes"] / total)
     clock, model, steps = Clock(), Model(), LEARNING_STEPS + STEADY_STEPS
     trainer = Trainer(
         model=model,
@@ -95,7 +97,6 @@ def measure(work, settings, repeats):
         progress_bar=False,
     )
     trainer.fit()
-    del ballast
     size = clock.sizes[-1]
     return {
         "micro_batch": size,
@@ -105,12 +106,6 @@ def measure(work, settings, repeats):
         "samples_per_s": work["batch"] / statistics.median(clock.seconds[-STEADY_STEPS:]),
         "seconds": clock.seconds[-STEADY_STEPS:],
     }
-
-
-def fill(limit):
-    """Takes the card's memory until so much is left."""
-    free, _ = torch.cuda.mem_get_info()
-    return torch.empty(free - limit, dtype=torch.uint8, device="cuda")
 
 
 if __name__ == "__main__":

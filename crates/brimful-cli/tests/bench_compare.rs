@@ -1,28 +1,21 @@
 //! `brimful bench compare`, `plot` and `--keep`: rows of several programs, joined.
 
+mod program;
+
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
 use assert_cmd::Command;
 use predicates::prelude::*;
+use program::folder;
 use serde_json::{Value, json};
 
 fn bench(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    let mut command = program::brimful();
     command.arg("bench").args(arguments);
     command
-}
-
-/// A new folder for this test.
-fn folder(name: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = fs::remove_dir_all(&path);
-    fs::create_dir_all(&path).expect("a folder");
-    path
 }
 
 fn text(path: &Path) -> &str {

@@ -1,13 +1,12 @@
 //! `brimful bench convergence` as programs meet it: every training, then what they came to.
 
+mod program;
+
 use assert_cmd::Command;
 use predicates::prelude::*;
-use serde_json::Value;
 
 fn bench_convergence(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    let mut command = program::brimful();
     command.args(["bench", "convergence", "--data", "digits", "--model", "mlp"]);
     command.args(["--device", "cpu"]).args(arguments);
     command
@@ -15,14 +14,8 @@ fn bench_convergence(arguments: &[&str]) -> Command {
 
 #[test]
 fn every_training_has_a_row_and_the_contestants_are_compared() {
-    let arguments =
-        ["--batch", "256", "--epochs", "2", "--seeds", "0,1", "--limit", "8MiB", "--json"];
-    let output = bench_convergence(&arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let mut rows: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    let last = rows.pop().expect("a last line");
-    assert_eq!(last["done"], Value::Bool(true));
+    let arguments = ["--batch", "256", "--epochs", "2", "--seeds", "0,1", "--limit", "8MiB"];
+    let (rows, _) = program::rows(bench_convergence(&arguments));
 
     let (runs, comparisons) = rows.split_at(2 * 4);
     assert!(runs.iter().all(|row| row["test_accuracy"].as_f64() > Some(0.5)), "{runs:?}");

@@ -1,14 +1,13 @@
 //! `brimful bench memory` as programs meet it: the largest model of each experiment, or none.
 
+mod program;
+
 use assert_cmd::Command;
 use predicates::prelude::*;
-use serde_json::Value;
 
 /// Small models in small arenas.
 fn bench_memory(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    let mut command = program::brimful();
     command.args(["bench", "memory", "--batch", "4", "--filters", "8"]);
     command.args(arguments);
     command
@@ -16,15 +15,8 @@ fn bench_memory(arguments: &[&str]) -> Command {
 
 #[test]
 fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
-    let arguments =
-        ["--memory", "5MiB", "--model", "unet", "--channels", "2", "--stages", "1,2", "--json"];
-    let output = bench_memory(&arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let mut rows: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    let last = rows.pop().expect("a last line");
-    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows.clone())));
-
+    let arguments = ["--memory", "5MiB", "--model", "unet", "--channels", "2", "--stages", "1,2"];
+    let (rows, _) = program::rows(bench_memory(&arguments));
     let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
     assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
     let parameters: Vec<_> = rows.iter().map(|row| row["parameters"].as_u64()).collect();

@@ -1,32 +1,20 @@
 //! `brimful bench micro` as programs meet it: rows as they come, all of them at the end.
 
+mod program;
+
 use assert_cmd::Command;
 use predicates::prelude::*;
-use serde_json::Value;
 
 fn bench_micro(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    let mut command = program::brimful();
     command.args(["bench", "micro", "--device", "cpu"]).args(arguments);
     command
-}
-
-/// The lines of JSON, of which the last is split off.
-fn json(arguments: &[&str]) -> (Vec<Value>, Value) {
-    let output =
-        bench_micro(arguments).arg("--json").assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let mut lines: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    let last = lines.pop().expect("a last line");
-    (lines, last)
 }
 
 #[test]
 fn each_contestant_has_a_row_and_the_last_line_has_all() {
     let arguments = ["--model", "mlp", "--batch", "10", "--micro-batch", "4", "--repeats", "2"];
-    let (rows, last) = json(&arguments);
+    let (rows, environment) = program::rows(bench_micro(&arguments));
     let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
     assert_eq!(names, [Some("tch loop"), Some("brimful"), Some("brimful, batch on device")]);
     for row in &rows {
@@ -36,14 +24,13 @@ fn each_contestant_has_a_row_and_the_last_line_has_all() {
         assert!(row["peak_bytes"].as_u64() > Some(1 << 20), "{row}");
         assert_eq!(row["seconds"].as_array().map(Vec::len), Some(2));
     }
-    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows)));
-    assert_eq!(last["environment"]["libtorch"], "2.11.0");
+    assert_eq!(environment["libtorch"], "2.11.0");
 }
 
 #[test]
 fn memory_is_compared_by_micro_batches() {
     let memory = ["--memory", "--model", "mlp", "--micro-batch", "16", "--training-set", "3001"];
-    let (rows, _) = json(&memory);
+    let (rows, _) = program::rows(bench_micro(&memory));
     let counts: Vec<_> = rows.iter().map(|row| row["micro_batches"].as_u64()).collect();
     assert_eq!(counts, [1, 2, 64, 128, 188].map(Some));
     assert_eq!(rows[4]["batch"].as_u64(), Some(3001));

@@ -1,5 +1,7 @@
 //! `brimful bench pipeline` as programs meet it: a row for each contestant, and a picture.
 
+mod program;
+
 use std::fs;
 use std::path::PathBuf;
 
@@ -9,9 +11,7 @@ use serde_json::Value;
 
 /// The small model in short steps.
 fn bench_pipeline(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    // What the tests see must not depend on what the caller has exported.
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
+    let mut command = program::brimful();
     command.args(["bench", "pipeline", "--model", "mlp", "--micro-batches", "4", "--micro-batch"]);
     command.args(["2", "--repeats", "1"]).args(arguments);
     command
@@ -21,12 +21,8 @@ fn bench_pipeline(arguments: &[&str]) -> Command {
 fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     let picture = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("pipeline.svg");
     let path = picture.to_str().expect("a path");
-    let arguments = ["--stages", "1,2", "--recompute", "never,always", "--json", "--svg", path];
-    let output = bench_pipeline(&arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let mut rows: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    let last = rows.pop().expect("a last line");
+    let arguments = ["--stages", "1,2", "--recompute", "never,always", "--svg", path];
+    let (rows, _) = program::rows(bench_pipeline(&arguments));
 
     assert_eq!(rows.len(), 2 * (1 + 4 * 2));
     let ours = rows.iter().filter(|row| row["contestant"] == "brimful");
@@ -51,18 +47,15 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     };
     assert_eq!((limit(1, "gpipe", "never"), limit(2, "1f1b", "never")), (1.0, 8.0 / 5.0));
     assert!(limit(2, "gpipe", "always") < limit(2, "gpipe", "never"));
-    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows)));
     let picture = fs::read_to_string(picture).expect("a picture");
     assert!(picture.contains("interleaved-2, simulated") && picture.contains("1f1b, measured"));
 }
 
 #[test]
 fn each_number_of_micro_batches_has_rows_of_its_own() {
-    let arguments = ["--stages", "2", "--schedule", "gpipe", "--micro-batches", "8", "--json"];
-    let output = bench_pipeline(&arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-    let ours: Vec<_> = lines.filter(|row| row["contestant"] == "brimful").collect();
+    let arguments = ["--stages", "2", "--schedule", "gpipe", "--micro-batches", "8"];
+    let (rows, _) = program::rows(bench_pipeline(&arguments));
+    let ours: Vec<_> = rows.iter().filter(|row| row["contestant"] == "brimful").collect();
     let numbers = ours.iter().map(|row| (&row["micro_batches"], &row["batch"], &row["limit"]));
     let numbers: Vec<_> = numbers.collect();
     let expected = [(4, 8, 8.0 / 5.0), (8, 16, 16.0 / 9.0)]

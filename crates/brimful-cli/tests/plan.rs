@@ -2,19 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::process::{Command, Output};
+mod program;
+
+use std::process::Output;
+
+use program::brimful;
 
 fn plan(arguments: &str) -> Output {
-    let program = env!("CARGO_BIN_EXE_brimful");
-    Command::new(program)
-        // What the tests see must not depend on what the caller has exported.
-        .env_remove("RUST_BACKTRACE")
-        .env_remove("LD_LIBRARY_PATH")
-        .env_remove("LIBTORCH")
-        .arg("plan")
-        .args(arguments.split(' '))
-        .output()
-        .unwrap()
+    brimful().arg("plan").args(arguments.split(' ')).output().unwrap()
 }
 
 fn answer(arguments: &str) -> String {

@@ -1,26 +1,19 @@
 //! Run files and their pages from the command line: what is written, and what is refused and why.
 
+mod program;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 
-use assert_cmd::Command;
 use brimful::report::{Ended, Run};
 use predicates::prelude::*;
+use program::brimful;
 use serde_json::{Value, json};
-
-fn brimful() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
-    command
-}
 
 /// A folder of this test's own.
 fn folder(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("report-{name}"));
-    let _ = fs::remove_dir_all(&path);
-    fs::create_dir_all(&path).expect("a folder");
-    path
+    program::folder(&format!("report-{name}"))
 }
 
 /// A short run in two stages, recorded.

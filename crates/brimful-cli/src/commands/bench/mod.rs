@@ -2,7 +2,6 @@
 
 mod arena;
 mod auto;
-mod ballast;
 mod columns;
 mod compare;
 mod convergence;

@@ -17,7 +17,7 @@ use tch::Device;
 use super::journal::{Journal, Output};
 use super::progress::Progress;
 use super::work::{GptShape, Work};
-use crate::exit::wrong_use;
+use crate::exit::{does_not_fit, wrong_use};
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 use report::Row;
 use subject::Subject;
@@ -35,8 +35,7 @@ pub struct Options {
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Memory of each device, such as 96MiB or 16GB: an arena on a CPU; on CUDA the card is filled
-    /// until so much is left
+    /// Memory that may be taken, such as 96MiB or 16GB: an arena's on a CPU, the process's on CUDA
     #[arg(long, value_delimiter = ',', value_name = "BYTES,…", alias = "limit")]
     memory_limit: Vec<Bytes>,
     /// Samples in a mini-batch [default: by model and device]
@@ -73,14 +72,17 @@ pub fn run(options: &Options) -> Result<()> {
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": false, "replay": options.replay });
     let mut journal = Journal::begin("auto", device, &options.output, facts)?;
     let progress = Progress::new(rows.len());
+    let mut fitted = false;
     for (work, limit) in rows {
         brimful::libtorch::allow_tf32(work.dtype != NumberType::F32)?;
         let subject = Subject { work, device, limit, replay: options.replay };
         let row = Row::measure(&subject, options.steps_only, &progress)?;
         progress.advance(1);
         progress.done();
+        fitted |= row.fits();
         row.enter(&mut journal)?;
     }
+    ensure!(fitted, does_not_fit("not even one sample fits: raise --memory-limit"));
     journal.end()
 }
 

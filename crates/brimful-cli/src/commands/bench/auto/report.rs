@@ -10,6 +10,7 @@ use super::super::times::Times;
 use super::super::work::Samples;
 use super::subject::{Built, Subject};
 use super::trials;
+use crate::exit::Exit;
 use crate::setting::{ModelName, NumberType};
 
 /// Steps in which a size is to be found.
@@ -29,6 +30,22 @@ pub(super) struct Row {
     dtype: NumberType,
     batch: usize,
     limit_bytes: Bytes,
+    #[serde(flatten)]
+    outcome: Outcome,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Outcome {
+    Measured(Figures),
+    /// Not even one sample does.
+    DoesNotFit {
+        error: String,
+    },
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
     largest: Option<Largest>,
     #[serde(flatten)]
     fastest: Fastest,
@@ -73,17 +90,12 @@ impl Row {
         steps_only: bool,
         progress: &Progress,
     ) -> Result<Self> {
-        let samples = subject.samples();
-        let title = subject.work.title();
-        let (mut largest, mut best) = (None, None);
-        if !steps_only {
-            let feasible = trials::largest(subject, &samples, progress)?;
-            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
-            progress.row(&format!("{title}: largest"));
-            largest = Some(find_largest(subject, feasible, &samples)?);
-        }
-        progress.row(&format!("{title}: auto"));
-        let (fastest, best) = fastest(subject, best, &samples)?;
+        let outcome = match Figures::measure(subject, steps_only, progress) {
+            Err(error) if Exit::of(&error) == Exit::DoesNotFit => {
+                Outcome::DoesNotFit { error: "one sample does not fit".to_owned() }
+            }
+            figures => Outcome::Measured(figures?),
+        };
         let work = &subject.work;
         Ok(Self {
             contestant: if subject.replay { "brimful, replay" } else { "brimful" },
@@ -92,10 +104,12 @@ impl Row {
             dtype: work.dtype,
             batch: work.batch,
             limit_bytes: subject.limit,
-            largest,
-            fastest,
-            best,
+            outcome,
         })
+    }
+
+    pub(super) fn fits(&self) -> bool {
+        matches!(self.outcome, Outcome::Measured(_))
     }
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
@@ -116,7 +130,29 @@ impl Row {
             "best",
             "of best"
         );
-        journal.write(&title, &columns, &self.text(), self)
+        let outcome = match &self.outcome {
+            Outcome::Measured(figures) => figures.text(),
+            Outcome::DoesNotFit { error } => error.clone(),
+        };
+        let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
+        journal.write(&title, &columns, &text, self)
+    }
+}
+
+impl Figures {
+    fn measure(subject: &Subject, steps_only: bool, progress: &Progress) -> Result<Self> {
+        let samples = subject.samples();
+        let title = subject.title();
+        let (mut largest, mut best) = (None, None);
+        if !steps_only {
+            let feasible = trials::largest(subject, &samples, progress)?;
+            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
+            progress.row(&format!("{title}: largest"));
+            largest = Some(find_largest(subject, feasible, &samples)?);
+        }
+        progress.row(&format!("{title}: auto"));
+        let (fastest, best) = fastest(subject, best, &samples)?;
+        Ok(Self { largest, fastest, best })
     }
 
     fn text(&self) -> String {
@@ -132,9 +168,8 @@ impl Row {
             &self.fastest;
         let of_fixed = ratio_to_fixed.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
         format!(
-            "  {:>10} | {largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}\
-             {samples_per_s:>11.1}{of_fixed:>10}{best}",
-            self.limit_bytes.to_string()
+            "{largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}{samples_per_s:>11.1}\
+             {of_fixed:>10}{best}"
         )
     }
 }

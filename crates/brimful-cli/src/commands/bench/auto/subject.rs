@@ -4,14 +4,13 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::layers::Model;
-use brimful::memory::{Arena, Memory};
+use brimful::memory::Memory;
 use brimful::micro::Layout;
 use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
 use brimful_torch::device as torch_device;
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
 
-use super::super::ballast;
 use super::super::work::{Samples, Work};
 use crate::setting::clear_gradients;
 
@@ -34,11 +33,14 @@ pub(super) struct Built<'a> {
     memory: Memory,
     micro: MicroBatcher,
     samples: &'a Samples,
-    /// What fills a card up to the limit. Dropped last.
-    _ballast: Option<Tensor>,
 }
 
 impl Subject {
+    pub(super) fn title(&self) -> String {
+        let Self { work, limit, .. } = self;
+        format!("{} {}, {} samples, {limit}", work.model, work.dtype, work.batch)
+    }
+
     /// The mini-batch that all share.
     pub(super) fn samples(&self) -> Samples {
         self.work.samples(self.work.batch)
@@ -46,7 +48,7 @@ impl Subject {
 
     /// A new model, cut by this size.
     pub(super) fn build<'a>(&'a self, size: Size, samples: &'a Samples) -> Result<Built<'a>> {
-        let (memory, ballast) = self.memory()?;
+        let memory = self.memory()?;
         let _inside = memory.enter();
         tch::manual_seed(0);
         let mut store = VarStore::new(self.device);
@@ -56,15 +58,18 @@ impl Subject {
             micro = micro.replay(true).layout(Layout::Measured);
         }
         let (work, device) = (&self.work, self.device);
-        Ok(Built { work, device, store, model, memory, micro, samples, _ballast: ballast })
+        Ok(Built { work, device, store, model, memory, micro, samples })
     }
 
-    fn memory(&self) -> Result<(Memory, Option<Tensor>)> {
-        if self.device == Device::Cpu {
-            return Ok((Memory::Arena(Arena::limited("bench", self.limit.0)?), None));
-        }
-        let ballast = ballast::leave(self.device, self.limit)?;
-        Ok((Memory::Accelerator(self.device), Some(ballast)))
+    /// The device's, as small as asked for.
+    fn memory(&self) -> Result<Memory> {
+        let (limit, memory) = (self.limit, Memory::of(self.device)?);
+        // A card may still have an earlier subject's.
+        memory.set_limit(None)?;
+        let free = memory.usage()?.available.unwrap_or(limit);
+        ensure!(free >= limit, "{free} are free, which is less than the limit of {limit}");
+        memory.set_limit(Some(limit.0))?;
+        Ok(memory)
     }
 }
 

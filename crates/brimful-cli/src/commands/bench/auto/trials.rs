@@ -1,6 +1,6 @@
 //! What every given size does: which fit, and how fast each is.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 use brimful::{Error, Size, Step};
 
 use super::super::progress::Progress;
@@ -17,19 +17,14 @@ pub(super) fn largest(subject: &Subject, samples: &Samples, progress: &Progress)
     let (mut fits, mut fails) = (0, subject.work.batch + 1);
     while fails - fits > 1 {
         let size = if fails > subject.work.batch { fails - 1 } else { (fits + fails) / 2 };
-        progress.row(&format!("{}: does {size} fit?", subject.work.title()));
+        progress.row(&format!("{}: does {size} fit?", subject.title()));
         if rate(subject, size, samples, 1)?.is_some() {
             fits = size;
         } else {
             fails = size;
         }
     }
-    if fits == 0 {
-        let (title, limit) = (subject.work.title(), subject.limit);
-        bail!(does_not_fit(format!(
-            "{title}: one sample does not fit {limit}: raise --memory-limit"
-        )));
-    }
+    ensure!(fits > 0, does_not_fit(format!("one sample does not fit {}", subject.limit)));
     // Near-equal micro-batches are as large as that allows.
     Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
 }
@@ -45,7 +40,7 @@ pub(super) fn fastest(
     let sizes = powers.filter(|&size: &usize| size >= largest / 32).chain([largest]);
     let mut best = (largest, 0.0);
     for size in sizes {
-        progress.row(&format!("{}: how fast is {size}?", subject.work.title()));
+        progress.row(&format!("{}: how fast is {size}?", subject.title()));
         if let Some(rate) = rate(subject, size, samples, REPEATS)?
             && rate > best.1
         {

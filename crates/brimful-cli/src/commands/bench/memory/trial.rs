@@ -67,20 +67,15 @@ impl Trial {
     pub(super) fn run(&self, found: &Found, family: Family) -> Result<Option<Outcome>> {
         match self.steps(found, family) {
             Err(error) if ran_out(&error) => Ok(None),
-            Err(error) => Err(error),
-            // A card has more than it was told to have.
-            Ok(outcome) if outcome.peaks.iter().any(|peak| *peak > self.limit) => Ok(None),
-            Ok(outcome) => Ok(Some(outcome)),
+            other => other.map(Some),
         }
     }
 
     fn steps(&self, found: &Found, family: Family) -> Result<Outcome> {
         let work = &found.work;
-        let (memories, devices) = self.devices(found.row.balance.sizes().len())?;
-        // What an earlier trial has left in a card's cache may be in pieces.
-        memories.iter().try_for_each(Memory::empty_cache)?;
+        let memories = self.memories(found.row.balance.sizes().len())?;
         let mut pipeline = Pipeline::builder(work.layers()?)
-            .devices(devices)
+            .devices(memories.iter().cloned().map(StageDevice::from))
             .plan(&found.row)
             // Hundreds of normalisations in a row diverge in a step, which costs no memory.
             .non_finite(NonFinite::Allow)
@@ -103,18 +98,17 @@ impl Trial {
         Ok(Outcome { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
     }
 
-    /// One memory and one device for each stage.
-    fn devices(&self, stages: usize) -> Result<(Vec<Memory>, Vec<StageDevice>)> {
-        let pair = |number: usize| {
-            if self.device != Device::Cpu {
-                let card = Device::Cuda(number);
-                return Ok((Memory::Accelerator(card), card.into()));
-            }
-            let arena = Arena::limited(&format!("stage {number}"), self.limit.0)?;
-            Ok((Memory::Arena(arena.clone()), arena.into()))
+    /// A memory of the wanted size for each stage.
+    fn memories(&self, stages: usize) -> Result<Vec<Memory>> {
+        let memory = |number: usize| {
+            let memory = match self.device {
+                Device::Cpu => Memory::Arena(Arena::new(&format!("stage {number}"))),
+                _ => Memory::Accelerator(Device::Cuda(number)),
+            };
+            memory.set_limit(Some(self.limit.0))?;
+            Ok(memory)
         };
-        let pairs = (0..stages).map(pair).collect::<Result<Vec<_>>>()?;
-        Ok(pairs.into_iter().unzip())
+        (0..stages).map(memory).collect()
     }
 }
 
