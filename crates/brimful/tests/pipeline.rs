@@ -62,10 +62,60 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                     })
                     .collect();
                 loss(&Tensor::cat(&parts, 0)).backward();
-                assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+                let expected = plain.gradients();
+                assert_close(&pipe.gradients().expect("gradients"), &expected, &what);
+                // The same as one step; the GPT's dropout draws other numbers then.
+                let seen = pipe.gradients().expect("gradients");
+                pipe.zero_grad().expect("cleared");
+                if case.name != GPT.name {
+                    let step = pipe.step_whole(&x, |out| loss(out)).expect("a step");
+                    let expected = loss(&Tensor::cat(&parts, 0)).double_value(&[]);
+                    assert!((step.loss - expected).abs() < 1e-9, "{what}");
+                    assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
+                }
             }
         }
     }
+}
+
+#[test]
+fn what_a_step_could_not_give_back_is_refused() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
+    let refused = PipelineError::InputGradient { leaf: 0 };
+    assert_eq!(pipe.step(&x, &x, mse).expect_err("traced"), refused.clone().into());
+    assert_eq!(pipe.forward(&(&x * 2.0)).expect_err("traced"), refused.into());
+    let _out = pipe.eval(&x, 1).expect("without gradients nothing is lost");
+    pipe.set_micro_batches(Size::Auto);
+    let error = pipe.forward(&x.detach()).expect_err("it cannot be tried again");
+    assert_eq!(error, PipelineError::AutomaticForward.into());
+}
+
+/// A loss that fails is a step that fails.
+#[test]
+fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let x = (MLP.input)(6);
+    let sum = |out: &brimful::pipeline::Outputs| out.sum(Kind::Double);
+    pipe.step_whole(&x, sum).expect("a step");
+    let before = pipe.gradients().expect("gradients");
+    let failures: [fn(&Tensor) -> Tensor; 4] = [
+        |out| out.sum(Kind::Double) / 0.0,
+        |out| out.shallow_clone(),
+        |out| out.detach().sum(Kind::Double),
+        |out| out.matmul(&out.unsqueeze(0)).sum(Kind::Double) + out.narrow(1, 0, 99),
+    ];
+    for (number, failure) in failures.into_iter().enumerate() {
+        let error = pipe.step_whole(&x, |out| failure(out)).expect_err("it fails").to_string();
+        assert!(!error.contains("frame #"), "no backtrace in a message: {error}");
+        let what = format!("failure {number}");
+        assert_close(&pipe.gradients().expect("gradients"), &before, &what);
+    }
+    pipe.zero_grad().expect("cleared");
+    pipe.step_whole(&x, sum).expect("the next step");
+    assert_close(&pipe.gradients().expect("gradients"), &before, "the next step");
 }
 
 #[test]
@@ -149,6 +199,12 @@ fn several_tensors_flow_through_stages() {
             assert_eq!(step.outputs, out[0], "{what}");
             let evaluated = pipe.eval_many(&batch, Size::Fixed(2)).expect("an evaluation");
             assert_eq!(evaluated[0], out[0], "{what}");
+            let evaluated = pipe.evaluate_many(&batch, &target, 2, move |out, (y, weight)| {
+                (loss(&out[1], y, *weight), out[0].shallow_clone())
+            });
+            let evaluated = evaluated.expect("an evaluation");
+            assert_eq!(evaluated.outputs, out[0], "{what}");
+            assert!((evaluated.loss - step.loss).abs() < 1e-12, "{what}");
         }
     }
     let mut pipe = builder(many(), 2).build().expect("a pipeline");
@@ -360,6 +416,28 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
     assert!(matches!(error, Error::EmptyGroup { .. }), "{error}");
 }
 
+/// A name is taken wherever its members are, and a group is made on all devices or on none.
+#[test]
+fn a_group_that_cannot_be_is_made_nowhere() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
+    let (names, split) = (pipe.variables().expect("variables"), pipe.balance().sizes()[0]);
+    let layers: Vec<String> = pipe.names().map(str::to_owned).collect();
+    let of = |half: usize| {
+        let own = if half == 0 { &layers[..split] } else { &layers[split..] };
+        let own: Vec<String> = own.iter().map(|layer| format!("{layer}.")).collect();
+        move |name: &str| own.iter().any(|layer| name.starts_with(layer))
+    };
+    assert!(names.iter().any(|(name, _)| of(0)(name)) && names.iter().any(|(name, _)| of(1)(name)));
+    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    optimizer.group("one", of(0), Sgd::new(0.1)).expect("a group");
+    let error = optimizer.group("one", of(1), Sgd::new(0.2)).expect_err("the name is taken");
+    assert!(matches!(error, Error::BadGroup { .. }), "{error}");
+    let error = optimizer.group("all", |_| true, Sgd::new(0.2)).expect_err("some are taken");
+    assert!(matches!(error, Error::BadGroup { .. }), "{error}");
+    optimizer.group("two", of(1), Sgd::new(0.2)).expect("nothing of the others is left");
+}
+
 #[test]
 fn evaluation_has_its_own_cut_and_leaves_nothing() {
     let _turn = alone();
@@ -417,6 +495,31 @@ fn a_balance_is_found_by_measuring() {
     let sample = (U_NET.input)(4);
     let pipe = builder((U_NET.layers)(), 2).balance(Balance::by_time(&sample)).build();
     assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
+}
+
+/// What is kept for a layer of many activations is more than two layers of parameters and gradients
+/// take, but less than those with Adam's state.
+#[test]
+fn a_balance_by_bytes_counts_the_optimizer() {
+    let _turn = alone();
+    let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
+    let layers = || {
+        Layers::new()
+            .add("wide", |p| {
+                let small = nn::linear(p, 4, 4, Default::default());
+                nn::seq().add(small).add_fn(|x| x.repeat([1, 2000]).tanh().narrow(1, 0, 4))
+            })
+            .add("in", linear(4, 640))
+            .add("out", linear(640, 4))
+    };
+    let sample = Tensor::zeros([1, 4], (Kind::Float, Device::Cpu));
+    let found = |balance: Balance| {
+        let pipe = builder(layers(), 2).kind(Kind::Float).balance(balance).build();
+        pipe.expect("a pipeline").balance().sizes().to_vec()
+    };
+    assert_eq!(found(Balance::by_bytes(&sample)), [1, 2]);
+    assert_eq!(found(Balance::by_bytes(&sample).optimizer(Sgd::new(0.1))), [1, 2]);
+    assert_eq!(found(Balance::by_bytes(&sample).optimizer(Adam::new(0.1))), [2, 1]);
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl MicroBatcher {
             let outputs = as_leaves(&batch::join(parts)?)?;
 
             let mut accumulator = Accumulator::begin(this.parameters())?;
-            let tally = weighed(&mut accumulator, loss(&outputs), ranges[0].len())?;
+            let tally = weighed(&mut accumulator, loss(&outputs))?;
             let after = Randomness::now(this.device)?;
             let mut gradients = RowGradients::of(&outputs);
             feed::each(batch, ranges, this.device, |i, micro_batch| {
@@ -85,7 +85,7 @@ impl MicroBatcher {
             Ok((accumulator.finish()?, tally, outputs))
         };
         let ((sums, tally, outputs), undo) =
-            self.guarded(cut, |this, cut| cut.whole(this.device, |ranges| run(this, ranges)))?;
+            self.trained(cut, |this, cut| cut.whole(this.device, |ranges| run(this, ranges)))?;
         Ok((Window::of_whole(sums, tally, undo, cut), outputs))
     }
 
@@ -103,7 +103,7 @@ impl MicroBatcher {
             dice.begin(0);
             let outputs = as_leaves(outputs)?;
             let mut accumulator = Accumulator::begin(this.parameters())?;
-            let tally = weighed(&mut accumulator, loss(&outputs), batch::len(&outputs)?)?;
+            let tally = weighed(&mut accumulator, loss(&outputs))?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
         Ok((Window::of_whole(sums, tally, undo, &cut), gradients))
@@ -118,7 +118,7 @@ impl MicroBatcher {
         mut gradients: RowGradients,
         forward: &impl Fn(B) -> O,
     ) -> Result<Window> {
-        let (sums, undo) = self.guarded(cut, |this, cut| {
+        let (sums, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(this.parameters())?;
             accumulator.expect_groups(1);
             let dice = scale.draws.map(|draws| draws.on(this.device));
@@ -143,9 +143,9 @@ impl Window {
 }
 
 /// Counts the loss, and runs its backward.
-fn weighed(accumulator: &mut Accumulator, loss: Tensor, samples: usize) -> Result<Tally> {
+fn weighed(accumulator: &mut Accumulator, loss: Tensor) -> Result<Tally> {
     let (terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Tally::default());
-    tally.count(&terms, &Part { samples: samples as f64, unit: 1.0, first: true })?;
+    tally.count(&terms, &Part::WHOLE)?;
     accumulator.expect_groups(1);
     accumulator.add(0, &[(&terms[0].value, terms[0].value.f_ones_like()?)], false)?;
     Ok(tally)

@@ -124,6 +124,27 @@ impl Optimizer {
         config: impl Into<Method>,
     ) -> Result<()> {
         let method = config.into();
+        self.check_group(name, &members, &method)?;
+        let index = self.groups.len();
+        let mut empty = true;
+        for parameter in self.parameters.iter_mut().filter(|p| members(&p.name)) {
+            parameter.group = index;
+            empty = false;
+        }
+        if empty {
+            return Err(self.no_member(name));
+        }
+        self.groups.push(Group { name: name.into(), method });
+        Ok(())
+    }
+
+    /// Whether a group can be made of these parameters, if there are any.
+    pub(crate) fn check_group(
+        &self,
+        name: &str,
+        members: impl Fn(&str) -> bool,
+        method: &Method,
+    ) -> Result<()> {
         method.check()?;
         let bad = |reason: String| Err(Error::BadGroup { group: name.into(), reason });
         if self.groups.iter().any(|group| group.name == name) {
@@ -139,16 +160,6 @@ impl Optimizer {
                 "'{parameter}' is in group '{other}'; let one of them leave it out"
             ));
         }
-        let index = self.groups.len();
-        let mut empty = true;
-        for parameter in self.parameters.iter_mut().filter(|p| members(&p.name)) {
-            parameter.group = index;
-            empty = false;
-        }
-        if empty {
-            return Err(self.no_member(name));
-        }
-        self.groups.push(Group { name: name.into(), method });
         Ok(())
     }
 

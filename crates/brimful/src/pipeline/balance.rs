@@ -5,20 +5,27 @@ use tch::Tensor;
 
 use crate::balance::{self, Layer, Load, Profile, Slot};
 use crate::batch::{self, Batch};
+use crate::bytes::Bytes;
 use crate::crew::StageDevice;
 use crate::memory::Memory;
-use crate::plan::{self, Request};
+use crate::optim::Method;
+use crate::plan::{self, Misfit, Request};
 use crate::schedule::{DeviceId, Recompute, Schedule, StageId};
 use crate::{Layers, Result};
 
 /// How the layers are cut into stages: given, or found by measuring them.
 ///
 /// `[3, 4]` is a balance, as is a `Vec` and a [`balance::Balance`].
-#[derive(Debug)]
-pub struct Balance(Choice);
+#[derive(Debug, Default)]
+pub struct Balance {
+    choice: Choice,
+    /// What an optimizer keeps of each byte of parameters.
+    optimizer_bytes: f64,
+}
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 enum Choice {
+    #[default]
     Even,
     Given(Vec<usize>),
     ByTime(Vec<Tensor>),
@@ -29,31 +36,39 @@ impl Balance {
     /// The slowest stage as fast as can be, within the devices' limits. The layers are measured on
     /// the first device with these samples, which are a micro-batch or like one.
     pub fn by_time(sample: &impl Batch) -> Self {
-        Self(Choice::ByTime(leaves(sample)))
+        Choice::ByTime(leaves(sample)).into()
     }
 
-    /// The fullest stage as empty as can be: parameters, their gradients, and the activations that
-    /// the schedule holds. Measured as by [`Balance::by_time`].
+    /// The fullest stage as empty as can be: parameters, their gradients, what an
+    /// [optimizer](Balance::optimizer) keeps, and the activations that the schedule holds. Measured as by [`Balance::by_time`].
     pub fn by_bytes(sample: &impl Batch) -> Self {
-        Self(Choice::ByBytes(leaves(sample)))
+        Choice::ByBytes(leaves(sample)).into()
+    }
+
+    /// Counts what this optimizer will keep beside the parameters, where bytes are counted: with
+    /// Adam, twice as much as they take themselves.
+    #[must_use]
+    pub fn optimizer(self, config: impl Into<Method>) -> Self {
+        let state = config.into().moments().len();
+        Self { optimizer_bytes: state as f64, ..self }
     }
 }
 
 impl<const N: usize> From<[usize; N]> for Balance {
     fn from(sizes: [usize; N]) -> Self {
-        Self(Choice::Given(sizes.into()))
+        Choice::Given(sizes.into()).into()
     }
 }
 
 impl From<Vec<usize>> for Balance {
     fn from(sizes: Vec<usize>) -> Self {
-        Self(Choice::Given(sizes))
+        Choice::Given(sizes).into()
     }
 }
 
 impl From<&balance::Balance> for Balance {
     fn from(balance: &balance::Balance) -> Self {
-        Self(Choice::Given(balance.sizes().to_vec()))
+        Choice::Given(balance.sizes().to_vec()).into()
     }
 }
 
@@ -63,9 +78,9 @@ impl From<balance::Balance> for Balance {
     }
 }
 
-impl Default for Balance {
-    fn default() -> Self {
-        Self(Choice::Even)
+impl From<Choice> for Balance {
+    fn from(choice: Choice) -> Self {
+        Self { choice, optimizer_bytes: 0.0 }
     }
 }
 
@@ -84,11 +99,12 @@ pub(super) struct Question<'a> {
 impl Question<'_> {
     /// The balance in numbers.
     pub(super) fn settle(&self, balance: &Balance) -> Result<balance::Balance> {
-        match &balance.0 {
+        let state = balance.optimizer_bytes;
+        match &balance.choice {
             Choice::Given(sizes) => Ok(balance::Balance::new(sizes.clone(), self.layers.len())?),
             Choice::Even => self.evenly(),
-            Choice::ByTime(sample) => self.by_time(sample),
-            Choice::ByBytes(sample) => self.by_bytes(sample),
+            Choice::ByTime(sample) => self.by_time(sample, state),
+            Choice::ByBytes(sample) => self.by_bytes(sample, state),
         }
     }
 
@@ -99,7 +115,7 @@ impl Question<'_> {
     }
 
     /// The planner's balance for this schedule, with the sample as a micro-batch.
-    fn by_time(&self, sample: &Vec<Tensor>) -> Result<balance::Balance> {
+    fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
         let device = |memory: &Option<u64>| plan::Device { memory: *memory, speed: 1.0 };
@@ -108,16 +124,21 @@ impl Question<'_> {
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
         request.recompute = vec![self.recompute];
-        let mut plan = plan::plan(&request)?;
-        Ok(plan.rows.swap_remove(0).balance)
+        request.optimizer_bytes = state;
+        let best = plan::plan(&request)?.rows.swap_remove(0);
+        if let Some(Misfit { device, needed, memory }) = best.misfits.first() {
+            let (needed, memory) = (Bytes(*needed), Bytes(*memory));
+            tracing::warn!(%device, %needed, %memory, "no balance fits by plan: this one lacks the least");
+        }
+        Ok(best.balance)
     }
 
-    fn by_bytes(&self, sample: &Vec<Tensor>) -> Result<balance::Balance> {
+    fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? as u64;
         let load = |layer: &Layer| Load {
             time: 0.0,
-            bytes: layer.parameter_bytes * 2,
+            bytes: (layer.parameter_bytes as f64 * (2.0 + state)) as u64,
             activation_bytes: layer.activation_bytes * samples,
             output_bytes: layer.output_bytes * samples,
         };

@@ -166,6 +166,7 @@ impl Builder {
             balance,
             schedule: self.schedule,
             recompute: self.recompute,
+            non_finite: self.non_finite,
             size: self.size,
             actions: HashMap::new(),
             open: None,

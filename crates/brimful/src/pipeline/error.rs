@@ -75,6 +75,21 @@ pub enum PipelineError {
         /// How many it gives.
         given: usize,
     },
+    /// An input that has a graph, or is to get a gradient.
+    #[error(
+        "input {leaf} requires a gradient, which a pipeline does not give back: make what computes it \
+         a layer, or detach it"
+    )]
+    InputGradient {
+        /// Which of the mini-batch's tensors, counted from 0.
+        leaf: usize,
+    },
+    /// A forward that could not be tried again with its backward.
+    #[error(
+        "an automatic size must try forward, loss and backward together: use `step_whole`, or give a \
+         number of micro-batches"
+    )]
+    AutomaticForward,
     /// Outputs of a forward that was not the last.
     #[error(
         "these outputs are of an earlier forward, whose graphs are gone: call `backward` before the \

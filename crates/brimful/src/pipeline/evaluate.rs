@@ -18,7 +18,7 @@ use crate::batch::{self, Batch};
 use crate::crew::undisturbed;
 use crate::micro::Outcome;
 use crate::schedule::Actions;
-use crate::{Result, Size};
+use crate::{Loss, Result, Size};
 
 impl Pipeline {
     /// The model's output for the whole batch, not in training and without gradients.
@@ -65,27 +65,61 @@ impl Pipeline {
         R: Outcome,
         R::Outputs: 'static,
     {
+        self.evaluate_with(input, target, size.into(), move |values, y| {
+            loss(one(values)?, y).into_parts()
+        })
+    }
+
+    /// The same for a model that gives several tensors.
+    ///
+    /// # Errors
+    /// As [`Pipeline::step`].
+    pub fn evaluate_many<X, Y, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        size: impl Into<Size>,
+        mut loss: impl FnMut(&[Tensor], &Y) -> R + Send + 'static,
+    ) -> Result<Step<R::Outputs>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        R: Outcome,
+        R::Outputs: 'static,
+    {
+        self.evaluate_with(input, target, size.into(), move |values, y| {
+            loss(values, y).into_parts()
+        })
+    }
+
+    fn evaluate_with<X, Y, O>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        size: Size,
+        loss: impl FnMut(&[Tensor], &Y) -> Result<(Loss, O)> + Send + 'static,
+    ) -> Result<Step<O>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        O: Batch + 'static,
+    {
         let start = Instant::now();
         self.open = None;
-        let samples = common_len(input, target)?;
-        let loss = shared(move |values: &[Tensor], y: &Y| loss(one(values)?, y).into_parts());
-        let (step, story) =
-            self.sized(size.into(), Use::Evaluate, input, samples, |this, ranges| {
-                let portion = this.ranks.portion(ranges)?;
-                let (head, collected) = head(target, portion.own(), this.output_device(), &loss)?;
-                let batch = [input as &dyn Described, target];
-                let (Tried { mut told, .. }, actions) =
-                    this.run_forward(input, &batch, ranges, End::Loss(head), start)?;
-                let totals = counted(&mut told)?;
-                let (loss, terms) = totals.map_or((0.0, Vec::new()), |(t, _)| (t.loss, t.terms));
-                let step = report(told, ranges, start, 0, actions, loss, terms);
-                let outputs = this.ranks.outputs(
-                    this.layout.last_worker(),
-                    this.output_device(),
-                    &collected,
-                )?;
-                Ok(step.with_outputs(outputs))
-            })?;
+        let (samples, loss) = (common_len(input, target)?, shared(loss));
+        let (step, story) = self.sized(size, Use::Evaluate, input, samples, |this, ranges| {
+            let portion = this.ranks.portion(ranges)?;
+            let (head, collected) = head(target, portion.own(), this.output_device(), &loss)?;
+            let batch = [input as &dyn Described, target];
+            let (Tried { mut told, .. }, actions) =
+                this.run_forward(input, &batch, ranges, End::Loss(head), start)?;
+            let totals = counted(&mut told)?;
+            let (loss, terms) = totals.map_or((0.0, Vec::new()), |(t, _)| (t.loss, t.terms));
+            let step = report(told, ranges, start, 0, actions, loss, terms);
+            let outputs =
+                this.ranks.outputs(this.layout.last_worker(), this.output_device(), &collected)?;
+            Ok(step.with_outputs(outputs))
+        })?;
         Ok(step.with_story(story))
     }
 

@@ -90,6 +90,7 @@ pub use whole::Outputs;
 
 use crate::batch::{self, Batch};
 use crate::crew::Crew;
+use crate::micro::NonFinite;
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::world::Turn;
 use crate::{Layers, Result, Size};
@@ -114,6 +115,7 @@ pub struct Pipeline {
     balance: crate::balance::Balance,
     schedule: Schedule,
     recompute: Recompute,
+    non_finite: NonFinite,
     size: Size,
     /// The lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
@@ -212,6 +214,20 @@ struct Work<'a> {
     train: bool,
     seed: u64,
     start: Instant,
+}
+
+/// The leaves of each micro-batch of a training step, behind which there must be no graph: a gradient
+/// for it would be lost.
+fn training_inputs(batch: &impl Batch, ranges: &[Range<usize>]) -> Result<Vec<Vec<Tensor>>> {
+    let (mut leaf, mut traced) = (0, None);
+    batch.visit(&mut |input| {
+        traced = traced.or(input.tensor().requires_grad().then_some(leaf));
+        leaf += 1;
+    });
+    match traced {
+        Some(leaf) => Err(PipelineError::InputGradient { leaf }.into()),
+        None => inputs(batch, ranges),
+    }
 }
 
 /// The leaves of each micro-batch, without the graph behind them.

@@ -67,13 +67,18 @@ impl PipelineOptimizer {
             let first = all.first().cloned().unwrap_or_default();
             return Err(Error::EmptyGroup { group: name, parameters: all.len(), first });
         }
-        let chosen = chosen.drain(self.ranks.here()).collect();
-        let made = crew.each_or_error(chosen, move |worker, chosen| {
-            if chosen.is_empty() {
-                return Ok(());
-            }
-            let is_member = |name: &str| chosen.iter().any(|chosen| chosen == name);
-            optimizer(worker).group(&name, is_member, method)
+        let chosen: Vec<Vec<String>> = chosen.drain(self.ranks.here()).collect();
+        let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
+        self.ranks.together("group", |_| {
+            let group = name.clone();
+            let checked = crew.each_or_error(chosen.clone(), move |worker, chosen| {
+                optimizer(worker).check_group(&group, |name| has(&chosen, name), &method)
+            });
+            checked.map(drop)
+        })?;
+        let made = crew.each_or_error(chosen, move |worker, chosen| match &*chosen {
+            [] => Ok(()),
+            chosen => optimizer(worker).group(&name, |name| has(chosen, name), method),
         });
         made.map(drop)
     }

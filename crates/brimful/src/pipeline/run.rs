@@ -129,8 +129,9 @@ impl Run {
         Ok(())
     }
 
-    pub(super) fn micro_batches(&self) -> usize {
-        self.job.actions.micro_batches()
+    /// Samples in each micro-batch.
+    pub(super) fn sizes(&self) -> Vec<usize> {
+        self.job.parts.iter().map(|part| part.samples as usize).collect()
     }
 
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {

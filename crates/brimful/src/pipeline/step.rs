@@ -21,7 +21,7 @@ use super::ranks::Ranks;
 use super::report::Step;
 use super::run::Failure;
 use super::worker::Worker;
-use super::{Pipeline, Work, inputs, ties};
+use super::{Pipeline, Work, ties, training_inputs};
 use crate::auto::Use;
 use crate::batch::Batch;
 use crate::crew::{Crew, CrewError, drawing};
@@ -113,7 +113,7 @@ impl Pipeline {
         let own = portion.own();
         let actions = self.actions(own.len().max(1))?;
         let (head, collected) = head(target, own, self.output_device(), loss)?;
-        let (inputs, end) = (inputs(input, own)?, End::Loss(head));
+        let (inputs, end) = (training_inputs(input, own)?, End::Loss(head));
         drawing(&self.devices, |seed| {
             let (crew, ranks) = (self.crew(), &self.ranks);
             let seed = ranks.open("step", &[input, target], seed)?;

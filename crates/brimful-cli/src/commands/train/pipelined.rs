@@ -59,7 +59,7 @@ impl Pipelined {
             .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
             .world(world)
             .replicas(options.ranks.replicas)
-            .balance(Balance::by_time(&typed(sample, kind)))
+            .balance(Balance::by_time(&typed(sample, kind)).optimizer(options.method()))
             .micro_batches(size)
             .schedule(stages.schedule)
             .recompute(stages.recompute)
