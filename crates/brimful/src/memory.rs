@@ -21,11 +21,15 @@
 //! scratch space that oneDNN and MKL take for themselves inside an operation is not in it, nor are
 //! buffers that an operation's helper threads allocate.
 
+mod host;
+
 use brimful_torch::arena::{self, ArenaGuard};
 #[doc(inline)]
 pub use brimful_torch::host::keep_freed_blocks;
 use brimful_torch::memory as torch_memory;
 use tch::Device;
+
+pub use host::{HostMemory, host};
 
 use crate::bytes::Bytes;
 use crate::{Error, Result};
@@ -262,32 +266,6 @@ fn usage_of_accelerator(device: Device) -> Result<Usage> {
         allocation_retries: figures.allocation_retries,
         refusals: figures.refusals,
     })
-}
-
-/// The machine's own memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct HostMemory {
-    /// All of it.
-    pub total: Bytes,
-    /// What programs can still take without swapping.
-    pub available: Bytes,
-}
-
-/// Reads the machine's memory.
-///
-/// # Errors
-/// When the system does not say, as outside Linux.
-pub fn host() -> Result<HostMemory> {
-    let unreadable = || Error::Torch("cannot read /proc/meminfo: brimful needs Linux".into());
-    let text = std::fs::read_to_string("/proc/meminfo").map_err(|_| unreadable())?;
-    let field = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-        Some(Bytes(kib * 1024))
-    };
-    let total = field("MemTotal:").ok_or_else(unreadable)?;
-    let available = field("MemAvailable:").ok_or_else(unreadable)?;
-    Ok(HostMemory { total, available })
 }
 
 /// Where a memory ends: one that is not counted, or not limited, where the machine's does.

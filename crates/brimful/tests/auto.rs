@@ -166,6 +166,67 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     }
 }
 
+/// An error with another one behind it.
+#[derive(Debug)]
+struct Around(brimful::Error);
+
+impl std::fmt::Display for Around {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("in the middle of it")
+    }
+}
+
+impl std::error::Error for Around {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0)
+    }
+}
+
+#[test]
+fn running_out_is_known_under_whatever_is_said_around_it() {
+    let _alone = alone();
+    let net = Net::plain();
+    let (arena, memory) = arena_of("faulty");
+    let mut micro = MicroBatcher::new(&net.store, Auto::largest()).memory(memory.clone());
+    let forward = |x: &Tensor| -> Result<Loss, Around> {
+        let held = Tensor::f_zeros([64], (Kind::Float, Device::Cpu));
+        let _held = held.map_err(|error| Around(error.into()))?;
+        Ok(loss(&net, x))
+    };
+    micro.backward(&batch(), |x| forward(&x)).expect("a step");
+    arena.fail_nth_allocation(1);
+    let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
+    assert_eq!(step.retries, 1);
+    arena.fail_nth_allocation(1);
+    let mut held = || forward(&batch()).map(drop);
+    brimful::guard(&memory, &mut held).expect("it is tried again");
+}
+
+/// Where two samples take nearly all of a small memory, most of that may still be nobody's own.
+#[test]
+fn what_every_size_needs_is_not_taken_for_the_samples() {
+    let _alone = alone();
+    for size in [Size::Auto, Auto::largest()] {
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let layer = nn::linear(store.root(), 16, 4, Default::default());
+        store.set_kind(Kind::Double);
+        let memory = Memory::Arena(Arena::limited("tight", 5 << 20).expect("a limit"));
+        let mut micro = MicroBatcher::new(&store, size).memory(memory);
+        let batch = Tensor::ones([600, 16], (Kind::Double, Device::Cpu));
+        let mut step = || {
+            micro.backward(&batch, |x| {
+                // Four MiB for any number of samples, and 16 KiB for each.
+                let fixed = Tensor::empty([4 << 20], (Kind::Uint8, Device::Cpu));
+                let own = Tensor::empty([x.size()[0] << 14], (Kind::Uint8, Device::Cpu));
+                drop((fixed, own));
+                Loss::mean(layer.forward(&x).square().mean(Kind::Double))
+            })
+        };
+        let last = (0..6).map(|_| step().expect("a step")).last().expect("a step");
+        assert!(last.sizes[0] > 8, "{size:?}: {:?}", last.sizes);
+    }
+}
+
 #[test]
 fn a_guarded_closure_keeps_its_own_errors() {
     let _alone = alone();

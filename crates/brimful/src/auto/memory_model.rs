@@ -123,7 +123,20 @@ impl MemoryModel {
 
     /// The largest size within the budget, as far as that is known.
     pub(crate) fn largest(&self, budget: u64) -> Option<usize> {
-        self.line().map(|line| line.largest(budget))
+        let largest = self.line()?.largest(budget);
+        Some(match self.only_size() {
+            // A second size, far enough from the first, is worth a failure: without it nothing tells
+            // what a sample needs from what any number of them does.
+            Some((size, need)) if need <= budget => largest.max((4 * size).div_ceil(3)),
+            _ => largest,
+        })
+    }
+
+    /// The size that has been seen and its need, where there is no other to go by.
+    fn only_size(&self) -> Option<(usize, u64)> {
+        let mut needs = self.needs.iter().filter(|_| self.prior.is_none());
+        let first = needs.next().map(|(&size, &need)| (size, need));
+        first.filter(|_| needs.next().is_none())
     }
 
     /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients
@@ -193,6 +206,10 @@ mod tests {
         let mut model = MemoryModel::default();
         model.observe(2, 100, false);
         assert_eq!((model.predict(4), model.largest(199)), (Some(200), Some(3)));
+        assert_eq!(model.largest(101), Some(3), "to learn what a sample needs");
+        assert_eq!(model.largest(99), Some(1));
+        model.observe(3, 101, false);
+        assert_eq!(model.largest(105), Some(7));
     }
 
     #[test]
@@ -241,6 +258,7 @@ mod tests {
     #[test]
     fn a_single_micro_batch_has_no_gradients_beside_it() {
         let mut model = MemoryModel::with_floor(100);
+        model.observe(5, 150, false);
         model.observe(10, 200, false);
         assert_eq!(model.largest(200), Some(10));
         assert!(model.holds_all(20, 200) && !model.holds_all(21, 200));

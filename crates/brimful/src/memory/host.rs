@@ -1,0 +1,129 @@
+//! The host's memory: what the machine has, or what a container may take of it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::bytes::Bytes;
+use crate::{Error, Result};
+
+/// The memory of the machine, or of the container that this process is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostMemory {
+    /// All of it.
+    pub total: Bytes,
+    /// What programs can still take without swapping.
+    pub available: Bytes,
+}
+
+/// Reads the host's memory.
+///
+/// # Errors
+/// When the system does not say, as outside Linux.
+pub fn host() -> Result<HostMemory> {
+    let unreadable = || Error::Torch("cannot read /proc/meminfo: brimful needs Linux".into());
+    let text = fs::read_to_string("/proc/meminfo").map_err(|_| unreadable())?;
+    let machine = machine(&text).ok_or_else(unreadable)?;
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    Ok(groups(&own).iter().filter_map(|group| group.memory()).fold(machine, HostMemory::within))
+}
+
+impl HostMemory {
+    /// What is left of it where there is another limit.
+    fn within(self, limit: Self) -> Self {
+        Self { total: self.total.min(limit.total), available: self.available.min(limit.available) }
+    }
+}
+
+fn machine(meminfo: &str) -> Option<HostMemory> {
+    let field = |name: &str| {
+        let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+        let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+        Some(Bytes(kib * 1024))
+    };
+    Some(HostMemory { total: field("MemTotal:")?, available: field("MemAvailable:")? })
+}
+
+/// A control group's folder, and the names that its files have there.
+struct Group {
+    folder: PathBuf,
+    limit: &'static str,
+    used: &'static str,
+    /// Of the statistics: files that are cached, and can be dropped.
+    dropped: &'static str,
+}
+
+/// The groups that this process is in, with those above them, whose limits hold as well.
+fn groups(own: &str) -> Vec<Group> {
+    let mut groups = Vec::new();
+    for line in own.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(kinds), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let above = Path::new(path.trim_start_matches('/')).ancestors();
+        if kinds.is_empty() {
+            groups.extend(above.map(|path| Group {
+                folder: Path::new("/sys/fs/cgroup").join(path),
+                limit: "memory.max",
+                used: "memory.current",
+                dropped: "inactive_file ",
+            }));
+        } else if kinds.split(',').any(|kind| kind == "memory") {
+            groups.extend(above.map(|path| Group {
+                folder: Path::new("/sys/fs/cgroup/memory").join(path),
+                limit: "memory.limit_in_bytes",
+                used: "memory.usage_in_bytes",
+                dropped: "total_inactive_file ",
+            }));
+        }
+    }
+    groups
+}
+
+impl Group {
+    /// What it may take; `None` where nothing limits it.
+    fn memory(&self) -> Option<HostMemory> {
+        let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
+        let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
+        let (total, used) = (number(self.limit)?, number(self.used)?);
+        let statistics = read("memory.stat").unwrap_or_default();
+        let dropped = statistics.lines().find_map(|line| line.strip_prefix(self.dropped));
+        let dropped = dropped.and_then(|number| number.trim().parse::<u64>().ok()).unwrap_or(0);
+        let available = total.saturating_sub(used.saturating_sub(dropped));
+        Some(HostMemory { total: Bytes(total), available: Bytes(available) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_is_read_with_those_above_it() {
+        let folders = |own: &str| -> Vec<String> {
+            groups(own).iter().map(|group| group.folder.display().to_string()).collect()
+        };
+        assert_eq!(
+            folders("0::/user/run\n"),
+            ["/sys/fs/cgroup/user/run", "/sys/fs/cgroup/user", "/sys/fs/cgroup/"]
+        );
+        let old = folders("7:cpu,memory:/job\n2:pids:/job\n");
+        assert_eq!(old, ["/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory/"]);
+    }
+
+    #[test]
+    fn a_limit_holds_where_it_is_below_the_machines_memory() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text);
+        write("memory.current", "700\n").expect("written");
+        write("memory.stat", "anon 500\ninactive_file 200\n").expect("written");
+        let own = || Group { folder: folder.path().to_owned(), ..groups("0::/").remove(0) };
+
+        let machine = machine("MemTotal: 2 kB\nMemAvailable: 1 kB\n").expect("both are there");
+        assert_eq!(machine, HostMemory { total: Bytes(2048), available: Bytes(1024) });
+        write("memory.max", "max\n").expect("written");
+        assert_eq!(own().memory(), None);
+        write("memory.max", "1000\n").expect("written");
+        let limit = own().memory().expect("a limit");
+        assert_eq!(limit, HostMemory { total: Bytes(1000), available: Bytes(500) });
+        assert_eq!(machine.within(limit), limit);
+    }
+}
