@@ -40,7 +40,7 @@ fn a_limit_that_is_too_small_is_a_row_and_the_next_one_is_measured() {
 #[test]
 fn people_read_a_table() {
     let words = predicate::str::contains("mlp 28×28, f32, mini-batch 256")
-        .and(predicate::str::contains("3.81 MiB | one sample does not fit"))
+        .and(predicate::str::contains("3.81 MiB | out of memory in arena"))
         .and(predicate::str::contains("38.1 MiB |"));
     bench_auto(&LIMITS).arg("--steps-only").assert().success().stdout(words);
 }

@@ -1,6 +1,7 @@
 //! `brimful verify`: the full batch's gradients beside those of its micro-batches, parameter by
 //! parameter.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::Result;
@@ -68,7 +69,7 @@ struct Subject {
 struct Gradients {
     loss: f64,
     sizes: Vec<usize>,
-    named: Vec<(String, Tensor)>,
+    named: BTreeMap<String, Tensor>,
 }
 
 impl Subject {
@@ -99,8 +100,7 @@ impl Subject {
             let gradient = variable.grad();
             gradient.defined().then(|| (name, gradient.to_kind(Kind::Double).copy()))
         };
-        let mut named: Vec<_> = self.store.variables().into_iter().filter_map(gradient).collect();
-        named.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let named = self.store.variables().into_iter().filter_map(gradient).collect();
         clear_gradients(&self.store)?;
         Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
     }
@@ -123,9 +123,14 @@ struct Report {
 
 impl Report {
     fn new(options: &Options, full: &Gradients, split: &Gradients) -> Self {
-        let errors = full.named.iter().zip(&split.named).map(|((name, full), (_, split))| {
-            let scale = full.abs().max().double_value(&[]).max(f64::MIN_POSITIVE);
-            ((full - split).abs().max().double_value(&[]) / scale, name)
+        let names = full.named.keys().chain(split.named.keys());
+        let errors = names.map(|name| match (full.named.get(name), split.named.get(name)) {
+            (Some(full), Some(split)) => {
+                let scale = full.abs().max().double_value(&[]).max(f64::MIN_POSITIVE);
+                ((full - split).abs().max().double_value(&[]) / scale, name)
+            }
+            // One of them has no gradient at all.
+            _ => (f64::INFINITY, name),
         });
         let worst = errors.max_by(|a, b| a.0.total_cmp(&b.0));
         let (max_relative_error, parameter) =

@@ -38,10 +38,7 @@ pub(super) struct Row {
 #[serde(untagged)]
 enum Outcome {
     Measured(Figures),
-    /// Not even one sample does.
-    DoesNotFit {
-        error: String,
-    },
+    DoesNotFit { error: String },
 }
 
 #[derive(Debug, Serialize)]
@@ -92,7 +89,7 @@ impl Row {
     ) -> Result<Self> {
         let outcome = match Figures::measure(subject, steps_only, progress) {
             Err(error) if Exit::of(&error) == Exit::DoesNotFit => {
-                Outcome::DoesNotFit { error: "one sample does not fit".to_owned() }
+                Outcome::DoesNotFit { error: error.to_string() }
             }
             figures => Outcome::Measured(figures?),
         };

@@ -12,6 +12,7 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::super::work::{Samples, Work};
+use super::trials::is_out_of_memory;
 use crate::setting::clear_gradients;
 
 /// What is to be measured, and in how much memory.
@@ -83,8 +84,18 @@ impl Built<'_> {
     /// The seconds of a step of a given size.
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
         let Self { work, device, store, model, memory, samples, .. } = self;
-        let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
-        Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
+        let run = || {
+            let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
+            Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
+        };
+        match run() {
+            // What other sizes have left in a card's cache may be in pieces.
+            Err(error) if is_out_of_memory(&error) => {
+                memory.empty_cache()?;
+                run()
+            }
+            seconds => seconds,
+        }
     }
 }
 

@@ -24,7 +24,7 @@ pub(super) fn largest(subject: &Subject, samples: &Samples, progress: &Progress)
             fails = size;
         }
     }
-    ensure!(fits > 0, does_not_fit(format!("one sample does not fit {}", subject.limit)));
+    ensure!(fits > 0, does_not_fit("one sample does not fit"));
     // Near-equal micro-batches are as large as that allows.
     Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
 }
@@ -73,6 +73,6 @@ pub(super) fn rate(
     Ok(Some(subject.work.batch as f64 / times.median()))
 }
 
-fn is_out_of_memory(error: &anyhow::Error) -> bool {
+pub(super) fn is_out_of_memory(error: &anyhow::Error) -> bool {
     error.downcast_ref().and_then(Error::out_of_memory).is_some()
 }
