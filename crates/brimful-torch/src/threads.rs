@@ -1,6 +1,7 @@
 //! How many threads one operation may use, for this thread alone.
 
 use std::marker::PhantomData;
+use std::sync::{Mutex, PoisonError};
 
 /// Sets how many threads each operation started by this thread may use, until the guard is dropped.
 pub fn limit_threads(count: usize) -> ThreadsGuard {
@@ -17,6 +18,8 @@ pub fn threads() -> usize {
 /// libtorch's own call also becomes the default of threads that have not asked yet. A newcomer
 /// tells what that default was, and another one puts it back.
 fn set(count: usize) {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let newcomers = elsewhere(tch::get_num_threads);
     tch::set_num_threads(i32::try_from(count).unwrap_or(i32::MAX));
     elsewhere(move || tch::set_num_threads(newcomers.max(1)));

@@ -602,9 +602,17 @@ impl Error {
         };
         match error.downcast::<TchError>() {
             Ok(torch) => Self::from(*torch),
-            Err(other) => Self::Closure(ClosureError(other.into())),
+            Err(other) => match out_of_memory_in(&*other) {
+                Some(oom) => Self::OutOfMemory(oom),
+                None => Self::Closure(ClosureError(other.into())),
+            },
         }
     }
+}
+
+/// The report of memory that ran out, under whatever was said around it.
+fn out_of_memory_in(error: &(dyn StdError + 'static)) -> Option<OutOfMemory> {
+    oom::recognise(&error.to_string()).or_else(|| error.source().and_then(out_of_memory_in))
 }
 
 impl From<StageError> for Error {

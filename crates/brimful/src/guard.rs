@@ -2,7 +2,6 @@
 //! callbacks, the saving of a model.
 
 use std::error::Error as StdError;
-use std::fmt::Display;
 use std::panic;
 
 use crate::memory::Memory;
@@ -18,9 +17,10 @@ use crate::{Error, Result};
 /// When memory runs out again, and with any other error of `f`. Any other panic goes on.
 pub fn guard<T, E>(memory: &Memory, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
 where
-    E: Into<Box<dyn StdError + Send + Sync>> + Display,
+    E: Into<Box<dyn StdError + Send + Sync>>,
 {
     let _inside = memory.enter();
+    let mut f = || f().map_err(Error::of_closure);
     match oom::catch(&mut f) {
         Err(Caught::OutOfMemory(error)) => {
             tracing::warn!(%error, "memory ran out outside a step: the cache is emptied for one more try");
@@ -31,7 +31,7 @@ where
     }
     .map_err(|caught| match caught {
         Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
-        Caught::Error(error) => Error::of_closure(error),
+        Caught::Error(error) => error,
         Caught::Panic(payload) => panic::resume_unwind(payload),
     })
 }

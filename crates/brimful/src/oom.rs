@@ -116,6 +116,14 @@ pub fn panic_text(payload: &(dyn Any + Send)) -> Option<&str> {
     payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied())
 }
 
+/// The same without the wrapping and the backtrace that a panic of tch has.
+pub(crate) fn panic_words(payload: &(dyn Any + Send)) -> Option<String> {
+    panic_text(payload).map(|text| {
+        let start = text.find("Torch(\"").map_or(0, |start| start + "Torch(\"".len());
+        own_words(&text[start..], "")
+    })
+}
+
 pub(crate) fn from_torch(error: &TorchError) -> Option<OutOfMemory> {
     recognise(&error.message).or_else(|| {
         let message = error.message.clone();

@@ -164,7 +164,7 @@ fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header>
     file.read_exact(&mut start)
         .map_err(|_| damaged(path, format!("it has {length} bytes, too few for a header")))?;
     let header_length = u64::from_le_bytes(start);
-    if header_length > LARGEST_HEADER || header_length > length - LENGTH_BYTES {
+    if header_length > LARGEST_HEADER || header_length > length.saturating_sub(LENGTH_BYTES) {
         let reason = format!("it has {length} bytes, but a header of {header_length}");
         return Err(damaged(path, reason));
     }

@@ -166,6 +166,52 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
     assert_eq!((warned(4), warned(12)), (1, 0));
 }
 
+/// What an evaluation sees of such a layer tells nothing of training.
+#[test]
+fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
+    let x = batch(&[12, 3]);
+    let mut store = nn::VarStore::new(Device::Cpu);
+    let layer = nn::batch_norm1d(store.root(), 3, Default::default());
+    store.set_kind(Kind::Double);
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(4));
+    let loss = |x: Tensor, train| layer.forward_t(&x, train).mean(Kind::Double);
+    micro.evaluate(&x, |x| Loss::mean(loss(x, false))).expect("an evaluation");
+    for _ in 0..2 {
+        let before = layer.running_mean.copy();
+        let failed = micro.backward(&x, |x| Loss::mean(loss(x, true) / 0.0));
+        assert!(failed.is_err());
+        assert_eq!(layer.running_mean, before);
+        micro.backward(&x, |x| Loss::mean(loss(x, true))).expect("a step");
+        assert_ne!(layer.running_mean, before);
+    }
+}
+
+#[test]
+fn very_few_samples_at_a_time_are_warned_of_once() {
+    let x = batch(&[24, 3]);
+    let warned = |size: usize| {
+        let split = layer(BatchNormPolicy::Deferred, 2);
+        let count = Arc::new(AtomicUsize::new(0));
+        tracing::subscriber::with_default(Warnings(count.clone()), || {
+            let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));
+            (0..3).for_each(|_| train(&split, &mut micro, &x));
+        });
+        count.load(Ordering::Relaxed)
+    };
+    assert_eq!([2, 7, 8, 24].map(warned), [1, 1, 0, 0]);
+}
+
+#[test]
+fn a_single_value_moves_the_mean_alone() {
+    let only = layer(BatchNormPolicy::Deferred, 2);
+    let before = statistics(&only);
+    let mut micro = MicroBatcher::new(&only.store, Size::Fixed(1));
+    train(&only, &mut micro, &batch(&[1, 3]));
+    let [mean, variance] = statistics(&only);
+    assert_ne!(mean, before[0]);
+    assert_eq!(variance, before[1], "of one value there is none");
+}
+
 #[test]
 fn a_loss_over_the_whole_counts_its_two_forwards_once() {
     let x = batch(&[12, 3]);

@@ -276,6 +276,32 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
     }
 }
 
+/// A factor belongs to the micro-batch that it was given in, in the loss as in the gradient.
+#[test]
+fn a_factor_may_change_from_micro_batch_to_micro_batch() {
+    let run = |size: Size| {
+        let net = net(Kind::Double);
+        let (x, y, _) = batch(12, Kind::Double);
+        let factors = Tensor::arange(12, (Kind::Double, test_device())).floor_divide_scalar(4);
+        let mut micro = micro_batcher(&net.store, size);
+        let step = micro.backward(&(x, y, factors), |(x, y, factors)| {
+            let losses = net.layers.forward(&x).cross_entropy_loss::<Tensor>(
+                &y,
+                None,
+                tch::Reduction::None,
+                -100,
+                0.0,
+            );
+            match factors.size()[0] {
+                4 => Loss::mean(losses.mean(Kind::Double)) * factors.double_value(&[0]),
+                _ => Loss::mean((losses * factors).mean(Kind::Double)),
+            }
+        });
+        left(&net, step.expect("a step").loss)
+    };
+    assert_close("factors", &run(Size::Fixed(12)), &run(Size::Fixed(4)), 1e-12);
+}
+
 #[test]
 fn outputs_come_back_in_sample_order_without_their_graphs() {
     let net = net(Kind::Double);

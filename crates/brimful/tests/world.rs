@@ -22,6 +22,8 @@ fn a_process_without_a_launcher_is_a_world_of_one() {
     world.sum(&[tensor.shallow_clone()]).expect("a sum");
     world.broadcast(&[tensor.shallow_clone()], 0).expect("a broadcast");
     assert_eq!(tensor, Tensor::ones([3], DOUBLE));
+    let error = world.broadcast(&[tensor], 3).expect_err("there is no such rank");
+    assert_eq!(error, WorldError::NoRank { rank: 3, size: 1 }.into());
 }
 
 #[test]

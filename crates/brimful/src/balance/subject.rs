@@ -112,7 +112,7 @@ impl Subject<'_> {
             Caught::Panic(payload) => Error::LayerRun {
                 layer: self.name.to_owned(),
                 shape,
-                message: words(oom::panic_text(&*payload).unwrap_or("a panic")),
+                message: oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned()),
             },
         })
     }
@@ -138,11 +138,4 @@ fn agree(runs: &[Times]) -> bool {
 
 fn least(runs: &[Times], of: impl Fn(&Times) -> f64) -> f64 {
     runs.iter().map(of).fold(f64::INFINITY, f64::min)
-}
-
-/// What a panic of tch says, without its wrapping and backtrace.
-fn words(panic: &str) -> String {
-    let text = panic.split_once("Torch(\"").map_or(panic, |(_, text)| text);
-    let line = text.split("\\n").next().and_then(|text| text.lines().next());
-    line.unwrap_or_default().trim_end_matches("\")").replace("\\\"", "\"")
 }

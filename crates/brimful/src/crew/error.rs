@@ -37,5 +37,5 @@ pub(crate) fn of(caught: Caught<Error>) -> Error {
 
 /// What a panic says.
 pub(crate) fn words(payload: &(dyn Any + Send)) -> String {
-    oom::panic_text(payload).unwrap_or("without a word").to_owned()
+    oom::panic_words(payload).unwrap_or_else(|| "without a word".to_owned())
 }

@@ -80,8 +80,10 @@ impl Description {
     fn failed(&self, caught: Caught<TchError>) -> Error {
         let message = match caught {
             Caught::OutOfMemory(oom) => return oom.into(),
-            Caught::Error(error) => error.to_string(),
-            Caught::Panic(payload) => oom::panic_text(&*payload).unwrap_or("a panic").to_owned(),
+            Caught::Error(error) => return error.into(),
+            Caught::Panic(payload) => {
+                oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned())
+            }
         };
         Error::LayerBuild { layer: self.name.clone(), message }
     }

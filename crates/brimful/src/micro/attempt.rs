@@ -16,6 +16,7 @@ use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::{Dice, Draws, Randomness};
 use crate::statistics::Pending;
+use crate::world::WorldError;
 use crate::{Error, Result};
 
 /// A mini-batch's place in its step.
@@ -161,8 +162,19 @@ impl MicroBatcher {
             let outputs = joined(pass.outputs)?;
             Ok((pass.accumulator.finish()?, pass.tally, groups, outputs))
         };
-        let ((sums, tally, groups, outputs), undo) = self.guarded(cut, run)?;
+        let ((sums, tally, groups, outputs), undo) = self.trained(cut, run)?;
         Ok((Window::new(sums, tally, groups, undo, scale.unit, cut), outputs))
+    }
+
+    /// Runs a part of a training step as [`MicroBatcher::guarded`] does.
+    pub(super) fn trained<T>(
+        &mut self,
+        cut: &mut Cut,
+        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
+    ) -> Result<(T, Undo)> {
+        let (value, undo) = self.guarded(cut, f)?;
+        self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes());
+        Ok((value, undo))
     }
 
     /// Runs `f` inside the memory; if it fails, statistics and random state are as before.
@@ -180,10 +192,7 @@ impl MicroBatcher {
         let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self, cut)));
         let undo = Undo { statistics, randomness, foreign };
         match result {
-            Ok(value) => {
-                self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes().len());
-                Ok((value, undo))
-            }
+            Ok(value) => Ok((value, undo)),
             Err(caught) => {
                 undo.run()?;
                 if matches!(caught, Caught::OutOfMemory(_)) {
@@ -206,8 +215,9 @@ pub(super) fn uncaught(caught: Caught<Error>) -> Error {
 
 /// The outputs of all micro-batches; those of a rank without a sample are blank.
 pub(super) fn joined<O: Batch>(outputs: Vec<O>) -> Result<O> {
-    match O::blank().filter(|_| outputs.is_empty()) {
-        Some(blank) => Ok(blank),
-        None => batch::join(outputs),
+    if !outputs.is_empty() {
+        return batch::join(outputs);
     }
+    let name = || std::any::type_name::<O>().to_owned();
+    O::blank().ok_or_else(|| WorldError::NoForm { name: name() }.into())
 }

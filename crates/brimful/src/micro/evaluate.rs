@@ -19,7 +19,8 @@ impl MicroBatcher {
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let (outputs, _) = self.sized(Use::Map, batch, |this, cut| {
-            let (window, outputs) = this.attempt_map(batch, cut, &mut f)?;
+            let scale = Scale::whole(cut);
+            let (window, outputs) = this.attempt_map(batch, cut, scale, &mut f)?;
             window.undo.keep()?;
             Ok(outputs)
         })?;
@@ -44,9 +45,10 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         cut: &mut Cut,
+        scale: Scale,
         f: &mut impl FnMut(B) -> O,
     ) -> Result<(Window, O)> {
-        self.forward_alone(batch, cut, Scale::whole(cut), |_, _, micro_batch| Ok(f(micro_batch)))
+        self.forward_alone(batch, cut, scale, |_, _, micro_batch| Ok(f(micro_batch)))
     }
 
     pub(crate) fn attempt_evaluate<B: Batch, R: Outcome>(

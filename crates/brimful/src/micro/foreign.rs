@@ -2,6 +2,7 @@
 //!
 //! They move their running statistics at every micro-batch, whatever becomes of the step. So these
 //! are saved before a step, and the user is told once that a layer of this library would do better.
+//! Of any layer, the user is told once where it gets very few samples at a time.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,12 +12,18 @@ use tch::nn::Variables;
 use crate::Result;
 use crate::statistics::Pending;
 
+/// With fewer samples than these, what normalises them is mostly chance.
+const FEW: usize = 8;
+
 /// What is known of such layers.
 #[derive(Debug, Default)]
 pub(crate) struct Search {
-    /// Running statistics that no layer has reported; before the first step, all of them.
+    /// Running statistics that no layer has reported; none before the first training step.
     found: Option<Vec<Tensor>>,
-    told: bool,
+    /// Whether they were looked at after several micro-batches: that waits for the device, and so is
+    /// done once.
+    looked: bool,
+    told_of_few: bool,
 }
 
 impl Search {
@@ -29,31 +36,42 @@ impl Search {
         }
     }
 
-    /// Learns from a step which statistics nobody reports, and warns where micro-batches move them.
+    /// Learns from a training step which statistics nobody reports, and warns where micro-batches move
+    /// them.
     pub(crate) fn judge(
         &mut self,
         reported: &Pending,
         saved: &[(Tensor, Tensor)],
-        micro_batches: usize,
+        sizes: &[usize],
     ) {
-        let foreign = saved.iter().filter(|(running, _)| !reported.knows(running));
-        let moved: Vec<Tensor> = foreign
-            .filter(|(running, before)| running != before)
-            .map(|(running, _)| running.shallow_clone())
-            .collect();
-        if micro_batches > 1 && !moved.is_empty() && !self.told {
-            self.told = true;
+        let (micro_batches, largest) = (sizes.len(), sizes.iter().copied().max().unwrap_or(0));
+        if micro_batches > 1 && largest < FEW && !reported.is_empty() && !self.told_of_few {
+            self.told_of_few = true;
             tracing::warn!(
-                layers = moved.len().div_ceil(2),
-                micro_batches,
-                "BatchNorm of tch moves its running statistics at every micro-batch: use \
-                 brimful::nn::batch_norm2d (or 1d, 3d), which moves them once a step, as the whole \
-                 mini-batch would"
+                samples = largest,
+                "BatchNorm normalises each micro-batch by itself, and these are few samples: give it \
+                 more memory or larger micro-batches, or use GroupNorm"
             );
         }
-        if self.found.is_none() {
-            self.found = Some(moved);
+        let foreign = || saved.iter().filter(|(running, _)| !reported.knows(running));
+        if micro_batches > 1 && !self.looked {
+            self.looked = true;
+            warn(foreign().filter(|(running, before)| running != before).count(), micro_batches);
         }
+        let found = || foreign().map(|(running, _)| running.shallow_clone()).collect();
+        self.found.get_or_insert_with(found);
+    }
+}
+
+fn warn(moved: usize, micro_batches: usize) {
+    if moved > 0 {
+        tracing::warn!(
+            layers = moved.div_ceil(2),
+            micro_batches,
+            "BatchNorm of tch moves its running statistics at every micro-batch: use \
+             brimful::nn::batch_norm2d (or 1d, 3d), which moves them once a step, as the whole \
+             mini-batch would"
+        );
     }
 }
 

@@ -162,7 +162,8 @@ impl MicroBatcher {
 
     /// Says in which order images and convolutions are to be in memory. Others than
     /// [`Layout::AsIs`] change the strides of inputs and of parameters of four or five dimensions,
-    /// so that a closure must not ask for a `view` across them; one that does is run as before.
+    /// so that a closure must not ask for a `view` across them; one that does is run as before. In a
+    /// [world](MicroBatcher::world) nothing is measured.
     pub fn layout(mut self, layout: Layout) -> Self {
         self.set_layout(layout);
         self
@@ -224,12 +225,13 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<R::Outputs> {
+        let (start, is_first) = (Instant::now(), self.window.is_none());
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
             let first = this.window.is_none();
             let scale = Scale { unit, first, last: false, draws: None };
-            let (mut later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
-            later.sums.own()?;
+            let (later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            let later = later.lasting()?;
             match &mut this.window {
                 None => this.window = Some(later),
                 Some(window) => window.extend(later)?,
@@ -238,6 +240,10 @@ impl MicroBatcher {
         })?;
         if let Some(window) = &mut self.window {
             window.story.extend(story);
+        }
+        // The order changes from window to window, so that one part of each tells its rate.
+        if is_first {
+            self.learn_order(crate::batch::len(batch)?, start.elapsed());
         }
         Ok(outputs)
     }

@@ -15,9 +15,13 @@ impl MicroBatcher {
 
     pub(crate) fn set_layout(&mut self, layout: Layout) {
         self.arrangement = Arrangement::new(layout);
+        if self.world.is_some() {
+            self.measure_no_layout();
+        }
     }
 
-    /// Leaves the order in memory as it is, if it was to be measured.
+    /// Leaves the order in memory as it is, if it was to be measured: which one is faster would be
+    /// another on each rank.
     pub(crate) fn measure_no_layout(&mut self) {
         if self.arrangement.is_measured() {
             self.arrangement = Arrangement::default();

@@ -1,7 +1,6 @@
 //! Runs a mini-batch with an automatic size: again, in smaller micro-batches, where memory ran out.
 
 use std::error::Error as StdError;
-use std::fmt::Display;
 use std::path::Path;
 use std::sync::PoisonError;
 
@@ -47,7 +46,7 @@ impl MicroBatcher {
     /// As there.
     pub fn guard<T, E>(&self, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
     where
-        E: Into<Box<dyn StdError + Send + Sync>> + Display,
+        E: Into<Box<dyn StdError + Send + Sync>>,
     {
         match &self.memory {
             Some(memory) => guard(memory, f),

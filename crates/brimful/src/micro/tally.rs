@@ -19,9 +19,16 @@ pub(crate) struct Tally {
 #[derive(Debug)]
 struct Line {
     over: LineOver,
+    /// Of each micro-batch; `None` where the term had no part in it.
+    parts: Vec<Option<LinePart>>,
+}
+
+/// A term in one micro-batch: its value and weight, each a double of one element, and its factor.
+#[derive(Debug)]
+struct LinePart {
+    value: Tensor,
+    weight: Weight,
     factor: f64,
-    /// Each micro-batch's value and weight; `None` where the term had no part in it.
-    parts: Vec<Option<(Tensor, Weight)>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,9 +130,8 @@ impl Tally {
                 *place = number;
             }
         };
-        for (value, weight) in
-            self.terms.iter_mut().flat_map(|line| line.parts.iter_mut().flatten())
-        {
+        let parts = self.terms.iter_mut().flat_map(|line| line.parts.iter_mut().flatten());
+        for LinePart { value, weight, .. } in parts {
             put(value);
             if let Weight::Tensor(weight) = weight {
                 put(weight);
@@ -154,7 +160,7 @@ impl Tally {
         for (index, line) in self.terms.iter().enumerate() {
             let (mut numerator, mut denominator) = (0.0, 0.0);
             for (micro_batch, part) in line.parts.iter().enumerate() {
-                let Some((_, weight)) = part else { continue };
+                let Some(LinePart { weight, factor, .. }) = part else { continue };
                 let value = next();
                 let weight = match weight {
                     Weight::Number(number) => *number,
@@ -163,11 +169,11 @@ impl Tally {
                 if policy != NonFinite::Allow && !(value.is_finite() && weight.is_finite()) {
                     return Err(Error::NonFiniteLoss { term: index, micro_batch, value, weight });
                 }
-                numerator += if line.over == LineOver::Undivided { value } else { value * weight };
+                let summand = if line.over == LineOver::Undivided { value } else { value * weight };
+                numerator += summand * factor;
                 denominator += weight;
             }
-            let Line { over, factor, .. } = *line;
-            counted.0.push(CountedLine { over, factor, numerator, denominator });
+            counted.0.push(CountedLine { over: line.over, numerator, denominator });
         }
         match (0..self.norms.len()).find(|_| !next().is_finite()) {
             Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
@@ -184,7 +190,7 @@ impl Tally {
     fn on_host(&self) -> Result<Option<Tensor>> {
         let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
         let mut tensors = Vec::new();
-        for (value, weight) in parts {
+        for LinePart { value, weight, .. } in parts {
             tensors.push(value);
             if let Weight::Tensor(weight) = weight {
                 tensors.push(weight);
@@ -200,7 +206,7 @@ impl Tally {
 
 impl Line {
     fn new(term: &Term) -> Self {
-        Self { over: LineOver::of(&term.over), factor: term.factor, parts: Vec::new() }
+        Self { over: LineOver::of(&term.over), parts: Vec::new() }
     }
 }
 
@@ -216,8 +222,8 @@ impl LineOver {
     }
 }
 
-/// A term's value and weight, each a double of one element; `None` where it has no part.
-fn counted(term: &Term, part: &Part) -> Result<Option<(Tensor, Weight)>> {
+/// A term's part of a micro-batch; `None` where it has none.
+fn counted(term: &Term, part: &Part) -> Result<Option<LinePart>> {
     let weight = match &term.over {
         Over::Samples => Weight::Number(part.samples),
         Over::Given(Weight::Number(0.0)) => return Ok(None),
@@ -231,10 +237,11 @@ fn counted(term: &Term, part: &Part) -> Result<Option<(Tensor, Weight)>> {
         Over::Once if part.first => Weight::Number(1.0),
         Over::Once => return Ok(None),
     };
-    Ok(Some((double(&term.value)?, weight)))
+    Ok(Some(LinePart { value: double(&term.value)?, weight, factor: term.factor }))
 }
 
-fn double(tensor: &Tensor) -> Result<Tensor> {
+/// A double of one element.
+pub(super) fn double(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
 }
 
@@ -245,7 +252,7 @@ pub(crate) struct Counted(Vec<CountedLine>);
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct CountedLine {
     over: LineOver,
-    factor: f64,
+    /// With the term's factors.
     numerator: f64,
     denominator: f64,
 }
@@ -290,14 +297,14 @@ pub(crate) struct Totals {
 
 impl Totals {
     fn add(&mut self, index: usize, line: &CountedLine) -> Result<()> {
-        let CountedLine { over, numerator, denominator, .. } = *line;
+        let CountedLine { over, numerator, denominator } = *line;
         let divided = match over {
             LineOver::Nothing | LineOver::Once => numerator,
             _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
             _ => numerator / denominator,
         };
-        self.terms.push(divided * line.factor);
-        self.loss += divided * line.factor;
+        self.terms.push(divided);
+        self.loss += divided;
         self.denominators.push(denominator);
         Ok(())
     }

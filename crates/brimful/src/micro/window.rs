@@ -38,6 +38,16 @@ impl Window {
         Self { sums, tally, groups, undo, unit, sizes, peak, story }
     }
 
+    /// Makes its sums its own, so that they outlast the step; undone where there is no memory for that.
+    pub(crate) fn lasting(self) -> Result<Self> {
+        let Self { mut sums, undo, .. } = self;
+        let (sums, undo) = undo.hold(|_| {
+            sums.own()?;
+            Ok(sums)
+        })?;
+        Ok(Self { sums, undo, ..self })
+    }
+
     /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
     /// undone where that fails.
     pub(crate) fn off_device<T>(

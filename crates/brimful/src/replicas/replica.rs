@@ -180,7 +180,9 @@ impl<M> Replica<M> {
         errand: Errand<B>,
         f: &impl Fn(&M, B) -> O,
     ) -> Result<Done<O>> {
-        self.run(errand, f, |micro, batch, cut, _, mut f| micro.attempt_map(batch, cut, &mut f))
+        self.run(errand, f, |micro, batch, cut, scale, mut f| {
+            micro.attempt_map(batch, cut, scale, &mut f)
+        })
     }
 
     /// Lets `how` run the errand.

@@ -47,7 +47,13 @@ impl<M: 'static> Replicas<M> {
     /// # Errors
     /// When a replica's thread has ended.
     pub fn layout(self, layout: Layout) -> Result<Self> {
-        self.set(move |micro| micro.set_layout(layout))
+        let measures = self.world.is_none();
+        self.set(move |micro| {
+            micro.set_layout(layout);
+            if !measures {
+                micro.measure_no_layout();
+            }
+        })
     }
 
     /// Keeps memory on the first device for the state that an optimizer makes at its first step, as

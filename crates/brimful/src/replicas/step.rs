@@ -37,7 +37,9 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<Step<R::Outputs>> {
         self.check_no_window()?;
         let f = Arc::new(f);
-        let step = self.spread(Use::Train, batch, move |replica, part| replica.train(part, &*f))?;
+        let step = self.spread(self.world.clone(), Use::Train, batch, move |replica, part| {
+            replica.train(part, &*f)
+        })?;
         self.reserved = 0;
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
         self.speeds.observe(step.shares.iter().copied().zip(times));
@@ -54,10 +56,13 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
         let f = Arc::new(f);
-        self.spread(Use::Evaluate, batch, move |replica, part| replica.evaluate(part, &*f))
+        self.spread(self.world.clone(), Use::Evaluate, batch, move |replica, part| {
+            replica.evaluate(part, &*f)
+        })
     }
 
-    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
+    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order. Where
+    /// there are other ranks, it is this one's own matter.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
@@ -67,8 +72,8 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> O + Send + Sync + 'static,
     ) -> Result<O> {
         let f = Arc::new(f);
-        let step = self.spread(Use::Map, batch, move |replica, part| replica.map(part, &*f))?;
-        Ok(step.outputs)
+        let work = move |replica: &mut Replica<M>, part| replica.map(part, &*f);
+        Ok(self.spread(None, Use::Map, batch, work)?.outputs)
     }
 
     /// Runs forward and backward, and keeps the result for [`Replicas::commit`]: a step over several
@@ -131,8 +136,8 @@ impl<M: 'static> Replicas<M> {
 
     /// Adds a mini-batch to those that have been run but not committed.
     fn keep<O: Batch>(&mut self, joined: Joined<O>) -> Result<O> {
-        let Joined { window: mut later, outputs, told } = joined;
-        later.sums.own()?;
+        let Joined { window, outputs, told } = joined;
+        let later = window.lasting()?;
         match &mut self.window {
             Some(kept) => {
                 kept.window.extend(later)?;
@@ -146,14 +151,15 @@ impl<M: 'static> Replicas<M> {
         Ok(outputs)
     }
 
-    /// A step over one mini-batch, of all ranks.
+    /// A step over one mini-batch, of all these ranks.
     fn spread<B: Batch + 'static, O: Batch + 'static>(
         &mut self,
+        world: Option<World>,
         used: Use,
         batch: &B,
         work: impl Fn(&mut Replica<M>, Errand<B>) -> Result<Done<O>> + Clone + Send + 'static,
     ) -> Result<Step<O>> {
-        let (start, world) = (Instant::now(), self.world.clone());
+        let start = Instant::now();
         let end = |this: &mut Self, joined, ranks| this.settle(joined, ranks, start);
         let (step, opening, story) =
             self.run(world.as_ref(), used, batch, Opening::scale, work, end)?;

@@ -125,6 +125,11 @@ impl Pending {
         }
     }
 
+    /// Whether no layer has reported.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.deferred.is_empty() && self.changed.is_empty()
+    }
+
     /// Whether a layer with this running mean or variance has reported.
     pub(crate) fn knows(&self, statistic: &Tensor) -> bool {
         let deferred = self.deferred.values().map(|seen| &seen.running);

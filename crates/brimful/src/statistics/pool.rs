@@ -176,14 +176,17 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
     let mut moved = Moved::default();
     for (alike, group) in grouped(layers) {
         let Pooled { count, mean, squares } = pool(&alike, &group)?;
-        let variance = squares.f_div_scalar((count - 1) as f64)?;
         let toward = |running: Vec<&Tensor>, seen: &Tensor| {
             let running = Tensor::f_cat(&running, 0)?.f_to_kind(seen.kind())?;
             running.f_lerp(seen, alike.momentum)
         };
         let means = toward(group.iter().map(|seen| &seen.running.mean).collect(), &mean)?;
-        let variances =
-            toward(group.iter().map(|seen| &seen.running.variance).collect(), &variance)?;
+        let variances: Vec<_> = group.iter().map(|seen| &seen.running.variance).collect();
+        let variances = match count {
+            // A single value has no variance to move towards.
+            1 => Tensor::f_cat(&variances, 0)?.f_to_kind(mean.kind())?,
+            _ => toward(variances, &squares.f_div_scalar((count - 1) as f64)?)?,
+        };
         let mut start = 0;
         for seen in &group {
             let channels = seen.running.mean.size1()?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
-use super::{Turn, World};
+use super::{Turn, World, WorldError};
 use crate::{Error, Result};
 
 impl World {
@@ -30,8 +30,11 @@ impl World {
     /// Gives each tensor the values that it has on the rank `from`.
     ///
     /// # Errors
-    /// When a rank is lost or has ended.
+    /// When there is no such rank, or one is lost or has ended.
     pub fn broadcast(&self, tensors: &[Tensor], from: usize) -> Result<()> {
+        if from >= self.size() {
+            return Err(WorldError::NoRank { rank: from, size: self.size() }.into());
+        }
         let came = self.spread(&[from], if self.rank() == from { tensors } else { &[] })?;
         put_back(tensors, &came[0])
     }

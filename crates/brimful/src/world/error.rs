@@ -115,10 +115,18 @@ pub enum WorldError {
         /// Devices that have a stage.
         workers: usize,
     },
+    /// A rank that the world does not have.
+    #[error("there is no rank {rank} among {size}: ranks are counted from 0")]
+    NoRank {
+        /// The one that was named.
+        rank: usize,
+        /// How many there are.
+        size: usize,
+    },
     /// Outputs that cannot be made where the closure did not run.
     #[error(
-        "outputs of the type {name} cannot be rebuilt on ranks without the last stage: let the \
-         closure give tensors, tuples of them, or a struct of such"
+        "outputs of the type {name} cannot be rebuilt on a rank where the closure did not run: let it \
+         give tensors, tuples of them, or a struct of such"
     )]
     NoForm {
         /// The type.

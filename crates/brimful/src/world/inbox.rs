@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use tch::Tensor;
 
 use super::error::WorldError;
-use super::message::{Outline, Tensors};
+use super::message::{Outline, Tensors, tags_from};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 use crate::memory::Memory;
@@ -118,7 +118,7 @@ fn ask(
     tag: i32,
     tensors: &Tensors,
 ) -> Result<Vec<Ticket>, WorldError> {
-    let present = tensors.iter().flatten().flatten().zip(tag..);
+    let present = tensors.iter().flatten().flatten().zip(tags_from(tag));
     present.map(|(tensor, tag)| wire.receive(tensor.shallow_clone(), from, tag)).collect()
 }
 

@@ -20,6 +20,15 @@ pub(crate) struct Channel {
     pub(crate) number: u32,
 }
 
+/// Tags that every MPI has. They are used again after so many, which does no harm: of two tensors with
+/// one tag, that which was announced first is sent and asked for first.
+const TAGS: i32 = 1 << 15;
+
+/// The tags of tensors that are sent together, from the first on.
+pub(super) fn tags_from(first: i32) -> impl Iterator<Item = i32> {
+    (0..TAGS).cycle().skip(first as usize)
+}
+
 /// A small message.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Message {

@@ -1,7 +1,8 @@
 //! The numbers of a micro-batch's loss side by side in one tensor, read out after each replay.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use super::super::tally::double;
 use crate::Result;
 use crate::loss::{Over, Term, Weight};
 
@@ -70,8 +71,4 @@ fn weight_of(over: &Over) -> Option<&Tensor> {
         }
         _ => None,
     }
-}
-
-fn double(tensor: &Tensor) -> Result<Tensor> {
-    Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
 }

@@ -52,7 +52,6 @@ impl MicroBatcher {
             return Ok(self);
         }
         join(world, self.named())?;
-        // Which order is faster would be another on each rank.
         self.measure_no_layout();
         self.world = Some(world.clone());
         Ok(self)

@@ -7,13 +7,10 @@ use super::Engine;
 use crate::Result;
 use crate::world::error::WorldError;
 use crate::world::inbox::Inbox;
-use crate::world::message::{Channel, Message, Outline, Tensors};
+use crate::world::message::{self, Channel, Message, Outline, Tensors};
 use crate::world::outbox::Outbox;
 use crate::world::ring::Ring;
 use crate::world::wire::Ticket;
-
-/// Tags of tensors are used again after so many, long after the last one was received.
-const TAGS: i32 = 1 << 30;
 
 impl Engine {
     /// Begins a turn, whose channels are its own. All ranks begin the same turns in the same order.
@@ -107,16 +104,17 @@ impl Engine {
         for tensor in tensors.iter().flatten().flatten() {
             rows.push(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?);
         }
-        let (tag, next) = (self.tag, self.tag + rows.len() as i32);
-        self.tag = if next < TAGS { next } else { 0 };
+        let mut tags = message::tags_from(self.tag);
+        let tag = self.tag;
         let announced = Message::Tensors { channel, tag, outline }.encode()?;
         let announced = self.wire.tell(to, announced)?;
         self.forgotten.push(announced);
         let mut tickets = Vec::new();
-        for (tensor, tag) in rows.into_iter().zip(tag..) {
+        for (tensor, tag) in rows.into_iter().zip(&mut tags) {
             self.traffic.count(&tensor);
             tickets.push(self.wire.send(tensor, to, tag)?);
         }
+        self.tag = tags.next().unwrap_or_default();
         Ok(tickets)
     }
 
