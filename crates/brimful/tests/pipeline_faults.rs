@@ -250,6 +250,63 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
     plan_fault(None);
 }
 
+/// What a pipeline can be asked for beside a step, as a number that shows what came of it.
+const CALLS: [(&str, fn(&mut Pipeline, &Tensor) -> Result<f64, Error>); 3] = [
+    ("step_whole", |pipe, x| {
+        let step = pipe.step_whole(x, |out| out.square().mean(Kind::Double))?;
+        let gradients = pipe.gradients()?;
+        pipe.zero_grad()?;
+        let sums = gradients.iter().map(|(_, gradient)| gradient.abs().sum(Kind::Double));
+        Ok(step.loss + sums.map(|sum| sum.double_value(&[])).sum::<f64>())
+    }),
+    ("eval", |pipe, x| Ok(pipe.eval(x, 3)?.abs().sum(Kind::Double).double_value(&[]))),
+    ("evaluate", |pipe, x| {
+        let loss = |out: &Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+        Ok(pipe.evaluate(x, x, 3, loss)?.loss)
+    }),
+];
+
+#[test]
+fn every_call_survives_every_fault() {
+    let _turn = alone_and_quiet();
+    let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
+    for (schedule, recompute) in [MODES[1], MODES[2]] {
+        for (name, call) in CALLS {
+            let mut pipe = pipeline(schedule, recompute, &arenas());
+            // Statistics move once, before what is compared.
+            call(&mut pipe, &x).expect("an undisturbed call");
+            let values = copies(&pipe);
+            let again = |pipe: &mut Pipeline| {
+                let values = values.iter().map(|(name, value)| (name.clone(), value.copy()));
+                pipe.set_variables(values.collect()).expect("the same variables");
+                tch::manual_seed(3);
+                call(pipe, &x)
+            };
+            let expected = again(&mut pipe).expect("an undisturbed call");
+            let parts = if name == "step_whole" { MICRO_BATCHES } else { 3 };
+            for (stage, number) in (0..STAGES).flat_map(|s| (0..parts).map(move |n| (s, n))) {
+                for fault in [Fault::Panic, Fault::Refused, Fault::RefusedInBackward] {
+                    let what =
+                        format!("{name}, {schedule}, {recompute}, {stage} {number} {fault:?}");
+                    plan_fault(Some((stage, false, number, fault)));
+                    match again(&mut pipe) {
+                        Err(error) => {
+                            let error = stage_error(Some(error), &what);
+                            assert_eq!(error.action.stage.index(), stage, "{what}");
+                            assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
+                            assert_close(&copies(&pipe), &values, &what);
+                        }
+                        // Nothing is traced back in an evaluation, and a recompute runs anew.
+                        Ok(_) => assert_eq!(fault, Fault::RefusedInBackward, "{what}"),
+                    }
+                    assert_eq!(again(&mut pipe), Ok(expected), "{what}");
+                }
+            }
+        }
+    }
+    plan_fault(None);
+}
+
 /// Forwards with and without a graph, recomputes, backwards, and all that lies around them.
 #[test]
 fn memory_may_run_out_at_any_allocation_of_any_stage() {

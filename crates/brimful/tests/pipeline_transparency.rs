@@ -6,12 +6,12 @@ mod pipeline_models;
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Pipeline, Size};
+use brimful::{Loss, Pipeline, Size};
 use pipeline_models::{
     CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder, test_device,
 };
-use tch::Device;
 use tch::nn::ModuleT;
+use tch::{Device, Kind, Reduction, Tensor};
 
 /// Three steps of both, compared at every turn.
 fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) {
@@ -64,6 +64,71 @@ fn every_schedule(case: &Case) {
                         .build()
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
                     compare(case, pipe, samples, m, &what);
+                }
+            }
+        }
+    }
+}
+
+/// Kinds of losses, each beside what it is for the whole mini-batch.
+type Losses = [(&'static str, fn(&Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor); 4];
+
+fn each(out: &Tensor, y: &Tensor) -> Tensor {
+    out.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
+}
+
+fn class_weights(out: &Tensor) -> Tensor {
+    Tensor::from_slice(&[0.5, 1.0, 3.0]).to_kind(out.kind()).to_device(out.device())
+}
+
+fn weighted(out: &Tensor, y: &Tensor, reduction: Reduction) -> Tensor {
+    out.cross_entropy_loss(y, Some(class_weights(out)), reduction, -100, 0.0)
+}
+
+const LOSSES: Losses = [
+    ("mean", |out, y| Loss::mean(each(out, y).mean(None)), |out, y| each(out, y).mean(None)),
+    ("sum", |out, y| Loss::sum(each(out, y).sum(None)), |out, y| each(out, y).sum(None)),
+    (
+        "class weights",
+        |out, y| {
+            let weight = class_weights(out).index_select(0, y).sum(None);
+            Loss::mean_over(weighted(out, y, Reduction::Mean), weight)
+        },
+        |out, y| weighted(out, y, Reduction::Mean),
+    ),
+    (
+        "two terms",
+        |out, y| {
+            Loss::mean(each(out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
+        },
+        |out, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
+    ),
+];
+
+/// Kinds of losses and of numbers, from one sample on.
+#[test]
+fn every_loss_and_kind_of_number() {
+    let _turn = alone();
+    tch::manual_seed(11);
+    for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-4)] {
+        for (name, loss, whole) in LOSSES {
+            for (samples, m) in [(1, 1), (1, 4), (3, 8), (13, 4)] {
+                let what = format!("{name}, {kind:?}, {samples}/{m}");
+                let pipe = builder((MLP.layers)(), 3).kind(kind).micro_batches(m);
+                let mut pipe = pipe.build().expect("a pipeline");
+                let plain = Plain::of(&(MLP.layers)(), &pipe);
+                let (x, y) = ((MLP.input)(samples).to_kind(kind), (MLP.target)(samples));
+                let step =
+                    pipe.step(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let (x, y) = (x.to_device(test_device()), y.to_device(test_device()));
+                let expected = whole(&plain.model.forward_t(&x.to_kind(Kind::Double), true), &y);
+                expected.backward();
+                let off = (step.loss - expected.double_value(&[])).abs();
+                assert!(off < tolerance, "{what}: the loss is off by {off}");
+                let got = pipe.gradients().expect("gradients");
+                for ((name, got), (_, expected)) in got.iter().zip(plain.gradients()) {
+                    let off = (got.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
+                    assert!(off < tolerance, "{what}: {name} is off by {off}");
                 }
             }
         }

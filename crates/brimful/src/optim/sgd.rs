@@ -87,7 +87,8 @@ impl Sgd {
             dampening: self.dampening,
             weight_decay: self.weight_decay,
             nesterov: self.nesterov,
-            first: lists.first,
+            // Without a buffer there is nothing to begin with, and libtorch says so aloud.
+            first: lists.first && self.momentum != 0.0,
         };
         let rate = lists.rate(self.learning_rate);
         let buffers = lists.moments.first().map(Vec::as_slice);

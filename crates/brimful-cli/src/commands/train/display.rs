@@ -100,13 +100,14 @@ impl Display {
     }
 }
 
-/// The sizes that were tried, and what the largest of them needed.
+/// The sizes that were tried, and what the largest of them that fitted needed.
 fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
     decisions.sort_by_key(|decision| decision.size);
     decisions.dedup_by_key(|decision| decision.size);
-    let Decision { size, measured, available, .. } = decisions.last()?;
     let sizes: Vec<String> = decisions.iter().map(|decision| decision.size.to_string()).collect();
-    let needed = measured.unwrap_or_default();
+    let fitted =
+        |decision: &&Decision| Some((decision.size, decision.measured?, decision.available));
+    let (size, needed, available) = decisions.iter().rev().find_map(fitted)?;
     Some(format!(
         "  tried micro-batches of {}: {size} samples needed {needed} of the {available} free",
         sizes.join(", ")
