@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Auto, Loss, MicroBatcher, Size};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -188,17 +189,24 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
 
 #[test]
 fn very_few_samples_at_a_time_are_warned_of_once() {
-    let x = batch(&[24, 3]);
-    let warned = |size: usize| {
+    let x = batch(&[64, 3]);
+    let warned = |limit: u64| {
         let split = layer(BatchNormPolicy::Deferred, 2);
+        let memory = Memory::Arena(Arena::limited("small", limit).expect("a limit"));
         let count = Arc::new(AtomicUsize::new(0));
         tracing::subscriber::with_default(Warnings(count.clone()), || {
-            let mut micro = MicroBatcher::new(&split.store, Size::Fixed(size));
-            (0..3).for_each(|_| train(&split, &mut micro, &x));
+            let mut micro = MicroBatcher::new(&split.store, Auto::largest()).memory(memory);
+            for _ in 0..4 {
+                let step = micro.backward(&x, |x| {
+                    let _held = Tensor::empty([x.size()[0] << 20], (Kind::Uint8, Device::Cpu));
+                    Loss::mean(split.layer.forward_t(&x, true).mean(Kind::Double))
+                });
+                assert_eq!(step.expect("a step").retries, 0);
+            }
         });
         count.load(Ordering::Relaxed)
     };
-    assert_eq!([2, 7, 8, 24].map(warned), [1, 1, 0, 0]);
+    assert_eq!([5 << 20, 32 << 20].map(warned), [1, 0]);
 }
 
 #[test]

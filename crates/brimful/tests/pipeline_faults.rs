@@ -250,8 +250,11 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
     plan_fault(None);
 }
 
-/// What a pipeline can be asked for beside a step, as a number that shows what came of it.
-const CALLS: [(&str, fn(&mut Pipeline, &Tensor) -> Result<f64, Error>); 3] = [
+/// Something that a pipeline can be asked for, as a number that shows what came of it.
+type Call = fn(&mut Pipeline, &Tensor) -> Result<f64, Error>;
+
+/// What there is beside a step.
+const CALLS: [(&str, Call); 3] = [
     ("step_whole", |pipe, x| {
         let step = pipe.step_whole(x, |out| out.square().mean(Kind::Double))?;
         let gradients = pipe.gradients()?;

@@ -81,10 +81,16 @@ impl MemoryModel {
         if !bent && self.predict(far).is_some_and(|need| need >= most.saturating_mul(GROWN)) {
             return far;
         }
+        let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
+        self.sure(budget).max(near)
+    }
+
+    /// The largest size that would fit if all that is seen above the floor were the samples'.
+    pub(crate) fn sure(&self, budget: u64) -> usize {
+        let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let floor = self.floor.min(most) as f64;
         let at_most = Line { fixed: floor, per_sample: (most as f64 - floor) / large as f64 };
-        let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
-        at_most.largest(budget).max(near)
+        at_most.largest(budget)
     }
 
     /// Whether needs grow faster up to the largest size than they did below it: then somewhere on the
@@ -240,7 +246,7 @@ mod tests {
     fn a_line_is_trusted_only_where_it_climbs() {
         let mut model = MemoryModel::default();
         model.observe(4, 400, false);
-        assert_eq!(model.reach(10_000), 32);
+        assert_eq!((model.reach(10_000), model.sure(10_000)), (32, 100));
         model.observe(8, 410, false);
         assert_eq!(model.reach(450), 16);
         assert_eq!(model.reach(4_100), 80, "if all were the samples'");

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   probe     two small micro-batches, to learn what a sample needs
-//!   climb     32 times the size while that is faster and fits     (the fastest size)
+//!   climb     32 times the size, or what is known to fit, while that is faster   (the fastest size)
 //!   reach     as far as the memory model is trusted, until the largest that fits   (the largest size)
 //!   settle    the best of those, measured again in whole steps while the run is young
 //!   back off  below what failed; above it once more, after many calm steps or when memory is free
@@ -210,8 +210,9 @@ impl Policy {
         }
         self.climb_on(top);
         if !self.climb.over {
-            let higher = self.climb.rung.saturating_mul(RUNG).clamp(FIRST.min(top), top);
-            let next = self.parts(now.samples, higher);
+            let known = now.reach.max(now.sure).max(FIRST);
+            let higher = self.climb.rung.saturating_mul(RUNG).min(known);
+            let next = self.parts(now.samples, higher.clamp(FIRST.min(top), top));
             if next > self.climb.rung {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {

@@ -92,10 +92,13 @@ impl Sizer {
             |(model, room): (&MemoryModel, &Room)| model.holds_all(samples, room.budget);
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
         let fits = fits.map(|fits| fits.max(all));
-        let reach = pairs().map(|(model, room)| model.reach(room.budget)).min().unwrap_or(0);
+        let least = |of: fn(&MemoryModel, u64) -> usize| {
+            pairs().map(|(model, room)| of(model, room.budget)).min().unwrap_or(0)
+        };
+        let (reach, sure) = (least(MemoryModel::reach), least(MemoryModel::sure));
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
         let available = tightest(rooms);
-        self.policy.next(Situation { fits, seen, reach, available, left, samples })
+        self.policy.next(Situation { fits, seen, reach, sure, available, left, samples })
     }
 
     /// Whether a step that began now would do so with more than a few samples, or as many as fit.

@@ -15,6 +15,8 @@ pub(crate) struct Situation {
     pub(crate) seen: usize,
     /// The largest size that what is known may be trusted for.
     pub(crate) reach: usize,
+    /// The largest size that fits whatever part of what was seen is the samples'.
+    pub(crate) sure: usize,
     /// Bytes free for the step.
     pub(crate) available: u64,
     /// Samples of the mini-batch that are still to be run, and all of them.

@@ -173,7 +173,10 @@ impl MicroBatcher {
         f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let (value, undo) = self.guarded(cut, f)?;
-        self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes());
+        self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes().len());
+        if cut.given_count().is_none() {
+            self.foreign.warn_of_few(&undo.statistics, cut.sizes());
+        }
         Ok((value, undo))
     }
 

@@ -2,7 +2,7 @@
 //!
 //! They move their running statistics at every micro-batch, whatever becomes of the step. So these
 //! are saved before a step, and the user is told once that a layer of this library would do better.
-//! Of any layer, the user is told once where it gets very few samples at a time.
+//! Of this library's own, the user is told once where an automatic size leaves them very few samples.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -42,17 +42,8 @@ impl Search {
         &mut self,
         reported: &Pending,
         saved: &[(Tensor, Tensor)],
-        sizes: &[usize],
+        micro_batches: usize,
     ) {
-        let (micro_batches, largest) = (sizes.len(), sizes.iter().copied().max().unwrap_or(0));
-        if micro_batches > 1 && largest < FEW && !reported.is_empty() && !self.told_of_few {
-            self.told_of_few = true;
-            tracing::warn!(
-                samples = largest,
-                "BatchNorm normalises each micro-batch by itself, and these are few samples: give it \
-                 more memory or larger micro-batches, or use GroupNorm"
-            );
-        }
         let foreign = || saved.iter().filter(|(running, _)| !reported.knows(running));
         if micro_batches > 1 && !self.looked {
             self.looked = true;
@@ -60,6 +51,19 @@ impl Search {
         }
         let found = || foreign().map(|(running, _)| running.shallow_clone()).collect();
         self.found.get_or_insert_with(found);
+    }
+
+    /// Warns where an automatic size leaves layers of this library with very few samples at a time.
+    pub(crate) fn warn_of_few(&mut self, reported: &Pending, sizes: &[usize]) {
+        let most = sizes.iter().copied().max().unwrap_or(0);
+        if sizes.len() > 1 && most < FEW && !reported.is_empty() && !self.told_of_few {
+            self.told_of_few = true;
+            tracing::warn!(
+                samples = most,
+                "BatchNorm normalises each micro-batch by itself, and no more than a few samples fit: \
+                 give it more memory, or use GroupNorm"
+            );
+        }
     }
 }
 

@@ -141,7 +141,7 @@ impl Worker {
         let summing = result.as_ref().ok().and_then(|run| run.job.summing.clone());
         let told = result.and_then(|run: Run| {
             let told = oom::catch(|| {
-                self.foreign.judge(&undo.statistics, &undo.foreign, &run.sizes());
+                self.foreign.judge(&undo.statistics, &undo.foreign, run.micro_batches());
                 self.tell(run).map(|(told, sums)| (self.tell_sums(told, &undo, &sums), sums))
             });
             told.map_err(|caught| failed(crew::of(caught)))

@@ -129,9 +129,8 @@ impl Run {
         Ok(())
     }
 
-    /// Samples in each micro-batch.
-    pub(super) fn sizes(&self) -> Vec<usize> {
-        self.job.parts.iter().map(|part| part.samples as usize).collect()
+    pub(super) fn micro_batches(&self) -> usize {
+        self.job.actions.micro_batches()
     }
 
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
