@@ -134,28 +134,9 @@ impl Builder {
         let mut ranks = Ranks::new(self.world.clone(), self.replicas, &company.devices, workers)?;
         let one = self.schedule.actions(workers, 1, Recompute::Never)?;
         let layout = Arc::new(Layout::new(self.layers, &balance, one.placement())?);
-        let here = ranks.here();
-        let devices: Vec<_> = devices.into_iter().take(here.len()).collect();
-        let turns = turns(&devices);
-        let blueprint = |(number, (device, turn)): (usize, (&StageDevice, _)), seed| Blueprint {
-            layout: Arc::clone(&layout),
-            number,
-            device: device.clone(),
-            turn,
-            kind: self.kind,
-            seed,
-            non_finite: self.non_finite,
-        };
-        let hire = |seed| {
-            let seed = ranks.open("seed", &[], seed)?;
-            let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
-            let own = here.clone().zip(devices.iter().zip(turns));
-            let hired = Crew::hire(&devices, own.map(|own| build(blueprint(own, seed))).collect());
-            let told = hired.as_ref().map(drop).map_err(Clone::clone);
-            ranks.world.settle("building the layers", told, Duration::ZERO)?;
-            hired
-        };
-        let crew = drawing(&devices, hire)?;
+        let devices: Vec<_> = devices.into_iter().take(ranks.here().len()).collect();
+        let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
+        let crew = drawing(&devices, |seed| staff.hire(seed, self.kind, self.non_finite))?;
         ranks.tie(&crew)?;
         ties::spread(&crew, &ranks)?;
         Ok(Pipeline {
@@ -199,9 +180,8 @@ impl Builder {
         if self.devices.is_empty() {
             return Err(BalanceError::NoStages.into());
         }
-        match self.schedule {
-            Schedule::GPipe | Schedule::OneFOneB | Schedule::Interleaved { .. } => {}
-            schedule => return Err(PipelineError::NotExecuted { schedule }.into()),
+        if !self.schedule.is_executed() {
+            return Err(PipelineError::NotExecuted { schedule: self.schedule }.into());
         }
         // A size or count of 0 is refused before anything is built.
         self.size.cut(1).map(drop)
@@ -225,6 +205,36 @@ impl Builder {
             Size::Count(count) => count,
             _ => devices * self.schedule.stages_per_device(),
         }
+    }
+}
+
+/// What this rank's workers are made for.
+struct Staff<'a> {
+    layout: &'a Arc<Layout>,
+    devices: &'a [StageDevice],
+    ranks: &'a Ranks,
+}
+
+impl Staff<'_> {
+    /// Starts the workers, and lets each build its stages.
+    fn hire(&self, seed: u64, kind: Kind, non_finite: NonFinite) -> Result<Crew<Worker>> {
+        let Self { layout, devices, ranks } = self;
+        let seed = ranks.open("seed", &[], seed)?;
+        let blueprint = |(number, (device, turn)): (usize, (&StageDevice, _))| Blueprint {
+            layout: Arc::clone(layout),
+            number,
+            device: device.clone(),
+            turn,
+            kind,
+            seed,
+            non_finite,
+        };
+        let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
+        let own = ranks.here().zip(devices.iter().zip(turns(devices)));
+        let hired = Crew::hire(devices, own.map(blueprint).map(build).collect());
+        let told = hired.as_ref().map(drop).map_err(Clone::clone);
+        ranks.world.settle("building the layers", told, Duration::ZERO)?;
+        hired
     }
 }
 

@@ -42,10 +42,10 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The shortest step that fits.
+    /// The shortest step that fits and that a [`Pipeline`](crate::Pipeline) runs.
     #[must_use]
     pub fn best(&self) -> Option<&Row> {
-        self.rows.first().filter(|row| row.fits)
+        self.rows.iter().find(|row| row.fits && row.choice.schedule.is_executed())
     }
 }
 

@@ -62,6 +62,13 @@ impl Schedule {
         ]
     }
 
+    /// Whether a [`Pipeline`](crate::Pipeline) runs it: the others split the backward, and are planned and
+    /// simulated alone.
+    #[must_use]
+    pub const fn is_executed(self) -> bool {
+        matches!(self, Self::GPipe | Self::OneFOneB | Self::Interleaved { .. })
+    }
+
     /// How many stages each device holds.
     #[must_use]
     pub const fn stages_per_device(self) -> usize {

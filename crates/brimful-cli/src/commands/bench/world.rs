@@ -74,43 +74,16 @@ struct Row {
 pub fn run(options: &Options) -> Result<()> {
     let world = options.ranks.world()?;
     let _one = threads::limit_threads(1);
-    let m = options.micro_batches as usize;
     let device = setting::device_of(&options.device, &world)?;
-    let work = Work {
-        model: ModelName::Gpt,
-        dtype: NumberType::F32,
-        batch: m,
-        micro_batch: 1,
-        image: 0,
-        gpt: options.gpt,
-        vocabulary: 256,
-        tied: false,
-    };
-    let mut over_ranks = pipeline(&work, options, &world, &[device], None)?;
+    let work = options.work();
+    let over_ranks = pipeline(&work, options, &world, &[device], None)?;
     let balance = over_ranks.balance().sizes().to_vec();
-    let is_first = world.rank() == 0;
     let devices = balance.len() / options.schedule.stages_per_device();
     let (alone, all) = (World::alone(), device::spread(&options.device, 0..devices)?);
     let in_one = || pipeline(&work, options, &alone, &all, Some(balance.clone()));
-    let mut in_one = if is_first { Some(in_one()?) } else { None };
-    tch::manual_seed(0);
-    let batch = work.samples(work.batch);
-    let (mut near, mut far) = (Times::default(), Times::default());
-    let mut sent = 0;
-    for turn in 0..WARM_UP + options.repeats as usize {
-        let counts = turn >= WARM_UP;
-        if let Some(pipeline) = &mut in_one {
-            near.push_if(counts, step(pipeline, &batch)?.0);
-        }
-        // The others have waited for rank 0.
-        world.share("turn", &turn)?;
-        let before = world.traffic()?.sent.0;
-        let (seconds, loss) = step(&mut over_ranks, &batch)?;
-        sent = world.share("sent", &(world.traffic()?.sent.0 - before))?.into_iter().sum();
-        far.push_if(counts, seconds);
-        ensure!(loss.is_finite(), "the loss is {loss}");
-    }
-    if !is_first {
+    let in_one = (world.rank() == 0).then(in_one).transpose()?;
+    let Measured { near, far, sent } = options.measure(&work, &world, over_ranks, in_one)?;
+    if world.rank() > 0 {
         return Ok(());
     }
     let facts = json!({ "threads_per_stage": 1, "optimizer": "none", "ranks": world.size() });
@@ -120,7 +93,7 @@ pub fn run(options: &Options) -> Result<()> {
     let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| Row {
         columns: Columns::new(contestant, &work),
         speed: Speed::new(&work, times),
-        micro_batches: m,
+        micro_batches: work.batch,
         stages: devices,
         schedule: options.schedule,
         recompute: Recompute::Never,
@@ -132,6 +105,55 @@ pub fn run(options: &Options) -> Result<()> {
     enter(&mut journal, &row("brimful", &near, None))?;
     enter(&mut journal, &row("brimful over ranks", &far, Some((least, sent))))?;
     journal.end()
+}
+
+/// What the steps took, in one process and over ranks, and what all ranks have sent in one.
+struct Measured {
+    near: Times,
+    far: Times,
+    sent: u64,
+}
+
+impl Options {
+    fn work(&self) -> Work {
+        Work {
+            model: ModelName::Gpt,
+            dtype: NumberType::F32,
+            batch: self.micro_batches as usize,
+            micro_batch: 1,
+            image: 0,
+            gpt: self.gpt,
+            vocabulary: 256,
+            tied: false,
+        }
+    }
+
+    /// Steps of both in turns; only rank 0 has the one in one process.
+    fn measure(
+        &self,
+        work: &Work,
+        world: &World,
+        mut over_ranks: Pipeline,
+        mut in_one: Option<Pipeline>,
+    ) -> Result<Measured> {
+        tch::manual_seed(0);
+        let batch = work.samples(work.batch);
+        let (mut near, mut far, mut sent) = (Times::default(), Times::default(), 0);
+        for turn in 0..WARM_UP + self.repeats as usize {
+            let counts = turn >= WARM_UP;
+            if let Some(pipeline) = &mut in_one {
+                near.push_if(counts, step(pipeline, &batch)?.0);
+            }
+            // The others have waited for rank 0.
+            world.share("turn", &turn)?;
+            let before = world.traffic()?.sent.0;
+            let (seconds, loss) = step(&mut over_ranks, &batch)?;
+            sent = world.share("sent", &(world.traffic()?.sent.0 - before))?.into_iter().sum();
+            far.push_if(counts, seconds);
+            ensure!(loss.is_finite(), "the loss is {loss}");
+        }
+        Ok(Measured { near, far, sent })
+    }
 }
 
 fn enter(journal: &mut Journal, row: &Row) -> Result<()> {

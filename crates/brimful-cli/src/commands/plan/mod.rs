@@ -38,11 +38,19 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
         serde_json::json!({ "rows": lines }).to_string()
     } else {
         let table = table::table(&shown, in_seconds);
-        [table, left_out(&refused), grid(&shown[0])].concat()
+        [table, not_run(&shown).to_owned(), left_out(&refused), grid(&shown[0])].concat()
     };
     output::line(&text)?;
     let fits = lines.iter().any(|line| line.fits);
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
+}
+
+/// What nobody should plan a training with.
+fn not_run(shown: &[Answer]) -> &'static str {
+    match shown.iter().any(|answer| answer.line.schedule.contains("zero-bubble")) {
+        true => "\nZero-bubble schedules split the backward: they are simulated, not run yet.\n",
+        false => "",
+    }
 }
 
 /// One reason for all is enough: they mostly have the same.
