@@ -5,6 +5,8 @@
 mod fixture;
 mod test_device;
 
+use std::cell::Cell;
+
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
@@ -188,18 +190,31 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
     let net = Net::plain();
     let (arena, memory) = arena_of("faulty");
     let mut micro = MicroBatcher::new(&net.store, Auto::largest()).memory(memory.clone());
+    let armed = Cell::new(false);
     let forward = |x: &Tensor| -> Result<Loss, Around> {
+        if armed.replace(false) {
+            arena.fail_nth_allocation(1);
+        }
         let held = Tensor::f_zeros([64], (Kind::Float, Device::Cpu));
         let _held = held.map_err(|error| Around(error.into()))?;
         Ok(loss(&net, x))
     };
     micro.backward(&batch(), |x| forward(&x)).expect("a step");
-    arena.fail_nth_allocation(1);
-    let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
-    assert_eq!(step.retries, 1);
-    arena.fail_nth_allocation(1);
-    let mut held = || forward(&batch()).map(drop);
-    brimful::guard(&memory, &mut held).expect("it is tried again");
+    let log = logged(|| {
+        armed.set(true);
+        let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
+        assert_eq!(step.retries, 1);
+        armed.set(true);
+        let held = || forward(&batch()).map(drop);
+        brimful::guard(&memory, held).expect("it is tried again");
+        // Before the closure is called.
+        arena.fail_nth_allocation(1);
+        let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
+        assert_eq!(step.retries, 1);
+    });
+    for words in ["ran out: the mini-batch is run again", "outside a step", "before the first"] {
+        assert_eq!(log.matches(words).count(), 1, "{words}: {log}");
+    }
 }
 
 /// Where two samples take nearly all of a small memory, most of that may still be nobody's own.

@@ -106,6 +106,12 @@ impl MicroBatcher {
                     memory.empty_cache()?;
                     watch.failed()?;
                     let decisions = std::mem::take(&mut watch.decisions);
+                    if decisions.is_empty() {
+                        tracing::warn!(
+                            %oom,
+                            "memory ran out before the first micro-batch: the mini-batch is run again"
+                        );
+                    }
                     story.failed(decisions, &watch.sizer, &[watch.room()], oom).map(|()| None)
                 }
                 Ok(value) => {

@@ -35,7 +35,7 @@ pub struct Options {
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Memory that may be taken, such as 96MiB or 16GB: an arena's on a CPU, the process's on CUDA
+    /// Memory of each device, such as 96MiB or 16GB: on CUDA, what the process may take of it
     #[arg(long, value_delimiter = ',', value_name = "BYTES,…", alias = "limit")]
     memory_limit: Vec<Bytes>,
     /// Samples in a mini-batch [default: by model and device]
