@@ -80,7 +80,7 @@ impl Description {
     fn failed(&self, caught: Caught<TchError>) -> Error {
         let message = match caught {
             Caught::OutOfMemory(oom) => return oom.into(),
-            Caught::Error(error) => return error.into(),
+            Caught::Error(error) => Error::from(error).to_string(),
             Caught::Panic(payload) => {
                 oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned())
             }

@@ -91,16 +91,19 @@ impl Actions {
     }
 
     /// Whether the stage runs the micro-batch's forward again, so that the first one need not keep
-    /// anything.
+    /// anything. One that is not there does not.
     #[must_use]
     pub fn is_recomputed(&self, stage: StageId, micro_batch: MicroBatchId) -> bool {
-        self.facts.order.done(stage, micro_batch).has(Kind::Recompute)
+        stage.index() < self.stages()
+            && micro_batch.index() < self.micro_batches()
+            && self.facts.order.done(stage, micro_batch).has(Kind::Recompute)
     }
 
-    /// The most micro-batches whose activations the stage holds at one time.
+    /// The most micro-batches whose activations the stage holds at one time; 0 of one that is not
+    /// there.
     #[must_use]
     pub fn held(&self, stage: StageId) -> usize {
-        self.facts.held[stage.index()].most
+        self.facts.held.get(stage.index()).map_or(0, |held| held.most)
     }
 
     /// The smallest capacity of the channels between stages with which no device waits without end,

@@ -1,7 +1,7 @@
 //! The training loop: an epoch of steps, each one mini-batch, and a test.
 
 use std::mem;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -27,7 +27,8 @@ pub(crate) struct Trainer {
     pub(super) engine: Box<dyn Engine>,
     pub(super) world: World,
     dataset: Dataset,
-    batch_size: usize,
+    /// The mini-batches of an epoch, near-equal.
+    batches: Vec<Range<usize>>,
     size: Size,
     seed: u64,
     pub(super) rate: Rate,
@@ -78,13 +79,14 @@ impl Trainer {
             }
         };
         let recorder = records::recorder(options, &*engine, &dataset)?;
-        let steps = options.epochs * dataset.train.len().div_ceil(batch_size);
+        let batches = split::by_size(dataset.train.len(), batch_size)?;
+        let steps = options.epochs * batches.len();
         let first = options.method().learning_rate();
         Ok(Self {
             engine,
             world,
             dataset,
-            batch_size,
+            batches,
             size: options.size(),
             seed: options.seed,
             rate: Rate::new(first, options.learning_rate_decay, steps),
@@ -106,13 +108,13 @@ impl Trainer {
 
     /// How many steps an epoch has.
     pub(crate) fn steps(&self) -> usize {
-        self.dataset.train.len().div_ceil(self.batch_size)
+        self.batches.len()
     }
 
     /// Samples that were trained on, all epochs together.
     pub(super) fn samples_done(&self) -> usize {
-        let samples = self.dataset.train.len();
-        self.epoch * samples + (self.running.steps * self.batch_size).min(samples)
+        let begun = self.batches.iter().take(self.running.steps).map(Range::len);
+        self.epoch * self.dataset.train.len() + begun.sum::<usize>()
     }
 
     /// Trains on every sample once, and tests; or goes on where an epoch was broken off. `watch`
@@ -125,10 +127,8 @@ impl Trainer {
         mut watch: impl FnMut(&Record) -> ControlFlow<()>,
     ) -> Result<Option<Epoch>> {
         let (start, before) = (Instant::now(), self.samples_done());
-        let samples = self.dataset.train.len();
         let order = self.order();
-        for range in split::by_size(samples, self.batch_size)?.into_iter().skip(self.running.steps)
-        {
+        for range in self.batches.clone().into_iter().skip(self.running.steps) {
             tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
             let steps = self.epoch * self.steps() + self.running.steps;
             self.engine.set_learning_rate(self.rate.after(steps))?;
@@ -180,7 +180,7 @@ impl Trainer {
     fn step(&mut self, chosen: &Tensor) -> Result<Record> {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
-        let (size, samples) = (self.size, self.batch_size);
+        let (size, samples) = (self.size, chosen.numel());
         self.engine.step(batch).map_err(|error| advice::on(error, size, samples))
     }
 
