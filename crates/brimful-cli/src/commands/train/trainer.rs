@@ -168,7 +168,7 @@ impl Trainer {
             test_loss,
             test_accuracy,
             micro_batch_size: (self.found)
-                .unwrap_or_else(|| micro_batch_size(self.size, self.batch_size)),
+                .unwrap_or_else(|| micro_batch_size(self.size, self.batches[0].len())),
             retries,
             decisions,
             peak_bytes: peak,
