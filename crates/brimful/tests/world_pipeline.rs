@@ -187,6 +187,15 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 loss(&plain.model.forward_t(&x.to_device(test_device()), true)).backward();
                 assert_close(&gradients, &plain.gradients(), case.name);
             }
+
+            // As one step, and where the loss fails on one of the ranks.
+            pipe.zero_grad().expect("cleared");
+            let rank = world.rank() as f64;
+            let failed = pipe.step_whole(&x, |out| loss(out) / (1.0 - rank));
+            failed.expect_err("it is not finite on the second");
+            assert!(pipe.gradients().expect("gradients").is_empty());
+            pipe.step_whole(&x, |out| loss(out)).expect("a step");
+            assert_close(&pipe.gradients().expect("gradients"), &gradients, case.name);
         }
     });
 }
