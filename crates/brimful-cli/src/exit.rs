@@ -102,6 +102,11 @@ pub(crate) fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     Told { exit: Exit::DoesNotFit, text: text.into() }.into()
 }
 
+/// Whether memory ran out.
+pub(crate) fn ran_out(error: &anyhow::Error) -> bool {
+    error.downcast_ref().and_then(Error::out_of_memory).is_some()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,9 +2,9 @@
 //! callbacks, the saving of a model.
 
 use std::error::Error as StdError;
-use std::panic;
 
 use crate::memory::Memory;
+use crate::micro::attempt::uncaught;
 use crate::oom::{self, Caught};
 use crate::{Error, Result};
 
@@ -29,9 +29,5 @@ where
         }
         ended => ended,
     }
-    .map_err(|caught| match caught {
-        Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
-        Caught::Error(error) => error,
-        Caught::Panic(payload) => panic::resume_unwind(payload),
-    })
+    .map_err(uncaught)
 }

@@ -189,11 +189,6 @@ pub(crate) struct Part {
     pub(crate) first: bool,
 }
 
-impl Part {
-    /// Of a sum over all samples, which nothing divides.
-    pub(crate) const WHOLE: Self = Self { samples: 1.0, unit: 1.0, first: true };
-}
-
 impl Add for Loss {
     type Output = Self;
 

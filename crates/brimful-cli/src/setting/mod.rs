@@ -1,6 +1,7 @@
 //! What several commands are told in the same words: model, data, number type; and what follows
 //! from them.
 
+mod memory;
 mod model;
 mod number_type;
 mod order;
@@ -12,6 +13,7 @@ use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
+pub(crate) use memory::{accounts, within};
 pub(crate) use model::{DROPOUT, MODELS, ModelName};
 pub(crate) use number_type::NumberType;
 pub(crate) use order::{recompute, schedule};

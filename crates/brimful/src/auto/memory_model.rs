@@ -133,16 +133,19 @@ impl MemoryModel {
         Some(match self.only_size() {
             // A second size, far enough from the first, is worth a failure: without it nothing tells
             // what a sample needs from what any number of them does.
-            Some((size, need)) if need <= budget => largest.max((4 * size).div_ceil(3)),
+            Some((size, need)) if need <= budget => {
+                largest.max((size as f64 / APART).ceil() as usize)
+            }
             _ => largest,
         })
     }
 
     /// The size that has been seen and its need, where there is no other to go by.
     fn only_size(&self) -> Option<(usize, u64)> {
-        let mut needs = self.needs.iter().filter(|_| self.prior.is_none());
-        let first = needs.next().map(|(&size, &need)| (size, need));
-        first.filter(|_| needs.next().is_none())
+        match (self.needs.len(), self.needs.first_key_value()) {
+            (1, Some((&size, &need))) if self.prior.is_none() => Some((size, need)),
+            _ => None,
+        }
     }
 
     /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients

@@ -57,7 +57,7 @@ pub(crate) use kind::{Kind, Use};
 pub(crate) use policy::Goal;
 pub(crate) use remembered::{Identity, fingerprint};
 pub(crate) use room::room;
-pub(crate) use sizer::{Room, Sizer, is_alone};
+pub(crate) use sizer::{FEW, Room, Sizer, is_alone};
 pub(crate) use sizes::Sizes;
 pub(crate) use stopwatch::Stopwatch;
 pub(crate) use story::Story;

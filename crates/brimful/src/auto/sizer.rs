@@ -13,7 +13,7 @@ use crate::bytes::Bytes;
 /// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
 /// samples may come out with gradients many times those of the others. So fewer than these are not
 /// trained with for the sake of learning.
-const FEW: usize = 8;
+pub(crate) const FEW: usize = 8;
 
 /// Memory that a step may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use crate::bytes::Bytes;
 use crate::{Error, Result};
@@ -23,8 +24,8 @@ pub fn host() -> Result<HostMemory> {
     let unreadable = || Error::Torch("cannot read /proc/meminfo: brimful needs Linux".into());
     let text = fs::read_to_string("/proc/meminfo").map_err(|_| unreadable())?;
     let machine = machine(&text).ok_or_else(unreadable)?;
-    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Ok(groups(&own).iter().filter_map(|group| group.memory()).fold(machine, HostMemory::within))
+    let limits = OWN.iter().filter_map(|group| group.memory(machine.total));
+    Ok(limits.fold(machine, HostMemory::within))
 }
 
 impl HostMemory {
@@ -33,6 +34,10 @@ impl HostMemory {
         Self { total: self.total.min(limit.total), available: self.available.min(limit.available) }
     }
 }
+
+/// The groups that this process is in.
+static OWN: LazyLock<Vec<Group>> =
+    LazyLock::new(|| groups(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default()));
 
 fn machine(meminfo: &str) -> Option<HostMemory> {
     let field = |name: &str| {
@@ -79,11 +84,13 @@ fn groups(own: &str) -> Vec<Group> {
 }
 
 impl Group {
-    /// What it may take; `None` where nothing limits it.
-    fn memory(&self) -> Option<HostMemory> {
+    /// What it may take of a machine's memory; `None` where nothing limits it. Statistics are read only
+    /// where they matter, which may take a while.
+    fn memory(&self, machine: Bytes) -> Option<HostMemory> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-        let (total, used) = (number(self.limit)?, number(self.used)?);
+        let total = number(self.limit).filter(|total| *total < machine.0)?;
+        let used = number(self.used)?;
         let statistics = read("memory.stat").unwrap_or_default();
         let dropped = statistics.lines().find_map(|line| line.strip_prefix(self.dropped));
         let dropped = dropped.and_then(|number| number.trim().parse::<u64>().ok()).unwrap_or(0);
@@ -120,10 +127,13 @@ mod tests {
         let machine = machine("MemTotal: 2 kB\nMemAvailable: 1 kB\n").expect("both are there");
         assert_eq!(machine, HostMemory { total: Bytes(2048), available: Bytes(1024) });
         write("memory.max", "max\n").expect("written");
-        assert_eq!(own().memory(), None);
+        let memory = || own().memory(machine.total);
+        assert_eq!(memory(), None);
         write("memory.max", "1000\n").expect("written");
-        let limit = own().memory().expect("a limit");
+        let limit = memory().expect("a limit");
         assert_eq!(limit, HostMemory { total: Bytes(1000), available: Bytes(500) });
         assert_eq!(machine.within(limit), limit);
+        write("memory.max", "9000\n").expect("written");
+        assert_eq!(memory(), None, "the machine has less");
     }
 }

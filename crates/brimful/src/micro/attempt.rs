@@ -1,5 +1,6 @@
 //! One try at a mini-batch: run it whole, or leave everything as it was.
 
+use std::any::type_name;
 use std::panic;
 
 use tch::{Device, Tensor};
@@ -208,7 +209,7 @@ impl MicroBatcher {
 }
 
 /// The error; a panic that is not out-of-memory goes on.
-pub(super) fn uncaught(caught: Caught<Error>) -> Error {
+pub(crate) fn uncaught(caught: Caught<Error>) -> Error {
     match caught {
         Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
         Caught::Error(error) => error,
@@ -221,6 +222,5 @@ pub(super) fn joined<O: Batch>(outputs: Vec<O>) -> Result<O> {
     if !outputs.is_empty() {
         return batch::join(outputs);
     }
-    let name = || std::any::type_name::<O>().to_owned();
-    O::blank().ok_or_else(|| WorldError::NoForm { name: name() }.into())
+    O::blank().ok_or_else(|| WorldError::NoForm { name: type_name::<O>().into() }.into())
 }

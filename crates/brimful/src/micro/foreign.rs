@@ -10,10 +10,8 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use crate::Result;
+use crate::auto::FEW;
 use crate::statistics::Pending;
-
-/// With fewer samples than these, what normalises them is mostly chance.
-const FEW: usize = 8;
 
 /// What is known of such layers.
 #[derive(Debug, Default)]

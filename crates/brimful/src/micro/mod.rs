@@ -53,7 +53,7 @@ pub use report::Step;
 pub use size::Size;
 
 use crate::auto::{Goal, Sizes, Use};
-use crate::batch::Batch;
+use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::optim::Method;
@@ -228,8 +228,7 @@ impl MicroBatcher {
         let (start, is_first) = (Instant::now(), self.window.is_none());
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
-            let first = this.window.is_none();
-            let scale = Scale { unit, first, last: false, draws: None };
+            let scale = Scale { unit, first: is_first, last: false, draws: None };
             let (later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
             let later = later.lasting()?;
             match &mut this.window {
@@ -243,7 +242,7 @@ impl MicroBatcher {
         }
         // The order changes from window to window, so that one part of each tells its rate.
         if is_first {
-            self.learn_order(crate::batch::len(batch)?, start.elapsed());
+            self.learn_order(batch::len(batch)?, start.elapsed());
         }
         Ok(outputs)
     }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::NonFinite;
-use crate::loss::{Over, Part, Term, Weight};
+use crate::loss::{Loss, Over, Part, Term, Weight};
 use crate::{Error, Result};
 
 /// What a step's terms have added up to so far.
@@ -80,6 +80,14 @@ pub(crate) fn roots<'a>(
 }
 
 impl Tally {
+    /// The tally of a loss on the outputs of all samples, which nothing divides; and that loss, for
+    /// backward to start from.
+    pub(crate) fn of_whole(loss: Tensor) -> Result<(Self, Tensor)> {
+        let (mut terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Self::default());
+        tally.count(&terms, &Part { samples: 1.0, unit: 1.0, first: true })?;
+        Ok((tally, terms.swap_remove(0).value))
+    }
+
     /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
     pub(crate) fn following(&self) -> Self {
         let line = |line: &Line| Line { parts: Vec::new(), ..*line };

@@ -20,7 +20,6 @@ use super::{MicroBatcher, Step, Window};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
 use crate::batch::{self, Batch, Leaf};
-use crate::loss::{Loss, Part};
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::{Error, Result, feed};
@@ -144,10 +143,9 @@ impl Window {
 
 /// Counts the loss, and runs its backward.
 fn weighed(accumulator: &mut Accumulator, loss: Tensor) -> Result<Tally> {
-    let (terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Tally::default());
-    tally.count(&terms, &Part::WHOLE)?;
+    let (tally, loss) = Tally::of_whole(loss)?;
     accumulator.expect_groups(1);
-    accumulator.add(0, &[(&terms[0].value, terms[0].value.f_ones_like()?)], false)?;
+    accumulator.add(0, &[(&loss, loss.f_ones_like()?)], false)?;
     Ok(tally)
 }
 

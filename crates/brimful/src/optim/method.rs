@@ -79,7 +79,7 @@ impl Method {
     }
 
     /// The names of the tensors that are kept of each parameter, shaped like it.
-    pub(crate) fn moments(&self) -> &'static [&'static str] {
+    pub(super) fn moments(&self) -> &'static [&'static str] {
         match self {
             Self::Sgd(config) => config.moments(),
             Self::Adam(config) => config.moments(),

@@ -61,6 +61,12 @@ impl State {
 }
 
 impl Method {
+    /// What is kept of parameters, over what these take themselves: 2 by Adam, 0 by SGD without
+    /// momentum. Half-precision parameters whose state is in f32 have more.
+    pub fn state_factor(&self) -> f64 {
+        self.moments().len() as f64
+    }
+
     /// What the state of this parameter takes, which its first step makes.
     pub(crate) fn state_bytes(&self, parameter: &Tensor) -> u64 {
         let master = has_master(parameter, self);

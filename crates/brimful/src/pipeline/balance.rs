@@ -40,7 +40,8 @@ impl Balance {
     }
 
     /// The fullest stage as empty as can be: parameters, their gradients, what an
-    /// [optimizer](Balance::optimizer) keeps, and the activations that the schedule holds. Measured as by [`Balance::by_time`].
+    /// [optimizer](Balance::optimizer) keeps, and the activations that the schedule holds. Measured as
+    /// by [`Balance::by_time`].
     pub fn by_bytes(sample: &impl Batch) -> Self {
         Choice::ByBytes(leaves(sample)).into()
     }
@@ -49,8 +50,7 @@ impl Balance {
     /// Adam, twice as much as they take themselves.
     #[must_use]
     pub fn optimizer(self, config: impl Into<Method>) -> Self {
-        let state = config.into().moments().len();
-        Self { optimizer_bytes: state as f64, ..self }
+        Self { optimizer_bytes: config.into().state_factor(), ..self }
     }
 }
 

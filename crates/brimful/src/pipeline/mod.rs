@@ -219,12 +219,9 @@ struct Work<'a> {
 /// The leaves of each micro-batch of a training step, behind which there must be no graph: a gradient
 /// for it would be lost.
 fn training_inputs(batch: &impl Batch, ranges: &[Range<usize>]) -> Result<Vec<Vec<Tensor>>> {
-    let (mut leaf, mut traced) = (0, None);
-    batch.visit(&mut |input| {
-        traced = traced.or(input.tensor().requires_grad().then_some(leaf));
-        leaf += 1;
-    });
-    match traced {
+    let mut traced = Vec::new();
+    batch.visit(&mut |leaf| traced.push(leaf.tensor().requires_grad()));
+    match traced.into_iter().position(|traced| traced) {
         Some(leaf) => Err(PipelineError::InputGradient { leaf }.into()),
         None => inputs(batch, ranges),
     }

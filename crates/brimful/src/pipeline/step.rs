@@ -36,9 +36,9 @@ impl Pipeline {
     /// would have added on the whole mini-batch.
     ///
     /// `loss` runs on the last stage's thread, for each micro-batch once, and again where an automatic
-    /// size tries the step again. It gets the model's output
-    /// and the micro-batch's part of `target`, both on that stage's device, and returns its
-    /// [`Loss`], or a pair of the loss and outputs, or a `Result` of one of them.
+    /// size tries the step again. It gets the model's output and the micro-batch's part of `target`,
+    /// both on that stage's device, and returns its [`Loss`], or a pair of the loss and outputs, or a
+    /// `Result` of one of them.
     ///
     /// # Errors
     /// When anything fails, in whatever stage: gradients, statistics and random state are as before,

@@ -16,7 +16,6 @@ use super::{Pipeline, Work, training_inputs};
 use crate::auto::Use;
 use crate::batch::{self, Batch};
 use crate::crew::{drawing, undisturbed};
-use crate::loss::{Loss, Part};
 use crate::micro::tally::Tally;
 use crate::schedule::Actions;
 use crate::world::Turn;
@@ -185,10 +184,9 @@ impl Pipeline {
     ) -> Result<(f64, Vec<Tensor>)> {
         let start = Instant::now();
         let run = || {
-            let (terms, mut tally) = (Loss::sum(loss(outputs)).into_terms(true)?, Tally::default());
-            tally.count(&terms, &Part::WHOLE)?;
+            let (tally, loss) = Tally::of_whole(loss(outputs))?;
             let value = tally.read(self.non_finite)?.totals()?.loss;
-            Ok((value, gradients(&terms[0].value, &outputs.tensors)?))
+            Ok((value, gradients(&loss, &outputs.tensors)?))
         };
         let found = oom::catch(run).map_err(crew::of);
         let told = found.as_ref().map(drop).map_err(|error| (start.elapsed(), error.clone()));

@@ -8,6 +8,7 @@ mod table;
 
 use anyhow::{Result, ensure};
 use brimful::plan::Step;
+use brimful::schedule::Schedule;
 use brimful::schedule::render::{self, Panel};
 
 use crate::exit::Exit;
@@ -47,7 +48,8 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
 
 /// What nobody should plan a training with.
 fn not_run(shown: &[Answer]) -> &'static str {
-    match shown.iter().any(|answer| answer.line.schedule.contains("zero-bubble")) {
+    let is_planned_alone = |schedule: Schedule| !schedule.is_executed();
+    match shown.iter().any(|answer| answer.line.schedule.parse().is_ok_and(is_planned_alone)) {
         true => "\nZero-bubble schedules split the backward: they are simulated, not run yet.\n",
         false => "",
     }

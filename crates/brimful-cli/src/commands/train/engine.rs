@@ -2,10 +2,9 @@
 //! what those have in common.
 
 use anyhow::{Context, Result, ensure};
-use brimful::memory::{Arena, Memory};
+use brimful::device;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Bytes, device};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
@@ -74,26 +73,6 @@ pub(super) fn put(store: &VarStore, model: Named) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The memory of each device, with this limit; on a CPU each has an account of its own.
-pub(super) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
-    let account = |(number, device): (usize, &Device)| {
-        let memory = match device {
-            Device::Cpu => Memory::Arena(Arena::new(&format!("device {number}"))),
-            accelerator => Memory::of(*accelerator)?,
-        };
-        within(memory, limit)
-    };
-    devices.iter().enumerate().map(account).collect()
-}
-
-/// The memory with this limit, if there is one.
-pub(super) fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
-    if let Some(limit) = limit {
-        memory.set_limit(Some(limit.0))?;
-    }
-    Ok(memory)
 }
 
 /// The devices' names, each once.

@@ -14,8 +14,8 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, check_model, named, put, within};
-use crate::setting::{loss, mean, right, typed};
+use super::engine::{Engine, Named, check_model, named, put};
+use crate::setting::{loss, mean, right, typed, within};
 
 /// A model on one device.
 #[derive(Debug)]

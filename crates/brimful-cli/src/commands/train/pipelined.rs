@@ -11,9 +11,9 @@ use brimful::{Bytes, Layers, Loss, Pipeline, Size, World};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, accounts, check_model, names};
+use super::engine::{Engine, Named, check_model, names};
 use crate::exit::wrong_use;
-use crate::setting::{loss, mean, right, typed};
+use crate::setting::{accounts, loss, mean, right, typed};
 
 /// A model over several devices.
 #[derive(Debug)]

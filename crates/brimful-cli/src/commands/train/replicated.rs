@@ -15,8 +15,8 @@ use tch::nn::{ModuleT, Path};
 use tch::{Device, Kind, Tensor};
 
 use super::Options;
-use super::engine::{Engine, Named, accounts, check_model, named, names, put};
-use crate::setting::{loss, right, typed};
+use super::engine::{Engine, Named, check_model, named, names, put};
+use crate::setting::{accounts, loss, right, typed};
 
 /// A model on several devices.
 #[derive(Debug)]

@@ -12,8 +12,7 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::super::work::{Samples, Work};
-use super::trials::is_out_of_memory;
-use crate::setting::clear_gradients;
+use crate::setting::{clear_gradients, within};
 
 /// What is to be measured, and in how much memory.
 #[derive(Debug, Clone)]
@@ -69,8 +68,7 @@ impl Subject {
         memory.set_limit(None)?;
         let free = memory.usage()?.available.unwrap_or(limit);
         ensure!(free >= limit, "{free} are free, which is less than the limit of {limit}");
-        memory.set_limit(Some(limit.0))?;
-        Ok(memory)
+        within(memory, Some(limit))
     }
 }
 
@@ -84,18 +82,12 @@ impl Built<'_> {
     /// The seconds of a step of a given size.
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
         let Self { work, device, store, model, memory, samples, .. } = self;
-        let run = || {
+        let run = || -> Result<f64> {
             let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
             Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
         };
-        match run() {
-            // What other sizes have left in a card's cache may be in pieces.
-            Err(error) if is_out_of_memory(&error) => {
-                memory.empty_cache()?;
-                run()
-            }
-            seconds => seconds,
-        }
+        // What other sizes have left in a card's cache may be in pieces.
+        Ok(brimful::guard(memory, run)?)
     }
 }
 

@@ -1,13 +1,13 @@
 //! What every given size does: which fit, and how fast each is.
 
 use anyhow::{Result, ensure};
-use brimful::{Error, Size, Step};
+use brimful::{Size, Step};
 
 use super::super::progress::Progress;
 use super::super::times::Times;
 use super::super::work::Samples;
 use super::subject::Subject;
-use crate::exit::does_not_fit;
+use crate::exit::{does_not_fit, ran_out};
 
 /// Steps of a size after the first, which warms up.
 const REPEATS: usize = 2;
@@ -58,7 +58,7 @@ pub(super) fn rate(
     repeats: usize,
 ) -> Result<Option<f64>> {
     let mut built = match subject.build(Size::Fixed(size), samples) {
-        Err(error) if is_out_of_memory(&error) => return Ok(None),
+        Err(error) if ran_out(&error) => return Ok(None),
         built => built?,
     };
     let mut times = Times::default();
@@ -66,13 +66,9 @@ pub(super) fn rate(
         match built.step() {
             Ok((seconds, Step { .. })) if turn > 0 => times.push(seconds),
             Ok(_) => {}
-            Err(error) if is_out_of_memory(&error) => return Ok(None),
+            Err(error) if ran_out(&error) => return Ok(None),
             Err(error) => return Err(error),
         }
     }
     Ok(Some(subject.work.batch as f64 / times.median()))
-}
-
-pub(super) fn is_out_of_memory(error: &anyhow::Error) -> bool {
-    error.downcast_ref().and_then(Error::out_of_memory).is_some()
 }

@@ -54,14 +54,6 @@ impl Family {
         }
     }
 
-    /// Bytes of the optimizer's state for each byte of parameters.
-    pub(super) fn optimizer_bytes(self) -> f64 {
-        match self {
-            Self::Unet => 0.0,
-            Self::Amoebanet => 1.0,
-        }
-    }
-
     /// How many times the parameters of naive-1 torchgpipe's authors fitted, on Tesla P40 cards.
     pub(super) fn published(self, experiment: Experiment) -> Option<f64> {
         let (naive, pipelines) = match self {

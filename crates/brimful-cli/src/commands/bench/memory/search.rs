@@ -98,7 +98,7 @@ impl Search {
         let profile = self.profile(&work, size)?;
         let device = Planned { memory: Some(memory.0), ..Planned::default() };
         let mut request = Request::new(&profile, vec![device; experiment.stages], work.batch);
-        request.optimizer_bytes = self.family.optimizer_bytes();
+        request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         if experiment.is_naive {
             (request.micro_batches, request.recompute) = (vec![1], vec![Recompute::Never]);

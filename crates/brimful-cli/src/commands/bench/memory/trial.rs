@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::memory::{Arena, Memory};
+use brimful::memory::Memory;
 use brimful::micro::NonFinite;
 use brimful::pipeline::StageDevice;
 use brimful::{Bytes, Loss, Pipeline, device};
@@ -11,7 +11,8 @@ use tch::{Device, Tensor};
 
 use super::family::Family;
 use super::search::Found;
-use crate::setting::loss;
+use crate::exit;
+use crate::setting::{accounts, loss};
 
 /// An arena's size on a CPU where nothing else is asked for.
 const ARENA: Bytes = Bytes(80 << 20);
@@ -66,7 +67,7 @@ impl Trial {
     /// Takes the steps; nothing where memory runs out.
     pub(super) fn run(&self, found: &Found, family: Family) -> Result<Option<Outcome>> {
         match self.steps(found, family) {
-            Err(error) if ran_out(&error) => Ok(None),
+            Err(error) if exit::ran_out(&error) => Ok(None),
             other => other.map(Some),
         }
     }
@@ -100,15 +101,11 @@ impl Trial {
 
     /// A memory of the wanted size for each stage.
     fn memories(&self, stages: usize) -> Result<Vec<Memory>> {
-        let memory = |number: usize| {
-            let memory = match self.device {
-                Device::Cpu => Memory::Arena(Arena::new(&format!("stage {number}"))),
-                _ => Memory::Accelerator(Device::Cuda(number)),
-            };
-            memory.set_limit(Some(self.limit.0))?;
-            Ok(memory)
+        let device = |number| match self.device {
+            Device::Cpu => Device::Cpu,
+            _ => Device::Cuda(number),
         };
-        (0..stages).map(memory).collect()
+        accounts(&(0..stages).map(device).collect::<Vec<_>>(), Some(self.limit))
     }
 }
 
@@ -117,9 +114,4 @@ fn figures(
     of: impl Fn(brimful::memory::Usage) -> Bytes,
 ) -> Result<Vec<Bytes>> {
     memories.iter().map(|memory| Ok(of(memory.usage()?))).collect()
-}
-
-fn ran_out(error: &anyhow::Error) -> bool {
-    let error = error.downcast_ref::<brimful::Error>();
-    error.is_some_and(|error| error.out_of_memory().is_some())
 }

@@ -1,0 +1,26 @@
+//! Memories with the limit that was asked for.
+
+use anyhow::Result;
+use brimful::Bytes;
+use brimful::memory::{Arena, Memory};
+use tch::Device;
+
+/// The memory of each device, with this limit; on a CPU each has an account of its own.
+pub(crate) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
+    let account = |(number, device): (usize, &Device)| {
+        let memory = match device {
+            Device::Cpu => Memory::Arena(Arena::new(&format!("device {number}"))),
+            accelerator => Memory::of(*accelerator)?,
+        };
+        within(memory, limit)
+    };
+    devices.iter().enumerate().map(account).collect()
+}
+
+/// The memory with this limit, if there is one.
+pub(crate) fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
+    if let Some(limit) = limit {
+        memory.set_limit(Some(limit.0))?;
+    }
+    Ok(memory)
+}
