@@ -10,7 +10,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/cuda_object.cpp",
@@ -21,6 +21,7 @@ const SOURCES: [&str; 10] = [
     "bridge/meta.cpp",
     "bridge/optim.cpp",
     "bridge/random.cpp",
+    "bridge/touched.cpp",
 ];
 
 fn main() {
@@ -45,6 +46,8 @@ fn compiler(include: &Path) -> cc::Build {
         .cpp(true)
         .std("c++17")
         .pic(true)
+        // As libtorch itself was compiled: without it some classes of its headers have more fields.
+        .define("NDEBUG", None)
         // The arena allocator is on the hot path of debug builds too.
         .opt_level(2)
         // As system headers, so that libtorch's own warnings do not drown ours.

@@ -5,10 +5,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -68,6 +70,23 @@ void backward(
   torch::autograd::backward(from, with, keep_graph);
 }
 
+// A leaf that backward from the root would reach and that is none of these tensors.
+at::Tensor other_leaf(
+    const at::Tensor& root, const std::unordered_set<const at::TensorImpl*>& parameters,
+    std::unordered_set<torch::autograd::Node*>& seen) {
+  std::vector<torch::autograd::Node*> open{root.grad_fn().get()};
+  while (!open.empty()) {
+    auto* node = open.back();
+    open.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      if (parameters.count(leaf->variable.unsafeGetTensorImpl()) == 0) return leaf->variable;
+    }
+    for (const auto& edge : node->next_edges()) open.push_back(edge.function.get());
+  }
+  return at::Tensor();
+}
+
 }  // namespace
 
 extern "C" {
@@ -87,6 +106,22 @@ int32_t brimful_backward_watched(
   return brimful::guarded(message, [&] {
     const Watches watches(parameters, parameter_count, arrived, context);
     backward(roots, gradients, count, false);
+  });
+}
+
+// Null where backward from the roots reaches these parameters alone.
+int32_t brimful_other_leaf(
+    at::Tensor* const* roots, size_t count, at::Tensor* const* parameters, size_t parameter_count,
+    at::Tensor** out, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    std::unordered_set<const at::TensorImpl*> known;
+    std::unordered_set<torch::autograd::Node*> seen;
+    for (size_t i = 0; i < parameter_count; ++i) known.insert(parameters[i]->unsafeGetTensorImpl());
+    *out = nullptr;
+    for (size_t i = 0; i < count && *out == nullptr; ++i) {
+      const auto leaf = other_leaf(*roots[i], known, seen);
+      if (leaf.defined()) *out = new at::Tensor(leaf);
+    }
   });
 }
 

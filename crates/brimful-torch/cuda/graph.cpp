@@ -3,6 +3,7 @@
 
 #include "functions.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/DeviceGuard.h>
@@ -22,8 +23,10 @@ class Graph final : public at::cuda::CUDAGraph {
     capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   }
 
-  // libtorch would throw before it has told its allocator and its generator that the capture is over.
+  // libtorch would throw before it has told its allocators and its generator that the capture is
+  // over. It also asks for the current device's stream, so that must be this capture's device.
   void end() {
+    const c10::DeviceGuard on(capture_stream_.device());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     C10_CUDA_CHECK(cudaStreamIsCapturing(capture_stream_, &status));
     TORCH_CHECK(status == cudaStreamCaptureStatusActive, "something in it cannot be captured");
@@ -32,7 +35,7 @@ class Graph final : public at::cuda::CUDAGraph {
   }
 
  private:
-  // Ends a capture that failed half-way, so that stream, allocator and generator can be used again.
+  // Ends a capture that failed half-way, so that stream, allocators and generator can be used again.
   void abandon() noexcept {
     if (!open_ || capture_ended_) return;
     cudaGraph_t part = nullptr;
@@ -43,11 +46,22 @@ class Graph final : public at::cuda::CUDAGraph {
       state->capturing_ = false;
       state->offset_intragraph_ = 0;
     }
-    char* unheard = nullptr;
-    guarded(&unheard, [&] {
+    quietly([&] {
       c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
       c10::cuda::CUDACachingAllocator::releasePool(capture_dev_, mempool_id_);
     });
+    // Page-locked memory has a pool of the same number, and a list of captures that asks this graph.
+    quietly([&] {
+      at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
+      at::getHostAllocator(at::kCUDA)->release_pool(mempool_id_);
+    });
+  }
+
+  // An allocator that had not begun refuses to end, and has nothing to release.
+  template <class Body>
+  static void quietly(Body&& body) noexcept {
+    char* unheard = nullptr;
+    guarded(&unheard, body);
     free(unheard);
   }
 

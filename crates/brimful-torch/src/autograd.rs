@@ -7,7 +7,7 @@ use std::ptr;
 use tch::Tensor;
 
 use crate::error::{TorchError, call};
-use crate::{ffi, raw, raw_list};
+use crate::{ffi, owned, raw, raw_list};
 
 /// Runs backward from several roots at once, each with its gradient (`None`: one, for a scalar).
 ///
@@ -94,6 +94,24 @@ fn starts(roots: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<Starts, To
     }
     let roots = roots.iter().map(|root| raw(root)).collect();
     Ok((roots, gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect()))
+}
+
+/// A leaf, if there is one, that backward from these roots would reach and that is none of the
+/// parameters.
+///
+/// # Errors
+/// When there is no memory to walk through the graph.
+pub fn other_leaf(roots: &[&Tensor], parameters: &[Tensor]) -> Result<Option<Tensor>, TorchError> {
+    let roots: Vec<_> = roots.iter().map(|root| raw(root)).collect();
+    let parameters = raw_list(parameters);
+    let mut found = ptr::null_mut();
+    // SAFETY: the arrays have that many valid tensors; what is found is ours.
+    call(|message| unsafe {
+        let (list, length) = (parameters.as_ptr(), parameters.len());
+        let (roots, count) = (roots.as_ptr(), roots.len());
+        ffi::brimful_other_leaf(roots, count, list, length, &mut found, message)
+    })?;
+    Ok((!found.is_null()).then(|| owned(found)))
 }
 
 /// Puts a gradient in place of a leaf's present one; `None` leaves it without one.

@@ -102,6 +102,14 @@ unsafe extern "C" {
         context: *mut c_void,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_other_leaf(
+        roots: Tensors,
+        count: usize,
+        parameters: Tensors,
+        parameter_count: usize,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_collect_gradients(
         parameters: *const *const RawTensor,
         sums: *mut *mut RawTensor,
@@ -144,6 +152,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_own_generator_enter(own: *mut *mut RawGenerator, message: Message)
     -> i32;
     pub(crate) fn brimful_own_generator_seed(own: *mut RawGenerator, seed: u64);
+    pub(crate) fn brimful_own_draws() -> u64;
     pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
@@ -214,6 +223,16 @@ unsafe extern "C" {
         tensors: Tensors,
         count: usize,
         out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_touches_begin(list: *mut *mut c_void, message: Message) -> i32;
+    pub(crate) fn brimful_touches_exchange(list: *mut c_void) -> *mut c_void;
+    pub(crate) fn brimful_touches_end(
+        list: *mut c_void,
+        ran: extern "C" fn(*mut c_void, *const c_char),
+        found: extern "C" fn(*mut c_void, *mut RawTensor, bool),
+        context: *mut c_void,
         message: Message,
     ) -> i32;
 

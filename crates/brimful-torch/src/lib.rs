@@ -17,6 +17,7 @@
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
+//! | [`touched`] | which memory a piece of work reads and writes |
 //! | [`threads`] | threads an operation, for one thread alone |
 //! | [`libtorch`] | which libtorch is running |
 
@@ -43,6 +44,7 @@ pub mod optim;
 pub mod random;
 pub mod stream;
 pub mod threads;
+pub mod touched;
 pub mod transfer;
 
 pub use error::{ErrorKind, TorchError};

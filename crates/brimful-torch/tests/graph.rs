@@ -191,3 +191,39 @@ fn graphs_share_a_pool_and_give_it_back() {
     let after = memory::device_memory(device).expect("figures");
     assert!(after.reserved <= before.reserved + (8 << 20), "{before:?} {after:?}");
 }
+
+#[test]
+fn a_capture_that_fails_in_a_shared_pool_leaves_the_pool_to_others() {
+    let Some(device) = device() else { return };
+    let x = Tensor::ones([1 << 10], (Kind::Float, device));
+    let mut pool = Pool::default();
+    let aside = Stream::urgent(device).expect("a stream");
+    let (mut first, one) = capture_on(aside, &mut pool, || Ok(&x + 1.0)).expect("captured");
+    for round in 0..3 {
+        let read = || (&x * 2.0).f_double_value(&[0]).map(drop).map_err(torch);
+        assert!(capture_on(aside, &mut pool, read).is_err());
+        // Page-locked memory comes from where it did, though the failed capture's stream asks.
+        let _inside = aside.enter().expect("entered");
+        let host = Tensor::ones([4], (Kind::Float, Device::Cpu));
+        drop(brimful_torch::transfer::pin(&host).expect("page-locked"));
+        let captured = capture_on(aside, &mut pool, || Ok(&x + 2.0));
+        let (mut later, two) = captured.unwrap_or_else(|error| panic!("round {round}: {error}"));
+        later.replay().expect("replayed");
+        first.replay().expect("replayed");
+        aside.synchronize().expect("done");
+        assert_eq!(one.mean(Kind::Float).double_value(&[]), 2.0);
+        drop(two);
+    }
+}
+
+#[test]
+fn a_device_that_is_not_the_current_one_can_be_captured() {
+    let Some(Device::Cuda(_)) = device().filter(|_| tch::Cuda::device_count() > 1) else { return };
+    // This thread's current device is the first.
+    let device = Device::Cuda(1);
+    let x = Tensor::ones([4], (Kind::Float, device));
+    let (mut graph, y) =
+        capture(device, &mut Pool::default(), || Ok(&x + 1.0)).expect("captured");
+    graph.replay().expect("replayed");
+    assert_eq!(y.mean(Kind::Float).double_value(&[]), 2.0);
+}

@@ -31,6 +31,7 @@
 //! padded where their sizes differ. For the same reason a `Vec` of numbers is not cut.
 
 mod containers;
+mod versions;
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -39,6 +40,7 @@ use tch::Tensor;
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
+pub(crate) use versions::Versions;
 
 use crate::{Error, Result};
 

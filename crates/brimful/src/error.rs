@@ -48,6 +48,21 @@ pub enum Error {
     #[error("a rehearsal is over")]
     Rehearsed,
 
+    /// A replayed micro-batch is not what the closure does now. Never leaves the library.
+    #[doc(hidden)]
+    #[error("what was captured is out of date")]
+    OutOfDate,
+
+    /// A closure changed what it was lent.
+    #[error(
+        "the closure changed tensor {leaf} of its micro-batch in place, and with it the mini-batch, \
+         which may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
+    )]
+    BatchChanged {
+        /// Which of the mini-batch's tensors, counted from 0.
+        leaf: usize,
+    },
+
     /// libtorch refused a call, in its own words.
     #[error("libtorch: {0}")]
     Torch(String),

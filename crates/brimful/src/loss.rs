@@ -134,6 +134,20 @@ impl Term {
         }
     }
 
+    /// What of it the host has said, in words: its value and the weights of a tensor are not.
+    pub(crate) fn in_words(&self) -> String {
+        let over = match &self.over {
+            Over::Samples => "a mean over samples".to_owned(),
+            Over::Given(Weight::Number(number)) => format!("a mean over {number}"),
+            Over::Given(Weight::Tensor(_)) => "a mean over a tensor's number".to_owned(),
+            Over::Undivided(Weight::Number(number)) => format!("a sum over {number}"),
+            Over::Undivided(Weight::Tensor(_)) => "a sum over a tensor's number".to_owned(),
+            Over::Nothing => "a sum".to_owned(),
+            Over::Once => "a term that counts once".to_owned(),
+        };
+        format!("{over}, times {}", self.factor)
+    }
+
     /// The gradient to start this term's backward from; none for a term that has no part in this
     /// micro-batch.
     pub(crate) fn root_gradient(&self, part: &Part) -> Result<Option<Tensor>> {

@@ -61,7 +61,7 @@ pub(crate) use sizer::{FEW, Room, Sizer, is_alone};
 pub(crate) use sizes::Sizes;
 pub(crate) use stopwatch::Stopwatch;
 pub(crate) use story::Story;
-pub(crate) use together::Together;
+pub(crate) use together::{Peaks, Together};
 pub(crate) use trial::in_near_equal_parts;
 
 use crate::micro::Size;

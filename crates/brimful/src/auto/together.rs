@@ -22,6 +22,9 @@ struct Watched {
     room: Room,
 }
 
+/// The peak of each memory, where the one who ran in it knows it better than its account.
+pub(crate) type Peaks = Vec<Option<Bytes>>;
+
 impl Together {
     /// Reads what is free of each memory, less the bytes that are reserved for later.
     pub(crate) fn now(memories: impl IntoIterator<Item = (Option<Memory>, u64)>) -> Result<Self> {
@@ -35,14 +38,15 @@ impl Together {
     }
 
     /// One try with the size that is due for the longest part, of so many samples, and that `agree`
-    /// leaves of it; `None` where memory ran out. What came of it is learnt.
+    /// leaves of it; `None` where memory ran out. What came of it is learnt: `run` also gives the peak
+    /// of each memory that has one beyond what its account shows, as replayed work does.
     pub(crate) fn try_size<T>(
         &self,
         sizer: &mut Sizer,
         samples: usize,
         story: &mut Story,
         agree: impl FnOnce(usize) -> Result<usize>,
-        run: impl FnOnce(usize) -> Result<T>,
+        run: impl FnOnce(usize) -> Result<(T, Peaks)>,
     ) -> Result<Option<T>> {
         let rooms: Vec<Room> = self.0.iter().map(|watched| watched.room).collect();
         let mut trial = sizer.next_whole(&rooms, samples.max(1));
@@ -55,11 +59,11 @@ impl Together {
         let mut decision = trial.decision(&ranges, sizer, &rooms);
         let start = Instant::now();
         match run(trial.size) {
-            Ok(value) => {
+            Ok((value, peaks)) => {
                 let seconds = start.elapsed().as_secs_f64();
                 // Nothing is learnt from no sample.
                 if samples > 0 {
-                    self.learn(sizer, &mut decision)?;
+                    self.learn(sizer, &mut decision, &peaks)?;
                     sizer.observe_rate(trial.size, samples as f64 / seconds);
                 }
                 sizer.succeeded(trial.size, &rooms, self.retried()?);
@@ -81,14 +85,16 @@ impl Together {
     }
 
     /// Takes note of what a size needed in each memory.
-    fn learn(&self, sizer: &mut Sizer, decision: &mut Decision) -> Result<()> {
-        let need = |watched: &Watched| match (&watched.memory, watched.before) {
+    fn learn(&self, sizer: &mut Sizer, decision: &mut Decision, peaks: &Peaks) -> Result<()> {
+        let need = |(at, watched): (usize, &Watched)| match (&watched.memory, watched.before) {
             (Some(memory), Some(before)) => {
-                Ok::<_, Error>(memory.usage()?.peak.0.saturating_sub(before.current.0))
+                let told = peaks.get(at).copied().flatten().unwrap_or_default();
+                let peak = memory.usage()?.peak.max(told);
+                Ok::<_, Error>(peak.0.saturating_sub(before.current.0))
             }
             _ => Ok(0),
         };
-        let needs = self.0.iter().map(need).collect::<Result<Vec<_>>>()?;
+        let needs = self.0.iter().enumerate().map(need).collect::<Result<Vec<_>>>()?;
         sizer.observe_needs(decision.size, &needs, decision.micro_batches == 1);
         decision.measured = needs.into_iter().max().map(Bytes);
         Ok(())

@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use super::cut::{Cut, Place};
 use super::pass::Pass;
-use super::replay::Surroundings;
+use super::replay::{Closure, Surroundings};
 use super::tally::Tally;
 use super::{MicroBatcher, NonFinite, Outcome, Window};
 use crate::accumulate::Accumulator;
@@ -16,6 +16,7 @@ use crate::loss::Part;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::{Dice, Draws, Randomness};
+use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -69,6 +70,16 @@ impl Scale {
     }
 }
 
+/// How a try runs its micro-batches.
+#[derive(Debug)]
+struct How {
+    closure: Closure,
+    /// Whether nothing is to be replayed.
+    eager: bool,
+    /// In which gradients are to be added up over the ranks.
+    turn: Option<RanksTurn>,
+}
+
 /// How to take back what a guarded run has changed.
 #[derive(Debug, Default)]
 pub(crate) struct Undo {
@@ -119,26 +130,48 @@ impl Undo {
 }
 
 impl MicroBatcher {
-    /// Runs forward and backward over the micro-batches. Nothing is committed yet.
-    pub(crate) fn attempt<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+    /// Runs forward and backward over the micro-batches; once more, and eagerly, where captured work
+    /// turned out to be out of date. Nothing is committed yet.
+    pub(crate) fn attempt<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
         scale: Scale,
-        f: &mut F,
+        closure: Closure,
+        f: &mut impl FnMut(B) -> R,
     ) -> Result<(Window, R::Outputs)> {
+        let turn = self.turn.take();
+        let mut how = How { closure, eager: false, turn: turn.clone() };
+        match self.attempt_once(batch, cut, scale, how, f) {
+            Err(Error::OutOfDate) => {
+                cut.restart();
+                how = How { closure, eager: true, turn };
+                self.attempt_once(batch, cut, scale, how, f)
+            }
+            ended => ended,
+        }
+    }
+
+    fn attempt_once<B: Batch, R: Outcome>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        scale: Scale,
+        how: How,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<(Window, R::Outputs)> {
+        let How { closure, eager, turn } = how;
         let run = |this: &mut Self, cut: &mut Cut| {
             let mut parameters = this.parameters();
             if scale.first {
                 this.arrangement.begin(&mut parameters)?;
             }
-            let accumulator = Accumulator::begin(parameters)?.summing(this.turn.take());
+            this.replay.begin(parameters.len(), &this.variables, eager)?;
+            let accumulator = Accumulator::begin(parameters)?.summing(turn);
             let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
             let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };
-            this.replay.begin(pass.accumulator.parameters())?;
-            let surroundings =
-                Surroundings { arrangement: &this.arrangement, variables: &this.variables };
+            let surroundings = Surroundings { arrangement: &this.arrangement, closure };
             let dice = scale.draws.map(|draws| draws.on(this.device));
             let micro_batches = cut.given_count();
             cut.each(batch, this.device, |place, micro_batch| {

@@ -61,6 +61,15 @@ impl Cut {
         Self { samples, next: 0, pieces, sizes: Vec::new() }
     }
 
+    /// Begins with the first sample again.
+    pub(super) fn restart(&mut self) {
+        self.next = 0;
+        self.sizes.clear();
+        if let Pieces::Watched(watch) = &mut self.pieces {
+            watch.drop_piece();
+        }
+    }
+
     /// How many micro-batches there are, where that is known beforehand.
     pub(super) fn given_count(&self) -> Option<usize> {
         match &self.pieces {
@@ -121,7 +130,7 @@ impl Cut {
         f: impl FnOnce(&[Range<usize>]) -> Result<T>,
     ) -> Result<T> {
         let ranges = match &mut self.pieces {
-            Pieces::Given(ranges) => std::mem::take(ranges),
+            Pieces::Given(ranges) => ranges.clone(),
             Pieces::Watched(watch) => watch.begin_all(self.samples, device)?,
         };
         self.hand_out(&ranges);
@@ -133,7 +142,7 @@ impl Cut {
 
     fn next_piece(&mut self, device: Device) -> Result<Vec<Range<usize>>> {
         let ranges = match &mut self.pieces {
-            Pieces::Given(ranges) => std::mem::take(ranges),
+            Pieces::Given(ranges) => ranges.clone(),
             Pieces::Watched(watch) => watch.begin(self.next, self.samples, device)?,
         };
         self.hand_out(&ranges);

@@ -63,6 +63,7 @@ use crate::{Error, Result};
 use attempt::Scale;
 use cut::Cut;
 use layout::Arrangement;
+pub(crate) use replay::Closure;
 use replay::Replay;
 pub(crate) use window::Window;
 
@@ -144,11 +145,19 @@ impl MicroBatcher {
     ///
     /// - the shapes, and the tensors that it uses besides the micro-batch, stay the same;
     /// - it reads nothing from the device (`double_value`, `nonzero`, an `if` on a tensor's value);
-    /// - it changes nothing but tensors: no counter, no log, no number of the host that changes;
-    /// - it draws random numbers on the device alone, as dropout does there.
+    /// - it changes nothing but tensors of the device: no counter, no log, no number of the host that
+    ///   changes;
+    /// - it draws random numbers on the device alone, as dropout does there;
+    /// - its backward reaches no leaf but the store's parameters;
+    /// - its type is its own: trait objects and pointers to functions stand for many closures.
     ///
     /// What cannot be captured is noticed, said once with the cause in the log and by
     /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
+    ///
+    /// In the four steps after a capture, and ever more rarely later (every 256th step in the end), one
+    /// micro-batch is run eagerly too and compared. Where the closure does something else by then, the
+    /// step is run again eagerly, the capture is given up, and the log says as an error what changed
+    /// and how many steps may have been replayed with what was before.
     pub fn replay(mut self, wanted: bool) -> Self {
         self.set_replay(wanted);
         self
@@ -189,8 +198,10 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
         self.check_no_window()?;
-        let step = self
-            .step(Use::Train, batch, |this, cut, scale| this.attempt(batch, cut, scale, &mut f))?;
+        let closure = Closure::of(&f);
+        let step = self.step(Use::Train, batch, |this, cut, scale| {
+            this.attempt(batch, cut, scale, closure, &mut f)
+        })?;
         self.reserved = 0;
         self.learn_order(step.samples, step.time);
         Ok(step)
@@ -226,10 +237,11 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<R::Outputs> {
         let (start, is_first) = (Instant::now(), self.window.is_none());
+        let closure = Closure::of(&f);
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
             let scale = Scale { unit, first: is_first, last: false, draws: None };
-            let (later, outputs) = this.attempt(batch, cut, scale, &mut f)?;
+            let (later, outputs) = this.attempt(batch, cut, scale, closure, &mut f)?;
             let later = later.lasting()?;
             match &mut this.window {
                 None => this.window = Some(later),

@@ -1,5 +1,6 @@
 //! One micro-batch forward and backward, added to what its mini-batch has so far.
 
+use brimful_torch::autograd::other_leaf;
 use tch::Tensor;
 
 use super::Outcome;
@@ -53,6 +54,12 @@ impl<O: Batch> Pass<O> {
             self.accumulator.add(index, roots, Some(index) != last)?;
         }
         Ok(())
+    }
+
+    /// A leaf that these terms' backward would reach besides the parameters.
+    pub(super) fn other_leaf(&self, terms: &[Term]) -> Result<Option<Tensor>> {
+        let roots: Vec<&Tensor> = terms.iter().map(|term| &term.value).collect();
+        Ok(other_leaf(&roots, self.accumulator.parameters())?)
     }
 
     pub(super) fn groups(&self) -> Vec<Group> {

@@ -121,6 +121,11 @@ impl Watch {
         piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(ran.typical))
     }
 
+    /// Learns nothing from the piece that was begun.
+    pub(super) fn drop_piece(&mut self) {
+        self.piece = None;
+    }
+
     /// Learns from the piece that has been run.
     pub(super) fn end(&mut self) -> Result<()> {
         let Some(piece) = self.piece.take() else { return Ok(()) };

@@ -36,6 +36,14 @@ struct Captured {
     rates: Vec<(Tensor, f64)>,
 }
 
+impl Replay {
+    /// Gives up what was captured: options other than learning rates are numbers in it.
+    pub(super) fn forget(&mut self) {
+        let Self { wanted, captures, replayed, .. } = *self;
+        *self = Self { wanted, captures, replayed, ..Self::default() };
+    }
+}
+
 impl Optimizer {
     /// On CUDA, captures a step and replays it while parameters, gradients and state stay where they
     /// are: one launch, and none of the work that leads to one. Elsewhere nothing changes.
@@ -62,8 +70,8 @@ impl Optimizer {
             None => (Device::Cpu, Vec::new()),
         };
         if places != self.replay.places || places.is_empty() {
-            let Replay { captures, replayed, .. } = self.replay;
-            self.replay = Replay { wanted: true, places, captures, replayed, ..Replay::default() };
+            self.replay.forget();
+            self.replay.places = places;
             return Ok(false);
         }
         self.replay.calm_steps += 1;

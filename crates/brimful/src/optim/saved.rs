@@ -66,6 +66,7 @@ impl Optimizer {
         for (group, method) in self.groups.iter_mut().zip(methods) {
             group.method = method;
         }
+        self.replay.forget();
         Ok(())
     }
 

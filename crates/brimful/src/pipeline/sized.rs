@@ -50,7 +50,7 @@ impl Pipeline {
             let ended = memories.try_size(&mut sizer, samples, &mut story, agree, |size| {
                 let ranges = split::by_size(samples, size)?;
                 let ranges = self.ranks.dealt(ranges, Size::Fixed(size))?;
-                run(self, &ranges)
+                Ok((run(self, &ranges)?, Vec::new()))
             });
             self.sizes.of(size).put(kind.clone(), sizer);
             if let Some(value) = ended? {

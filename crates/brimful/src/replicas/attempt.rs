@@ -8,7 +8,7 @@ use super::Replicas;
 use super::reduce::reduce;
 use super::replica::{Done, Errand, Replica};
 use crate::accumulate::Sums;
-use crate::auto::Story;
+use crate::auto::{Peaks, Story};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::crew;
@@ -72,6 +72,13 @@ pub(super) struct Joined<O> {
     pub(super) window: Window,
     pub(super) outputs: O,
     pub(super) told: Vec<Option<Told>>,
+}
+
+impl<O> Joined<O> {
+    /// Each replica's peak.
+    pub(super) fn peaks(&self) -> Peaks {
+        self.told.iter().map(|told| told.as_ref().and_then(|told| told.peak)).collect()
+    }
 }
 
 impl Joined<()> {

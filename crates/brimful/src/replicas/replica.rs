@@ -13,7 +13,7 @@ use crate::crew::StageDevice;
 use crate::micro::attempt::{OwnDraws, Scale};
 use crate::micro::cut::Cut;
 use crate::micro::whole::RowGradients;
-use crate::micro::{Outcome, Window};
+use crate::micro::{Closure, Outcome, Window};
 use crate::random::Dice;
 use crate::ranks::RanksTurn;
 use crate::world::World;
@@ -114,8 +114,9 @@ impl<M> Replica<M> {
         errand: Errand<B>,
         f: &impl Fn(&M, B) -> R,
     ) -> Result<Done<R::Outputs>> {
-        let done = self.run(errand, f, |micro, batch, cut, scale, mut f| {
-            micro.attempt(batch, cut, scale, &mut f)
+        let closure = Closure::of(f);
+        let done = self.run(errand, |micro, model, batch, cut, scale| {
+            micro.attempt(batch, cut, scale, closure, &mut |part| f(model, part))
         })?;
         if !done.window.sizes.is_empty() {
             self.micro.learn_order(done.window.sizes.iter().sum(), done.time);
@@ -129,8 +130,8 @@ impl<M> Replica<M> {
         errand: Errand<B>,
         f: &impl Fn(&M, B) -> R,
     ) -> Result<Done<R::Outputs>> {
-        self.run(errand, f, |micro, batch, cut, scale, mut f| {
-            micro.attempt_evaluate(batch, cut, scale, &mut f)
+        self.run(errand, |micro, model, batch, cut, scale| {
+            micro.attempt_evaluate(batch, cut, scale, &mut |part| f(model, part))
         })
     }
 
@@ -180,30 +181,23 @@ impl<M> Replica<M> {
         errand: Errand<B>,
         f: &impl Fn(&M, B) -> O,
     ) -> Result<Done<O>> {
-        self.run(errand, f, |micro, batch, cut, scale, mut f| {
-            micro.attempt_map(batch, cut, scale, &mut f)
+        self.run(errand, |micro, model, batch, cut, scale| {
+            micro.attempt_map(batch, cut, scale, &mut |part| f(model, part))
         })
     }
 
     /// Lets `how` run the errand.
-    fn run<B: Batch, R, O: Batch>(
+    fn run<B: Batch, O: Batch>(
         &mut self,
         errand: Errand<B>,
-        f: &impl Fn(&M, B) -> R,
-        how: impl Fn(
-            &mut MicroBatcher,
-            &B,
-            &mut Cut,
-            Scale,
-            &mut dyn FnMut(B) -> R,
-        ) -> Result<(Window, O)>,
+        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, Scale) -> Result<(Window, O)>,
     ) -> Result<Done<O>> {
         let start = Instant::now();
         let Errand { batch, ranges, scale } = errand;
         let Self { model, micro, .. } = self;
-        let mut f = |micro_batch| f(model, micro_batch);
-        let (window, outputs) = micro
-            .in_order(|micro| how(micro, &batch, &mut Cut::given(ranges.clone()), scale, &mut f))?;
+        let (window, outputs) = micro.in_order(|micro| {
+            how(micro, model, &batch, &mut Cut::given(ranges.clone()), scale)
+        })?;
         self.hand_in(window, &outputs, start)
     }
 

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Replicas;
-use crate::auto::{Story, Together};
+use crate::auto::{Peaks, Story, Together};
 use crate::crew::StageDevice;
 use crate::micro::gradient_bytes;
 use crate::micro::world::{Opening, agreed};
@@ -12,17 +12,17 @@ use crate::world::World;
 use crate::{Result, Size};
 
 impl<M: 'static> Replicas<M> {
-    /// Calls `run` with a size until memory suffices on every device.
+    /// Calls `run` with a size until memory suffices on every device. It also gives each one's peak.
     pub(super) fn sized<T>(
         &mut self,
         world: Option<&World>,
         opening: &Opening,
         shares: &[Range<usize>],
-        mut run: impl FnMut(&mut Self, Size) -> Result<T>,
+        mut run: impl FnMut(&mut Self, Size) -> Result<(T, Peaks)>,
     ) -> Result<(T, Story)> {
         let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or_default();
         if self.size.cut(longest.max(1))?.is_some() {
-            return Ok((run(self, self.size)?, Story::default()));
+            return Ok((run(self, self.size)?.0, Story::default()));
         }
         let (kind, mut story) = (&opening.kind, Story::default());
         loop {

@@ -184,7 +184,10 @@ impl<M: 'static> Replicas<M> {
                 let ranks = this.ranks(world)?;
                 let parts = errands(batch, &shares, size, |replica| place(&opening, replica));
                 match parts.map_err(Caught::Error).and_then(|parts| this.attempt(parts, &work)) {
-                    Ok(joined) => end(this, joined, ranks),
+                    Ok(joined) => {
+                        let peaks = joined.peaks();
+                        Ok((end(this, joined, ranks)?, peaks))
+                    }
                     Err(caught) => {
                         let error = aside(caught, &mut thrown);
                         Err(ranks.map_or(error.clone(), |(world, _)| tell(&world, error, start)))
@@ -212,6 +215,7 @@ impl<M: 'static> Replicas<M> {
         ranks: Option<Ranks>,
         start: Instant,
     ) -> Result<Step<O>> {
+        let peaks = joined.peaks();
         let Joined { window, outputs, told } = joined;
         let sizes = window.sizes.clone();
         let settled = self.crew.one(0, move |first| first.settle(window, ranks, start))?;
@@ -226,7 +230,7 @@ impl<M: 'static> Replicas<M> {
             outputs,
             time,
             times: told().map(|told| told.map(|told| told.time)).collect(),
-            peaks: told().map(|told| told.and_then(|told| told.peak)).collect(),
+            peaks,
             replayed: told().flatten().map(|told| told.replayed).sum(),
             seed: 0,
             decisions: Vec::new(),

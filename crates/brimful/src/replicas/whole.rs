@@ -63,7 +63,8 @@ impl<M: 'static> Replicas<M> {
                     Ok(joined.with_outputs(outputs))
                 });
                 let joined = attempted.map_err(|caught| aside(caught, &mut thrown))?;
-                this.settle(joined, None, start)
+                let peaks = joined.peaks();
+                Ok((this.settle(joined, None, start)?, peaks))
             })?;
             Ok(Step { seed, ..step }.with_story(story))
         });

@@ -2,21 +2,20 @@
 
 use brimful_torch::graph::Pool;
 use brimful_torch::stream::Stream;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::compare::{Buffers, Verdict, verdict};
+use super::compare::Verdict;
 use super::program::{self, Program, Setting};
-use super::readout::Readout;
 use super::room::{Watch, make_room};
+use super::trial::{Eager, Trial, copied};
 use super::{Replay, State, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::Part;
 use crate::micro::Outcome;
-use crate::micro::pass::{Pass, forward};
-use crate::random::Randomness;
-use crate::{Error, Result};
+use crate::micro::pass::Pass;
+use crate::{Error, Result, device};
 
 impl Replay {
     /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay. Gives
@@ -27,48 +26,60 @@ impl Replay {
         micro_batch: B,
         part: &Part,
         f: &mut impl FnMut(B) -> R,
-        buffers: &[Tensor],
     ) -> Result<(State, Bytes)> {
+        let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
-        let before = Randomness::now(self.device)?;
-        let earlier = pass.accumulator.exchange(Vec::new());
-        let (terms, output) = forward(share(&micro_batch)?, f)?;
-        let readout = Readout::of(&terms)?;
-        pass.add(&terms, &output, part)?;
-        // A graph that is kept would tie the capture to the stream that it was made on.
-        drop((terms, output));
-        let eager = pass.accumulator.exchange(earlier);
-        let after = Randomness::now(self.device)?;
-
+        let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
         pass.accumulator.disown()?;
         let need = watch.eager_need()?;
-        let captured = self.captured(pass, &micro_batch, &eager, need, f);
+        let captured = self.capturable(&eager);
+        let captured = captured.and_then(|()| self.captured(pass, &given, &eager, need, f));
         let need = self.room.add(&watch, captured.is_ok())?;
-        after.restore()?;
         let state = match captured {
             Err(cause) => self.refuse(cause),
-            Ok(mut program) => {
-                let buffers = Buffers::save(buffers)?;
-                before.restore()?;
-                program.try_on(&micro_batch, part)?;
-                let same_numbers = Randomness::now(self.device)? == after;
-                after.restore()?;
-                buffers.restore()?;
-                let kind = coarsest(pass.accumulator.parameters());
-                let (sums, row) = (program.sums(), program.readout());
-                match verdict(kind, &eager, &readout, sums, row)? {
-                    // Numbers that are not finite cannot be compared: another time.
-                    Verdict::Unknown => State::New(WARM_UP),
-                    Verdict::Differs(what) => self.refuse(what),
-                    Verdict::Alike if !same_numbers => {
-                        self.refuse("a replay draws other random numbers".into())
-                    }
-                    Verdict::Alike => State::Captured(Box::new(program)),
-                }
-            }
+            Ok(program) => self.tried(program, &given, part, &eager, pass)?,
         };
-        pass.accumulator.add_sums(eager)?;
+        eager.after.restore()?;
+        pass.accumulator.add_sums(eager.sums)?;
         Ok((state, need))
+    }
+
+    /// Replays what was captured, with the random numbers of the eager run.
+    fn tried<O: Batch>(
+        &mut self,
+        mut program: Program,
+        given: &impl Batch,
+        part: &Part,
+        eager: &Eager,
+        pass: &Pass<O>,
+    ) -> Result<State> {
+        program.learn_effects(&eager.touched);
+        eager.before.restore()?;
+        let trial = Trial::of(&mut program, given, part, self.device)?;
+        Ok(match trial.against(eager, pass.accumulator.parameters())? {
+            // Numbers that are not finite cannot be compared: another time.
+            Verdict::Unknown => State::New(WARM_UP),
+            Verdict::Differs(what) => self.refuse(format!("a replay is not an eager run: {what}")),
+            Verdict::Alike => State::Captured(Box::new(program)),
+        })
+    }
+
+    /// Whether an eager run has done nothing that a replay would not do.
+    fn capturable(&self, eager: &Eager) -> Result<(), String> {
+        if let Some(leaf) = &eager.other_leaf {
+            return Err(format!(
+                "its backward reaches a tensor of shape {:?} that is no parameter of the store, whose \
+                 gradient a replay would write where it once was: freeze it, or detach what it gives",
+                leaf.size()
+            ));
+        }
+        match eager.touched.written.iter().find(|block| block.device() != self.device) {
+            Some(block) => Err(format!(
+                "it writes to a tensor on {}, which a replay would not do",
+                device::name(block.device())
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Captures a micro-batch like this one, with sums for what eager runs have reached.
@@ -76,7 +87,7 @@ impl Replay {
         &mut self,
         pass: &mut Pass<R::Outputs>,
         micro_batch: &B,
-        eager: &[Sum],
+        eager: &Eager,
         need: u64,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Program, String> {
@@ -88,7 +99,7 @@ impl Replay {
             let (need, free) = (Bytes(need), Bytes(free));
             return Err(format!("captured, it would keep {need}, and {free} is free"));
         }
-        let sums = self.sums_for(eager).map_err(words)?;
+        let sums = self.sums_for(&eager.sums).map_err(words)?;
         let mut capture = |this: &mut Self, sums| {
             let setting = Setting { device: this.device, stream, need };
             Program::capture(&setting, sums, &mut this.pool, pass, micro_batch, f)
@@ -120,7 +131,7 @@ impl Replay {
     /// What captured work is to add such gradients to.
     fn sums_for(&mut self, gradients: &[Sum]) -> Result<Vec<Sum>> {
         while self.sums.len() < gradients.len() {
-            self.sums.push(self.parameters.iter().map(|_| None).collect());
+            self.sums.push((0..self.parameters).map(|_| None).collect());
         }
         let place = |(sum, gradient): (&mut Option<Tensor>, &Option<Tensor>)| {
             let Some(gradient) = gradient else { return Ok(None) };
@@ -134,16 +145,6 @@ impl Replay {
             .map(|(sums, gradients)| sums.iter_mut().zip(gradients).map(place).collect())
             .collect()
     }
-}
-
-fn share<B: Batch>(micro_batch: &B) -> Result<B> {
-    micro_batch.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))
-}
-
-/// The kind of number with the fewest digits among the parameters.
-fn coarsest(parameters: &[Tensor]) -> Kind {
-    let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
-    parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
 }
 
 fn count(sums: &[Sum]) -> usize {

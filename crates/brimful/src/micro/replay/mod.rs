@@ -4,16 +4,20 @@
 //!   of each shape    1st, 2nd  eager: kernels are chosen, memory is found
 //!                    3rd       eager, then captured and replayed on the same samples: both alike?
 //!                    4th …     samples copied in, replayed
+//!   now and then               replayed, and eager too: still alike?
 //! ```
 //!
 //! What cannot be captured, or gives something else when replayed, stays eager.
 
 mod capture;
+mod check;
 mod compare;
 mod program;
 mod readout;
 mod room;
 mod shape;
+mod trial;
+mod trust;
 
 use std::mem;
 use std::sync::{Mutex, PoisonError};
@@ -21,8 +25,8 @@ use std::sync::{Mutex, PoisonError};
 use brimful_torch::graph::{self, Pool};
 use brimful_torch::memory::empty_cache;
 use brimful_torch::stream::Stream;
+use tch::Device;
 use tch::nn::Variables;
-use tch::{Device, Tensor};
 
 use super::Outcome;
 use super::cut::Ran;
@@ -35,7 +39,9 @@ use crate::bytes::Bytes;
 use crate::loss::Part;
 use program::Program;
 use room::Room;
+pub(crate) use shape::Closure;
 use shape::Shape;
+use trust::Trust;
 
 /// Micro-batches of a shape that run eagerly before one is captured.
 const WARM_UP: usize = 2;
@@ -52,8 +58,14 @@ pub(super) struct Replay {
     entries: Vec<Entry>,
     /// What captured work adds gradients to, one list a group of terms.
     sums: Vec<Sum>,
-    /// Where the parameters were when it was captured.
-    parameters: Vec<usize>,
+    /// How many parameters are trained.
+    parameters: usize,
+    /// Where all variables were when it was captured, and which of them were trained.
+    places: Vec<(usize, bool)>,
+    /// Mini-batches so far.
+    step: u64,
+    /// Whether this one is run without replays.
+    eager: bool,
     pool: Pool,
     /// Where captures take place; made at the first.
     stream: Option<Stream>,
@@ -73,7 +85,8 @@ pub(super) struct Replay {
 #[derive(Debug)]
 pub(super) struct Surroundings<'a> {
     pub(super) arrangement: &'a Arrangement,
-    pub(super) variables: &'a Mutex<Variables>,
+    /// Which closure runs on it.
+    pub(super) closure: Closure,
 }
 
 #[derive(Debug)]
@@ -84,6 +97,7 @@ struct Entry {
     /// What a captured one has in use while it is replayed, and for how many samples.
     need: Bytes,
     samples: f64,
+    trust: Trust,
 }
 
 #[derive(Debug)]
@@ -102,7 +116,10 @@ impl Replay {
             wanted: false,
             entries: Vec::new(),
             sums: Vec::new(),
-            parameters: Vec::new(),
+            parameters: 0,
+            places: Vec::new(),
+            step: 0,
+            eager: false,
             pool: Pool::default(),
             stream: None,
             room: Room::default(),
@@ -174,37 +191,45 @@ impl Replay {
         Ok(empty_cache(self.device)?)
     }
 
-    /// Captured work uses the parameters where they were: others make it worthless.
-    pub(super) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
+    /// Begins a mini-batch, with replays or without. Captured work uses the variables where they were:
+    /// others make it worthless.
+    pub(super) fn begin(
+        &mut self,
+        parameters: usize,
+        variables: &Mutex<Variables>,
+        eager: bool,
+    ) -> Result<()> {
         if !self.wanted {
             return Ok(());
         }
-        (self.new, self.used) = (false, false);
-        let now: Vec<usize> = parameters.iter().map(|p| p.data_ptr() as usize).collect();
-        if now != self.parameters {
+        (self.new, self.used, self.eager) = (false, false, eager);
+        self.step += 1;
+        let now = places(variables);
+        if now != self.places {
             self.clear()?;
-            self.parameters = now;
+            (self.places, self.parameters) = (now, parameters);
         }
         Ok(())
     }
 
     /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch. A shape that is not
     /// settled on, but just tried, is not worth a capture.
-    pub(super) fn run<B: Batch, R: Outcome, F: FnMut(B) -> R>(
+    pub(super) fn run<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut Pass<R::Outputs>,
         micro_batch: B,
         part: &Part,
-        f: &mut F,
+        f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
         settled: bool,
     ) -> Result<Ran> {
-        let laid_out = |micro_batch| surroundings.arrangement.of(micro_batch);
-        if !self.wanted {
+        let Surroundings { arrangement, closure } = *surroundings;
+        let laid_out = |micro_batch| arrangement.of(micro_batch);
+        if !self.wanted || self.eager || !self.knows(closure) {
             pass.run(laid_out(micro_batch)?, part, f)?;
-            return Ok(Ran::PLAINLY);
+            return Ok(Ran { typical: !self.eager, ..Ran::PLAINLY });
         }
-        let shape = Shape::of::<B, F>(&micro_batch, pass.single);
+        let shape = Shape::of(&micro_batch, closure, pass.single);
         if self.runs_eagerly(&shape) && self.is_in_the_way(part.samples)? {
             self.release(pass)?;
         }
@@ -213,7 +238,12 @@ impl Replay {
         entry.uses += 1;
         let new = matches!(entry.state, State::New(_));
         self.new |= new;
+        let mut typical = !(new && settled);
         match &mut entry.state {
+            State::Captured(_) if entry.trust.is_due(self.step) => {
+                typical = false;
+                self.check(index, pass, laid_out(micro_batch)?, part, f)?;
+            }
             // Its inputs are laid out already, and the samples will be as they are copied there.
             State::Captured(program) => {
                 self.replayed += 1;
@@ -225,15 +255,28 @@ impl Replay {
                 pass.run(laid_out(micro_batch)?, part, f)?;
             }
             State::New(_) => {
-                let buffers = without_gradient(surroundings.variables);
-                let (state, need) =
-                    self.capture(pass, laid_out(micro_batch)?, part, f, &buffers)?;
+                let (state, need) = self.capture(pass, laid_out(micro_batch)?, part, f)?;
                 let entry = &mut self.entries[index];
                 (entry.state, entry.need, entry.samples) = (state, need, part.samples);
+                entry.trust = entry.trust.captured(self.step);
             }
             State::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
         }
-        Ok(Ran { unseen: self.entries[index].need, typical: !(new && settled) })
+        // Where a check had no room beside captured work, there is none left.
+        let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
+        Ok(Ran { unseen, typical })
+    }
+
+    /// Whether the closure's type says which work it is; if not, says so.
+    fn knows(&mut self, closure: Closure) -> bool {
+        if !closure.is_distinct() {
+            self.tell(
+                "the closure is a pointer to a function or a trait object (`fn`, `dyn`), and one type \
+                 of these stands for many closures: hand over the closure itself"
+                    .into(),
+            );
+        }
+        closure.is_distinct()
     }
 
     fn runs_eagerly(&self, shape: &Shape) -> bool {
@@ -272,7 +315,8 @@ impl Replay {
             self.entries.swap_remove(least);
         }
         let (uses, state, need, samples) = (0, State::New(0), Bytes(0), 1.0);
-        self.entries.push(Entry { shape, uses, state, need, samples });
+        let trust = Trust::default();
+        self.entries.push(Entry { shape, uses, state, need, samples, trust });
         self.entries.len() - 1
     }
 
@@ -290,9 +334,10 @@ impl Replay {
     }
 }
 
-/// Variables that are not trained, such as running statistics.
-fn without_gradient(variables: &Mutex<Variables>) -> Vec<Tensor> {
+/// Where all variables are, and which are trained. A frozen weight or a running statistic that has
+/// moved is as bad as a parameter.
+fn places(variables: &Mutex<Variables>) -> Vec<(usize, bool)> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let all = variables.named_variables.values();
-    all.filter(|tensor| !tensor.requires_grad()).map(Tensor::shallow_clone).collect()
+    all.map(|tensor| (tensor.data_ptr() as usize, tensor.requires_grad())).collect()
 }

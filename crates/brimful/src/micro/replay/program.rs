@@ -1,20 +1,23 @@
 //! One captured micro-batch: its graph, and the tensors that the graph reads and writes.
 
 use std::any::Any;
+use std::collections::HashSet;
 
 use brimful_torch::autograd::backward;
 use brimful_torch::graph::{Graph, Pool, record};
-use brimful_torch::random::{GeneratorState, generator_state};
+use brimful_torch::random::{GeneratorState, generator_state, own_draws};
 use brimful_torch::stream::Stream;
+use brimful_torch::touched::Touched;
 use tch::{Device, Kind, Tensor};
 
 use super::readout::Readout;
 use super::room::stock_up;
+use super::trial::watched;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::Part;
 use crate::micro::Outcome;
-use crate::micro::pass::{Pass, detached, forward};
+use crate::micro::pass::{Pass, detached};
 use crate::oom::catch_unseen;
 use crate::statistics::{Again, Pending};
 use crate::{Error, Result};
@@ -32,6 +35,11 @@ pub(super) struct Program {
     statistics: Again,
     /// The closure's outputs, of its own type.
     outputs: Box<dyn Any + Send>,
+    /// What the closure has done while it was captured. The graph goes on using the memory, so that is
+    /// kept.
+    touched: Touched,
+    /// What the graph writes to besides its own memory.
+    effects: Vec<Tensor>,
 }
 
 /// Where a capture takes place.
@@ -71,6 +79,15 @@ impl Program {
         Ok(Self { sums, ..captured? })
     }
 
+    /// Learns from an eager run what it writes to. Of what was touched while it was captured, the eager
+    /// run has touched no input, no sum and no other memory of the captured work's own.
+    pub(super) fn learn_effects(&mut self, eager: &Touched) {
+        let own = self.touched.written.iter().chain(&self.touched.read);
+        let known: HashSet<_> = own.map(Tensor::data_ptr).collect();
+        let effects = eager.written.iter().filter(|block| known.contains(&block.data_ptr()));
+        self.effects = effects.map(Tensor::shallow_clone).collect();
+    }
+
     fn recorded<B: Batch, R: Outcome>(
         setting: &Setting,
         pool: &mut Pool,
@@ -85,27 +102,40 @@ impl Program {
         let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
         // Made here, because captured zeros would be written at every replay.
         let rows = Pending::for_the_same_layers()?;
-        let host = generator_state(Device::Cpu)?;
+        let host = HostDraws::so_far()?;
 
         let run = || {
-            let (terms, output) = forward(statics, f)?;
-            let readout = Readout::of(&terms)?;
-            pass.backward(&terms, |number, term| {
-                Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
-            })?;
-            Ok::<_, Error>((readout, detached(&output)?))
+            watched(statics, f, |terms, output| {
+                let readout = Readout::of(terms)?;
+                pass.backward(terms, |number, term| {
+                    Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
+                })?;
+                Ok((readout, detached(&output)?))
+            })
         };
-        let (graph, (statistics, (readout, outputs))) = record(setting.stream, pool, || {
-            stock_up(setting.device, setting.need)?;
-            let (statistics, result) = rows.go_on(run);
-            Ok::<_, Error>((statistics, result?))
-        })?;
+        let (graph, (statistics, ((readout, outputs), touched))) =
+            record(setting.stream, pool, || {
+                stock_up(setting.device, setting.need)?;
+                let (statistics, result) = rows.go_on(run);
+                Ok::<_, Error>((statistics, result?))
+            })?;
 
-        check_host(&host)?;
+        host.check()?;
         let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));
         let written = vec![0.0; readout.terms().len()];
-        let sums = Vec::new();
-        Ok(Self { graph, inputs, roots, written, readout, sums, statistics, outputs })
+        let (sums, effects) = (Vec::new(), Vec::new());
+        Ok(Self {
+            graph,
+            inputs,
+            roots,
+            written,
+            readout,
+            sums,
+            statistics,
+            outputs,
+            touched,
+            effects,
+        })
     }
 
     /// Replays on this micro-batch, and adds what comes out to its mini-batch.
@@ -136,6 +166,15 @@ impl Program {
         &self.sums
     }
 
+    /// What the closure did when it was captured, in words.
+    pub(super) fn operations(&self) -> &[String] {
+        &self.touched.operations
+    }
+
+    pub(super) fn effects(&self) -> &[Tensor] {
+        &self.effects
+    }
+
     pub(super) fn readout(&self) -> &Readout {
         &self.readout
     }
@@ -161,10 +200,23 @@ impl Program {
     }
 }
 
-/// The host's random numbers would be the same in every replay.
-fn check_host(before: &GeneratorState) -> Result<()> {
-    match generator_state(Device::Cpu)? == *before {
-        true => Ok(()),
-        false => Err(Error::Torch("it draws random numbers on the host".into())),
+/// Random numbers of the host, which would be the same in every replay: the common generator's, and
+/// those of a generator that this thread may have of its own.
+struct HostDraws {
+    common: GeneratorState,
+    own: u64,
+}
+
+impl HostDraws {
+    fn so_far() -> Result<Self> {
+        Ok(Self { common: generator_state(Device::Cpu)?, own: own_draws() })
+    }
+
+    /// Refuses if any were drawn since.
+    fn check(&self) -> Result<()> {
+        match generator_state(Device::Cpu)? == self.common && own_draws() == self.own {
+            true => Ok(()),
+            false => Err(Error::Torch("it draws random numbers on the host".into())),
+        }
     }
 }

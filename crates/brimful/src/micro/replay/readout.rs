@@ -29,7 +29,13 @@ impl Readout {
 
     /// The terms as they are now, in a row of their own.
     pub(super) fn read(&self) -> Result<Vec<Term>> {
-        viewed(&self.terms, &self.row.f_detach_copy()?)
+        Ok(self.copied()?.terms)
+    }
+
+    /// The same in a row of its own.
+    pub(super) fn copied(&self) -> Result<Self> {
+        let row = self.row.f_detach_copy()?;
+        Ok(Self { terms: viewed(&self.terms, &row)?, row })
     }
 
     pub(super) fn terms(&self) -> &[Term] {

@@ -1,15 +1,35 @@
 //! What two micro-batches must have in common to be the same work.
 
-use std::any::TypeId;
+use std::any::{TypeId, type_name};
 
 use tch::Kind;
 
 use crate::batch::Batch;
 
+/// Which closure runs on a micro-batch, known by its type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Closure {
+    id: TypeId,
+    name: &'static str,
+}
+
+impl Closure {
+    pub(crate) fn of<F>(_: &F) -> Self {
+        Self { id: typeid::of::<F>(), name: type_name::<F>() }
+    }
+
+    /// Whether its type says which work it does. One type of trait objects or of pointers to
+    /// functions stands for many closures, and so does a closure of a function that is generic over
+    /// such a type.
+    pub(super) fn is_distinct(self) -> bool {
+        !["dyn ", "fn("].iter().any(|word| self.name.contains(word))
+    }
+}
+
 /// The shape of a micro-batch, and which closure runs on it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Shape {
-    closure: TypeId,
+    pub(super) closure: Closure,
     /// Whether its mini-batch is a step of its own, which decides on what terms are divided by.
     single: bool,
     /// All that is not a tensor.
@@ -18,13 +38,72 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn of<B: Batch, F>(micro_batch: &B, single: bool) -> Self {
+    pub(super) fn of(micro_batch: &impl Batch, closure: Closure, single: bool) -> Self {
         let (mut outline, mut leaves) = (Vec::new(), Vec::new());
         micro_batch.outline(&mut |line| outline.push(line.to_string()));
         micro_batch.visit(&mut |leaf| {
             let tensor = leaf.tensor();
             leaves.push((tensor.size(), tensor.kind()));
         });
-        Self { closure: typeid::of::<F>(), single, outline, leaves }
+        Self { closure, single, outline, leaves }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Closure;
+
+    fn one(x: f64) -> f64 {
+        x
+    }
+
+    fn two(x: f64) -> f64 {
+        x * 2.0
+    }
+
+    fn wrapped<F: Fn(f64) -> f64>(f: F) -> Closure {
+        Closure::of(&|x| f(x))
+    }
+
+    #[test]
+    fn closures_and_functions_are_told_apart_by_their_types() {
+        let factor = 3.0;
+        let all = [
+            Closure::of(&one),
+            Closure::of(&two),
+            Closure::of(&|x: f64| x * factor),
+            Closure::of(&|x: f64| x * factor),
+            wrapped(one),
+            wrapped(two),
+            wrapped(|x| x * factor),
+        ];
+        for (i, a) in all.iter().enumerate() {
+            assert!(a.is_distinct(), "{a:?}");
+            assert!(all.iter().skip(i + 1).all(|b| a != b), "{a:?}");
+        }
+        let mut same = |x: f64| x * factor;
+        assert_eq!(Closure::of(&same), Closure::of(&same));
+        assert!(Closure::of(&&mut same).is_distinct());
+    }
+
+    #[test]
+    fn what_stands_for_many_closures_is_not_distinct() {
+        let mut boxed: Box<dyn FnMut(f64) -> f64> = Box::new(one);
+        let pointer: fn(f64) -> f64 = two;
+        let generic: Box<dyn Fn(f64) -> f64> = Box::new(two);
+        let shared: &dyn Fn(f64) -> f64 = &one;
+        let all = [
+            Closure::of(&boxed),
+            Closure::of(&&mut boxed),
+            Closure::of(&&mut *boxed),
+            Closure::of(&pointer),
+            Closure::of(&&pointer),
+            Closure::of(&shared),
+            wrapped(generic),
+            wrapped(pointer),
+        ];
+        for closure in all {
+            assert!(!closure.is_distinct(), "{closure:?}");
+        }
     }
 }

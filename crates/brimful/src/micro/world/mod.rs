@@ -79,7 +79,8 @@ impl MicroBatcher {
                     Ok((window, outputs)) => {
                         let step = this.settle_together(world, &turn, window, start)?;
                         let (samples, seed) = (opening.total(), Some(opening.seed()));
-                        Ok(Step { samples, seed, ..step }.with_outputs(outputs))
+                        let peaks = vec![step.peak];
+                        Ok((Step { samples, seed, ..step }.with_outputs(outputs), peaks))
                     }
                     Err(caught) => Err(tell(world, aside(caught, &mut thrown), start)),
                 }

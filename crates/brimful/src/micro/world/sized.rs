@@ -3,19 +3,20 @@
 use std::ops::Range;
 
 use super::Opening;
-use crate::auto::{Story, Together};
+use crate::auto::{Peaks, Story, Together};
 use crate::memory::{Arena, Memory};
 use crate::micro::{MicroBatcher, gradient_bytes};
 use crate::world::World;
 use crate::{Result, split};
 
 impl MicroBatcher {
-    /// Calls `run` with this rank's micro-batches until memory suffices on all ranks.
+    /// Calls `run` with this rank's micro-batches until memory suffices on all ranks. It also gives
+    /// this rank's peak.
     pub(super) fn sized_together<T>(
         &mut self,
         world: &World,
         opening: &Opening,
-        mut run: impl FnMut(&mut Self, Vec<Range<usize>>) -> Result<T>,
+        mut run: impl FnMut(&mut Self, Vec<Range<usize>>) -> Result<(T, Peaks)>,
     ) -> Result<(T, Story)> {
         let samples = opening.own();
         let cut = |size: usize| match samples {
@@ -24,7 +25,7 @@ impl MicroBatcher {
         };
         if let Some(given) = self.size.cut(samples.max(1))? {
             let ranges = if samples == 0 { Vec::new() } else { given };
-            return Ok((run(self, ranges)?, Story::default()));
+            return Ok((run(self, ranges)?.0, Story::default()));
         }
         let memory = self.memory.get_or_insert_with(|| Memory::Arena(Arena::new("cpu"))).clone();
         let (kind, mut story) = (&opening.kind, Story::default());

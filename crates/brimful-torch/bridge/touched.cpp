@@ -1,0 +1,150 @@
+// Which operations a thread runs with which numbers of the host, and which memory they read and
+// write, of what outlives them.
+//
+// libtorch calls back before each operation of a thread that has asked for it, as it does for its
+// profilers. What an operation writes to is marked in its schema, running statistics excepted.
+
+#include "guard.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/record_function.h>
+#include <c10/core/StorageImpl.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+struct Touch {
+  // Does not keep the numbers alive: what is gone in the end was the work's own.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  bool written;
+};
+
+struct Touches {
+  // By address, which is not used again while a weak pointer holds it.
+  std::unordered_map<c10::StorageImpl*, Touch> all;
+  // Each operation with its numbers, in words.
+  std::vector<std::string> lines;
+  at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+  Touches* around = nullptr;
+
+  void add(const at::Tensor& tensor, bool written) {
+    if (!tensor.defined() || !tensor.has_storage()) return;
+    const auto& storage = tensor.storage();
+    auto* impl = storage.unsafeGetStorageImpl();
+    const auto found = all.find(impl);
+    if (found != all.end()) {
+      found->second.written |= written;
+    } else {
+      all.emplace(impl, Touch{storage.getWeakStorageImpl(), written});
+    }
+  }
+};
+
+thread_local Touches* innermost = nullptr;
+
+// Batch normalisation's schema does not say that it moves these.
+bool is_running(const c10::Argument& argument) {
+  return argument.name() == "running_mean" || argument.name() == "running_var";
+}
+
+void touch(Touches& touches, const c10::IValue& value, bool written) {
+  if (value.isTensor()) {
+    touches.add(value.toTensor(), written);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) touches.add(tensor, written);
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) touch(touches, item, written);
+  }
+}
+
+// Adds the numbers that the host hands to an operation, those in its own tensors among them.
+void say(std::ostream& line, const c10::IValue& value) {
+  if (value.isScalar() || value.isBool() || value.isString()) {
+    line << ' ' << value;
+  } else if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    if (tensor.defined() && tensor.is_cpu() && tensor.numel() == 1) line << ' ' << tensor.item();
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) say(line, item);
+  }
+}
+
+std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) {
+  const auto schema = function.operator_schema();
+  // Autograd's own threads may inherit the callback, but nobody's list.
+  if (innermost == nullptr || !schema) return nullptr;
+  // Reading a number is an operation too.
+  const at::DisableRecordFunctionGuard unseen;
+  std::ostringstream line;
+  line.precision(17);
+  line << function.name();
+  const auto& arguments = schema->arguments();
+  const auto inputs = function.inputs();
+  for (size_t i = 0; i < inputs.size() && i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    const bool written = (alias != nullptr && alias->isWrite()) || is_running(arguments[i]);
+    touch(*innermost, inputs[i], written);
+    say(line, inputs[i]);
+  }
+  innermost->lines.push_back(line.str());
+  return nullptr;
+}
+
+// All of a storage as a row of bytes.
+at::Tensor bytes_of(c10::intrusive_ptr<c10::StorageImpl> impl) {
+  const auto size = static_cast<int64_t>(impl->nbytes());
+  const auto options = at::TensorOptions(at::kByte).device(impl->device());
+  auto bytes = at::empty({0}, options);
+  bytes.set_(c10::Storage(std::move(impl)), 0, {size}, {1});
+  return bytes;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Lists what this thread's operations touch until `touches` is ended.
+int32_t brimful_touches_begin(Touches** touches, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    auto inner = std::make_unique<Touches>();
+    inner->callback = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&before).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    inner->around = innermost;
+    innermost = inner.release();
+    *touches = innermost;
+  });
+}
+
+// Nothing is listed until this is called with what it returned.
+Touches* brimful_touches_exchange(Touches* touches) noexcept {
+  return std::exchange(innermost, touches);
+}
+
+// Calls `ran` for each operation, and `found` for what is still there, with all of its bytes as a
+// tensor of the caller's own.
+int32_t brimful_touches_end(
+    Touches* touches, void (*ran)(void* context, const char* line),
+    void (*found)(void* context, at::Tensor* bytes, bool written), void* context,
+    char** message) noexcept {
+  const std::unique_ptr<Touches> own(touches);
+  at::removeCallback(own->callback);
+  innermost = own->around;
+  return brimful::guarded(message, [&] {
+    for (const auto& line : own->lines) ran(context, line.c_str());
+    for (auto& [_, touch] : own->all) {
+      auto storage = touch.storage.lock();
+      if (!storage || storage->nbytes() == 0) continue;
+      found(context, new at::Tensor(bytes_of(std::move(storage))), touch.written);
+    }
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,96 @@
+//! What a piece of work does: its operations with the host's numbers, and which memory it reads and
+//! writes, of what outlives it.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+
+use tch::Tensor;
+
+use crate::error::{TorchError, call};
+use crate::ffi::{self, RawTensor};
+use crate::owned;
+
+/// What work has done, of what can be seen from outside.
+#[derive(Debug, Default)]
+pub struct Touched {
+    /// Each operation with the numbers that it got from the host, in words. Work that depends on its
+    /// tensors alone has the same lines each time.
+    pub operations: Vec<String>,
+    /// Memory that was read alone and is still there, each block whole, as bytes.
+    pub read: Vec<Tensor>,
+    /// The same of memory that was written to.
+    pub written: Vec<Tensor>,
+}
+
+/// Runs `f`, and tells what its operations on this thread have done: the memory is that of tensors
+/// which were there before, and of those that `f` leaves behind. Each operation takes some
+/// microseconds more.
+///
+/// What autograd's own threads do, as they do for an accelerator, is not seen.
+///
+/// # Errors
+/// When there is no memory for the list.
+pub fn touched<T>(f: impl FnOnce() -> T) -> Result<(T, Touched), TorchError> {
+    let mut list = ptr::null_mut();
+    // SAFETY: on success `list` is a live list of this thread, which ends below or in `drop`.
+    call(|message| unsafe { ffi::brimful_touches_begin(&mut list, message) })?;
+    let mut under_way = UnderWay(list);
+    let value = f();
+    Ok((value, under_way.end()?))
+}
+
+/// Runs `f` as a part of work that is none of its doing: nothing of it is told.
+pub fn untold<T>(f: impl FnOnce() -> T) -> T {
+    // SAFETY: a list of this thread, or none, which comes back before it can end.
+    let _paused = Paused(unsafe { ffi::brimful_touches_exchange(ptr::null_mut()) });
+    f()
+}
+
+/// A list that is not made on; dropped, even by a panic, it is again.
+struct Paused(*mut c_void);
+
+impl Drop for Paused {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { ffi::brimful_touches_exchange(self.0) };
+    }
+}
+
+/// A list that is being made; dropped by a panic, it ends all the same.
+struct UnderWay(*mut c_void);
+
+impl UnderWay {
+    fn end(&mut self) -> Result<Touched, TorchError> {
+        let list = std::mem::replace(&mut self.0, ptr::null_mut());
+        let mut touched = Touched::default();
+        let context = ptr::from_mut(&mut touched).cast();
+        // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
+        // alone, in which nobody else uses `touched`.
+        call(|message| unsafe { ffi::brimful_touches_end(list, ran, found, context, message) })?;
+        Ok(touched)
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // What was touched is nobody's concern any more.
+            let _ = self.end();
+        }
+    }
+}
+
+extern "C" fn ran(context: *mut c_void, line: *const c_char) {
+    // SAFETY: it is the list of the call that is under way on this thread.
+    let touched = unsafe { &mut *context.cast::<Touched>() };
+    // SAFETY: the bridge hands out a text that ends in NUL and lives during the call.
+    let line = unsafe { CStr::from_ptr(line) };
+    touched.operations.push(line.to_string_lossy().into_owned());
+}
+
+extern "C" fn found(context: *mut c_void, bytes: *mut RawTensor, written: bool) {
+    // SAFETY: it is the list of the call that is under way on this thread.
+    let touched = unsafe { &mut *context.cast::<Touched>() };
+    let list = if written { &mut touched.written } else { &mut touched.read };
+    list.push(owned(bytes));
+}

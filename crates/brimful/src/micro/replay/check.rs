@@ -1,0 +1,85 @@
+//! Captured work that is due for a check: replayed, run eagerly too, and both compared.
+
+use super::compare::Verdict;
+use super::shape::Closure;
+use super::trial::{Eager, Trial};
+use super::trust::Trust;
+use super::{Entry, Replay, State, WARM_UP, room};
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::loss::Part;
+use crate::micro::Outcome;
+use crate::micro::pass::Pass;
+use crate::random::Randomness;
+use crate::{Error, Result};
+
+impl Replay {
+    /// Replays the micro-batch to see what comes out, and runs it eagerly, which is what counts.
+    ///
+    /// # Errors
+    /// [`Error::OutOfDate`] where the two differ: the closure then does something else than when it
+    /// was captured, and the step is to be run again without replays.
+    pub(super) fn check<B: Batch, R: Outcome>(
+        &mut self,
+        index: usize,
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: B,
+        part: &Part,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<()> {
+        pass.accumulator.disown()?;
+        let before = Randomness::now(self.device)?;
+        let Entry { state: State::Captured(program), trust, shape, .. } = &mut self.entries[index]
+        else {
+            unreachable!("checks are of captured work")
+        };
+        let (closure, trust) = (shape.closure, *trust);
+        let trial = Trial::of(program, &micro_batch, part, self.device)?;
+        before.restore()?;
+        let index = self.give_way(index)?;
+        let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
+        match trial.against(&eager, pass.accumulator.parameters())? {
+            Verdict::Differs(what) => return Err(self.out_of_date(closure, trust, &what)),
+            // Numbers that are not finite cannot be compared: another time.
+            Verdict::Unknown => {}
+            Verdict::Alike => self.entries[index].trust = trust.confirmed(self.step),
+        }
+        pass.accumulator.add_sums(eager.sums)
+    }
+
+    /// Gives captured work up where an eager run of this entry has no room beside it. It is captured
+    /// anew at its next micro-batch. Tells the entry's new place.
+    fn give_way(&mut self, index: usize) -> Result<usize> {
+        let need = self.entries[index].need;
+        if room::free_beside(self.device, self.kept().0)? >= need.0 {
+            return Ok(index);
+        }
+        let interrupted = self.room.interrupted(self.device)?;
+        let checked = self.entries.swap_remove(index);
+        self.clear()?;
+        self.room = interrupted;
+        self.entries.push(Entry { state: State::New(WARM_UP), need: Bytes(0), ..checked });
+        Ok(0)
+    }
+
+    /// Gives up all that was captured of the closure, and says so each time.
+    fn out_of_date(&mut self, closure: Closure, trust: Trust, what: &str) -> Error {
+        let (unchecked, lasted) = (trust.unchecked(self.step), trust.lasted(self.step));
+        let cause = format!(
+            "{what}: the closure does not do what it did when it was captured, because it reads \
+             something of the host that changes, such as a factor or a flag; of the steps before this \
+             one the last {unchecked} were replayed without a look, and may be wrong"
+        );
+        for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
+            let state = if lasted { State::New(0) } else { State::Eager };
+            (entry.state, entry.need, entry.trust) = (state, Bytes(0), Trust::default());
+        }
+        tracing::error!(
+            unchecked_steps = unchecked,
+            captured_anew = lasted,
+            "replayed micro-batches are out of date, and the step is run again eagerly: {cause}"
+        );
+        self.cause = Some(cause);
+        Error::OutOfDate
+    }
+}

@@ -1,0 +1,148 @@
+//! Captured work tried beside an eager run: from empty sums, with the same random numbers, and with
+//! nothing left behind of what it writes elsewhere.
+
+use brimful_torch::foreach;
+use brimful_torch::touched::{Touched, touched, untold};
+use tch::{Device, Kind, Tensor};
+
+use super::compare::{Verdict, another, verdict};
+use super::program::Program;
+use super::readout::Readout;
+use crate::accumulate::Sum;
+use crate::batch::Batch;
+use crate::loss::{Part, Term};
+use crate::micro::Outcome;
+use crate::micro::pass::{Pass, forward};
+use crate::random::Randomness;
+use crate::{Error, Result};
+
+/// A micro-batch that has run eagerly, which is what counts, with its gradients still apart.
+#[derive(Debug)]
+pub(super) struct Eager {
+    pub(super) sums: Vec<Sum>,
+    pub(super) touched: Touched,
+    /// A leaf that its backward has reached and that is no parameter of the store.
+    pub(super) other_leaf: Option<Tensor>,
+    readout: Readout,
+    /// Where random numbers stood before and after it.
+    pub(super) before: Randomness,
+    pub(super) after: Randomness,
+}
+
+impl Eager {
+    /// Runs the micro-batch, and counts its loss and outputs.
+    pub(super) fn run<B: Batch, R: Outcome>(
+        pass: &mut Pass<R::Outputs>,
+        micro_batch: B,
+        part: &Part,
+        f: &mut impl FnMut(B) -> R,
+        device: Device,
+    ) -> Result<Self> {
+        let before = Randomness::now(device)?;
+        let earlier = pass.accumulator.exchange(Vec::new());
+        let (ran, touched) = watched(micro_batch, f, |terms, output| {
+            let (readout, other_leaf) = (Readout::of(terms)?, pass.other_leaf(terms)?);
+            pass.add(terms, &output, part)?;
+            Ok((readout, other_leaf))
+        })?;
+        let (readout, other_leaf) = ran;
+        let sums = pass.accumulator.exchange(earlier);
+        let after = Randomness::now(device)?;
+        Ok(Self { sums, touched, other_leaf, readout, before, after })
+    }
+}
+
+/// Runs the closure, and `then` with what it gives; tells what the closure has done, the numbers of
+/// its loss among it.
+pub(super) fn watched<B: Batch, R: Outcome, T>(
+    micro_batch: B,
+    f: &mut impl FnMut(B) -> R,
+    then: impl FnOnce(&[Term], R::Outputs) -> Result<T>,
+) -> Result<(T, Touched)> {
+    let mut numbers = Vec::new();
+    let (ran, mut touched) = touched(|| {
+        let (terms, output) = forward(micro_batch, f)?;
+        numbers.extend(terms.iter().map(Term::in_words));
+        // The graph must be gone when the list is closed: what it keeps is not there for good.
+        untold(move || then(&terms, output))
+    })?;
+    touched.operations.append(&mut numbers);
+    Ok((ran?, touched))
+}
+
+/// What captured work gave when it was tried.
+#[derive(Debug)]
+pub(super) struct Trial {
+    sums: Vec<Sum>,
+    readout: Readout,
+    operations: Vec<String>,
+    after: Randomness,
+}
+
+impl Trial {
+    /// Replays from empty sums. What else the replay writes is put back; random numbers are not.
+    pub(super) fn of(
+        program: &mut Program,
+        micro_batch: &impl Batch,
+        part: &Part,
+        device: Device,
+    ) -> Result<Self> {
+        let effects = Effects::save(program.effects())?;
+        program.try_on(micro_batch, part)?;
+        let readout = program.readout().copied()?;
+        effects.restore()?;
+        let share = |sum: &Sum| sum.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
+        Ok(Self {
+            sums: program.sums().iter().map(share).collect(),
+            readout,
+            operations: program.operations().to_vec(),
+            after: Randomness::now(device)?,
+        })
+    }
+
+    /// Whether an eager run gives the same. The trial's sums are used up.
+    pub(super) fn against(&self, eager: &Eager, parameters: &[Tensor]) -> Result<Verdict> {
+        if let Some(what) = another(&self.operations, &eager.touched.operations) {
+            return Ok(Verdict::Differs(what));
+        }
+        let kind = coarsest(parameters);
+        Ok(match verdict(kind, &eager.sums, &eager.readout, &self.sums, &self.readout)? {
+            Verdict::Alike if self.after != eager.after => {
+                Verdict::Differs("a replay draws other random numbers".into())
+            }
+            verdict => verdict,
+        })
+    }
+}
+
+/// Memory that captured work writes to besides its own, such as running statistics, as it was.
+#[derive(Debug)]
+struct Effects {
+    now: Vec<Tensor>,
+    before: Vec<Tensor>,
+}
+
+impl Effects {
+    fn save(now: &[Tensor]) -> Result<Self> {
+        let before = now.iter().map(Tensor::f_detach_copy).collect::<Result<_, _>>()?;
+        Ok(Self { now: now.iter().map(Tensor::shallow_clone).collect(), before })
+    }
+
+    fn restore(self) -> Result<()> {
+        match &self.now[..] {
+            [] => Ok(()),
+            now => Ok(foreach::copy(now, &self.before)?),
+        }
+    }
+}
+
+/// The kind of number with the fewest digits among the parameters.
+fn coarsest(parameters: &[Tensor]) -> Kind {
+    let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
+    parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
+}
+
+/// The micro-batch in tensors of its own, for a closure may change those that it gets.
+pub(super) fn copied<B: Batch>(micro_batch: &B) -> Result<B, Error> {
+    micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))
+}

@@ -1,0 +1,144 @@
+//! Two thousand steps in which everything changes, replayed, are those that run eagerly.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
+//! a short run will do.
+
+mod test_device;
+
+use brimful::optim::{Optimizer, Sgd};
+use brimful::{Error, Loss, MicroBatcher, Size};
+use tch::nn::{self, Module};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
+
+/// What a capture may differ by from an eager run, in doubles.
+const TOLERANCE: f64 = 1e-9;
+
+struct Net {
+    one: nn::Linear,
+    two: nn::Linear,
+}
+
+impl Net {
+    fn outputs(&self, x: &Tensor) -> Tensor {
+        // A micro-batch of one sample asks for 16 TiB.
+        if x.size()[0] == 1 {
+            let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
+        }
+        self.two.forward(&self.one.forward(x).tanh())
+    }
+}
+
+/// A model and what trains it.
+struct Side {
+    store: nn::VarStore,
+    net: Net,
+    optimizer: Optimizer,
+    micro: MicroBatcher,
+}
+
+impl Side {
+    fn new(replay: bool) -> Self {
+        let mut store = nn::VarStore::new(test_device());
+        let one = nn::linear(store.root() / "one", 6, 16, Default::default());
+        let two = nn::linear(store.root() / "two", 16, 4, Default::default());
+        store.set_kind(Kind::Double);
+        let optimizer = Optimizer::new(&store, Sgd::new(0.01).momentum(0.5)).expect("an optimizer");
+        let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(replay);
+        Self { store, net: Net { one, two }, optimizer: optimizer.replay(replay), micro }
+    }
+
+    /// A step with the first or the second loss.
+    fn backward(&mut self, x: &Tensor, second: bool) -> Result<brimful::Step, Error> {
+        let Self { net, micro, .. } = self;
+        if second {
+            return micro.backward(x, |x: Tensor| {
+                let count = x.abs().sum(Kind::Double);
+                Loss::ratio(net.outputs(&x).sin().sum(Kind::Double), count)
+            });
+        }
+        micro.backward(x, |x: Tensor| {
+            let mean = net.outputs(&x).square().mean(Kind::Double);
+            Loss::mean(mean) + Loss::once(net.two.ws.square().sum(Kind::Double) * 0.01)
+        })
+    }
+
+    /// All variables and gradients, by name.
+    fn state(&self) -> Vec<(String, Tensor)> {
+        let mut all: Vec<_> = self.store.variables().into_iter().collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        let with_gradient = |(name, variable): (String, Tensor)| {
+            let gradient = variable.grad();
+            let gradient = gradient.defined().then_some((format!("{name}'s gradient"), gradient));
+            [Some((name, variable.detach())), gradient]
+        };
+        all.into_iter().flat_map(with_gradient).flatten().collect()
+    }
+}
+
+fn assert_alike(a: &Side, b: &Side, step: i64) {
+    let (a, b) = (a.state(), b.state());
+    assert_eq!(a.len(), b.len(), "step {step}");
+    for ((name, a), (_, b)) in a.iter().zip(&b) {
+        let (error, scale) = ((a - b).abs().max(), a.abs().max().clamp_min(1e-3));
+        let off = (error / scale).double_value(&[]);
+        assert!(off <= TOLERANCE, "step {step}: {name} is off by {off:e}");
+    }
+}
+
+/// Samples of one of three shapes; a ragged last micro-batch now and then.
+fn samples(step: i64) -> Tensor {
+    let rows = if step % 5 == 0 { 23 } else { 24 };
+    let shape: &[i64] = match step % 3 {
+        0 => &[rows, 6],
+        1 => &[rows, 2, 6],
+        _ => &[rows, 3, 6],
+    };
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + step as f64;
+    (index.square() * 12.9898).sin().view(shape).to_device(test_device())
+}
+
+#[test]
+fn steps_in_which_everything_changes_are_the_eager_ones() {
+    let steps = if test_device().is_cuda() { 2000 } else { 120 };
+    tch::manual_seed(3);
+    let (mut eager, mut replayed) = (Side::new(false), Side::new(true));
+    for (name, variable) in eager.store.variables() {
+        let mut twin = replayed.store.variables()[&name].shallow_clone();
+        tch::no_grad(|| twin.copy_(&variable));
+    }
+    let (mut count, mut failures) = (0, 0);
+    for step in 0..steps {
+        for side in [&mut eager, &mut replayed] {
+            // Frozen for 30 steps of every 70.
+            let _ = side.net.one.ws.set_requires_grad(step % 70 < 40);
+            if step % 11 == 0 {
+                let rate = 0.01 / (1 + step % 4) as f64;
+                side.optimizer.set_learning_rate(rate).expect("a rate");
+            }
+            if step % 50 == 49 {
+                let before = side.state();
+                let error = side.backward(&samples(step).narrow(0, 0, 1), step % 2 == 0);
+                assert!(matches!(error, Err(Error::OutOfMemory(_))), "{error:?}");
+                assert_eq!(format!("{before:?}"), format!("{:?}", side.state()));
+                failures += 1;
+            }
+        }
+        let x = samples(step);
+        let second = step % 2 == 1;
+        let one = eager.backward(&x, second).expect("an eager step");
+        let two = replayed.backward(&x, second).expect("a replayed step");
+        assert!((one.loss - two.loss).abs() <= TOLERANCE * one.loss.abs().max(1e-3), "step {step}");
+        count += two.replayed;
+        assert_alike(&replayed, &eager, step);
+        for side in [&mut eager, &mut replayed] {
+            side.optimizer.step().expect("a step");
+            side.optimizer.zero_grad().expect("cleared");
+        }
+        assert_alike(&replayed, &eager, step);
+    }
+    assert!(failures > 0);
+    assert_eq!(count > 0, test_device().is_cuda(), "{:?}", replayed.micro.eager_cause());
+    println!("{count} of {} micro-batches were replayed", steps * 6);
+}
