@@ -12,6 +12,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -65,13 +66,23 @@ void touch(Touches& touches, const c10::IValue& value, bool written) {
   }
 }
 
-// Adds the numbers that the host hands to an operation, those in its own tensors among them.
+// A number of the host may be a tensor without dimensions beside one of the device.
+bool is_host_number(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
+}
+
+// An operation on such a tensor alone may be about to write it first: its number says nothing yet.
+bool is_number_alone(const c10::IValue& value) {
+  return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
+}
+
+// Adds the numbers that the host hands to an operation.
 void say(std::ostream& line, const c10::IValue& value) {
   if (value.isScalar() || value.isBool() || value.isString()) {
     line << ' ' << value;
   } else if (value.isTensor()) {
     const auto& tensor = value.toTensor();
-    if (tensor.defined() && tensor.is_cpu() && tensor.numel() == 1) line << ' ' << tensor.item();
+    if (is_host_number(tensor)) line << ' ' << tensor.item();
   } else if (value.isList()) {
     for (const c10::IValue& item : value.toListRef()) say(line, item);
   }
@@ -88,11 +99,12 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
   line << function.name();
   const auto& arguments = schema->arguments();
   const auto inputs = function.inputs();
+  const bool on_numbers = std::all_of(inputs.begin(), inputs.end(), is_number_alone);
   for (size_t i = 0; i < inputs.size() && i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     const bool written = (alias != nullptr && alias->isWrite()) || is_running(arguments[i]);
     touch(*innermost, inputs[i], written);
-    say(line, inputs[i]);
+    if (!(on_numbers && inputs[i].isTensor())) say(line, inputs[i]);
   }
   innermost->lines.push_back(line.str());
   return nullptr;
@@ -145,6 +157,12 @@ int32_t brimful_touches_end(
       found(context, new at::Tensor(bytes_of(std::move(storage))), touch.written);
     }
   });
+}
+
+// Whether nobody but the caller has the memory of one of these tensors any more.
+bool brimful_any_is_left(const at::Tensor* const* tensors, size_t count) noexcept {
+  const auto is_left = [](const at::Tensor* tensor) { return tensor->storage().use_count() == 1; };
+  return std::any_of(tensors, tensors + count, is_left);
 }
 
 }  // extern "C"

@@ -227,6 +227,7 @@ unsafe extern "C" {
     ) -> i32;
 
     pub(crate) fn brimful_touches_begin(list: *mut *mut c_void, message: Message) -> i32;
+    pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
     pub(crate) fn brimful_touches_exchange(list: *mut c_void) -> *mut c_void;
     pub(crate) fn brimful_touches_end(
         list: *mut c_void,

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawTensor};
-use crate::owned;
+use crate::{owned, raw_list};
 
 /// What work has done, of what can be seen from outside.
 #[derive(Debug, Default)]
@@ -44,6 +44,13 @@ pub fn untold<T>(f: impl FnOnce() -> T) -> T {
     // SAFETY: a list of this thread, or none, which comes back before it can end.
     let _paused = Paused(unsafe { ffi::brimful_touches_exchange(ptr::null_mut()) });
     f()
+}
+
+/// Whether one of these blocks is nobody else's any more: all tensors in it are gone.
+pub fn any_is_left(blocks: &[Tensor]) -> bool {
+    let blocks = raw_list(blocks);
+    // SAFETY: the array has that many valid tensors.
+    unsafe { ffi::brimful_any_is_left(blocks.as_ptr(), blocks.len()) }
 }
 
 /// A list that is not made on; dropped, even by a panic, it is again.

@@ -222,8 +222,7 @@ fn a_device_that_is_not_the_current_one_can_be_captured() {
     // This thread's current device is the first.
     let device = Device::Cuda(1);
     let x = Tensor::ones([4], (Kind::Float, device));
-    let (mut graph, y) =
-        capture(device, &mut Pool::default(), || Ok(&x + 1.0)).expect("captured");
+    let (mut graph, y) = capture(device, &mut Pool::default(), || Ok(&x + 1.0)).expect("captured");
     graph.replay().expect("replayed");
     assert_eq!(y.mean(Kind::Float).double_value(&[]), 2.0);
 }

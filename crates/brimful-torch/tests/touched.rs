@@ -1,6 +1,6 @@
 //! What work reads and writes of what outlives it is told, by views, lists and inner operations too.
 
-use brimful_torch::touched::{Touched, touched};
+use brimful_torch::touched::{Touched, any_is_left, touched};
 use tch::{Device, Kind, Tensor};
 
 const OPTIONS: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -91,8 +91,8 @@ fn operations_are_the_same_for_other_tensors_and_others_for_another_number() {
         assert_ne!(other, first);
     }
     // A number in a tensor of the host counts as well.
-    let count = |number: i64| seen(|| x() + Tensor::from(number)).1.operations;
-    assert_ne!(count(1), count(2));
+    let count = |number: f64| seen(|| x() + Tensor::from(number)).1.operations;
+    assert_ne!(count(1.5), count(2.5));
 }
 
 #[test]
@@ -104,4 +104,17 @@ fn what_is_untold_is_not_told() {
     });
     assert!(has(&all.read, &x) && !has(&all.read, &y));
     assert!(all.operations.iter().all(|line| !line.contains("5.25")), "{:?}", all.operations);
+}
+
+#[test]
+fn a_block_that_is_left_is_known() {
+    let (x, y) = (Tensor::ones([4], OPTIONS), Tensor::ones([4], OPTIONS));
+    let (sum, all) = seen(|| &x + &y);
+    assert!(has(&all.read, &x) && has(&all.read, &y));
+    let view = x.narrow(0, 1, 2);
+    drop(x);
+    assert!(!any_is_left(&all.read));
+    drop(view);
+    assert!(any_is_left(&all.read));
+    drop((y, sum));
 }

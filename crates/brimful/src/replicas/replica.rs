@@ -195,9 +195,8 @@ impl<M> Replica<M> {
         let start = Instant::now();
         let Errand { batch, ranges, scale } = errand;
         let Self { model, micro, .. } = self;
-        let (window, outputs) = micro.in_order(|micro| {
-            how(micro, model, &batch, &mut Cut::given(ranges.clone()), scale)
-        })?;
+        let (window, outputs) = micro
+            .in_order(|micro| how(micro, model, &batch, &mut Cut::given(ranges.clone()), scale))?;
         self.hand_in(window, &outputs, start)
     }
 

@@ -53,7 +53,7 @@ impl Replay {
         eager: &Eager,
         pass: &Pass<O>,
     ) -> Result<State> {
-        program.learn_effects(&eager.touched);
+        program.settle_in(&mut self.blocks, &eager.touched);
         eager.before.restore()?;
         let trial = Trial::of(&mut program, given, part, self.device)?;
         Ok(match trial.against(eager, pass.accumulator.parameters())? {

@@ -1,6 +1,7 @@
 //! Captured work that is due for a check: replayed, run eagerly too, and both compared.
 
 use super::compare::Verdict;
+use super::room::Watch;
 use super::shape::Closure;
 use super::trial::{Eager, Trial};
 use super::trust::Trust;
@@ -37,7 +38,9 @@ impl Replay {
         let trial = Trial::of(program, &micro_batch, part, self.device)?;
         before.restore()?;
         let index = self.give_way(index)?;
+        let watch = Watch::begin(self.device)?;
         let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
+        self.room.pause(&watch)?;
         match trial.against(&eager, pass.accumulator.parameters())? {
             Verdict::Differs(what) => return Err(self.out_of_date(closure, trust, &what)),
             // Numbers that are not finite cannot be compared: another time.
@@ -62,18 +65,45 @@ impl Replay {
         Ok(0)
     }
 
+    /// Gives up what was captured with tensors that are gone by now: the closure must be using others.
+    pub(super) fn drop_orphans(&mut self) {
+        let left = self.blocks.take_left();
+        if left.is_empty() {
+            return;
+        }
+        let is_orphan = |entry: &&Entry| matches!(&entry.state, State::Captured(program) if program.uses(&left));
+        let orphans: Vec<_> = self.entries.iter().filter(is_orphan).collect();
+        let closures: Vec<_> = orphans.iter().map(|e| (e.shape.closure, e.trust)).collect();
+        for (closure, trust) in closures {
+            if !self.give_up(closure, trust) {
+                self.tell(
+                    "a tensor that the closure used when it was captured is gone: hand over tensors \
+                     that are replaced from step to step with the batch (`Shared`)"
+                        .into(),
+                );
+            }
+        }
+    }
+
+    /// Gives up all that was captured of the closure. Tells whether it was right for long enough to be
+    /// captured anew.
+    fn give_up(&mut self, closure: Closure, trust: Trust) -> bool {
+        let lasted = trust.lasted(self.step);
+        for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
+            let state = if lasted { State::New(0) } else { State::Eager };
+            (entry.state, entry.need, entry.trust) = (state, Bytes(0), Trust::default());
+        }
+        lasted
+    }
+
     /// Gives up all that was captured of the closure, and says so each time.
     fn out_of_date(&mut self, closure: Closure, trust: Trust, what: &str) -> Error {
-        let (unchecked, lasted) = (trust.unchecked(self.step), trust.lasted(self.step));
+        let (unchecked, lasted) = (trust.unchecked(self.step), self.give_up(closure, trust));
         let cause = format!(
             "{what}: the closure does not do what it did when it was captured, because it reads \
              something of the host that changes, such as a factor or a flag; of the steps before this \
              one the last {unchecked} were replayed without a look, and may be wrong"
         );
-        for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
-            let state = if lasted { State::New(0) } else { State::Eager };
-            (entry.state, entry.need, entry.trust) = (state, Bytes(0), Trust::default());
-        }
         tracing::error!(
             unchecked_steps = unchecked,
             captured_anew = lasted,

@@ -9,6 +9,7 @@
 //!
 //! What cannot be captured, or gives something else when replayed, stays eager.
 
+mod blocks;
 mod capture;
 mod check;
 mod compare;
@@ -37,6 +38,7 @@ use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::Part;
+use blocks::Blocks;
 use program::Program;
 use room::Room;
 pub(crate) use shape::Closure;
@@ -58,6 +60,8 @@ pub(super) struct Replay {
     entries: Vec<Entry>,
     /// What captured work adds gradients to, one list a group of terms.
     sums: Vec<Sum>,
+    /// What it uses that is not its own.
+    blocks: Blocks,
     /// How many parameters are trained.
     parameters: usize,
     /// Where all variables were when it was captured, and which of them were trained.
@@ -116,6 +120,7 @@ impl Replay {
             wanted: false,
             entries: Vec::new(),
             sums: Vec::new(),
+            blocks: Blocks::default(),
             parameters: 0,
             places: Vec::new(),
             step: 0,
@@ -187,6 +192,7 @@ impl Replay {
             return Ok(());
         }
         self.entries.clear();
+        self.blocks = Blocks::default();
         self.room = Room::default();
         Ok(empty_cache(self.device)?)
     }
@@ -209,6 +215,7 @@ impl Replay {
             self.clear()?;
             (self.places, self.parameters) = (now, parameters);
         }
+        self.drop_orphans();
         Ok(())
     }
 

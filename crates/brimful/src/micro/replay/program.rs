@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::HashSet;
+use std::mem;
 
 use brimful_torch::autograd::backward;
 use brimful_torch::graph::{Graph, Pool, record};
@@ -10,6 +11,7 @@ use brimful_torch::stream::Stream;
 use brimful_torch::touched::Touched;
 use tch::{Device, Kind, Tensor};
 
+use super::blocks::{Blocks, address};
 use super::readout::Readout;
 use super::room::stock_up;
 use super::trial::watched;
@@ -35,10 +37,12 @@ pub(super) struct Program {
     statistics: Again,
     /// The closure's outputs, of its own type.
     outputs: Box<dyn Any + Send>,
-    /// What the closure has done while it was captured. The graph goes on using the memory, so that is
-    /// kept.
+    /// What the closure did when it was captured, in words.
+    operations: Vec<String>,
+    /// What it touched, until it has settled in.
     touched: Touched,
-    /// What the graph writes to besides its own memory.
+    /// Memory that the graph uses and that others have too; and what it writes to of that.
+    blocks: Vec<Tensor>,
     effects: Vec<Tensor>,
 }
 
@@ -79,13 +83,21 @@ impl Program {
         Ok(Self { sums, ..captured? })
     }
 
-    /// Learns from an eager run what it writes to. Of what was touched while it was captured, the eager
-    /// run has touched no input, no sum and no other memory of the captured work's own.
-    pub(super) fn learn_effects(&mut self, eager: &Touched) {
-        let own = self.touched.written.iter().chain(&self.touched.read);
-        let known: HashSet<_> = own.map(Tensor::data_ptr).collect();
-        let effects = eager.written.iter().filter(|block| known.contains(&block.data_ptr()));
+    /// Keeps the memory that it uses and others have too. An eager run tells which of that is not this
+    /// graph's own: it has touched no input, no sum and no row of it.
+    pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
+        let used = blocks.keep(&mem::take(&mut self.touched));
+        let among = |list: &[Tensor]| list.iter().map(address).collect::<HashSet<_>>();
+        let (read, written) = (among(&eager.read), among(&eager.written));
+        let is = |set: &HashSet<usize>, block: &Tensor| set.contains(&address(block));
+        self.blocks = used.into_iter().filter(|b| is(&read, b) || is(&written, b)).collect();
+        let effects = self.blocks.iter().filter(|block| is(&written, block));
         self.effects = effects.map(Tensor::shallow_clone).collect();
+    }
+
+    /// Whether the closure used a tensor in one of these blocks.
+    pub(super) fn uses(&self, addresses: &[usize]) -> bool {
+        self.blocks.iter().any(|block| addresses.contains(&address(block)))
     }
 
     fn recorded<B: Batch, R: Outcome>(
@@ -113,7 +125,7 @@ impl Program {
                 Ok((readout, detached(&output)?))
             })
         };
-        let (graph, (statistics, ((readout, outputs), touched))) =
+        let (graph, (statistics, ((readout, outputs), mut touched))) =
             record(setting.stream, pool, || {
                 stock_up(setting.device, setting.need)?;
                 let (statistics, result) = rows.go_on(run);
@@ -123,18 +135,19 @@ impl Program {
         host.check()?;
         let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));
         let written = vec![0.0; readout.terms().len()];
-        let (sums, effects) = (Vec::new(), Vec::new());
         Ok(Self {
             graph,
             inputs,
             roots,
             written,
             readout,
-            sums,
+            sums: Vec::new(),
             statistics,
             outputs,
+            operations: mem::take(&mut touched.operations),
             touched,
-            effects,
+            blocks: Vec::new(),
+            effects: Vec::new(),
         })
     }
 
@@ -168,7 +181,7 @@ impl Program {
 
     /// What the closure did when it was captured, in words.
     pub(super) fn operations(&self) -> &[String] {
-        &self.touched.operations
+        &self.operations
     }
 
     pub(super) fn effects(&self) -> &[Tensor] {

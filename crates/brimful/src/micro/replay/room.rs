@@ -84,6 +84,14 @@ impl Room {
         Ok(Bytes(need))
     }
 
+    /// Counts an eager run during which captured work lay idle: the two did not need their memory at
+    /// one time.
+    pub(super) fn pause(&mut self, watch: &Watch) -> Result<()> {
+        let peak = device_memory(watch.device)?.peak;
+        self.interrupted = self.interrupted.max(watch.before + self.needed).max(peak);
+        Ok(reset_peak(watch.device)?)
+    }
+
     /// What remains of it in a step's peak when captured work is given up.
     pub(super) fn interrupted(&self, device: Device) -> Result<Self> {
         let peak = device_memory(device)?.peak + self.needed;

@@ -1,0 +1,65 @@
+//! Memory that captured work uses besides its own: kept alive while it is used, and known to be out of
+//! use by everybody else.
+
+use std::collections::HashMap;
+
+use brimful_torch::touched::{Touched, any_is_left};
+use tch::Tensor;
+
+/// Blocks by their addresses, each held once for all captured work.
+#[derive(Debug, Default)]
+pub(super) struct Blocks(HashMap<usize, Tensor>);
+
+impl Blocks {
+    /// Keeps what captured work has touched. What is nobody else's is its own, and not kept here.
+    pub(super) fn keep(&mut self, touched: &Touched) -> Vec<Tensor> {
+        let all = touched.read.iter().chain(&touched.written);
+        let used = all.filter(|block| !any_is_left(std::slice::from_ref(*block)));
+        used.map(|block| self.held(block)).collect()
+    }
+
+    fn held(&mut self, block: &Tensor) -> Tensor {
+        self.0.entry(address(block)).or_insert_with(|| block.shallow_clone()).shallow_clone()
+    }
+
+    /// Takes out those that nobody else has any more.
+    pub(super) fn take_left(&mut self) -> Vec<usize> {
+        let all: Vec<Tensor> = self.0.values().map(Tensor::shallow_clone).collect();
+        if !any_is_left(&all) {
+            return Vec::new();
+        }
+        let left = all.iter().filter(|block| any_is_left(std::slice::from_ref(*block)));
+        let left: Vec<usize> = left.map(address).collect();
+        self.0.retain(|address, _| !left.contains(address));
+        left
+    }
+}
+
+pub(super) fn address(block: &Tensor) -> usize {
+    block.data_ptr() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use brimful_torch::touched::touched;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    fn what_two_pieces_of_work_use_is_held_once_and_known_to_be_left() {
+        let ones = || Tensor::ones([4], (Kind::Float, Device::Cpu));
+        let (x, y, mut blocks) = (ones(), ones(), Blocks::default());
+        let (sum, one) = touched(|| &x + &y).expect("a list");
+        let (product, two) = touched(|| &x * 2.0).expect("a list");
+        let (used, also) = (blocks.keep(&one), blocks.keep(&two));
+        let has = |blocks: &[Tensor], t: &Tensor| blocks.iter().any(|b| address(b) == address(t));
+        assert!(has(&used, &x) && has(&used, &y) && has(&also, &x) && !has(&also, &y));
+        drop((one, two, sum, product));
+        assert!(blocks.take_left().is_empty());
+        let left = address(&x);
+        drop(x);
+        assert_eq!(blocks.take_left(), [left]);
+        assert!(blocks.take_left().is_empty());
+    }
+}
