@@ -41,7 +41,8 @@ impl Beside {
         Ok(Self { file, target: target.to_owned(), path })
     }
 
-    /// Puts the file in its place, on the disk and in the folder, before it returns.
+    /// Puts the file in its place, on the disk and in the folder, before it returns. After an error
+    /// the old file is there.
     pub(crate) fn replace(self) -> Result<()> {
         self.put().map_err(|reason| self.refused(&reason))
     }
@@ -49,9 +50,18 @@ impl Beside {
     fn put(&self) -> io::Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
         self.file.sync_all()?;
-        fs::rename(path, &self.target)?;
         let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+        let folder = File::open(folder.unwrap_or(Path::new(".")))?;
+        fs::rename(path, &self.target)?;
+        // From here on the new file is in its place: nothing that fails now is a failed write.
+        if let Err(error) = folder.sync_all() {
+            tracing::warn!(
+                file = %self.target.display(), %error,
+                "the file is written, but its folder could not be forced to the disk: should the \
+                 machine fail now, the old file may come back"
+            );
+        }
+        Ok(())
     }
 
     /// The error of a write that the file system refused.

@@ -2,8 +2,9 @@
 
 mod test_device;
 
-use std::fs;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use brimful::Error;
 use brimful::save::{self, Metadata};
@@ -175,6 +176,41 @@ fn what_cannot_be_written_leaves_the_old_file_and_nothing_else() {
     let error = save::read(&nowhere).expect_err("no file").to_string();
     assert!(error.starts_with("cannot read ") && error.contains("No such file"), "{error}");
     assert!(matches!(save::read(&folder.0), Err(Error::File { .. } | Error::NotTensors { .. })));
+}
+
+/// Set for the process that has few file descriptors, to the file that it writes.
+const WRITES: &str = "BRIMFUL_TEST_WRITES";
+
+/// Writes with so many file descriptors left: the old file and an error, or the new one and none.
+fn write_with_few_descriptors(path: &Path, left: usize) {
+    fs::write(path, b"old").expect("written");
+    let mut all: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    all.truncate(all.len() - left);
+    let written = save::replace(path, b"new");
+    drop(all);
+    let found = fs::read(path).expect("a file");
+    let expected: &[u8] = if written.is_ok() { b"new" } else { b"old" };
+    assert_eq!(found, expected, "{left} left: {written:?}");
+    let beside = fs::read_dir(path.parent().expect("a folder")).expect("a folder").count();
+    assert_eq!(beside, 1, "{left} left");
+    assert!(written.is_ok() || left < 2, "{left} left: {written:?}");
+}
+
+#[test]
+fn a_write_that_is_told_to_have_failed_has_left_the_old_file() {
+    if let Some(path) = std::env::var_os(WRITES) {
+        return (0..4).for_each(|left| write_with_few_descriptors(Path::new(&path), left));
+    }
+    let folder = Folder::new("few-descriptors");
+    let name = "a_write_that_is_told_to_have_failed_has_left_the_old_file";
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
+        .arg(std::env::current_exe().expect("the test's own program"))
+        .args(["--exact", name, "--nocapture", "--test-threads", "1"])
+        .env(WRITES, folder.0.join("file"))
+        .output()
+        .expect("a shell");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
