@@ -3,6 +3,7 @@
 //! Nothing here waits, save the start and the end. Calls go through [`Mpi`], which is not shared, so
 //! they never run at the same time; whoever has several threads puts it behind a lock.
 
+use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::mem;
 use std::time::{Duration, Instant};
@@ -42,6 +43,8 @@ pub struct Mpi {
     /// None when it must not be ended in order: ranks that are gone would be waited for.
     universe: Option<Universe>,
     lines: [ffi::MPI_Comm; 2],
+    /// Messages on the control line that have been announced, with their senders.
+    arriving: VecDeque<(usize, Pending)>,
 }
 
 /// One of two ways for messages, which do not meet.
@@ -82,7 +85,8 @@ impl std::fmt::Debug for Mpi {
 }
 
 impl Mpi {
-    /// Starts MPI. Without a launcher, this process is alone.
+    /// Starts MPI. Without a launcher, this process is alone. The thread that starts it is the one
+    /// that must end it.
     ///
     /// # Errors
     /// When it has been started before, or other ranks do not answer within `limit`.
@@ -93,8 +97,12 @@ impl Mpi {
             return Err(MpiError::Threads);
         }
         let world = universe.world().as_raw();
-        let lines = [duplicate(world, limit)?, duplicate(world, limit)?];
-        Ok(Self { universe: Some(universe), lines })
+        // From here on it is not ended in order where something fails: who does not answer now would
+        // be waited for then.
+        let (universe, lines) = (Some(universe), [world; 2]);
+        let mut started = Self { universe, lines, arriving: VecDeque::new() };
+        started.lines = [duplicate(world, limit)?, duplicate(world, limit)?];
+        Ok(started)
     }
 
     /// This process's number.
@@ -152,30 +160,68 @@ impl Mpi {
         })
     }
 
-    /// The next message that has come on the control line, with its sender.
+    /// The next message that has come whole on the control line, with its sender. One that is not
+    /// whole yet is not waited for, but those after it of the same sender wait for it.
     ///
     /// # Errors
     /// When MPI refuses.
     pub fn incoming(&mut self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
+        loop {
+            if let Some(message) = self.next_whole()? {
+                return Ok(Some(message));
+            }
+            if !self.accept()? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// The first message that is whole, and has none before it of the same sender.
+    fn next_whole(&mut self) -> Result<Option<(usize, Vec<u8>)>, MpiError> {
+        let mut late: Vec<usize> = Vec::new();
+        for (place, (from, message)) in self.arriving.iter_mut().enumerate() {
+            if late.contains(from) {
+                continue;
+            }
+            if !message.test()? {
+                late.push(*from);
+                continue;
+            }
+            let message = self.arriving.remove(place);
+            return Ok(message.and_then(|(from, message)| Some((from, message.into_bytes()?))));
+        }
+        Ok(None)
+    }
+
+    /// Begins to receive the next message that has been announced on the control line, if there is
+    /// one.
+    fn accept(&mut self) -> Result<bool, MpiError> {
         let (mut found, mut length) = (0, 0);
-        // SAFETY: plain out-parameters; the message is received right away, into as many bytes as
-        // it has.
+        let comm = self.lines[Line::Control as usize];
+        // SAFETY: the handles are set by the probe, and a status is plain numbers.
+        let (mut message, mut status): (_, ffi::MPI_Status) =
+            unsafe { (ffi::RSMPI_MESSAGE_NULL, mem::zeroed()) };
+        // SAFETY: plain out-parameters.
         unsafe {
-            let comm = self.lines[Line::Control as usize];
-            let mut message = ffi::RSMPI_MESSAGE_NULL;
-            let mut status: ffi::MPI_Status = mem::zeroed();
             let (any, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             checked(ffi::MPI_Improbe(any, tag, comm, &mut found, &mut message, &mut status))?;
             if found == 0 {
-                return Ok(None);
+                return Ok(false);
             }
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
-            let mut bytes = vec![0_u8; length.unsigned_abs() as usize];
-            let (start, kind) = (bytes.as_mut_ptr().cast(), ffi::RSMPI_UINT8_T);
-            let none = ffi::RSMPI_STATUS_IGNORE;
-            checked(ffi::MPI_Mrecv(start, length, kind, &mut message, none))?;
-            Ok(Some((status.MPI_SOURCE.unsigned_abs() as usize, bytes)))
         }
+        let buffer = Some(Buffer::Bytes(vec![0; length.unsigned_abs() as usize]));
+        let mut pending = Pending { requests: Vec::with_capacity(1), buffer };
+        let (start, _) = pending.bytes()?;
+        // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
+        // completed.
+        unsafe {
+            let (mut request, kind) = (ffi::RSMPI_REQUEST_NULL, ffi::RSMPI_UINT8_T);
+            checked(ffi::MPI_Imrecv(start.cast(), length, kind, &mut message, &mut request))?;
+            pending.requests.push(request);
+        }
+        self.arriving.push_back((status.MPI_SOURCE.unsigned_abs() as usize, pending));
+        Ok(true)
     }
 
     /// Whether the message has arrived, or is on its way for good.
@@ -183,19 +229,10 @@ impl Mpi {
     /// # Errors
     /// When it was lost.
     pub fn is_done(&mut self, pending: &mut Pending) -> Result<bool, MpiError> {
-        while let Some(request) = pending.requests.last_mut() {
-            let mut done = 0;
-            // SAFETY: a request of ours that has not been completed.
-            checked(unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
-            if done == 0 {
-                return Ok(false);
-            }
-            pending.requests.pop();
-        }
-        Ok(true)
+        pending.test()
     }
 
-    /// Ends MPI in order, for which all ranks wait for each other.
+    /// Ends MPI in order, for which all ranks wait for each other: on the thread that has started it.
     pub fn end(mut self) {
         drop(self.universe.take());
     }
@@ -229,6 +266,27 @@ impl Pending {
     /// The buffer of a message that is done.
     pub fn into_buffer(mut self) -> Option<Buffer> {
         if self.requests.is_empty() { self.buffer.take() } else { None }
+    }
+
+    fn into_bytes(self) -> Option<Vec<u8>> {
+        match self.into_buffer()? {
+            Buffer::Bytes(bytes) => Some(bytes),
+            Buffer::Tensor(_) => None,
+        }
+    }
+
+    /// Whether all of it is done; only who has the [`Mpi`] to himself may ask.
+    fn test(&mut self) -> Result<bool, MpiError> {
+        while let Some(request) = self.requests.last_mut() {
+            let mut done = 0;
+            // SAFETY: a request of ours that has not been completed.
+            checked(unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+            if done == 0 {
+                return Ok(false);
+            }
+            self.requests.pop();
+        }
+        Ok(true)
     }
 
     fn bytes(&mut self) -> Result<(*mut u8, usize), MpiError> {

@@ -6,20 +6,22 @@
 mod pipeline_models;
 mod ranks;
 
-use std::fs;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{self, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{env, fs};
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::pipeline::{PipelineOptimizer, StageDevice};
 use brimful::world::WorldError;
 use brimful::{Error, Layers, Loss, Pipeline, World, save};
+use brimful_torch::mpi::{Buffer, Line, Mpi};
 use pipeline_models::{GPT, assert_close};
-use ranks::{Launcher, as_rank_or, in_ranks, text, told};
+use ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
 use tch::{Device, Kind, Tensor, nn};
 
 /// How long a rank may be silent in these tests, and how long the others may take to end then.
@@ -363,6 +365,71 @@ fn a_rank_that_hangs_is_given_up() {
         for rank in 0..3 {
             let named = format!("rank {rank} ends: rank 2 on ");
             assert!(said.contains(&named) && said.contains("has been waited for"), "{said}");
+        }
+    });
+}
+
+/// A value that a rank tells all others, as a world writes it.
+fn value<T: serde::Serialize>(number: u64, what: &str, value: &T) -> Vec<u8> {
+    const VALUE: u32 = 1;
+    let bytes = postcard::to_stdvec(value).expect("bytes");
+    postcard::to_stdvec(&(VALUE, number, what, bytes)).expect("bytes")
+}
+
+/// Greets the others as a world does, announces a value that no MPI sends before its receiver asks
+/// for it, and makes no call of MPI from then on, until the file is there.
+fn halt_within_a_message(mut mpi: Mpi, over: &Path) {
+    let greeting = value(1, "greeting", &(env!("CARGO_PKG_VERSION"), mpi.host()));
+    let large = value(2, "a large value", &"x".repeat(1 << 24));
+    let tell = |mpi: &mut Mpi, bytes: &Vec<u8>, to| {
+        mpi.send(Line::Control, Buffer::Bytes(bytes.clone()), to, 0).expect("sent")
+    };
+    let _greetings = [0, 2].map(|to| tell(&mut mpi, &greeting, to));
+    let mut heard = BTreeSet::new();
+    while heard.len() < 2 {
+        heard.extend(mpi.incoming().expect("messages").map(|(from, _)| from));
+    }
+    let _announced = [0, 2].map(|to| tell(&mut mpi, &large, to));
+    while !over.exists() {
+        sleep(Duration::from_millis(5));
+    }
+    process::exit(0);
+}
+
+/// Waits for the large value; says on standard output how that ends.
+#[allow(clippy::print_stdout)] // The test reads it.
+fn wait_for_a_large_value(world: World) {
+    world.set_patience(PATIENCE).expect("set");
+    let error = world.share("a large value", &String::new()).expect_err("one has halted");
+    println!("rank {} ends: {error}", world.rank());
+    drop(world);
+    process::exit(3);
+}
+
+/// A rank that halts between the announcement of a message and its bytes is not waited for with all
+/// else at a stand: the others give it up as they would any that is silent.
+#[test]
+fn a_rank_that_halts_within_a_message_is_given_up() {
+    let rank = || {
+        if env::var("OMPI_COMM_WORLD_RANK").as_deref() == Ok("1") {
+            let mpi = Mpi::start(LIMIT).expect("MPI");
+            return halt_within_a_message(mpi, Path::new(&told()));
+        }
+        wait_for_a_large_value(World::start().expect("a world"));
+    };
+    as_process_or(rank, |launcher| {
+        let over = fresh("halted").join("over");
+        let path = over.display().to_string();
+        // Over sockets, where a large message needs its sender to the end.
+        let sockets = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"];
+        let launched = launcher.start(3, &[&RECOVERY[..], &sockets[..]].concat(), &path);
+        // Whoever is given up does not go on.
+        sleep(3 * PATIENCE);
+        fs::write(&over, []).expect("told");
+        let said = text(&launched.wait(LIMIT));
+        for rank in [0, 2] {
+            let named = format!("rank {rank} ends: rank 1 on ");
+            assert!(said.contains(&named) && said.contains("has not been heard of"), "{said}");
         }
     });
 }

@@ -31,9 +31,14 @@ pub fn in_ranks(ranks: usize, body: impl FnOnce(World)) {
 
 /// Runs `body` as a rank; the test itself starts ranks as it needs them, by `watch`.
 pub fn as_rank_or(body: impl FnOnce(World), watch: impl FnOnce(&Launcher)) {
+    as_process_or(|| body(World::start().expect("a world")), watch);
+}
+
+/// Runs `body` in a process that `mpirun` has started, and that joins no world by itself.
+pub fn as_process_or(body: impl FnOnce(), watch: impl FnOnce(&Launcher)) {
     let name = test_name();
     if env::var(RANK_OF).as_deref() == Ok(&name) {
-        return body(World::start().expect("a world"));
+        return body();
     }
     watch(&Launcher { name });
 }
