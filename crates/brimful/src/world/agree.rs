@@ -11,6 +11,7 @@ use super::engine::{Engine, Value};
 use super::error::WorldError;
 use super::link::Look;
 use super::message::{Message, decode, encode};
+use super::waits::Wait;
 use crate::{Error, Result, oom};
 
 /// How a rank has failed, as the others are told.
@@ -118,7 +119,7 @@ fn said(
     }
     let (me, values) = (engine.rank, &mut engine.values);
     if let Some(rank) = (0..values.len()).find(|rank| *rank != me && values[*rank].is_empty()) {
-        return Ok(Look::WaitFor(Some(rank)));
+        return Ok(Look::WaitFor(Wait::Rank(rank)));
     }
     let take = |list: &mut VecDeque<Value>| list.pop_front().map(|value| value.bytes);
     let all = values.iter_mut().map(|list| take(list).unwrap_or_else(|| own.into()));

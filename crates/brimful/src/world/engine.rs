@@ -5,7 +5,7 @@
 
 mod channels;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::error::WorldError;
@@ -15,7 +15,7 @@ use super::outbox::Outbox;
 use super::pulse::Pulse;
 use super::ring::Ring;
 use super::traffic::Traffic;
-use super::waits::Waits;
+use super::waits::{Wait, Waits};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
@@ -41,12 +41,16 @@ pub(super) struct Engine {
     pub(super) values: Vec<VecDeque<Value>>,
     /// How often all ranks have said something.
     pub(super) moments: u64,
-    inboxes: HashMap<(usize, Channel), Inbox>,
-    outboxes: HashMap<(usize, Channel), Outbox>,
+    /// In the order of ranks and channels, as all that is gone through.
+    inboxes: BTreeMap<(usize, Channel), Inbox>,
+    outboxes: BTreeMap<(usize, Channel), Outbox>,
     /// Messages that nobody asks after.
     forgotten: Vec<Ticket>,
-    pub(super) rings: HashMap<Channel, Ring>,
-    tag: i32,
+    pub(super) rings: BTreeMap<Channel, Ring>,
+    /// How many tensors have been sent to each rank.
+    sent: Vec<u64>,
+    /// By rank, a number below which all announced tensors have been asked for.
+    oldest: Vec<u64>,
     turns: u64,
     open: BTreeSet<u64>,
     stopped: BTreeSet<u64>,
@@ -70,11 +74,12 @@ impl Engine {
             waits: Waits::new(rank, size, longest_wait),
             values: (0..size).map(|_| VecDeque::new()).collect(),
             moments: 0,
-            inboxes: HashMap::new(),
-            outboxes: HashMap::new(),
+            inboxes: BTreeMap::new(),
+            outboxes: BTreeMap::new(),
             forgotten: Vec::new(),
-            rings: HashMap::new(),
-            tag: 0,
+            rings: BTreeMap::new(),
+            sent: vec![0; size],
+            oldest: vec![0; size],
             turns: 0,
             open: BTreeSet::new(),
             stopped: BTreeSet::new(),
@@ -119,16 +124,19 @@ impl Engine {
             Message::Value { number, what, bytes } => {
                 self.values[from].push_back(Value { number, what, bytes });
             }
-            Message::Tensors { channel, tag, outline } => {
-                if channel.turn <= self.turns && !self.open.contains(&channel.turn) {
-                    let tickets = inbox::discarded(&mut *self.wire, from, tag, &outline)?;
+            Message::Tensors { channel, first, outline } => {
+                self.tell_apart(from, first, outline.count())?;
+                if self.is_over(channel.turn) {
+                    let tickets = inbox::discarded(&mut *self.wire, from, first, &outline)?;
                     self.forgotten.extend(tickets);
                 } else {
-                    self.inboxes.entry((from, channel)).or_default().announce(tag, outline);
+                    self.inboxes.entry((from, channel)).or_default().announce(first, outline);
                 }
             }
             Message::Stop { turn } => {
-                self.stopped.insert(turn);
+                if !self.is_over(turn) {
+                    self.stopped.insert(turn);
+                }
             }
             Message::Lost { rank, .. } if rank == self.rank => {
                 return Err(WorldError::GivenUp { rank });
@@ -164,10 +172,10 @@ impl Engine {
         WorldError::RankLost { rank, host: self.hosts[rank].clone(), silent }
     }
 
-    /// This thread goes on waiting for a rank, unless it is gone or hangs.
-    pub(super) fn wait_for(&mut self, rank: Option<usize>) -> Result<(), WorldError> {
-        self.check(rank)?;
-        let Some(rank) = rank else { return Ok(()) };
+    /// This thread goes on waiting, unless who it waits for is gone or hangs.
+    pub(super) fn wait_for(&mut self, wait: Wait) -> Result<(), WorldError> {
+        self.check(wait)?;
+        let (Wait::Rank(rank) | Wait::Message(rank)) = wait else { return Ok(()) };
         let Some((rank, waited)) = self.waits.waiting(rank, Instant::now()) else { return Ok(()) };
         self.tell_all(&Message::Hangs { rank, waited: waited.as_millis() as u64 });
         let error = self.hangs(rank, waited);
@@ -192,13 +200,13 @@ impl Engine {
         }
     }
 
-    /// Whether anything keeps this rank from waiting for that one.
-    fn check(&self, rank: Option<usize>) -> Result<(), WorldError> {
+    /// Whether anything keeps this rank from waiting.
+    fn check(&self, wait: Wait) -> Result<(), WorldError> {
         if let Some(error) = self.broken.as_ref().or(self.confused.as_ref()) {
             return Err(error.clone());
         }
-        let left = rank.and_then(|rank| Some((rank, self.left[rank].clone()?)));
-        let Some((rank, words)) = left else { return Ok(()) };
+        let Wait::Rank(rank) = wait else { return Ok(()) };
+        let Some(words) = self.left[rank].clone() else { return Ok(()) };
         Err(WorldError::RankLeft { rank, host: self.hosts[rank].clone(), words })
     }
 

@@ -11,6 +11,7 @@ use super::engine::Engine;
 use super::error::WorldError;
 use super::message::{Channel, Message};
 use super::ring::Ring;
+use super::waits::Wait;
 use crate::Result;
 
 /// How often messages are moved on for those that compute.
@@ -23,9 +24,8 @@ const IDLE: Duration = Duration::from_millis(10);
 /// What is found by who waits.
 pub(super) enum Look<T> {
     Found(T),
-    /// Nothing yet. It is for this rank to do something; or, where none is named, for the messages
-    /// under way.
-    WaitFor(Option<usize>),
+    /// Nothing yet.
+    WaitFor(Wait),
 }
 
 /// This rank's messages, for all its threads.
@@ -75,12 +75,12 @@ impl Link {
             let found = self.with(|engine| {
                 engine.progress();
                 let looked = look(engine);
-                if !matches!(looked, Ok(Look::WaitFor(Some(_)))) {
+                if matches!(looked, Ok(Look::Found(_) | Look::WaitFor(Wait::Nobody)) | Err(_)) {
                     engine.waits.over();
                 }
                 Ok(match looked? {
                     Look::Found(found) => Some(found),
-                    Look::WaitFor(rank) => engine.wait_for(rank).map(|()| None)?,
+                    Look::WaitFor(wait) => engine.wait_for(wait).map(|()| None)?,
                 })
             });
             let found: Result<Option<T>> = found?;

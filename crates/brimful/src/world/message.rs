@@ -1,5 +1,7 @@
 //! What ranks tell each other, apart from the numbers of tensors.
 
+use std::fmt::{self, Display};
+
 use brimful_torch::transfer;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -14,19 +16,10 @@ pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
 
 /// A way for tensors from one rank to another, in order. A turn's channels are its own, so that
 /// nothing of a turn that failed is taken for something of a later one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Channel {
     pub(crate) turn: u64,
     pub(crate) number: u32,
-}
-
-/// Tags that every MPI has. They are used again after so many, which does no harm: of two tensors with
-/// one tag, that which was announced first is sent and asked for first.
-const TAGS: i32 = 1 << 15;
-
-/// The tags of tensors that are sent together, from the first on.
-pub(super) fn tags_from(first: i32) -> impl Iterator<Item = i32> {
-    (first..).map(|tag| tag % TAGS)
 }
 
 /// A small message.
@@ -36,8 +29,8 @@ pub(super) enum Message {
     Beat { waits_for: Option<usize> },
     /// What this rank has to say where all ranks say something: the number counts such moments.
     Value { number: u64, what: String, bytes: Vec<u8> },
-    /// Tensors follow, each with the next tag.
-    Tensors { channel: Channel, tag: i32, outline: Outline },
+    /// Tensors follow, numbered from the first on: a rank counts all that it sends to another.
+    Tensors { channel: Channel, first: u64, outline: Outline },
     /// The turn has failed here.
     Stop { turn: u64 },
     /// A rank has been silent for so many milliseconds.
@@ -92,6 +85,27 @@ impl Outline {
         Ok(Self(tensors.iter().map(row).collect::<Result<_>>()?))
     }
 
+    /// How many tensors there are.
+    pub(super) fn count(&self) -> u64 {
+        self.0.iter().flatten().flatten().count() as u64
+    }
+
+    /// Makes sure that a parcel of this outline is just what the tensor has room for.
+    pub(super) fn check_fits(&self, tensor: &Tensor) -> Result<(), WorldError> {
+        let alone = vec![vec![Some(tensor.shallow_clone())]];
+        let room = Self::of(&alone).map_err(|error| WorldError::Message(error.to_string()))?;
+        let numbers = |outline: &Self| {
+            let forms = outline.0.iter().flatten().flatten();
+            forms.map(|form| (form.kind, form.size.iter().product())).collect::<Vec<(_, i64)>>()
+        };
+        if numbers(self) == numbers(&room) {
+            return Ok(());
+        }
+        Err(WorldError::Message(format!(
+            "{self} comes where {room} is expected: let all ranks sum the same tensors"
+        )))
+    }
+
     /// Tensors of this outline in the host's memory, whose numbers are yet to come, and which are
     /// needed in this memory.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
@@ -119,5 +133,21 @@ impl Outline {
             }
         }
         Ok(())
+    }
+}
+
+impl Display for Outline {
+    /// The kind and shape of each tensor.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = |form: &Form| KINDS.get(form.kind).map(|(kind, _)| *kind);
+        let forms = self.0.iter().flatten().flatten().map(|form| match kind(form) {
+            Some(kind) => format!("{kind:?} {:?}", form.size),
+            None => format!("{:?} of no known kind", form.size),
+        });
+        let forms: Vec<String> = forms.collect();
+        match forms.is_empty() {
+            true => f.write_str("none"),
+            false => f.write_str(&forms.join(", ")),
+        }
     }
 }

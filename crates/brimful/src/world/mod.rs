@@ -33,6 +33,8 @@ mod mpi;
 mod outbox;
 mod pulse;
 mod ring;
+#[cfg(test)]
+mod test_wire;
 mod traffic;
 mod turn;
 mod waits;

@@ -9,6 +9,9 @@ use tch::Tensor;
 use super::error::WorldError;
 use super::wire::{Ticket, Wire};
 
+/// Tags that every MPI has.
+const TAGS: u64 = 1 << 15;
+
 /// MPI with the messages that it has under way.
 #[derive(Debug)]
 pub(super) struct MpiWire {
@@ -49,13 +52,17 @@ impl Wire for MpiWire {
         self.mpi.incoming().map_err(failed)
     }
 
-    fn send(&mut self, tensor: Tensor, to: usize, tag: i32) -> Result<Ticket, WorldError> {
-        let pending = self.mpi.send(Line::Data, Buffer::Tensor(tensor), to, tag);
+    fn tags(&self) -> u64 {
+        TAGS
+    }
+
+    fn send(&mut self, tensor: Tensor, to: usize, number: u64) -> Result<Ticket, WorldError> {
+        let pending = self.mpi.send(Line::Data, Buffer::Tensor(tensor), to, tag(number));
         self.keep(pending)
     }
 
-    fn receive(&mut self, tensor: Tensor, from: usize, tag: i32) -> Result<Ticket, WorldError> {
-        let pending = self.mpi.receive(Line::Data, Buffer::Tensor(tensor), from, tag);
+    fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError> {
+        let pending = self.mpi.receive(Line::Data, Buffer::Tensor(tensor), from, tag(number));
         self.keep(pending)
     }
 
@@ -71,6 +78,10 @@ impl Wire for MpiWire {
     fn end(self: Box<Self>) {
         self.mpi.end();
     }
+}
+
+fn tag(number: u64) -> i32 {
+    (number % TAGS) as i32
 }
 
 fn failed(error: MpiError) -> WorldError {

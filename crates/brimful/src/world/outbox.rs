@@ -6,10 +6,11 @@
 use std::collections::VecDeque;
 
 use brimful_torch::stream::Event;
+use tch::{Device, Tensor};
 
 use super::error::WorldError;
 use super::inbox::still;
-use super::message::Tensors;
+use super::message::{Outline, Tensors};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
@@ -20,34 +21,40 @@ pub(super) struct Outbox {
     sent: VecDeque<Vec<Ticket>>,
 }
 
-/// Tensors in the host's memory, and when they are there: none where that is now.
+/// Tensors that are ready to be sent, but for numbers that a device is yet to put into them.
 #[derive(Debug)]
-struct Parcel {
-    tensors: Tensors,
+pub(super) struct Parcel {
+    pub(super) outline: Outline,
+    /// Those that are not missing: each contiguous, and in the host's memory.
+    pub(super) tensors: Vec<Tensor>,
+    /// When their numbers are there; none where they are.
     ready: Option<Event>,
 }
 
+impl Parcel {
+    /// Packs tensors, of which those that are elsewhere than in the host's memory, or not contiguous,
+    /// are copied: so this is done before the lock is taken, without which nobody hears of this rank.
+    /// Numbers that come only when an event is reached come into contiguous memory of the host's.
+    pub(super) fn pack(tensors: &Tensors, ready: Option<Event>) -> Result<Self> {
+        let outline = Outline::of(tensors)?;
+        let host = |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous();
+        let tensors = tensors.iter().flatten().flatten().map(host).collect::<Result<_, _>>()?;
+        Ok(Self { outline, tensors, ready })
+    }
+}
+
 impl Outbox {
-    pub(super) fn put(&mut self, tensors: Tensors, ready: Option<Event>) {
-        self.waiting.push_back(Parcel { tensors, ready });
+    pub(super) fn put(&mut self, parcel: Parcel) {
+        self.waiting.push_back(parcel);
     }
 
     /// The next that can set out.
-    pub(super) fn next(&mut self) -> Result<Option<Tensors>> {
+    pub(super) fn next(&mut self) -> Result<Option<Parcel>> {
         let Some(parcel) = self.waiting.front() else { return Ok(None) };
         Ok(match is_reached(parcel.ready.as_ref())? {
-            true => self.waiting.pop_front().map(|parcel| parcel.tensors),
+            true => self.waiting.pop_front(),
             false => None,
         })
-    }
-
-    /// The next, as soon as it is there.
-    pub(super) fn wait_for_next(&mut self) -> Result<Option<Tensors>> {
-        let Some(Parcel { tensors, ready }) = self.waiting.pop_front() else { return Ok(None) };
-        if let Some(ready) = ready {
-            ready.synchronize()?;
-        }
-        Ok(Some(tensors))
     }
 
     /// The next has set out.

@@ -16,7 +16,7 @@ use tch::Tensor;
 
 use super::engine::Engine;
 use super::message::Channel;
-use super::outbox::is_reached;
+use super::outbox::{Parcel, is_reached};
 use crate::{Result, split};
 
 /// A sum under way.
@@ -68,6 +68,11 @@ impl Ring {
         self.ranks[(self.at + self.ranks.len() - 1) % self.ranks.len()]
     }
 
+    /// The rank that parts go to.
+    pub(super) fn after(&self) -> usize {
+        self.ranks[(self.at + 1) % self.ranks.len()]
+    }
+
     /// Goes as far as what has come allows.
     pub(super) fn advance(&mut self, engine: &mut Engine, channel: Channel) -> Result<()> {
         if !is_reached(self.ready.as_ref())? {
@@ -75,7 +80,7 @@ impl Ring {
         }
         self.ready = None;
         let n = self.ranks.len();
-        let (next, before) = (self.ranks[(self.at + 1) % n], self.before());
+        let (next, before) = (self.after(), self.before());
         while !self.is_done() {
             let adds = self.step < n - 1;
             // Once around for the sums, once more for all to have them.
@@ -86,7 +91,8 @@ impl Ring {
                 let inbox = engine.inbox(before, channel);
                 inbox.open(1, None);
                 inbox.take_into(into);
-                engine.send(next, channel, vec![vec![Some(self.part(sent)?)]], None)?;
+                let part = Parcel::pack(&vec![vec![Some(self.part(sent)?)]], None)?;
+                engine.send(next, channel, part)?;
                 self.begun = true;
             }
             // What is being sent must not change.

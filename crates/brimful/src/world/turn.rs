@@ -7,7 +7,9 @@ use tch::Tensor;
 
 use super::link::{Link, Look};
 use super::message::{Channel, Tensors};
+use super::outbox::Parcel;
 use super::ring::Ring;
+use super::waits::Wait;
 use crate::Result;
 use crate::memory::Memory;
 
@@ -132,6 +134,12 @@ impl Drop for Stopping {
 
 impl Drop for Open {
     fn drop(&mut self) {
+        // Others may still need what is being computed. Where there is no world any more, nobody
+        // does.
+        let _ = self.link.wait(|engine| match engine.is_computing_for(self.number) {
+            true => Ok(Look::WaitFor(Wait::Nobody)),
+            false => Ok(Look::Found(())),
+        });
         let _ = self.link.with(|engine| engine.close(self.number));
     }
 }
@@ -145,17 +153,18 @@ impl Outlet {
     /// The same of tensors whose numbers are in the host's memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
-        let mut parcel = Some((tensors, ready));
+        let mut parcel = Some(Parcel::pack(&tensors, ready).map_err(Stopped::Error)?);
+        drop(tensors);
         let sent = link.wait(|engine| {
             if engine.is_stopped(*number) {
                 return Ok(Look::Found(false));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
                 let own = engine.is_computing(self.to, self.channel);
-                return Ok(Look::WaitFor((!own).then_some(self.to)));
+                return Ok(Look::WaitFor(if own { Wait::Nobody } else { Wait::Rank(self.to) }));
             }
-            let (tensors, ready) = parcel.take().unwrap_or_default();
-            engine.send(self.to, self.channel, tensors, ready).map(|()| Look::Found(true))
+            let sent = parcel.take().map(|parcel| engine.send(self.to, self.channel, parcel));
+            sent.unwrap_or(Ok(())).map(|()| Look::Found(true))
         });
         stopped_unless(sent)
     }
@@ -167,11 +176,11 @@ impl Inlet {
         let Open { link, number, .. } = &*self.turn.0;
         let taken = link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
-            let expecting = inbox.is_expecting();
+            let wait = inbox.waits_for(self.from);
             match inbox.take() {
                 Some(tensors) => tensors.map(|tensors| Look::Found(Some(tensors))),
                 None if engine.is_stopped(*number) => Ok(Look::Found(None)),
-                None => Ok(Look::WaitFor((!expecting).then_some(self.from))),
+                None => Ok(Look::WaitFor(wait)),
             }
         });
         taken.map_err(Stopped::Error)?.ok_or(Stopped::Turn)
@@ -205,5 +214,155 @@ fn stopped_unless(done: Result<bool>) -> Result<(), Stopped> {
         Ok(true) => Ok(()),
         Ok(false) => Err(Stopped::Turn),
         Err(error) => Err(Stopped::Error(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::memory::Arena;
+    use crate::world::WorldError;
+    use crate::world::engine::Engine;
+    use crate::world::test_wire::{Observer, wires};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Two ranks on a wire with so many tags, both in their first turn.
+    fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Turn; 2], Observer) {
+        let (wires, observer) = wires(2, tags);
+        let links = wires.into_iter().map(|wire| Link::new(Engine::new(wire, LONG, LONG)));
+        let links: [Arc<Link>; 2] = links.collect::<Vec<_>>().try_into().expect("two");
+        let turns = [0, 1].map(|rank| Turn::begin(&links[rank], rank).expect("a turn"));
+        (links, turns, observer)
+    }
+
+    fn number(value: f64) -> Tensor {
+        Tensor::from_slice(&[value])
+    }
+
+    fn parcel(tensor: Tensor) -> Tensors {
+        vec![vec![Some(tensor)]]
+    }
+
+    fn only(tensors: &Tensors) -> &Tensor {
+        tensors[0][0].as_ref().expect("one tensor")
+    }
+
+    /// More tensors than tags are under way, and the last channel is asked first.
+    #[test]
+    fn tensors_are_not_swapped_where_tags_repeat() {
+        for tags in [1, 2, 3, 5, 64] {
+            let (_, [sender, receiver], _) = two_ranks(tags);
+            for channel in 0..20 {
+                for value in [0.0, 0.5] {
+                    let outlet = sender.outlet(1, channel, usize::MAX);
+                    outlet.send(parcel(number(f64::from(channel) + value))).expect("sent");
+                }
+            }
+            for channel in (0..20).rev() {
+                let inlet = receiver.inlet(0, channel, 1, None).expect("an inlet");
+                for value in [0.0, 0.5] {
+                    let came = inlet.take().expect("it comes");
+                    let expected = number(f64::from(channel) + value);
+                    assert_eq!(*only(&came), expected, "channel {channel}, {tags} tags");
+                }
+            }
+        }
+    }
+
+    /// A rank that is late begins its sums in another order than those that are announced.
+    #[test]
+    fn sums_are_not_swapped_where_tags_repeat() {
+        for tags in [1, 2, 3, 5, 64] {
+            let (links, turns, _) = two_ranks(tags);
+            let all: Arc<[usize]> = Arc::new([0, 1]);
+            let values: Vec<[Tensor; 2]> = (1..=10)
+                .map(|n| [1.0, 100.0].map(|rank| Tensor::from_slice(&[rank, 2.0, 3.0, rank]) * n))
+                .collect();
+            let begin = |rank: usize, at: usize| {
+                let sum = turns[rank].sum(&all, at as u32, &values[at][rank], None);
+                links.iter().for_each(|link| link.with(Engine::progress).expect("a world"));
+                sum.expect("begun")
+            };
+            let early: Vec<Summing> = (0..10).map(|at| begin(0, at)).collect();
+            let late: Vec<Summing> = (0..10).rev().map(|at| begin(1, at)).collect();
+            for _ in 0..10 {
+                links.iter().for_each(|link| link.with(Engine::progress).expect("a world"));
+            }
+            early.into_iter().chain(late).for_each(|sum| sum.wait().expect("a sum"));
+            for (at, (n, values)) in (1..=10).zip(&values).enumerate() {
+                let expected = Tensor::from_slice(&[101.0, 4.0, 6.0, 101.0]) * n;
+                assert_eq!(*values, [expected.shallow_clone(), expected], "{at}, {tags} tags");
+            }
+        }
+    }
+
+    /// What is sent is copied before the lock is taken: the copy is made while another has the lock.
+    #[test]
+    fn tensors_are_copied_to_the_host_without_the_lock() {
+        let (links, [sender, _receiver], _) = two_ranks(64);
+        let (arena, bytes) = (Arena::new("copies"), 1 << 20);
+        let device = if tch::Cuda::is_available() { Device::Cuda(0) } else { Device::Cpu };
+        // Not contiguous, so that it is copied on a CPU too.
+        let tensor = Tensor::zeros([512, 256], (Kind::Double, device)).tr();
+        let copies = || arena.peak() >= bytes;
+        thread::scope(|scope| {
+            let copied_meanwhile = links[0].with(|_| {
+                scope.spawn(|| {
+                    let _inside = arena.enter();
+                    sender.outlet(1, 0, 1).send(parcel(tensor)).expect("sent");
+                });
+                let start = Instant::now();
+                while !copies() && start.elapsed() < LONG / 6 {
+                    thread::yield_now();
+                }
+                copies()
+            });
+            assert_eq!(copied_meanwhile, Ok(true), "the copy waits for the lock");
+        });
+    }
+
+    /// The thread that moves messages on is in an arena that is full.
+    #[test]
+    fn what_nobody_needs_is_not_charged_to_who_drops_it() {
+        let (links, [sender, receiver], _) = two_ranks(64);
+        drop(receiver);
+        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("sent");
+        let arena = Arena::new("full");
+        arena.fail_from_nth_allocation(1);
+        let _inside = arena.enter();
+        let broken = links[1].with(|engine| {
+            engine.progress();
+            engine.is_broken()
+        });
+        assert_eq!((broken, arena.refusals()), (Ok(false), 0));
+    }
+
+    /// A sender that gives signs of life, but whose data never come.
+    #[test]
+    fn data_that_never_come_are_not_waited_for_for_ever() {
+        let (links, [sender, receiver], observer) = two_ranks(64);
+        observer.lose_numbers();
+        links[1].with(|engine| engine.waits.set_longest(Duration::from_millis(1))).expect("set");
+        sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("announced");
+        let came = thread::scope(|scope| {
+            let taking = scope.spawn(|| receiver.inlet(0, 0, 1, None).expect("an inlet").take());
+            let start = Instant::now();
+            while !taking.is_finished() && start.elapsed() < LONG / 6 {
+                thread::yield_now();
+            }
+            // Whoever hangs all the same is let go.
+            receiver.stop();
+            taking.join().expect("no panic")
+        });
+        let Err(Stopped::Error(crate::Error::World(error))) = came else {
+            panic!("{came:?}");
+        };
+        assert!(matches!(error, WorldError::RankHangs { rank: 0, .. }), "{error}");
     }
 }

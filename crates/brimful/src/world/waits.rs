@@ -5,6 +5,17 @@ use std::collections::HashMap;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
+/// What a thread waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wait {
+    /// This rank is to do something.
+    Rank(usize),
+    /// A message of this rank is under way, which may have ended since.
+    Message(usize),
+    /// No other rank.
+    Nobody,
+}
+
 /// The waits of this rank's threads, and those that the other ranks have told of.
 #[derive(Debug)]
 pub(super) struct Waits {

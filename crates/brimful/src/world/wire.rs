@@ -23,11 +23,15 @@ pub(super) trait Wire: Debug + Send {
     /// The next small message that has come, with its sender.
     fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError>;
 
-    /// Lets a tensor's numbers set out.
-    fn send(&mut self, tensor: Tensor, to: usize, tag: i32) -> Result<Ticket, WorldError>;
+    /// How many tensors from one rank are told apart by their numbers. Of those whose numbers are a
+    /// multiple of this apart, the one that was sent first goes to who asked first.
+    fn tags(&self) -> u64;
 
-    /// Lets a tensor's numbers be filled in.
-    fn receive(&mut self, tensor: Tensor, from: usize, tag: i32) -> Result<Ticket, WorldError>;
+    /// Lets the numbers of a contiguous tensor in the host's memory set out, as that of this number.
+    fn send(&mut self, tensor: Tensor, to: usize, number: u64) -> Result<Ticket, WorldError>;
+
+    /// Lets the tensor of this number be filled in.
+    fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError>;
 
     /// Whether the message is done, after which its number is no more.
     fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError>;
@@ -57,11 +61,15 @@ impl Wire for Alone {
         Ok(None)
     }
 
-    fn send(&mut self, _: Tensor, _: usize, _: i32) -> Result<Ticket, WorldError> {
+    fn tags(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn send(&mut self, _: Tensor, _: usize, _: u64) -> Result<Ticket, WorldError> {
         Ok(0)
     }
 
-    fn receive(&mut self, _: Tensor, _: usize, _: i32) -> Result<Ticket, WorldError> {
+    fn receive(&mut self, _: Tensor, _: usize, _: u64) -> Result<Ticket, WorldError> {
         Ok(0)
     }
 

@@ -1,15 +1,15 @@
 //! Turns, and what goes over their channels: parcels from rank to rank, and sums over all of them.
 
-use brimful_torch::stream::Event;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use super::Engine;
 use crate::Result;
 use crate::world::error::WorldError;
 use crate::world::inbox::Inbox;
-use crate::world::message::{self, Channel, Message, Outline, Tensors};
-use crate::world::outbox::Outbox;
+use crate::world::message::{Channel, Message};
+use crate::world::outbox::{Outbox, Parcel};
 use crate::world::ring::Ring;
+use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
 
 impl Engine {
@@ -20,10 +20,21 @@ impl Engine {
         self.turns
     }
 
-    /// Ends a turn: what is still to come is of no use.
+    /// Whether a turn has been begun and ended here.
+    pub(super) fn is_over(&self, turn: u64) -> bool {
+        turn <= self.turns && !self.open.contains(&turn)
+    }
+
+    /// Whether this rank's devices are yet to compute something that others need of a turn.
+    pub(in crate::world) fn is_computing_for(&self, turn: u64) -> bool {
+        let mut of_turn = self.outboxes.iter().filter(|((_, channel), _)| channel.turn == turn);
+        !self.is_stopped(turn) && of_turn.any(|(_, outbox)| outbox.is_waiting())
+    }
+
+    /// Ends a turn: what is still to come is of no use, nor what is still to be computed.
     pub(in crate::world) fn close(&mut self, turn: u64) {
         self.open.remove(&turn);
-        let has_failed = self.stopped.remove(&turn);
+        self.stopped.remove(&turn);
         self.rings.retain(|channel, _| channel.turn != turn);
         let over: Vec<_> = self.inboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
         for key in over {
@@ -35,11 +46,7 @@ impl Engine {
         }
         let over: Vec<_> = self.outboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
         for key in over {
-            let mut outbox = self.outboxes.remove(&key).unwrap_or_default();
-            // Others may still need what is being computed.
-            if !has_failed && let Err(error) = self.send_all(key, &mut outbox) {
-                self.broken.get_or_insert(message_of(error));
-            }
+            let outbox = self.outboxes.remove(&key).unwrap_or_default();
             self.forgotten.extend(outbox.into_tickets());
         }
     }
@@ -60,26 +67,17 @@ impl Engine {
         &mut self,
         to: usize,
         channel: Channel,
-        tensors: Tensors,
-        ready: Option<Event>,
+        parcel: Parcel,
     ) -> Result<()> {
-        self.outboxes.entry((to, channel)).or_default().put(tensors, ready);
+        self.outboxes.entry((to, channel)).or_default().put(parcel);
         self.send_ready((to, channel))
     }
 
     /// Sends what a channel can send now.
     fn send_ready(&mut self, key: (usize, Channel)) -> Result<()> {
-        while let Some(tensors) = self.outboxes.entry(key).or_default().next()? {
-            let tickets = self.set_out(key, &tensors)?;
+        while let Some(parcel) = self.outboxes.entry(key).or_default().next()? {
+            let tickets = self.set_out(key, parcel)?;
             self.outboxes.entry(key).or_default().sent(tickets);
-        }
-        Ok(())
-    }
-
-    /// Waits for what is to be sent, and sends it.
-    fn send_all(&mut self, key: (usize, Channel), outbox: &mut Outbox) -> Result<()> {
-        while let Some(tensors) = outbox.wait_for_next()? {
-            outbox.sent(self.set_out(key, &tensors)?);
         }
         Ok(())
     }
@@ -93,29 +91,48 @@ impl Engine {
         self.outboxes.values_mut().try_for_each(|outbox| outbox.advance(&mut *self.wire))
     }
 
-    /// Announces tensors and sends them.
+    /// Announces tensors and sends them: announcements and numbers in one and the same order, from
+    /// which the receiver knows which is which.
     fn set_out(
         &mut self,
         (to, channel): (usize, Channel),
-        tensors: &Tensors,
-    ) -> Result<Vec<Ticket>> {
-        let outline = Outline::of(tensors)?;
-        let mut rows = Vec::new();
-        for tensor in tensors.iter().flatten().flatten() {
-            rows.push(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?);
-        }
-        let mut tags = message::tags_from(self.tag);
-        let tag = self.tag;
-        let announced = Message::Tensors { channel, tag, outline }.encode()?;
+        parcel: Parcel,
+    ) -> Result<Vec<Ticket>, WorldError> {
+        let Parcel { outline, tensors, .. } = parcel;
+        let first = self.sent[to];
+        self.sent[to] += tensors.len() as u64;
+        let announced = Message::Tensors { channel, first, outline }.encode()?;
         let announced = self.wire.tell(to, announced)?;
         self.forgotten.push(announced);
         let mut tickets = Vec::new();
-        for (tensor, tag) in rows.into_iter().zip(&mut tags) {
+        for (tensor, number) in tensors.into_iter().zip(first..) {
             self.traffic.count(&tensor);
-            tickets.push(self.wire.send(tensor, to, tag)?);
+            tickets.push(self.wire.send(tensor, to, number)?);
         }
-        self.tag = tags.next().unwrap_or_default();
         Ok(tickets)
+    }
+
+    /// Sees to it that so many new tensors of a rank, from this number on, are taken for none that it
+    /// has announced before: what has a tag of theirs and has not been asked for is asked for now.
+    pub(super) fn tell_apart(
+        &mut self,
+        from: usize,
+        first: u64,
+        count: u64,
+    ) -> Result<(), WorldError> {
+        let before = (first + count).saturating_sub(self.wire.tags());
+        if before <= self.oldest[from] {
+            return Ok(());
+        }
+        let mut oldest = first;
+        for ((sender, _), inbox) in &mut self.inboxes {
+            if *sender == from {
+                inbox.ask_ahead(&mut *self.wire, from, before)?;
+                oldest = oldest.min(inbox.oldest().unwrap_or(first));
+            }
+        }
+        self.oldest[from] = oldest;
+        Ok(())
     }
 
     /// How many parcels of a channel have not gone yet.
@@ -148,10 +165,17 @@ impl Engine {
         Ok(())
     }
 
-    /// The rank whose part of a sum is next.
-    pub(in crate::world) fn ring_waits_for(&mut self, channel: Channel) -> Option<usize> {
-        let before = self.rings.get(&channel)?.before();
-        (!self.inbox(before, channel).is_expecting()).then_some(before)
+    /// What a sum waits for: its own device, the rank whose part is next, or the one that its own
+    /// part is still on its way to.
+    pub(in crate::world) fn ring_waits_for(&mut self, channel: Channel) -> Wait {
+        let ring = self.rings.get(&channel).filter(|ring| !ring.is_waiting());
+        let Some((before, after)) = ring.map(|ring| (ring.before(), ring.after())) else {
+            return Wait::Nobody;
+        };
+        match self.inbox(before, channel).is_there() {
+            true => Wait::Message(after),
+            false => self.inbox(before, channel).waits_for(before),
+        }
     }
 
     pub(in crate::world) fn take_ring(&mut self, channel: Channel) -> Option<Tensor> {
