@@ -110,7 +110,9 @@ impl Pause {
     }
 }
 
-/// The thread that keeps messages moving. Dropped, it ends this rank's part in the world.
+/// The thread that keeps messages moving. It starts the wire and ends it, because MPI must be ended by
+/// the thread that has started it, whoever has the world last. Dropped, it ends this rank's part in
+/// the world.
 #[derive(Debug)]
 pub(super) struct Pump {
     link: Arc<Link>,
@@ -121,12 +123,29 @@ pub(super) struct Pump {
 }
 
 impl Pump {
-    pub(super) fn start(link: Arc<Link>) -> Result<Self> {
-        let (ended, done) = channel();
-        let (mine, name) = (Arc::clone(&link), "brimful world".to_owned());
-        let thread = thread::Builder::new().name(name).spawn(move || pump(&mine, &ended));
-        let reason = |error: std::io::Error| WorldError::NotStarted { reason: error.to_string() };
-        Ok(Self { link, thread: Some(thread.map_err(reason)?), done: Mutex::new(done) })
+    /// Starts the thread, and there the messages.
+    pub(super) fn start(
+        start: impl FnOnce() -> Result<Engine, WorldError> + Send + 'static,
+    ) -> Result<Self> {
+        let ((begun, link), (ended, done)) = (channel(), channel());
+        let run = move || {
+            let link = start().map(Link::new);
+            // Nobody is there to hear it only where the starter has panicked.
+            let _ = begun.send(link.clone());
+            if let Ok(link) = link {
+                pump(&link, &ended);
+            }
+        };
+        let not_started = |reason: String| WorldError::NotStarted { reason };
+        let thread = thread::Builder::new().name("brimful world".to_owned()).spawn(run);
+        let thread = Some(thread.map_err(|error| not_started(error.to_string()))?);
+        let link = link.recv().map_err(|_| not_started("its thread has panicked".into()))??;
+        Ok(Self { link, thread, done: Mutex::new(done) })
+    }
+
+    /// The messages that it moves.
+    pub(super) fn link(&self) -> &Arc<Link> {
+        &self.link
     }
 }
 

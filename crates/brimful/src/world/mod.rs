@@ -91,7 +91,7 @@ impl World {
     // The pages show it without MPI too.
     #[cfg(any(feature = "mpi", doc))]
     pub fn start() -> Result<Self> {
-        Self::over(Box::new(mpi::MpiWire::start(PATIENCE)?))
+        Self::over(|| Ok(Box::new(mpi::MpiWire::start(PATIENCE)?)))
     }
 
     /// A world of this process alone.
@@ -101,13 +101,16 @@ impl World {
         Self(Arc::new(Member { rank: 0, hosts, link, _pump: None }))
     }
 
+    /// The world at the end of a wire, which is started and ended by one thread.
     #[cfg(feature = "mpi")]
-    fn over(wire: Box<dyn Wire>) -> Result<Self> {
-        let (host, (rank, size)) = (wire.host(), wire.place());
-        let link = Link::new(Engine::new(wire, PATIENCE, LONGEST_WAIT));
-        let pump = Some(Pump::start(Arc::clone(&link))?);
-        let hosts = vec![host.clone(); size];
-        let mut member = Arc::new(Member { rank, hosts, link, _pump: pump });
+    fn over(
+        wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
+    ) -> Result<Self> {
+        let pump = Pump::start(move || Ok(Engine::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
+        let link = Arc::clone(pump.link());
+        let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
+        let host = hosts[rank].clone();
+        let mut member = Arc::new(Member { rank, hosts, link, _pump: Some(pump) });
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
         let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
         let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();
@@ -191,5 +194,34 @@ impl World {
 
     fn link(&self) -> &Arc<Link> {
         &self.0.link
+    }
+}
+
+#[cfg(all(test, feature = "mpi"))]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    /// MPI wants to be ended by the thread that has started it, whoever drops the world.
+    #[test]
+    fn the_wire_is_ended_by_the_thread_that_has_started_it() {
+        let (mut wires, observer) = test_wire::wires(1, 64);
+        let (wire, (tell, told)) = (wires.pop().expect("one"), mpsc::channel());
+        let start = move || {
+            tell.send(thread::current().id()).expect("heard");
+            Ok(wire)
+        };
+        let world = World::over(start).expect("a world");
+        thread::spawn(move || drop(world)).join().expect("dropped elsewhere");
+        assert_eq!(observer.ended_by(), told.recv().ok());
+    }
+
+    #[test]
+    fn a_wire_that_does_not_start_is_told() {
+        let not_started = || WorldError::NotStarted { reason: "no wire".into() };
+        let error = World::over(move || Err(not_started())).expect_err("no wire");
+        assert_eq!(error, not_started().into());
     }
 }
