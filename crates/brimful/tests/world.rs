@@ -86,6 +86,39 @@ fn ranks_with_different_values_are_all_told_who_has_what() {
 }
 
 #[test]
+fn tensors_that_do_not_fit_together_are_refused_on_all_ranks() {
+    in_ranks(3, |world| {
+        let rank = world.rank() as i64;
+        for (own, words) in [
+            (vec![Tensor::ones([4 + rank / 2], DOUBLE)], "Double [4] on ranks 0, 1 and Double [5]"),
+            (vec![Tensor::ones([1 + rank], DOUBLE)], "Double [1] on rank 0 and Double [2]"),
+            (
+                (0..=rank).map(|_| Tensor::ones([2], DOUBLE)).collect(),
+                "Double [2], Double [2] on rank 1",
+            ),
+            (
+                vec![Tensor::ones(
+                    [2],
+                    (if rank == 1 { Kind::Float } else { Kind::Double }, Device::Cpu),
+                )],
+                "Float [2] on rank 1",
+            ),
+        ] {
+            let before: Vec<Tensor> = own.iter().map(Tensor::copy).collect();
+            for error in [world.sum(&own), world.broadcast(&own, 0)] {
+                let error = error.expect_err("they differ").to_string();
+                assert!(error.contains("must be the same on all ranks"), "{error}");
+                assert!(error.contains(words), "{error}");
+                assert_eq!(own, before);
+            }
+        }
+        let own = vec![Tensor::ones([2], DOUBLE)];
+        world.sum(&own).expect("a sum");
+        assert_eq!(own, [Tensor::ones([2], DOUBLE) * 3]);
+    });
+}
+
+#[test]
 fn ranks_that_make_different_calls_are_told_so() {
     in_ranks(2, |world| {
         let what = ["save", "step"][world.rank()];

@@ -1,10 +1,12 @@
 //! Tensors that all ranks sum up, get from one, or give to the first.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
+use super::message::Outline;
 use super::{Turn, World, WorldError};
 use crate::{Error, Result};
 
@@ -13,28 +15,34 @@ impl World {
     /// and kinds. All ranks get the same bits.
     ///
     /// # Errors
-    /// When a rank is lost or has ended.
+    /// When the ranks have different tensors, before any of them has changed; when a rank is lost or
+    /// has ended.
     pub fn sum(&self, tensors: &[Tensor]) -> Result<()> {
-        if self.size() == 1 || tensors.is_empty() {
+        if self.size() == 1 {
             return Ok(());
         }
+        self.agree_on("what is summed", tensors)?;
         let (turn, all) = (self.turn()?, self.everyone());
+        let stopping = turn.stopping();
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
         let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat, None));
         for summing in summing.collect::<Result<Vec<_>>>()? {
             summing.wait()?;
         }
+        stopping.all_went_well();
         put_back(tensors, &flat)
     }
 
     /// Gives each tensor the values that it has on the rank `from`.
     ///
     /// # Errors
-    /// When there is no such rank, or one is lost or has ended.
+    /// When there is no such rank; when the ranks have different tensors, before any of them has
+    /// changed; when a rank is lost or has ended.
     pub fn broadcast(&self, tensors: &[Tensor], from: usize) -> Result<()> {
         if from >= self.size() {
             return Err(WorldError::NoRank { rank: from, size: self.size() }.into());
         }
+        self.agree_on("what is broadcast", tensors)?;
         let came = self.spread(&[from], if self.rank() == from { tensors } else { &[] })?;
         put_back(tensors, &came[0])
     }
@@ -48,9 +56,11 @@ impl World {
         let names: Vec<String> = named.iter().map(|(name, _)| name.clone()).collect();
         let names = self.share("gather", &names)?;
         let turn = self.turn()?;
+        let stopping = turn.stopping();
         if self.rank() != 0 {
             let values = named.iter().map(|(_, tensor)| Some(tensor.shallow_clone()));
             turn.outlet(0, 0, 1).send(vec![values.collect()])?;
+            stopping.all_went_well();
             return Ok(named);
         }
         let mut all = named;
@@ -58,12 +68,17 @@ impl World {
             let came = turn.inlet(from, 0, 1, None)?.take()?;
             all.extend(names.into_iter().zip(came.into_iter().flatten().flatten()));
         }
+        stopping.all_went_well();
         Ok(all)
     }
 
     /// Gives all ranks the tensors of each of `roots`, in that order.
     pub(crate) fn spread(&self, roots: &[usize], own: &[Tensor]) -> Result<Vec<Vec<Tensor>>> {
-        self.spread_in(&self.turn()?, roots, own)
+        let turn = self.turn()?;
+        let stopping = turn.stopping();
+        let all = self.spread_in(&turn, roots, own)?;
+        stopping.all_went_well();
+        Ok(all)
     }
 
     /// The same as a part of a turn, on a channel of its own.
@@ -74,7 +89,9 @@ impl World {
         own: &[Tensor],
     ) -> Result<Vec<Vec<Tensor>>> {
         if roots.contains(&self.rank()) {
-            let parcel = || vec![own.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+            // Copied once, not for each of the others.
+            let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
+            let parcel = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
             self.others()
                 .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(parcel())?))?;
         }
@@ -86,6 +103,18 @@ impl World {
             Ok(came.into_iter().flatten().flatten().collect())
         };
         roots.iter().map(of_root).collect()
+    }
+
+    /// Makes sure that all ranks have tensors of the same kinds and shapes. Numbers that are missing
+    /// in one of them would be taken from whatever its memory held.
+    fn agree_on(&self, what: &str, tensors: &[Tensor]) -> Result<()> {
+        let row = tensors.iter().map(|tensor| Some(tensor.shallow_clone())).collect();
+        let outline = Outline::of(&vec![row]).map(|outline| outline.to_string());
+        let found = self.settle(what, outline, Duration::ZERO)?;
+        if found.iter().all(|other| *other == found[0]) {
+            return Ok(());
+        }
+        Err(WorldError::Differs { what: what.to_owned(), found }.into())
     }
 
     /// All ranks, in order.
@@ -101,6 +130,11 @@ impl World {
 /// The numbers in one piece of the host's memory: the tensor itself where they are.
 fn flat(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
+}
+
+/// The same, with a gradient where the tensor has one.
+fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    Ok(flat(tensor)?.f_set_requires_grad(tensor.requires_grad())?)
 }
 
 fn put_back(tensors: &[Tensor], values: &[Tensor]) -> Result<()> {
