@@ -322,6 +322,45 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
     });
 }
 
+/// The variables of which the name begins so get no gradients from now on, or get them again.
+fn freeze(store: &nn::VarStore, prefix: &str, frozen: bool) {
+    let variables = store.variables().into_iter().filter(|(name, _)| name.starts_with(prefix));
+    variables.for_each(|(_, variable)| drop(variable.set_requires_grad(!frozen)));
+}
+
+#[test]
+fn ranks_that_train_different_parameters_are_all_told() {
+    in_ranks(3, |world| {
+        let (store, model) = plain(net);
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(3)).world(&world).expect("one model");
+        let own = part(&world, &parts(&world, 20, false), &batch(20));
+        let run = |batch: Batch| (MEAN.micro)(&model, &batch);
+        micro.backward(&own, run).expect("an earlier step");
+        let before = state(&store);
+        let mut refused = |what: &str, words: &[&str]| {
+            micro.accumulate(&own, run).expect("its own part");
+            for error in [micro.commit(), micro.backward(&own, run)] {
+                let error = error.expect_err(what).to_string();
+                assert!(words.iter().all(|word| error.contains(word)), "{what}: {error}");
+                assert_eq!(before, state(&store), "{what}");
+            }
+        };
+        if world.rank() == 1 {
+            freeze(&store, "one", true);
+        }
+        let words = ["must be the same on all ranks", "8 parameters", "ranks 0, 2", "6 parameters"];
+        refused("fewer parameters", &words);
+        freeze(&store, "one.bias", world.rank() != 1);
+        freeze(&store, "one.weight", false);
+        freeze(&store, "norm.bias", world.rank() == 1);
+        refused("as many, but others", &["must be the same on all ranks", "7 parameters"]);
+        for prefix in ["one.bias", "norm.bias"] {
+            freeze(&store, prefix, true);
+        }
+        micro.backward(&own, run).expect("all train the same");
+    });
+}
+
 #[test]
 fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     in_ranks(2, |world| {

@@ -357,3 +357,29 @@ fn what_differs_is_told_to_every_rank() {
         pipe.step(&x, &y, MLP.loss).expect("the same samples");
     });
 }
+
+#[test]
+fn pipelines_that_train_different_parameters_are_all_told() {
+    in_ranks(2, |world| {
+        let pipe = builder(&MLP, &world, 1).replicas(2).micro_batches(2).build();
+        let mut pipe = pipe.expect("two pipelines");
+        let (x, y) = data(&MLP, 8, 0);
+        let freeze = |pipe: &Pipeline, frozen: bool| {
+            let variables = pipe.variables().expect("variables").into_iter();
+            let biases = variables.filter(|(name, _)| name.ends_with("bias"));
+            biases.for_each(|(_, variable)| drop(variable.set_requires_grad(!frozen)));
+        };
+        freeze(&pipe, world.rank() == 1);
+        for error in [
+            pipe.step(&x, &y, MLP.loss).map(drop),
+            pipe.step_whole(&x, |out| out.mean(Kind::Double)).map(drop),
+        ] {
+            let error = error.expect_err("two models").to_string();
+            assert!(error.contains("what is trained must be the same on all ranks"), "{error}");
+            assert!(error.contains("on rank 0 and") && error.contains("on rank 1"), "{error}");
+        }
+        assert!(pipe.gradients().expect("gradients").is_empty());
+        freeze(&pipe, true);
+        pipe.step(&x, &y, MLP.loss).expect("both train the same");
+    });
+}

@@ -9,8 +9,10 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::ties::Tie;
+use super::worker::Worker;
 use crate::batch::Batch;
-use crate::ranks::RanksTurn;
+use crate::crew::Crew;
+use crate::ranks::{RanksTurn, Trained};
 use crate::world::{Turn, World, WorldError};
 use crate::{Error, Result};
 
@@ -147,6 +149,24 @@ impl Ranks {
             return Err(WorldError::Differs { what: "the mini-batch".into(), found }.into());
         }
         Ok(all[0].seed)
+    }
+
+    /// Makes sure that all pipelines train the same parameters.
+    pub(super) fn check_trained(&self, crew: &Crew<Worker>) -> Result<()> {
+        if self.replicas == 1 {
+            return Ok(());
+        }
+        let own = crew.all(|worker| {
+            let trained = worker.variables.trained();
+            Ok(Trained::of(trained.map(|variable| (variable.name.as_str(), &variable.tensor))))
+        });
+        let all = self.world.settle("what is trained", own, Duration::ZERO)?;
+        let ranks = all.len() / self.replicas;
+        let pipelines = all.chunks(ranks).map(|ranks| Trained::all(&ranks.concat()));
+        // Each rank has what its pipeline has.
+        let pipelines: Vec<Trained> =
+            pipelines.flat_map(|whole| std::iter::repeat_n(whole, ranks)).collect();
+        Ok(Trained::check_alike(pipelines.iter())?)
     }
 
     /// Does this rank's part of a turn of its own. All ranks get all results, or all get the error

@@ -118,6 +118,7 @@ impl Pipeline {
         drawing(&self.devices, |seed| {
             let (crew, ranks) = (self.crew(), &self.ranks);
             let seed = ranks.open("step", &[input, target], seed)?;
+            ranks.check_trained(&crew)?;
             let turn = ranks.world.turn()?;
             let work = Work { portion: &portion, inputs, end, train: true, seed, start };
             let jobs = self.jobs(&actions, work, &turn)?;

@@ -159,6 +159,7 @@ impl Pipeline {
         let portion = self.ranks.portion(&ranges)?;
         let inputs = training_inputs(input, portion.own())?;
         let seed = self.ranks.open("forward", &[input], seed)?;
+        self.ranks.check_trained(&self.crew())?;
         let turn = self.ranks.world.turn()?;
         let work = Work { portion: &portion, inputs, end: End::Gather, train: true, seed, start };
         let jobs = self.jobs(&actions, work, &turn)?;

@@ -7,6 +7,7 @@
 
 mod buckets;
 mod ferry;
+mod trained;
 
 use std::sync::Arc;
 
@@ -14,6 +15,7 @@ use brimful_torch::stream::Event;
 use tch::Tensor;
 
 pub(crate) use buckets::Buckets;
+pub(crate) use trained::Trained;
 
 use crate::Result;
 use crate::world::{Summing, Turn, World};

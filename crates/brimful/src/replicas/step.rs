@@ -178,7 +178,8 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<(T, Opening, Story)> {
         let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
         let ended = drawing(&devices, |seed| {
-            let opening = Opening::open(world, used, batch, self.size, seed)?;
+            // Gradients set out after all ranks have told what they train.
+            let opening = Opening::open(world, used, batch, self.size, seed, None)?;
             let shares = self.speeds.shares(opening.own());
             let (value, story) = self.sized(world, &opening, &shares, |this, size| {
                 let ranks = this.ranks(world)?;

@@ -51,7 +51,7 @@ impl<M: 'static> Replicas<M> {
         let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
         let (forward, loss) = (Arc::new(forward), Arc::new(loss));
         let step = drawing(&devices, |seed| {
-            let opening = Opening::open(None, Use::TrainWhole, batch, self.size, seed)?;
+            let opening = Opening::open(None, Use::TrainWhole, batch, self.size, seed, None)?;
             let shares = self.speeds.shares(opening.own());
             let (step, story) = self.sized(None, &opening, &shares, |this, size| {
                 let parts = || errands(batch, &shares, size, |replica| opening.scale(replica));

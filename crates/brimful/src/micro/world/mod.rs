@@ -13,6 +13,7 @@ mod open;
 mod settle;
 mod sized;
 
+use std::collections::HashMap;
 use std::sync::PoisonError;
 use std::time::Instant;
 
@@ -25,7 +26,7 @@ use crate::auto::Use;
 use crate::batch::Batch;
 use crate::crew::{StageDevice, drawing};
 use crate::oom;
-use crate::ranks::RanksTurn;
+use crate::ranks::{RanksTurn, Trained};
 use crate::world::World;
 use crate::{Error, Result};
 pub(crate) use open::{Opening, join};
@@ -68,7 +69,8 @@ impl MicroBatcher {
     ) -> Result<Step<O>> {
         let mut thrown = None;
         let step = drawing(&[StageDevice::from(self.device)], |seed| {
-            let opening = Opening::open(Some(world), used, batch, self.size, seed)?;
+            let trained = (used == Use::Train).then(|| self.what_is_trained());
+            let opening = Opening::open(Some(world), used, batch, self.size, seed, trained)?;
             let (step, story) = self.sized_together(world, &opening, |this, ranges| {
                 let turn = RanksTurn::begin(world)?;
                 this.turn = (used == Use::Train).then(|| turn.clone());
@@ -120,6 +122,21 @@ impl MicroBatcher {
             named.map(|(n, tensor)| (n.clone(), tensor.shallow_clone())).collect();
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
         named
+    }
+
+    /// What is trained.
+    fn what_is_trained(&self) -> Trained {
+        let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
+        // Of several names for one place, as of all tensors without numbers, the first counts.
+        let mut names: HashMap<usize, &str> = HashMap::new();
+        for (name, tensor) in &variables.named_variables {
+            let known = names.entry(tensor.data_ptr() as usize).or_insert(name);
+            *known = (*known).min(name);
+        }
+        let trained = variables.trainable_variables.iter().map(|variable| &variable.tensor);
+        let trained = trained.filter(|tensor| tensor.requires_grad());
+        let name = |tensor: &Tensor| names.get(&(tensor.data_ptr() as usize)).copied();
+        Trained::of(trained.map(|tensor| (name(tensor).unwrap_or_default(), tensor)))
     }
 
     /// What needs all samples in one process.

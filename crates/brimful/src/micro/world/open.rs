@@ -8,6 +8,7 @@ use tch::Tensor;
 use crate::auto::{Kind, Use, fingerprint};
 use crate::batch::{self, Batch};
 use crate::micro::attempt::{OwnDraws, Scale};
+use crate::ranks::Trained;
 use crate::world::{World, WorldError};
 use crate::{Error, Result, Size};
 
@@ -19,6 +20,8 @@ struct Part {
     kind: Option<String>,
     size: String,
     seed: u64,
+    /// Where gradients set out before the step's end.
+    trained: Option<Trained>,
 }
 
 /// What all ranks have.
@@ -32,13 +35,15 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
-    /// Tells and hears what each has; all ranks draw from the first one's seed.
+    /// Tells and hears what each has; all ranks draw from the first one's seed. All of them say what
+    /// they train, or none does.
     pub(crate) fn open(
         world: Option<&World>,
         used: Use,
         batch: &impl Batch,
         size: Size,
         seed: u64,
+        trained: Option<Trained>,
     ) -> Result<Self> {
         let kind = Kind::of(used, batch);
         let Some(world) = world else {
@@ -51,10 +56,11 @@ impl Opening {
         let part = part.and_then(|samples| {
             size.cut(samples.max(1))?;
             let kind = (samples > 0).then(|| kind.to_string());
-            Ok(Part { samples, kind, size: format!("{size:?}"), seed })
+            Ok(Part { samples, kind, size: format!("{size:?}"), seed, trained })
         });
         let parts = world.settle(&format!("{used:?}"), part, Duration::ZERO)?;
         check_alike("the micro-batch size", parts.iter().map(|part| Some(part.size.clone())))?;
+        Trained::check_alike(parts.iter().filter_map(|part| part.trained.as_ref()))?;
         check_alike("a sample", parts.iter().map(|part| part.kind.clone()))?;
         let samples: Vec<usize> = parts.iter().map(|part| part.samples).collect();
         if samples.iter().all(|samples| *samples == 0) {

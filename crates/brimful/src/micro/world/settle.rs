@@ -13,7 +13,7 @@ use crate::memory::Memory;
 use crate::micro::tally::{Counted, Group, Totals, distinct};
 use crate::micro::{MicroBatcher, Step, Window};
 use crate::oom::{self, Caught};
-use crate::ranks::RanksTurn;
+use crate::ranks::{RanksTurn, Trained};
 use crate::statistics::{Layer, Moved, Pending};
 use crate::world::World;
 use crate::{Error, Result};
@@ -28,6 +28,7 @@ struct Told {
     /// Each once.
     groups: Vec<Group>,
     samples: usize,
+    trained: Trained,
     /// For each parameter, whether there is a gradient.
     present: Vec<bool>,
     layers: Vec<Layer>,
@@ -60,6 +61,7 @@ impl MicroBatcher {
                     counted: tally.read(self.non_finite)?,
                     groups: distinct(&groups),
                     samples: sizes.iter().sum(),
+                    trained: self.what_is_trained(),
                     present: sums.present(parameters.len()),
                     layers: self.layers(statistics),
                 })
@@ -120,6 +122,7 @@ impl MicroBatcher {
 
 impl Whole {
     fn of(told: Vec<Told>) -> Result<Self> {
+        Trained::check_alike(told.iter().map(|told| &told.trained))?;
         let (mut counted, mut groups) = (Counted::default(), Vec::new());
         let (mut samples, mut layers) = (0, Vec::new());
         let mut present = vec![false; told.first().map_or(0, |told| told.present.len())];
