@@ -3,11 +3,11 @@
 //! An IDX file is two zero bytes, a byte for the kind of its numbers, a byte for the number of its
 //! dimensions, each dimension as four bytes (the highest first), and then the numbers.
 
-use std::fs;
-use std::io::Read;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use flate2::read::GzDecoder;
 use tch::{Kind, Tensor};
 
@@ -62,23 +62,29 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
 }
 
 fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
-    let bytes = fs::read(path).and_then(unpack);
-    let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
-    parse(&bytes, dimensions).with_context(|| format!("{} is not right", path.display()))
+    let read = File::open(path).map_err(Into::into).and_then(|file| {
+        let mut file = BufReader::new(file);
+        // What is gzipped is known by its content, because files are renamed.
+        match file.fill_buf()?.starts_with(&GZIP) {
+            true => parse(&mut GzDecoder::new(file), dimensions),
+            false => parse(&mut file, dimensions),
+        }
+    });
+    read.map_err(|error: anyhow::Error| {
+        let path = path.display();
+        let what = if error.is::<io::Error>() {
+            format!("cannot read {path}")
+        } else {
+            format!("{path} is not right")
+        };
+        error.context(what)
+    })
 }
 
-/// What is gzipped is known by its content, because files are renamed.
-fn unpack(bytes: Vec<u8>) -> std::io::Result<Vec<u8>> {
-    if !bytes.starts_with(&GZIP) {
-        return Ok(bytes);
-    }
-    let mut unpacked = Vec::new();
-    GzDecoder::new(&*bytes).read_to_end(&mut unpacked)?;
-    Ok(unpacked)
-}
-
-fn parse(bytes: &[u8], dimensions: usize) -> Result<Tensor> {
-    let Some((&[0, 0, kind, count], rest)) = bytes.split_first_chunk() else {
+/// Reads no more than the header tells of: a small gzipped file can be unpacked to any length.
+fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
+    let start = read_up_to(file, 4)?;
+    let &[0, 0, kind, count] = &*start else {
         bail!("it is not an IDX file: it does not begin with two zero bytes");
     };
     ensure!(
@@ -86,18 +92,30 @@ fn parse(bytes: &[u8], dimensions: usize) -> Result<Tensor> {
         "its numbers are of kind {kind:#04x}, not unsigned bytes (0x08)"
     );
     ensure!(usize::from(count) == dimensions, "it has {count} dimensions, not {dimensions}");
-    let Some((header, numbers)) = rest.split_at_checked(4 * dimensions) else {
-        bail!("it ends after {} bytes, within its header", bytes.len());
-    };
+    let header = read_up_to(file, 4 * dimensions as u64)?;
+    let length = start.len() + header.len();
+    ensure!(header.len() == 4 * dimensions, "it ends after {length} bytes, within its header");
     let (sizes, _) = header.as_chunks::<4>();
     let shape: Vec<i64> = sizes.iter().map(|size| u32::from_be_bytes(*size).into()).collect();
-    let expected = shape.iter().fold(1, |product: i64, size| product.saturating_mul(*size));
+    let expected =
+        shape.iter().fold(1, |product: u64, size| product.saturating_mul(size.unsigned_abs()));
+    let numbers = read_up_to(file, expected.saturating_add(1))?;
+    let follow = match numbers.len() as u64 > expected {
+        true => "more".to_owned(),
+        false => numbers.len().to_string(),
+    };
     ensure!(
-        expected == numbers.len() as i64,
-        "its header says {shape:?}, {expected} bytes, but {} follow: fetch it anew",
-        numbers.len()
+        expected == numbers.len() as u64,
+        "its header says {shape:?}, {expected} bytes, but {follow} follow: fetch it anew"
     );
-    Ok(Tensor::from_slice(numbers).view(&*shape))
+    Ok(Tensor::from_slice(&numbers).view(&*shape))
+}
+
+/// So many bytes, or all where there are fewer.
+fn read_up_to(file: &mut impl Read, bytes: u64) -> io::Result<Vec<u8>> {
+    let mut read = Vec::new();
+    file.take(bytes).read_to_end(&mut read)?;
+    Ok(read)
 }
 
 #[cfg(test)]
@@ -105,6 +123,7 @@ mod tests {
     use super::super::Sample;
     use super::*;
     use flate2::write::GzEncoder;
+    use std::fs;
     use std::io::Write;
 
     /// A folder of its own for a test, removed at the end.
@@ -217,9 +236,21 @@ mod tests {
         }
     }
 
+    /// Some kilobytes that would become 32 MiB: no more than the header tells of is unpacked.
+    #[test]
+    fn what_follows_beyond_the_header_is_refused_unread() {
+        let folder = Folder::filled("bomb");
+        let bomb = idx(&[3, 2, 2], &vec![0; 32 << 20]);
+        for bytes in [gz(&bomb), bomb] {
+            folder.write("train-images-idx3-ubyte", &bytes);
+            let error = folder.error();
+            assert!(error.contains("says [3, 2, 2], 12 bytes, but more follow"), "{error}");
+        }
+    }
+
     #[test]
     fn an_absurd_header_does_not_overflow() {
-        let error = parse(&idx(&[u32::MAX; 3], &[]), 3).expect_err("too large").to_string();
+        let error = parse(&mut &*idx(&[u32::MAX; 3], &[]), 3).expect_err("too large").to_string();
         assert!(error.contains("but 0 follow"), "{error}");
     }
 }
