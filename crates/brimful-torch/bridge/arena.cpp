@@ -78,8 +78,15 @@ void discharge(Arena* arena, int64_t size) {
   release(arena);
 }
 
+// A guard's time in its arena, which the guard keeps alive. A thread's stays form a stack: the
+// innermost is charged.
+struct Stay {
+  Arena* arena;
+  Stay* around;
+};
+
 // Trivially initialised, so that reading it costs no guard on the hot path.
-thread_local Arena* entered = nullptr;
+thread_local Stay* innermost = nullptr;
 
 struct alignas(64) Header {
   Arena* arena;
@@ -97,7 +104,7 @@ void free_block(void* data) {
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCPU)};
-    Arena* arena = entered;
+    Arena* arena = innermost != nullptr ? innermost->arena : nullptr;
     const auto bytes = static_cast<int64_t>(size);
     if (arena != nullptr) charge(*arena, bytes);
     Header* header = nullptr;
@@ -163,11 +170,18 @@ void brimful_arena_drop(Arena* arena) noexcept {
   release(arena);
 }
 
-// Makes `arena` (or none) the one that this thread's blocks are charged to; gives the last one.
-Arena* brimful_arena_enter(Arena* arena) noexcept {
-  Arena* last = entered;
-  entered = arena;
-  return last;
+// Charges this thread's blocks to `arena` until the stay that it gives is left.
+Stay* brimful_arena_enter(Arena* arena) noexcept {
+  innermost = new Stay{arena, innermost};
+  return innermost;
+}
+
+// Guards may be dropped in any order, so `stay` need not be the innermost.
+void brimful_arena_leave(Stay* stay) noexcept {
+  Stay** link = &innermost;
+  while (*link != stay) link = &(*link)->around;
+  *link = stay->around;
+  delete stay;
 }
 
 void brimful_arena_set_limit(Arena* arena, int64_t limit) noexcept { arena->limit = limit; }

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::ffi::{self, RawArena};
+use crate::ffi::{self, RawArena, RawStay};
 
 /// An account that CPU allocations are charged to. Clones share it.
 ///
@@ -40,9 +40,9 @@ impl Arena {
 
     /// Charges this thread's CPU allocations to the arena until the guard is dropped.
     pub fn enter(&self) -> ArenaGuard {
-        // SAFETY: the guard holds a clone of the arena, so it outlives its time as the current one.
-        let last = unsafe { ffi::brimful_arena_enter(self.0.0) };
-        ArenaGuard { _arena: self.clone(), last, _this_thread: PhantomData }
+        // SAFETY: the guard holds a clone of the arena until it has left it.
+        let stay = unsafe { ffi::brimful_arena_enter(self.0.0) };
+        ArenaGuard { _arena: self.clone(), stay, _this_thread: PhantomData }
     }
 
     /// Allows at most so many bytes from now on; `None` lifts the limit.
@@ -98,18 +98,19 @@ impl Arena {
     }
 }
 
-/// Keeps an arena current on the thread that entered it; dropped, the one before is current again.
+/// Charges the thread that entered an arena to it, or to those entered since; dropped, to the
+/// innermost that is left. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the arena is left when the guard is dropped"]
 pub struct ArenaGuard {
     _arena: Arena,
-    last: *mut RawArena,
+    stay: *mut RawStay,
     _this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for ArenaGuard {
     fn drop(&mut self) {
-        // SAFETY: `last` is null or the arena of an enclosing guard of this thread, still alive.
-        unsafe { ffi::brimful_arena_enter(self.last) };
+        // SAFETY: it was entered on this thread, which the guard cannot have left, and leaves once.
+        unsafe { ffi::brimful_arena_leave(self.stay) };
     }
 }

@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_void};
 /// `at::Tensor`, as tch hands it out.
 pub(crate) type RawTensor = c_void;
 pub(crate) type RawArena = c_void;
+pub(crate) type RawStay = c_void;
 pub(crate) type RawEvent = c_void;
 pub(crate) type RawGraph = c_void;
 pub(crate) type RawGenerator = c_void;
@@ -75,7 +76,8 @@ unsafe extern "C" {
 
     pub(crate) fn brimful_arena_new(name: *const c_char) -> *mut RawArena;
     pub(crate) fn brimful_arena_drop(arena: *mut RawArena);
-    pub(crate) fn brimful_arena_enter(arena: *mut RawArena) -> *mut RawArena;
+    pub(crate) fn brimful_arena_enter(arena: *mut RawArena) -> *mut RawStay;
+    pub(crate) fn brimful_arena_leave(stay: *mut RawStay);
     pub(crate) fn brimful_arena_set_limit(arena: *mut RawArena, limit: i64);
     pub(crate) fn brimful_arena_limit(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_current(arena: *const RawArena) -> i64;

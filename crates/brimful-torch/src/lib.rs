@@ -42,6 +42,7 @@ pub mod meta;
 pub mod mpi;
 pub mod optim;
 pub mod random;
+mod replaced;
 pub mod stream;
 pub mod threads;
 pub mod touched;

@@ -11,6 +11,11 @@ use crate::device::number;
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawEvent};
 use crate::raw;
+use crate::replaced::{Place, Replaced};
+
+thread_local! {
+    static FOUND: Replaced<Stream> = const { Replaced::new() };
+}
 
 /// A queue of work on a device: in order within itself, at the same time as other streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +74,7 @@ impl Stream {
     /// When the device has failed.
     pub fn enter(self) -> Result<StreamGuard, TorchError> {
         let last = Self { device: self.device, id: self.exchange()? };
-        Ok(StreamGuard { last, _this_thread: PhantomData })
+        Ok(StreamGuard { place: Replaced::note(&FOUND, last), _this_thread: PhantomData })
     }
 
     fn exchange(self) -> Result<i64, TorchError> {
@@ -129,18 +134,22 @@ impl Stream {
     }
 }
 
-/// Keeps a stream current on this thread; dropped, the one before is current again.
+/// Keeps a stream current on this thread; dropped, the one before is current again. Guards may be
+/// dropped in any order: the innermost that is left holds.
 #[derive(Debug)]
 #[must_use = "the stream is left when the guard is dropped"]
 pub struct StreamGuard {
-    last: Stream,
+    place: Place,
     _this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for StreamGuard {
     fn drop(&mut self) {
-        // Fails only where the device has failed, which the next call on it reports.
-        let _ = self.last.exchange();
+        let same_device = |a: &Stream, b: &Stream| a.device == b.device;
+        if let Some(last) = Replaced::leave(&FOUND, self.place, same_device) {
+            // Fails only where the device has failed, which the next call on it reports.
+            let _ = last.exchange();
+        }
     }
 }
 

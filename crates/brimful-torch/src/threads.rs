@@ -3,11 +3,17 @@
 use std::marker::PhantomData;
 use std::sync::{Mutex, PoisonError};
 
+use crate::replaced::{Place, Replaced};
+
+thread_local! {
+    static FOUND: Replaced<usize> = const { Replaced::new() };
+}
+
 /// Sets how many threads each operation started by this thread may use, until the guard is dropped.
 pub fn limit_threads(count: usize) -> ThreadsGuard {
-    let last = threads();
+    let place = Replaced::note(&FOUND, threads());
     set(count.max(1));
-    ThreadsGuard { last, _this_thread: PhantomData }
+    ThreadsGuard { place, _this_thread: PhantomData }
 }
 
 /// How many threads an operation started by this thread may use.
@@ -29,16 +35,19 @@ fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     std::thread::spawn(f).join().expect("neither call panics")
 }
 
-/// Keeps a thread count in place; dropped, the one before holds again.
+/// Keeps a thread count in place; dropped, the one before holds again. Guards may be dropped in any
+/// order: the innermost that is left holds.
 #[derive(Debug)]
 #[must_use = "the thread count goes back when the guard is dropped"]
 pub struct ThreadsGuard {
-    last: usize,
+    place: Place,
     _this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for ThreadsGuard {
     fn drop(&mut self) {
-        set(self.last);
+        if let Some(last) = Replaced::leave(&FOUND, self.place, |_, _| true) {
+            set(last);
+        }
     }
 }

@@ -80,6 +80,28 @@ fn a_thread_count_holds_for_its_thread_until_dropped() {
 }
 
 #[test]
+fn thread_counts_may_be_dropped_in_any_order() {
+    let before = threads::threads();
+    let (outer, inner) = (threads::limit_threads(2), threads::limit_threads(3));
+    drop(outer);
+    assert_eq!(threads::threads(), 3, "the inner one still holds");
+    drop(inner);
+    assert_eq!(threads::threads(), before);
+}
+
+#[test]
+fn streams_may_be_left_in_any_order() {
+    let device = test_device();
+    let main = Stream::current(device).expect("now");
+    let [one, other] = [(); 2].map(|()| Stream::new(device).expect("new"));
+    let (outer, inner) = (one.enter().expect("enter"), other.enter().expect("enter"));
+    drop(outer);
+    assert_eq!(Stream::current(device).expect("now"), other, "the inner one still holds");
+    drop(inner);
+    assert_eq!(Stream::current(device).expect("now"), main);
+}
+
+#[test]
 fn a_transfer_on_its_own_stream_arrives_whole() {
     let device = test_device();
     let host = Tensor::arange(1 << 16, (Kind::Float, Device::Cpu));

@@ -79,6 +79,38 @@ fn arenas_nest_and_leave_as_they_were_entered() {
 }
 
 #[test]
+fn guards_dropped_out_of_order_leave_the_innermost_that_is_left() {
+    let (outer, inner) = (Arena::new("outer"), Arena::new("inner"));
+    let in_outer = outer.enter();
+    let in_inner = inner.enter();
+    drop(in_outer);
+    let a = Tensor::zeros([10], CPU);
+    assert_eq!((outer.current(), inner.current()), (0, 40), "the inner guard is still there");
+    // The arena of the guard that went first is gone when the other one goes.
+    drop(outer);
+    drop(in_inner);
+    let b = Tensor::zeros([20], CPU);
+    assert_eq!(inner.current(), 40, "no guard is left");
+    drop((a, b));
+    assert_eq!((inner.current(), inner.allocations()), (0, 1));
+}
+
+#[test]
+fn a_guard_keeps_its_arena_until_its_turn_to_be_the_innermost() {
+    let (outer, inner) = (Arena::new("outer"), Arena::new("inner"));
+    let watched = outer.clone();
+    let again = inner.enter();
+    let in_outer = outer.enter();
+    let in_inner = inner.enter();
+    drop((outer, again));
+    drop(in_inner);
+    let a = Tensor::zeros([10], CPU);
+    assert_eq!((watched.current(), inner.current()), (40, 0));
+    drop((in_outer, a));
+    assert_eq!((watched.current(), inner.allocations()), (0, 0));
+}
+
+#[test]
 fn blocks_outlive_their_arena() {
     let arena = Arena::new("gone");
     let tensor = {

@@ -1,0 +1,91 @@
+//! What a thread's guards have found in place, put back in whatever order they are dropped.
+
+use std::cell::RefCell;
+use std::thread::LocalKey;
+
+/// What the living guards of one kind have each found, the outermost first.
+#[derive(Debug)]
+pub(crate) struct Replaced<T> {
+    found: RefCell<Found<T>>,
+}
+
+#[derive(Debug)]
+struct Found<T> {
+    next: u64,
+    list: Vec<(u64, T)>,
+}
+
+/// A guard's number on its thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Place(u64);
+
+impl<T: Copy> Replaced<T> {
+    pub(crate) const fn new() -> Self {
+        Self { found: RefCell::new(Found { next: 0, list: Vec::new() }) }
+    }
+
+    /// Notes what a new guard has found.
+    pub(crate) fn note(list: &'static LocalKey<Self>, found: T) -> Place {
+        list.with(|this| {
+            let mut all = this.found.borrow_mut();
+            all.next += 1;
+            let place = all.next;
+            all.list.push((place, found));
+            Place(place)
+        })
+    }
+
+    /// Forgets a guard, and gives what is to be put back: nothing where a later one of the same
+    /// thing is still there, which will put it back instead.
+    pub(crate) fn leave(
+        list: &'static LocalKey<Self>,
+        place: Place,
+        same: impl Fn(&T, &T) -> bool,
+    ) -> Option<T> {
+        // A thread that has put its list away is ending, and needs nothing put back.
+        let left = list.try_with(|this| {
+            let all = &mut this.found.borrow_mut().list;
+            let at = all.iter().position(|(number, _)| *number == place.0)?;
+            let (_, found) = all.remove(at);
+            match all[at..].iter_mut().find(|(_, later)| same(later, &found)) {
+                Some((_, later)) => {
+                    *later = found;
+                    None
+                }
+                None => Some(found),
+            }
+        });
+        left.ok().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    thread_local! {
+        static FOUND: Replaced<(char, i32)> = const { Replaced::new() };
+    }
+
+    fn leave(place: Place) -> Option<(char, i32)> {
+        Replaced::leave(&FOUND, place, |a, b| a.0 == b.0)
+    }
+
+    #[test]
+    fn what_was_first_found_is_put_back_by_the_last_to_go() {
+        let [a1, b1, a2, a3] =
+            [('a', 0), ('b', 10), ('a', 1), ('a', 2)].map(|found| Replaced::note(&FOUND, found));
+        assert_eq!(leave(a2), None, "a later one holds");
+        assert_eq!(leave(a1), None);
+        assert_eq!(leave(b1), Some(('b', 10)), "of another thing");
+        assert_eq!(leave(a3), Some(('a', 0)));
+        assert_eq!(leave(a3), None);
+    }
+
+    #[test]
+    fn in_order_each_puts_back_what_it_found() {
+        let [first, second] = [('a', 0), ('a', 1)].map(|found| Replaced::note(&FOUND, found));
+        assert_eq!(leave(second), Some(('a', 1)));
+        assert_eq!(leave(first), Some(('a', 0)));
+    }
+}
