@@ -31,7 +31,7 @@
 
 use std::ops::{Add, Mul};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
@@ -154,7 +154,7 @@ impl Term {
         let Some(number) = self.root_number(part) else { return Ok(None) };
         Ok(Some(match &self.over {
             Over::Given(Weight::Tensor(weight)) => {
-                like(weight, &self.value)?.f_mul_scalar(number)?
+                like(&self.double(weight)?.f_mul_scalar(number)?, &self.value)?
             }
             _ => self.value.f_full_like(number)?,
         }))
@@ -162,11 +162,19 @@ impl Term {
 
     /// The same where the number is on the device, to be filled in later.
     pub(crate) fn root_gradient_of(&self, number: &Tensor) -> Result<Tensor> {
-        let number = like(number, &self.value)?;
-        Ok(match &self.over {
-            Over::Given(Weight::Tensor(weight)) => like(weight, &self.value)?.f_mul(&number)?,
-            _ => number,
-        })
+        match &self.over {
+            Over::Given(Weight::Tensor(weight)) => {
+                like(&self.double(weight)?.f_mul(&self.double(number)?)?, &self.value)
+            }
+            _ => like(number, &self.value),
+        }
+    }
+
+    /// A number on the value's device, in f64 until it has been multiplied: f16 ends at 65,504, which
+    /// is few tokens.
+    fn double(&self, number: &Tensor) -> Result<Tensor> {
+        let number = number.f_detach()?.f_to_device(self.value.device())?;
+        Ok(number.f_to_kind(Kind::Double)?.f_view([1_i64])?)
     }
 
     /// What the root's gradient is, or, where the term's weight is on the device, is times that.
@@ -185,10 +193,10 @@ impl Term {
     }
 }
 
-/// The weight with the value's shape, type and device.
-pub(crate) fn like(weight: &Tensor, value: &Tensor) -> Result<Tensor> {
-    let weight = weight.f_detach()?.f_to_device(value.device())?;
-    Ok(weight.f_to_kind(value.kind())?.f_view_as(value)?)
+/// The number with the value's shape, type and device.
+fn like(number: &Tensor, value: &Tensor) -> Result<Tensor> {
+    let number = number.f_detach()?.f_to_device(value.device())?;
+    Ok(number.f_to_kind(value.kind())?.f_view_as(value)?)
 }
 
 /// A micro-batch's place in its step.
@@ -248,5 +256,28 @@ impl From<Tensor> for Weight {
 impl From<&Tensor> for Weight {
     fn from(tensor: &Tensor) -> Self {
         Self::Tensor(tensor.shallow_clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    /// 65,536 is more than f16 can hold; a 64th of it is not.
+    #[test]
+    fn a_root_gradient_is_rounded_once_after_its_product() {
+        let tokens = Tensor::from_slice(&[65_536_i64]);
+        let value = Tensor::full([], 0.5, (Kind::Half, Device::Cpu));
+        let terms = Loss::mean_over(value, tokens).into_terms(false).expect("a scalar");
+        let part = Part { samples: 1.0, unit: 64.0, first: true };
+        let number = Tensor::from_slice(&[terms[0].root_number(&part).expect("it counts")]);
+        let now = terms[0].root_gradient(&part).expect("a root").expect("it counts");
+        let later = terms[0].root_gradient_of(&number).expect("a root");
+        for root in [now, later] {
+            assert_eq!((root.kind(), root.size()), (Kind::Half, Vec::new()));
+            assert_eq!(root.double_value(&[]), 1024.0);
+        }
     }
 }

@@ -605,6 +605,27 @@ fn gradients_add_up_until_they_are_cleared() {
     }
 }
 
+/// 65,536 is more than f16 can hold, but the gradient has no number of that size.
+#[test]
+fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
+    let _turn = alone();
+    let scale = |p: &nn::Path| {
+        let weight = p.ones("weight", &[]);
+        nn::func(move |x| x * &weight)
+    };
+    let layers = Layers::new().add("one", scale).add("two", scale);
+    let mut pipe = builder(layers, 2).kind(Kind::Half).micro_batches(2).build().expect("built");
+    let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
+    let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
+    let step = pipe.step(&x, &tokens, |out, tokens| {
+        Loss::mean_over(out.mean(Kind::Half), tokens.sum(Kind::Int64))
+    });
+    assert_eq!(step.expect("a step").loss, 0.5);
+    for (name, gradient) in pipe.gradients().expect("gradients") {
+        assert_eq!(gradient.double_value(&[]), 0.5, "{name}");
+    }
+}
+
 #[test]
 fn gradients_that_are_not_finite_are_refused_on_request() {
     let _turn = alone();

@@ -360,6 +360,22 @@ fn shared_values_reach_every_micro_batch_on_the_device() {
     assert!((step.expect("a step").loss - expected.0).abs() < 1e-10);
 }
 
+/// 65,536 is more than f16 can hold, but the gradient has no number of that size.
+#[test]
+fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
+    let mut store = nn::VarStore::new(test_device());
+    let weight = store.root().ones("weight", &[]);
+    store.set_kind(Kind::Half);
+    let x = Tensor::full([256], 0.5, (Kind::Half, Device::Cpu));
+    let tokens = Tensor::full([256], 2048, (Kind::Int64, Device::Cpu));
+    let mut micro = micro_batcher(&store, Size::Fixed(32));
+    let step = micro.backward(&(x, tokens), |(x, tokens)| {
+        Loss::mean_over((x * &weight).mean(Kind::Half), tokens.sum(Kind::Int64))
+    });
+    assert_eq!(step.expect("a step").loss, 0.5);
+    assert_eq!(weight.grad().double_value(&[]), 0.5);
+}
+
 /// A sum of 256 in bf16 loses what is small beside it; one in f32 does not.
 #[test]
 fn half_precision_is_summed_in_f32() {
