@@ -45,6 +45,16 @@ void add_half(
 
 extern "C" {
 
+// The place of the first parameter whose gradient is not plain numbers in memory, or `count`.
+size_t brimful_first_sparse_gradient(at::Tensor* const* parameters, size_t count) noexcept {
+  size_t at = 0;
+  for (; at < count; ++at) {
+    const at::Tensor& gradient = parameters[at]->mutable_grad();
+    if (gradient.defined() && gradient.layout() != at::kStrided) break;
+  }
+  return at;
+}
+
 // For each parameter that has a gradient: adds it to its sum, or makes it the sum where there is none
 // yet, and leaves the parameter without one.
 int32_t brimful_collect_gradients(

@@ -112,6 +112,10 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_first_sparse_gradient(
+        parameters: *const *const RawTensor,
+        count: usize,
+    ) -> usize;
     pub(crate) fn brimful_collect_gradients(
         parameters: *const *const RawTensor,
         sums: *mut *mut RawTensor,

@@ -1,4 +1,4 @@
-//! Gradients taken out of their parameters into sums, a few kernels for all of them.
+//! Gradients looked at, and taken out of their parameters into sums, a few kernels for all of them.
 
 use std::ptr;
 
@@ -9,6 +9,15 @@ use crate::{ffi, owned, raw_list};
 
 /// Half-precision gradients are converted to f32 in pieces of about this many bytes.
 const PIECE_BYTES: i64 = 64 << 20;
+
+/// The place of the first parameter whose gradient is sparse, as that of `nn::embedding` may be. No
+/// number is read.
+pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
+    let list = raw_list(parameters);
+    // SAFETY: the array has that many valid tensors.
+    let at = unsafe { ffi::brimful_first_sparse_gradient(list.as_ptr(), list.len()) };
+    (at < list.len()).then_some(at)
+}
 
 /// Adds each parameter's gradient to its sum, or makes it the sum where there is none yet, and leaves
 /// the parameter without one. Sums of half-precision gradients are f32.

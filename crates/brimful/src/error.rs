@@ -375,6 +375,16 @@ pub enum Error {
         micro_batch: usize,
     },
 
+    /// A gradient that is not plain numbers, which cannot be summed over micro-batches.
+    #[error(
+        "the gradient of '{parameter}' is sparse: nothing was changed; build its layer with \
+         `sparse: false`"
+    )]
+    SparseGradient {
+        /// The parameter's name.
+        parameter: String,
+    },
+
     /// A commit of nothing.
     #[error("there is nothing to commit: call `accumulate` first")]
     NothingAccumulated,

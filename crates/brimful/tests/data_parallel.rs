@@ -466,6 +466,51 @@ fn replicas_of_several_ranks_are_one_step() {
     });
 }
 
+/// Where the replicas' devices are unlike, its gradient is first on another one than the parameter.
+#[test]
+fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
+    in_ranks(2, |world| {
+        let build = |root: &nn::Path| (root.ones("both", &[]), root.ones("later", &[]));
+        let devices = [StageDevice::from(test_device()), StageDevice::cpu()];
+        let devices = devices.map(|device| device.threads(1));
+        let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
+        let mut replicas = replicas.world(&world).expect("a world");
+        for step in 1..=2 {
+            let x = Tensor::from_slice(&[1.0_f32, -2.0]);
+            let step_done = replicas.backward(&x, |(both, later), x| {
+                let reaches = x.double_value(&[0]) < 0.0;
+                let value = if reaches { x * both * later } else { x * both };
+                Loss::sum(value.sum(Kind::Float))
+            });
+            step_done.expect("a step");
+            let gradient = |name: &str| replicas.store().variables()[name].grad();
+            let step = f64::from(step);
+            assert_eq!(gradient("both").double_value(&[]), -2.0 * step);
+            assert_eq!(gradient("later").double_value(&[]), -4.0 * step);
+            assert_eq!(gradient("later").device(), test_device());
+        }
+    });
+}
+
+/// Of one rank alone: nobody commits.
+#[test]
+fn a_sparse_gradient_of_one_rank_is_refused_by_all() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(test_device());
+        let config = nn::EmbeddingConfig { sparse: world.rank() == 1, ..Default::default() };
+        let table = nn::embedding(store.root() / "table", 5, 3, config);
+        let linear = nn::linear(store.root() / "linear", 3, 3, Default::default());
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one");
+        let words = Tensor::arange(5, (Kind::Int64, Device::Cpu));
+        let step = micro.backward(&words, |x| {
+            Loss::mean(linear.forward(&table.forward(&x)).square().mean(Kind::Float))
+        });
+        let error = step.expect_err("sparse").to_string();
+        assert!(error.contains("'table.weight'") && error.contains("sparse: false"), "{error}");
+        assert!(store.variables().values().all(|variable| !variable.grad().defined()));
+    });
+}
+
 #[test]
 fn a_step_sends_what_a_sum_over_ranks_must() {
     in_ranks(4, |world| {

@@ -7,6 +7,7 @@
 //! Terms of a loss whose denominators are known only at the end each need sums of their own
 //! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
 
+mod dense;
 mod sums;
 
 use std::borrow::Borrow;
@@ -18,6 +19,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn};
+pub(crate) use dense::{Named, check_dense};
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
 use sums::{add_sum, own};
 
@@ -25,6 +27,7 @@ use sums::{add_sum, own};
 #[derive(Debug)]
 pub(crate) struct Accumulator {
     parameters: Vec<Tensor>,
+    named: Named,
     aside: Sum,
     groups: Vec<Sum>,
     /// Whether sums must be kept apart: for f32 sums of half precision, and on CUDA, where a few
@@ -40,12 +43,14 @@ pub(crate) struct Accumulator {
 }
 
 impl Accumulator {
-    /// Sets aside what the parameters have. Dropped, it puts that back.
-    pub(crate) fn begin(parameters: Vec<Tensor>) -> Result<Self> {
+    /// Sets aside what the parameters, some of these variables, have. Dropped, it puts that back.
+    pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
+        check_dense(&parameters, named)?;
         let aside = parameters.iter().map(gradient).collect();
         let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
         let mut accumulator = Self {
             parameters,
+            named: Named::clone(named),
             aside,
             groups: Vec::new(),
             apart,
@@ -100,9 +105,10 @@ impl Accumulator {
             let arrived = |at: usize| buckets.arrived(at, &parameters[at].grad());
             backward_watched(&roots, &gradients, parameters, arrived)?;
             self.buckets = Some(buckets);
-            return Ok(());
+            return check_dense(&self.parameters, &self.named);
         }
         backward(&roots, &gradients, keep_graph)?;
+        check_dense(&self.parameters, &self.named)?;
         if self.in_place() {
             return Ok(());
         }

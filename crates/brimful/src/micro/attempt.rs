@@ -167,7 +167,7 @@ impl MicroBatcher {
                 this.arrangement.begin(&mut parameters)?;
             }
             this.replay.begin(parameters.len(), &this.variables, eager)?;
-            let accumulator = Accumulator::begin(parameters)?.summing(turn);
+            let accumulator = Accumulator::begin(parameters, &this.variables)?.summing(turn);
             let tally =
                 this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
             let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };

@@ -52,6 +52,7 @@ pub use outcome::Outcome;
 pub use report::Step;
 pub use size::Size;
 
+use crate::accumulate::check_dense;
 use crate::auto::{Goal, Sizes, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
@@ -288,7 +289,9 @@ impl MicroBatcher {
             let totals = tally.read(self.non_finite)?.totals()?;
             let groups = tally::distinct(&groups).into_iter();
             let factors: Vec<f64> = groups.map(|g| totals.factor(g, unit, total)).collect();
-            sums.commit(&mut self.parameters(), &factors)?;
+            let mut parameters = self.parameters();
+            check_dense(&parameters, &self.variables)?;
+            sums.commit(&mut parameters, &factors)?;
             moved.apply()?;
             Ok(totals)
         })?;

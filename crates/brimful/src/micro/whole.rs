@@ -71,7 +71,7 @@ impl MicroBatcher {
             rehearsed?;
             let outputs = as_leaves(&batch::join(parts)?)?;
 
-            let mut accumulator = Accumulator::begin(this.parameters())?;
+            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
             let tally = weighed(&mut accumulator, loss(&outputs))?;
             let after = Randomness::now(this.device)?;
             let mut gradients = RowGradients::of(&outputs);
@@ -101,7 +101,7 @@ impl MicroBatcher {
             let dice = draws.on(this.device);
             dice.begin(0);
             let outputs = as_leaves(outputs)?;
-            let mut accumulator = Accumulator::begin(this.parameters())?;
+            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
             let tally = weighed(&mut accumulator, loss(&outputs))?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
@@ -118,10 +118,10 @@ impl MicroBatcher {
         forward: &impl Fn(B) -> O,
     ) -> Result<Window> {
         let (sums, undo) = self.trained(cut, |this, cut| {
-            let mut accumulator = Accumulator::begin(this.parameters())?;
+            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
             accumulator.expect_groups(1);
             let dice = scale.draws.map(|draws| draws.on(this.device));
-            cut.each(batch, this.device, |Place { number, .. }, micro_batch| {
+            cut.each(batch, &this.copies, |Place { number, .. }, micro_batch| {
                 if let Some(dice) = &dice {
                     dice.begin(number);
                 }

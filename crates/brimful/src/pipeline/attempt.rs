@@ -110,7 +110,8 @@ impl Worker {
         }
         let foreign = self.foreign.save(&self.store.variables_)?;
         self.site.foreign = foreign.iter().map(|(running, _)| running.data()).collect();
-        let accumulator = Accumulator::begin(parameters)?.summing(job.summing.clone());
+        let accumulator =
+            Accumulator::begin(parameters, &self.store.variables_)?.summing(job.summing.clone());
         Ok((Run::new(job, self, Some(accumulator))?, foreign))
     }
 

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::ties::Leaving;
 use super::worker::Worker;
 use crate::Result;
+use crate::accumulate::check_dense;
 use crate::statistics::Layer;
 
 /// The number of the statistics' sum in a turn, which is none of a bucket's.
@@ -22,6 +23,7 @@ impl Worker {
     /// Computes all that a commit needs, and gives the gradients that belong to other workers.
     pub(super) fn prepare(&mut self, factors: &[f64], seen: Seen) -> Result<Vec<Leaving>> {
         let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
+        check_dense(&attempt.parameters, &self.store.variables_)?;
         let sums = std::mem::take(&mut attempt.sums);
         let mut finished = match &attempt.summing {
             Some(turn) => {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use crate::accumulate::{Finished, Sums};
+use crate::accumulate::{Finished, Sums, check_dense};
 use crate::crew::{self, CrewError};
 use crate::memory::Memory;
 use crate::micro::tally::{Counted, Group, Totals, distinct};
@@ -57,6 +57,7 @@ impl MicroBatcher {
         let mut parameters = self.parameters();
         let totals = undo.settle(|statistics| {
             let told = caught(|| {
+                check_dense(&parameters, &self.variables)?;
                 Ok(Told {
                     counted: tally.read(self.non_finite)?,
                     groups: distinct(&groups),

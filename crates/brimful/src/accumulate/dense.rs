@@ -1,0 +1,27 @@
+//! Refuses sparse gradients, which neither sums nor optimizers can take, by the parameter's name.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use brimful_torch::gradients::first_sparse;
+use tch::Tensor;
+use tch::nn::Variables;
+
+use crate::{Error, Result};
+
+/// The variables of a model, from which parameters have their names.
+pub(crate) type Named = Arc<Mutex<Variables>>;
+
+/// All gradients that these parameters have must be dense. Nothing is read from a device.
+pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
+    match first_sparse(parameters) {
+        Some(at) => Err(Error::SparseGradient { parameter: name_of(&parameters[at], named) }),
+        None => Ok(()),
+    }
+}
+
+fn name_of(parameter: &Tensor, named: &Named) -> String {
+    let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = variables.named_variables.iter();
+    let found = all.find(|(_, tensor)| tensor.data_ptr() == parameter.data_ptr());
+    found.map(|(name, _)| name.clone()).unwrap_or_default()
+}

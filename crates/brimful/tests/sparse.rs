@@ -1,0 +1,135 @@
+//! Sparse gradients are refused by name before anything has changed, wherever a model runs.
+//!
+//! One test at a time: the models' first parameters come from one generator.
+
+mod test_device;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::pipeline::StageDevice;
+use brimful::{Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful_torch::autograd::set_gradient;
+use tch::nn::{self, Module, ModuleT};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
+
+const WORDS: i64 = 7;
+const WIDTH: i64 = 3;
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn table(root: &nn::Path) -> nn::Embedding {
+    let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };
+    nn::embedding(root, WORDS, WIDTH, config)
+}
+
+/// A layer that would be committed before the table, the table, and one after it.
+fn net(root: &nn::Path) -> nn::SequentialT {
+    let linear = |name| nn::linear(root / name, WIDTH, WIDTH, Default::default());
+    let (before, after) = (linear("a"), linear("c"));
+    nn::seq_t().add(table(&(root / "b"))).add(before).add(after)
+}
+
+fn words() -> Tensor {
+    Tensor::arange(8, (Kind::Int64, Device::Cpu)).remainder(WORDS)
+}
+
+fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
+    Loss::mean(net.forward_t(x, true).square().mean(Kind::Float))
+}
+
+/// Gradients that are there before the step, and must be there after it.
+fn with_gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
+    for mut variable in store.trainable_variables() {
+        let ones = variable.ones_like();
+        set_gradient(&mut variable, Some(&ones)).expect("a gradient");
+    }
+    gradients(store)
+}
+
+fn gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
+    let all = store.variables().into_iter();
+    let mut all: Vec<_> = all.map(|(name, variable)| (name, variable.grad().copy())).collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
+}
+
+fn refused(error: &Error) {
+    let error = error.to_string();
+    assert!(error.contains("'b.weight'") && error.contains("sparse: false"), "{error}");
+}
+
+#[test]
+fn one_device_refuses_them_by_name() {
+    let _alone = alone();
+    let store = nn::VarStore::new(test_device());
+    let model = net(&store.root());
+    let before = with_gradients(&store);
+    for size in [Size::Fixed(3), Size::Count(1)] {
+        let mut micro = MicroBatcher::new(&store, size);
+        refused(&micro.backward(&words(), |x| loss(&model, &x)).expect_err("sparse"));
+        let (forward, weigh) =
+            (|x| model.forward_t(&x, true), |out: &Tensor| out.square().mean(Kind::Float));
+        refused(&micro.backward_whole(&words(), forward, weigh).expect_err("sparse"));
+        refused(&micro.accumulate(&words(), |x| loss(&model, &x)).expect_err("sparse"));
+        assert_eq!(gradients(&store), before);
+    }
+}
+
+/// A gradient that the user's own backward has left.
+#[test]
+fn one_that_is_there_already_is_refused_too() {
+    let _alone = alone();
+    let store = nn::VarStore::new(test_device());
+    let (table, linear) = (table(&(store.root() / "b")), {
+        let root = store.root() / "a";
+        nn::linear(root, WIDTH, WIDTH, Default::default())
+    });
+    let x = words().to_device(test_device());
+    linear.forward(&table.forward(&x)).square().mean(Kind::Float).backward();
+    let before = linear.ws.grad().copy();
+    let weight = store.variables()["b.weight"].shallow_clone();
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(3));
+    let dense = |x: Tensor| {
+        let rows = Tensor::embedding(&weight, &x, -1, false, false);
+        Loss::mean(linear.forward(&rows).square().mean(Kind::Float))
+    };
+    refused(&micro.backward(&words(), dense).expect_err("sparse"));
+    assert_eq!(linear.ws.grad(), before);
+    assert!(weight.grad().is_sparse());
+}
+
+#[test]
+fn replicas_refuse_them_by_name() {
+    let _alone = alone();
+    let devices = [StageDevice::from(test_device()).threads(1), StageDevice::cpu().threads(1)];
+    let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
+    let before = with_gradients(replicas.store());
+    let error = replicas.backward(&words(), |net, x| loss(net, &x)).expect_err("sparse");
+    refused(&error);
+    assert_eq!(gradients(replicas.store()), before);
+}
+
+#[test]
+fn a_pipeline_refuses_them_by_name() {
+    let _alone = alone();
+    let linear = |p: &nn::Path| nn::linear(p, WIDTH, WIDTH, Default::default());
+    let layers = Layers::new().add("b", table).add("c", linear).add("d", linear);
+    let device = || StageDevice::from(test_device()).threads(1);
+    let mut pipe = Pipeline::builder(layers)
+        .devices([device(), device()])
+        .micro_batches(3)
+        .build()
+        .expect("one");
+    let mean = |out: &Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
+    pipe.freeze(|name| name == "b.weight").expect("frozen");
+    pipe.step(&words(), &words(), mean).expect("without the table's gradient");
+    pipe.unfreeze(|_| true).expect("trained again");
+    let before = pipe.gradients().expect("gradients").into_iter();
+    let before: Vec<_> = before.map(|(name, gradient)| (name, gradient.copy())).collect();
+    refused(&pipe.step(&words(), &words(), mean).expect_err("sparse"));
+    assert_eq!(pipe.gradients().expect("gradients"), before);
+}
