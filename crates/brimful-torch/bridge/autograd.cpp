@@ -125,6 +125,12 @@ int32_t brimful_other_leaf(
   });
 }
 
+// Lets autograd and others know that the numbers were changed by work that it has not seen.
+void brimful_count_change(const at::Tensor* tensor) noexcept {
+  // Those of inference mode have no version.
+  if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+}
+
 // A null gradient removes it, so that the next backward allocates its own.
 int32_t brimful_set_gradient(
     at::Tensor* tensor, const at::Tensor* gradient, char** message) noexcept {

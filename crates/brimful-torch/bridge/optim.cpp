@@ -78,6 +78,14 @@ void advance(const std::vector<at::Tensor>& steps) {
   for (const auto& step : steps) *step.data_ptr<float>() += 1.0F;
 }
 
+// libtorch does not count what the fused kernels do as changes of the parameters. Autograd goes by
+// that, and so does whoever keeps copies of them.
+void count_changes(const at::Tensor* const* parameters, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (!parameters[i]->is_inference()) parameters[i]->unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -116,6 +124,7 @@ int32_t brimful_fused_sgd(
     const auto& o = *options;
     // Plain descent is one addition, for which the CPU's fused kernel starts its threads for the
     // smallest tensor too.
+    count_changes(parameters, count);
     if (to[0].is_cpu() && o.momentum == 0 && o.weight_decay == 0 && rate == nullptr) {
       return at::_foreach_add_(to, by, -o.learning_rate);
     }
@@ -156,6 +165,7 @@ int32_t brimful_fused_adam(
       o.decoupled ? fused([](auto&&... a) { at::_fused_adamw_(a...); })
                   : fused([](auto&&... a) { at::_fused_adam_(a...); });
     };
+    count_changes(parameters, count);
     advance(counters);
     rate == nullptr ? update(o.learning_rate) : update(*rate);
   });

@@ -114,6 +114,13 @@ pub fn other_leaf(roots: &[&Tensor], parameters: &[Tensor]) -> Result<Option<Ten
     Ok((!found.is_null()).then(|| owned(found)))
 }
 
+/// Counts a change of the tensor's numbers by work that libtorch has not seen, such as a replay: its
+/// version is another one from now on.
+pub fn count_change(tensor: &Tensor) {
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_count_change(raw(tensor)) }
+}
+
 /// Puts a gradient in place of a leaf's present one; `None` leaves it without one.
 ///
 /// # Errors

@@ -142,6 +142,26 @@ fn a_step_leaves_the_gradients_as_they_are() {
     assert!(!get(&vs, "head_weight").grad().defined());
 }
 
+/// Autograd goes by it, and so do copies of the parameters in a pipeline. On CUDA the last steps are
+/// replayed.
+#[test]
+fn every_step_counts_as_a_change_of_the_parameters() {
+    for (kind, config) in [(Kind::Float, 0), (Kind::Float, 1), (Kind::BFloat16, 1)] {
+        let config = [Sgd::new(0.1).into(), Method::from(Adam::new(0.1))][config];
+        let vs = store(kind);
+        let mut opt = Optimizer::new(&vs, config).expect("an optimizer").replay(true);
+        backward(&vs, 0);
+        let versions = || SHAPES.map(|(name, _)| get(&vs, name).internal_version());
+        for step in 0..6 {
+            let before = versions();
+            opt.step().expect("a step");
+            let all = before.iter().zip(versions()).all(|(before, after)| *before < after);
+            assert!(all, "{config:?}, step {step}: {before:?}, {:?}", versions());
+        }
+        assert!(opt.replayed() > 0 || !test_device().is_cuda());
+    }
+}
+
 #[test]
 fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     let shape = [6, 4, 3, 3];

@@ -4,11 +4,12 @@
 //! lie; where that was the same a few times in a row, the step is captured, with the learning rates as
 //! tensors, which change without a new capture. What moves is stepped as ever.
 
+use brimful_torch::autograd::count_change;
 use brimful_torch::graph::{self, Graph, Pool};
 use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
-use super::Optimizer;
+use super::{Optimizer, Parameter, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
@@ -88,7 +89,21 @@ impl Optimizer {
         }
         captured.graph.replay()?;
         self.replay.replayed += 1;
+        self.count_changes();
         Ok(true)
+    }
+
+    /// Nobody has seen that a replay changed the parameters, and somebody may go by it: autograd, or a
+    /// pipeline with copies of them.
+    fn count_changes(&mut self) {
+        for Parameter { tensor, state, .. } in &mut self.parameters {
+            if tensor.requires_grad() && tensor.grad().defined() {
+                count_change(tensor);
+                if let Some(state) = state {
+                    state.version = state::version(tensor);
+                }
+            }
+        }
     }
 
     /// Where everything lies that a step reads or writes, if that is one CUDA device and no state is
