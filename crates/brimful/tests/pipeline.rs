@@ -310,6 +310,62 @@ fn frozen_layers_get_no_gradient_and_stay() {
     }
 }
 
+/// One step of a user's own making.
+fn descend(values: Vec<(String, Tensor)>) {
+    tch::no_grad(|| {
+        for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {
+            let gradient = value.grad();
+            let _itself = value.f_sub_(&(gradient * 0.5)).expect("a step");
+        }
+    });
+}
+
+#[test]
+fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
+    let _turn = alone();
+    tch::manual_seed(6);
+    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+    let plain = Plain::of(&(GPT.layers)(), &pipe);
+    let close = |pipe: &mut Pipeline, what: &str| {
+        let x = (GPT.input)(5);
+        let out = pipe.eval(&x, 2).expect("an evaluation");
+        let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
+        assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
+    };
+    // A user's own optimizer.
+    for number in 0..3 {
+        let what = format!("step {number}");
+        let (x, y) = ((GPT.input)(6), (GPT.target)(6));
+        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+        descend(pipe.variables().expect("variables"));
+        descend(plain.values());
+        pipe.zero_grad().expect("cleared");
+        plain.values().iter().for_each(|(_, value)| value.shallow_clone().zero_grad());
+        if number == 1 {
+            close(&mut pipe, &what);
+        }
+    }
+    // Other numbers in its place.
+    let table = |values: Vec<(String, Tensor)>| {
+        let found = values.into_iter().find(|(name, _)| name == "wte.weight");
+        found.expect("the shared one").1
+    };
+    let average = table(plain.values()).detach() * 0.9;
+    for mut table in [table(pipe.variables().expect("variables")), table(plain.values())] {
+        tch::no_grad(|| table.set_data(&average));
+    }
+    close(&mut pipe, "put in its place");
+    // Not trained any more, and again.
+    let (x, y) = ((GPT.input)(6), (GPT.target)(6));
+    pipe.freeze(|name| name == "wte.weight").expect("frozen");
+    let _itself = table(pipe.variables().expect("variables")).set_requires_grad(true);
+    let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+    plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "trained again");
+}
+
 #[test]
 fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
     let _turn = alone();
@@ -591,20 +647,6 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     pipe.step(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
 }
 
-#[test]
-fn gradients_add_up_until_they_are_cleared() {
-    let _turn = alone();
-    tch::manual_seed(12);
-    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
-    let plain = Plain::of(&(GPT.layers)(), &pipe);
-    for _ in 0..2 {
-        let (x, y) = ((GPT.input)(5), (GPT.target)(5));
-        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
-    }
-}
-
 /// 65,536 is more than f16 can hold, but the gradient has no number of that size.
 #[test]
 fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
@@ -623,6 +665,20 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     assert_eq!(step.expect("a step").loss, 0.5);
     for (name, gradient) in pipe.gradients().expect("gradients") {
         assert_eq!(gradient.double_value(&[]), 0.5, "{name}");
+    }
+}
+
+#[test]
+fn gradients_add_up_until_they_are_cleared() {
+    let _turn = alone();
+    tch::manual_seed(12);
+    let mut pipe = builder((GPT.layers)(), 3).micro_batches(2).build().expect("a pipeline");
+    let plain = Plain::of(&(GPT.layers)(), &pipe);
+    for _ in 0..2 {
+        let (x, y) = ((GPT.input)(5), (GPT.target)(5));
+        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
+        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
     }
 }
 

@@ -15,6 +15,7 @@ use brimful::pipeline::{Builder, PipelineOptimizer, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{Layers, Loss, Pipeline, Size, World};
+use brimful_torch::autograd::set_gradient;
 use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close, test_device};
 use ranks::in_ranks;
 use tch::nn::{self, ModuleT};
@@ -118,6 +119,84 @@ fn two_ranks_of_two_devices_each() {
 #[test]
 fn four_ranks() {
     every_schedule(4, 1);
+}
+
+/// A user's own optimizer: each rank's on the variables that the rank has.
+fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
+    in_ranks(ranks, |world| {
+        let pipe = builder(&GPT, &world, devices).replicas(replicas).micro_batches(2);
+        let mut pipe = pipe.build().expect("a pipeline");
+        let values = pipe.variables().expect("variables");
+        let plain = (world.rank() == 0).then(|| Plain::with(&(GPT.layers)(), values));
+        for number in 0..3 {
+            let what = format!("step {number}");
+            let (x, y) = data(&GPT, 8, number);
+            let step = pipe.step(&x, &y, GPT.loss).expect(&what);
+            let gradients = pipe.gradients().expect("gradients");
+            if let Some(plain) = &plain {
+                plain.backward(&GPT, &x, &y, Size::Count(2 * replicas), step.seed);
+                assert_close(&gradients, &plain.gradients(), &what);
+                descend(plain.values());
+            }
+            // Rank 0 is given copies of the others' beside its own.
+            descend(pipe.variables().expect("variables"));
+            pipe.zero_grad().expect("cleared");
+        }
+        let (x, _) = data(&GPT, 8, 9);
+        let out = pipe.eval(&x, 3).expect("an evaluation");
+        if let Some(plain) = &plain {
+            let expected =
+                tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
+            assert_close(&[(String::new(), out)], &[(String::new(), expected)], "an evaluation");
+        }
+    });
+}
+
+#[test]
+fn copies_in_other_ranks_follow_what_a_user_does() {
+    own_optimizer(2, 1, 1);
+}
+
+#[test]
+fn copies_in_other_ranks_of_two_devices_follow_what_a_user_does() {
+    own_optimizer(2, 2, 1);
+}
+
+#[test]
+fn copies_in_replicas_follow_what_a_user_does() {
+    own_optimizer(4, 1, 2);
+}
+
+/// Moves those that have a gradient by it, which they have no more then.
+fn descend(values: Vec<(String, Tensor)>) {
+    tch::no_grad(|| {
+        for (_, mut value) in values.into_iter().filter(|(_, value)| value.grad().defined()) {
+            let gradient = value.grad();
+            let _itself = value.f_sub_(&(gradient * 0.5)).expect("a step");
+            set_gradient(&mut value, None).expect("cleared");
+        }
+    });
+}
+
+/// The first rank has a shared variable and its copy, the second has neither.
+#[test]
+fn a_variable_that_is_shared_within_one_rank_is_no_other_ones_matter() {
+    in_ranks(2, |world| {
+        let layers = || {
+            let shared = |p: &nn::Path| {
+                let weight = p.get("weight").unwrap_or_else(|| p.randn_standard("weight", &[4, 4]));
+                nn::func(move |x| x.linear(&weight, None::<Tensor>))
+            };
+            Layers::new()
+                .add("one", shared)
+                .add_sharing("two", "one", move |_, p| shared(p))
+                .add("three", |p| nn::linear(p, 4, 3, Default::default()))
+        };
+        let case = Case { layers, ..MLP };
+        let devices = 2 - world.rank();
+        let pipe = builder(&case, &world, devices).micro_batches(2).build().expect("a pipeline");
+        compare(&case, &world, pipe, 6, Size::Count(2), "shared within a rank");
+    });
 }
 
 /// Several pipelines, each with its part of every mini-batch; in the last ones some have none.

@@ -219,7 +219,7 @@ impl Staff<'_> {
     /// Starts the workers, and lets each build its stages.
     fn hire(&self, seed: u64, kind: Kind, non_finite: NonFinite) -> Result<Crew<Worker>> {
         let Self { layout, devices, ranks } = self;
-        let seed = ranks.open("seed", &[], seed)?;
+        let (seed, _) = ranks.open("seed", &[], seed, false)?;
         let blueprint = |(number, (device, turn)): (usize, (&StageDevice, _))| Blueprint {
             layout: Arc::clone(layout),
             number,

@@ -135,7 +135,7 @@ impl Pipeline {
         let actions = self.actions(portion.own().len().max(1))?;
         let inputs = inputs(input, portion.own())?;
         let work = Work { portion: &portion, inputs, end, train: false, seed: 0, start };
-        self.ranks.open("evaluation", batch, 0)?;
+        self.open("evaluation", batch, 0)?;
         let turn = self.ranks.world.turn()?;
         let jobs = self.jobs(&actions, work, &turn)?;
         let evaluate = |worker: &mut Worker, job| worker.evaluate(job);

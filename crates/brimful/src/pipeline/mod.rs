@@ -97,7 +97,7 @@ use crate::{Layers, Result, Size};
 use job::{End, Job};
 use layout::Layout;
 use portion::Portion;
-use ranks::Ranks;
+use ranks::{Described, Ranks};
 use sized::PipelineSizes;
 use worker::Worker;
 
@@ -174,6 +174,18 @@ impl Pipeline {
 
     fn crew(&self) -> MutexGuard<'_, Crew<Worker>> {
         self.crew.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes sure that all ranks have the same mini-batch and that all copies are what their owners
+    /// are, and gives the seed of all.
+    fn open(&self, what: &str, batch: &[&dyn Described], seed: u64) -> Result<u64> {
+        let (crew, ranks) = (self.crew(), &self.ranks);
+        let changed = ties::have_changed(&crew, ranks)?;
+        let (seed, changed) = ranks.open(what, batch, seed, changed)?;
+        if changed {
+            ties::spread(&crew, ranks)?;
+        }
+        Ok(seed)
     }
 
     /// What each worker of this rank is to do with these micro-batches; nothing where there are none.

@@ -27,6 +27,8 @@ pub(super) struct Ranks {
     workers: Arc<[usize]>,
     /// Variables with copies in other ranks.
     pub(super) ties: Arc<[Tie]>,
+    /// Whether any has a copy, wherever.
+    pub(super) has_ties: bool,
 }
 
 /// What ranks tell each other before a step.
@@ -34,6 +36,8 @@ pub(super) struct Ranks {
 struct Opening {
     batch: String,
     seed: u64,
+    /// Whether a variable of the rank was changed that has copies.
+    changed: bool,
 }
 
 impl Ranks {
@@ -51,7 +55,8 @@ impl Ranks {
         if all.last().is_none_or(|last| last + 1 < (replica + 1) * ranks) {
             return Err(WorldError::TooManyRanks { ranks, workers }.into());
         }
-        Ok(Self { world, replicas, replica, workers: all.into(), ties: Arc::default() })
+        let (ties, has_ties) = (Arc::default(), false);
+        Ok(Self { world, replicas, replica, workers: all.into(), ties, has_ties })
     }
 
     /// The rank that has a worker.
@@ -137,18 +142,25 @@ impl Ranks {
         self.together(what, |_| if is_first { f() } else { Ok(()) }).map(drop)
     }
 
-    /// Makes sure that all ranks have the same mini-batch, and gives the first one's seed.
-    pub(super) fn open(&self, what: &str, batch: &[&dyn Described], seed: u64) -> Result<u64> {
+    /// Makes sure that all ranks have the same mini-batch, and gives the first one's seed and whether
+    /// a variable that has copies was changed on any of them.
+    pub(super) fn open(
+        &self,
+        what: &str,
+        batch: &[&dyn Described],
+        seed: u64,
+        changed: bool,
+    ) -> Result<(u64, bool)> {
         if self.is_alone() {
-            return Ok(seed);
+            return Ok((seed, changed));
         }
         let batch = batch.iter().map(|batch| batch.described()).collect::<Vec<_>>().join("; ");
-        let all = self.world.share(what, &Opening { batch, seed })?;
+        let all = self.world.share(what, &Opening { batch, seed, changed })?;
         if all.iter().any(|opening| opening.batch != all[0].batch) {
             let found = all.into_iter().map(|opening| opening.batch).collect();
             return Err(WorldError::Differs { what: "the mini-batch".into(), found }.into());
         }
-        Ok(all[0].seed)
+        Ok((all[0].seed, all.iter().any(|opening| opening.changed)))
     }
 
     /// Makes sure that all pipelines train the same parameters.

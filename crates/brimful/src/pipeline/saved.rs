@@ -11,7 +11,7 @@ use tch::Tensor;
 
 use super::Pipeline;
 use super::error::PipelineError;
-use super::ties::names;
+use super::ties::{names, shared};
 use super::variables::Variable;
 use super::worker::Worker;
 use crate::Result;
@@ -20,7 +20,9 @@ use crate::save::{self, Metadata};
 
 impl Pipeline {
     /// All variables with their names, in the order of the names, each on its stage's device. Shared
-    /// ones are there once. They are the stages' own: what is done to them is done to the model.
+    /// ones are there once. They are the stages' own: what is done to them is done to the model, and
+    /// by the next step to every copy of a shared one, in other stages and ranks too. That goes by
+    /// what libtorch counts as a change, which is all but what is done through [`Tensor::data`].
     ///
     /// In a world, all ranks call it: rank 0 gets all, with copies of the others', and each other
     /// rank gets its own.
@@ -103,7 +105,7 @@ impl Pipeline {
         let here = owned(&crew, |variable| variable.tensor.shallow_clone())?;
         let here = here.into_iter().map(form).collect();
         check(self.ranks.of_workers("variables", here)?, &values)?;
-        let jobs = (0..crew.len()).map(|_| share(&values)).collect();
+        let jobs = (0..crew.len()).map(|_| shared(&values)).collect();
         crew.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
     }
 
@@ -124,6 +126,7 @@ impl Pipeline {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
             }
+            worker.variables.compare_anew();
             Ok(())
         });
         done.map(drop)
@@ -147,10 +150,6 @@ fn owned(crew: &Crew<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String
     let mut all: Vec<_> = parts.into_iter().flatten().collect();
     all.sort_by(|(a, _), (b, _)| a.cmp(b));
     Ok(all)
-}
-
-fn share(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
-    values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
 }
 
 /// The values must be for these variables, all of them and no others.

@@ -116,8 +116,8 @@ impl Pipeline {
         let (head, collected) = head(target, own, self.output_device(), loss)?;
         let (inputs, end) = (training_inputs(input, own)?, End::Loss(head));
         drawing(&self.devices, |seed| {
+            let seed = self.open("step", &[input, target], seed)?;
             let (crew, ranks) = (self.crew(), &self.ranks);
-            let seed = ranks.open("step", &[input, target], seed)?;
             ranks.check_trained(&crew)?;
             let turn = ranks.world.turn()?;
             let work = Work { portion: &portion, inputs, end, train: true, seed, start };

@@ -36,6 +36,12 @@ impl Ranks {
         })?;
         let here: Vec<Tie> = ties.into_iter().flatten().collect();
         let all = self.of_workers("ties", here)?;
+        let names: Vec<String> = all.iter().map(|tie| tie.name.clone()).collect();
+        self.has_ties = !names.is_empty();
+        crew.all(move |worker| {
+            worker.variables.share(&names);
+            Ok(())
+        })?;
         let far: Vec<Tie> =
             all.into_iter().filter(|tie| self.of(tie.copy) != self.of(tie.owner)).collect();
         self.ties = Arc::from(far);
@@ -81,31 +87,65 @@ pub(super) fn gather(
     crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
 }
 
-/// Brings the owners' values to all copies.
-pub(super) fn spread(crew: &Crew<Worker>, ranks: &Ranks) -> Result<()> {
-    let wanted = crew.all(|worker| Ok(names(worker.variables.copies())))?;
-    if wanted.iter().all(Vec::is_empty) && ranks.ties.is_empty() {
-        return Ok(());
+/// Whether an owner of this rank was changed since its copies followed it.
+pub(super) fn have_changed(crew: &Crew<Worker>, ranks: &Ranks) -> Result<bool> {
+    if !ranks.has_ties {
+        return Ok(false);
     }
-    let mut all = wanted.concat();
-    all.extend(ranks.ties_of(|tie| tie.owner).map(|(_, tie)| tie.name.clone()));
-    let values = crew.all(move |worker| {
-        let owned = worker.variables.owned().filter(|v| all.contains(&v.name));
-        Ok(owned.map(|v| (v.name.clone(), v.tensor.detach())).collect::<Vec<_>>())
-    })?;
-    let mut values: Vec<(String, Tensor)> = values.into_iter().flatten().collect();
-    values.extend(from_others(ranks, &values)?);
-    let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
-    let jobs = (0..crew.len()).map(|_| values.iter().map(share).collect::<Vec<_>>()).collect();
-    crew.each_or_error(jobs, |worker, values| worker.variables.set_copies(&values)).map(drop)
+    let changed = crew.all(|worker| Ok(worker.variables.changed().next().is_some()))?;
+    Ok(changed.contains(&true))
 }
 
-/// Gives this rank's values to copies elsewhere, and takes those of copies here.
-fn from_others(ranks: &Ranks, own: &[(String, Tensor)]) -> Result<Vec<(String, Tensor)>> {
-    let turn = ranks.world.turn()?;
+/// Makes all copies what their owners are now, those in other ranks too: all ranks call it.
+pub(super) fn spread(crew: &Crew<Worker>, ranks: &Ranks) -> Result<()> {
+    if !ranks.has_ties {
+        return Ok(());
+    }
+    let changed: Vec<Vec<(String, Tensor)>> =
+        crew.all(|worker| worker.variables.changed().map(as_sent).collect())?;
+    let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
+    if ranks.ties.is_empty() {
+        follow(crew, &changed)?;
+    } else {
+        ranks.together("shared variables", |turn| {
+            let mut all = shared(&changed);
+            all.extend(from_others(ranks, turn, &changed)?);
+            follow(crew, &all)
+        })?;
+    }
+    let noted = crew.all(|worker| {
+        worker.variables.followed();
+        Ok(())
+    });
+    noted.map(drop)
+}
+
+/// A variable without its graph, and whether it is trained.
+fn as_sent(variable: &Variable) -> Result<(String, Tensor)> {
+    let tensor = &variable.tensor;
+    let sent = tensor.f_detach()?.f_set_requires_grad(tensor.requires_grad())?;
+    Ok((variable.name.clone(), sent))
+}
+
+/// Gives the owners of these names to all workers that have copies.
+fn follow(crew: &Crew<Worker>, owners: &[(String, Tensor)]) -> Result<()> {
+    if owners.is_empty() {
+        return Ok(());
+    }
+    let jobs = (0..crew.len()).map(|_| shared(owners)).collect();
+    crew.each_or_error(jobs, |worker, owners| worker.variables.follow(&owners)).map(drop)
+}
+
+/// Gives this rank's values to copies elsewhere, and takes those of copies here: nothing of what has
+/// not changed.
+fn from_others(
+    ranks: &Ranks,
+    turn: &Turn,
+    changed: &[(String, Tensor)],
+) -> Result<Vec<(String, Tensor)>> {
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
-        let value = own.iter().find(|(name, _)| *name == tie.name);
-        let value = value.map(|(_, value)| value.f_to_device(Device::Cpu)).transpose()?;
+        let value = changed.iter().find(|(name, _)| *name == tie.name);
+        let value = value.map(|(_, value)| on_host(value)).transpose()?;
         turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }
     let mut came = Vec::new();
@@ -114,6 +154,15 @@ fn from_others(ranks: &Ranks, own: &[(String, Tensor)]) -> Result<Vec<(String, T
         came.extend(value.into_iter().flatten().flatten().map(|value| (tie.name.clone(), value)));
     }
     Ok(came)
+}
+
+fn on_host(value: &Tensor) -> Result<Tensor> {
+    let host = value.f_detach()?.f_to_device(Device::Cpu)?;
+    Ok(host.f_set_requires_grad(value.requires_grad())?)
+}
+
+pub(super) fn shared(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
 }
 
 pub(super) fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {

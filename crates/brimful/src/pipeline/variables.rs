@@ -3,13 +3,14 @@
 //! A layer that shares another one's variables (`Layers::add_sharing`) makes its own copy of them
 //! where the other lives on another worker. The owner's is the one that counts: it is saved and
 //! optimized. A copy's gradient goes to the owner with every step, the owner's value comes back
-//! with every change.
+//! with every change, whoever makes it: before each step [`Variables::changed`] tells of those that
+//! somebody has changed since.
 
 use std::collections::HashMap;
 
 use brimful_torch::foreach;
-use tch::Tensor;
 use tch::nn::VarStore;
+use tch::{Kind, Tensor};
 
 use super::layout::Layout;
 use crate::Result;
@@ -25,11 +26,33 @@ pub(super) struct Variable {
     pub(super) owner: usize,
 }
 
+/// What copies follow in a variable, without its numbers: where they are, how often they have been
+/// changed there, and what it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Mark {
+    place: usize,
+    version: i64,
+    kind: Kind,
+    trained: bool,
+}
+
+impl Mark {
+    /// None where changes are not counted: then it may have changed.
+    fn of(tensor: &Tensor) -> Option<Self> {
+        let version = tensor.f_internal_version().ok()?;
+        let (place, kind) = (tensor.data_ptr() as usize, tensor.kind());
+        Some(Self { place, version, kind, trained: tensor.requires_grad() })
+    }
+}
+
 /// The variables of one worker, in the order of their names.
 #[derive(Debug)]
 pub(super) struct Variables {
     worker: usize,
     list: Vec<Variable>,
+    /// Those of which others have copies, by place in the list, each with what it was when all copies
+    /// had last followed it.
+    shared: Vec<(usize, Option<Mark>)>,
 }
 
 impl Variables {
@@ -50,7 +73,34 @@ impl Variables {
         };
         let mut list: Vec<_> = store.variables().into_iter().map(variable).collect();
         list.sort_by(|a, b| a.name.cmp(&b.name));
-        Self { worker, list }
+        Self { worker, list, shared: Vec::new() }
+    }
+
+    /// Others have copies of the variables of these names.
+    pub(super) fn share(&mut self, names: &[String]) {
+        let shared =
+            |(_, v): &(usize, &Variable)| v.owner == self.worker && names.contains(&v.name);
+        let shared = self.list.iter().enumerate().filter(shared).map(|(at, _)| (at, None));
+        self.shared = shared.collect();
+    }
+
+    /// Those of which others have copies that may not be the same any more.
+    pub(super) fn changed(&self) -> impl Iterator<Item = &Variable> {
+        let changed = |(at, seen): &&(usize, Option<Mark>)| {
+            seen.is_none() || *seen != Mark::of(&self.list[*at].tensor)
+        };
+        self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
+    }
+
+    /// Copies were changed by themselves: all are to follow before the next step.
+    pub(super) fn compare_anew(&mut self) {
+        self.shared.iter_mut().for_each(|(_, seen)| *seen = None);
+    }
+
+    /// All copies are the same now.
+    pub(super) fn followed(&mut self) {
+        let list = &self.list;
+        self.shared.iter_mut().for_each(|(at, seen)| *seen = Mark::of(&list[*at].tensor));
     }
 
     /// All of them, copies included.
@@ -75,27 +125,42 @@ impl Variables {
 
     /// Gives the variables of these names these values, which fit.
     pub(super) fn set(&self, values: &[(String, Tensor)]) -> Result<()> {
-        self.set_those(values, |_| true)
+        let pairs = values.iter().filter_map(|(name, value)| Some((self.find(name)?, value)));
+        copy(pairs.map(|(variable, value)| (&variable.tensor, value)))
     }
 
-    /// The same for copies alone.
-    pub(super) fn set_copies(&self, values: &[(String, Tensor)]) -> Result<()> {
-        self.set_those(values, |variable| variable.owner != self.worker)
-    }
-
-    fn set_those(
-        &self,
-        values: &[(String, Tensor)],
-        those: impl Fn(&Variable) -> bool,
-    ) -> Result<()> {
-        let (mut into, mut from) = (Vec::new(), Vec::new());
-        for (name, value) in values {
-            let variable = self.list.iter().find(|variable| variable.name == *name);
-            if let Some(variable) = variable.filter(|variable| those(variable)) {
-                into.push(variable.tensor.f_detach()?);
-                from.push(value.shallow_clone());
+    /// Makes copies of variables of these names what their owners' are: their values, kinds of number,
+    /// and whether they are trained.
+    pub(super) fn follow(&self, owners: &[(String, Tensor)]) -> Result<()> {
+        let pairs = owners.iter().filter_map(|(name, owner)| Some((self.find(name)?, owner)));
+        let pairs = pairs.filter(|(variable, _)| variable.owner != self.worker);
+        let mut alike = Vec::new();
+        for (copy, owner) in pairs {
+            let mut own = copy.tensor.shallow_clone();
+            if own.kind() == owner.kind() {
+                alike.push((own.shallow_clone(), owner));
+            } else {
+                let value = owner.f_detach()?.f_to_device(own.device())?.f_detach_copy()?;
+                tch::no_grad(|| own.set_data(&value));
+            }
+            if copy.trainable && own.requires_grad() != owner.requires_grad() {
+                let _itself = own.f_set_requires_grad(owner.requires_grad())?;
             }
         }
-        if into.is_empty() { Ok(()) } else { Ok(foreach::copy(&into, &from)?) }
+        copy(alike.iter().map(|(own, owner)| (own, *owner)))
     }
+
+    fn find(&self, name: &str) -> Option<&Variable> {
+        self.list.iter().find(|variable| variable.name == name)
+    }
+}
+
+/// Copies into each first tensor the numbers of the second.
+fn copy<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
+    let (mut into, mut from) = (Vec::new(), Vec::new());
+    for (own, value) in pairs {
+        into.push(own.f_detach()?);
+        from.push(value.f_detach()?);
+    }
+    if into.is_empty() { Ok(()) } else { Ok(foreach::copy(&into, &from)?) }
 }

@@ -158,7 +158,7 @@ impl Pipeline {
         let Course { ranges, seed, start, actions } = course;
         let portion = self.ranks.portion(&ranges)?;
         let inputs = training_inputs(input, portion.own())?;
-        let seed = self.ranks.open("forward", &[input], seed)?;
+        let seed = self.open("forward", &[input], seed)?;
         self.ranks.check_trained(&self.crew())?;
         let turn = self.ranks.world.turn()?;
         let work = Work { portion: &portion, inputs, end: End::Gather, train: true, seed, start };
