@@ -165,6 +165,35 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
     }
 }
 
+/// Samples of the second half alone reach the scale: where the replicas' devices are unlike, its
+/// gradient is first on another one than the parameter.
+#[test]
+fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
+    let _alone = alone();
+    let ((store, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(2)));
+    let (x, y, _) = batch(12);
+    let flags = Tensor::arange(12, (Kind::Double, Device::Cpu)).ge(6.0);
+    let loss = |net: &Net, (x, y, flags): (Tensor, Tensor, Tensor)| {
+        let logits = net.layers.forward_t(&x, false);
+        let reaches = flags.any().int64_value(&[]) != 0;
+        let logits = if reaches { logits * &net.scale } else { logits };
+        Loss::mean(losses(&logits, &y).mean(Kind::Double))
+    };
+    let plainly = |from: i64| {
+        let part = |whole: &Tensor| whole.narrow(0, from, 6);
+        let logits = model.layers.forward_t(&part(&x), false);
+        let logits = if from > 0 { logits * &model.scale } else { logits };
+        losses(&logits, &part(&y)).sum(Kind::Double) / 12.0
+    };
+    for _ in 0..2 {
+        (plainly(0) + plainly(6)).backward();
+        let batch = (x.shallow_clone(), y.shallow_clone(), flags.shallow_clone());
+        replicas.backward(&batch, loss).expect("a step");
+        assert_gradients("the scale's too", &store, replicas.store());
+        assert_eq!(replicas.store().variables()["scale"].grad().device(), test_device());
+    }
+}
+
 #[test]
 fn an_optimizer_of_tch_will_do() {
     use tch::nn::OptimizerConfig;

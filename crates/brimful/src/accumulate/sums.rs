@@ -57,6 +57,22 @@ impl Sums {
         (whole, addends.into_iter().flatten().flatten().collect())
     }
 
+    /// The same on this device, where their parameters are: a parameter that the first replica has not
+    /// reached has its sum where another one has.
+    pub(crate) fn on(mut self, device: Device) -> Result<Self> {
+        for sum in self.groups.iter_mut().flatten().flatten() {
+            if sum.device() != device {
+                *sum = sum.f_to_device(device)?;
+            }
+        }
+        Ok(self)
+    }
+
+    /// Whether all are on this device.
+    pub(crate) fn are_on(&self, device: Device) -> bool {
+        self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
+    }
+
     /// Adds a later part of the same step, group by group.
     pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
         for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
@@ -212,4 +228,24 @@ fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Resu
     let present = |sum: &Sum| sum.iter().flatten().map(Tensor::shallow_clone).collect::<Vec<_>>();
     foreach::copy(&present(&copy), &present(sum))?;
     Ok(copy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sum_of_a_later_replica_is_told_from_those_at_home_and_those_stay() {
+        let number = |value: f64| Some(Tensor::from_slice(&[value]));
+        let replica = |sum: Sum| Sums { groups: vec![sum], ..Sums::default() };
+        let parts = vec![replica(vec![number(1.0), None]), replica(vec![number(2.0), number(3.0)])];
+        let (whole, addends) = Sums::of_replicas(parts);
+        assert_eq!(addends.iter().map(|sum| sum.what.len()).collect::<Vec<_>>(), [1, 0]);
+        assert!(!whole.are_on(Device::Cuda(0)) && whole.are_on(Device::Cpu));
+        let places = |sums: &Sums| {
+            sums.groups.iter().flatten().flatten().map(Tensor::data_ptr).collect::<Vec<_>>()
+        };
+        let before = places(&whole);
+        assert_eq!(places(&whole.on(Device::Cpu).expect("at home")), before);
+    }
 }

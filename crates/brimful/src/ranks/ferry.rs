@@ -26,7 +26,14 @@ impl Ferry {
 
     /// Copies a gradient that this thread's stream has computed.
     pub(super) fn bring(&self, gradient: &Tensor, into: &Tensor) -> Result<()> {
-        let gradient = gradient.f_detach()?;
+        let mut gradient = gradient.f_detach()?;
+        if gradient.device() == Device::Cpu {
+            return Ok(transfer::copy(into, &gradient)?);
+        }
+        // Its copies and their events are of one device.
+        if gradient.device() != self.device {
+            gradient = gradient.f_to_device(self.device)?;
+        }
         self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.copies.enter()?;
         transfer::copy(into, &gradient)?;

@@ -51,9 +51,9 @@ impl<M: 'static> Replicas<M> {
         let (sums, addends) = Sums::of_replicas(sums);
         let mut windows = windows.into_iter();
         let mut whole = windows.next().ok_or(Error::EmptyBatch)?;
-        whole.sums = sums;
         let joined = oom::catch(|| {
             reduce(&self.crew, addends)?;
+            whole.sums = self.home(sums)?;
             windows.try_for_each(|window| whole.extend(window))?;
             batch::join(outputs)
         });
@@ -64,6 +64,12 @@ impl<M: 'static> Replicas<M> {
                 Err(crew::of(caught))
             }
         }
+    }
+
+    /// The sums on the first replica's device, brought there by its own thread.
+    fn home(&self, sums: Sums) -> Result<Sums> {
+        let home = self.device();
+        if sums.are_on(home) { Ok(sums) } else { self.crew.one(0, move |_| sums.on(home)) }
     }
 }
 
