@@ -187,6 +187,12 @@ int32_t brimful_stream_current(int32_t device, int64_t* id, char** message) noex
   return guarded(message, [&] { *id = guard_of(device).getStream(device_of(device)).id(); });
 }
 
+// The stream that threads use unless they have entered another.
+int32_t brimful_stream_common(int32_t device, int64_t* id, char** message) noexcept {
+  return guarded(
+      message, [&] { *id = guard_of(device).getDefaultStream(device_of(device)).id(); });
+}
+
 // Makes the stream current on this thread and gives the last one's id.
 int32_t brimful_stream_enter(int32_t device, int64_t id, int64_t* last, char** message) noexcept {
   return guarded(

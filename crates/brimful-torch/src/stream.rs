@@ -50,6 +50,14 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_current)
     }
 
+    /// The stream that every thread's work on the device goes to unless it has entered another.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn common(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_common)
+    }
+
     fn ask(
         device: Device,
         f: unsafe extern "C" fn(i32, *mut i64, *mut *mut std::ffi::c_char) -> i32,

@@ -36,13 +36,20 @@ mod versions;
 use std::fmt::Display;
 use std::ops::Range;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
 pub(crate) use versions::Versions;
 
 use crate::{Error, Result};
+
+/// The device of each tensor.
+pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
+    let mut devices = Vec::new();
+    batch.visit(&mut |leaf| devices.push(leaf.tensor().device()));
+    devices
+}
 
 /// One tensor of a batch, as seen by whoever walks it.
 #[derive(Debug, Clone, Copy)]

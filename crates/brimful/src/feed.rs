@@ -5,8 +5,9 @@
 //!   this thread                     │ use 1          │ use 2                │ use 3 …
 //! ```
 //!
-//! The copies go through page-locked memory on a stream of their own, so that neither the host nor
-//! the device waits for them. A batch that is on the device already is cut where it lies.
+//! The copies go through page-locked memory on streams of their own ([`Copies`]), so that neither the
+//! host nor the device waits for them. A batch that is on the device already is cut where it lies; one
+//! that another accelerator still computes is copied when it is there.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
@@ -18,18 +19,21 @@ use brimful_torch::transfer;
 use tch::Device;
 
 use crate::batch::{self, Batch, Leaf};
+use crate::copies::Copies;
+use crate::queued::Queued;
 use crate::{Error, Result};
 
 /// How often the feeder looks whether there is room.
 const GLANCE: Duration = Duration::from_micros(100);
 
-/// Calls `f` with each micro-batch in turn, on the device.
+/// Calls `f` with each micro-batch in turn, on the device of the copies.
 pub(crate) fn each<B: Batch>(
     batch: &B,
     ranges: &[Range<usize>],
-    device: Device,
+    copies: &Copies,
     mut f: impl FnMut(usize, B) -> Result<()>,
 ) -> Result<()> {
+    let device = copies.device();
     if is_on(batch, device) {
         let mut slices = ranges.iter().cloned().enumerate();
         return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
@@ -40,14 +44,16 @@ pub(crate) fn each<B: Batch>(
         let mut slices = slices.iter().enumerate();
         return slices.try_for_each(|(i, slice)| f(i, moved(slice, device)?));
     }
-    let compute = Stream::current(device)?;
+    let (compute, queued) = (Stream::current(device)?, queued_behind(batch)?);
     thread::scope(|scope| {
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
-        scope.spawn(move || feed(slices, device, &arrivals, &released));
+        scope.spawn(move || feed(slices, copies, &queued, &arrivals, &released));
         for i in 0..ranges.len() {
             let Arrival { micro_batch, copied } = arrived.recv().map_err(|_| gone())??;
-            compute.wait(&copied)?;
+            if let Some(copied) = copied {
+                compute.wait(&copied)?;
+            }
             keep(&micro_batch, compute)?;
             f(i, micro_batch)?;
             // The feeder stops listening when it has sent the last one.
@@ -60,33 +66,44 @@ pub(crate) fn each<B: Batch>(
 /// A micro-batch whose copy is under way.
 struct Arrival<B> {
     micro_batch: B,
-    copied: Event,
+    copied: Option<Event>,
 }
 
 /// Sends micro-batch after micro-batch; ends early where nobody listens.
 fn feed<B: Batch>(
     slices: Vec<B>,
-    device: Device,
+    copies: &Copies,
+    queued: &Queued,
     arrivals: &SyncSender<Result<Arrival<B>>>,
     released: &Receiver<Event>,
 ) {
-    let copies = Stream::new(device);
     for (i, slice) in slices.into_iter().enumerate() {
         // Two are on the device: the one in use and the one that waits. A third needs its room.
         if i >= 2 && !released.recv().is_ok_and(|used| wait(&used).is_ok()) {
             return;
         }
-        let arrival = copies.clone().map_err(Error::from).and_then(|copies| send(&slice, copies));
-        if arrivals.send(arrival).is_err() {
+        if arrivals.send(send(&slice, copies, queued)).is_err() {
             return;
         }
     }
 }
 
-fn send<B: Batch>(slice: &B, copies: Stream) -> Result<Arrival<B>> {
-    let _copying = copies.enter()?;
-    let micro_batch = moved(slice, copies.device())?;
-    Ok(Arrival { micro_batch, copied: Event::after(copies)? })
+fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival<B>> {
+    let micro_batch = slice.map(&mut |leaf| {
+        let tensor = leaf.tensor();
+        if tensor.device() == copies.device() {
+            return Ok(tensor.shallow_clone());
+        }
+        copies.begin(tensor, queued.on(tensor.device()))
+    })?;
+    Ok(Arrival { micro_batch, copied: copies.landing()? })
+}
+
+/// What this thread has queued on the accelerators that the batch is on.
+fn queued_behind(batch: &impl Batch) -> Result<Queued> {
+    let mut tensors = Vec::new();
+    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
+    Queued::behind(tensors.into_iter())
 }
 
 /// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from
@@ -98,7 +115,7 @@ fn wait(event: &Event) -> Result<()> {
     Ok(())
 }
 
-/// The batch's tensors on the device, through page-locked memory.
+/// The batch's tensors on the device, through page-locked memory, by this thread's own streams.
 pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
     batch.map(&mut |leaf| {
         let tensor = leaf.tensor();

@@ -1,6 +1,10 @@
 //! One long-lived thread for each device: it owns what lives there, and does what it is sent.
 //!
 //! The workers of a pipeline and the replicas of a model are such crews.
+//!
+//! *Streams.* Workers queue their work on the devices' common streams. A caller that does so too need
+//! not care; for one that has entered another stream, a worker's work comes after what the caller has
+//! queued until then, and what it queues afterwards comes after the worker's.
 
 mod device;
 mod drawing;
@@ -11,7 +15,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use brimful_torch::threads::limit_threads;
+use tch::Device;
 
+use crate::queued::{Queued, accelerators};
 use crate::{Error, Result, oom};
 pub use device::StageDevice;
 pub(crate) use device::settled;
@@ -25,12 +31,30 @@ type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
 /// All workers. Dropped, it waits until their threads have ended.
 pub(crate) struct Crew<W> {
     members: Vec<Member<W>>,
+    /// On which the order of a caller's and the workers' streams is kept.
+    accelerators: Vec<Device>,
 }
 
 struct Member<W> {
     /// None when the thread is to end.
     commands: Option<Sender<Command<W>>>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// A worker's answer that will come.
+struct Answer<T> {
+    worker: usize,
+    /// With what the worker has queued until then.
+    answered: Receiver<(Result<T>, Result<Queued>)>,
+}
+
+impl<T> Answer<T> {
+    /// Waits for it; this thread's streams come after the worker's from then on.
+    fn wait(self) -> Result<Result<T>> {
+        let (value, queued) = self.answered.recv().map_err(|_| gone(self.worker))?;
+        queued?.precede()?;
+        Ok(value)
+    }
 }
 
 impl<W: 'static> Crew<W> {
@@ -51,7 +75,8 @@ impl<W: 'static> Crew<W> {
             members.push(Member { commands: Some(commands), thread: Some(thread) });
             answers.push(built);
         }
-        let crew = Self { members };
+        let accelerators = accelerators(devices.iter().map(|device| device.device));
+        let crew = Self { members, accelerators };
         let built: Vec<Result<()>> = answers
             .iter()
             .enumerate()
@@ -59,6 +84,11 @@ impl<W: 'static> Crew<W> {
             .collect();
         built.into_iter().collect::<Result<Vec<()>>>()?;
         Ok(crew)
+    }
+
+    /// Keeps the order on these devices too, which tensors for the workers are on.
+    pub(crate) fn involve(&mut self, devices: impl Iterator<Item = Device>) {
+        self.accelerators = accelerators(self.accelerators.iter().copied().chain(devices));
     }
 
     /// How many workers there are.
@@ -77,8 +107,7 @@ impl<W: 'static> Crew<W> {
             let f = f.clone();
             answers.push(self.ask(d, move |worker| f(worker, job))?);
         }
-        let answer = |(d, answered): (usize, Receiver<_>)| answered.recv().map_err(|_| gone(d));
-        answers.into_iter().enumerate().map(answer).collect()
+        answers.into_iter().map(Answer::wait).collect()
     }
 
     /// The same; all answers, or the first error.
@@ -105,7 +134,7 @@ impl<W: 'static> Crew<W> {
         d: usize,
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.ask(d, f)?.recv().map_err(|_| gone(d))?
+        self.ask(d, f)?.wait()?
     }
 
     /// Sends a worker something to do; the answer will come.
@@ -113,15 +142,17 @@ impl<W: 'static> Crew<W> {
         &self,
         d: usize,
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
-    ) -> Result<Receiver<Result<T>>> {
+    ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
+        let before = Queued::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
+            let value = before.precede().and_then(|()| oom::catch(|| f(worker)).map_err(error::of));
             // Whoever asked may have gone.
-            let _ = answer.send(oom::catch(|| f(worker)).map_err(error::of));
+            let _ = answer.send((value, before.since()));
         });
         let commands = self.members[d].commands.as_ref().ok_or_else(|| gone(d))?;
         commands.send(command).map_err(|_| gone(d))?;
-        Ok(answered)
+        Ok(Answer { worker: d, answered })
     }
 }
 

@@ -174,7 +174,7 @@ impl MicroBatcher {
             let surroundings = Surroundings { arrangement: &this.arrangement, closure };
             let dice = scale.draws.map(|draws| draws.on(this.device));
             let micro_batches = cut.given_count();
-            cut.each(batch, this.device, |place, micro_batch| {
+            cut.each(batch, &this.copies, |place, micro_batch| {
                 let Place { number: i, samples, tried } = place;
                 let (samples, first) = (samples as f64, scale.first && i == 0);
                 let part = Part { samples, unit: scale.unit, first };

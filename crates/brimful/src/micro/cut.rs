@@ -10,6 +10,7 @@ use tch::Device;
 use super::watch::Watch;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
+use crate::copies::Copies;
 use crate::{Result, feed};
 
 /// A mini-batch on its way through the device.
@@ -102,18 +103,18 @@ impl Cut {
         }
     }
 
-    /// Calls `f` with each micro-batch in turn, on the device.
+    /// Calls `f` with each micro-batch in turn, on the device of the copies.
     pub(super) fn each<B: Batch>(
         &mut self,
         batch: &B,
-        device: Device,
+        copies: &Copies,
         mut f: impl FnMut(Place, B) -> Result<Ran>,
     ) -> Result<()> {
         while self.next < self.samples {
             let first = self.sizes.len();
-            let ranges = self.next_piece(device)?;
+            let ranges = self.next_piece(copies.device())?;
             let tried = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples;
-            feed::each(batch, &ranges, device, |i, micro_batch| {
+            feed::each(batch, &ranges, copies, |i, micro_batch| {
                 let place = Place { number: first + i, samples: ranges[i].len(), tried };
                 let ran = f(place, micro_batch)?;
                 self.lap(ran)

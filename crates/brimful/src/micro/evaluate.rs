@@ -92,7 +92,7 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             let (mut tally, mut outputs) = (Tally::default(), Vec::new());
             let dice = scale.draws.map(|draws| draws.on(this.device));
-            cut.each(batch, this.device, |Place { number: i, samples, .. }, micro_batch| {
+            cut.each(batch, &this.copies, |Place { number: i, samples, .. }, micro_batch| {
                 if let Some(dice) = &dice {
                     dice.begin(i);
                 }

@@ -56,6 +56,7 @@ use crate::accumulate::check_dense;
 use crate::auto::{Goal, Sizes, Use};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
+use crate::copies::Copies;
 use crate::memory::Memory;
 use crate::optim::Method;
 use crate::ranks::RanksTurn;
@@ -85,6 +86,8 @@ pub enum NonFinite {
 pub struct MicroBatcher {
     variables: Arc<Mutex<Variables>>,
     device: Device,
+    /// Of micro-batches to the device.
+    copies: Copies,
     size: Size,
     memory: Option<Memory>,
     pub(crate) non_finite: NonFinite,
@@ -111,6 +114,7 @@ impl MicroBatcher {
         Self {
             variables: store.variables_.clone(),
             device,
+            copies: Copies::new(device),
             size,
             memory,
             non_finite: NonFinite::default(),

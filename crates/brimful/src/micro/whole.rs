@@ -62,7 +62,7 @@ impl MicroBatcher {
             let mut parts = Vec::with_capacity(ranges.len());
             let (_not_counted, rehearsed) = Pending::collect(true, || {
                 let _without = tch::no_grad_guard();
-                feed::each(batch, ranges, this.device, |_, micro_batch| {
+                feed::each(batch, ranges, &this.copies, |_, micro_batch| {
                     states.push(Randomness::now(this.device)?);
                     parts.push(forward(micro_batch));
                     Ok(())
@@ -75,7 +75,7 @@ impl MicroBatcher {
             let tally = weighed(&mut accumulator, loss(&outputs))?;
             let after = Randomness::now(this.device)?;
             let mut gradients = RowGradients::of(&outputs);
-            feed::each(batch, ranges, this.device, |i, micro_batch| {
+            feed::each(batch, ranges, &this.copies, |i, micro_batch| {
                 states[i].restore()?;
                 gradients.back(&forward(micro_batch), &mut accumulator)
             })?;

@@ -22,7 +22,7 @@ impl Run {
     ) -> Result<Boundary, Stop> {
         let values = match &self.job.ports[at].values_in {
             Some(inlet) => site.dock.unpack_values(inlet.take()?)?,
-            None => self.intake.next(&mut site.dock, i)?,
+            None => self.intake.next(&site.inputs, i)?,
         };
         let mut skips = Vec::new();
         for (inlet, _) in &self.job.ports[at].skips_in {

@@ -8,53 +8,66 @@ use std::thread;
 
 use tch::{Device, Tensor};
 
-use super::transfer::{Arriving, Dock};
+use crate::copies::{Arriving, Copies};
+use crate::queued::Queued;
 use crate::{Error, Result};
 
 /// The inputs of a step, in the order in which the first stage takes them.
 #[derive(Debug)]
 pub(super) enum Intake {
-    /// By micro-batch; each is taken once.
-    Here(Vec<Vec<Tensor>>),
+    /// By micro-batch; each is taken once. They may still be computed where they are.
+    Here(Vec<Vec<Tensor>>, Queued),
     Fed(Receiver<Result<Vec<Arriving>>>),
 }
 
 impl Intake {
-    /// Sends the inputs on their way, in this order of micro-batches.
+    /// Sends the inputs on their way, in this order of micro-batches, after all that this thread's
+    /// streams have to do first: the caller's work is behind that.
     pub(super) fn new(
         mut inputs: Vec<Vec<Tensor>>,
         order: impl Iterator<Item = usize>,
-        device: Device,
-    ) -> Self {
-        let here = inputs.iter().flatten().all(|input| input.device() == device);
-        if here || device == Device::Cpu {
-            return Self::Here(inputs);
+        copies: &Copies,
+    ) -> Result<Self> {
+        let elsewhere = |input: &&Tensor| input.device() != copies.device();
+        let queued = Queued::behind(inputs.iter().flatten().filter(elsewhere))?;
+        let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
+        if here || copies.device() == Device::Cpu {
+            return Ok(Self::Here(inputs, queued));
         }
         let ordered: Vec<_> = order.map(|i| std::mem::take(&mut inputs[i])).collect();
         // Without a place: one is on its way while another is in use.
         let (outlet, inlet) = sync_channel(0);
-        thread::spawn(move || feed(ordered, device, &outlet));
-        Self::Fed(inlet)
+        let copies = copies.clone();
+        thread::spawn(move || feed(ordered, &copies, &queued, &outlet));
+        Ok(Self::Fed(inlet))
     }
 
     /// The input of this micro-batch, which is the next, for this thread's work on the device.
-    pub(super) fn next(&mut self, dock: &mut Dock, i: usize) -> Result<Vec<Tensor>> {
+    pub(super) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
         let arriving = match self {
-            Self::Here(inputs) => dock.start(std::mem::take(&mut inputs[i]))?,
+            Self::Here(inputs, queued) => start(std::mem::take(&mut inputs[i]), copies, queued)?,
             Self::Fed(inlet) => inlet.recv().map_err(|_| gone())??,
         };
-        dock.finish(arriving)
+        arriving.into_iter().map(|arriving| copies.finish(arriving)).collect()
     }
 }
 
 /// Starts copy after copy; ends early where nobody listens.
-fn feed(inputs: Vec<Vec<Tensor>>, device: Device, outlet: &SyncSender<Result<Vec<Arriving>>>) {
-    let mut dock = Dock::new(device);
+fn feed(
+    inputs: Vec<Vec<Tensor>>,
+    copies: &Copies,
+    queued: &Queued,
+    outlet: &SyncSender<Result<Vec<Arriving>>>,
+) {
     for values in inputs {
-        if outlet.send(dock.start(values)).is_err() {
+        if outlet.send(start(values, copies, queued)).is_err() {
             return;
         }
     }
+}
+
+fn start(values: Vec<Tensor>, copies: &Copies, queued: &Queued) -> Result<Vec<Arriving>> {
+    values.iter().map(|value| copies.start(value, queued.on(value.device()))).collect()
 }
 
 fn gone() -> Error {

@@ -179,7 +179,8 @@ impl Pipeline {
     /// Makes sure that all ranks have the same mini-batch and that all copies are what their owners
     /// are, and gives the seed of all.
     fn open(&self, what: &str, batch: &[&dyn Described], seed: u64) -> Result<u64> {
-        let (crew, ranks) = (self.crew(), &self.ranks);
+        let (mut crew, ranks) = (self.crew(), &self.ranks);
+        crew.involve(batch.iter().flat_map(|batch| batch.devices()));
         let changed = ties::have_changed(&crew, ranks)?;
         let (seed, changed) = ranks.open(what, batch, seed, changed)?;
         if changed {

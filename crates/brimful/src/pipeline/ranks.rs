@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::ties::Tie;
 use super::worker::Worker;
-use crate::batch::Batch;
+use crate::batch::{self, Batch};
 use crate::crew::Crew;
 use crate::ranks::{RanksTurn, Trained};
 use crate::world::{Turn, World, WorldError};
@@ -222,6 +222,9 @@ impl Ranks {
 /// A batch in words that tell it from others.
 pub(super) trait Described {
     fn described(&self) -> String;
+
+    /// Of its tensors.
+    fn devices(&self) -> Vec<Device>;
 }
 
 impl<B: Batch> Described for B {
@@ -229,6 +232,10 @@ impl<B: Batch> Described for B {
         let mut leaves = Vec::new();
         self.visit(&mut |leaf| leaves.push(described(leaf.tensor())));
         leaves.join(", ")
+    }
+
+    fn devices(&self) -> Vec<Device> {
+        batch::devices(self)
     }
 }
 

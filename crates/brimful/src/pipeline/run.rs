@@ -98,7 +98,8 @@ impl Run {
         let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
-        let intake = Intake::new(std::mem::take(&mut job.inputs), order, device);
+        let inputs = std::mem::take(&mut job.inputs);
+        let intake = Intake::new(inputs, order, &worker.site.inputs)?;
         Ok(Self {
             kept: job.ports.iter().map(|_| row()).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),

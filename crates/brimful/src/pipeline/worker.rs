@@ -12,9 +12,9 @@ use super::layout::Layout;
 use super::recompute;
 use super::run::Run;
 use super::stage::{Boundary, Pass, Stage};
-use super::transfer::Dock;
 use super::variables::Variables;
 use crate::Result;
+use crate::copies::Copies;
 use crate::crew::StageDevice;
 use crate::memory::Memory;
 use crate::micro::NonFinite;
@@ -42,7 +42,9 @@ pub(super) struct Blueprint {
 pub(super) struct Site {
     pub(super) device: Device,
     pub(super) stages: Vec<Stage>,
-    pub(super) dock: Dock,
+    /// From other stages, and of the model's inputs, which come ahead of their use.
+    pub(super) dock: Copies,
+    pub(super) inputs: Copies,
     pub(super) dice: Dice,
     /// The position of the layer that is running.
     pub(super) layer: Cell<Option<usize>>,
@@ -124,7 +126,8 @@ impl Worker {
         let site = Site {
             device: device.device,
             stages,
-            dock: Dock::new(device.device),
+            dock: Copies::new(device.device),
+            inputs: Copies::new(device.device),
             dice,
             turn: turn.clone(),
             layer: Cell::new(None),

@@ -9,7 +9,7 @@ use super::attempt::{Joined, Kept, Told, errands};
 use super::replica::{Done, Errand, Replica};
 use super::report::Step;
 use crate::auto::{Story, Use};
-use crate::batch::Batch;
+use crate::batch::{self, Batch};
 use crate::crew::drawing;
 use crate::micro::Outcome;
 use crate::micro::attempt::Scale;
@@ -177,6 +177,7 @@ impl<M: 'static> Replicas<M> {
         end: impl Fn(&mut Self, Joined<O>, Option<Ranks>) -> Result<T>,
     ) -> Result<(T, Opening, Story)> {
         let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
+        self.crew.involve(batch::devices(batch).into_iter());
         let ended = drawing(&devices, |seed| {
             // Gradients set out after all ranks have told what they train.
             let opening = Opening::open(world, used, batch, self.size, seed, None)?;

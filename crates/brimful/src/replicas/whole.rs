@@ -49,6 +49,7 @@ impl<M: 'static> Replicas<M> {
             return Err(Error::NotOverRanks { ranks: world.size() });
         }
         let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
+        self.crew.involve(batch::devices(batch).into_iter());
         let (forward, loss) = (Arc::new(forward), Arc::new(loss));
         let step = drawing(&devices, |seed| {
             let opening = Opening::open(None, Use::TrainWhole, batch, self.size, seed, None)?;

@@ -1,0 +1,108 @@
+//! Copies to a device on streams of their own, beside the work of all devices.
+//!
+//! ```text
+//!   source      compute … │ event                      the numbers are there from here on
+//!   copies                  └─ wait │ copy │ event     streams of their own, on both devices
+//!   device      compute …                  └─ wait │ compute with them …
+//! ```
+//!
+//! Nobody's host thread waits, but where the device is the host.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::transfer;
+use tch::{Device, Tensor};
+
+use crate::Result;
+
+/// One thread's copies to its device. Clones use the same streams.
+///
+/// It lives as long as whoever needs copies, because memory belongs to the stream that it was made on:
+/// what a new stream has used would stay with that stream when all is over.
+#[derive(Debug, Clone)]
+pub(crate) struct Copies {
+    device: Device,
+    /// One for each device that was copied from or to.
+    streams: Arc<Mutex<Vec<Stream>>>,
+}
+
+/// A copy that has been begun.
+#[derive(Debug)]
+pub(crate) struct Arriving {
+    tensor: Tensor,
+    /// When it is there; none where it is.
+    done: Option<Event>,
+}
+
+impl Copies {
+    pub(crate) fn new(device: Device) -> Self {
+        Self { device, streams: Arc::default() }
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Begins to copy a tensor that its own device has computed at `ready`, or has been there before
+    /// any other work.
+    pub(crate) fn begin(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
+        let (there, here) = (self.stream(tensor.device())?, self.stream(self.device)?);
+        let _copying = (there.enter()?, here.enter()?);
+        if let Some(ready) = ready {
+            there.wait(ready)?;
+            here.wait(ready)?;
+        }
+        let source = transfer::pin(tensor)?;
+        let copy = transfer::send(&source, self.device)?;
+        // The source's memory must not be used for something else before it has been copied.
+        if source.device() != Device::Cpu {
+            there.keep(&source)?;
+        }
+        if self.device == Device::Cpu {
+            // The host is the device, and cannot but wait.
+            there.synchronize()?;
+        }
+        Ok(copy)
+    }
+
+    /// When all copies that were begun so far are there; none where they are.
+    pub(crate) fn landing(&self) -> Result<Option<Event>> {
+        if self.device == Device::Cpu {
+            return Ok(None);
+        }
+        Ok(Some(Event::after(self.stream(self.device)?)?))
+    }
+
+    /// Begins to copy a tensor to this device, with a gradient of its own where it has one; one that is
+    /// here stays as it is.
+    pub(crate) fn start(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
+        if tensor.device() == self.device {
+            return Ok(Arriving { tensor: tensor.shallow_clone(), done: None });
+        }
+        let copy = self.begin(&tensor.f_detach()?, ready)?;
+        let copy = copy.f_set_requires_grad(tensor.requires_grad())?;
+        Ok(Arriving { tensor: copy, done: self.landing()? })
+    }
+
+    /// The copy, for this thread's work on the device from now on.
+    pub(crate) fn finish(&self, arriving: Arriving) -> Result<Tensor> {
+        let Arriving { tensor, done } = arriving;
+        if let Some(done) = done {
+            let compute = Stream::current(self.device)?;
+            compute.wait(&done)?;
+            compute.keep(&tensor)?;
+        }
+        Ok(tensor)
+    }
+
+    fn stream(&self, device: Device) -> Result<Stream> {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stream) = streams.iter().find(|stream| stream.device() == device) {
+            return Ok(*stream);
+        }
+        let stream = Stream::new(device)?;
+        streams.push(stream);
+        Ok(stream)
+    }
+}

@@ -1,0 +1,88 @@
+//! What a thread has queued on accelerators so far, for the work of other streams to come after.
+
+use brimful_torch::stream::{Event, Stream};
+use tch::{Device, Tensor};
+
+use crate::Result;
+
+/// A mark in the thread's stream of each of some accelerators.
+#[derive(Debug, Default)]
+pub(crate) struct Queued(Vec<(Device, Event)>);
+
+impl Queued {
+    /// By this thread, on the accelerators that these tensors are on.
+    pub(crate) fn behind<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<Self> {
+        let mut marks = Self::default();
+        for device in accelerators(tensors.map(Tensor::device)) {
+            marks.mark(Stream::current(device)?)?;
+        }
+        Ok(marks)
+    }
+
+    /// By this thread on those of these accelerators where it has entered another stream than all
+    /// threads use.
+    pub(crate) fn apart(devices: &[Device]) -> Result<Self> {
+        let mut marks = Self::default();
+        for &device in devices {
+            let stream = Stream::current(device)?;
+            if stream != Stream::common(device)? {
+                marks.mark(stream)?;
+            }
+        }
+        Ok(marks)
+    }
+
+    /// By this thread on the same accelerators.
+    pub(crate) fn since(&self) -> Result<Self> {
+        let mut marks = Self::default();
+        for (device, _) in &self.0 {
+            marks.mark(Stream::current(*device)?)?;
+        }
+        Ok(marks)
+    }
+
+    /// When what was queued on that accelerator is done; none where nothing was.
+    pub(crate) fn on(&self, device: Device) -> Option<&Event> {
+        self.0.iter().find(|(other, _)| *other == device).map(|(_, event)| event)
+    }
+
+    /// Lets this thread's work on those accelerators from now on come after it.
+    pub(crate) fn precede(&self) -> Result<()> {
+        for (device, event) in &self.0 {
+            Stream::current(*device)?.wait(event)?;
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self, stream: Stream) -> Result<()> {
+        self.0.push((stream.device(), Event::after(stream)?));
+        Ok(())
+    }
+}
+
+/// The accelerators among these devices, each once.
+pub(crate) fn accelerators(devices: impl Iterator<Item = Device>) -> Vec<Device> {
+    let mut all = Vec::new();
+    for device in devices.filter(|device| *device != Device::Cpu) {
+        if !all.contains(&device) {
+            all.push(device);
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_queues_nothing_and_each_accelerator_counts_once() {
+        use Device::{Cpu, Cuda};
+        let given = [Cpu, Cuda(1), Cuda(0), Cpu, Cuda(1)].into_iter();
+        assert_eq!(accelerators(given), [Cuda(1), Cuda(0)]);
+        let host = Tensor::from_slice(&[1.0]);
+        let queued = Queued::behind([&host].into_iter()).expect("nothing");
+        assert!(queued.on(Cpu).is_none());
+        queued.precede().expect("nothing to come after");
+    }
+}

@@ -1,0 +1,213 @@
+//! What an accelerator still computes is waited for, on whatever stream, and copies keep to theirs.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. On a CPU nothing is ever queued, and all must come to the
+//! same.
+
+mod test_device;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use brimful::pipeline::StageDevice;
+use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful_torch::device::synchronize;
+use brimful_torch::memory::device_memory;
+use brimful_torch::stream::Stream;
+use tch::nn::{self, Module};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
+
+const SAMPLES: i64 = 12;
+const WIDTH: i64 = 8;
+
+/// One test at a time: the device's memory is one, and so is the default generator.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn numbers(seed: i64) -> Tensor {
+    let index = Tensor::arange(SAMPLES * WIDTH, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view([SAMPLES, WIDTH])
+}
+
+/// The numbers in a tensor of the device that holds zeros until the work before them is done, which
+/// takes some tenths of a second.
+fn late(numbers: &Tensor) -> Tensor {
+    let device = test_device();
+    let here = numbers.to_device(device);
+    let mut there = here.zeros_like();
+    if device.is_cuda() {
+        let mut long = Tensor::zeros([4096, 4096], (Kind::Float, device));
+        synchronize(device).expect("a device");
+        for _ in 0..100 {
+            long = long.matmul(&long);
+        }
+    }
+    there.copy_(&here);
+    there
+}
+
+/// Runs `f` on the stream that all threads use, and on one of its own.
+fn on_each_stream(mut f: impl FnMut(&str)) {
+    f("the common stream");
+    let _inside = Stream::new(test_device()).expect("a stream").enter().expect("entered");
+    f("a stream of its own");
+}
+
+fn assert_near(got: &Tensor, expected: &Tensor, what: &str) {
+    // On the caller's stream, whatever has computed it.
+    let off = (got.to_device(Device::Cpu) - expected.to_device(Device::Cpu)).abs().max();
+    let off = off.double_value(&[]);
+    assert!(off < 1e-10, "{what}: off by {off}");
+}
+
+fn stages() -> Vec<[Device; 2]> {
+    let (host, there) = (Device::Cpu, test_device());
+    vec![[host, there], [there, host], [there, there], [host, host]]
+}
+
+fn squares(out: &Tensor, y: &Tensor) -> Loss {
+    Loss::mean((out - y).square().mean(Kind::Double))
+}
+
+#[test]
+fn a_pipeline_waits_for_inputs_and_targets() {
+    let _alone = alone();
+    let linear = |p: &nn::Path| nn::linear(p, WIDTH, WIDTH, Default::default());
+    for devices in stages() {
+        tch::manual_seed(1);
+        let layers = Layers::new().add("one", linear).add("two", linear);
+        let mut pipe = Pipeline::builder(layers)
+            .devices(devices.map(|device| StageDevice::from(device).threads(1)))
+            .kind(Kind::Double)
+            .micro_batches(3)
+            .build()
+            .expect("a pipeline");
+        let (x, y) = (numbers(1), numbers(2));
+        let out = pipe.eval(&x, 3).expect("an evaluation");
+        let loss = pipe.step(&x, &y, squares).expect("a step").loss;
+        let gradients = pipe.gradients().expect("gradients").into_iter();
+        let gradients: Vec<_> = gradients.map(|(_, gradient)| gradient.copy()).collect();
+        on_each_stream(|stream| {
+            let what = format!("{devices:?}, {stream}");
+            pipe.zero_grad().expect("cleared");
+            let got = pipe.eval(&late(&x), 3).expect("an evaluation");
+            assert_near(&got, &out, &format!("{what}: the output"));
+            let step = pipe.step(&late(&x), &y, squares).expect("a step");
+            assert!((step.loss - loss).abs() < 1e-10, "{what}: {} not {loss}", step.loss);
+            for ((name, got), expected) in
+                pipe.gradients().expect("gradients").iter().zip(&gradients)
+            {
+                assert_near(got, expected, &format!("{what}: the gradient of {name}"));
+            }
+            let step = pipe.step(&x, &late(&y), squares).expect("a step");
+            assert!((step.loss - loss).abs() < 1e-10, "{what}: targets, {}", step.loss);
+            // A gradient of the outputs that is still computed.
+            pipe.zero_grad().expect("cleared");
+            let out = pipe.forward(&x).expect("a forward");
+            (&*out - late(&y).to_device(out.device())).square().mean(Kind::Double).backward();
+            pipe.backward(out).expect("a backward");
+            for ((name, got), expected) in
+                pipe.gradients().expect("gradients").iter().zip(&gradients)
+            {
+                assert_near(got, expected, &format!("{what}: of all outputs, {name}"));
+            }
+        });
+    }
+}
+
+#[test]
+fn replicas_wait_for_a_batch() {
+    let _alone = alone();
+    for devices in [vec![test_device(), Device::Cpu], vec![Device::Cpu, Device::Cpu]] {
+        tch::manual_seed(1);
+        let what = format!("{devices:?}");
+        let devices = devices.into_iter().map(|device| StageDevice::from(device).threads(1));
+        let build = |root: &nn::Path| nn::linear(root, WIDTH, WIDTH, Default::default());
+        let mut replicas = Replicas::new(devices, Size::Fixed(2), build).expect("replicas");
+        replicas.store_mut().double();
+        let x = numbers(1);
+        let out = replicas.map(&x, |net, x| net.forward(&x)).expect("a map");
+        on_each_stream(|stream| {
+            let got = replicas.map(&late(&x), |net, x| net.forward(&x)).expect("a map");
+            assert_near(&got, &out, &format!("{what}, {stream}"));
+            let loss = |net: &nn::Linear, x: Tensor| {
+                Loss::mean(net.forward(&x).square().mean(Kind::Double))
+            };
+            replicas.store().variables().values_mut().for_each(Tensor::zero_grad);
+            replicas.backward(&late(&x), loss).expect("a step");
+            let expected = out.square().mean(Kind::Double);
+            let step = replicas.evaluate(&late(&x), loss).expect("an evaluation");
+            assert!((step.loss - expected.double_value(&[])).abs() < 1e-10, "{what}, {stream}");
+        });
+    }
+}
+
+#[test]
+fn a_micro_batcher_waits_for_a_batch() {
+    let _alone = alone();
+    // From this device to the host, and from another accelerator where there is one.
+    let mut devices = vec![Device::Cpu, test_device()];
+    if test_device().is_cuda() && tch::Cuda::device_count() > 1 {
+        devices.push(Device::Cuda(1));
+    }
+    for device in devices {
+        let mut store = nn::VarStore::new(device);
+        let layer = nn::linear(store.root(), WIDTH, WIDTH, Default::default());
+        store.double();
+        let x = numbers(1);
+        let out = tch::no_grad(|| layer.forward(&x.to_device(device)));
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        on_each_stream(|stream| {
+            // A part of the batch is elsewhere, so that all of it is fed.
+            let batch = (late(&x), x.shallow_clone());
+            let (got, same) =
+                micro.map(&batch, |(late, x)| (layer.forward(&late), late - x)).expect("a map");
+            assert_near(&got, &out, &format!("{device:?}, {stream}"));
+            assert_near(&same, &same.zeros_like(), &format!("{device:?}, {stream}"));
+        });
+    }
+}
+
+/// Memory that was used on a stream stays with it: a new stream at every step would take more and more.
+#[test]
+fn steps_do_not_reserve_more_and_more_for_inputs() {
+    let _alone = alone();
+    let device = test_device();
+    if !device.is_cuda() {
+        return;
+    }
+    const BYTES: i64 = 32 << 20;
+    let x = Tensor::ones([4, BYTES / 4], (Kind::Float, Device::Cpu));
+    let reserved = || {
+        synchronize(device).expect("a device");
+        device_memory(device).expect("figures").reserved
+    };
+    let grown = |step: &mut dyn FnMut()| {
+        (0..3).for_each(|_| step());
+        let before = reserved();
+        (0..40).for_each(|_| step());
+        reserved().saturating_sub(before)
+    };
+    let store = nn::VarStore::new(device);
+    let weight = store.root().ones("weight", &[]);
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(1));
+    let fed = grown(&mut || {
+        let loss = |x: Tensor| Loss::mean((x.mean(Kind::Float)) * &weight);
+        micro.backward(&x, loss).expect("a step");
+    });
+    assert!(fed < 3 * BYTES as u64, "a batcher: {fed}");
+    let layers = Layers::new()
+        .add("one", |p| {
+            let weight = p.ones("weight", &[]);
+            nn::func(move |x| x.mean_dim(1, false, Kind::Float) * &weight)
+        })
+        .add_fn("two", |x| x * 2.0);
+    let mut pipe =
+        Pipeline::builder(layers).devices([device, device]).micro_batches(4).build().expect("one");
+    let taken = grown(&mut || {
+        let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
+        pipe.step(&x, &x.narrow(1, 0, 1), sum).expect("a step");
+    });
+    assert!(taken < 3 * BYTES as u64, "a pipeline: {taken}");
+}
