@@ -169,7 +169,8 @@ fn a_micro_batcher_waits_for_a_batch() {
     }
 }
 
-/// Memory that was used on a stream stays with it: a new stream at every step would take more and more.
+/// Memory that was used on a stream stays with it: a new one of the pool at every step would take that
+/// of dozens of micro-batches more.
 #[test]
 fn steps_do_not_reserve_more_and_more_for_inputs() {
     let _alone = alone();
@@ -196,7 +197,7 @@ fn steps_do_not_reserve_more_and_more_for_inputs() {
         let loss = |x: Tensor| Loss::mean((x.mean(Kind::Float)) * &weight);
         micro.backward(&x, loss).expect("a step");
     });
-    assert!(fed < 3 * BYTES as u64, "a batcher: {fed}");
+    assert!(fed < 8 * BYTES as u64, "a batcher: {fed}");
     let layers = Layers::new()
         .add("one", |p| {
             let weight = p.ones("weight", &[]);
@@ -209,5 +210,5 @@ fn steps_do_not_reserve_more_and_more_for_inputs() {
         let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
         pipe.step(&x, &x.narrow(1, 0, 1), sum).expect("a step");
     });
-    assert!(taken < 3 * BYTES as u64, "a pipeline: {taken}");
+    assert!(taken < 8 * BYTES as u64, "a pipeline: {taken}");
 }
