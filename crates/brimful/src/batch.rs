@@ -31,7 +31,7 @@
 //! padded where their sizes differ. For the same reason a `Vec` of numbers is not cut.
 
 mod containers;
-mod versions;
+mod lending;
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -40,7 +40,7 @@ use tch::{Device, Tensor};
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
-pub(crate) use versions::Versions;
+pub(crate) use lending::{Lender, Versions, copied, copy_of};
 
 use crate::{Error, Result};
 

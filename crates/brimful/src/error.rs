@@ -53,10 +53,10 @@ pub enum Error {
     #[error("what was captured is out of date")]
     OutOfDate,
 
-    /// A closure changed what it was lent.
+    /// What was lent to a closure or a layer is not what it was.
     #[error(
-        "the closure changed tensor {leaf} of its micro-batch in place, and with it the mini-batch, \
-         which may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
+        "tensor {leaf} of a micro-batch was changed in place, but it is the mini-batch itself, which \
+         may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
     )]
     BatchChanged {
         /// Which of the mini-batch's tensors, counted from 0.

@@ -18,7 +18,7 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::Device;
 
-use crate::batch::{self, Batch, Leaf};
+use crate::batch::{self, Batch, Leaf, Lender};
 use crate::copies::Copies;
 use crate::queued::Queued;
 use crate::{Error, Result};
@@ -33,11 +33,16 @@ pub(crate) fn each<B: Batch>(
     copies: &Copies,
     mut f: impl FnMut(usize, B) -> Result<()>,
 ) -> Result<()> {
-    let device = copies.device();
+    let (device, mut lender) = (copies.device(), Lender::default());
     if is_on(batch, device) {
         let mut slices = ranges.iter().cloned().enumerate();
-        return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
+        return slices.try_for_each(|(i, range)| {
+            lender.lend(batch::slice(batch, range)?, |part| f(i, part))
+        });
     }
+    // Copies may be changed; but some of the tensors may be here already.
+    let lends = batch::devices(batch).contains(&device);
+    let mut f = |i, part| if lends { lender.lend(part, |part| f(i, part)) } else { f(i, part) };
     let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
     let slices = slices.collect::<Result<Vec<B>>>()?;
     if device == Device::Cpu {

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::subject::{Subject, Times};
 use super::{Layer, Profile};
-use crate::batch::{self, Batch};
+use crate::batch::{self, Batch, copy_of};
 use crate::layers::{Layers, Stashed};
 use crate::memory::Memory;
 use crate::random::Randomness;
@@ -92,7 +92,8 @@ impl Bench {
     ) -> Result<Profile> {
         let _counted = self.memory.enter();
         begin_backwards(self.device)?;
-        let here = |value: &Tensor| Ok(value.f_to_device(self.device)?.f_detach()?);
+        // A copy: a layer may change what it gets.
+        let here = |value: &Tensor| Ok(copy_of(&value.f_detach()?)?.f_to_device(self.device)?);
         let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
         let mut stashed = Stashed::default();
         let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };

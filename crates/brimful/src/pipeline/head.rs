@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use super::error::PipelineError;
 use super::job::Head;
-use crate::batch::{self, Batch};
+use crate::batch::{self, Batch, Lender};
 use crate::{Error, Loss, Result, feed};
 
 /// What a closure gave beside its losses, by micro-batch.
@@ -36,10 +36,11 @@ where
     let targets = slices.collect::<Result<Vec<Y>>>()?;
     let collected: Collected<O> = Arc::new(Mutex::new(ranges.iter().map(|_| None).collect()));
     let (given, loss) = (Arc::clone(&collected), Arc::clone(loss));
+    let mut lender = Lender::default();
     let head = move |i: usize, values: &[Tensor]| {
         let target = feed::moved(&targets[i], device)?;
         let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
-        let (loss, output) = loss(values, &target)?;
+        let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
         let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
         given.lock().unwrap_or_else(PoisonError::into_inner)[i] = Some(output);
         Ok(loss)

@@ -8,6 +8,7 @@ use std::thread;
 
 use tch::{Device, Tensor};
 
+use crate::batch::copy_of;
 use crate::copies::{Arriving, Copies};
 use crate::queued::Queued;
 use crate::{Error, Result};
@@ -17,6 +18,8 @@ use crate::{Error, Result};
 pub(super) enum Intake {
     /// By micro-batch; each is taken once. They may still be computed where they are.
     Here(Vec<Vec<Tensor>>, Queued),
+    /// The mini-batch's own memory, by micro-batch; and whether one was lent already.
+    Lent(Vec<Vec<Tensor>>, bool),
     Fed(Receiver<Result<Vec<Arriving>>>),
 }
 
@@ -31,7 +34,10 @@ impl Intake {
         let elsewhere = |input: &&Tensor| input.device() != copies.device();
         let queued = Queued::behind(inputs.iter().flatten().filter(elsewhere))?;
         let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
-        if here || copies.device() == Device::Cpu {
+        if here {
+            return Ok(Self::Lent(inputs, false));
+        }
+        if copies.device() == Device::Cpu {
             return Ok(Self::Here(inputs, queued));
         }
         let ordered: Vec<_> = order.map(|i| std::mem::take(&mut inputs[i])).collect();
@@ -42,9 +48,20 @@ impl Intake {
         Ok(Self::Fed(inlet))
     }
 
-    /// The input of this micro-batch, which is the next, for this thread's work on the device.
+    /// Whether micro-batches are the mini-batch itself, which must stay as it is.
+    pub(super) fn lends(&self) -> bool {
+        matches!(self, Self::Lent(..))
+    }
+
+    /// The input of this micro-batch, which is the next, for this thread's work on the device. The
+    /// first that is lent is a copy: see [`Lender`](crate::batch::Lender).
     pub(super) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
         let arriving = match self {
+            Self::Lent(inputs, has_lent) => {
+                let input = std::mem::take(&mut inputs[i]);
+                let is_first = !std::mem::replace(has_lent, true);
+                return if is_first { input.iter().map(copy_of).collect() } else { Ok(input) };
+            }
             Self::Here(inputs, queued) => start(std::mem::take(&mut inputs[i]), copies, queued)?,
             Self::Fed(inlet) => inlet.recv().map_err(|_| gone())??,
         };

@@ -22,6 +22,7 @@ use super::timeline::Timeline;
 use super::transfer::Tensors;
 use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
+use crate::batch::Versions;
 use crate::loss::Term;
 use crate::micro::tally::Tally;
 use crate::oom::{self, Caught};
@@ -152,10 +153,10 @@ impl Run {
         let input = self.receive(site, at, i)?;
         self.timeline.begin()?;
         let output = if !self.job.train {
-            let output = site.run(at, input, self.pass(i, site));
+            let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
         } else if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
-            let output = site.run(at, input.share(), self.pass(i, site));
+            let output = self.run_lent(site, at, i, input.share())?;
             Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
         } else if self.ends_in_loss(at) {
             self.timeline.end(action)?;
@@ -172,15 +173,29 @@ impl Run {
         Ok(())
     }
 
+    /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
+    fn run_lent(&self, site: &Site, at: usize, i: usize, input: Boundary) -> Result<Boundary> {
+        if !self.is_lent(at) {
+            return Ok(site.run(at, input, self.pass(i, site)));
+        }
+        let lent = input.share();
+        let before = Versions::of(lent.all());
+        let output = site.run(at, input, self.pass(i, site));
+        match before.changed(lent.all()) {
+            Some(leaf) => Err(Error::BatchChanged { leaf }),
+            None => Ok(output),
+        }
+    }
+
     /// Runs a stage that will be run again, from the same input and without a graph.
     fn run_for_now(&self, site: &Site, at: usize, i: usize, input: &Boundary) -> Result<Boundary> {
         let _without = tch::no_grad_guard();
-        let versions = || input.all().map(Tensor::f_internal_version).collect::<Vec<_>>();
-        let before = versions();
-        let output = site.run(at, input.share(), self.pass(i, site));
-        let unchanged =
-            before.iter().zip(versions()).all(|(a, b)| a.as_ref().ok() == b.as_ref().ok());
-        if unchanged { Ok(output) } else { Err(PipelineError::InputChanged.into()) }
+        let before = Versions::of(input.all());
+        let output = self.run_lent(site, at, i, input.share())?;
+        match before.changed(input.all()) {
+            Some(_) => Err(PipelineError::InputChanged.into()),
+            None => Ok(output),
+        }
     }
 
     fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
@@ -188,12 +203,11 @@ impl Run {
         self.timeline.begin()?;
         let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
         let input = kept.input.share();
-        let pass = self.pass(i, site);
         let output = if self.ends_in_loss(at) {
-            let output = site.run(at, input, pass);
+            let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
-            Output::Boundary(site.run_again(at, input, pass)?)
+            Output::Boundary(site.run_again(at, input, self.pass(i, site))?)
         };
         kept.output = Some(output);
         self.kept[at][i] = Some(kept);
@@ -242,6 +256,11 @@ impl Run {
         let terms = head(i, values)?.into_terms(self.job.train)?;
         self.tally.count(&terms, &self.job.parts[i])?;
         Ok(terms)
+    }
+
+    /// Whether the stage's input is the mini-batch itself.
+    fn is_lent(&self, at: usize) -> bool {
+        self.job.ports[at].values_in.is_none() && self.intake.lends()
     }
 
     pub(super) fn is_last(&self, at: usize) -> bool {

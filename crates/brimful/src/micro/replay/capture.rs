@@ -7,10 +7,10 @@ use tch::Tensor;
 use super::compare::Verdict;
 use super::program::{self, Program, Setting};
 use super::room::{Watch, make_room};
-use super::trial::{Eager, Trial, copied};
+use super::trial::{Eager, Trial};
 use super::{Replay, State, WARM_UP};
 use crate::accumulate::Sum;
-use crate::batch::Batch;
+use crate::batch::{Batch, copied};
 use crate::bytes::Bytes;
 use crate::loss::Part;
 use crate::micro::Outcome;
@@ -27,6 +27,7 @@ impl Replay {
         part: &Part,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(State, Bytes)> {
+        // The closure may change what it gets.
         let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
         let eager = Eager::run(pass, micro_batch, part, f, self.device)?;

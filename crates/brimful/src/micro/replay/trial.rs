@@ -8,13 +8,13 @@ use tch::{Device, Kind, Tensor};
 use super::compare::{Verdict, another, verdict};
 use super::program::Program;
 use super::readout::Readout;
+use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::{Part, Term};
 use crate::micro::Outcome;
 use crate::micro::pass::{Pass, forward};
 use crate::random::Randomness;
-use crate::{Error, Result};
 
 /// A micro-batch that has run eagerly, which is what counts, with its gradients still apart.
 #[derive(Debug)]
@@ -140,9 +140,4 @@ impl Effects {
 fn coarsest(parameters: &[Tensor]) -> Kind {
     let size = |p: &&Tensor| p.kind().elt_size_in_bytes();
     parameters.iter().min_by_key(size).map_or(Kind::Float, Tensor::kind)
-}
-
-/// The micro-batch in tensors of its own, for a closure may change those that it gets.
-pub(super) fn copied<B: Batch>(micro_batch: &B) -> Result<B, Error> {
-    micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))
 }

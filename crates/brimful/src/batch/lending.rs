@@ -1,0 +1,101 @@
+//! Micro-batches that are views of the user's mini-batch, lent to somebody who must leave them as they
+//! are.
+//!
+//! What changes its micro-batch in place (`x /= 255`) would change the mini-batch, and change it again
+//! wherever it is run again. The first one that is lent is a copy, so that this is known before the
+//! mini-batch has changed; of the others libtorch's own count of changes is compared.
+
+use tch::Tensor;
+
+use super::Batch;
+use crate::{Error, Result};
+
+/// Lends one micro-batch after another to the same borrower.
+#[derive(Debug, Default)]
+pub(crate) struct Lender {
+    has_lent: bool,
+}
+
+impl Lender {
+    /// Lets `f` use the micro-batch.
+    ///
+    /// # Errors
+    /// As `f` does; or when it has changed what it was lent.
+    pub(crate) fn lend<B: Batch, T>(
+        &mut self,
+        micro_batch: B,
+        f: impl FnOnce(B) -> Result<T>,
+    ) -> Result<T> {
+        let lent = if self.has_lent { micro_batch } else { copied(&micro_batch)? };
+        self.has_lent = true;
+        let mut tensors = Vec::new();
+        lent.visit(&mut |leaf| tensors.push(leaf.tensor().shallow_clone()));
+        let before = Versions::of(&tensors);
+        let result = f(lent);
+        before.check(&tensors)?;
+        result
+    }
+}
+
+/// How often each of some tensors was changed so far; views of one memory count together. Tensors that
+/// do not count, as those of inference mode, count as unchanged.
+#[derive(Debug)]
+pub(crate) struct Versions(Vec<Option<i64>>);
+
+impl Versions {
+    pub(crate) fn of<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Self {
+        Self(tensors.into_iter().map(|tensor| tensor.f_internal_version().ok()).collect())
+    }
+
+    /// The first of the same tensors that was changed since.
+    pub(crate) fn changed<'a>(
+        &self,
+        tensors: impl IntoIterator<Item = &'a Tensor>,
+    ) -> Option<usize> {
+        let now = Self::of(tensors).0;
+        self.0.iter().zip(&now).position(|(before, now)| before != now)
+    }
+
+    fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
+        self.changed(tensors).map_or(Ok(()), |leaf| Err(Error::BatchChanged { leaf }))
+    }
+}
+
+/// The same micro-batch in memory of its own. A gradient finds its way back all the same.
+pub(crate) fn copied<B: Batch>(micro_batch: &B) -> Result<B> {
+    micro_batch.map(&mut |leaf| copy_of(leaf.tensor()))
+}
+
+/// The same tensor in memory of its own.
+pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_to_dtype(tensor.kind(), false, true)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    fn the_first_borrower_that_changes_what_it_gets_is_refused_before_the_batch_has_changed() {
+        let batch = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
+        let (mut lender, slice) = (Lender::default(), |start| batch.narrow(0, start, 2));
+        let double = |mut x: Tensor| Ok(drop(x.g_mul_scalar_(2.0)));
+        let error = lender.lend((batch.copy(), slice(0)), |(_, x)| double(x));
+        assert_eq!(error, Err(Error::BatchChanged { leaf: 1 }));
+        assert_eq!(batch, batch.ones_like());
+        lender.lend(slice(2), |x| Ok(drop(x + 1.0))).expect("left as it was");
+        // Later ones are views: the change is seen, and told even if something else has failed.
+        let error = lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::EmptyBatch)));
+        assert_eq!(error, Err(Error::BatchChanged { leaf: 0 }));
+    }
+
+    #[test]
+    fn a_copy_hands_its_gradient_back() {
+        let x = Tensor::ones([4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let lent = Lender::default().lend(x.narrow(0, 0, 2), |x| Ok((x * 3.0).sum(Kind::Float)));
+        lent.expect("left as it was").backward();
+        assert_eq!(Vec::<f32>::try_from(x.grad()).expect("a gradient"), [3.0, 3.0, 0.0, 0.0]);
+    }
+}
