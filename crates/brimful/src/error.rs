@@ -399,6 +399,20 @@ pub enum Error {
         samples: usize,
     },
 
+    /// A window whose sums are of other parameters than those that are trained now.
+    #[error(
+        "{samples} samples have been accumulated for {then} trained parameters, and now {now} are, or \
+         others: freeze and thaw parameters before a window's first `accumulate` or after its `commit`"
+    )]
+    TrainedChanged {
+        /// Samples that wait.
+        samples: usize,
+        /// Parameters that were trained when the first of them were run.
+        then: usize,
+        /// Those that are trained now.
+        now: usize,
+    },
+
     /// What needs all samples in one process.
     #[error(
         "a loss over the whole mini-batch needs all samples in one process, but there are {ranks} \

@@ -8,9 +8,9 @@ use std::panic::{self, AssertUnwindSafe};
 
 use brimful::memory::{Arena, Memory};
 use brimful::micro::NonFinite;
-use brimful::{Error, Loss, MicroBatcher, Size};
+use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use fixture::{Net, alone, assert_same, state};
-use tch::nn::ModuleT;
+use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 fn batch() -> Tensor {
@@ -203,4 +203,44 @@ fn a_dropout_mask_is_the_same_in_both_passes_of_a_whole_loss() {
     micro.backward_whole(&batch(), forward, |z| z.square().mean(Kind::Double)).expect("a step");
     let (first, second) = seen.split_at(3);
     assert_eq!(first, second);
+}
+
+#[test]
+fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
+    let _alone = alone();
+    let build = |root: &nn::Path| [root.ones("a", &[3]), root.ones("b", &[3])];
+    let loss = |[a, b]: &[Tensor; 2], x: &Tensor| {
+        Loss::mean((a * x).mean(Kind::Float) + (b * x).square().mean(Kind::Float))
+    };
+    let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)) * 2.0;
+    let refused = |error: Error| {
+        assert_eq!(error, Error::TrainedChanged { samples: 4, then: 2, now: 1 });
+    };
+    let gradients = |[a, b]: [Tensor; 2]| [a.grad(), b.grad()].map(|g| g.double_value(&[0]));
+
+    let store = nn::VarStore::new(Device::Cpu);
+    let pair = build(&store.root());
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+    micro.accumulate(&x, |x| loss(&pair, &x)).expect("the first");
+    let _ = pair[0].set_requires_grad(false);
+    refused(micro.commit().expect_err("another parameter"));
+    refused(micro.accumulate(&x, |x| loss(&pair, &x)).expect_err("another parameter"));
+    let _ = pair[0].set_requires_grad(true);
+    micro.commit().expect("what was kept");
+    let expected = gradients(pair);
+
+    let mut replicas =
+        Replicas::new([Device::Cpu, Device::Cpu], Size::Fixed(2), build).expect("two");
+    let twins = || ["a", "b"].map(|name| replicas_variable(&replicas, name));
+    let pair = twins();
+    replicas.accumulate(&x, move |pair, x: Tensor| loss(pair, &x)).expect("the first");
+    let _ = pair[0].set_requires_grad(false);
+    refused(replicas.commit().expect_err("another parameter"));
+    let _ = pair[0].set_requires_grad(true);
+    replicas.commit().expect("what was kept");
+    assert_eq!(gradients(pair), expected);
+}
+
+fn replicas_variable<M: 'static>(replicas: &Replicas<M>, name: &str) -> Tensor {
+    replicas.store().variables()[name].shallow_clone()
 }

@@ -242,6 +242,7 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<R::Outputs> {
         let (start, is_first) = (Instant::now(), self.window.is_none());
+        self.check_trained()?;
         let closure = Closure::of(&f);
         let (outputs, story) = self.sized(Use::Train, batch, |this, cut| {
             let unit = this.window.as_ref().map_or(cut.samples() as f64, |window| window.unit);
@@ -249,7 +250,7 @@ impl MicroBatcher {
             let (later, outputs) = this.attempt(batch, cut, scale, closure, &mut f)?;
             let later = later.lasting()?;
             match &mut this.window {
-                None => this.window = Some(later),
+                None => this.window = Some(later.opened(&this.variables)),
                 Some(window) => window.extend(later)?,
             }
             Ok(outputs)
@@ -267,11 +268,13 @@ impl MicroBatcher {
     /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
     ///
     /// # Errors
-    /// When there is none; when a denominator is 0 or the loss is not finite: then all of them are
-    /// forgotten, and gradients, statistics and random state are as before the first.
+    /// When there is none; when parameters were frozen or thawed since the first, and all of them are
+    /// kept; when a denominator is 0 or the loss is not finite: then all of them are forgotten, and
+    /// gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<Step> {
         let start = Instant::now();
-        let window = self.window.take().ok_or(Error::NothingAccumulated);
+        let checked = self.check_trained();
+        let window = checked.and_then(|()| self.window.take().ok_or(Error::NothingAccumulated));
         if let Some(world) = self.world.clone() {
             return self.commit_together(&world, window, start);
         }

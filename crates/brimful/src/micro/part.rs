@@ -59,6 +59,11 @@ impl MicroBatcher {
         Ok(Some(self.replay.take_peak(usage.peak)))
     }
 
+    /// A window's sums are of the parameters that were trained when it was opened.
+    pub(super) fn check_trained(&self) -> Result<()> {
+        self.window.as_ref().map_or(Ok(()), |window| window.check_trained(&self.variables))
+    }
+
     /// A whole step has no place between the parts of another.
     pub(super) fn check_no_window(&self) -> Result<()> {
         match &self.window {

@@ -1,13 +1,17 @@
 //! What has been run of a step, and can still be undone.
 
+use std::sync::{Mutex, PoisonError};
+
+use tch::nn::Variables;
+
 use super::attempt::Undo;
 use super::cut::Cut;
 use super::tally::{Group, Tally};
-use crate::Result;
 use crate::accumulate::Sums;
 use crate::auto::Story;
 use crate::bytes::Bytes;
 use crate::statistics::Pending;
+use crate::{Error, Result};
 
 /// Mini-batches that have been run but not committed.
 #[derive(Debug)]
@@ -22,6 +26,8 @@ pub(crate) struct Window {
     /// The most memory used while it was run.
     pub(super) peak: Bytes,
     pub(super) story: Story,
+    /// For each variable that can be trained, whether it was: sums are of these, in their order.
+    pub(super) trained: Vec<bool>,
 }
 
 impl Window {
@@ -35,7 +41,23 @@ impl Window {
         cut: &Cut,
     ) -> Self {
         let (sizes, peak, story) = (cut.sizes().to_vec(), cut.peak(), Story::default());
-        Self { sums, tally, groups, undo, unit, sizes, peak, story }
+        Self { sums, tally, groups, undo, unit, sizes, peak, story, trained: Vec::new() }
+    }
+
+    /// Takes note of what is trained, for the mini-batches that follow.
+    pub(crate) fn opened(self, variables: &Mutex<Variables>) -> Self {
+        Self { trained: trained(variables), ..self }
+    }
+
+    /// Refuses where other parameters are trained now than when it was opened.
+    pub(crate) fn check_trained(&self, variables: &Mutex<Variables>) -> Result<()> {
+        let now = trained(variables);
+        if now == self.trained {
+            return Ok(());
+        }
+        let count = |trained: &[bool]| trained.iter().filter(|trained| **trained).count();
+        let samples = self.sizes.iter().sum();
+        Err(Error::TrainedChanged { samples, then: count(&self.trained), now: count(&now) })
     }
 
     /// Makes its sums its own, so that they outlast the step; undone where there is no memory for that.
@@ -76,4 +98,10 @@ impl Window {
         self.peak = self.peak.max(later.peak);
         Ok(())
     }
+}
+
+/// Whether each variable that can be trained is.
+fn trained(variables: &Mutex<Variables>) -> Vec<bool> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    variables.trainable_variables.iter().map(|variable| variable.tensor.requires_grad()).collect()
 }

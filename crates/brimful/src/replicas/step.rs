@@ -87,6 +87,7 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<R::Outputs> {
+        self.check_trained()?;
         let f = Arc::new(f);
         let unit = self.window.as_ref().map(|parts| parts.window.unit);
         let place = |opening: &Opening, replica| {
@@ -114,16 +115,24 @@ impl<M: 'static> Replicas<M> {
     /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
     pub fn commit(&mut self) -> Result<Step> {
         let (start, ranks) = (Instant::now(), self.ranks(self.world.as_ref())?);
-        match (self.window.take(), ranks) {
-            (Some(Kept { window, told, story, seed }), ranks) => {
+        let checked = self.check_trained();
+        let window = checked.and_then(|()| self.window.take().ok_or(Error::NothingAccumulated));
+        match (window, ranks) {
+            (Ok(Kept { window, told, story, seed }), ranks) => {
                 let joined = Joined { window, outputs: (), told };
                 let step = self.settle(joined, ranks, start)?;
                 self.reserved = 0;
                 Ok(Step { seed: seed.unwrap_or_default(), ..step }.with_story(story))
             }
-            (None, Some((world, _))) => Err(tell(&world, Error::NothingAccumulated, start)),
-            (None, None) => Err(Error::NothingAccumulated),
+            (Err(error), Some((world, _))) => Err(tell(&world, error, start)),
+            (Err(error), None) => Err(error),
         }
+    }
+
+    /// A window's sums are of the parameters that were trained when it was opened.
+    fn check_trained(&self) -> Result<()> {
+        let kept = self.window.as_ref();
+        kept.map_or(Ok(()), |kept| kept.window.check_trained(&self.store.variables_))
     }
 
     /// A whole step has no place between the parts of another.
@@ -145,7 +154,8 @@ impl<M: 'static> Replicas<M> {
             }
             None => {
                 let (story, seed) = (Story::default(), None);
-                self.window = Some(Kept { window: later, told, story, seed });
+                let window = later.opened(&self.store.variables_);
+                self.window = Some(Kept { window, told, story, seed });
             }
         }
         Ok(outputs)
