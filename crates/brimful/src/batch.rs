@@ -40,7 +40,7 @@ use tch::{Device, Tensor};
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
-pub(crate) use lending::{Lender, Versions, copied, copy_of};
+pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
 
 use crate::{Error, Result};
 

@@ -8,6 +8,7 @@
 //!
 //! Nobody's host thread waits, but where the device is the host.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use brimful_torch::stream::{Event, Stream};
@@ -15,6 +16,8 @@ use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::Result;
+use crate::batch::Borrowers;
+use crate::queued::accelerators;
 
 /// One thread's copies to its device. Clones use the same streams.
 ///
@@ -25,6 +28,10 @@ pub(crate) struct Copies {
     device: Device,
     /// One for each device that was copied from or to.
     streams: Arc<Mutex<Vec<Stream>>>,
+    /// Whether page-locked memory of somebody else's was read.
+    reads_page_locked: Arc<AtomicBool>,
+    /// Of what is here already, and is not copied but lent.
+    pub(crate) borrowers: Borrowers,
 }
 
 /// A copy that has been begun.
@@ -37,7 +44,12 @@ pub(crate) struct Arriving {
 
 impl Copies {
     pub(crate) fn new(device: Device) -> Self {
-        Self { device, streams: Arc::default() }
+        Self {
+            device,
+            streams: Arc::default(),
+            reads_page_locked: Arc::default(),
+            borrowers: Borrowers::default(),
+        }
     }
 
     pub(crate) fn device(&self) -> Device {
@@ -54,6 +66,9 @@ impl Copies {
             here.wait(ready)?;
         }
         let source = transfer::pin(tensor)?;
+        if source.device() == Device::Cpu && source.data_ptr() == tensor.data_ptr() {
+            self.reads_page_locked.store(true, Ordering::Relaxed);
+        }
         let copy = transfer::send(&source, self.device)?;
         // The source's memory must not be used for something else before it has been copied.
         if source.device() != Device::Cpu {
@@ -72,6 +87,20 @@ impl Copies {
             return Ok(None);
         }
         Ok(Some(Event::after(self.stream(self.device)?)?))
+    }
+
+    /// Lets what this thread does to these tensors from now on come after the copies of them that were
+    /// begun: on their own accelerator, or by the host, which must wait where it could write at once to
+    /// page-locked memory that is still being read.
+    pub(crate) fn release<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+        let Some(landed) = self.landing()? else { return Ok(()) };
+        for source in accelerators(tensors.map(Tensor::device)) {
+            Stream::current(source)?.wait(&landed)?;
+        }
+        if self.reads_page_locked.swap(false, Ordering::Relaxed) {
+            landed.synchronize()?;
+        }
+        Ok(())
     }
 
     /// Begins to copy a tensor to this device, with a gradient of its own where it has one; one that is

@@ -27,22 +27,34 @@ use crate::{Error, Result};
 const GLANCE: Duration = Duration::from_micros(100);
 
 /// Calls `f` with each micro-batch in turn, on the device of the copies.
-pub(crate) fn each<B: Batch>(
+pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
+    batch: &B,
+    ranges: &[Range<usize>],
+    copies: &Copies,
+    mut f: F,
+) -> Result<()> {
+    // Copies may be changed; tensors that are here already are lent.
+    if !batch::devices(batch).contains(&copies.device()) {
+        return brought(batch, ranges, copies, f);
+    }
+    let mut lender = Lender::to(copies.borrowers.knows::<F>());
+    brought(batch, ranges, copies, |i, part| lender.lend(part, |part| f(i, part)))?;
+    copies.borrowers.trust::<F>();
+    Ok(())
+}
+
+/// Calls `f` with each micro-batch in turn, which may be a view of the batch.
+fn brought<B: Batch>(
     batch: &B,
     ranges: &[Range<usize>],
     copies: &Copies,
     mut f: impl FnMut(usize, B) -> Result<()>,
 ) -> Result<()> {
-    let (device, mut lender) = (copies.device(), Lender::default());
+    let device = copies.device();
     if is_on(batch, device) {
         let mut slices = ranges.iter().cloned().enumerate();
-        return slices.try_for_each(|(i, range)| {
-            lender.lend(batch::slice(batch, range)?, |part| f(i, part))
-        });
+        return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
     }
-    // Copies may be changed; but some of the tensors may be here already.
-    let lends = batch::devices(batch).contains(&device);
-    let mut f = |i, part| if lends { lender.lend(part, |part| f(i, part)) } else { f(i, part) };
     let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
     let slices = slices.collect::<Result<Vec<B>>>()?;
     if device == Device::Cpu {
@@ -50,7 +62,7 @@ pub(crate) fn each<B: Batch>(
         return slices.try_for_each(|(i, slice)| f(i, moved(slice, device)?));
     }
     let (compute, queued) = (Stream::current(device)?, queued_behind(batch)?);
-    thread::scope(|scope| {
+    let fed = thread::scope(|scope| {
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
         scope.spawn(move || feed(slices, copies, &queued, &arrivals, &released));
@@ -65,7 +77,16 @@ pub(crate) fn each<B: Batch>(
             let _ = releases.send(Event::after(compute)?);
         }
         Ok(())
-    })
+    });
+    release(batch, copies)?;
+    fed
+}
+
+/// Lets whoever changes the batch next come after the copies that still read it.
+fn release(batch: &impl Batch, copies: &Copies) -> Result<()> {
+    let mut tensors = Vec::new();
+    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
+    copies.release(tensors.into_iter())
 }
 
 /// A micro-batch whose copy is under way.

@@ -831,3 +831,53 @@ fn stages_without_parameters_are_fine() {
         }
     }
 }
+
+#[test]
+fn what_is_done_to_gradients_between_forward_and_backward_counts() {
+    let _alone = alone();
+    let build = || {
+        let layers = Layers::new()
+            .add("one", |p| nn::linear(p, 4, 4, Default::default()))
+            .add("two", |p| nn::linear(p, 4, 4, Default::default()));
+        tch::manual_seed(5);
+        let devices = [Device::Cpu, Device::Cpu];
+        Pipeline::builder(layers).devices(devices).micro_batches(2).build().expect("a pipeline")
+    };
+    let x = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
+    let loss = |out: &Tensor| out.square().sum(Kind::Float);
+    let run = |pipe: &mut Pipeline, between: &dyn Fn(&mut Pipeline)| {
+        let outputs = pipe.forward(&x).expect("outputs");
+        between(pipe);
+        loss(&outputs).backward();
+        pipe.backward(outputs).expect("a step");
+    };
+    let gradients = |pipe: &Pipeline| -> Vec<Tensor> {
+        let variables = pipe.variables().expect("variables");
+        variables.iter().map(|(_, tensor)| tensor.grad().copy()).collect()
+    };
+    // Gradients are cleared after the forward, as loops of PyTorch do.
+    let (mut once, mut often) = (build(), build());
+    run(&mut once, &|_| ());
+    for _ in 0..3 {
+        run(&mut often, &|pipe| pipe.zero_grad().expect("cleared"));
+    }
+    assert_eq!(gradients(&often), gradients(&once));
+    // A forward that is given up leaves them as they are.
+    let before = gradients(&often);
+    let _ = often.forward(&x).expect("outputs");
+    assert_eq!(gradients(&often), before);
+    often.zero_grad().expect("cleared");
+    run(&mut often, &|_| ());
+    assert_eq!(gradients(&often), before);
+    // What is frozen after the forward gets none, and nobody else gets its own.
+    let mut frozen = build();
+    let weight = |pipe: &Pipeline, name: &str| {
+        let variables = pipe.variables().expect("variables");
+        variables.into_iter().find(|(n, _)| n == name).expect("a weight").1
+    };
+    run(&mut frozen, &|pipe| drop(weight(pipe, "one.weight").set_requires_grad(false)));
+    for name in ["one.bias", "two.weight", "two.bias"] {
+        assert_eq!(weight(&frozen, name).grad(), weight(&once, name).grad(), "{name}");
+    }
+    assert!(!weight(&frozen, "one.weight").grad().defined());
+}

@@ -2,13 +2,32 @@
 //! are.
 //!
 //! What changes its micro-batch in place (`x /= 255`) would change the mini-batch, and change it again
-//! wherever it is run again. The first one that is lent is a copy, so that this is known before the
-//! mini-batch has changed; of the others libtorch's own count of changes is compared.
+//! wherever it is run again. The first one that somebody borrows is a copy, so that this is known before
+//! the mini-batch has changed; of the others libtorch's own count of changes is compared.
+
+use std::any::TypeId;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Tensor;
 
 use super::Batch;
 use crate::{Error, Result};
+
+/// Who has left what was lent as it was, known by its type. Clones know the same.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Borrowers(Arc<Mutex<HashSet<TypeId>>>);
+
+impl Borrowers {
+    pub(crate) fn knows<F>(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&typeid::of::<F>())
+    }
+
+    /// Takes note of one that has.
+    pub(crate) fn trust<F>(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(typeid::of::<F>());
+    }
+}
 
 /// Lends one micro-batch after another to the same borrower.
 #[derive(Debug, Default)]
@@ -17,6 +36,11 @@ pub(crate) struct Lender {
 }
 
 impl Lender {
+    /// To a borrower that may be known.
+    pub(crate) fn to(is_known: bool) -> Self {
+        Self { has_lent: is_known }
+    }
+
     /// Lets `f` use the micro-batch.
     ///
     /// # Errors
@@ -81,14 +105,14 @@ mod tests {
     fn the_first_borrower_that_changes_what_it_gets_is_refused_before_the_batch_has_changed() {
         let batch = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
         let (mut lender, slice) = (Lender::default(), |start| batch.narrow(0, start, 2));
-        let double = |mut x: Tensor| Ok(drop(x.g_mul_scalar_(2.0)));
+        let double = |mut x: Tensor| Ok(x.g_mul_scalar_(2.0));
         let error = lender.lend((batch.copy(), slice(0)), |(_, x)| double(x));
-        assert_eq!(error, Err(Error::BatchChanged { leaf: 1 }));
+        assert_eq!(error.expect_err("changed"), Error::BatchChanged { leaf: 1 });
         assert_eq!(batch, batch.ones_like());
-        lender.lend(slice(2), |x| Ok(drop(x + 1.0))).expect("left as it was");
+        drop(lender.lend(slice(2), |x| Ok(x + 1.0)).expect("left as it was"));
         // Later ones are views: the change is seen, and told even if something else has failed.
         let error = lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::EmptyBatch)));
-        assert_eq!(error, Err(Error::BatchChanged { leaf: 0 }));
+        assert_eq!(error.expect_err("changed"), Error::BatchChanged { leaf: 0 });
     }
 
     #[test]

@@ -51,7 +51,8 @@ type Foreign = Vec<(Tensor, Tensor)>;
 impl Worker {
     /// Runs a whole step, and keeps what commits or undoes it.
     pub(super) fn attempt(&mut self, job: Job) -> Result<Told, Failure> {
-        let (run, foreign) = self.begin(job)?;
+        let (mut run, foreign) = self.begin(job)?;
+        run.accumulator = Some(self.accumulator(&run).map_err(failed)?);
         let (undo, result) = self.collecting(run, foreign, |_| true);
         self.conclude(undo, result)
     }
@@ -73,7 +74,11 @@ impl Worker {
     pub(super) fn attempt_backward(&mut self, gradients: Vec<Tensors>) -> Result<Told, Failure> {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
-        let result = self.go_on(run, |_| true);
+        // Not before: what the caller does to gradients and parameters since the forward counts.
+        let result = self.accumulator(&run).map_err(failed).and_then(|accumulator| {
+            run.accumulator = Some(accumulator);
+            self.go_on(run, |_| true)
+        });
         self.conclude(undo, result)
     }
 
@@ -106,13 +111,17 @@ impl Worker {
         let parameters = self.parameters();
         self.site.trains = !parameters.is_empty();
         if !job.train {
-            return Ok((Run::new(job, self, None)?, Vec::new()));
+            return Ok((Run::new(job, self)?, Vec::new()));
         }
         let foreign = self.foreign.save(&self.store.variables_)?;
         self.site.foreign = foreign.iter().map(|(running, _)| running.data()).collect();
-        let accumulator =
-            Accumulator::begin(parameters, &self.store.variables_)?.summing(job.summing.clone());
-        Ok((Run::new(job, self, Some(accumulator))?, foreign))
+        Ok((Run::new(job, self)?, foreign))
+    }
+
+    /// Collects the run's gradients, apart from those that are there.
+    fn accumulator(&self, run: &Run) -> Result<Accumulator> {
+        let accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
+        Ok(accumulator.summing(run.job.summing.clone()))
     }
 
     fn parameters(&self) -> Vec<Tensor> {
@@ -140,6 +149,11 @@ impl Worker {
 
     fn conclude(&mut self, undo: Undo, result: Result<Run, Failure>) -> Result<Told, Failure> {
         let summing = result.as_ref().ok().and_then(|run| run.job.summing.clone());
+        // Those that the sums are of: others may be trained by the time of the commit.
+        let parameters = result.as_ref().ok().and_then(|run| run.accumulator.as_ref());
+        let parameters = parameters.map_or_else(Vec::new, |accumulator| {
+            accumulator.parameters().iter().map(Tensor::shallow_clone).collect()
+        });
         let told = result.and_then(|run: Run| {
             let told = oom::catch(|| {
                 self.foreign.judge(&undo.statistics, &undo.foreign, run.micro_batches());
@@ -149,7 +163,6 @@ impl Worker {
         });
         match told {
             Ok((told, sums)) => {
-                let parameters = self.parameters();
                 self.attempt = Some(Attempt { parameters, sums, undo, summing, prepared: None });
                 Ok(told)
             }

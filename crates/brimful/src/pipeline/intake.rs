@@ -35,7 +35,7 @@ impl Intake {
         let queued = Queued::behind(inputs.iter().flatten().filter(elsewhere))?;
         let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
         if here {
-            return Ok(Self::Lent(inputs, false));
+            return Ok(Self::Lent(inputs, copies.borrowers.knows::<Self>()));
         }
         if copies.device() == Device::Cpu {
             return Ok(Self::Here(inputs, queued));

@@ -7,8 +7,8 @@ use tch::Tensor;
 
 use super::Pipeline;
 use super::ranks::Ranks;
+use super::saved;
 use super::worker::Worker;
-use super::{saved, ties};
 use crate::crew::Crew;
 use crate::optim::{self, Method, Optimizer};
 use crate::{Error, Result};
@@ -94,8 +94,8 @@ impl PipelineOptimizer {
             plans = crew.all(|worker| optimizer(worker).prepare())?;
             Ok(())
         })?;
-        crew.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan))?;
-        ties::spread(&crew, &self.ranks)
+        // Copies of shared variables follow before the next step: nothing that may fail comes after.
+        crew.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan)).map(drop)
     }
 
     /// Leaves every parameter without a gradient.

@@ -84,11 +84,7 @@ pub(super) enum Output {
 }
 
 impl Run {
-    pub(super) fn new(
-        mut job: Job,
-        worker: &Worker,
-        accumulator: Option<Accumulator>,
-    ) -> Result<Self> {
+    pub(super) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         if !job.train {
             list.retain(|action| action.kind == Kind::Forward);
@@ -109,7 +105,7 @@ impl Run {
             norms: Vec::new(),
             intake,
             next: 0,
-            accumulator,
+            accumulator: None,
             timeline,
             list,
             job,
@@ -183,7 +179,10 @@ impl Run {
         let output = site.run(at, input, self.pass(i, site));
         match before.changed(lent.all()) {
             Some(leaf) => Err(Error::BatchChanged { leaf }),
-            None => Ok(output),
+            None => {
+                site.inputs.borrowers.trust::<Intake>();
+                Ok(output)
+            }
         }
     }
 
