@@ -34,8 +34,10 @@ int32_t brimful_lay_out(at::Tensor* tensor, bool channels_last, char** message) 
     const at::NoGradGuard no_grad;
     const auto format = format_of(*tensor, channels_last);
     const auto gradient = tensor->grad().defined() ? tensor->grad().contiguous(format) : at::Tensor();
+    // All that may run out of memory comes before the first change.
+    const auto data = tensor->detach().contiguous(format);
     tensor->mutable_grad() = at::Tensor();
-    tensor->set_data(tensor->detach().contiguous(format));
+    tensor->set_data(data);
     tensor->mutable_grad() = gradient;
   });
 }

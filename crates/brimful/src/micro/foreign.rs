@@ -4,6 +4,7 @@
 //! are saved before a step, and the user is told once that a layer of this library would do better.
 //! Of this library's own, the user is told once where an automatic size leaves them very few samples.
 
+use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
@@ -16,8 +17,9 @@ use crate::statistics::Pending;
 /// What is known of such layers.
 #[derive(Debug, Default)]
 pub(crate) struct Search {
-    /// Running statistics that no layer has reported; none before the first training step.
-    found: Option<Vec<Tensor>>,
+    /// Running statistics that layers have reported, by their addresses; none before the first training
+    /// step. The store may grow: whatever is not among these is saved.
+    reported: Option<HashSet<usize>>,
     /// Whether they were looked at after several micro-batches: that waits for the device, and so is
     /// done once.
     looked: bool,
@@ -27,11 +29,9 @@ pub(crate) struct Search {
 impl Search {
     /// The statistics that nobody reports, each with a copy of what it is now.
     pub(crate) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
-        let copy = |t: &Tensor| Ok((t.shallow_clone(), t.f_detach_copy()?));
-        match &self.found {
-            Some(found) => found.iter().map(copy).collect(),
-            None => all(variables).iter().map(copy).collect(),
-        }
+        let known = |t: &Tensor| self.reported.as_ref().is_some_and(|all| all.contains(&place(t)));
+        let foreign = all(variables).into_iter().filter(|t| !known(t));
+        foreign.map(|t| Ok((t.shallow_clone(), t.f_detach_copy()?))).collect()
     }
 
     /// Learns from a training step which statistics nobody reports, and warns where micro-batches move
@@ -47,8 +47,8 @@ impl Search {
             self.looked = true;
             warn(foreign().filter(|(running, before)| running != before).count(), micro_batches);
         }
-        let found = || foreign().map(|(running, _)| running.shallow_clone()).collect();
-        self.found.get_or_insert_with(found);
+        let ours = saved.iter().filter(|(running, _)| reported.knows(running));
+        self.reported.get_or_insert_default().extend(ours.map(|(running, _)| place(running)));
     }
 
     /// Warns where an automatic size leaves layers of this library with very few samples at a time.
@@ -82,4 +82,8 @@ fn all(variables: &Mutex<Variables>) -> Vec<Tensor> {
     let is_statistic = |name: &str| name.ends_with("running_mean") || name.ends_with("running_var");
     let named = variables.named_variables.iter().filter(|(name, _)| is_statistic(name));
     named.map(|(_, tensor)| tensor.shallow_clone()).collect()
+}
+
+fn place(tensor: &Tensor) -> usize {
+    tensor.data_ptr() as usize
 }

@@ -159,7 +159,7 @@ impl MicroBatcher {
     /// What cannot be captured is noticed, said once with the cause in the log and by
     /// [`MicroBatcher::eager_cause`], and runs eagerly, as everything does on a CPU.
     ///
-    /// In the four steps after a capture, and ever more rarely later (every 256th step in the end), one
+    /// In the two steps after a capture, and ever more rarely later (every 256th step in the end), one
     /// micro-batch is run eagerly too and compared. Where the closure does something else by then, the
     /// step is run again eagerly, the capture is given up, and the log says as an error what changed
     /// and how many steps may have been replayed with what was before.
@@ -269,13 +269,17 @@ impl MicroBatcher {
     ///
     /// # Errors
     /// When there is none; when parameters were frozen or thawed since the first, and all of them are
-    /// kept; when a denominator is 0 or the loss is not finite: then all of them are forgotten, and
+    /// kept, but where there are other ranks; when a denominator is 0 or the loss is not finite: then all of them are forgotten, and
     /// gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<Step> {
         let start = Instant::now();
         let checked = self.check_trained();
         let window = checked.and_then(|()| self.window.take().ok_or(Error::NothingAccumulated));
         if let Some(world) = self.world.clone() {
+            // The others will undo theirs.
+            if let (Err(_), Some(kept)) = (&window, self.window.take()) {
+                kept.undo.run()?;
+            }
             return self.commit_together(&world, window, start);
         }
         let mut window = window?;

@@ -124,7 +124,13 @@ impl<M: 'static> Replicas<M> {
                 self.reserved = 0;
                 Ok(Step { seed: seed.unwrap_or_default(), ..step }.with_story(story))
             }
-            (Err(error), Some((world, _))) => Err(tell(&world, error, start)),
+            (Err(error), Some((world, _))) => {
+                // The others will undo theirs.
+                if let Some(Kept { window, .. }) = self.window.take() {
+                    window.undo.run()?;
+                }
+                Err(tell(&world, error, start))
+            }
             (Err(error), None) => Err(error),
         }
     }
