@@ -27,11 +27,9 @@ struct Own {
   // Filling a generator's state takes a thousand times longer than noting the seed: most who are
   // seeded never draw.
   bool stale = true;
-  uint64_t draws = 0;
   std::unique_ptr<Own> around;
 
   const at::Generator& seeded() {
-    ++draws;
     if (stale) {
       generator.set_current_seed(seed);
       stale = false;
@@ -102,9 +100,6 @@ void brimful_own_generator_seed(Own* own, uint64_t seed) noexcept {
   own->seed = seed;
   own->stale = true;
 }
-
-// How often this thread has drawn from the generator that draws now; 0 where it has none.
-uint64_t brimful_own_draws() noexcept { return innermost ? innermost->draws : 0; }
 
 // Guards may be dropped in any order, so `own` need not be the innermost.
 void brimful_own_generator_leave(Own* own) noexcept {

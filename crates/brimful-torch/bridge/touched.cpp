@@ -33,6 +33,7 @@ struct Touches {
   std::unordered_map<c10::StorageImpl*, Touch> all;
   // Each operation with its numbers, in words.
   std::vector<std::string> lines;
+  bool draws_on_host = false;
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   Touches* around = nullptr;
 
@@ -76,6 +77,16 @@ bool is_number_alone(const c10::IValue& value) {
   return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
 }
 
+bool takes_generator(const c10::Argument& argument) {
+  const auto* optional = argument.type()->castRaw<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+bool is_elsewhere(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() && !value.toTensor().is_cpu();
+  return value.isDevice() && !value.toDevice().is_cpu();
+}
+
 // Adds the numbers that the host hands to an operation.
 void say(std::ostream& line, const c10::IValue& value) {
   if (value.isScalar() || value.isBool() || value.isString()) {
@@ -107,6 +118,8 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
     if (!(on_numbers && inputs[i].isTensor())) say(line, inputs[i]);
   }
   innermost->lines.push_back(line.str());
+  innermost->draws_on_host |= std::any_of(arguments.begin(), arguments.end(), takes_generator) &&
+                              std::none_of(inputs.begin(), inputs.end(), is_elsewhere);
   return nullptr;
 }
 
@@ -138,6 +151,11 @@ int32_t brimful_touches_begin(Touches** touches, char** message) noexcept {
 // Nothing is listed until this is called with what it returned.
 Touches* brimful_touches_exchange(Touches* touches) noexcept {
   return std::exchange(innermost, touches);
+}
+
+// Whether an operation so far took random numbers of the host.
+bool brimful_touches_draw_on_host(const Touches* touches) noexcept {
+  return touches->draws_on_host;
 }
 
 // Calls `ran` for each operation, and `found` for what is still there, with all of its bytes as a

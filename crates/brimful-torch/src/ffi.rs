@@ -159,7 +159,6 @@ unsafe extern "C" {
     pub(crate) fn brimful_own_generator_enter(own: *mut *mut RawGenerator, message: Message)
     -> i32;
     pub(crate) fn brimful_own_generator_seed(own: *mut RawGenerator, seed: u64);
-    pub(crate) fn brimful_own_draws() -> u64;
     pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
@@ -237,6 +236,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_touches_begin(list: *mut *mut c_void, message: Message) -> i32;
     pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
     pub(crate) fn brimful_touches_exchange(list: *mut c_void) -> *mut c_void;
+    pub(crate) fn brimful_touches_draw_on_host(list: *const c_void) -> bool;
     pub(crate) fn brimful_touches_end(
         list: *mut c_void,
         ran: extern "C" fn(*mut c_void, *const c_char),

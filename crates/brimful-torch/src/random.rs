@@ -45,12 +45,6 @@ pub fn seed_generator(device: Device, seed: u64) -> Result<(), TorchError> {
     call(|message| unsafe { ffi::brimful_seed_generator(index, seed, message) })
 }
 
-/// How often this thread has drawn from the [`OwnGenerator`] that draws now; 0 where it has none.
-pub fn own_draws() -> u64 {
-    // SAFETY: reads a number of this thread's.
-    unsafe { ffi::brimful_own_draws() }
-}
-
 /// While it lives, this thread's CPU tensors draw from a generator of their own.
 ///
 /// libtorch has one CPU generator for all threads, so what a thread draws from it depends on what

@@ -16,6 +16,8 @@ pub struct Touched {
     /// Each operation with the numbers that it got from the host, in words. Work that depends on its
     /// tensors alone has the same lines each time.
     pub operations: Vec<String>,
+    /// Whether one of them took random numbers of the host.
+    pub draws_on_host: bool,
     /// Memory that was read alone and is still there, each block whole, as bytes.
     pub read: Vec<Tensor>,
     /// The same of memory that was written to.
@@ -69,7 +71,9 @@ struct UnderWay(*mut c_void);
 impl UnderWay {
     fn end(&mut self) -> Result<Touched, TorchError> {
         let list = std::mem::replace(&mut self.0, ptr::null_mut());
-        let mut touched = Touched::default();
+        // SAFETY: the list is live.
+        let draws_on_host = unsafe { ffi::brimful_touches_draw_on_host(list) };
+        let mut touched = Touched { draws_on_host, ..Touched::default() };
         let context = ptr::from_mut(&mut touched).cast();
         // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
         // alone, in which nobody else uses `touched`.

@@ -118,3 +118,13 @@ fn a_block_that_is_left_is_known() {
     assert!(any_is_left(&all.read));
     drop((y, sum));
 }
+
+#[test]
+fn random_numbers_of_the_host_are_told() {
+    let ones = Tensor::ones([8], OPTIONS);
+    assert!(seen(|| ones.dropout(0.5, true)).1.draws_on_host);
+    assert!(seen(|| Tensor::rand([2], OPTIONS)).1.draws_on_host);
+    let _own = brimful_torch::random::OwnGenerator::enter();
+    assert!(seen(|| ones.dropout(0.5, true)).1.draws_on_host);
+    assert!(!seen(|| ones.dropout(0.5, false).exp()).1.draws_on_host);
+}

@@ -396,7 +396,7 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
 fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
     let _alone = alone();
     // In a step that has no check, once early and once after many steps.
-    for (steps, at) in [(12, 8), (120, 80)] {
+    for (steps, at) in [(12, 7), (120, 80)] {
         let (mut mask, mut noise) = (numbers(&[5], 3), Vec::new());
         let mut late = 0;
         let (micro, count) = side_by_side(steps, Kind::Double, |micro, net, x, step| {
@@ -522,4 +522,55 @@ fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
     });
     let off = (&weights[0] - &weights[1]).abs().max().double_value(&[]);
     assert!(off < 1e-6, "off by {off}");
+}
+
+#[test]
+fn a_tensor_that_is_another_one_at_every_step_is_caught_in_the_next() {
+    let _alone = alone();
+    let factors: Vec<Tensor> = (0..20)
+        .map(|i| Tensor::full([1], 1.0 + 1e-4 * f64::from(i), (Kind::Float, test_device())))
+        .collect();
+    let (micro, _) = side_by_side(20, Kind::Float, |micro, net, x, step| {
+        let run = |x: Tensor| {
+            Loss::mean((net.outputs(&x) * &factors[step as usize]).square().mean(Kind::Float))
+        };
+        micro.backward(x, run).expect("a step").replayed
+    });
+    let cause = micro.eager_cause().expect("a cause");
+    assert!(!replays() || cause.contains("another tensor"), "{cause}");
+}
+
+#[test]
+fn threads_that_draw_on_the_host_are_left_alone() {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    let _alone = alone();
+    if !replays() {
+        return;
+    }
+    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&over);
+    tch::manual_seed(1);
+    // Numbers that are drawn one after the other are never drawn again.
+    let loader = std::thread::spawn(move || {
+        let mut drawn = Vec::new();
+        while !stop.load(Ordering::Relaxed) {
+            let number = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
+            drawn.push(number.to_bits());
+        }
+        let count = drawn.len();
+        drawn.sort_unstable();
+        drawn.dedup();
+        (count, drawn.len())
+    });
+    let net = Net::new(Kind::Double);
+    let mut micro = micro(&net, true);
+    for step in 0..40 {
+        micro.backward(&numbers(&[24, 5], step), |x| net.square(&x)).expect("a step");
+        net.gradients();
+    }
+    over.store(true, Ordering::Relaxed);
+    let (count, distinct) = loader.join().expect("drawn");
+    assert_eq!(micro.eager_cause(), None);
+    assert_eq!(count, distinct);
 }

@@ -45,7 +45,7 @@ impl Side {
         store.set_kind(Kind::Double);
         let optimizer = Optimizer::new(&store, Sgd::new(0.01).momentum(0.5)).expect("an optimizer");
         let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(replay);
-        Self { store, net: Net { one, two }, optimizer: optimizer.replay(replay), micro }
+        Self { store, net: Net { one, two }, optimizer, micro }
     }
 
     /// A step with the first or the second loss.
@@ -129,7 +129,9 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
         let second = step % 2 == 1;
         let one = eager.backward(&x, second).expect("an eager step");
         let two = replayed.backward(&x, second).expect("a replayed step");
-        assert!((one.loss - two.loss).abs() <= TOLERANCE * one.loss.abs().max(1e-3), "step {step}");
+        let off = (one.loss - two.loss).abs();
+        let what = format!("step {step}, {} of {} replayed", two.replayed, two.sizes.len());
+        assert!(off <= TOLERANCE * one.loss.abs().max(1e-3), "{what}: {} {}", one.loss, two.loss);
         count += two.replayed;
         assert_alike(&replayed, &eager, step);
         for side in [&mut eager, &mut replayed] {
@@ -139,6 +141,7 @@ fn steps_in_which_everything_changes_are_the_eager_ones() {
         assert_alike(&replayed, &eager, step);
     }
     assert!(failures > 0);
-    assert_eq!(count > 0, test_device().is_cuda(), "{:?}", replayed.micro.eager_cause());
-    println!("{count} of {} micro-batches were replayed", steps * 6);
+    // Six micro-batches a step, most of them.
+    let expected = if test_device().is_cuda() { steps as usize * 3 } else { 0 };
+    assert!(count >= expected, "{count} replayed: {:?}", replayed.micro.eager_cause());
 }

@@ -74,6 +74,9 @@ impl Replay {
                 leaf.size()
             ));
         }
+        if eager.touched.draws_on_host {
+            return Err("it draws random numbers on the host, which would be the same again".into());
+        }
         match eager.touched.written.iter().find(|block| block.device() != self.device) {
             Some(block) => Err(format!(
                 "it writes to a tensor on {}, which a replay would not do",

@@ -29,7 +29,7 @@ impl Replay {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
         pass.accumulator.disown()?;
-        let before = Randomness::now(self.device)?;
+        let before = Randomness::of(vec![self.device])?;
         let Entry { state: State::Captured(program), trust, shape, .. } = &mut self.entries[index]
         else {
             unreachable!("checks are of captured work")

@@ -6,7 +6,6 @@ use std::mem;
 
 use brimful_torch::autograd::backward;
 use brimful_torch::graph::{Graph, Pool, record};
-use brimful_torch::random::{GeneratorState, generator_state, own_draws};
 use brimful_torch::stream::Stream;
 use brimful_torch::touched::Touched;
 use tch::{Device, Kind, Tensor};
@@ -21,6 +20,7 @@ use crate::loss::Part;
 use crate::micro::Outcome;
 use crate::micro::pass::{Pass, detached};
 use crate::oom::catch_unseen;
+use crate::random::Randomness;
 use crate::statistics::{Again, Pending};
 use crate::{Error, Result};
 
@@ -83,16 +83,20 @@ impl Program {
         Ok(Self { sums, ..captured? })
     }
 
-    /// Keeps the memory that it uses and others have too. An eager run tells which of that is not this
-    /// graph's own: it has touched no input, no sum and no row of it.
+    /// Keeps the memory that it uses and others have too: what an eager run has touched as well. That
+    /// has touched no input, no sum and no row of this graph.
     pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
-        let used = blocks.keep(&mem::take(&mut self.touched));
+        let Touched { read, written, .. } = mem::take(&mut self.touched);
         let among = |list: &[Tensor]| list.iter().map(address).collect::<HashSet<_>>();
-        let (read, written) = (among(&eager.read), among(&eager.written));
-        let is = |set: &HashSet<usize>, block: &Tensor| set.contains(&address(block));
-        self.blocks = used.into_iter().filter(|b| is(&read, b) || is(&written, b)).collect();
-        let effects = self.blocks.iter().filter(|block| is(&written, block));
-        self.effects = effects.map(Tensor::shallow_clone).collect();
+        let (eager_read, eager_written) = (among(&eager.read), among(&eager.written));
+        for block in read.iter().chain(&written) {
+            let is_written = eager_written.contains(&address(block));
+            if is_written || eager_read.contains(&address(block)) {
+                let block = blocks.keep(block);
+                self.effects.extend(is_written.then(|| block.shallow_clone()));
+                self.blocks.push(block);
+            }
+        }
     }
 
     /// Whether the closure used a tensor in one of these blocks.
@@ -114,7 +118,7 @@ impl Program {
         let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
         // Made here, because captured zeros would be written at every replay.
         let rows = Pending::for_the_same_layers()?;
-        let host = HostDraws::so_far()?;
+        let host = Randomness::of(vec![Device::Cpu])?;
 
         let run = || {
             watched(statics, f, |terms, output| {
@@ -132,7 +136,11 @@ impl Program {
                 Ok::<_, Error>((statistics, result?))
             })?;
 
-        host.check()?;
+        if touched.draws_on_host {
+            // They would be the same in every replay; and those of this run are nobody's.
+            host.restore()?;
+            return Err(Error::Torch("it draws random numbers on the host".into()));
+        }
         let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));
         let written = vec![0.0; readout.terms().len()];
         Ok(Self {
@@ -184,6 +192,10 @@ impl Program {
         &self.operations
     }
 
+    pub(super) fn blocks(&self) -> &[Tensor] {
+        &self.blocks
+    }
+
     pub(super) fn effects(&self) -> &[Tensor] {
         &self.effects
     }
@@ -210,26 +222,5 @@ impl Program {
             }
         }
         Ok(self.graph.replay()?)
-    }
-}
-
-/// Random numbers of the host, which would be the same in every replay: the common generator's, and
-/// those of a generator that this thread may have of its own.
-struct HostDraws {
-    common: GeneratorState,
-    own: u64,
-}
-
-impl HostDraws {
-    fn so_far() -> Result<Self> {
-        Ok(Self { common: generator_state(Device::Cpu)?, own: own_draws() })
-    }
-
-    /// Refuses if any were drawn since.
-    fn check(&self) -> Result<()> {
-        match generator_state(Device::Cpu)? == self.common && own_draws() == self.own {
-            true => Ok(()),
-            false => Err(Error::Torch("it draws random numbers on the host".into())),
-        }
     }
 }

@@ -1,10 +1,13 @@
 //! Captured work tried beside an eager run: from empty sums, with the same random numbers, and with
 //! nothing left behind of what it writes elsewhere.
 
+use std::collections::HashSet;
+
 use brimful_torch::foreach;
 use brimful_torch::touched::{Touched, touched, untold};
 use tch::{Device, Kind, Tensor};
 
+use super::blocks::address;
 use super::compare::{Verdict, another, verdict};
 use super::program::Program;
 use super::readout::Readout;
@@ -24,7 +27,8 @@ pub(super) struct Eager {
     /// A leaf that its backward has reached and that is no parameter of the store.
     pub(super) other_leaf: Option<Tensor>,
     readout: Readout,
-    /// Where random numbers stood before and after it.
+    /// Where the device's random numbers stood before and after it. The host's, which all threads
+    /// share, are not drawn in captured work.
     pub(super) before: Randomness,
     pub(super) after: Randomness,
 }
@@ -38,7 +42,7 @@ impl Eager {
         f: &mut impl FnMut(B) -> R,
         device: Device,
     ) -> Result<Self> {
-        let before = Randomness::now(device)?;
+        let before = Randomness::of(vec![device])?;
         let earlier = pass.accumulator.exchange(Vec::new());
         let (ran, touched) = watched(micro_batch, f, |terms, output| {
             let (readout, other_leaf) = (Readout::of(terms)?, pass.other_leaf(terms)?);
@@ -47,7 +51,7 @@ impl Eager {
         })?;
         let (readout, other_leaf) = ran;
         let sums = pass.accumulator.exchange(earlier);
-        let after = Randomness::now(device)?;
+        let after = Randomness::of(vec![device])?;
         Ok(Self { sums, touched, other_leaf, readout, before, after })
     }
 }
@@ -76,6 +80,8 @@ pub(super) struct Trial {
     sums: Vec<Sum>,
     readout: Readout,
     operations: Vec<String>,
+    /// Memory that it uses and others have too.
+    blocks: Vec<usize>,
     after: Randomness,
 }
 
@@ -96,7 +102,8 @@ impl Trial {
             sums: program.sums().iter().map(share).collect(),
             readout,
             operations: program.operations().to_vec(),
-            after: Randomness::now(device)?,
+            blocks: program.blocks().iter().map(address).collect(),
+            after: Randomness::of(vec![device])?,
         })
     }
 
@@ -104,6 +111,11 @@ impl Trial {
     pub(super) fn against(&self, eager: &Eager, parameters: &[Tensor]) -> Result<Verdict> {
         if let Some(what) = another(&self.operations, &eager.touched.operations) {
             return Ok(Verdict::Differs(what));
+        }
+        let Touched { read, written, .. } = &eager.touched;
+        let used: HashSet<usize> = read.iter().chain(written).map(address).collect();
+        if !self.blocks.iter().all(|block| used.contains(block)) {
+            return Ok(Verdict::Differs("it uses another tensor than it did".into()));
         }
         let kind = coarsest(parameters);
         Ok(match verdict(kind, &eager.sums, &eager.readout, &self.sums, &self.readout)? {

@@ -1,15 +1,15 @@
 //! How long captured work is trusted before it is compared with an eager run again.
 //!
 //! ```text
-//!   step    0          1  2  3  4   6     10        18   …  every 256th
-//!           captured   ✓  ✓  ✓  ✓   ✓     ✓         ✓
+//!   step    0          1  2     4           8        16  …  every 256th
+//!           captured   ✓  ✓     ✓           ✓        ✓
 //! ```
 //!
 //! What a closure reads from the host at every step is so caught in the first step after the capture;
 //! what changes rarely is caught within 256 steps. A check is of one micro-batch of a step.
 
 /// The first steps after a capture, each of which has a check.
-const FIRST: u32 = 4;
+const FIRST: u32 = 2;
 /// Steps between two checks, at most: fewer than 1 % of micro-batches are checked in the long run.
 const LONGEST: u64 = 256;
 /// A capture that was right for so many steps before it was out of date is worth another one.
@@ -75,7 +75,7 @@ mod tests {
 
     #[test]
     fn the_first_steps_are_all_checked_and_later_ones_ever_more_rarely() {
-        assert_eq!(checks(70), [1, 2, 3, 4, 6, 10, 18, 34, 66]);
+        assert_eq!(checks(70), [1, 2, 4, 8, 16, 32, 64]);
         let (early, late) = (checks(100_000).len(), checks(200_000).len());
         assert!((late - early) * 100 < 100_000, "{early} {late}");
     }
