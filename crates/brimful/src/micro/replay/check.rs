@@ -1,5 +1,7 @@
 //! Captured work that is due for a check: replayed, run eagerly too, and both compared.
 
+use brimful_torch::memory::empty_cache;
+
 use super::compare::Verdict;
 use super::room::Watch;
 use super::shape::Closure;
@@ -57,11 +59,12 @@ impl Replay {
         if room::free_beside(self.device, self.kept().0)? >= need.0 {
             return Ok(index);
         }
-        let interrupted = self.room.interrupted(self.device)?;
-        let checked = self.entries.swap_remove(index);
-        self.clear()?;
-        self.room = interrupted;
-        self.entries.push(Entry { state: State::New(WARM_UP), need: Bytes(0), ..checked });
+        let mut checked = self.entries.swap_remove(index);
+        // Its graph ends here: before that there is nothing to give back.
+        (checked.state, checked.need) = (State::New(WARM_UP), Bytes(0));
+        self.clear_within_step()?;
+        empty_cache(self.device)?;
+        self.entries.push(checked);
         Ok(0)
     }
 

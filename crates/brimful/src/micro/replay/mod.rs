@@ -188,11 +188,11 @@ impl Replay {
     /// Forgets all captured work and gives its memory back.
     pub(super) fn clear(&mut self) -> Result<()> {
         self.sums.clear();
+        self.blocks = Blocks::default();
         if self.entries.is_empty() {
             return Ok(());
         }
         self.entries.clear();
-        self.blocks = Blocks::default();
         self.room = Room::default();
         Ok(empty_cache(self.device)?)
     }
@@ -305,6 +305,11 @@ impl Replay {
     fn release<O>(&mut self, pass: &mut Pass<O>) -> Result<()> {
         self.cramped |= self.used;
         pass.accumulator.disown()?;
+        self.clear_within_step()
+    }
+
+    /// Forgets all captured work, but not what the step under way has needed with it.
+    fn clear_within_step(&mut self) -> Result<()> {
         let interrupted = self.room.interrupted(self.device)?;
         self.clear()?;
         self.room = interrupted;
