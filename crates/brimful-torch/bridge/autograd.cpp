@@ -1,6 +1,7 @@
 // Backward passes that start from given gradients, and gradients put in place by hand.
 
 #include "guard.h"
+#include "tensors.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -125,11 +126,7 @@ int32_t brimful_other_leaf(
   });
 }
 
-// Lets autograd and others know that the numbers were changed by work that it has not seen.
-void brimful_count_change(const at::Tensor* tensor) noexcept {
-  // Those of inference mode have no version.
-  if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
-}
+void brimful_count_change(const at::Tensor* tensor) noexcept { brimful::count_change(*tensor); }
 
 // A null gradient removes it, so that the next backward allocates its own.
 int32_t brimful_set_gradient(

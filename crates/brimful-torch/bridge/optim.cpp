@@ -81,9 +81,7 @@ void advance(const std::vector<at::Tensor>& steps) {
 // libtorch does not count what the fused kernels do as changes of the parameters. Autograd goes by
 // that, and so does whoever keeps copies of them.
 void count_changes(const at::Tensor* const* parameters, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    if (!parameters[i]->is_inference()) parameters[i]->unsafeGetTensorImpl()->bump_version();
-  }
+  for (size_t i = 0; i < count; ++i) brimful::count_change(*parameters[i]);
 }
 
 }  // namespace

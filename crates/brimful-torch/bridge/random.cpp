@@ -5,6 +5,7 @@
 // in the place of a missing one. Whatever else draws (dropout, rand, attention) comes down to these.
 // The key exists for such interceptions: other operations, and other threads, do not pass here.
 
+#include "draws.h"
 #include "guard.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,6 +16,9 @@
 
 #include <algorithm>
 #include <memory>
+
+using brimful::is_elsewhere;
+using brimful::takes_generator;
 
 namespace {
 
@@ -39,17 +43,6 @@ struct Own {
 };
 
 thread_local std::unique_ptr<Own> innermost;
-
-bool takes_generator(const c10::Argument& argument) {
-  const auto* optional = argument.type()->castRaw<c10::OptionalType>();
-  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
-}
-
-// Another device has a generator of its own.
-bool is_elsewhere(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().defined() && !value.toTensor().is_cpu();
-  return value.isDevice() && !value.toDevice().is_cpu();
-}
 
 void draw_own(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();

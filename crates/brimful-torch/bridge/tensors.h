@@ -16,4 +16,10 @@ inline std::vector<at::Tensor> list_of(const at::Tensor* const* tensors, size_t 
   return list;
 }
 
+// Lets autograd and others know that the numbers were changed by work that libtorch does not count.
+inline void count_change(const at::Tensor& tensor) {
+  // Those of inference mode have no version.
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 }  // namespace brimful

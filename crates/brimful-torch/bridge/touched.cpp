@@ -4,6 +4,7 @@
 // libtorch calls back before each operation of a thread that has asked for it, as it does for its
 // profilers. What an operation writes to is marked in its schema, running statistics excepted.
 
+#include "draws.h"
 #include "guard.h"
 
 #include <ATen/Functions.h>
@@ -19,6 +20,9 @@
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+using brimful::is_elsewhere;
+using brimful::takes_generator;
 
 namespace {
 
@@ -75,16 +79,6 @@ bool is_host_number(const at::Tensor& tensor) {
 // An operation on such a tensor alone may be about to write it first: its number says nothing yet.
 bool is_number_alone(const c10::IValue& value) {
   return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
-}
-
-bool takes_generator(const c10::Argument& argument) {
-  const auto* optional = argument.type()->castRaw<c10::OptionalType>();
-  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
-}
-
-bool is_elsewhere(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().defined() && !value.toTensor().is_cpu();
-  return value.isDevice() && !value.toDevice().is_cpu();
 }
 
 // Adds the numbers that the host hands to an operation.

@@ -44,11 +44,16 @@ pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
 
 use crate::{Error, Result};
 
+/// All tensors of a batch, in the order of its leaves.
+pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
+    let mut tensors = Vec::new();
+    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
+    tensors
+}
+
 /// The device of each tensor.
 pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
-    let mut devices = Vec::new();
-    batch.visit(&mut |leaf| devices.push(leaf.tensor().device()));
-    devices
+    tensors(batch).into_iter().map(Tensor::device).collect()
 }
 
 /// One tensor of a batch, as seen by whoever walks it.

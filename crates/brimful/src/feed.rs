@@ -18,7 +18,7 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::Device;
 
-use crate::batch::{self, Batch, Leaf, Lender};
+use crate::batch::{self, Batch, Lender};
 use crate::copies::Copies;
 use crate::queued::Queued;
 use crate::{Error, Result};
@@ -61,7 +61,8 @@ fn brought<B: Batch>(
         let mut slices = slices.iter().enumerate();
         return slices.try_for_each(|(i, slice)| f(i, moved(slice, device)?));
     }
-    let (compute, queued) = (Stream::current(device)?, queued_behind(batch)?);
+    let (compute, queued) =
+        (Stream::current(device)?, Queued::behind(batch::tensors(batch).into_iter())?);
     let fed = thread::scope(|scope| {
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
@@ -78,15 +79,9 @@ fn brought<B: Batch>(
         }
         Ok(())
     });
-    release(batch, copies)?;
+    // Whoever changes the batch next comes after the copies that still read it.
+    copies.release(batch::tensors(batch).into_iter())?;
     fed
-}
-
-/// Lets whoever changes the batch next come after the copies that still read it.
-fn release(batch: &impl Batch, copies: &Copies) -> Result<()> {
-    let mut tensors = Vec::new();
-    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
-    copies.release(tensors.into_iter())
 }
 
 /// A micro-batch whose copy is under way.
@@ -125,13 +120,6 @@ fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival
     Ok(Arrival { micro_batch, copied: copies.landing()? })
 }
 
-/// What this thread has queued on the accelerators that the batch is on.
-fn queued_behind(batch: &impl Batch) -> Result<Queued> {
-    let mut tensors = Vec::new();
-    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
-    Queued::behind(tensors.into_iter())
-}
-
 /// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from
 /// the thread that launches kernels.
 fn wait(event: &Event) -> Result<()> {
@@ -164,9 +152,7 @@ fn keep(batch: &impl Batch, compute: Stream) -> Result<()> {
 }
 
 fn is_on(batch: &impl Batch, device: Device) -> bool {
-    let mut all = true;
-    batch.visit(&mut |leaf: Leaf<'_>| all &= leaf.tensor().device() == device);
-    all
+    batch::tensors(batch).into_iter().all(|tensor| tensor.device() == device)
 }
 
 fn gone() -> Error {

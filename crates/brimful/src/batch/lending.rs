@@ -52,8 +52,8 @@ impl Lender {
     ) -> Result<T> {
         let lent = if self.has_lent { micro_batch } else { copied(&micro_batch)? };
         self.has_lent = true;
-        let mut tensors = Vec::new();
-        lent.visit(&mut |leaf| tensors.push(leaf.tensor().shallow_clone()));
+        let tensors: Vec<Tensor> =
+            super::tensors(&lent).into_iter().map(Tensor::shallow_clone).collect();
         let before = Versions::of(&tensors);
         let result = f(lent);
         before.check(&tensors)?;
@@ -80,7 +80,8 @@ impl Versions {
         self.0.iter().zip(&now).position(|(before, now)| before != now)
     }
 
-    fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
+    /// Refuses if one of the same tensors was changed since.
+    pub(crate) fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
         self.changed(tensors).map_or(Ok(()), |leaf| Err(Error::BatchChanged { leaf }))
     }
 }

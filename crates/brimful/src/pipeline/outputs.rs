@@ -85,7 +85,5 @@ fn some<O>(joined: Result<O>) -> Result<Option<O>> {
 }
 
 fn leaves(batch: &impl Batch) -> Vec<Tensor> {
-    let mut leaves = Vec::new();
-    batch.visit(&mut |leaf| leaves.push(leaf.tensor().shallow_clone()));
-    leaves
+    batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect()
 }

@@ -177,13 +177,9 @@ impl Run {
         let lent = input.share();
         let before = Versions::of(lent.all());
         let output = site.run(at, input, self.pass(i, site));
-        match before.changed(lent.all()) {
-            Some(leaf) => Err(Error::BatchChanged { leaf }),
-            None => {
-                site.inputs.borrowers.trust::<Intake>();
-                Ok(output)
-            }
-        }
+        before.check(lent.all())?;
+        site.inputs.borrowers.trust::<Intake>();
+        Ok(output)
     }
 
     /// Runs a stage that will be run again, from the same input and without a graph.
