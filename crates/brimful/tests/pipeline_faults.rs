@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
@@ -401,7 +401,16 @@ fn a_thousand_steps_leave_neither_memory_nor_threads() {
     assert_eq!(in_use[0].1, STAGES);
     drop(pipe);
     assert!(arenas.iter().all(|arena| arena.current() == 0), "{arenas:?}");
-    assert_eq!(threads(), 0);
+    assert_threads(0);
+}
+
+/// Waits until there are so many: a thread that was joined is listed for a moment longer.
+fn assert_threads(expected: usize) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while threads() != expected {
+        assert!(Instant::now() < deadline, "{} threads, not {expected}", threads());
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// How many workers' threads there are.
