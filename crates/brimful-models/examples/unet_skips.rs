@@ -56,7 +56,7 @@ fn main() -> Result<()> {
     let mut micro = MicroBatcher::new(&store, Size::Count(1));
     let batch = (images, masks);
     for number in 0..3 {
-        let ours = pipe.step(&batch.0, &batch.1, loss)?;
+        let ours = pipe.backward(&batch.0, &batch.1, loss)?;
         let expected = micro.backward(&batch, |(x, y)| loss(&plain.forward_t(&x, true), &y))?;
         println!("step {number}: loss {:.6}, plain {:.6}", ours.loss, expected.loss);
         assert!((ours.loss - expected.loss).abs() < 1e-10, "the losses part");

@@ -48,7 +48,7 @@ fn executing(c: &mut Criterion) {
             .expect("a pipeline");
         group.bench_function(BenchmarkId::new("1f1b", stages), |b| {
             b.iter(|| {
-                let step = pipe.step(&x, &x, |out, _| Loss::sum(out.sum(Kind::Float)));
+                let step = pipe.backward(&x, &x, |out: Tensor, _| Loss::sum(out.sum(Kind::Float)));
                 black_box(step.expect("a step"))
             });
         });

@@ -38,11 +38,11 @@ fn main() -> Result<()> {
     let x = Tensor::randn([12, 16], (Kind::Float, Device::Cpu));
     let loss = |out: &Tensor, x: &Tensor| Loss::mean(out.mse_loss(x, tch::Reduction::Mean));
 
-    let expected = pipe.step(&x, &x, loss)?;
+    let expected = pipe.backward(&x, &x, loss)?;
     let gradients = pipe.gradients()?;
     pipe.zero_grad()?;
     pipe.set_actions(mine.clone())?;
-    let step = pipe.step(&x, &x, loss)?;
+    let step = pipe.backward(&x, &x, loss)?;
 
     let ran: Vec<Vec<_>> =
         step.timeline.iter().map(|spans| spans.iter().map(|span| span.action).collect()).collect();

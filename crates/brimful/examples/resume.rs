@@ -64,7 +64,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     optimizer.load(&state_file)?;
     for step in STOP..STEPS {
         let (x, y) = mini_batch(step);
-        let done = pipe.step(&x, &y, loss)?;
+        let done = pipe.backward(&x, &y, loss)?;
         println!("two stages   step {step}  loss {:.6}", done.loss);
         optimizer.step()?;
         optimizer.zero_grad()?;

@@ -40,7 +40,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     std::fs::remove_file(&file)?;
     plain.forward_t(&x, true).cross_entropy_for_logits(&y).backward();
 
-    let step = pipe.step(&x, &y, |out, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
+    let step =
+        pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
     println!("{}", render::grid(&step.actions));
     let peaks: Vec<_> = step.peaks.iter().flatten().map(ToString::to_string).collect();
     println!(

@@ -8,13 +8,13 @@ use thiserror::Error;
 
 use crate::balance::BalanceError;
 use crate::bytes::Bytes;
-use crate::crew::CrewError;
 use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
 use crate::plan::PlanError;
 use crate::replicas::ReplicasError;
 use crate::report::RunError;
 use crate::schedule::{CostError, ScheduleError};
+use crate::workers::WorkerError;
 use crate::world::WorldError;
 
 /// What a call of this library can fail with.
@@ -585,7 +585,7 @@ pub enum Error {
 
     /// A thread of a pipeline or of replicas that failed as such.
     #[error(transparent)]
-    Crew(#[from] CrewError),
+    Workers(#[from] WorkerError),
 
     /// A pipeline that cannot be built or used as asked.
     #[error(transparent)]

@@ -4,8 +4,8 @@
 use std::error::Error as StdError;
 
 use crate::memory::Memory;
-use crate::micro::attempt::uncaught;
 use crate::oom::{self, Caught};
+use crate::step::into_error_or_panic;
 use crate::{Error, Result};
 
 /// Runs `f` in the memory. Where it runs out, the cache is emptied and `f` is called once more.
@@ -29,5 +29,5 @@ where
         }
         ended => ended,
     }
-    .map_err(uncaught)
+    .map_err(into_error_or_panic)
 }

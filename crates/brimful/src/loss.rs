@@ -150,7 +150,7 @@ impl Term {
 
     /// The gradient to start this term's backward from; none for a term that has no part in this
     /// micro-batch.
-    pub(crate) fn root_gradient(&self, part: &Part) -> Result<Option<Tensor>> {
+    pub(crate) fn root_gradient(&self, part: &MicroBatchWeight) -> Result<Option<Tensor>> {
         let Some(number) = self.root_number(part) else { return Ok(None) };
         Ok(Some(match &self.over {
             Over::Given(Weight::Tensor(weight)) => {
@@ -178,7 +178,7 @@ impl Term {
     }
 
     /// What the root's gradient is, or, where the term's weight is on the device, is times that.
-    pub(crate) fn root_number(&self, part: &Part) -> Option<f64> {
+    pub(crate) fn root_number(&self, part: &MicroBatchWeight) -> Option<f64> {
         let number = match &self.over {
             Over::Samples => part.samples / part.unit,
             // A mean over nothing is 0/0, and so is its gradient.
@@ -199,9 +199,9 @@ fn like(number: &Tensor, value: &Tensor) -> Result<Tensor> {
     Ok(number.f_to_kind(value.kind())?.f_view_as(value)?)
 }
 
-/// A micro-batch's place in its step.
+/// What a micro-batch counts for in its step.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Part {
+pub(crate) struct MicroBatchWeight {
     /// Its samples.
     pub(crate) samples: f64,
     /// What gradients are divided by until the true denominator is known: it keeps half-precision
@@ -271,7 +271,7 @@ mod tests {
         let tokens = Tensor::from_slice(&[65_536_i64]);
         let value = Tensor::full([], 0.5, (Kind::Half, Device::Cpu));
         let terms = Loss::mean_over(value, tokens).into_terms(false).expect("a scalar");
-        let part = Part { samples: 1.0, unit: 64.0, first: true };
+        let part = MicroBatchWeight { samples: 1.0, unit: 64.0, first: true };
         let number = Tensor::from_slice(&[terms[0].root_number(&part).expect("it counts")]);
         let now = terms[0].root_gradient(&part).expect("a root").expect("it counts");
         let later = terms[0].root_gradient_of(&number).expect("a root");

@@ -40,7 +40,7 @@ impl Randomness {
 /// The random numbers of one micro-batch in one step. Each layer has a seed of its own, so that they
 /// depend neither on the schedule, the balance and the threads nor on running a layer again.
 ///
-/// A pipeline's [`Step`](crate::pipeline::Step) tells its seed, and a plain model can draw the same
+/// A pipeline's [`Step`](crate::Step) tells its seed, and a plain model can draw the same
 /// numbers by [`Model::forward_drawing`](crate::layers::Model::forward_drawing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draws {
@@ -68,12 +68,12 @@ impl Draws {
 /// because kernels such as dropout's take no other: who shares the device must take turns, and put
 /// its state back in the end.
 #[derive(Debug)]
-pub(crate) struct Dice {
+pub(crate) struct Generator {
     own: OwnGenerator,
     device: Device,
 }
 
-impl Dice {
+impl Generator {
     pub(crate) fn new(device: Device) -> Self {
         Self { own: OwnGenerator::enter(), device }
     }
@@ -86,8 +86,36 @@ impl Dice {
     }
 }
 
+/// Runs `f` with a seed for the step; if it fails, as if none had been drawn.
+pub(crate) fn with_step_seed<T>(
+    devices: Vec<Device>,
+    f: impl FnOnce(u64) -> Result<T>,
+) -> Result<T> {
+    preserving_generators(devices, || {
+        let before = Randomness::now(Device::Cpu)?;
+        let result = f(step_seed()?);
+        if result.is_err() {
+            before.restore()?;
+        }
+        result
+    })
+}
+
+/// Runs `f`; the accelerators' own generators, which steps seed as they need, are as before
+/// afterwards.
+pub(crate) fn preserving_generators<T>(
+    devices: Vec<Device>,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
+    let before = Randomness::of(accelerators.collect())?;
+    let result = f();
+    before.restore()?;
+    result
+}
+
 /// A seed for a step, from libtorch's default generator, so that `tch::manual_seed` rules it.
-pub(crate) fn step_seed() -> Result<u64> {
+fn step_seed() -> Result<u64> {
     let drawn = Tensor::f_randint(i64::MAX, [1_i64], (Kind::Int64, Device::Cpu))?;
     Ok(drawn.f_int64_value(&[0])?.unsigned_abs())
 }

@@ -6,8 +6,8 @@ mod fixture;
 
 use std::panic::{self, AssertUnwindSafe};
 
+use brimful::NonFinite;
 use brimful::memory::{Arena, Memory};
-use brimful::micro::NonFinite;
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use fixture::{Net, alone, assert_same, state};
 use tch::nn::{self, ModuleT};

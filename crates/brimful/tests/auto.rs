@@ -10,7 +10,7 @@ use std::cell::Cell;
 use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::{Auto, Error, Loss, MicroBatcher, Size, Step};
+use brimful::{Error, Loss, MicroBatcher, Size, Step};
 use fixture::{Net, alone, assert_same, close, logged, state};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -36,7 +36,7 @@ fn arena_of(memory: &str) -> (Arena, Memory) {
 /// A `MicroBatcher` that runs two micro-batches a step, because memory ran out once.
 fn settled(net: &Net, arena: &Arena) -> MicroBatcher {
     let mut micro =
-        MicroBatcher::new(&net.store, Auto::largest()).memory(Memory::Arena(arena.clone()));
+        MicroBatcher::new(&net.store, Size::Largest).memory(Memory::Arena(arena.clone()));
     let mut step = || micro.backward(&batch(), |x| loss(net, &x)).expect("a step").sizes;
     assert_eq!([step(), step()].last(), Some(&vec![24]));
     arena.fail_nth_allocation(20);
@@ -61,7 +61,7 @@ fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
         net.restore(&before);
         let size = *step.sizes.first().expect("a micro-batch");
         let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
-        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("undisturbed");
+        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("preserving_generators");
         assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
         assert_same(&format!("allocation {n}"), &state(&net), &after);
         if step.retries == 0 {
@@ -189,7 +189,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
     let _alone = alone();
     let net = Net::plain();
     let (arena, memory) = arena_of("faulty");
-    let mut micro = MicroBatcher::new(&net.store, Auto::largest()).memory(memory.clone());
+    let mut micro = MicroBatcher::new(&net.store, Size::Largest).memory(memory.clone());
     let armed = Cell::new(false);
     let forward = |x: &Tensor| -> Result<Loss, Around> {
         if armed.replace(false) {
@@ -221,7 +221,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
 #[test]
 fn what_every_size_needs_is_not_taken_for_the_samples() {
     let _alone = alone();
-    for size in [Size::Auto, Auto::largest()] {
+    for size in [Size::Auto, Size::Largest] {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::linear(store.root(), 16, 4, Default::default());
         store.set_kind(Kind::Double);
@@ -344,7 +344,7 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
         });
         let (feasible, wide) = (feasible.expect("one sample fits"), Wide::new());
         let memory = Memory::Arena(Arena::limited("auto", limit).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
         let steps: Vec<Step> =
             (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
         let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
@@ -360,7 +360,7 @@ fn the_size_follows_a_limit_that_is_lowered_and_raised_with_a_log_line_each_time
     let wide = Wide::new();
     let arena = Arena::limited("shared", 2 << 20).expect("a limit");
     let mut micro =
-        MicroBatcher::new(&wide.store, Auto::largest()).memory(Memory::Arena(arena.clone()));
+        MicroBatcher::new(&wide.store, Size::Largest).memory(Memory::Arena(arena.clone()));
     (0..3).for_each(|_| drop(wide.step(&mut micro, 4000).expect("a step")));
     let mut size_and_log = || {
         let mut step = None;
@@ -391,7 +391,7 @@ fn a_new_shape_is_predicted_from_the_known_ones() {
     let store = nn::VarStore::new(Device::Cpu);
     let conv = nn::conv1d(store.root(), 3, 16, 3, Default::default());
     let memory = Memory::Arena(Arena::limited("small", 4 << 20).expect("a limit"));
-    let mut micro = MicroBatcher::new(&store, Auto::largest()).memory(memory);
+    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
     let mut step = |length: i64| {
         let batch = Tensor::ones([3000, 3, length], (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean(conv.forward(&x).relu().square().mean(Kind::Float));
@@ -410,7 +410,7 @@ fn what_an_optimizer_will_take_is_left_free_for_it() {
     let run = |reserve: bool| {
         let wide = Wide::new();
         let memory = Memory::Arena(Arena::limited("tight", 600 << 10).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
         if reserve {
             micro = micro.reserve(Adam::new(0.1));
         }
@@ -457,7 +457,7 @@ fn a_closure_that_hides_out_of_memory_is_told_of() {
 fn without_a_limit_the_machine_s_memory_is_the_budget() {
     let _alone = alone();
     let wide = Wide::new();
-    let mut micro = MicroBatcher::new(&wide.store, Auto::largest());
+    let mut micro = MicroBatcher::new(&wide.store, Size::Largest);
     let steps: Vec<_> = (0..3).map(|_| wide.step(&mut micro, 500).expect("a step")).collect();
     let last = steps.last().expect("a step");
     assert_eq!((last.sizes.as_slice(), last.retries), ([500].as_slice(), 0));
@@ -472,7 +472,7 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     let start = |limit: u64| {
         let wide = Wide::new();
         let memory = Memory::Arena(Arena::limited("cpu", limit).expect("a limit"));
-        let micro = MicroBatcher::new(&wide.store, Auto::largest()).memory(memory);
+        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
         (wide, micro.remember(&path).expect("the memory answers"))
     };
     let (wide, mut micro) = start(1 << 20);
@@ -508,7 +508,7 @@ fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
         let y = (&y - y.mean_dim(0, true, None)) / (y.var_dim(0, false, true) + 1e-5).sqrt();
         (y - 1.0).pow_tensor_scalar(4).mean(None)
     };
-    for size in [Size::Auto, Auto::largest()] {
+    for size in [Size::Auto, Size::Largest] {
         let mut ran = 0;
         let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
         let step = micro.backward(&batch, |x| {
@@ -574,7 +574,7 @@ fn a_surprising_need_is_survived_on_any_device() {
         (gradient, losses, retries)
     };
     let (expected, losses, _) = run(Size::Fixed(50));
-    let (got, losses_too, retries) = run(Auto::largest());
+    let (got, losses_too, retries) = run(Size::Largest);
     assert!((1..=2).contains(&retries), "{retries}");
     assert!((expected - got).abs().max().double_value(&[]) < 1e-12);
     for (one, other) in losses.iter().zip(&losses_too) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
-use brimful::{Auto, Loss, MicroBatcher, Size};
+use brimful::{Loss, MicroBatcher, Size};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -195,7 +195,7 @@ fn very_few_samples_at_a_time_are_warned_of_once() {
         let memory = Memory::Arena(Arena::limited("small", limit).expect("a limit"));
         let count = Arc::new(AtomicUsize::new(0));
         tracing::subscriber::with_default(Warnings(count.clone()), || {
-            let mut micro = MicroBatcher::new(&split.store, Auto::largest()).memory(memory);
+            let mut micro = MicroBatcher::new(&split.store, Size::Largest).memory(memory);
             for _ in 0..4 {
                 let step = micro.backward(&x, |x| {
                     let _held = Tensor::empty([x.size()[0] << 20], (Kind::Uint8, Device::Cpu));

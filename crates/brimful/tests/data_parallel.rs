@@ -12,7 +12,7 @@ use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
 use brimful::world::WorldError;
-use brimful::{Auto, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
+use brimful::{Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
 use full_batch::{
     Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_WITH_A_SUM, TOLERANCE,
     assert_gradients, batch, clear, distance, losses, numbers, plain, test_device,
@@ -263,7 +263,7 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
         store.float();
         let limit = if world.rank() == 0 { 200 << 20 } else { 8 << 20 };
         let arena = Arena::limited("rank", limit).expect("a limit");
-        let mut micro = MicroBatcher::new(&store, Auto::largest())
+        let mut micro = MicroBatcher::new(&store, Size::Largest)
             .memory(Memory::Arena(arena.clone()))
             .world(&world)
             .expect("one model");

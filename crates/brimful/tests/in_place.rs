@@ -168,13 +168,13 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
                 .build()
                 .expect("a pipeline")
         };
-        let square = |out: &Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Float));
+        let square = |out: Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Float));
         let mut pipeline = pipe(true);
-        unharmed(&what, |(x, y)| assert_refused(pipeline.step(x, y, square), &what));
+        unharmed(&what, |(x, y)| assert_refused(pipeline.backward(x, y, square), &what));
         unharmed(&what, |(x, y)| assert_refused(pipeline.evaluate(x, y, 3, square), &what));
         let mut pipeline = pipe(false);
-        let changing = move |out: &Tensor, y: &Tensor| square(out, &halved(y));
-        unharmed(&what, |(x, y)| assert_refused(pipeline.step(x, y, changing), &what));
-        unharmed(&what, |(x, y)| drop(pipeline.step(x, y, square).expect("a step")));
+        let changing = move |out: Tensor, y: &Tensor| square(out, &halved(y));
+        unharmed(&what, |(x, y)| assert_refused(pipeline.backward(x, y, changing), &what));
+        unharmed(&what, |(x, y)| drop(pipeline.backward(x, y, square).expect("a step")));
     }
 }

@@ -6,8 +6,8 @@ mod pipeline_models;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
+use brimful::NonFinite;
 use brimful::memory::Arena;
-use brimful::micro::NonFinite;
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{Balance, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
@@ -49,7 +49,8 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                     rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
                 };
                 loss(&out).backward();
-                let step = pipe.backward(out).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let step =
+                    pipe.backward_from(out).unwrap_or_else(|error| panic!("{what}: {error}"));
                 let parts: Vec<Tensor> = brimful::split::by_count(7, 4)
                     .expect("cut")
                     .into_iter()
@@ -68,7 +69,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 let seen = pipe.gradients().expect("gradients");
                 pipe.zero_grad().expect("cleared");
                 if case.name != GPT.name {
-                    let step = pipe.step_whole(&x, |out| loss(out)).expect("a step");
+                    let step = pipe.backward_whole(&x, |out| loss(out)).expect("a step");
                     let expected = loss(&Tensor::cat(&parts, 0)).double_value(&[]);
                     assert!((step.loss - expected).abs() < 1e-9, "{what}");
                     assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
@@ -84,10 +85,10 @@ fn what_a_step_could_not_give_back_is_refused() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
     let refused = PipelineError::InputGradient { leaf: 0 };
-    assert_eq!(pipe.step(&x, &x, mse).expect_err("traced"), refused.clone().into());
+    assert_eq!(pipe.backward(&x, &x, mse).expect_err("traced"), refused.clone().into());
     assert_eq!(pipe.forward(&(&x * 2.0)).expect_err("traced"), refused.into());
-    let _out = pipe.eval(&x, 1).expect("without gradients nothing is lost");
-    pipe.set_micro_batches(Size::Auto);
+    let _out = eval(&mut pipe, &x, 1).expect("without gradients nothing is lost");
+    pipe.set_size(Size::Auto);
     let error = pipe.forward(&x.detach()).expect_err("it cannot be tried again");
     assert_eq!(error, PipelineError::AutomaticForward.into());
 }
@@ -99,7 +100,7 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let x = (MLP.input)(6);
     let sum = |out: &brimful::pipeline::Outputs| out.sum(Kind::Double);
-    pipe.step_whole(&x, sum).expect("a step");
+    pipe.backward_whole(&x, sum).expect("a step");
     let before = pipe.gradients().expect("gradients");
     let failures: [fn(&Tensor) -> Tensor; 4] = [
         |out| out.sum(Kind::Double) / 0.0,
@@ -108,13 +109,13 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
         |out| out.matmul(&out.unsqueeze(0)).sum(Kind::Double) + out.narrow(1, 0, 99),
     ];
     for (number, failure) in failures.into_iter().enumerate() {
-        let error = pipe.step_whole(&x, |out| failure(out)).expect_err("it fails").to_string();
+        let error = pipe.backward_whole(&x, |out| failure(out)).expect_err("it fails").to_string();
         assert!(!error.contains("frame #"), "no backtrace in a message: {error}");
         let what = format!("failure {number}");
         assert_close(&pipe.gradients().expect("gradients"), &before, &what);
     }
     pipe.zero_grad().expect("cleared");
-    pipe.step_whole(&x, sum).expect("the next step");
+    pipe.backward_whole(&x, sum).expect("the next step");
     assert_close(&pipe.gradients().expect("gradients"), &before, "the next step");
 }
 
@@ -124,18 +125,18 @@ fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE);
     let out = pipe.forward(&x).expect("a forward");
-    let error = pipe.backward(out).expect_err("no gradient");
+    let error = pipe.backward_from(out).expect_err("no gradient");
     assert_eq!(error, PipelineError::NoOutputGradient.into());
     let old = pipe.forward(&x).expect("a forward");
     let new = pipe.forward(&x).expect("another");
     old.sum(Kind::Double).backward();
-    assert_eq!(pipe.backward(old).expect_err("old"), PipelineError::OldOutputs.into());
+    assert_eq!(pipe.backward_from(old).expect_err("old"), PipelineError::OldOutputs.into());
     new.sum(Kind::Double).backward();
-    pipe.backward(new).expect("the last one");
+    pipe.backward_from(new).expect("the last one");
     // A forward whose backward never comes is forgotten by the next step.
     let _unused = pipe.forward(&x).expect("a forward");
     pipe.zero_grad().expect("cleared");
-    pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double))).expect("a step");
+    pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double))).expect("a step");
 }
 
 #[derive(Batch)]
@@ -187,7 +188,7 @@ fn several_tensors_flow_through_stages() {
                 .build()
                 .expect("a pipeline");
             let plain = Plain::of(&many(), &pipe);
-            let step = pipe.step_many(&batch, &target, move |out, (y, weight)| {
+            let step = pipe.backward(&batch, &target, move |out, (y, weight)| {
                 (loss(&out[1], y, *weight), out[0].shallow_clone())
             });
             let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -208,7 +209,7 @@ fn several_tensors_flow_through_stages() {
         }
     }
     let mut pipe = builder(many(), 2).build().expect("a pipeline");
-    let error = pipe.eval(&batch, 1).expect_err("two outputs");
+    let error = eval(&mut pipe, &batch, 1).expect_err("two outputs");
     assert_eq!(error, PipelineError::NotOneOutput { given: 2 }.into());
 }
 
@@ -224,7 +225,7 @@ fn what_is_drawn_depends_on_neither_balance_nor_schedule() {
             .build()
             .expect("a pipeline");
         let (x, y) = ((GPT.input)(7), (GPT.target)(7));
-        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
         (step.loss, pipe.gradients().expect("gradients"))
     };
     let (loss, expected) = gradients(1, Schedule::GPipe, Recompute::Never);
@@ -270,12 +271,12 @@ fn layers_can_tell_a_recompute() {
             .build()
             .expect("a pipeline");
         SEEN.lock().expect("whole").clear();
-        pipe.step(&x, &x, mse).expect("a step");
+        pipe.backward(&x, &x, mse).expect("a step");
         let mut seen = SEEN.lock().expect("whole").clone();
         seen.sort_unstable();
         assert_eq!(seen, expected, "{recompute}");
         SEEN.lock().expect("whole").clear();
-        let _ = pipe.eval(&x, 2).expect("an evaluation");
+        let _ = eval(&mut pipe, &x, 2).expect("an evaluation");
         assert!(SEEN.lock().expect("whole").iter().all(|(_, again)| !again));
     }
 }
@@ -293,7 +294,7 @@ fn frozen_layers_get_no_gradient_and_stay() {
         let frozen = |name: &str| name.starts_with("fc1") || name.starts_with("fc3");
         pipe.freeze(frozen).expect("frozen");
         let (x, y) = ((MLP.input)(6), (MLP.target)(6));
-        pipe.step(&x, &y, MLP.loss).expect("a step");
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
         let trained: BTreeSet<String> =
             pipe.gradients().expect("gradients").into_iter().map(|(name, _)| name).collect();
         assert!(!trained.iter().any(|name| frozen(name)) && trained.len() == 6, "{trained:?}");
@@ -303,7 +304,7 @@ fn frozen_layers_get_no_gradient_and_stay() {
             assert_eq!(before == &after, frozen(name), "{name}");
         }
         pipe.unfreeze(|_| true).expect("all");
-        pipe.step(&x, &y, MLP.loss).expect("a step");
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
         assert_eq!(pipe.gradients().expect("gradients").len(), 10);
         let error = pipe.freeze(|name| name == "nobody").expect_err("no such variable");
         assert!(error.to_string().contains("the first of 10 is 'fc1.bias'"), "{error}");
@@ -328,7 +329,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
-        let out = pipe.eval(&x, 2).expect("an evaluation");
+        let out = eval(&mut pipe, &x, 2).expect("an evaluation");
         let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
         assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
     };
@@ -336,7 +337,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     for number in 0..3 {
         let what = format!("step {number}");
         let (x, y) = ((GPT.input)(6), (GPT.target)(6));
-        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
         plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
         descend(pipe.variables().expect("variables"));
@@ -361,7 +362,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     let (x, y) = ((GPT.input)(6), (GPT.target)(6));
     pipe.freeze(|name| name == "wte.weight").expect("frozen");
     let _itself = table(pipe.variables().expect("variables")).set_requires_grad(true);
-    let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+    let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
     plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "trained again");
 }
@@ -376,7 +377,7 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
     for case in &CASES {
         let train = |pipe: &mut Pipeline| {
             let (x, y) = ((case.input)(6), (case.target)(6));
-            pipe.step(&x, &y, case.loss).expect("a step")
+            pipe.backward(&x, &y, case.loss).expect("a step")
         };
         let build = |devices| {
             builder((case.layers)(), devices).micro_batches(3).build().expect("a pipeline")
@@ -454,7 +455,7 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         optimizer.set_group_learning_rate("biases", 2.0 * rate).expect("a rate");
         plain.optimizer.set_group_learning_rate("biases", 2.0 * rate).expect("a rate");
         let (x, y) = ((GPT.input)(5), (GPT.target)(5));
-        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
         plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         let expected = plain.optimizer.clip_gradient_norm(0.05).expect("clipped");
@@ -501,7 +502,7 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     let mut pipe = builder(mlp(), 3).micro_batches(3).build().expect("a pipeline");
     let plain = Plain::of(&mlp(), &pipe);
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
-    let loss = |out: &Tensor, y: &Tensor| ((MLP.loss)(out, y), out.argmax(1, false));
+    let loss = |out: Tensor, y: &Tensor| ((MLP.loss)(out, y), out.argmax(1, false));
     let step = pipe.evaluate(&x, &y, Size::Fixed(4), loss).expect("an evaluation");
     assert_eq!(step.sizes, [4, 3, 3]);
     let here = x.to_device(test_device());
@@ -511,7 +512,7 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     assert!((step.loss - expected).abs() < 1e-12);
     assert!(pipe.gradients().expect("gradients").is_empty());
     for size in [1, 2, 10, 64] {
-        let found = pipe.eval(&x, size).expect("an evaluation");
+        let found = eval(&mut pipe, &x, size).expect("an evaluation");
         assert!(!found.requires_grad());
         assert_close(&[(String::new(), found)], &[(String::new(), out.copy())], "eval");
     }
@@ -522,7 +523,7 @@ fn every_action_is_reported_with_its_time() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 3).micro_batches(5).build().expect("a pipeline");
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
-    let step = pipe.step(&x, &y, MLP.loss).expect("a step");
+    let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
     for (spans, list) in step.timeline.iter().zip(step.actions.lists()) {
         let actions: Vec<_> = spans.iter().map(|span| span.action).collect();
         assert_eq!(&actions, list);
@@ -546,7 +547,7 @@ fn a_balance_is_found_by_measuring() {
         assert_eq!(pipe.balance().sizes().iter().sum::<usize>(), 8);
         assert_eq!(pipe.balance().sizes().len(), 3);
         let y = (MLP.target)(4);
-        pipe.step(&sample, &y, MLP.loss).expect("a step");
+        pipe.backward(&sample, &y, MLP.loss).expect("a step");
     }
     let sample = (U_NET.input)(4);
     let pipe = builder((U_NET.layers)(), 2).balance(Balance::by_time(&sample)).build();
@@ -583,7 +584,7 @@ fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 6).balance([5, 3]).micro_batches(8).build().expect("a pipeline");
     assert_eq!(pipe.devices().len(), 2);
-    let step = pipe.step(&(MLP.input)(3), &(MLP.target)(3), MLP.loss).expect("a step");
+    let step = pipe.backward(&(MLP.input)(3), &(MLP.target)(3), MLP.loss).expect("a step");
     assert_eq!(step.sizes, [1, 1, 1]);
     assert_eq!(step.actions.micro_batches(), 3);
 }
@@ -635,16 +636,18 @@ fn what_cannot_be_built_is_refused_with_numbers() {
 fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
-    let error = pipe.step(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
+    let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
     // Who needs no target gives none.
-    pipe.step(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double))).expect("a step");
+    pipe.backward(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double)))
+        .expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
-    assert_eq!(pipe.eval(&empty, 1).expect_err("nothing"), Error::EmptyBatch);
+    assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::EmptyBatch);
     let wide = Tensor::zeros([4, 9], DOUBLE);
-    let error = pipe.step(&wide, &(MLP.target)(4), MLP.loss).expect_err("9 columns").to_string();
+    let error =
+        pipe.backward(&wide, &(MLP.target)(4), MLP.loss).expect_err("9 columns").to_string();
     assert!(error.contains("micro-batch 0, in layer 'fc1'"), "{error}");
-    pipe.step(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
+    pipe.backward(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
 }
 
 /// 65,536 is more than f16 can hold, but the gradient has no number of that size.
@@ -659,7 +662,7 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     let mut pipe = builder(layers, 2).kind(Kind::Half).micro_batches(2).build().expect("built");
     let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
     let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
-    let step = pipe.step(&x, &tokens, |out, tokens| {
+    let step = pipe.backward(&x, &tokens, |out, tokens| {
         Loss::mean_over(out.mean(Kind::Half), tokens.sum(Kind::Int64))
     });
     assert_eq!(step.expect("a step").loss, 0.5);
@@ -676,7 +679,7 @@ fn gradients_add_up_until_they_are_cleared() {
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     for _ in 0..2 {
         let (x, y) = ((GPT.input)(5), (GPT.target)(5));
-        let step = pipe.step(&x, &y, GPT.loss).expect("a step");
+        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
         plain.backward(&GPT, &x, &y, Size::Count(2), step.seed);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
     }
@@ -693,12 +696,12 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
             .add_fn("root", |x| (x * 0.0).sqrt())
     };
     let x = Tensor::ones([4, 2], DOUBLE);
-    let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
+    let sum = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
     let mut pipe = builder(layers(), 3).micro_batches(2).build().expect("a pipeline");
-    pipe.step(&x, &x, sum).expect("nobody looks");
+    pipe.backward(&x, &x, sum).expect("nobody looks");
     let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinite::RefuseGradients);
     let mut pipe = strict.build().expect("a pipeline");
-    let error = pipe.step(&x, &x, sum).expect_err("not finite");
+    let error = pipe.backward(&x, &x, sum).expect_err("not finite");
     assert_eq!(error, Error::NonFiniteGradient { micro_batch: 0 });
     assert!(pipe.gradients().expect("gradients").is_empty());
 }
@@ -727,10 +730,11 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
         for _ in 0..2 {
             let x = Tensor::randn([9, 3], DOUBLE);
             let before = running(pipe);
-            let failed = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double) / 0.0));
+            let failed =
+                pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double) / 0.0));
             assert!(failed.is_err());
             assert_close(&running(pipe), &before, "a step that failed");
-            pipe.step(&x, &x, mse).expect("a step");
+            pipe.backward(&x, &x, mse).expect("a step");
             for part in x.to_device(test_device()).chunk(3, 0) {
                 let _out = plain.model.forward_t(&part, true);
             }
@@ -762,7 +766,7 @@ fn changes_in_place_are_right_or_refused() {
         // In the middle of a stage it is the stage's own affair.
         let mut pipe = build(inside(), [2, 1]);
         let plain = Plain::of(&inside(), &pipe);
-        pipe.step(&x, &x, mse).expect("a step");
+        pipe.backward(&x, &x, mse).expect("a step");
         plain.model.forward_t(&x, true).mse_loss(&x, tch::Reduction::Mean).backward();
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
         // At its beginning it changes what another stage, or the caller, still needs.
@@ -770,7 +774,7 @@ fn changes_in_place_are_right_or_refused() {
         let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
         let mut of_boundary = build(inside(), [1, 2]);
         for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
-            let error = pipe.step(&x, &x, mse).expect_err("changed in place").to_string();
+            let error = pipe.backward(&x, &x, mse).expect_err("changed in place").to_string();
             let words = ["in place", "in-place operation", "inplace operation"];
             assert!(words.iter().any(|words| error.contains(words)), "{recompute}: {error}");
         }
@@ -795,7 +799,7 @@ fn a_skip_may_be_of_nothing() {
     let _turn = alone();
     let mut pipe = builder(layers, 3).balance([4, 1, 1]).build().expect("a pipeline");
     let x = Tensor::ones([1, 2], DOUBLE);
-    pipe.step(&x, &x, mse).expect("a step");
+    pipe.backward(&x, &x, mse).expect("a step");
     let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
     assert_eq!(trained, ["one.number"]);
 }
@@ -819,7 +823,7 @@ fn stages_without_parameters_are_fine() {
         let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
         for _ in 0..2 {
             let (x, y) = ((MLP.input)(7), (MLP.target)(7));
-            pipe.step(&x, &y, MLP.loss).expect("a step");
+            pipe.backward(&x, &y, MLP.loss).expect("a step");
             plain.backward(&MLP, &x, &y, Size::Count(1), 0);
             optimizer.clip_gradient_norm(0.1).expect("clipped");
             let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
@@ -849,7 +853,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
         let outputs = pipe.forward(&x).expect("outputs");
         between(pipe);
         loss(&outputs).backward();
-        pipe.backward(outputs).expect("a step");
+        pipe.backward_from(outputs).expect("a step");
     };
     let gradients = |pipe: &Pipeline| -> Vec<Tensor> {
         let variables = pipe.variables().expect("variables");

@@ -8,7 +8,7 @@ use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Auto, Error, Layers, Loss, Pipeline, Size};
+use brimful::{Error, Layers, Loss, Pipeline, Size};
 use tch::{Device, Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;
@@ -50,7 +50,9 @@ fn batch() -> (Tensor, Tensor) {
 
 fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
     let (x, y) = batch();
-    pipe.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Double)))
+    pipe.backward(&x, &y, |out: Tensor, y: &Tensor| {
+        Loss::mean((out - y).square().mean(Kind::Double))
+    })
 }
 
 fn gradients(pipe: &Pipeline) -> Vec<(String, Tensor)> {
@@ -80,7 +82,7 @@ fn the_tightest_stage_decides() {
         let loss = step(&mut pipe).expect("a step").loss;
         (loss, gradients(&pipe))
     };
-    let mut pipe = pipeline(Auto::largest(), &arenas);
+    let mut pipe = pipeline(Size::Largest, &arenas);
     for turn in 0..4 {
         let step = step(&mut pipe).expect("a step");
         assert!((step.loss - expected.0).abs() < 1e-12);
@@ -111,7 +113,7 @@ fn a_step_that_runs_out_in_any_stage_is_run_again() {
     };
     for stage in 0..2 {
         let arenas = free();
-        let mut pipe = pipeline(Auto::largest(), &arenas);
+        let mut pipe = pipeline(Size::Largest, &arenas);
         (0..4).for_each(|_| drop(step(&mut pipe).expect("a step")));
         for n in 1.. {
             pipe.zero_grad().expect("cleared");
@@ -145,18 +147,18 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
     };
     let (expected, value) = {
         let mut pipe = pipeline(1, &free());
-        let step = pipe.step_whole(&x, loss).expect("a step");
+        let step = pipe.backward_whole(&x, loss).expect("a step");
         (gradients(&pipe), step.loss)
     };
     for stage in 0..2 {
         let arenas = free();
-        let mut pipe = pipeline(Auto::largest(), &arenas);
-        (0..4).for_each(|_| drop(pipe.step_whole(&x, loss).expect("a step")));
+        let mut pipe = pipeline(Size::Largest, &arenas);
+        (0..4).for_each(|_| drop(pipe.backward_whole(&x, loss).expect("a step")));
         let mut retried = 0;
         for n in 1.. {
             pipe.zero_grad().expect("cleared");
             arenas[stage].fail_nth_allocation(n);
-            let step = pipe.step_whole(&x, loss).expect("it fails once");
+            let step = pipe.backward_whole(&x, loss).expect("it fails once");
             let failed = arenas[stage].refusals() > retried as u64;
             arenas[stage].fail_nth_allocation(0);
             assert_eq!(step.retries, usize::from(failed), "stage {stage}, allocation {n}");
@@ -177,9 +179,9 @@ fn evaluation_has_a_size_of_its_own() {
     let _alone = alone();
     let mut pipe = pipeline(Size::Auto, &free());
     let (x, _) = batch();
-    let expected = pipe.eval(&x, 3).expect("outputs");
+    let expected = eval(&mut pipe, &x, 3).expect("outputs");
     for _ in 0..3 {
-        let got = pipe.eval(&x, Size::Auto).expect("outputs");
+        let got = eval(&mut pipe, &x, Size::Auto).expect("outputs");
         assert!((&got - &expected).abs().max().double_value(&[]) < 1e-12);
     }
 }

@@ -1,5 +1,5 @@
 //! Any panic, error or out-of-memory in any stage at any action ends the step with an error that says
-//! where; nothing is left behind, nobody hangs, and the next step is an undisturbed one.
+//! where; nothing is left behind, nobody hangs, and the next step is an preserving_generators one.
 
 mod pipeline_models;
 
@@ -118,7 +118,8 @@ type Named = Vec<(String, Tensor)>;
 /// One step on fixed data; its loss and gradients, and the variables after it.
 fn step(pipe: &mut Pipeline) -> Result<(f64, Named, Named), Error> {
     let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
-    let step = pipe.step(&x, &x, |out, y| Loss::mean((out - y).square().mean(Kind::Double)))?;
+    let step =
+        pipe.backward(&x, &x, |out: Tensor, y| Loss::mean((out - y).square().mean(Kind::Double)))?;
     Ok((step.loss, pipe.gradients()?, copies(pipe)))
 }
 
@@ -149,7 +150,7 @@ impl Trial {
     fn new(mut pipe: Pipeline) -> Self {
         let initial = copies(&pipe);
         tch::manual_seed(3);
-        let expected = step(&mut pipe).expect("an undisturbed step");
+        let expected = step(&mut pipe).expect("an preserving_generators step");
         Self { pipe, initial, expected }
     }
 
@@ -167,7 +168,7 @@ impl Trial {
                 assert_close(&copies(&self.pipe), &self.initial, &format!("{what}: left behind"));
                 outcome = step(&mut self.pipe);
             }
-            let (loss, gradients, variables) = outcome.expect("an undisturbed step");
+            let (loss, gradients, variables) = outcome.expect("an preserving_generators step");
             assert_eq!(loss, self.expected.0, "{what}");
             assert_close(&gradients, &self.expected.1, &what);
             assert_close(&variables, &self.expected.2, &what);
@@ -256,7 +257,7 @@ type Call = fn(&mut Pipeline, &Tensor) -> Result<f64, Error>;
 /// What there is beside a step.
 const CALLS: [(&str, Call); 3] = [
     ("step_whole", |pipe, x| {
-        let step = pipe.step_whole(x, |out| out.square().mean(Kind::Double))?;
+        let step = pipe.backward_whole(x, |out| out.square().mean(Kind::Double))?;
         let gradients = pipe.gradients()?;
         pipe.zero_grad()?;
         let sums = gradients.iter().map(|(_, gradient)| gradient.abs().sum(Kind::Double));
@@ -264,7 +265,7 @@ const CALLS: [(&str, Call); 3] = [
     }),
     ("eval", |pipe, x| Ok(pipe.eval(x, 3)?.abs().sum(Kind::Double).double_value(&[]))),
     ("evaluate", |pipe, x| {
-        let loss = |out: &Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+        let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
         Ok(pipe.evaluate(x, x, 3, loss)?.loss)
     }),
 ];
@@ -277,7 +278,7 @@ fn every_call_survives_every_fault() {
         for (name, call) in CALLS {
             let mut pipe = pipeline(schedule, recompute, &arenas());
             // Statistics move once, before what is compared.
-            call(&mut pipe, &x).expect("an undisturbed call");
+            call(&mut pipe, &x).expect("an preserving_generators call");
             let values = copies(&pipe);
             let again = |pipe: &mut Pipeline| {
                 let values = values.iter().map(|(name, value)| (name.clone(), value.copy()));
@@ -285,7 +286,7 @@ fn every_call_survives_every_fault() {
                 tch::manual_seed(3);
                 call(pipe, &x)
             };
-            let expected = again(&mut pipe).expect("an undisturbed call");
+            let expected = again(&mut pipe).expect("an preserving_generators call");
             let parts = if name == "step_whole" { MICRO_BATCHES } else { 3 };
             for (stage, number) in (0..STAGES).flat_map(|s| (0..parts).map(move |n| (s, n))) {
                 for fault in [Fault::Panic, Fault::Refused, Fault::RefusedInBackward] {
@@ -347,16 +348,17 @@ fn a_loss_that_fails_is_reported_as_it_was() {
     let _turn = alone_and_quiet();
     let mut pipe = pipeline(Schedule::OneFOneB, Recompute::Never, &arenas());
     let x = Tensor::ones([8, 4], (Kind::Double, Device::Cpu));
-    let error = pipe.step(&x, &x, |_, _| Err::<Loss, _>(std::fmt::Error)).expect_err("an error");
+    let error =
+        pipe.backward(&x, &x, |_, _| Err::<Loss, _>(std::fmt::Error)).expect_err("an error");
     let error = stage_error(Some(error), "error");
     assert!(matches!(error.cause, Cause::Error(Error::Closure(_))), "{error:?}");
     assert_eq!((error.action.stage.index(), error.layer), (2, None));
-    let error = pipe.step(&x, &x, |_, _| -> Loss { panic!("no loss") }).expect_err("a panic");
+    let error = pipe.backward(&x, &x, |_, _| -> Loss { panic!("no loss") }).expect_err("a panic");
     assert_eq!(
         error.to_string(),
         "stage 2 failed in the forward of micro-batch 0: it panicked: no loss"
     );
-    let error = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Double) / 0.0));
+    let error = pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double) / 0.0));
     assert!(matches!(error, Err(Error::NonFiniteLoss { .. })), "{error:?}");
 }
 
@@ -378,7 +380,9 @@ fn the_others_stop_as_soon_as_they_can() {
         .build()
         .expect("a pipeline");
     let x = Tensor::ones([64, 2], (Kind::Float, Device::Cpu));
-    let error = pipe.step(&x, &x, |out, _| Loss::mean(out.sum(Kind::Float))).expect_err("a panic");
+    let error = pipe
+        .backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Float)))
+        .expect_err("a panic");
     assert!(error.to_string().ends_with("in layer 'fails': it panicked: at once"), "{error}");
     // One in the failing stage's hands, one in each channel's place, one with each sender.
     assert!(CALLS.load(Ordering::Relaxed) <= 4, "{CALLS:?}");

@@ -43,8 +43,8 @@ fn pipeline(arenas: &[Arena], schedule: Schedule, recompute: Recompute) -> Pipel
 
 fn step(pipe: &mut Pipeline, m: i64) -> Result<Vec<u64>, Error> {
     let x = Tensor::ones([m * SAMPLES, WIDTH], (Kind::Float, Device::Cpu));
-    let loss = |out: &Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
-    let step = pipe.step(&x, &x, loss)?;
+    let loss = |out: Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
+    let step = pipe.backward(&x, &x, loss)?;
     Ok(step.peaks.into_iter().map(|peak| peak.expect("an arena").0).collect())
 }
 

@@ -24,7 +24,7 @@ fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) 
         let what = format!("{what}, step {number}");
         let (x, y) = ((case.input)(samples), (case.target)(samples));
         let loss = case.loss;
-        let step = pipe.step(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let step = pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
         let expected = plain.backward(case, &x, &y, size, step.seed);
         assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
         assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
@@ -35,7 +35,7 @@ fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) 
         assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
     }
     let x = (case.input)(samples);
-    let out = pipe.eval(&x, m + 1).expect("an evaluation");
+    let out = eval(&mut pipe, &x, m + 1).expect("an evaluation");
     let x = x.to_device(test_device());
     let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
     assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
@@ -86,22 +86,30 @@ fn weighted(out: &Tensor, y: &Tensor, reduction: Reduction) -> Tensor {
 }
 
 const LOSSES: Losses = [
-    ("mean", |out, y| Loss::mean(each(out, y).mean(None)), |out, y| each(out, y).mean(None)),
-    ("sum", |out, y| Loss::sum(each(out, y).sum(None)), |out, y| each(out, y).sum(None)),
+    (
+        "mean",
+        |out: Tensor, y| Loss::mean(each(out, y).mean(None)),
+        |out: Tensor, y| each(out, y).mean(None),
+    ),
+    (
+        "sum",
+        |out: Tensor, y| Loss::sum(each(out, y).sum(None)),
+        |out: Tensor, y| each(out, y).sum(None),
+    ),
     (
         "class weights",
-        |out, y| {
+        |out: Tensor, y| {
             let weight = class_weights(out).index_select(0, y).sum(None);
             Loss::mean_over(weighted(out, y, Reduction::Mean), weight)
         },
-        |out, y| weighted(out, y, Reduction::Mean),
+        |out: Tensor, y| weighted(out, y, Reduction::Mean),
     ),
     (
         "two terms",
-        |out, y| {
+        |out: Tensor, y| {
             Loss::mean(each(out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
         },
-        |out, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
+        |out: Tensor, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
     ),
 ];
 
@@ -119,7 +127,7 @@ fn every_loss_and_kind_of_number() {
                 let plain = Plain::of(&(MLP.layers)(), &pipe);
                 let (x, y) = ((MLP.input)(samples).to_kind(kind), (MLP.target)(samples));
                 let step =
-                    pipe.step(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+                    pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
                 let (x, y) = (x.to_device(test_device()), y.to_device(test_device()));
                 let expected = whole(&plain.model.forward_t(&x.to_kind(Kind::Double), true), &y);
                 expected.backward();

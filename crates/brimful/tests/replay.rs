@@ -7,7 +7,7 @@ mod test_device;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use brimful::micro::NonFinite;
+use brimful::NonFinite;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;

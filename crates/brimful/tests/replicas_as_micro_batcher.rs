@@ -14,7 +14,7 @@ use brimful::micro::Layout;
 use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
-use brimful::{Auto, Error, Loss, Replicas, Size, auto::Why};
+use brimful::{Error, Loss, Replicas, Size, auto::Why};
 use full_batch::{
     Batch, CASES, Case, MEAN, Net, OVER_TOKENS, TOLERANCE, assert_gradients, batch, clear,
     distance, plain, test_device,
@@ -271,7 +271,7 @@ fn wide(root: &nn::Path) -> nn::Linear {
 fn tight(limit: u64) -> Replicas<nn::Linear> {
     let arena = Arena::limited("first", limit).expect("a limit");
     let devices = [StageDevice::cpu().threads(1).arena(arena), StageDevice::cpu().threads(1)];
-    let replicas = Replicas::new(devices, Auto::largest(), wide).expect("replicas");
+    let replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
     replicas.speeds(&[1.0, 1.0]).expect("one each")
 }
 

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use brimful::NonFinite;
 use brimful::memory::Arena;
-use brimful::micro::NonFinite;
 use brimful::pipeline::StageDevice;
-use brimful::{Auto, Error, Loss, Replicas, Size};
+use brimful::{Error, Loss, Replicas, Size};
 use fixture::{alone, assert_same, dropout_layers, state_of};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -128,7 +128,7 @@ fn the_smallest_memory_decides_for_all() {
     let _alone = alone();
     let small = Arena::limited("small", 2 << 20).expect("a limit");
     let devices = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(small)];
-    let mut replicas = Replicas::new(devices, Auto::largest(), wide).expect("replicas");
+    let mut replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
     let x = Tensor::randn([2048, 300], (Kind::Float, Device::Cpu));
     let run = |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
     let mut last = 0;
@@ -143,7 +143,7 @@ fn the_smallest_memory_decides_for_all() {
     let tiny = Arena::limited("tiny", 2 << 20).expect("a limit");
     let devices =
         [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(tiny.clone())];
-    let mut replicas = Replicas::new(devices, Auto::fastest(), wide).expect("replicas");
+    let mut replicas = Replicas::new(devices, Size::Auto, wide).expect("replicas");
     let before = state_of(replicas.store());
     tiny.set_limit(Some(tiny.current() + 1000)).expect("a limit");
     let error = replicas.backward(&x, run).expect_err("not even one sample fits");

@@ -124,12 +124,12 @@ fn a_pipeline_refuses_them_by_name() {
         .micro_batches(3)
         .build()
         .expect("one");
-    let mean = |out: &Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
+    let mean = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
     pipe.freeze(|name| name == "b.weight").expect("frozen");
-    pipe.step(&words(), &words(), mean).expect("without the table's gradient");
+    pipe.backward(&words(), &words(), mean).expect("without the table's gradient");
     pipe.unfreeze(|_| true).expect("trained again");
     let before = pipe.gradients().expect("gradients").into_iter();
     let before: Vec<_> = before.map(|(name, gradient)| (name, gradient.copy())).collect();
-    refused(&pipe.step(&words(), &words(), mean).expect_err("sparse"));
+    refused(&pipe.backward(&words(), &words(), mean).expect_err("sparse"));
     assert_eq!(pipe.gradients().expect("gradients"), before);
 }

@@ -84,29 +84,29 @@ fn a_pipeline_waits_for_inputs_and_targets() {
             .build()
             .expect("a pipeline");
         let (x, y) = (numbers(1), numbers(2));
-        let out = pipe.eval(&x, 3).expect("an evaluation");
-        let loss = pipe.step(&x, &y, squares).expect("a step").loss;
+        let out = eval(&mut pipe, &x, 3).expect("an evaluation");
+        let loss = pipe.backward(&x, &y, squares).expect("a step").loss;
         let gradients = pipe.gradients().expect("gradients").into_iter();
         let gradients: Vec<_> = gradients.map(|(_, gradient)| gradient.copy()).collect();
         on_each_stream(|stream| {
             let what = format!("{devices:?}, {stream}");
             pipe.zero_grad().expect("cleared");
-            let got = pipe.eval(&late(&x), 3).expect("an evaluation");
+            let got = eval(&mut pipe, &late(&x), 3).expect("an evaluation");
             assert_near(&got, &out, &format!("{what}: the output"));
-            let step = pipe.step(&late(&x), &y, squares).expect("a step");
+            let step = pipe.backward(&late(&x), &y, squares).expect("a step");
             assert!((step.loss - loss).abs() < 1e-10, "{what}: {} not {loss}", step.loss);
             for ((name, got), expected) in
                 pipe.gradients().expect("gradients").iter().zip(&gradients)
             {
                 assert_near(got, expected, &format!("{what}: the gradient of {name}"));
             }
-            let step = pipe.step(&x, &late(&y), squares).expect("a step");
+            let step = pipe.backward(&x, &late(&y), squares).expect("a step");
             assert!((step.loss - loss).abs() < 1e-10, "{what}: targets, {}", step.loss);
             // A gradient of the outputs that is still computed.
             pipe.zero_grad().expect("cleared");
             let out = pipe.forward(&x).expect("a forward");
             (&*out - late(&y).to_device(out.device())).square().mean(Kind::Double).backward();
-            pipe.backward(out).expect("a backward");
+            pipe.backward_from(out).expect("a backward");
             for ((name, got), expected) in
                 pipe.gradients().expect("gradients").iter().zip(&gradients)
             {
@@ -207,8 +207,8 @@ fn steps_do_not_reserve_more_and_more_for_inputs() {
     let mut pipe =
         Pipeline::builder(layers).devices([device, device]).micro_batches(4).build().expect("one");
     let taken = grown(&mut || {
-        let sum = |out: &Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
-        pipe.step(&x, &x.narrow(1, 0, 1), sum).expect("a step");
+        let sum = |out: Tensor, _: &Tensor| Loss::mean(out.mean(Kind::Float));
+        pipe.backward(&x, &x.narrow(1, 0, 1), sum).expect("a step");
     });
     assert!(taken < 8 * BYTES as u64, "a pipeline: {taken}");
 }

@@ -48,7 +48,8 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Si
     for number in 0..2 {
         let what = format!("{what}, step {number}");
         let (x, y) = data(case, samples, number);
-        let step = pipe.step(&x, &y, case.loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let step =
+            pipe.backward(&x, &y, case.loss).unwrap_or_else(|error| panic!("{what}: {error}"));
         let gradients = pipe.gradients().expect("gradients");
         optimizer.step().expect("a step");
         optimizer.zero_grad().expect("cleared");
@@ -63,9 +64,9 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Si
         }
     }
     let (x, y) = data(case, samples, 9);
-    let out = pipe.eval(&x, 3).expect("an evaluation");
+    let out = eval(&mut pipe, &x, 3).expect("an evaluation");
     let loss = case.loss;
-    let with_outputs = move |out: &Tensor, y: &Tensor| (loss(out, y), out.shallow_clone());
+    let with_outputs = move |out: Tensor, y: &Tensor| (loss(out, y), out.shallow_clone());
     let evaluated = pipe.evaluate(&x, &y, 3, with_outputs).expect("an evaluation");
     assert_eq!(evaluated.outputs, out, "every rank has the outputs");
     if let Some(plain) = &plain {
@@ -131,7 +132,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
         for number in 0..3 {
             let what = format!("step {number}");
             let (x, y) = data(&GPT, 8, number);
-            let step = pipe.step(&x, &y, GPT.loss).expect(&what);
+            let step = pipe.backward(&x, &y, GPT.loss).expect(&what);
             let gradients = pipe.gradients().expect("gradients");
             if let Some(plain) = &plain {
                 plain.backward(&GPT, &x, &y, Size::Count(2 * replicas), step.seed);
@@ -143,7 +144,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
             pipe.zero_grad().expect("cleared");
         }
         let (x, _) = data(&GPT, 8, 9);
-        let out = pipe.eval(&x, 3).expect("an evaluation");
+        let out = eval(&mut pipe, &x, 3).expect("an evaluation");
         if let Some(plain) = &plain {
             let expected =
                 tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
@@ -259,7 +260,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
             };
             loss(&out).backward();
-            pipe.backward(out).expect("a backward");
+            pipe.backward_from(out).expect("a backward");
             let gradients = pipe.gradients().expect("gradients");
             if world.rank() == 0 {
                 let plain = Plain::with(&(case.layers)(), values);
@@ -270,10 +271,10 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
             // As one step, and where the loss fails on one of the ranks.
             pipe.zero_grad().expect("cleared");
             let rank = world.rank() as f64;
-            let failed = pipe.step_whole(&x, |out| loss(out) / (1.0 - rank));
+            let failed = pipe.backward_whole(&x, |out| loss(out) / (1.0 - rank));
             failed.expect_err("it is not finite on the second");
             assert!(pipe.gradients().expect("gradients").is_empty());
-            pipe.step_whole(&x, |out| loss(out)).expect("a step");
+            pipe.backward_whole(&x, |out| loss(out)).expect("a step");
             assert_close(&pipe.gradients().expect("gradients"), &gradients, case.name);
         }
     });
@@ -283,7 +284,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops::Range<i64>) {
     for number in steps {
         let (x, y) = data(&GPT, 9, number);
-        pipe.step(&x, &y, GPT.loss).expect("a step");
+        pipe.backward(&x, &y, GPT.loss).expect("a step");
         let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
         assert!(norm > 0.05, "it has something to clip");
         optimizer.step().expect("a step");
@@ -356,7 +357,7 @@ fn frozen_layers_and_what_no_rank_has() {
         assert!(error.to_string().contains("of 10 is 'fc1.bias'"), "{error}");
         pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
         let (x, y) = data(&MLP, 4, 0);
-        pipe.step(&x, &y, MLP.loss).expect("a step");
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
         let gradients = pipe.gradients().expect("gradients");
         assert!(gradients.iter().all(|(name, _)| !name.starts_with("fc1")));
         assert_eq!(gradients.len(), if world.rank() == 0 { 8 } else { 6 });
@@ -378,8 +379,8 @@ fn traffic_is_what_the_cut_needs() {
             .expect("a pipeline");
         let x = Tensor::ones([64, 16], (Kind::Float, Device::Cpu));
         let before = world.traffic().expect("counted");
-        let sum = |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
-        pipe.step(&x, &(), sum).expect("a step");
+        let sum = |out: Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
+        pipe.backward(&x, &(), sum).expect("a step");
         let sent = world.traffic().expect("counted").sent.0 - before.sent.0;
         assert_eq!(sent, 64 * 256 * 4, "one way from each rank");
     });
@@ -406,8 +407,8 @@ fn automatic_sizes_are_agreed() {
             .expect("a pipeline");
         let x = Tensor::ones([512, 64], (Kind::Float, Device::Cpu));
         for _ in 0..6 {
-            let loss = |out: &Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
-            let step = pipe.step(&x, &(), loss).expect("a step");
+            let loss = |out: Tensor, _: &()| Loss::mean(out.square().mean(Kind::Float));
+            let step = pipe.backward(&x, &(), loss).expect("a step");
             let found = world.share("sizes", &(step.sizes, step.retries)).expect("shared");
             assert_eq!(found[0], found[1]);
             assert!(found[0].0.len() > 1, "the mini-batch does not fit at once");
@@ -430,10 +431,10 @@ fn what_differs_is_told_to_every_rank() {
 
         let mut pipe = builder(&MLP, &world, 1).micro_batches(2).build().expect("a pipeline");
         let (x, y) = data(&MLP, 4, world.rank() as i64);
-        let error = pipe.step(&x, &y, MLP.loss).expect_err("other samples");
+        let error = pipe.backward(&x, &y, MLP.loss).expect_err("other samples");
         assert!(error.to_string().starts_with("the mini-batch must be the same"), "{error}");
         let (x, y) = data(&MLP, 4, 0);
-        pipe.step(&x, &y, MLP.loss).expect("the same samples");
+        pipe.backward(&x, &y, MLP.loss).expect("the same samples");
     });
 }
 
@@ -450,8 +451,8 @@ fn pipelines_that_train_different_parameters_are_all_told() {
         };
         freeze(&pipe, world.rank() == 1);
         for error in [
-            pipe.step(&x, &y, MLP.loss).map(drop),
-            pipe.step_whole(&x, |out| out.mean(Kind::Double)).map(drop),
+            pipe.backward(&x, &y, MLP.loss).map(drop),
+            pipe.backward_whole(&x, |out| out.mean(Kind::Double)).map(drop),
         ] {
             let error = error.expect_err("two models").to_string();
             assert!(error.contains("what is trained must be the same on all ranks"), "{error}");
@@ -459,6 +460,6 @@ fn pipelines_that_train_different_parameters_are_all_told() {
         }
         assert!(pipe.gradients().expect("gradients").is_empty());
         freeze(&pipe, true);
-        pipe.step(&x, &y, MLP.loss).expect("both train the same");
+        pipe.backward(&x, &y, MLP.loss).expect("both train the same");
     });
 }

@@ -86,15 +86,6 @@ impl Sums {
         own(&mut self.groups, &mut self.lent)
     }
 
-    /// Adds the sums, each group times its factor, to the parameters' gradients. Everything that
-    /// needs memory comes before the first change.
-    pub(crate) fn commit(self, parameters: &mut [Tensor], factors: &[f64]) -> Result<()> {
-        if self.groups.is_empty() {
-            return Ok(());
-        }
-        self.finish(parameters, factors)?.apply(parameters)
-    }
-
     /// The sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
         let lent = self.lent;

@@ -5,11 +5,11 @@
 //!              │          └─► trial     what it answers
 //!              ├─────► memory_model (P)  what a size needs, from what others needed
 //!              └─────► rates (P)         how fast each size was
-//!   story      what was decided for a step, and how often it was run again
+//!   log        what was decided for a step, and how often it was run again
 //!   room       what is free for a step
 //!   stopwatch  how long its micro-batches took
 //!   remembered what earlier runs have found
-//!   together   one size for several memories at once
+//!   watch      a try at work: what it needed and how long it took, in one memory or several
 //! ```
 //!
 //! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, tells
@@ -17,14 +17,14 @@
 //!
 //! ```
 //! use brimful::memory::{Arena, Memory};
-//! use brimful::{Auto, Loss, MicroBatcher};
+//! use brimful::{Loss, MicroBatcher, Size};
 //! use tch::nn::{self, Module};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! let store = nn::VarStore::new(Device::Cpu);
 //! let model = nn::linear(store.root(), 1000, 1000, Default::default());
 //! let memory = Memory::Arena(Arena::limited("small", 16 << 20)?);
-//! let mut micro = MicroBatcher::new(&store, Auto::largest()).memory(memory);
+//! let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
 //!
 //! let batch = Tensor::randn([4096, 1000], (Kind::Float, Device::Cpu));
 //! let step = micro.backward(&batch, |x| Loss::mean(model.forward(&x).square().mean(Kind::Float)))?;
@@ -38,6 +38,7 @@
 mod decision;
 mod failures;
 mod kind;
+mod log;
 mod memory_model;
 mod policy;
 mod rates;
@@ -46,38 +47,16 @@ mod room;
 mod sizer;
 mod sizes;
 mod stopwatch;
-mod story;
 #[cfg(test)]
 mod tests;
-mod together;
 mod trial;
+mod watch;
 
 pub use decision::{Decision, Why};
 pub(crate) use kind::{Kind, Use};
+pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;
-pub(crate) use remembered::{Identity, fingerprint};
-pub(crate) use room::room;
-pub(crate) use sizer::{FEW, Room, Sizer, is_alone};
+pub(crate) use remembered::{Identity, hash_of};
+pub(crate) use sizer::{FEW, Sizer};
 pub(crate) use sizes::Sizes;
-pub(crate) use stopwatch::Stopwatch;
-pub(crate) use story::Story;
-pub(crate) use together::{Peaks, Together};
-pub(crate) use trial::in_near_equal_parts;
-
-use crate::micro::Size;
-
-/// The automatic sizes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Auto;
-
-impl Auto {
-    /// The size that trains the most samples a second, of those that fit: [`Size::Auto`].
-    pub const fn fastest() -> Size {
-        Size::Auto
-    }
-
-    /// The largest size that fits: [`Size::Largest`].
-    pub const fn largest() -> Size {
-        Size::Largest
-    }
-}
+pub(crate) use watch::{Ending, Peaks, SizeWatch};

@@ -17,7 +17,7 @@ use super::rates::Rates;
 use super::trial::{Situation, Trial, in_near_equal_parts};
 
 /// What an automatic size strives for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Goal {
     Fastest,
     Largest,

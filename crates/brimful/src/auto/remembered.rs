@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use tch::nn::Variables;
+use tch::Tensor;
 
 use super::kind::Kind;
 use super::memory_model::Line;
@@ -21,7 +21,7 @@ const FORMAT: &str = "brimful sizes 1";
 /// What a size holds for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// A fingerprint of the variables' names, shapes and types.
+    /// A hash of the variables' names, shapes and types.
     model: String,
     dtype: String,
     device: String,
@@ -47,16 +47,20 @@ struct Entry {
 }
 
 impl Identity {
-    pub(crate) fn new(variables: &Variables, device: String, memory: u64, goal: String) -> Self {
-        let mut named: Vec<_> = variables.named_variables.iter().collect();
-        named.sort_by_key(|(name, _)| name.as_str());
+    /// Of a model with these variables, in the order of their names, in all of these memories.
+    pub(crate) fn new(
+        variables: &[(String, Tensor)],
+        dtype: Option<tch::Kind>,
+        device: String,
+        memory: u64,
+        goal: String,
+    ) -> Self {
         let mut text = String::new();
-        for (name, tensor) in &named {
+        for (name, tensor) in variables {
             text += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
         }
-        let first = variables.trainable_variables.first();
-        let dtype = first.map_or("none".into(), |v| format!("{:?}", v.tensor.kind()));
-        Self { model: fingerprint(&text), dtype, device, memory, goal }
+        let dtype = dtype.map_or("none".into(), |kind| format!("{kind:?}"));
+        Self { model: hash_of(&text), dtype, device, memory, goal }
     }
 }
 
@@ -121,7 +125,7 @@ impl From<Entry> for Finding {
 }
 
 /// A number that tells texts apart, in words.
-pub(crate) fn fingerprint(text: &str) -> String {
+pub(crate) fn hash_of(text: &str) -> String {
     format!("{:016x}", fnv(text.as_bytes()))
 }
 

@@ -13,7 +13,7 @@ use super::sizer::{Finding, Sizer};
 #[derive(Debug)]
 pub(crate) struct Sizes {
     goal: Goal,
-    kinds: HashMap<Kind, Sizer>,
+    kinds: HashMap<(Goal, Kind), Sizer>,
     file: Option<File>,
 }
 
@@ -21,6 +21,8 @@ pub(crate) struct Sizes {
 #[derive(Debug)]
 struct File {
     path: PathBuf,
+    /// What the sizes in it are good for.
+    goal: Goal,
     identity: Identity,
     found: HashMap<Kind, Finding>,
 }
@@ -33,24 +35,36 @@ impl Sizes {
     /// Uses what the file says of this model, device and memory, and writes there what is found.
     pub(crate) fn remember(&mut self, path: PathBuf, identity: Identity) {
         let found = remembered::read(&path, &identity);
-        self.file = found.map(|found| File { path, identity, found });
+        self.file = found.map(|found| File { path, goal: self.goal, identity, found });
+    }
+
+    /// What sizes are for from now on. What is known for another goal is kept.
+    pub(crate) fn set_goal(&mut self, goal: Goal) {
+        self.goal = goal;
+    }
+
+    /// Whether there is a sizer for this kind.
+    pub(crate) fn knows(&self, kind: &Kind) -> bool {
+        self.kinds.contains_key(&(self.goal, kind.clone()))
     }
 
     /// Takes this kind's sizer out, for the time of a step. Of a new kind, `floors` says what a step
     /// needs at least in each memory.
-    pub(crate) fn take(&mut self, kind: &Kind, floors: impl FnOnce() -> Vec<u64>) -> Sizer {
-        self.kinds.remove(kind).unwrap_or_else(|| self.new_kind(kind, &floors()))
+    pub(crate) fn take(&mut self, kind: &Kind, floors: &[u64]) -> Sizer {
+        let known = self.kinds.remove(&(self.goal, kind.clone()));
+        known.unwrap_or_else(|| self.new_kind(kind, floors))
     }
 
     /// Puts it back, and writes down what it has found, if that is new.
     pub(crate) fn put(&mut self, kind: Kind, sizer: Sizer) {
         if let (Some(file), Some(finding)) = (&mut self.file, sizer.finding())
+            && file.goal == self.goal
             && file.found.get(&kind).is_none_or(|known| known.size != finding.size)
         {
             file.found.insert(kind.clone(), finding);
             remembered::write(&file.path, &file.identity, &file.found);
         }
-        self.kinds.insert(kind, sizer);
+        self.kinds.insert((self.goal, kind), sizer);
     }
 
     /// Numbers are in another order in memory, which is faster by this factor.
@@ -59,7 +73,8 @@ impl Sizes {
     }
 
     fn new_kind(&self, kind: &Kind, floors: &[u64]) -> Sizer {
-        let remembered = self.file.as_ref().and_then(|file| file.found.get(kind));
+        let file = self.file.as_ref().filter(|file| file.goal == self.goal);
+        let remembered = file.and_then(|file| file.found.get(kind));
         match remembered.filter(|found| found.lines.len() == floors.len()) {
             Some(found) => Sizer::remembered(self.goal, found, floors),
             None => self.suggested_by_others(kind, floors),
@@ -70,7 +85,12 @@ impl Sizes {
     /// good for them.
     fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let memories = floors.len();
-        let akin = || self.kinds.iter().filter(|(other, _)| other.is_akin(kind));
+        let same_goal = || self.kinds.iter().filter(|((goal, _), _)| *goal == self.goal);
+        let akin = || {
+            same_goal()
+                .map(|((_, other), sizer)| (other, sizer))
+                .filter(|(other, _)| other.is_akin(kind))
+        };
         let known: Vec<(u64, Vec<Line>)> = akin()
             .filter_map(|(other, sizer)| Some((other.elements(), sizer.lines()?)))
             .filter(|(_, lines)| lines.len() == memories)

@@ -7,7 +7,7 @@ use tch::nn::ModuleT;
 use tch::{Device, Tensor};
 
 use super::skips::Stashed;
-use crate::random::{Dice, Draws};
+use crate::random::{Draws, Generator};
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
 pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync;
@@ -76,9 +76,9 @@ impl Model {
     /// # Panics
     /// As [`Model::forward_many`].
     pub fn forward_drawing(&self, values: &[Tensor], train: bool, draws: Draws) -> Vec<Tensor> {
-        let dice = Dice::new(values.first().map_or(Device::Cpu, Tensor::device));
+        let generator = Generator::new(values.first().map_or(Device::Cpu, Tensor::device));
         let values = values.iter().map(Tensor::shallow_clone).collect();
-        let before = |position| dice.seed(draws.seed(position));
+        let before = |position| generator.seed(draws.seed(position));
         self.run(values, &mut Stashed::default(), train, before)
     }
 

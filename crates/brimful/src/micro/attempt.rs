@@ -1,152 +1,85 @@
-//! One try at a mini-batch: run it whole, or leave everything as it was.
+//! One try at a mini-batch on one device: run it whole, or leave everything as it was.
 
 use std::any::type_name;
-use std::panic;
+use std::time::Instant;
 
-use tch::{Device, Tensor};
-
-use super::cut::{Cut, Place};
 use super::pass::Pass;
 use super::replay::{Closure, Surroundings};
-use super::tally::Tally;
-use super::{MicroBatcher, NonFinite, Outcome, Window};
+use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::Accumulator;
 use crate::batch::{self, Batch};
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
-use crate::random::{Dice, Draws, Randomness};
+use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
+use crate::step::{
+    Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
+    into_error_or_panic, parameters,
+};
 use crate::world::WorldError;
 use crate::{Error, Result};
 
-/// A mini-batch's place in its step.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Scale {
-    /// What gradients are divided by while it runs: see [`Part::unit`].
-    pub(crate) unit: f64,
-    /// Whether it has the step's first sample.
-    pub(crate) first: bool,
-    /// Whether the unit is the step's number of samples, and no other mini-batch follows.
-    pub(crate) last: bool,
-    /// Random numbers of its own; without them it draws as a plain loop does.
-    pub(crate) draws: Option<OwnDraws>,
-}
-
-/// The random numbers of one replica or rank in one step, which belong to its micro-batches.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OwnDraws {
-    pub(crate) seed: u64,
-    /// Which replica or rank.
-    pub(crate) place: usize,
-}
-
-impl OwnDraws {
-    /// What its micro-batches draw from on this device, while it lives.
-    pub(super) fn on(self, device: Device) -> OwnDice {
-        OwnDice { draws: self, dice: Dice::new(device) }
-    }
-}
-
-/// The generator of one replica or rank in one step.
-pub(super) struct OwnDice {
-    draws: OwnDraws,
-    dice: Dice,
-}
-
-impl OwnDice {
-    /// Lets the micro-batch draw from its own seed.
-    pub(super) fn begin(&self, micro_batch: usize) {
-        let OwnDraws { seed, place } = self.draws;
-        self.dice.seed(Draws::new(seed, micro_batch).seed(place));
-    }
-}
-
-impl Scale {
-    /// Of a mini-batch that is a step of its own.
-    pub(super) fn whole(cut: &Cut) -> Self {
-        Self { unit: cut.samples() as f64, first: true, last: true, draws: None }
-    }
-}
-
 /// How a try runs its micro-batches.
-#[derive(Debug)]
-struct How {
-    closure: Closure,
-    /// Whether nothing is to be replayed.
-    eager: bool,
-    /// In which gradients are to be added up over the ranks.
-    turn: Option<RanksTurn>,
-}
-
-/// How to take back what a guarded run has changed.
-#[derive(Debug, Default)]
-pub(crate) struct Undo {
-    pub(crate) statistics: Pending,
-    pub(crate) randomness: Randomness,
-    /// Running statistics of layers that do not report, and what they were.
-    pub(crate) foreign: Vec<(Tensor, Tensor)>,
-}
-
-impl Undo {
-    /// Puts back statistics and random state.
-    pub(crate) fn run(self) -> Result<()> {
-        self.randomness.restore()?;
-        for (mut running, before) in self.foreign {
-            running.f_copy_(&before)?;
-        }
-        self.statistics.undo()
-    }
-
-    /// Lets what was changed stand; where there is no memory for that, undoes it.
-    pub(super) fn keep(self) -> Result<()> {
-        self.settle(|statistics| statistics.prepare()?.apply())
-    }
-
-    /// Runs the last part of a step, in which all may still fail; if it does, undoes the step.
-    pub(super) fn settle<T>(self, f: impl FnOnce(&mut Pending) -> Result<T>) -> Result<T> {
-        self.hold(f).map(|(value, _)| value)
-    }
-
-    /// Runs a part of a step that comes before its last, in which all may fail as well.
-    pub(crate) fn hold<T>(
-        mut self,
-        f: impl FnOnce(&mut Pending) -> Result<T>,
-    ) -> Result<(T, Self)> {
-        match oom::catch(|| f(&mut self.statistics)) {
-            Ok(value) => Ok((value, self)),
-            Err(caught) => {
-                self.run()?;
-                Err(uncaught(caught))
-            }
-        }
-    }
-
-    /// Adds a later part of the same step, whose statistics have been pooled.
-    pub(super) fn extend(&mut self, later: Self) {
-        self.statistics.extend(later.statistics);
-    }
+#[derive(Debug, Clone)]
+pub(crate) struct Attempt {
+    pub(crate) role: BatchRole,
+    pub(crate) closure: Closure,
+    /// In which gradients are to be added up over the ranks while the last backward still runs.
+    pub(crate) turn: Option<RanksTurn>,
 }
 
 impl MicroBatcher {
+    /// Runs forward and backward as the step's only part in this process, which is the step's `last` or
+    /// not.
+    pub(super) fn attempt_alone<B: Batch, R: Outcome>(
+        &mut self,
+        batch: &B,
+        this_try: Try<'_>,
+        closure: Closure,
+        last: bool,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<(Parts, R::Outputs), Failed> {
+        let start = Instant::now();
+        let Try { cut, opening, exchange } = this_try;
+        let role = self.state.role(opening, 0, last);
+        let how = Attempt { role, closure, turn: exchange.summing().filter(|_| last) };
+        let (tried, outputs) = oom::catch(|| self.attempt(batch, cut, how, f))?;
+        Ok((self.as_parts(tried, start)?, outputs))
+    }
+
+    /// What was tried as the only part of a step.
+    pub(super) fn as_parts(&mut self, tried: Tried, start: Instant) -> Result<Parts> {
+        let figures = self.figures_of(&tried, start)?;
+        Ok(Parts { tried, figures: vec![Some(figures)] })
+    }
+
+    /// What is told of a part that began then.
+    pub(crate) fn figures_of(&mut self, tried: &Tried, start: Instant) -> Result<PartFigures> {
+        let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
+        Ok(PartFigures {
+            samples: tried.samples(),
+            time: start.elapsed(),
+            peak: usage.map(|usage| self.replay.take_peak(usage.peak)),
+            replayed: self.replay.take_replayed(),
+            captured: self.replay.is_new(),
+        })
+    }
+
     /// Runs forward and backward over the micro-batches; once more, and eagerly, where captured work
     /// turned out to be out of date. Nothing is committed yet.
     pub(crate) fn attempt<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
-        closure: Closure,
+        how: Attempt,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Window, R::Outputs)> {
-        let turn = self.turn.take();
-        let mut how = How { closure, eager: false, turn: turn.clone() };
-        match self.attempt_once(batch, cut, scale, how, f) {
+    ) -> Result<(Tried, R::Outputs)> {
+        match self.attempt_once(batch, cut, how.clone(), false, f) {
             Err(Error::OutOfDate) => {
                 cut.restart();
-                how = How { closure, eager: true, turn };
-                self.attempt_once(batch, cut, scale, how, f)
+                self.attempt_once(batch, cut, how, true, f)
             }
             ended => ended,
         }
@@ -156,48 +89,74 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
-        how: How,
+        how: Attempt,
+        eager: bool,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Window, R::Outputs)> {
-        let How { closure, eager, turn } = how;
-        let run = |this: &mut Self, cut: &mut Cut| {
-            let mut parameters = this.parameters();
-            if scale.first {
-                this.arrangement.begin(&mut parameters)?;
+    ) -> Result<(Tried, R::Outputs)> {
+        let Attempt { role, closure, turn } = how;
+        let ((pass, outputs), undo) = self.trained(cut, |this, cut| {
+            let mut pass = this.begin_pass(role, turn, eager)?;
+            this.run_all(&mut pass, batch, cut, role, closure, f)?;
+            let outputs = joined(std::mem::take(&mut pass.outputs))?;
+            Ok((pass.finish()?, outputs))
+        })?;
+        let (parameters, sums) = pass;
+        let tried =
+            Tried::new(parameters, &self.variables, sums, undo, role.unit, cut.sizes().to_vec())
+                .with_peak(cut.peak());
+        Ok((tried, outputs))
+    }
+
+    /// A mini-batch of which nothing has been run yet.
+    fn begin_pass<O>(
+        &mut self,
+        role: BatchRole,
+        turn: Option<RanksTurn>,
+        eager: bool,
+    ) -> Result<Pass<O>> {
+        let mut parameters = parameters(&self.variables);
+        if role.first {
+            self.arrangement.begin(&mut parameters)?;
+        }
+        self.replay.begin(parameters.len(), &self.variables, eager)?;
+        let accumulator = Accumulator::begin(parameters, &self.variables)?.summing(turn);
+        let window = self.state.window.as_ref();
+        let tally =
+            window.map_or_else(Tally::default, |window| window.tried.tried.tally.following());
+        Ok(Pass { accumulator, tally, outputs: Vec::new(), single: role.last })
+    }
+
+    /// Runs all micro-batches, each by replay or eagerly.
+    fn run_all<B: Batch, R: Outcome>(
+        &mut self,
+        pass: &mut Pass<R::Outputs>,
+        batch: &B,
+        cut: &mut Cut,
+        role: BatchRole,
+        closure: Closure,
+        f: &mut impl FnMut(B) -> R,
+    ) -> Result<()> {
+        let surroundings = Surroundings { arrangement: &self.arrangement, closure };
+        let generator = role.seed.map(|seed| seed.on(self.device));
+        let micro_batches = cut.given_count();
+        cut.each(batch, &self.copies, |info, micro_batch| {
+            let MicroBatchInfo { number, samples, tried } = info;
+            if let Some(generator) = &generator {
+                generator.begin(number);
             }
-            this.replay.begin(parameters.len(), &this.variables, eager)?;
-            let accumulator = Accumulator::begin(parameters, &this.variables)?.summing(turn);
-            let tally =
-                this.window.as_ref().map_or_else(Tally::default, |window| window.tally.following());
-            let mut pass = Pass { accumulator, tally, outputs: Vec::new(), single: scale.last };
-            let surroundings = Surroundings { arrangement: &this.arrangement, closure };
-            let dice = scale.draws.map(|draws| draws.on(this.device));
-            let micro_batches = cut.given_count();
-            cut.each(batch, &this.copies, |place, micro_batch| {
-                let Place { number: i, samples, tried } = place;
-                let (samples, first) = (samples as f64, scale.first && i == 0);
-                let part = Part { samples, unit: scale.unit, first };
-                if let Some(dice) = &dice {
-                    dice.begin(i);
-                }
-                if Some(i + 1) == micro_batches {
-                    pass.accumulator.expect_the_last();
-                }
-                let settled = !tried;
-                let ran =
-                    this.replay.run(&mut pass, micro_batch, &part, f, &surroundings, settled)?;
-                if this.non_finite == NonFinite::RefuseGradients {
-                    pass.tally.add_norm(pass.accumulator.norm()?)?;
-                }
-                Ok(ran)
-            })?;
-            let groups = pass.groups();
-            let outputs = joined(pass.outputs)?;
-            Ok((pass.accumulator.finish()?, pass.tally, groups, outputs))
-        };
-        let ((sums, tally, groups, outputs), undo) = self.trained(cut, run)?;
-        Ok((Window::new(sums, tally, groups, undo, scale.unit, cut), outputs))
+            if Some(number + 1) == micro_batches {
+                pass.accumulator.expect_the_last();
+            }
+            let first = role.first && number == 0;
+            let weight = MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
+            // A size that is tried in a part of a mini-batch is not worth a capture.
+            let settled = !tried;
+            let ran = self.replay.run(pass, micro_batch, &weight, f, &surroundings, settled)?;
+            if self.state.non_finite == NonFinite::RefuseGradients {
+                pass.tally.add_norm(pass.accumulator.norm()?)?;
+            }
+            Ok(ran)
+        })
     }
 
     /// Runs a part of a training step as [`MicroBatcher::guarded`] does.
@@ -207,10 +166,7 @@ impl MicroBatcher {
         f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
     ) -> Result<(T, Undo)> {
         let (value, undo) = self.guarded(cut, f)?;
-        self.foreign.judge(&undo.statistics, &undo.foreign, cut.sizes().len());
-        if cut.given_count().is_none() {
-            self.foreign.warn_of_few(&undo.statistics, cut.sizes());
-        }
+        self.unmanaged.judge(&undo.statistics, &undo.unmanaged, cut.sizes().len());
         Ok((value, undo))
     }
 
@@ -225,9 +181,9 @@ impl MicroBatcher {
             memory.reset_peak()?;
         }
         let randomness = Randomness::now(self.device)?;
-        let foreign = self.foreign.save(&self.variables)?;
+        let unmanaged = self.unmanaged.save(&self.variables)?;
         let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self, cut)));
-        let undo = Undo { statistics, randomness, foreign };
+        let undo = Undo { statistics, randomness, unmanaged };
         match result {
             Ok(value) => Ok((value, undo)),
             Err(caught) => {
@@ -235,18 +191,9 @@ impl MicroBatcher {
                 if matches!(caught, Caught::OutOfMemory(_)) {
                     self.replay.clear()?;
                 }
-                Err(uncaught(caught))
+                Err(into_error_or_panic(caught))
             }
         }
-    }
-}
-
-/// The error; a panic that is not out-of-memory goes on.
-pub(crate) fn uncaught(caught: Caught<Error>) -> Error {
-    match caught {
-        Caught::OutOfMemory(oom) => Error::OutOfMemory(oom),
-        Caught::Error(error) => error,
-        Caught::Panic(payload) => panic::resume_unwind(payload),
     }
 }
 

@@ -1,16 +1,15 @@
 //! Forward alone, without gradients: a loss and outputs, or outputs alone.
 
-use std::ops::Range;
+use std::time::Instant;
 
-use super::attempt::{Scale, joined};
-use super::cut::{Cut, Place, Ran};
-use super::tally::Tally;
-use super::{MicroBatcher, Outcome, Step, Window};
-use crate::Result;
+use super::attempt::joined;
+use super::{BatchRole, MicroBatcher, Outcome, Parts, Step};
 use crate::accumulate::Sums;
 use crate::auto::Use;
 use crate::batch::Batch;
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
+use crate::step::{self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
+use crate::{Result, oom};
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
@@ -18,13 +17,13 @@ impl MicroBatcher {
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
-        let (outputs, _) = self.sized(Use::Map, batch, |this, cut| {
-            let scale = Scale::whole(cut);
-            let (window, outputs) = this.attempt_map(batch, cut, scale, &mut f)?;
-            window.undo.keep()?;
-            Ok(outputs)
-        })?;
-        Ok(outputs)
+        self.in_order(|this| {
+            step::map(this, Brought::new(Use::Map, batch), |this, this_try| {
+                this.forward_part(this_try, |this, cut, role| {
+                    this.attempt_map(batch, cut, role, &mut f)
+                })
+            })
+        })
     }
 
     /// Runs `f` on every micro-batch without gradients, and gives the mini-batch's loss and outputs.
@@ -36,74 +35,85 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
-        self.step(Use::Evaluate, batch, |this, cut, scale| {
-            this.attempt_evaluate(batch, cut, scale, &mut f)
+        self.in_order(|this| {
+            step::run(this, Brought::new(Use::Evaluate, batch), |this, this_try| {
+                this.forward_part(this_try, |this, cut, role| {
+                    this.attempt_evaluate(batch, cut, role, &mut f)
+                })
+            })
         })
+    }
+
+    /// Runs a forward as the only part in this process.
+    fn forward_part<O>(
+        &mut self,
+        this_try: Try<'_>,
+        run: impl FnOnce(&mut Self, &mut Cut, BatchRole) -> Result<(Tried, O)>,
+    ) -> Result<(Parts, O), Failed> {
+        let start = Instant::now();
+        let Try { cut, opening, .. } = this_try;
+        let (tried, outputs) = oom::catch(|| run(self, cut, opening.role(0)))?;
+        Ok((self.as_parts(tried, start)?, outputs))
     }
 
     pub(crate) fn attempt_map<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
+        role: BatchRole,
         f: &mut impl FnMut(B) -> O,
-    ) -> Result<(Window, O)> {
-        self.forward_alone(batch, cut, scale, |_, _, micro_batch| Ok(f(micro_batch)))
+    ) -> Result<(Tried, O)> {
+        self.forward_alone(batch, cut, role, |_, _, micro_batch| Ok(f(micro_batch)))
     }
 
     pub(crate) fn attempt_evaluate<B: Batch, R: Outcome>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
+        role: BatchRole,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Window, R::Outputs)> {
-        self.forward_alone(batch, cut, scale, |tally, part, micro_batch| {
+    ) -> Result<(Tried, R::Outputs)> {
+        self.forward_alone(batch, cut, role, |tally, weight, micro_batch| {
             let (loss, output) = f(micro_batch).into_parts()?;
-            tally.count(&loss.into_terms(false)?, part)?;
+            tally.count(&loss.into_terms(false)?, weight)?;
             Ok(output)
         })
     }
 
-    /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
-    pub(crate) fn rehearse<B: Batch, O: Batch>(
-        &mut self,
-        batch: &B,
-        ranges: Vec<Range<usize>>,
-        scale: Scale,
-        mut f: impl FnMut(B) -> O,
-    ) -> Result<O> {
-        let mut cut = Cut::given(ranges);
-        let (window, outputs) =
-            self.forward_alone(batch, &mut cut, scale, |_, _, micro_batch| Ok(f(micro_batch)))?;
-        window.undo.run()?;
-        Ok(outputs)
-    }
-
     /// Runs all micro-batches. Nothing is committed yet.
-    fn forward_alone<B: Batch, O: Batch>(
+    pub(super) fn forward_alone<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
-        mut f: impl FnMut(&mut Tally, &Part, B) -> Result<O>,
-    ) -> Result<(Window, O)> {
+        role: BatchRole,
+        mut f: impl FnMut(&mut Tally, &MicroBatchWeight, B) -> Result<O>,
+    ) -> Result<(Tried, O)> {
         let ((tally, outputs), undo) = self.guarded(cut, |this, cut| {
             let _without = tch::no_grad_guard();
-            let (mut tally, mut outputs) = (Tally::default(), Vec::new());
-            let dice = scale.draws.map(|draws| draws.on(this.device));
-            cut.each(batch, &this.copies, |Place { number: i, samples, .. }, micro_batch| {
-                if let Some(dice) = &dice {
-                    dice.begin(i);
-                }
-                let (samples, first) = (samples as f64, scale.first && i == 0);
-                let part = Part { samples, unit: scale.unit, first };
-                outputs.push(f(&mut tally, &part, micro_batch)?);
-                Ok(Ran::PLAINLY)
-            })?;
+            let mut tally = Tally::default();
+            let mut outputs = Vec::new();
+            let generator = role.seed.map(|seed| seed.on(this.device));
+            cut.each(
+                batch,
+                &this.copies,
+                |MicroBatchInfo { number, samples, .. }, micro_batch| {
+                    if let Some(generator) = &generator {
+                        generator.begin(number);
+                    }
+                    let first = role.first && number == 0;
+                    let weight =
+                        MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
+                    outputs.push(f(&mut tally, &weight, micro_batch)?);
+                    Ok(MicroBatchRun::PLAINLY)
+                },
+            )?;
             Ok((tally, joined(outputs)?))
         })?;
         let groups = tally.groups(true);
-        Ok((Window::new(Sums::default(), tally, groups, undo, scale.unit, cut), outputs))
+        let sums = (Sums::default(), tally, groups);
+        let tried =
+            Tried::new(Vec::new(), &self.variables, sums, undo, role.unit, cut.sizes().to_vec())
+                .with_peak(cut.peak());
+        Ok((tried, outputs))
     }
 }

@@ -4,11 +4,11 @@ use brimful_torch::autograd::other_leaf;
 use tch::Tensor;
 
 use super::Outcome;
-use super::tally::{Group, Tally, roots};
 use crate::Result;
-use crate::accumulate::Accumulator;
+use crate::accumulate::{Accumulator, Sums};
 use crate::batch::Batch;
-use crate::loss::{Part, Term};
+use crate::loss::{MicroBatchWeight, Term};
+use crate::step::{Group, Tally, roots};
 
 /// A mini-batch under way.
 #[derive(Debug)]
@@ -20,22 +20,40 @@ pub(super) struct Pass<O> {
     pub(super) single: bool,
 }
 
+impl<O> Pass<O> {
+    /// The parameters, with the sums and the tally of all that was run.
+    pub(super) fn finish(self) -> Result<(Vec<Tensor>, (Sums, Tally, Vec<Group>))> {
+        let groups = self.groups();
+        let parameters = self.accumulator.parameters().iter().map(Tensor::shallow_clone).collect();
+        Ok((parameters, (self.accumulator.finish()?, self.tally, groups)))
+    }
+
+    pub(super) fn groups(&self) -> Vec<Group> {
+        self.tally.groups(self.single)
+    }
+}
+
 impl<O: Batch> Pass<O> {
     /// Runs the closure on a micro-batch, and its backward.
     pub(super) fn run<B: Batch, R: Outcome<Outputs = O>>(
         &mut self,
         micro_batch: B,
-        part: &Part,
+        weight: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
         let (terms, output) = forward(micro_batch, f)?;
-        self.add(&terms, &output, part)
+        self.add(&terms, &output, weight)
     }
 
     /// Adds what a forward has given.
-    pub(super) fn add(&mut self, terms: &[Term], output: &O, part: &Part) -> Result<()> {
-        self.tally.count(terms, part)?;
-        self.backward(terms, |_, term| term.root_gradient(part))?;
+    pub(super) fn add(
+        &mut self,
+        terms: &[Term],
+        output: &O,
+        weight: &MicroBatchWeight,
+    ) -> Result<()> {
+        self.tally.count(terms, weight)?;
+        self.backward(terms, |_, term| term.root_gradient(weight))?;
         self.outputs.push(detached(output)?);
         Ok(())
     }
@@ -60,10 +78,6 @@ impl<O: Batch> Pass<O> {
     pub(super) fn other_leaf(&self, terms: &[Term]) -> Result<Option<Tensor>> {
         let roots: Vec<&Tensor> = terms.iter().map(|term| &term.value).collect();
         Ok(other_leaf(&roots, self.accumulator.parameters())?)
-    }
-
-    pub(super) fn groups(&self) -> Vec<Group> {
-        self.tally.groups(self.single)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Losses over the whole mini-batch, such as contrastive ones, in two passes over its micro-batches.
+//! Losses over the whole mini-batch on one device, in two passes over its micro-batches.
 //!
 //! ```text
 //!   1. every micro-batch forward, without a graph     → outputs of the whole mini-batch
@@ -11,18 +11,19 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use super::attempt::{OwnDraws, Scale, Undo};
-use super::cut::{Cut, Place, Ran};
-use super::tally::Tally;
-use super::{MicroBatcher, Step, Window};
+use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
-use crate::batch::{self, Batch, Leaf};
+use crate::batch::{self, Batch};
 use crate::random::Randomness;
 use crate::statistics::Pending;
-use crate::{Error, Result, feed};
+use crate::step::{
+    self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Tally,
+    Tried, Try, Undo, as_leaves, parameters,
+};
+use crate::{Error, Result, feed, oom};
 
 impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward; adds to the
@@ -39,53 +40,95 @@ impl MicroBatcher {
         mut forward: impl FnMut(B) -> O,
         mut loss: impl FnMut(&O) -> Tensor,
     ) -> Result<Step<O>> {
-        self.check_no_window()?;
-        self.check_alone()?;
-        let start = Instant::now();
-        let (step, story) = self.sized(Use::TrainWhole, batch, |this, cut| {
-            let (window, outputs) = this.attempt_whole(batch, cut, &mut forward, &mut loss)?;
-            Ok(this.settle(window, start)?.with_outputs(outputs))
-        })?;
-        self.reserved = 0;
-        Ok(step.with_story(story))
+        step::check_no_window(self)?;
+        if !self.state.team.is_alone() {
+            return Err(Error::NotOverRanks { ranks: self.state.team.world.size() });
+        }
+        self.in_order(|this| {
+            step::run(this, Brought::new(Use::TrainWhole, batch), |this, this_try| {
+                this.attempt_whole(batch, this_try, &mut forward, &mut loss)
+            })
+        })
     }
 
     fn attempt_whole<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
-        cut: &mut Cut,
+        this_try: Try<'_>,
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
-    ) -> Result<(Window, O)> {
-        let mut run = |this: &Self, ranges: &[Range<usize>]| {
-            let mut states = Vec::with_capacity(ranges.len());
-            let mut parts = Vec::with_capacity(ranges.len());
-            let (_not_counted, rehearsed) = Pending::collect(true, || {
-                let _without = tch::no_grad_guard();
-                feed::each(batch, ranges, &this.copies, |_, micro_batch| {
-                    states.push(Randomness::now(this.device)?);
-                    parts.push(forward(micro_batch));
-                    Ok(())
-                })
-            });
-            rehearsed?;
-            let outputs = as_leaves(&batch::join(parts)?)?;
-
-            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
-            let tally = weighed(&mut accumulator, loss(&outputs))?;
-            let after = Randomness::now(this.device)?;
-            let mut gradients = RowGradients::of(&outputs);
-            feed::each(batch, ranges, &this.copies, |i, micro_batch| {
-                states[i].restore()?;
-                gradients.back(&forward(micro_batch), &mut accumulator)
+    ) -> Result<(Parts, O), Failed> {
+        let start = Instant::now();
+        let Try { cut, opening, .. } = this_try;
+        let unit = opening.total() as f64;
+        let (tried, outputs) = oom::catch(|| {
+            let ((sums, tally, outputs), undo) = self.trained(cut, |this, cut| {
+                let ranges = cut.all()?;
+                let (outputs, states) = this.forward_once(batch, &ranges, forward)?;
+                this.back_from_loss(batch, &ranges, &outputs, &states, forward, loss)
             })?;
-            after.restore()?;
-            let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
-            Ok((accumulator.finish()?, tally, outputs))
-        };
-        let ((sums, tally, outputs), undo) =
-            self.trained(cut, |this, cut| cut.whole(this.device, |ranges| run(this, ranges)))?;
-        Ok((Window::of_whole(sums, tally, undo, cut), outputs))
+            Ok::<_, Error>((self.tried_whole(sums, tally, undo, unit, cut), outputs))
+        })?;
+        Ok((self.as_parts(tried, start)?, outputs))
+    }
+
+    /// All outputs, without a graph, and where the generators stood before each micro-batch. Running
+    /// statistics do not see it.
+    fn forward_once<B: Batch, O: Batch>(
+        &self,
+        batch: &B,
+        ranges: &[Range<usize>],
+        forward: &mut impl FnMut(B) -> O,
+    ) -> Result<(O, Vec<Randomness>)> {
+        let mut states = Vec::with_capacity(ranges.len());
+        let mut parts = Vec::with_capacity(ranges.len());
+        let (_not_counted, run) = Pending::collect(true, || {
+            let _without = tch::no_grad_guard();
+            feed::each(batch, ranges, &self.copies, |_, micro_batch| {
+                states.push(Randomness::now(self.device)?);
+                parts.push(forward(micro_batch));
+                Ok(())
+            })
+        });
+        run?;
+        Ok((as_leaves(&batch::join(parts)?)?, states))
+    }
+
+    /// The loss on all outputs, and every micro-batch's backward from it.
+    fn back_from_loss<B: Batch, O: Batch>(
+        &self,
+        batch: &B,
+        ranges: &[Range<usize>],
+        outputs: &O,
+        states: &[Randomness],
+        forward: &mut impl FnMut(B) -> O,
+        loss: &mut impl FnMut(&O) -> Tensor,
+    ) -> Result<(Sums, Tally, O)> {
+        let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
+        let tally = weighed(&mut accumulator, loss(outputs))?;
+        let after = Randomness::now(self.device)?;
+        let gradients = RowGradients::of(outputs);
+        feed::each(batch, ranges, &self.copies, |i, micro_batch| {
+            states[i].restore()?;
+            back(&mut accumulator, gradients.rows(&ranges[i])?, &forward(micro_batch))
+        })?;
+        after.restore()?;
+        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
+        Ok((accumulator.finish()?, tally, outputs))
+    }
+
+    /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
+    pub(crate) fn forward_only<B: Batch, O: Batch>(
+        &mut self,
+        batch: &B,
+        cut: &mut Cut,
+        role: BatchRole,
+        mut f: impl FnMut(B) -> O,
+    ) -> Result<O> {
+        let (tried, outputs) =
+            self.forward_alone(batch, cut, role, |_, _, micro_batch| Ok(f(micro_batch)))?;
+        tried.undo.run()?;
+        Ok(outputs)
     }
 
     /// The loss on all outputs, which other parts of the step go on from: what it adds itself, and a
@@ -93,19 +136,19 @@ impl MicroBatcher {
     pub(crate) fn attempt_loss<O: Batch>(
         &mut self,
         outputs: &O,
-        draws: OwnDraws,
+        seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
-    ) -> Result<(Window, RowGradients)> {
-        let mut cut = Cut::given(Vec::new());
+    ) -> Result<(Tried, RowGradients)> {
+        let mut cut = Cut::none();
         let ((sums, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
-            let dice = draws.on(this.device);
-            dice.begin(0);
+            let generator = seed.on(this.device);
+            generator.begin(0);
             let outputs = as_leaves(outputs)?;
-            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
+            let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             let tally = weighed(&mut accumulator, loss(&outputs))?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        Ok((Window::of_whole(sums, tally, undo, &cut), gradients))
+        Ok((self.tried_whole(sums, tally, undo, 1.0, &cut), gradients))
     }
 
     /// Forward again on these micro-batches, and backward from their outputs' gradients.
@@ -113,31 +156,38 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        scale: Scale,
-        mut gradients: RowGradients,
+        role: BatchRole,
+        gradients: &RowGradients,
         forward: &impl Fn(B) -> O,
-    ) -> Result<Window> {
+    ) -> Result<Tried> {
         let (sums, undo) = self.trained(cut, |this, cut| {
-            let mut accumulator = Accumulator::begin(this.parameters(), &this.variables)?;
+            let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            let dice = scale.draws.map(|draws| draws.on(this.device));
-            cut.each(batch, &this.copies, |Place { number, .. }, micro_batch| {
-                if let Some(dice) = &dice {
-                    dice.begin(number);
-                }
-                gradients.back(&forward(micro_batch), &mut accumulator)?;
-                Ok(Ran::PLAINLY)
-            })?;
+            let generator = role.seed.map(|seed| seed.on(this.device));
+            let mut next = 0;
+            cut.each(
+                batch,
+                &this.copies,
+                |MicroBatchInfo { number, samples, .. }, micro_batch| {
+                    if let Some(generator) = &generator {
+                        generator.begin(number);
+                    }
+                    let rows = gradients.rows(&(next..next + samples))?;
+                    next += samples;
+                    back(&mut accumulator, rows, &forward(micro_batch))?;
+                    Ok(MicroBatchRun::PLAINLY)
+                },
+            )?;
             accumulator.finish()
         })?;
-        Ok(Window::of_whole(sums, Tally::default(), undo, cut))
+        Ok(self.tried_whole(sums, Tally::default(), undo, role.unit, cut))
     }
-}
 
-impl Window {
-    fn of_whole(sums: Sums, tally: Tally, undo: Undo, cut: &Cut) -> Self {
+    fn tried_whole(&self, sums: Sums, tally: Tally, undo: Undo, unit: f64, cut: &Cut) -> Tried {
         let groups = tally.groups(true);
-        Self::new(sums, tally, groups, undo, cut.samples() as f64, cut)
+        let trained = parameters(&self.variables);
+        let sizes = cut.sizes().to_vec();
+        Tried::new(trained, &self.variables, (sums, tally, groups), undo, unit, sizes)
     }
 }
 
@@ -149,73 +199,8 @@ fn weighed(accumulator: &mut Accumulator, loss: Tensor) -> Result<Tally> {
     Ok(tally)
 }
 
-/// The outputs as leaves of a graph of their own, which the loss's backward ends at.
-fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
-    let mut count = 0;
-    outputs.map(&mut |leaf| {
-        count += 1;
-        match leaf {
-            Leaf::Shared(_) => Err(Error::OutputNotRows { leaf: count - 1 }),
-            Leaf::Cut(output) => {
-                let leaf = output.f_detach()?;
-                Ok(if leaf.is_floating_point() { leaf.set_requires_grad(true) } else { leaf })
-            }
-        }
-    })
-}
-
-/// Each output's gradient, handed out row by row.
-#[derive(Debug)]
-pub(crate) struct RowGradients {
-    whole: Vec<Tensor>,
-    used: Vec<i64>,
-}
-
-impl RowGradients {
-    fn of(outputs: &impl Batch) -> Self {
-        let mut whole = Vec::new();
-        outputs.visit(&mut |leaf| whole.push(leaf.tensor().grad()));
-        let used = vec![0; whole.len()];
-        Self { whole, used }
-    }
-
-    /// Those of these rows.
-    pub(crate) fn rows(&self, rows: &Range<usize>) -> Result<Self> {
-        self.each(|gradient| gradient.f_narrow(0, rows.start as i64, rows.len() as i64))
-    }
-
-    /// The same on this device.
-    pub(crate) fn on(&self, device: Device) -> Result<Self> {
-        self.each(|gradient| gradient.f_to_device(device))
-    }
-
-    fn each(&self, f: impl Fn(&Tensor) -> Result<Tensor, tch::TchError>) -> Result<Self> {
-        let of =
-            |gradient: &Tensor| if gradient.defined() { f(gradient) } else { Ok(Tensor::new()) };
-        let whole = self.whole.iter().map(of).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self { used: vec![0; whole.len()], whole })
-    }
-
-    /// Runs backward from the next micro-batch's outputs.
-    fn back(&mut self, outputs: &impl Batch, accumulator: &mut Accumulator) -> Result<()> {
-        let roots = self.next(outputs)?;
-        if roots.is_empty() { Ok(()) } else { accumulator.add(0, &roots, false) }
-    }
-
-    /// The next micro-batch's outputs, each with its rows of the gradient.
-    fn next<'a>(&mut self, outputs: &'a impl Batch) -> Result<Vec<(&'a Tensor, Tensor)>> {
-        let mut leaves = Vec::new();
-        outputs.visit(&mut |leaf| leaves.push(leaf.tensor()));
-        let mut roots = Vec::new();
-        for (index, output) in leaves.into_iter().enumerate() {
-            let rows = *output.size().first().ok_or(Error::OutputNotRows { leaf: index })?;
-            let start = self.used[index];
-            self.used[index] += rows;
-            let gradient = &self.whole[index];
-            if gradient.defined() && output.requires_grad() {
-                roots.push((output, gradient.f_narrow(0, start, rows)?));
-            }
-        }
-        Ok(roots)
-    }
+/// Runs backward from a micro-batch's outputs.
+fn back(accumulator: &mut Accumulator, rows: RowGradients, outputs: &impl Batch) -> Result<()> {
+    let roots = rows.roots(outputs)?;
+    if roots.is_empty() { Ok(()) } else { accumulator.add(0, &roots, false) }
 }

@@ -6,8 +6,8 @@ use super::stage::Boundary;
 use super::transfer::Tensors;
 use crate::Result;
 use crate::accumulate::Accumulator;
-use crate::loss::{Part, Term};
-use crate::micro::tally::{Tally, roots};
+use crate::loss::{MicroBatchWeight, Term};
+use crate::step::{Group, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 #[derive(Debug)]
@@ -17,8 +17,12 @@ pub(super) struct Roots {
 
 impl Roots {
     /// The terms of a loss, in groups of one common denominator.
-    pub(super) fn of_terms(terms: &[Term], part: &Part, tally: &Tally) -> Result<Self> {
-        let groups = roots(terms, &tally.groups(true), |_, term| term.root_gradient(part))?;
+    pub(super) fn of_terms(
+        terms: &[Term],
+        weight: &MicroBatchWeight,
+        groups: &[Group],
+    ) -> Result<Self> {
+        let groups = roots(terms, groups, |_, term| term.root_gradient(weight))?;
         let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);
         let groups = groups.into_iter().map(|roots| roots.into_iter().map(owned).collect());
         Ok(Self { groups: groups.collect() })

@@ -6,11 +6,11 @@ use tch::Tensor;
 use crate::balance::{self, Layer, Load, Profile, Slot};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
-use crate::crew::StageDevice;
 use crate::memory::Memory;
 use crate::optim::Method;
 use crate::plan::{self, Misfit, Request};
 use crate::schedule::{DeviceId, Recompute, Schedule, StageId};
+use crate::workers::StageDevice;
 use crate::{Layers, Result};
 
 /// How the layers are cut into stages: given, or found by measuring them.

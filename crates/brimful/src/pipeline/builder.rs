@@ -1,25 +1,27 @@
 //! Describes a pipeline, and checks all of it before anything is built.
 
 use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tch::{Device, Kind};
 
 use super::balance::{Balance, Question};
-use super::company::Company;
 use super::error::PipelineError;
 use super::layout::Layout;
 use super::ranks::Ranks;
-use super::sized::PipelineSizes;
+use super::roster::Roster;
 use super::worker::{Blueprint, Worker};
 use super::{Pipeline, ties};
 use crate::balance::BalanceError;
-use crate::crew::{Crew, StageDevice, drawing, settled};
-use crate::micro::NonFinite;
+use crate::optim::Method;
 use crate::plan::{Choice, Row};
+use crate::random::with_step_seed;
 use crate::schedule::{Recompute, Schedule};
-use crate::{Layers, Result, Size, World};
+use crate::step::{NonFinite, Size, State, Team};
+use crate::workers::{StageDevice, Workers, settled};
+use crate::{Layers, Result, World};
 
 /// A pipeline that is not built yet.
 #[derive(Debug)]
@@ -35,6 +37,8 @@ pub struct Builder {
     non_finite: NonFinite,
     world: World,
     replicas: usize,
+    reserved: Option<Method>,
+    remembered: Option<PathBuf>,
 }
 
 impl Builder {
@@ -50,6 +54,8 @@ impl Builder {
             non_finite: NonFinite::default(),
             world: World::alone(),
             replicas: 1,
+            reserved: None,
+            remembered: None,
         }
     }
 
@@ -59,18 +65,35 @@ impl Builder {
         Self { devices: devices.into_iter().map(Into::into).collect(), ..self }
     }
 
-    /// Spreads the stages over the ranks of a world: those of rank 0's devices come first. Every rank
-    /// builds the same pipeline, names its own devices, and makes the same calls with the same
-    /// mini-batches.
+    /// Builds one pipeline over the ranks of a world, or as many as there are
+    /// [replicas](Builder::replicas): the stages of rank 0's devices come first. Every rank builds the
+    /// same pipeline, names its own devices, and makes the same calls.
+    ///
+    /// As everywhere, every replica brings its own part of each mini-batch, or an empty one; the ranks
+    /// of one replica bring the same.
     pub fn world(self, world: &World) -> Self {
         Self { world: world.clone(), ..self }
     }
 
-    /// Trains so many pipelines, each in as many ranks of the world as the others, and each with its
-    /// part of every mini-batch. A number of micro-batches is then that of each pipeline. The default
-    /// is one.
+    /// Trains so many pipelines, each with its part of every mini-batch. The default is one.
+    ///
+    /// In one process, the devices are dealt out to them in order, as many each, and a mini-batch is
+    /// spread over them. In a world, each is in as many ranks as the others. A number of micro-batches
+    /// is that of each pipeline.
     pub fn replicas(self, replicas: usize) -> Self {
         Self { replicas, ..self }
+    }
+
+    /// Keeps memory for the state that an optimizer makes at its first step, until the first step of
+    /// the pipeline is over: see [`MicroBatcher::reserve`](crate::MicroBatcher::reserve).
+    pub fn reserve(self, method: impl Into<Method>) -> Self {
+        Self { reserved: Some(method.into()), ..self }
+    }
+
+    /// Reads automatic sizes that an earlier run has found for this model on these devices, and
+    /// writes there what is found now: see [`MicroBatcher::remember`](crate::MicroBatcher::remember).
+    pub fn remember(self, path: impl AsRef<Path>) -> Self {
+        Self { remembered: Some(path.as_ref().to_owned()), ..self }
     }
 
     /// How many layers each stage gets. By default, as many as the others.
@@ -120,39 +143,48 @@ impl Builder {
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
         let brought = self.bring();
-        let (devices, company) = Company::meet(&self.world, self.replicas, brought)?;
+        let alone = self.world.size() == 1;
+        let (replicas_here, replicas) = if alone { (self.replicas, 1) } else { (1, self.replicas) };
+        let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
         let question = Question {
             layers: &self.layers,
             first: &devices[0],
-            limits: &company.limits,
+            limits: &roster.limits,
             schedule: self.schedule,
             recompute: self.recompute,
-            micro_batches: self.usual_micro_batches(company.limits.len()),
+            micro_batches: self.usual_micro_batches(roster.limits.len()),
         };
-        let balance = company.settle_balance(&question, &self.balance)?;
-        let workers = self.workers(balance.sizes().len(), company.limits.len())?;
-        let mut ranks = Ranks::new(self.world.clone(), self.replicas, &company.devices, workers)?;
+        let balance = roster.settle_balance(&question, &self.balance)?;
+        let workers = self.workers(balance.sizes().len(), roster.limits.len())?;
+        let team = Team { world: self.world.clone(), replicas };
+        let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = self.schedule.actions(workers, 1, Recompute::Never)?;
         let layout = Arc::new(Layout::new(self.layers, &balance, one.placement())?);
-        let devices: Vec<_> = devices.into_iter().take(ranks.here().len()).collect();
+        let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
-        let crew = drawing(&devices, |seed| staff.hire(seed, self.kind, self.non_finite))?;
-        ranks.tie(&crew)?;
-        ties::spread(&crew, &ranks)?;
+        let seeded = devices.iter().map(|device| device.device).collect();
+        let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
+        ranks.tie(&workers)?;
+        ties::spread(&workers, &ranks)?;
+        let mut state = State::new(self.size);
+        state.team = team;
+        state.non_finite = self.non_finite;
+        state.reserved = reserved(&workers, self.reserved)?;
+        if let Some(path) = &self.remembered {
+            state.remember(path);
+        }
         Ok(Pipeline {
-            crew: Arc::new(Mutex::new(crew)),
+            workers: Arc::new(Mutex::new(workers)),
             layout,
             ranks,
             devices,
             balance,
             schedule: self.schedule,
             recompute: self.recompute,
-            non_finite: self.non_finite,
-            size: self.size,
             actions: HashMap::new(),
             open: None,
             forwards: 0,
-            sizes: PipelineSizes::default(),
+            state,
         })
     }
 
@@ -179,6 +211,10 @@ impl Builder {
         }
         if self.devices.is_empty() {
             return Err(BalanceError::NoStages.into());
+        }
+        let (devices, replicas) = (self.devices.len(), self.replicas);
+        if self.world.size() == 1 && !(replicas > 0 && devices.is_multiple_of(replicas)) {
+            return Err(PipelineError::UnevenReplicas { devices, replicas }.into());
         }
         if !self.schedule.is_executed() {
             return Err(PipelineError::NotExecuted { schedule: self.schedule }.into());
@@ -217,12 +253,14 @@ struct Staff<'a> {
 
 impl Staff<'_> {
     /// Starts the workers, and lets each build its stages.
-    fn hire(&self, seed: u64, kind: Kind, non_finite: NonFinite) -> Result<Crew<Worker>> {
+    fn spawn(&self, seed: u64, kind: Kind, non_finite: NonFinite) -> Result<Workers<Worker>> {
         let Self { layout, devices, ranks } = self;
-        let (seed, _) = ranks.open("seed", &[], seed, false)?;
-        let blueprint = |(number, (device, turn)): (usize, (&StageDevice, _))| Blueprint {
+        let seed = ranks.world().share("seed", &seed)?[0];
+        let here = ranks.here();
+        let blueprint = |(at, (device, turn)): (usize, (&StageDevice, _))| Blueprint {
             layout: Arc::clone(layout),
-            number,
+            number: here.start + at % here.len(),
+            replica: at / here.len(),
             device: device.clone(),
             turn,
             kind,
@@ -230,12 +268,28 @@ impl Staff<'_> {
             non_finite,
         };
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
-        let own = ranks.here().zip(devices.iter().zip(turns(devices)));
-        let hired = Crew::hire(devices, own.map(blueprint).map(build).collect());
-        let told = hired.as_ref().map(drop).map_err(Clone::clone);
-        ranks.world.settle("building the layers", told, Duration::ZERO)?;
-        hired
+        let own = devices.iter().zip(turns(devices)).enumerate();
+        let spawned = Workers::spawn(devices, own.map(blueprint).map(build).collect());
+        let told = spawned.as_ref().map(drop).map_err(Clone::clone);
+        ranks.world().settle("building the layers", told, Duration::ZERO)?;
+        spawned
     }
+}
+
+/// The devices that have a worker, of each pipeline of this process.
+fn used(devices: Vec<StageDevice>, replicas: usize, workers: usize) -> Vec<StageDevice> {
+    let each = devices.len() / replicas;
+    let used = devices.into_iter().enumerate().filter(|(at, _)| at % each < workers);
+    used.map(|(_, device)| device).collect()
+}
+
+/// Bytes that an optimizer's state will take on each worker's device.
+fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64>> {
+    let Some(method) = method else { return Ok(Vec::new()) };
+    workers.all(move |worker| {
+        let owned = worker.variables.owned().filter(|variable| variable.trainable);
+        Ok(owned.map(|variable| method.state_bytes(&variable.tensor)).sum())
+    })
 }
 
 /// A lock for each accelerator that several workers share.

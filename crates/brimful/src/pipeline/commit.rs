@@ -1,87 +1,134 @@
-//! What becomes of a worker's try: everything is prepared and then put in place, or taken back.
+//! What becomes of a worker's try: told, prepared and put in place, kept for later, or taken back.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::ties::Leaving;
 use super::worker::Worker;
-use crate::Result;
-use crate::accumulate::check_dense;
-use crate::statistics::Layer;
-
-/// The number of the statistics' sum in a turn, which is none of a bucket's.
-const STATISTICS: usize = u32::MAX as usize;
-
-/// What a worker has seen in a step, in all pipelines together.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Seen {
-    /// Which parameters have got gradients.
-    pub(super) present: Vec<bool>,
-    pub(super) layers: Vec<Layer>,
-}
+use crate::ranks::RanksTurn;
+use crate::statistics::Pending;
+use crate::step::{PartReport, Whole};
+use crate::{Error, Result};
 
 impl Worker {
+    /// What all have to know of what it has tried.
+    pub(super) fn tell(&mut self, others: bool) -> Result<PartReport> {
+        let Some(tried) = &mut self.tried else { return Err(Error::NothingAccumulated) };
+        let mut report = tried.tell(self.non_finite, others)?;
+        if !self.has_first_stage {
+            report.samples = 0;
+        }
+        report.peak = self.peak;
+        report.spans = self.spans.clone();
+        Ok(report)
+    }
+
     /// Computes all that a commit needs, and gives the gradients that belong to other workers.
-    pub(super) fn prepare(&mut self, factors: &[f64], seen: Seen) -> Result<Vec<Leaving>> {
-        let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
-        check_dense(&attempt.parameters, &self.store.variables_)?;
-        let sums = std::mem::take(&mut attempt.sums);
-        let mut finished = match &attempt.summing {
-            Some(turn) => {
-                let variable = |name: &str| {
-                    let mut all = self.variables.all();
-                    Some(all.find(|variable| variable.name == name)?.tensor.shallow_clone())
-                };
-                let statistics = &mut attempt.undo.statistics;
-                statistics.sum_over_ranks(turn, STATISTICS, seen.layers, variable)?;
-                // All have divided by the samples of all until now, so one factor is everyone's.
-                let alike = factors.len() <= 1;
-                sums.finish_over_ranks(&attempt.parameters, factors, alike, turn, &seen.present)?
-            }
-            None => sums.finish(&attempt.parameters, factors)?,
-        };
-        let moved = attempt.undo.statistics.prepare()?;
+    pub(super) fn prepare(
+        &mut self,
+        whole: &Arc<Whole>,
+        turn: Option<RanksTurn>,
+    ) -> Result<Vec<Leaving>> {
+        let Some(tried) = &mut self.tried else { return Ok(Vec::new()) };
+        tried.prepare(whole, self.number, turn.as_ref())?;
+        let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
         let mut leaving = Vec::new();
-        for (variable, gradient) in self.variables.trained().zip(&mut finished.0) {
-            if variable.owner != self.number
+        for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
+            if !self.variables.owns(variable)
                 && let Some(gradient) = gradient.take()
             {
                 leaving.push((variable.owner, variable.name.clone(), gradient));
             }
         }
-        attempt.prepared = Some((finished, moved));
         Ok(leaving)
     }
 
     /// Adds what copies on other workers have gathered.
     pub(super) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
-        let prepared = self.attempt.as_mut().and_then(|attempt| attempt.prepared.as_mut());
-        let Some((finished, _)) = prepared else { return Ok(()) };
+        let Some((_, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared()) else {
+            return Ok(());
+        };
+        let names = self.variables.trained().enumerate().map(|(at, v)| (v.name.as_str(), at));
+        let places: HashMap<&str, usize> = names.collect();
+        gradients.0.resize_with(places.len(), || None);
         for (name, gradient) in arriving {
-            let at = self.variables.trained().position(|variable| variable.name == name);
-            let Some(sum) = at.map(|at| &mut finished.0[at]) else { continue };
+            let Some(at) = places.get(name.as_str()) else { continue };
             let gradient = gradient.f_to_device(self.site.device)?;
-            *sum = Some(match sum.take() {
-                Some(sum) => sum.f_add(&gradient)?,
-                None => gradient,
-            });
+            match &gradients.0[*at] {
+                Some(sum) => foreach::add(&[sum.shallow_clone()], &[gradient], 1.0)?,
+                None => gradients.0[*at] = Some(gradient),
+            }
         }
+        Ok(())
+    }
+
+    /// What its layers have seen, filed under these variables of another worker.
+    pub(super) fn hand_statistics(
+        &mut self,
+        twins: &[(String, Tensor)],
+    ) -> Result<Option<Pending>> {
+        let Some(tried) = &mut self.tried else { return Ok(None) };
+        let own = self.variables.all().map(|v| (v.tensor.data_ptr(), v.name.as_str()));
+        let own: HashMap<_, &str> = own.collect();
+        let twins: HashMap<&str, &Tensor> = twins.iter().map(|(n, t)| (n.as_str(), t)).collect();
+        let mut statistics = std::mem::take(&mut tried.undo.statistics);
+        statistics.hand_to(|tensor| {
+            let name = own.get(&tensor.data_ptr())?;
+            twins.get(name).map(|twin| twin.shallow_clone())
+        })?;
+        Ok(Some(statistics))
+    }
+
+    /// Adds what the same layers have seen in other replicas.
+    pub(super) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
+        let Some(tried) = &mut self.tried else { return Ok(()) };
+        tried.undo.statistics.pool()?;
+        others.into_iter().for_each(|other| tried.undo.statistics.extend(other));
         Ok(())
     }
 
     /// Lets the step stand. Nothing is allocated.
     pub(super) fn commit(&mut self) -> Result<()> {
-        let Some(mut attempt) = self.attempt.take() else { return Ok(()) };
-        let Some((finished, moved)) = attempt.prepared.take() else { return Ok(()) };
-        finished.apply(&mut attempt.parameters)?;
-        moved.apply()
+        self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
     }
 
-    /// Leaves everything as it was before the step.
+    /// Leaves everything as it was before the mini-batch that is under way.
     pub(super) fn undo(&mut self) -> Result<()> {
         if let Some((run, undo)) = self.open.take() {
             drop(run);
             undo.run()?;
         }
-        self.attempt.take().map_or(Ok(()), |attempt| attempt.undo.run())
+        self.tried.take().map_or(Ok(()), |tried| tried.undo.run())
+    }
+
+    /// Makes what was tried ready to wait for later mini-batches of its step.
+    pub(super) fn make_lasting(&mut self) -> Result<()> {
+        let window = self.window.as_ref();
+        self.tried.as_mut().map_or(Ok(()), |tried| tried.make_lasting(window))
+    }
+
+    /// Adds what was tried to the mini-batches that wait.
+    pub(super) fn keep(&mut self) -> Result<()> {
+        match (&mut self.window, self.tried.take()) {
+            (Some(window), Some(tried)) => window.extend(tried),
+            (None, tried) => {
+                self.window = tried;
+                Ok(())
+            }
+            (Some(_), None) => Ok(()),
+        }
+    }
+
+    /// Takes the mini-batches that wait for what was tried last.
+    pub(super) fn reopen(&mut self) {
+        self.tried = self.window.take();
+    }
+
+    /// Refuses where other parameters are trained now than when the window was opened.
+    pub(super) fn check_trained(&self) -> Result<()> {
+        self.window.as_ref().map_or(Ok(()), |window| window.check_trained())
     }
 }

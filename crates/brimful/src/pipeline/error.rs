@@ -70,10 +70,25 @@ pub enum PipelineError {
         action: Action,
     },
     /// A model that gives another number of tensors than the call is made for.
-    #[error("the model gives {given} tensors, not one: use the call whose name ends in `_many`")]
-    NotOneOutput {
-        /// How many it gives.
+    #[error(
+        "the model gives {given} tensors, and the closure takes {taken}: let it take a `Vec<Tensor>`, \
+         or a tuple of {given}"
+    )]
+    OutputCount {
+        /// How many the model gives.
         given: usize,
+        /// How many the closure takes.
+        taken: usize,
+    },
+    /// Devices that cannot be dealt out to several pipelines.
+    #[error(
+        "{devices} devices cannot be dealt out to {replicas} replicas of a pipeline: give each as many"
+    )]
+    UnevenReplicas {
+        /// How many devices there are.
+        devices: usize,
+        /// How many pipelines.
+        replicas: usize,
     },
     /// An input that has a graph, or is to get a gradient.
     #[error(
@@ -86,14 +101,14 @@ pub enum PipelineError {
     },
     /// A forward that could not be tried again with its backward.
     #[error(
-        "an automatic size must try forward, loss and backward together: use `step_whole`, or give a \
+        "an automatic size must try forward, loss and backward together: use `backward_whole`, or give a \
          number of micro-batches"
     )]
     AutomaticForward,
     /// Outputs of a forward that was not the last.
     #[error(
-        "these outputs are of an earlier forward, whose graphs are gone: call `backward` before the \
-         next `forward`, `step` or `eval`"
+        "these outputs are of an earlier forward, whose graphs are gone: call `backward_from` before the \
+         next `forward`, `backward`, `evaluate` or `map`"
     )]
     OldOutputs,
     /// Outputs that no loss was traced back to.

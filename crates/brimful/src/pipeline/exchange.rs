@@ -63,7 +63,7 @@ impl Run {
     }
 
     fn end_with(&mut self, site: &Site, i: usize, output: Boundary) -> Result<Output> {
-        if let End::Loss(_) = self.job.end {
+        if let End::Closure(_) = self.job.end {
             return Ok(Output::Terms(self.loss(site, i, &output.values)?));
         }
         self.outputs[i] = leaves(&output.values, |_| false)?;

@@ -9,8 +9,8 @@ use super::Pipeline;
 use super::ranks::Ranks;
 use super::saved;
 use super::worker::Worker;
-use crate::crew::Crew;
 use crate::optim::{self, Method, Optimizer};
+use crate::workers::Workers;
 use crate::{Error, Result};
 
 /// Updates a pipeline's parameters by their gradients.
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// into one, or into a pipeline of any other balance.
 #[derive(Debug)]
 pub struct PipelineOptimizer {
-    crew: Arc<Mutex<Crew<Worker>>>,
+    workers: Arc<Mutex<Workers<Worker>>>,
     pub(super) ranks: Ranks,
     pub(super) learning_rate: f64,
 }
@@ -32,15 +32,15 @@ impl Pipeline {
     /// When an option makes no sense.
     pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<PipelineOptimizer> {
         let method = config.into();
-        self.crew().all(move |worker| {
+        self.workers().all(move |worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             worker.optimizer = Some(Optimizer::for_named(named, method)?);
             Ok(())
         })?;
         let learning_rate = method.learning_rate();
-        let (crew, ranks) = (Arc::clone(&self.crew), self.ranks.clone());
-        Ok(PipelineOptimizer { crew, ranks, learning_rate })
+        let (workers, ranks) = (Arc::clone(&self.workers), self.ranks.clone());
+        Ok(PipelineOptimizer { workers, ranks, learning_rate })
     }
 }
 
@@ -56,8 +56,8 @@ impl PipelineOptimizer {
         config: impl Into<Method>,
     ) -> Result<()> {
         let (name, method) = (name.to_owned(), config.into());
-        let crew = self.crew();
-        let names = crew.all(|worker| Ok(names(optimizer(worker))))?;
+        let workers = self.workers();
+        let names = workers.all(|worker| Ok(names(optimizer(worker))))?;
         let names = self.ranks.of_workers("group", names)?;
         let mut chosen: Vec<Vec<String>> = (names.iter())
             .map(|names| names.iter().filter(|name| members(name)).cloned().collect())
@@ -71,12 +71,12 @@ impl PipelineOptimizer {
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
         self.ranks.together("group", |_| {
             let group = name.clone();
-            let checked = crew.each_or_error(chosen.clone(), move |worker, chosen| {
+            let checked = workers.each_or_error(chosen.clone(), move |worker, chosen| {
                 optimizer(worker).check_group(&group, |name| has(&chosen, name), &method)
             });
             checked.map(drop)
         })?;
-        let made = crew.each_or_error(chosen, move |worker, chosen| match &*chosen {
+        let made = workers.each_or_error(chosen, move |worker, chosen| match &*chosen {
             [] => Ok(()),
             chosen => optimizer(worker).group(&name, |name| has(chosen, name), method),
         });
@@ -88,14 +88,14 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
-        let crew = self.crew();
+        let workers = self.workers();
         let mut plans = Vec::new();
         self.ranks.together("optimizer step", |_| {
-            plans = crew.all(|worker| optimizer(worker).prepare())?;
+            plans = workers.all(|worker| optimizer(worker).prepare())?;
             Ok(())
         })?;
         // Copies of shared variables follow before the next step: nothing that may fail comes after.
-        crew.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan)).map(drop)
+        workers.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan)).map(drop)
     }
 
     /// Leaves every parameter without a gradient.
@@ -103,7 +103,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        saved::zero_grad(&self.crew())
+        saved::zero_grad(&self.workers())
     }
 
     /// Scales all gradients, of all stages, down together where their 2-norm exceeds `max_norm`.
@@ -113,8 +113,8 @@ impl PipelineOptimizer {
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         optim::check_max_norm(max_norm)?;
-        let crew = self.crew();
-        let norms = crew.all(|worker| {
+        let workers = self.workers();
+        let norms = workers.all(|worker| {
             let gradients = gradients(optimizer(worker));
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
             let parameters = optimizer(worker).parameters().count();
@@ -127,7 +127,7 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        crew.all(move |worker| match &*gradients(optimizer(worker)) {
+        workers.all(move |worker| match &*gradients(optimizer(worker)) {
             [] => Ok(()),
             gradients => Ok(foreach::scale(gradients, factor)?),
         })?;
@@ -144,7 +144,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        self.crew().all(move |worker| optimizer(worker).set_learning_rate(rate))?;
+        self.workers().all(move |worker| optimizer(worker).set_learning_rate(rate))?;
         self.learning_rate = rate;
         Ok(())
     }
@@ -156,9 +156,9 @@ impl PipelineOptimizer {
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
         let group = group.to_owned();
         // A worker none of whose parameters is in the group does not know it.
-        let crew = self.crew();
-        let jobs = (0..crew.len()).map(|_| group.clone()).collect();
-        let answers = crew.each(jobs, move |worker, group| {
+        let workers = self.workers();
+        let jobs = (0..workers.len()).map(|_| group.clone()).collect();
+        let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker).set_group_learning_rate(&group, rate)
         })?;
         let (known, unknown): (Vec<_>, Vec<_>) =
@@ -170,8 +170,8 @@ impl PipelineOptimizer {
         }
     }
 
-    pub(super) fn crew(&self) -> MutexGuard<'_, Crew<Worker>> {
-        self.crew.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,40 +1,34 @@
-//! What the last stage gives beside losses, brought to all ranks.
+//! What the last stage gives beside losses, brought to all ranks that need it.
+
+use std::ops::Range;
 
 use tch::{Device, Tensor};
 
-use super::head::{Collected, joined};
+use super::loss_fn::{Collected, joined};
 use super::ranks::Ranks;
 use crate::batch::{self, Batch};
-use crate::world::{Turn, WorldError};
+use crate::step::Exchange;
+use crate::world::WorldError;
 use crate::{Error, Result};
 
 impl Ranks {
-    /// What the closure gave beside its losses, in sample order, on this device of every rank.
+    /// What the closure gave beside its losses, in sample order, on this device of every rank of the
+    /// pipeline.
     pub(super) fn outputs<O: Batch>(
         &self,
-        last: usize,
-        device: Device,
-        collected: &Collected<O>,
-    ) -> Result<O> {
-        if self.is_alone() {
-            return joined(collected);
-        }
-        let mut outputs = None;
-        self.together("outputs", |turn| {
-            outputs = Some(self.exchanged(turn, last, device, collected)?);
-            Ok(())
-        })?;
-        Ok(outputs.expect("all ranks have succeeded"))
-    }
-
-    fn exchanged<O: Batch>(
-        &self,
-        turn: &Turn,
+        exchange: &Exchange,
         last: usize,
         device: Device,
         collected: &Collected<O>,
     ) -> Result<O> {
         let blank = O::blank();
+        if self.of_pipeline().len() == 1 {
+            return match (joined(collected), blank) {
+                // A replica without a sample.
+                (Err(Error::NothingToJoin), Some(blank)) => Ok(blank),
+                (outputs, _) => outputs,
+            };
+        }
         if let Some(empty) = blank.as_ref().filter(|blank| leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
@@ -42,37 +36,57 @@ impl Ranks {
         let tensors = own.as_ref().map(leaves).unwrap_or_default();
         let name = std::any::type_name::<O>;
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
-        let roots = self.in_every_pipeline(last);
-        let parts = here(device, self.world.spread_in(turn, &roots, &tensors)?)?;
-        let part = |tensors: Vec<Tensor>| {
-            let mut tensors = tensors.into_iter();
-            form.map(&mut |_| tensors.next().ok_or(Error::NothingToJoin))
-        };
-        batch::join(parts.into_iter().map(part).collect::<Result<Vec<O>>>()?)
+        let ranks: Vec<usize> = self.of_pipeline().collect();
+        let came = self.world().spread_in(&exchange.turn, self.of(last), &ranks, &tensors)?;
+        if came.is_empty() {
+            return Ok(form);
+        }
+        let mut came = came.into_iter();
+        form.map(&mut |_| {
+            let tensor = came.next().ok_or(Error::NothingToJoin)?;
+            Ok(tensor.f_to_device(device)?)
+        })
     }
 
-    /// The model's outputs, in sample order, on this device of every rank; `own` are those of this
-    /// rank's last stage.
+    /// The model's outputs of all replicas, in sample order, on this device of every rank, and which
+    /// rows are this rank's replica's; `own` are those of its last stage, by micro-batch.
     pub(super) fn model_outputs(
         &self,
+        exchange: &Exchange,
         last: usize,
         device: Device,
         own: Vec<Vec<Tensor>>,
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<(Vec<Tensor>, Range<usize>)> {
         let own = if own.is_empty() { Vec::new() } else { batch::join(own)? };
         if self.is_alone() {
-            return Ok(own);
+            let rows = rows(&own);
+            return Ok((own, 0..rows));
         }
-        let parts = self.world.spread(&self.in_every_pipeline(last), &own)?;
-        batch::join(here(device, parts)?)
+        let everyone = self.world().everyone();
+        let mut parts = Vec::new();
+        let mut start = 0;
+        let mut mine = 0..0;
+        for (replica, root) in self.in_every_pipeline(last).into_iter().enumerate() {
+            let part = self.world().spread_in(&exchange.turn, root, &everyone, &own)?;
+            let end = start + rows(&part);
+            if replica == self.replica() {
+                mine = start..end;
+            }
+            if !part.is_empty() {
+                // What has come from other ranks is in the host's memory.
+                let here = part.iter().map(|tensor| tensor.f_to_device(device));
+                parts.push(here.collect::<Result<Vec<_>, _>>()?);
+            }
+            start = end;
+        }
+        Ok((batch::join(parts)?, mine))
     }
 }
 
-/// The parts of pipelines that have samples. What has come from other ranks is in the host's memory.
-fn here(device: Device, parts: Vec<Vec<Tensor>>) -> Result<Vec<Vec<Tensor>>> {
-    let part = |part: Vec<Tensor>| part.iter().map(|tensor| tensor.f_to_device(device)).collect();
-    let parts = parts.into_iter().filter(|part| !part.is_empty()).map(part);
-    Ok(parts.collect::<Result<_, tch::TchError>>()?)
+/// How many rows these outputs have.
+fn rows(outputs: &[Tensor]) -> usize {
+    let first = outputs.first().map(Tensor::size).unwrap_or_default();
+    first.first().map_or(0, |rows| *rows as usize)
 }
 
 /// A pipeline without a sample has no outputs.

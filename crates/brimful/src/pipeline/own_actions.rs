@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::Pipeline;
 use super::error::PipelineError;
+use crate::Result;
 use crate::schedule::{Actions, Kind};
-use crate::{Result, Size};
 
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
@@ -38,7 +38,7 @@ impl Pipeline {
         if let Some(&action) = all.find(|action| halves(action.kind)) {
             return Err(PipelineError::SplitBackward { action }.into());
         }
-        self.size = Size::Count(actions.micro_batches());
+        self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
         Ok(())
     }
@@ -49,7 +49,7 @@ mod tests {
     use tch::{Device, nn};
 
     use super::*;
-    use crate::Layers;
+    use crate::{Layers, Size};
 
     #[test]
     fn a_list_for_another_pipeline_is_refused_and_nothing_changes() {
@@ -64,6 +64,6 @@ mod tests {
         assert!(placement.contains("on devices [1, 0]") && placement.contains("on [0, 1]"));
         let halves = refusal("0F0,0I0,0W0\n1F0,1I0,1W0");
         assert!(halves.starts_with("0I0 is half a backward"), "{halves}");
-        assert_eq!(pipe.size, Size::Count(1));
+        assert_eq!(pipe.state.size, Size::Count(1));
     }
 }

@@ -1,66 +1,65 @@
-//! A mini-batch's micro-batches, and which of them are this rank's pipeline's.
+//! Which micro-batches each of this process's pipelines runs in a step.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::ranks::Ranks;
-use crate::loss::Part;
-use crate::{Result, Size, split};
+use crate::loss::MicroBatchWeight;
+use crate::step::{BatchRole, Opening, Size};
+use crate::{Error, Result, split};
 
-/// How a mini-batch is dealt out to pipelines.
+/// One pipeline's micro-batches in a step.
 #[derive(Debug, Clone)]
 pub(super) struct Portion {
-    pub(super) all: Vec<Range<usize>>,
-    /// The micro-batches of this pipeline; none where there are fewer than pipelines.
-    own: Range<usize>,
-}
-
-impl Ranks {
-    /// The same samples in a cut that can be dealt out evenly: a number of micro-batches is each
-    /// pipeline's, a size is the largest.
-    pub(super) fn dealt(&self, cut: Vec<Range<usize>>, size: Size) -> Result<Vec<Range<usize>>> {
-        if self.replicas == 1 {
-            return Ok(cut);
-        }
-        let count = match size {
-            Size::Count(count) => count * self.replicas,
-            _ => cut.len().next_multiple_of(self.replicas),
-        };
-        split::by_count(cut.last().map_or(0, |last| last.end), count)
-    }
-
-    /// This pipeline's part: consecutive micro-batches, so that outputs can be joined.
-    pub(super) fn portion(&self, all: &[Range<usize>]) -> Result<Portion> {
-        let parts = split::by_count(all.len(), self.replicas)?;
-        let own = parts.get(self.replica).cloned().unwrap_or(all.len()..all.len());
-        Ok(Portion { all: all.to_vec(), own })
-    }
+    /// The samples of each, counted in this process's mini-batch; none where there are too few.
+    pub(super) ranges: Vec<Range<usize>>,
+    /// The number of the first of them among those of all replicas.
+    pub(super) first: usize,
+    pub(super) weights: Arc<[MicroBatchWeight]>,
 }
 
 impl Portion {
-    /// The samples of each of this pipeline's micro-batches.
-    pub(super) fn own(&self) -> &[Range<usize>] {
-        &self.all[self.own.clone()]
+    pub(super) fn samples(&self) -> usize {
+        self.ranges.iter().map(ExactSizeIterator::len).sum()
     }
+}
 
-    /// The number of the first of them among all.
-    pub(super) fn first(&self) -> usize {
-        self.own.start
+/// The portions of so many pipelines in this process: near-equal parts of its samples, each cut by the
+/// size.
+pub(super) fn portions(
+    opening: &Opening,
+    role: BatchRole,
+    size: Size,
+    replicas: usize,
+) -> Result<Vec<Portion>> {
+    let cut = |samples: usize| match samples {
+        0 => Ok(Vec::new()),
+        _ => size.cut(samples)?.ok_or(Error::NothingToCut),
+    };
+    let mut first = 0;
+    for samples in opening.before() {
+        first += cut(*samples)?.len();
     }
-
-    /// Samples of the whole mini-batch.
-    pub(super) fn samples(&self) -> f64 {
-        self.all.iter().map(ExactSizeIterator::len).sum::<usize>() as f64
-    }
-
-    /// The places of this pipeline's micro-batches in the step.
-    pub(super) fn parts(&self) -> Arc<[Part]> {
-        let unit = self.samples();
-        let part = |(i, range): (usize, &Range<usize>)| Part {
+    let mut all = Vec::with_capacity(replicas);
+    for share in shares(opening.own(), replicas)? {
+        let ranges = cut(share.len())?.into_iter();
+        let ranges: Vec<_> =
+            ranges.map(|range| share.start + range.start..share.start + range.end).collect();
+        let weights = ranges.iter().map(|range| MicroBatchWeight {
             samples: range.len() as f64,
-            unit,
-            first: i == 0,
-        };
-        (self.own.start..).zip(self.own()).map(part).collect()
+            unit: role.unit,
+            first: role.first && range.start == 0,
+        });
+        let weights = weights.collect();
+        let count = ranges.len();
+        all.push(Portion { ranges, first, weights });
+        first += count;
     }
+    Ok(all)
+}
+
+/// Each pipeline's samples; the last ones have none where there are fewer than pipelines.
+pub(super) fn shares(samples: usize, replicas: usize) -> Result<Vec<Range<usize>>> {
+    let mut shares = if samples == 0 { Vec::new() } else { split::by_count(samples, replicas)? };
+    shares.resize(replicas, samples..samples);
+    Ok(shares)
 }

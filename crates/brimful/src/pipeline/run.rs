@@ -24,10 +24,11 @@ use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::batch::Versions;
 use crate::loss::Term;
-use crate::micro::tally::Tally;
 use crate::oom::{self, Caught};
 use crate::random::Draws;
 use crate::schedule::{Action, Kind};
+use crate::step::Tally;
+use crate::workers::panic_message;
 use crate::{Error, Result};
 
 /// Why a worker did not come to the end of its list.
@@ -63,8 +64,8 @@ pub(super) struct Run {
     pub(super) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(super) output_gradients: Vec<Tensors>,
-    /// The gradients' norm after each backward, with its micro-batch, where that is asked for.
-    pub(super) norms: Vec<(usize, Tensor)>,
+    /// The gradients' norm after each micro-batch's last backward, where that is asked for.
+    pub(super) norms: Vec<Option<Tensor>>,
     /// The model's inputs; none but on the first stage's worker.
     pub(super) intake: Intake,
     pub(super) timeline: Timeline,
@@ -86,11 +87,8 @@ pub(super) enum Output {
 impl Run {
     pub(super) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
-        if !job.train {
-            list.retain(|action| action.kind == Kind::Forward);
-        }
+        list.retain(|action| job.mode.runs(action.kind));
         let m = job.actions.micro_batches();
-        let row = || (0..m).map(|_| None).collect();
         let device = worker.site.device;
         let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
@@ -98,11 +96,11 @@ impl Run {
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
         Ok(Self {
-            kept: job.ports.iter().map(|_| row()).collect(),
+            kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
-            tally: Tally::default(),
-            norms: Vec::new(),
+            tally: worker.tally(),
+            norms: row_of_none(m),
             intake,
             next: 0,
             accumulator: None,
@@ -148,13 +146,13 @@ impl Run {
         let i = action.micro_batch.index();
         let input = self.receive(site, at, i)?;
         self.timeline.begin()?;
-        let output = if !self.job.train {
+        let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
         } else if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
             let output = self.run_lent(site, at, i, input.share())?;
             Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
-        } else if self.ends_in_loss(at) {
+        } else if self.ends_in_closure(at) {
             self.timeline.end(action)?;
             None
         } else {
@@ -198,7 +196,7 @@ impl Run {
         self.timeline.begin()?;
         let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
         let input = kept.input.share();
-        let output = if self.ends_in_loss(at) {
+        let output = if self.ends_in_closure(at) {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)
         } else {
@@ -216,7 +214,8 @@ impl Run {
         let roots = match &output {
             Output::Terms(terms) => {
                 self.timeline.begin()?;
-                Roots::of_terms(terms, &self.job.parts[i], &self.tally)?
+                let groups = self.tally.groups(self.job.mode.is_last());
+                Roots::of_terms(terms, &self.job.weights[i], &groups)?
             }
             Output::Boundary(output) => {
                 let gradients = self.receive_gradients(site, at, i)?;
@@ -231,7 +230,7 @@ impl Run {
         }
         let gradients = backward::run(accumulator, roots, kept.input)?;
         if site.refuses_gradients {
-            self.norms.extend(accumulator.norm()?.map(|norm| (i, norm)));
+            self.norms[i] = accumulator.norm()?;
         }
         drop(output);
         self.timeline.end(action)?;
@@ -240,16 +239,22 @@ impl Run {
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
         let draws = Draws::new(self.job.seed, self.job.first + i);
-        Pass { dice: &site.dice, draws, train: self.job.train, layer: &site.layer }
+        Pass {
+            generator: &site.generator,
+            draws,
+            train: self.job.mode.trains(),
+            layer: &site.layer,
+        }
     }
 
-    /// The terms of the micro-batch's loss, counted.
+    /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
     pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
-        let End::Loss(head) = &mut self.job.end else { unreachable!("asked for before") };
+        let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         let _turn = site.turn();
-        site.dice.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
-        let terms = head(i, values)?.into_terms(self.job.train)?;
-        self.tally.count(&terms, &self.job.parts[i])?;
+        site.generator.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
+        let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };
+        let terms = loss.into_terms(self.job.mode.trains())?;
+        self.tally.count(&terms, &self.job.weights[i])?;
         Ok(terms)
     }
 
@@ -262,9 +267,14 @@ impl Run {
         self.job.ports[at].values_out.is_none()
     }
 
-    fn ends_in_loss(&self, at: usize) -> bool {
-        self.is_last(at) && matches!(self.job.end, End::Loss(_))
+    fn ends_in_closure(&self, at: usize) -> bool {
+        self.is_last(at) && matches!(self.job.end, End::Closure(_))
     }
+}
+
+/// One place a micro-batch, and nothing in it.
+fn row_of_none<T>(micro_batches: usize) -> Vec<Option<T>> {
+    (0..micro_batches).map(|_| None).collect()
 }
 
 fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
@@ -276,7 +286,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
             return Failure::Failed { at: Instant::now(), error };
         }
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
-        Caught::Panic(payload) => Cause::Panic(crate::crew::words(&*payload)),
+        Caught::Panic(payload) => Cause::Panic(panic_message(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

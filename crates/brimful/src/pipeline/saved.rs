@@ -15,8 +15,8 @@ use super::ties::{names, shared};
 use super::variables::Variable;
 use super::worker::Worker;
 use crate::Result;
-use crate::crew::Crew;
 use crate::save::{self, Metadata};
+use crate::workers::Workers;
 
 impl Pipeline {
     /// All variables with their names, in the order of the names, each on its stage's device. Shared
@@ -30,7 +30,7 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn variables(&self) -> Result<Vec<(String, Tensor)>> {
-        let own = owned(&self.crew(), |variable| variable.tensor.shallow_clone())?;
+        let own = owned(&self.workers(), |variable| variable.tensor.shallow_clone())?;
         self.ranks.gather(own)
     }
 
@@ -40,7 +40,7 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn gradients(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut all = owned(&self.crew(), |variable| variable.tensor.grad())?;
+        let mut all = owned(&self.workers(), |variable| variable.tensor.grad())?;
         all.retain(|(_, gradient)| gradient.defined());
         self.ranks.gather(all)
     }
@@ -50,7 +50,7 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        zero_grad(&self.crew())
+        zero_grad(&self.workers())
     }
 
     /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers
@@ -100,18 +100,18 @@ impl Pipeline {
     /// # Errors
     /// When they are not those of the model; nothing is changed then.
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
-        let crew = self.crew();
+        let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());
-        let here = owned(&crew, |variable| variable.tensor.shallow_clone())?;
+        let here = owned(&workers, |variable| variable.tensor.shallow_clone())?;
         let here = here.into_iter().map(form).collect();
         check(self.ranks.of_workers("variables", here)?, &values)?;
-        let jobs = (0..crew.len()).map(|_| shared(&values)).collect();
-        crew.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
+        let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
+        workers.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
     }
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
-        let crew = self.crew();
-        let names = crew.all(|worker| Ok(names(worker.variables.all())))?;
+        let workers = self.workers();
+        let names = workers.all(|worker| Ok(names(worker.variables.all())))?;
         let names = self.ranks.of_workers("freeze", names)?;
         let mut chosen: Vec<Vec<String>> = (names.iter())
             .map(|names| names.iter().filter(|name| which(name)).cloned().collect())
@@ -122,7 +122,7 @@ impl Pipeline {
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
         }
         let chosen = chosen.drain(self.ranks.here()).collect();
-        let done = crew.each_or_error(chosen, move |worker, chosen| {
+        let done = workers.each_or_error(chosen, move |worker, chosen| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
             }
@@ -133,8 +133,8 @@ impl Pipeline {
     }
 }
 
-pub(super) fn zero_grad(crew: &Crew<Worker>) -> Result<()> {
-    let cleared = crew.all(|worker| {
+pub(super) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
+    let cleared = workers.all(|worker| {
         let mut all = worker.variables.all();
         all.try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))
     });
@@ -142,8 +142,8 @@ pub(super) fn zero_grad(crew: &Crew<Worker>) -> Result<()> {
 }
 
 /// Something of every variable that is no copy, in the order of the names.
-fn owned(crew: &Crew<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
-    let parts = crew.all(move |worker| {
+fn owned(workers: &Workers<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
+    let parts = workers.all(move |worker| {
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())
     })?;

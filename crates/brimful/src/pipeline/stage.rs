@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::layout::{Export, StagePlan};
 use crate::Result;
 use crate::layers::{Model, Stashed};
-use crate::random::{Dice, Draws};
+use crate::random::{Draws, Generator};
 use crate::schedule::StageId;
 
 /// Consecutive layers on one device.
@@ -29,7 +29,7 @@ pub(super) struct Boundary {
 /// One run over a micro-batch: what it draws, and where it is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pass<'a> {
-    pub(super) dice: &'a Dice,
+    pub(super) generator: &'a Generator,
     pub(super) draws: Draws,
     pub(super) train: bool,
     /// The position of the layer that is running.
@@ -52,7 +52,7 @@ impl Stage {
         }
         let values = self.model.run(input.values, &mut stashed, pass.train, |position| {
             pass.layer.set(Some(position));
-            pass.dice.seed(pass.draws.seed(position));
+            pass.generator.seed(pass.draws.seed(position));
         });
         pass.layer.set(None);
         let leaving = |export: &Export| stashed.take(export.stash).unwrap_or_default();

@@ -10,7 +10,7 @@ use super::ranks::Ranks;
 use super::variables::Variable;
 use super::worker::Worker;
 use crate::Result;
-use crate::crew::Crew;
+use crate::workers::Workers;
 use crate::world::Turn;
 
 /// A copy of a variable in another rank than the variable.
@@ -27,8 +27,8 @@ pub(super) type Leaving = (usize, String, Tensor);
 
 impl Ranks {
     /// Finds the copies of all ranks.
-    pub(super) fn tie(&mut self, crew: &Crew<Worker>) -> Result<()> {
-        let ties = crew.all(|worker| {
+    pub(super) fn tie(&mut self, workers: &Workers<Worker>) -> Result<()> {
+        let ties = workers.all(|worker| {
             let number = worker.number;
             let tie =
                 |copy: &Variable| Tie { name: copy.name.clone(), copy: number, owner: copy.owner };
@@ -38,7 +38,7 @@ impl Ranks {
         let all = self.of_workers("ties", here)?;
         let names: Vec<String> = all.iter().map(|tie| tie.name.clone()).collect();
         self.has_ties = !names.is_empty();
-        crew.all(move |worker| {
+        workers.all(move |worker| {
             worker.variables.share(&names);
             Ok(())
         })?;
@@ -57,13 +57,13 @@ impl Ranks {
 /// Brings copies' gradients, given by each worker of this rank, to their owners, and lets those add
 /// them to their own.
 pub(super) fn gather(
-    crew: &Crew<Worker>,
+    workers: &Workers<Worker>,
     ranks: &Ranks,
     turn: &Turn,
     leaving: Vec<Vec<Leaving>>,
 ) -> Result<()> {
     let first = ranks.here().start;
-    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..crew.len()).map(|_| Vec::new()).collect();
+    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..workers.len()).map(|_| Vec::new()).collect();
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
         let mut own = leaving[tie.copy - first].iter();
         let gradient = own.find(|(_, name, _)| *name == tie.name);
@@ -84,36 +84,36 @@ pub(super) fn gather(
     if arriving.iter().all(Vec::is_empty) {
         return Ok(());
     }
-    crew.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
+    workers.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
 }
 
 /// Whether an owner of this rank was changed since its copies followed it.
-pub(super) fn have_changed(crew: &Crew<Worker>, ranks: &Ranks) -> Result<bool> {
+pub(super) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<bool> {
     if !ranks.has_ties {
         return Ok(false);
     }
-    let changed = crew.all(|worker| Ok(worker.variables.changed().next().is_some()))?;
+    let changed = workers.all(|worker| Ok(worker.variables.changed().next().is_some()))?;
     Ok(changed.contains(&true))
 }
 
 /// Makes all copies what their owners are now, those in other ranks too: all ranks call it.
-pub(super) fn spread(crew: &Crew<Worker>, ranks: &Ranks) -> Result<()> {
+pub(super) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
     let changed: Vec<Vec<(String, Tensor)>> =
-        crew.all(|worker| worker.variables.changed().map(as_sent).collect())?;
+        workers.all(|worker| worker.variables.changed().map(as_sent).collect())?;
     let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
     if ranks.ties.is_empty() {
-        follow(crew, &changed)?;
+        follow(workers, &changed)?;
     } else {
         ranks.together("shared variables", |turn| {
             let mut all = shared(&changed);
             all.extend(from_others(ranks, turn, &changed)?);
-            follow(crew, &all)
+            follow(workers, &all)
         })?;
     }
-    let noted = crew.all(|worker| {
+    let noted = workers.all(|worker| {
         worker.variables.followed();
         Ok(())
     });
@@ -128,12 +128,12 @@ fn as_sent(variable: &Variable) -> Result<(String, Tensor)> {
 }
 
 /// Gives the owners of these names to all workers that have copies.
-fn follow(crew: &Crew<Worker>, owners: &[(String, Tensor)]) -> Result<()> {
+fn follow(workers: &Workers<Worker>, owners: &[(String, Tensor)]) -> Result<()> {
     if owners.is_empty() {
         return Ok(());
     }
-    let jobs = (0..crew.len()).map(|_| shared(owners)).collect();
-    crew.each_or_error(jobs, |worker, owners| worker.variables.follow(&owners)).map(drop)
+    let jobs = (0..workers.len()).map(|_| shared(owners)).collect();
+    workers.each_or_error(jobs, |worker, owners| worker.variables.follow(&owners)).map(drop)
 }
 
 /// Gives this rank's values to copies elsewhere, and takes those of copies here: nothing of what has

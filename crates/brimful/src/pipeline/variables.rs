@@ -6,7 +6,7 @@
 //! with every change, whoever makes it: before each step [`Variables::changed`] tells of those that
 //! somebody has changed since.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use brimful_torch::foreach;
 use tch::nn::VarStore;
@@ -49,6 +49,8 @@ impl Mark {
 #[derive(Debug)]
 pub(super) struct Variables {
     worker: usize,
+    /// Which of this process's pipelines: all variables of a later one are copies of the first one's.
+    replica: usize,
     list: Vec<Variable>,
     /// Those of which others have copies, by place in the list, each with what it was when all copies
     /// had last followed it.
@@ -56,7 +58,7 @@ pub(super) struct Variables {
 }
 
 impl Variables {
-    pub(super) fn of(store: &VarStore, layout: &Layout, worker: usize) -> Self {
+    pub(super) fn of(store: &VarStore, layout: &Layout, worker: usize, replica: usize) -> Self {
         let positions: HashMap<&str, usize> =
             layout.layers.names().enumerate().map(|(position, name)| (name, position)).collect();
         let owner = |name: &str| {
@@ -73,21 +75,23 @@ impl Variables {
         };
         let mut list: Vec<_> = store.variables().into_iter().map(variable).collect();
         list.sort_by(|a, b| a.name.cmp(&b.name));
-        Self { worker, list, shared: Vec::new() }
+        Self { worker, replica, list, shared: Vec::new() }
     }
 
     /// Others have copies of the variables of these names.
     pub(super) fn share(&mut self, names: &[String]) {
-        let shared =
-            |(_, v): &(usize, &Variable)| v.owner == self.worker && names.contains(&v.name);
-        let shared = self.list.iter().enumerate().filter(shared).map(|(at, _)| (at, None));
-        self.shared = shared.collect();
+        let names: HashSet<&str> = names.iter().map(String::as_str).collect();
+        let shared = self.list.iter().enumerate();
+        let shared = shared.filter(|(_, v)| self.owns(v) && names.contains(v.name.as_str()));
+        self.shared = shared.map(|(at, _)| (at, None)).collect();
     }
 
     /// Those of which others have copies that may not be the same any more.
     pub(super) fn changed(&self) -> impl Iterator<Item = &Variable> {
+        // What a copy's own running statistics have come to is no change of the owner's.
         let changed = |(at, seen): &&(usize, Option<Mark>)| {
-            seen.is_none() || *seen != Mark::of(&self.list[*at].tensor)
+            let Variable { tensor, trainable, .. } = &self.list[*at];
+            !trainable || seen.is_none() || *seen != Mark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
     }
@@ -110,12 +114,17 @@ impl Variables {
 
     /// Those that are no copies.
     pub(super) fn owned(&self) -> impl Iterator<Item = &Variable> {
-        self.list.iter().filter(|variable| variable.owner == self.worker)
+        self.list.iter().filter(|variable| self.owns(variable))
+    }
+
+    /// Whether it is no copy of another worker's.
+    pub(super) fn owns(&self, variable: &Variable) -> bool {
+        variable.owner == self.worker && self.replica == 0
     }
 
     /// Copies of another worker's.
     pub(super) fn copies(&self) -> impl Iterator<Item = &Variable> {
-        self.list.iter().filter(|variable| variable.owner != self.worker)
+        self.list.iter().filter(|variable| !self.owns(variable))
     }
 
     /// The variables that get gradients: parameters that are not frozen.
@@ -133,7 +142,7 @@ impl Variables {
     /// and whether they are trained.
     pub(super) fn follow(&self, owners: &[(String, Tensor)]) -> Result<()> {
         let pairs = owners.iter().filter_map(|(name, owner)| Some((self.find(name)?, owner)));
-        let pairs = pairs.filter(|(variable, _)| variable.owner != self.worker);
+        let pairs = pairs.filter(|(variable, _)| !self.owns(variable));
         let mut alike = Vec::new();
         for (copy, owner) in pairs {
             let mut own = copy.tensor.shallow_clone();
@@ -151,7 +160,8 @@ impl Variables {
     }
 
     fn find(&self, name: &str) -> Option<&Variable> {
-        self.list.iter().find(|variable| variable.name == name)
+        let at = self.list.binary_search_by(|variable| variable.name.as_str().cmp(name)).ok()?;
+        Some(&self.list[at])
     }
 }
 

@@ -7,27 +7,29 @@ use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use super::attempt::Attempt;
 use super::layout::Layout;
 use super::recompute;
 use super::run::Run;
 use super::stage::{Boundary, Pass, Stage};
 use super::variables::Variables;
 use crate::Result;
+use crate::bytes::Bytes;
 use crate::copies::Copies;
-use crate::crew::StageDevice;
 use crate::memory::Memory;
-use crate::micro::NonFinite;
-use crate::micro::attempt::Undo;
-use crate::micro::foreign;
 use crate::optim::Optimizer;
-use crate::random::{Dice, Draws};
+use crate::random::{Draws, Generator};
+use crate::schedule::Span;
+use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
+use crate::workers::StageDevice;
 
 /// What a worker is made from.
 #[derive(Debug)]
 pub(super) struct Blueprint {
     pub(super) layout: Arc<Layout>,
+    /// In its pipeline.
     pub(super) number: usize,
+    /// Which of this process's pipelines it is of.
+    pub(super) replica: usize,
     pub(super) device: StageDevice,
     /// Of workers that share an accelerator, and so its random numbers.
     pub(super) turn: Option<Arc<Mutex<()>>>,
@@ -45,7 +47,7 @@ pub(super) struct Site {
     /// From other stages, and of the model's inputs, which come ahead of their use.
     pub(super) dock: Copies,
     pub(super) inputs: Copies,
-    pub(super) dice: Dice,
+    pub(super) generator: Generator,
     /// The position of the layer that is running.
     pub(super) layer: Cell<Option<usize>>,
     /// How many layers the whole model has.
@@ -58,24 +60,31 @@ pub(super) struct Site {
     pub(super) refuses_gradients: bool,
     /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
     /// takes them for inputs of the backward, which they are not.
-    pub(super) foreign: Vec<Tensor>,
+    pub(super) unmanaged: Vec<Tensor>,
 }
 
 /// One thread's part of the pipeline.
 pub(super) struct Worker {
+    /// In its pipeline.
     pub(super) number: usize,
+    pub(super) has_first_stage: bool,
     pub(super) site: Site,
     pub(super) variables: Variables,
     pub(super) memory: Option<Memory>,
     pub(super) optimizer: Option<Optimizer>,
     pub(super) non_finite: NonFinite,
     /// BatchNorm layers that do not know of steps, such as tch's own.
-    pub(super) foreign: foreign::Search,
+    pub(super) unmanaged: UnmanagedStatistics,
     pub(super) store: VarStore,
     /// A forward that waits for its backward.
     pub(super) open: Option<(Run, Undo)>,
-    /// A step that was run and not committed.
-    pub(super) attempt: Option<Attempt>,
+    /// A mini-batch that was run and not committed.
+    pub(super) tried: Option<Tried>,
+    /// Earlier mini-batches of the same step, which wait for their commit.
+    pub(super) window: Option<Tried>,
+    /// The actions of the last mini-batch with their times, and the most memory in use.
+    pub(super) spans: Vec<Span>,
+    pub(super) peak: Option<Bytes>,
 }
 
 impl Site {
@@ -88,10 +97,10 @@ impl Site {
     /// Runs it a second time for the same micro-batch, which no running statistic sees.
     pub(super) fn run_again(&self, at: usize, input: Boundary, pass: Pass<'_>) -> Result<Boundary> {
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
-        let before = self.foreign.iter().map(copy).collect::<Result<Vec<_>>>()?;
+        let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
         let output = recompute::again(|| self.run(at, input, pass));
         if !before.is_empty() {
-            foreach::copy(&self.foreign, &before)?;
+            foreach::copy(&self.unmanaged, &before)?;
         }
         Ok(output)
     }
@@ -109,13 +118,13 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(super) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, device, turn, kind, seed, non_finite } = blueprint;
-        let (dice, first) = (Dice::new(device.device), Draws::new(*seed, 0));
+        let Blueprint { layout, number, replica, device, turn, kind, seed, non_finite } = blueprint;
+        let (generator, first) = (Generator::new(device.device), Draws::new(*seed, 0));
         let mut store = VarStore::new(device.device);
         let mut stages = Vec::new();
         for (id, plan) in layout.of_worker(*number) {
             let _turn = turn.as_ref().map(taken);
-            let before = |position| dice.seed(first.seed(position));
+            let before = |position| generator.seed(first.seed(position));
             let built =
                 layout.layers.build_range_watched(&store.root(), plan.range.clone(), before);
             stages.push(Stage::new(id, built?, plan));
@@ -128,27 +137,36 @@ impl Worker {
             stages,
             dock: Copies::new(device.device),
             inputs: Copies::new(device.device),
-            dice,
+            generator,
             turn: turn.clone(),
             layer: Cell::new(None),
             model_length: layout.layers.len(),
             layout: Arc::clone(layout),
             trains: true,
             refuses_gradients: *non_finite == NonFinite::RefuseGradients,
-            foreign: Vec::new(),
+            unmanaged: Vec::new(),
         };
         Ok(Self {
             number: *number,
+            has_first_stage: *number == layout.first_worker(),
             site,
-            variables: Variables::of(&store, layout, *number),
+            variables: Variables::of(&store, layout, *number, *replica),
             memory: device.memory(),
             optimizer: None,
             non_finite: *non_finite,
-            foreign: foreign::Search::default(),
+            unmanaged: UnmanagedStatistics::default(),
             store,
             open: None,
-            attempt: None,
+            tried: None,
+            window: None,
+            spans: Vec::new(),
+            peak: None,
         })
+    }
+
+    /// What a mini-batch's losses are counted in, after those that wait.
+    pub(super) fn tally(&self) -> Tally {
+        self.window.as_ref().map_or_else(Tally::default, |window| window.tally.following())
     }
 }
 

@@ -6,8 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::RanksTurn;
-use super::ferry::Ferry;
-use crate::accumulate::Sum;
+use super::host_copier::HostCopier;
 use crate::world::Summing;
 use crate::{Error, Result};
 
@@ -19,7 +18,7 @@ const BYTES: usize = 4 << 20;
 #[derive(Debug)]
 pub(crate) struct Buckets {
     turn: RanksTurn,
-    ferry: Ferry,
+    copier: HostCopier,
     buckets: Vec<Bucket>,
     /// Of each parameter.
     places: Vec<Place>,
@@ -61,12 +60,12 @@ impl Buckets {
             (*numbers, *missing) = (*numbers + length, *missing + 1);
         }
         places.reverse();
-        let ferry = Ferry::new(parameters.first().map_or(Device::Cpu, Tensor::device))?;
+        let copier = HostCopier::new(parameters.first().map_or(Device::Cpu, Tensor::device))?;
         let bucket = |(kind, numbers, missing): (Kind, usize, usize)| {
-            Ok(Bucket { numbers: ferry.room(numbers, kind)?, missing, summing: None })
+            Ok(Bucket { numbers: copier.room(numbers, kind)?, missing, summing: None })
         };
         let buckets = outlines.into_iter().map(bucket).collect::<Result<_>>()?;
-        Ok(Self { turn, ferry, buckets, places, failed: None })
+        Ok(Self { turn, copier, buckets, places, failed: None })
     }
 
     /// A parameter's gradient is complete. It is called in the midst of a backward, so that what goes
@@ -78,7 +77,7 @@ impl Buckets {
     }
 
     /// Puts the gradients in that have not arrived: nothing where there is none.
-    pub(crate) fn fill(&mut self, gradients: &Sum) -> Result<()> {
+    pub(crate) fn fill(&mut self, gradients: &[Option<Tensor>]) -> Result<()> {
         if let Some(error) = self.failed.take() {
             return Err(error);
         }
@@ -93,7 +92,7 @@ impl Buckets {
     fn put(&mut self, parameter: usize, gradient: Option<&Tensor>) -> Result<()> {
         let mut into = self.part(parameter)?;
         match gradient {
-            Some(gradient) => self.ferry.bring(gradient, &into)?,
+            Some(gradient) => self.copier.bring(gradient, &into)?,
             None => drop(into.f_zero_()?),
         }
         let place = &mut self.places[parameter];
@@ -104,7 +103,7 @@ impl Buckets {
         let bucket = &mut self.buckets[place.bucket];
         bucket.missing -= 1;
         if bucket.missing == 0 {
-            let ready = self.ferry.landing()?;
+            let ready = self.copier.landing()?;
             bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
         }
         Ok(())

@@ -6,8 +6,7 @@
 //! ```
 
 mod buckets;
-mod ferry;
-mod trained;
+mod host_copier;
 
 use std::sync::Arc;
 
@@ -15,10 +14,9 @@ use brimful_torch::stream::Event;
 use tch::Tensor;
 
 pub(crate) use buckets::Buckets;
-pub(crate) use trained::Trained;
 
 use crate::Result;
-use crate::world::{Summing, Turn, World};
+use crate::world::{Summing, Turn};
 
 /// One try at a step that these ranks take part in.
 #[derive(Debug, Clone)]
@@ -30,11 +28,6 @@ pub(crate) struct RanksTurn {
 }
 
 impl RanksTurn {
-    /// All ranks begin the same turns in the same order.
-    pub(crate) fn begin(world: &World) -> Result<Self> {
-        Ok(Self::of(world.turn()?, world.everyone(), 0))
-    }
-
     /// The part of a turn in which these ranks add up.
     pub(crate) fn of(turn: Turn, everyone: Arc<[usize]>, base: u32) -> Self {
         Self { turn, everyone, base }
@@ -49,10 +42,5 @@ impl RanksTurn {
     /// Leaves in the tensor the sum of all ranks' tensors; `number` is none of a bucket's.
     pub(crate) fn sum_now(&self, number: usize, tensor: &Tensor) -> Result<()> {
         Ok(self.sum(number, tensor, None)?.wait()?)
-    }
-
-    /// Tells all ranks that it has failed here, so that nobody waits for a sum.
-    pub(crate) fn stop(&self) {
-        self.turn.stop();
     }
 }

@@ -3,7 +3,7 @@
 use tch::Device;
 use thiserror::Error;
 
-use crate::crew::StageDevice;
+use crate::workers::StageDevice;
 use crate::{Result, device};
 
 /// Replicas that cannot be built.

@@ -42,21 +42,20 @@
 //! [`Replicas::speeds`]. Sums are in the replicas' order, so results do not depend on timing unless
 //! the parts do.
 //!
-//! *Random numbers* belong to a step, a replica and a micro-batch ([`Step::seed`]).
+//! *Random numbers* belong to a step, a replica and a micro-batch ([`Step::seed`](crate::Step::seed)).
 //!
 //! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that move
 //! theirs at every micro-batch do so on the first replica's micro-batches alone.
 
 mod attempt;
+mod calls;
+mod engine;
 mod error;
 mod mirror;
 mod reduce;
 mod replica;
-mod report;
 mod settings;
 mod shares;
-mod sized;
-mod step;
 mod whole;
 
 use std::sync::Arc;
@@ -65,33 +64,32 @@ use tch::Device;
 use tch::nn::{Path, VarStore};
 
 pub use error::ReplicasError;
-pub use report::Step;
 
-use crate::auto::{Goal, Sizes};
-use crate::crew::{Crew, StageDevice, settled, undisturbed};
-use crate::world::World;
-use crate::{Result, Size};
-use attempt::Kept;
+use crate::Result;
+use crate::random::preserving_generators;
+use crate::step::{Parts, Size, State};
+use crate::workers::{StageDevice, Workers, settled};
 use mirror::Outline;
 use replica::Replica;
+use settings::Setting;
 use shares::Speeds;
 
 /// A model on several devices. Dropped, it waits until its threads have ended.
-#[derive(Debug)]
 pub struct Replicas<M> {
-    crew: Crew<Replica<M>>,
+    workers: Workers<Replica<M>>,
     devices: Vec<StageDevice>,
     store: VarStore,
-    size: Size,
-    sizes: Sizes,
     speeds: Speeds,
     /// Whether micro-batches are to be replayed.
     replays: bool,
-    /// Bytes that an optimizer is about to take on the first device.
-    reserved: u64,
-    window: Option<Kept>,
-    /// The other ranks; none where there is no other.
-    world: Option<World>,
+    settings: Vec<Setting>,
+    state: State<Parts>,
+}
+
+impl<M> std::fmt::Debug for Replicas<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Replicas").field("devices", &self.devices).finish_non_exhaustive()
+    }
 }
 
 impl<M: 'static> Replicas<M> {
@@ -122,28 +120,24 @@ impl<M: 'static> Replicas<M> {
             move || Replica::build(number, store, &device, &*build)
         };
         let builders = devices.iter().enumerate().zip(&stores).map(builder).collect();
-        let crew = undisturbed(&devices[1..], || Crew::hire(&devices, builders))?;
+        let others = devices[1..].iter().map(|device| device.device).collect();
+        let workers = preserving_generators(others, || Workers::spawn(&devices, builders))?;
         mirror::check_alike(&stores.iter().map(Outline::of).collect::<Vec<_>>())?;
         let store = stores.swap_remove(0);
         let first = (0..devices.len()).map(|_| mirror::named(&store)).collect();
         let home = devices[0].device;
-        crew.each_or_error(first, move |replica, first| {
+        workers.each_or_error(first, move |replica, first| {
             replica.follow(home, first);
             Ok(())
         })?;
-        let goal = if size == Size::Largest { Goal::Largest } else { Goal::Fastest };
-        let count = devices.len();
         Ok(Self {
-            crew,
+            speeds: Speeds::even(devices.len()),
+            workers,
             devices,
             store,
-            size,
-            sizes: Sizes::new(goal),
-            speeds: Speeds::even(count),
             replays: false,
-            reserved: 0,
-            window: None,
-            world: None,
+            settings: Vec::new(),
+            state: State::new(size),
         })
     }
 

@@ -9,15 +9,18 @@ use tch::Tensor;
 use super::replica::Replica;
 use crate::Result;
 use crate::accumulate::Addends;
-use crate::crew::Crew;
+use crate::workers::Workers;
 
 /// Adds to every sum what is to be added to it.
-pub(super) fn reduce<M: 'static>(crew: &Crew<Replica<M>>, addends: Vec<Addends>) -> Result<()> {
+pub(super) fn reduce<M: 'static>(
+    workers: &Workers<Replica<M>>,
+    addends: Vec<Addends>,
+) -> Result<()> {
     let addends: Vec<_> = addends.into_iter().filter(|sum| !sum.what.is_empty()).collect();
     if addends.is_empty() {
         return Ok(());
     }
-    crew.each_or_error(dealt(addends, crew.len()), |_, addends| add(addends)).map(drop)
+    workers.each_or_error(dealt(addends, workers.len()), |_, addends| add(addends)).map(drop)
 }
 
 /// So many parts with nearly the same number of elements.

@@ -1,23 +1,21 @@
 //! One replica: a model on its own thread, and its part of a step.
 
-use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tch::nn::{Path, VarStore};
 use tch::{Device, Tensor};
 
 use super::mirror::{Mirror, named};
+use crate::auto::Kind;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::crew::StageDevice;
-use crate::micro::attempt::{OwnDraws, Scale};
-use crate::micro::cut::Cut;
-use crate::micro::whole::RowGradients;
-use crate::micro::{Closure, Outcome, Window};
-use crate::random::Dice;
-use crate::ranks::RanksTurn;
-use crate::world::World;
-use crate::{MicroBatcher, Result, Size, feed};
+use crate::micro::{Attempt, Closure};
+use crate::random::Generator;
+use crate::step::{
+    BatchRole, Cut, Engine, Outcome, PartFigures, PartSeed, RowGradients, Size, Tried,
+};
+use crate::workers::StageDevice;
+use crate::{MicroBatcher, Result, feed};
 
 /// A model and what runs it.
 pub(super) struct Replica<M> {
@@ -33,22 +31,32 @@ pub(super) struct Replica<M> {
 
 /// A replica's part of a mini-batch, and how it is to be run.
 #[derive(Debug)]
-pub(super) struct Errand<B> {
+pub(super) struct ReplicaJob<B> {
     pub(super) batch: B,
-    pub(super) ranges: Vec<Range<usize>>,
-    pub(super) scale: Scale,
+    pub(super) samples: usize,
+    pub(super) size: Size,
+    pub(super) role: BatchRole,
+}
+
+impl<B> ReplicaJob<B> {
+    fn cut(&self) -> Result<Cut> {
+        Cut::given(self.samples, self.size)
+    }
 }
 
 /// What came of it; nothing is committed.
 #[derive(Debug)]
-pub(super) struct Done<O> {
-    pub(super) window: Window,
+pub(super) struct PartDone<O> {
+    pub(super) tried: Tried,
     /// On the first replica's device.
     pub(super) outputs: O,
-    pub(super) time: Duration,
-    pub(super) peak: Option<Bytes>,
-    /// Micro-batches that were replayed.
-    pub(super) replayed: usize,
+    pub(super) figures: PartFigures,
+}
+
+impl<O> PartDone<O> {
+    pub(super) fn has_samples(&self) -> bool {
+        self.figures.samples > 0
+    }
 }
 
 impl<M> Replica<M> {
@@ -61,9 +69,9 @@ impl<M> Replica<M> {
     ) -> Result<Self> {
         // The first one draws its parameters as the plain model does. What others draw is replaced,
         // and must not disturb that.
-        let dice = (number > 0).then(|| Dice::new(device.device));
+        let generator = (number > 0).then(|| Generator::new(device.device));
         let model = build(&store.root());
-        drop(dice);
+        drop(generator);
         let mut micro = MicroBatcher::new(&store, Size::Count(1));
         if let Some(memory) = device.memory() {
             micro = micro.memory(memory);
@@ -90,17 +98,13 @@ impl<M> Replica<M> {
         self.micro.eager_cause().map(str::to_owned)
     }
 
-    /// Commits what all replicas have done, of all ranks, on the first one.
-    pub(super) fn settle(
-        &mut self,
-        window: Window,
-        ranks: Option<(World, RanksTurn)>,
-        start: Instant,
-    ) -> Result<crate::Step> {
-        match ranks {
-            Some((world, turn)) => self.micro.settle_together(&world, &turn, window, start),
-            None => self.micro.settle(window, start),
-        }
+    /// See [`MicroBatcher::captures_keep`].
+    pub(super) fn captures_keep(&self, kind: &Kind, size: Size) -> Result<Bytes> {
+        self.micro.captures_keep(kind, size)
+    }
+
+    pub(super) fn drop_captures(&mut self) -> Result<()> {
+        self.micro.drop_captures()
     }
 
     /// Takes over what the first replica's variables are now.
@@ -111,15 +115,16 @@ impl<M> Replica<M> {
     /// Runs forward and backward.
     pub(super) fn train<B: Batch, R: Outcome>(
         &mut self,
-        errand: Errand<B>,
+        job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> R,
-    ) -> Result<Done<R::Outputs>> {
+    ) -> Result<PartDone<R::Outputs>> {
         let closure = Closure::of(f);
-        let done = self.run(errand, |micro, model, batch, cut, scale| {
-            micro.attempt(batch, cut, scale, closure, &mut |part| f(model, part))
+        let done = self.run(job, |micro, model, batch, cut, role| {
+            let how = Attempt { role, closure, turn: None };
+            micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
-        if !done.window.sizes.is_empty() {
-            self.micro.learn_order(done.window.sizes.iter().sum(), done.time);
+        if done.has_samples() {
+            self.micro.learn_order(done.figures.samples, done.figures.time);
         }
         Ok(done)
     }
@@ -127,95 +132,97 @@ impl<M> Replica<M> {
     /// Runs forward and a loss, without gradients.
     pub(super) fn evaluate<B: Batch, R: Outcome>(
         &mut self,
-        errand: Errand<B>,
+        job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> R,
-    ) -> Result<Done<R::Outputs>> {
-        self.run(errand, |micro, model, batch, cut, scale| {
-            micro.attempt_evaluate(batch, cut, scale, &mut |part| f(model, part))
+    ) -> Result<PartDone<R::Outputs>> {
+        self.run(job, |micro, model, batch, cut, role| {
+            micro.attempt_evaluate(batch, cut, role, &mut |part| f(model, part))
         })
-    }
-
-    /// Runs forward without a graph; nothing is as if it had been run, but for the outputs, which are
-    /// on the first replica's device.
-    pub(super) fn rehearse<B: Batch, O: Batch>(
-        &mut self,
-        errand: Errand<B>,
-        f: &impl Fn(&M, B) -> O,
-    ) -> Result<O> {
-        let (Errand { batch, ranges, scale }, model) = (errand, &self.model);
-        let outputs = self.micro.rehearse(&batch, ranges, scale, |part| f(model, part))?;
-        feed::moved(&outputs, self.home)
-    }
-
-    /// Runs a loss on all outputs, and its backward to them.
-    pub(super) fn weigh<O: Batch>(
-        &mut self,
-        outputs: &O,
-        draws: OwnDraws,
-        loss: &impl Fn(&M, &O) -> Tensor,
-    ) -> Result<(Window, RowGradients)> {
-        let model = &self.model;
-        let (window, gradients) =
-            self.micro.attempt_loss(outputs, draws, |outputs| loss(model, outputs))?;
-        Ok((window.off_device(|_| Ok(()))?.0, gradients))
-    }
-
-    /// Runs forward again, and backward from the outputs' gradients.
-    pub(super) fn back<B: Batch, O: Batch>(
-        &mut self,
-        errand: Errand<(B, RowGradients)>,
-        f: &impl Fn(&M, B) -> O,
-    ) -> Result<Done<()>> {
-        let start = Instant::now();
-        let Errand { batch: (batch, gradients), ranges, scale } = errand;
-        let (mut cut, gradients) = (Cut::given(ranges), gradients.on(self.store.device())?);
-        let model = &self.model;
-        let forward = |part| f(model, part);
-        let window = self.micro.attempt_back(&batch, &mut cut, scale, gradients, &forward)?;
-        self.hand_in(window, &(), start)
     }
 
     /// Runs forward, without gradients.
     pub(super) fn map<B: Batch, O: Batch>(
         &mut self,
-        errand: Errand<B>,
+        job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> O,
-    ) -> Result<Done<O>> {
-        self.run(errand, |micro, model, batch, cut, scale| {
-            micro.attempt_map(batch, cut, scale, &mut |part| f(model, part))
+    ) -> Result<PartDone<O>> {
+        self.run(job, |micro, model, batch, cut, role| {
+            micro.attempt_map(batch, cut, role, &mut |part| f(model, part))
         })
     }
 
-    /// Lets `how` run the errand.
+    /// Runs forward without a graph, and gives the outputs on the first replica's device. Statistics
+    /// and random state do not see it.
+    pub(super) fn forward_only<B: Batch, O: Batch>(
+        &mut self,
+        job: ReplicaJob<B>,
+        f: &impl Fn(&M, B) -> O,
+    ) -> Result<O> {
+        let model = &self.model;
+        let mut cut = job.cut()?;
+        let outputs =
+            self.micro.forward_only(&job.batch, &mut cut, job.role, |part| f(model, part))?;
+        feed::moved(&outputs, self.home)
+    }
+
+    /// Runs a loss on all outputs, and its backward to them.
+    pub(super) fn loss_on<O: Batch>(
+        &mut self,
+        outputs: &O,
+        seed: PartSeed,
+        loss: &impl Fn(&M, &O) -> Tensor,
+    ) -> Result<(Tried, RowGradients)> {
+        let model = &self.model;
+        let (tried, gradients) =
+            self.micro.attempt_loss(outputs, seed, |outputs| loss(model, outputs))?;
+        Ok((tried.off_device(|_| Ok(()))?.0, gradients))
+    }
+
+    /// Runs forward again, and backward from the outputs' gradients.
+    pub(super) fn back<B: Batch, O: Batch>(
+        &mut self,
+        job: ReplicaJob<(B, RowGradients)>,
+        f: &impl Fn(&M, B) -> O,
+    ) -> Result<PartDone<()>> {
+        let start = Instant::now();
+        let mut cut = job.cut()?;
+        let (batch, gradients) = job.batch;
+        let gradients = gradients.on(self.store.device())?;
+        let model = &self.model;
+        let forward = |part| f(model, part);
+        let tried = self.micro.attempt_back(&batch, &mut cut, job.role, &gradients, &forward)?;
+        self.hand_in(tried, &(), start)
+    }
+
+    /// Lets `how` run the job.
     fn run<B: Batch, O: Batch>(
         &mut self,
-        errand: Errand<B>,
-        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, Scale) -> Result<(Window, O)>,
-    ) -> Result<Done<O>> {
+        job: ReplicaJob<B>,
+        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> Result<(Tried, O)>,
+    ) -> Result<PartDone<O>> {
         let start = Instant::now();
-        let Errand { batch, ranges, scale } = errand;
         let Self { model, micro, .. } = self;
-        let (window, outputs) = micro
-            .in_order(|micro| how(micro, model, &batch, &mut Cut::given(ranges.clone()), scale))?;
-        self.hand_in(window, &outputs, start)
+        let (tried, outputs) =
+            micro.in_order(|micro| how(micro, model, &job.batch, &mut job.cut()?, job.role))?;
+        self.hand_in(tried, &outputs, start)
     }
 
     /// Makes what was done ready to be added to what the others did; undone where that fails.
     fn hand_in<O: Batch>(
         &mut self,
-        window: Window,
+        tried: Tried,
         outputs: &O,
         start: Instant,
-    ) -> Result<Done<O>> {
-        let (window, (outputs, peak)) = window.off_device(|statistics| {
+    ) -> Result<PartDone<O>> {
+        let (tried, outputs) = tried.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();
                 let twin = |own: &Tensor| twins.get(&own.data_ptr()).map(Tensor::shallow_clone);
                 statistics.hand_to(twin)?;
             }
-            Ok((feed::moved(outputs, self.home)?, self.micro.take_peak()?))
+            feed::moved(outputs, self.home)
         })?;
-        let replayed = self.micro.take_replayed();
-        Ok(Done { window, outputs, time: start.elapsed(), peak, replayed })
+        let figures = self.micro.figures_of(&tried, start)?;
+        Ok(PartDone { tried, outputs, figures })
     }
 }

@@ -1,33 +1,30 @@
 //! How replicas run their parts: as a `MicroBatcher` is told, and what replicas alone have.
 
 use std::path::Path;
-use std::sync::PoisonError;
+use std::sync::Arc;
 
-use super::{Replicas, error, mirror};
-use crate::auto::Identity;
-use crate::memory;
-use crate::micro::world::join;
-use crate::micro::{Layout, MicroBatcher, NonFinite, state_bytes};
+use super::Replicas;
+use super::error;
+use super::shares::Speeds;
+use crate::Result;
+use crate::micro::{Layout, MicroBatcher};
 use crate::optim::Method;
-use crate::replicas::shares::Speeds;
+use crate::step::{NonFinite, Size, Team, names, parameters};
 use crate::world::World;
-use crate::{Bytes, Result, device};
+
+/// What every replica's `MicroBatcher` is told before the next step.
+pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
 
 impl<M: 'static> Replicas<M> {
     /// Says what is refused because it is not finite.
-    ///
-    /// # Errors
-    /// When a replica's thread has ended.
-    pub fn non_finite(self, policy: NonFinite) -> Result<Self> {
-        self.set(move |micro| micro.non_finite = policy)
+    pub fn non_finite(mut self, policy: NonFinite) -> Self {
+        self.state.non_finite = policy;
+        self.set(move |micro| micro.set_non_finite(policy))
     }
 
     /// Captures micro-batches of each shape once and replays them, on every replica that has a CUDA
     /// device: see [`MicroBatcher::replay`], and what it asks of the closure.
-    ///
-    /// # Errors
-    /// When a replica's thread has ended.
-    pub fn replay(mut self, wanted: bool) -> Result<Self> {
+    pub fn replay(mut self, wanted: bool) -> Self {
         self.replays = wanted;
         self.set(move |micro| micro.set_replay(wanted))
     }
@@ -37,17 +34,15 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// When a replica's thread has ended.
-    pub fn eager_cause(&self) -> Result<Option<String>> {
-        Ok(self.crew.all(|replica| Ok(replica.eager_cause()))?.into_iter().flatten().next())
+    pub fn eager_cause(&mut self) -> Result<Option<String>> {
+        self.apply_settings()?;
+        Ok(self.workers.all(|replica| Ok(replica.eager_cause()))?.into_iter().flatten().next())
     }
 
     /// Says in which order images and convolutions are to be in memory, as
     /// [`MicroBatcher::layout`] does. What is measured is measured by each replica for itself.
-    ///
-    /// # Errors
-    /// When a replica's thread has ended.
-    pub fn layout(self, layout: Layout) -> Result<Self> {
-        let measures = self.world.is_none();
+    pub fn layout(self, layout: Layout) -> Self {
+        let measures = self.state.team.is_alone();
         self.set(move |micro| {
             micro.set_layout(layout);
             if !measures {
@@ -59,25 +54,19 @@ impl<M: 'static> Replicas<M> {
     /// Keeps memory on the first device for the state that an optimizer makes at its first step, as
     /// [`MicroBatcher::reserve`] does.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
-        self.reserved = state_bytes(&self.store.variables_, method.into());
+        let method = method.into();
+        let trained = parameters(&self.store.variables_);
+        let bytes = trained.iter().map(|parameter| method.state_bytes(parameter)).sum();
+        // With the first replica alone: the others take over its parameters.
+        self.state.reserved = vec![bytes];
         self
     }
 
     /// Reads automatic sizes that an earlier run has found for this model on these devices, and
-    /// writes there what is found now.
-    ///
-    /// # Errors
-    /// When a memory does not answer. A file that cannot be used is left as it is, with a warning.
-    pub fn remember(mut self, path: impl AsRef<Path>) -> Result<Self> {
-        let names: Vec<String> = self.devices.iter().map(|d| device::name(d.device)).collect();
-        let ends = self.devices.iter().map(|device| memory::end_of(device.memory().as_ref()));
-        let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
-        let identity = {
-            let variables = self.store.variables_.lock().unwrap_or_else(PoisonError::into_inner);
-            Identity::new(&variables, names.join("+"), total, format!("{:?}", self.size))
-        };
-        self.sizes.remember(path.as_ref().to_owned(), identity);
-        Ok(self)
+    /// writes there what is found now, as [`MicroBatcher::remember`] does.
+    pub fn remember(mut self, path: impl AsRef<Path>) -> Self {
+        self.state.remember(path.as_ref());
+        self
     }
 
     /// How fast each replica is, relative to the others, in place of what is measured: the parts
@@ -97,19 +86,39 @@ impl<M: 'static> Replicas<M> {
     /// # Errors
     /// As there.
     pub fn world(mut self, world: &World) -> Result<Self> {
-        if world.size() > 1 {
-            join(world, mirror::named(&self.store))?;
-            self.world = Some(world.clone());
-            return self.set(MicroBatcher::measure_no_layout);
+        if world.size() == 1 {
+            return Ok(self);
         }
-        Ok(self)
+        names(&self.store.variables_).join(world)?;
+        self.state.team = Team { world: world.clone(), replicas: world.size() };
+        Ok(self.set(MicroBatcher::measure_no_layout))
     }
 
-    fn set(self, f: impl Fn(&mut MicroBatcher) + Clone + Send + 'static) -> Result<Self> {
-        self.crew.all(move |replica| {
-            replica.set(&f);
+    /// How each replica's part is cut.
+    pub fn size(&self) -> Size {
+        self.state.size
+    }
+
+    /// How each replica's part is cut from now on.
+    pub fn set_size(&mut self, size: Size) {
+        self.state.set_size(size);
+    }
+
+    fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {
+        self.settings.push(Box::new(setting));
+        self
+    }
+
+    /// Lets every replica know what was set since the last step.
+    pub(super) fn apply_settings(&mut self) -> Result<()> {
+        if self.settings.is_empty() {
+            return Ok(());
+        }
+        let settings: Arc<[Setting]> = std::mem::take(&mut self.settings).into();
+        self.workers.all(move |replica| {
+            settings.iter().for_each(|setting| replica.set(setting));
             Ok(())
         })?;
-        Ok(self)
+        Ok(())
     }
 }

@@ -7,28 +7,21 @@
 //! ```
 
 use std::ops::Range;
-use std::panic;
 use std::sync::Arc;
-use std::time::Instant;
 
 use tch::Tensor;
 
 use super::Replicas;
-use super::attempt::{Joined, errands};
-use super::replica::{Errand, Replica};
-use super::report::Step;
+use super::attempt::jobs;
+use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{self, Batch};
-use crate::crew::drawing;
-use crate::micro::Window;
-use crate::micro::attempt::OwnDraws;
-use crate::micro::whole::RowGradients;
-use crate::micro::world::{Opening, aside};
 use crate::oom::{self, Caught};
+use crate::step::{self, Brought, Failed, PartSeed, Parts, RowGradients, Step, Tried, Try};
 use crate::{Error, Result};
 
 /// Each replica's part; none where it has no sample.
-type Parts<B> = Vec<Option<Errand<B>>>;
+type Jobs<B> = Vec<Option<ReplicaJob<B>>>;
 
 impl<M: 'static> Replicas<M> {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward, as
@@ -44,90 +37,89 @@ impl<M: 'static> Replicas<M> {
         forward: impl Fn(&M, B) -> O + Send + Sync + 'static,
         loss: impl Fn(&M, &O) -> Tensor + Send + Sync + 'static,
     ) -> Result<Step<O>> {
-        self.check_no_window()?;
-        if let Some(world) = &self.world {
-            return Err(Error::NotOverRanks { ranks: world.size() });
+        step::check_no_window(self)?;
+        if !self.state.team.is_alone() {
+            return Err(Error::NotOverRanks { ranks: self.state.team.world.size() });
         }
-        let (start, devices, mut thrown) = (Instant::now(), self.devices.clone(), None);
-        self.crew.involve(batch::devices(batch).into_iter());
-        let (forward, loss) = (Arc::new(forward), Arc::new(loss));
-        let step = drawing(&devices, |seed| {
-            let opening = Opening::open(None, Use::TrainWhole, batch, self.size, seed, None)?;
-            let shares = self.speeds.shares(opening.own());
-            let (step, story) = self.sized(None, &opening, &shares, |this, size| {
-                let parts = || errands(batch, &shares, size, |replica| opening.scale(replica));
-                let attempted = this.outputs(parts()?, Arc::clone(&forward)).and_then(|outputs| {
-                    let draws = OwnDraws { seed, place: shares.len() };
-                    let (window, gradients) = this.weighed(&outputs, draws, Arc::clone(&loss))?;
-                    let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
-                    let joined = this.returned(parts, Arc::clone(&forward), window)?;
-                    Ok(joined.with_outputs(outputs))
-                });
-                let joined = attempted.map_err(|caught| aside(caught, &mut thrown))?;
-                let peaks = joined.peaks();
-                Ok((this.settle(joined, None, start)?, peaks))
-            })?;
-            Ok(Step { seed, ..step }.with_story(story))
-        });
-        if let Some(payload) = thrown {
-            panic::resume_unwind(payload);
-        }
-        self.reserved = 0;
-        step
+        let forward = Arc::new(forward);
+        let loss = Arc::new(loss);
+        step::run(self, Brought::new(Use::TrainWhole, batch), |this, this_try| {
+            this.attempt_whole(batch, this_try, &forward, &loss)
+        })
+    }
+
+    fn attempt_whole<B: Batch + 'static, O: Batch + 'static>(
+        &self,
+        batch: &B,
+        this_try: Try<'_>,
+        forward: &Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
+        loss: &Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
+    ) -> Result<(Parts, O), Failed> {
+        let Try { cut, opening, .. } = this_try;
+        let shares = self.speeds.shares(opening.own());
+        let size = cut.size().ok_or(Error::NothingToCut)?;
+        let parts = || jobs(batch, &shares, size, |replica| opening.role(replica));
+        let outputs = self.outputs(parts()?, Arc::clone(forward))?;
+        // The loss draws as if it were one more replica.
+        let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
+        let (tried, gradients) = self.loss_on(&outputs, seed, Arc::clone(loss))?;
+        let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
+        Ok((self.returned(parts, Arc::clone(forward), tried)?, outputs))
     }
 
     /// All outputs, on the first replica's device.
     fn outputs<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        parts: Parts<B>,
+        parts: Jobs<B>,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
     ) -> Result<O, Caught<Error>> {
-        let rehearse = move |replica: &mut Replica<M>, part: Option<Errand<B>>| {
-            Ok(part.map(|part| oom::catch(|| replica.rehearse(part, &*forward))))
+        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
+            Ok(job.map(|job| oom::catch(|| replica.forward_only(job, &*forward))))
         };
         let outputs = self
-            .crew
+            .workers
             .all(Replica::take_over)
-            .and_then(|_| self.crew.each_or_error(parts, rehearse));
+            .and_then(|_| self.workers.each_or_error(parts, run));
         let outputs = outputs.map_err(Caught::Error)?.into_iter().flatten();
         let outputs = outputs.collect::<Result<Vec<O>, _>>()?;
         oom::catch(|| batch::join(outputs))
     }
 
     /// What the loss adds to the step itself, and each output's gradient.
-    fn weighed<O: Batch + 'static>(
+    fn loss_on<O: Batch + 'static>(
         &self,
         outputs: &O,
-        draws: OwnDraws,
+        seed: PartSeed,
         loss: Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
-    ) -> Result<(Window, RowGradients), Caught<Error>> {
+    ) -> Result<(Tried, RowGradients), Caught<Error>> {
         let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
-        let weighed = outputs.and_then(|outputs| {
-            self.crew.one(0, move |first| Ok(oom::catch(|| first.weigh(&outputs, draws, &*loss))))
+        let run = outputs.and_then(|outputs| {
+            self.workers
+                .one(0, move |first| Ok(oom::catch(|| first.loss_on(&outputs, seed, &*loss))))
         });
-        weighed.map_err(Caught::Error)?
+        run.map_err(Caught::Error)?
     }
 
     /// All replicas' parts, backward from their outputs' gradients, and the loss's own; undone where
     /// that fails.
     fn returned<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        parts: Result<Parts<(B, RowGradients)>>,
+        parts: Result<Jobs<(B, RowGradients)>>,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
-        mut whole: Window,
-    ) -> Result<Joined<()>, Caught<Error>> {
-        let back = move |replica: &mut Replica<M>, part: Errand<(B, RowGradients)>| {
-            replica.back(part, &*forward)
+        mut whole: Tried,
+    ) -> Result<Parts, Caught<Error>> {
+        let back = move |replica: &mut Replica<M>, job: ReplicaJob<(B, RowGradients)>| {
+            replica.back(job, &*forward)
         };
         let attempted = parts.map_err(Caught::Error).and_then(|parts| self.attempt(parts, &back));
-        let added = attempted.and_then(|Joined { window: mut parts, told, .. }| {
+        let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
             // The loss was counted before: these parts have nothing to add to it.
             parts.tally = whole.tally.following();
             whole.extend(parts).map_err(Caught::Error)?;
-            Ok(told)
+            Ok(figures)
         });
         match added {
-            Ok(told) => Ok(Joined { window: whole, outputs: (), told }),
+            Ok(figures) => Ok(Parts { tried: whole, figures }),
             Err(caught) => {
                 whole.undo.run().map_err(Caught::Error)?;
                 Err(caught)
@@ -138,13 +130,14 @@ impl<M: 'static> Replicas<M> {
 
 /// Each part with its rows of the gradients.
 fn with_rows<B>(
-    parts: Parts<B>,
+    parts: Jobs<B>,
     shares: &[Range<usize>],
     gradients: &RowGradients,
-) -> Result<Parts<(B, RowGradients)>> {
-    let with_rows = |(part, share): (Option<Errand<B>>, &Range<usize>)| {
-        let Some(Errand { batch, ranges, scale }) = part else { return Ok(None) };
-        Ok(Some(Errand { batch: (batch, gradients.rows(share)?), ranges, scale }))
+) -> Result<Jobs<(B, RowGradients)>> {
+    let with_rows = |(job, share): (Option<ReplicaJob<B>>, &Range<usize>)| {
+        let Some(ReplicaJob { batch, samples, size, role }) = job else { return Ok(None) };
+        let batch = (batch, gradients.rows(share)?);
+        Ok(Some(ReplicaJob { batch, samples, size, role }))
     };
     parts.into_iter().zip(shares).map(with_rows).collect()
 }

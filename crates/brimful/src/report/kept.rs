@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Compared, Ran, Record, Timeline, Unit};
+use super::{Compared, Record, TimelineRecord, Unit};
 use crate::bytes::Bytes;
 use crate::schedule::{Costs, Simulation, simulate};
+use crate::step::Timeline;
 
 /// The most actions of all kept steps together: a page of them stays a page.
 const ACTIONS: usize = 100_000;
@@ -23,14 +24,14 @@ pub(super) struct Kept {
 struct Numbered {
     number: usize,
     rate: f64,
-    ran: Ran,
+    ran: Timeline,
     peaks: Vec<Option<Bytes>>,
 }
 
 impl Kept {
     /// Looks at a step, and takes its actions.
     pub(super) fn look(&mut self, number: usize, step: &mut Record) {
-        let Some(ran) = step.ran.take() else { return };
+        let Some(ran) = step.timeline.take() else { return };
         let step = Numbered { number, rate: step.rate(), ran, peaks: step.peaks.clone() };
         let step = Arc::new(step);
         self.last = Some(Arc::clone(&step));
@@ -47,7 +48,7 @@ impl Kept {
     }
 
     /// The last one's actions.
-    pub(super) fn last(&self) -> Option<&Ran> {
+    pub(super) fn last(&self) -> Option<&Timeline> {
         self.last.as_ref().map(|step| &step.ran)
     }
 
@@ -76,13 +77,13 @@ impl Kept {
 
 impl Numbered {
     fn actions(&self) -> usize {
-        self.ran.timeline.iter().map(Vec::len).sum()
+        self.ran.spans.iter().map(Vec::len).sum()
     }
 
     /// Beside it the same schedule on paper.
     fn compared(&self, roles: &[&str]) -> Compared {
-        let Ran { actions, timeline } = &self.ran;
-        let compact = |step: &Simulation| Timeline::new(actions, step, Unit::Seconds);
+        let Timeline { actions, spans: timeline } = &self.ran;
+        let compact = |step: &Simulation| TimelineRecord::new(actions, step, Unit::Seconds);
         let measured = Simulation::measured(actions, timeline, &self.peaks);
         let simulated = simulate(actions, &Costs::measured(actions, timeline)).ok();
         Compared {
@@ -108,9 +109,9 @@ mod tests {
         let mut kept = Kept::default();
         for (i, seconds) in seconds.iter().enumerate() {
             let timeline = step.timeline().to_vec();
-            let ran = Some(Ran { actions: Arc::clone(&actions), timeline });
+            let timeline = Some(Timeline { actions: Arc::clone(&actions), spans: timeline });
             let time = Duration::from_secs(*seconds);
-            kept.look(i + 1, &mut Record { samples: 1, time, ran, ..Record::default() });
+            kept.look(i + 1, &mut Record { samples: 1, time, timeline, ..Record::default() });
         }
         kept.compared().into_iter().map(|step| step.title).collect()
     }

@@ -46,9 +46,9 @@ use serde::{Deserialize, Serialize};
 
 pub use error::RunError;
 pub use history::Steps;
-pub use record::{Ran, Record};
+pub use record::Record;
 pub use recorder::Recorder;
-pub use timeline::{Lane, Timeline, Unit};
+pub use timeline::{Lane, TimelineRecord, Unit};
 
 use crate::auto::{Decision, Why};
 use crate::bytes::Bytes;
@@ -134,10 +134,10 @@ pub struct Compared {
     /// Which step, in words.
     pub title: String,
     /// As it ran.
-    pub measured: Option<Timeline>,
+    pub measured: Option<TimelineRecord>,
     /// As it was simulated. Of a step that ran: the same schedule with the mean time of each kind of
     /// action on each stage, and transfers that take no time.
-    pub simulated: Option<Timeline>,
+    pub simulated: Option<TimelineRecord>,
 }
 
 /// How a run ended.

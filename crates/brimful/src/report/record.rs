@@ -1,12 +1,10 @@
 //! What one step is to a recorder, on one device, in replicas or in a pipeline.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::auto::Decision;
 use crate::bytes::Bytes;
-use crate::schedule::{Actions, Span};
-use crate::{micro, pipeline, replicas};
+use crate::step::{Step, Timeline};
 
 /// What one step came to. Every kind of step turns into one.
 #[derive(Debug, Default)]
@@ -26,16 +24,7 @@ pub struct Record {
     /// How often it was run again because memory had run out.
     pub retries: usize,
     /// Its actions, of a pipeline.
-    pub ran: Option<Ran>,
-}
-
-/// The actions of a pipeline's step, and when they ran.
-#[derive(Debug)]
-pub struct Ran {
-    /// What was run.
-    pub actions: Arc<Actions>,
-    /// For each device, its actions with their times in seconds.
-    pub timeline: Vec<Vec<Span>>,
+    pub timeline: Option<Timeline>,
 }
 
 impl Record {
@@ -51,23 +40,8 @@ impl Record {
     }
 }
 
-impl<O> From<micro::Step<O>> for Record {
-    fn from(step: micro::Step<O>) -> Self {
-        Self {
-            loss: step.loss,
-            samples: step.samples,
-            micro_batch: largest(&step.sizes),
-            time: step.time,
-            peaks: vec![step.peak],
-            decisions: step.decisions,
-            retries: step.retries,
-            ran: None,
-        }
-    }
-}
-
-impl<O> From<replicas::Step<O>> for Record {
-    fn from(step: replicas::Step<O>) -> Self {
+impl<O> From<Step<O>> for Record {
+    fn from(step: Step<O>) -> Self {
         Self {
             loss: step.loss,
             samples: step.samples,
@@ -76,22 +50,7 @@ impl<O> From<replicas::Step<O>> for Record {
             peaks: step.peaks,
             decisions: step.decisions,
             retries: step.retries,
-            ran: None,
-        }
-    }
-}
-
-impl<O> From<pipeline::Step<O>> for Record {
-    fn from(step: pipeline::Step<O>) -> Self {
-        Self {
-            loss: step.loss,
-            samples: step.samples,
-            micro_batch: largest(&step.sizes),
-            time: step.time,
-            peaks: step.peaks,
-            decisions: step.decisions,
-            retries: step.retries,
-            ran: Some(Ran { actions: step.actions, timeline: step.timeline }),
+            timeline: step.timeline,
         }
     }
 }

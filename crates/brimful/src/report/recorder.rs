@@ -4,8 +4,9 @@ use std::time::Instant;
 
 use super::history::History;
 use super::kept::Kept;
-use super::{Decided, Device, Ended, Ran, Record, Run, Test};
+use super::{Decided, Device, Ended, Record, Run, Test};
 use crate::bytes::Bytes;
+use crate::step::Timeline;
 
 /// The most decisions that are kept: an automatic size has settled long before.
 const DECISIONS: usize = 1000;
@@ -74,7 +75,7 @@ impl Recorder {
 
     /// The last step's actions, of a pipeline.
     #[must_use]
-    pub fn last(&self) -> Option<&Ran> {
+    pub fn last(&self) -> Option<&Timeline> {
         self.kept.last()
     }
 

@@ -7,7 +7,7 @@ use crate::schedule::{Actions, DeviceUse, Kind, Simulation, Span};
 /// A step, as it was run or simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Timeline {
+pub struct TimelineRecord {
     /// What times are in.
     pub unit: Unit,
     /// The length of one count of the lanes' columns, in that unit.
@@ -58,7 +58,7 @@ pub struct Lane {
     pub bytes: Vec<u64>,
 }
 
-impl Timeline {
+impl TimelineRecord {
     /// A step, simulated or [measured](Simulation::measured).
     #[must_use]
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
@@ -116,7 +116,7 @@ impl Lane {
         }
     }
 
-    fn check(&self, of: &Timeline) -> Result<(), String> {
+    fn check(&self, of: &TimelineRecord) -> Result<(), String> {
         let actions = self.kinds.len();
         let is_kind = |letter: char| Kind::ALL.iter().any(|kind| kind.letter() == letter);
         if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
@@ -154,7 +154,7 @@ mod tests {
             .expect("a schedule");
         let costs = Costs::equal(6, StageCost::new(0.012_345_678_9, 0.01, 0.003));
         let step = simulate(&actions, &costs).expect("costs");
-        let timeline = Timeline::new(&actions, &step, Unit::Seconds);
+        let timeline = TimelineRecord::new(&actions, &step, Unit::Seconds);
         assert_eq!(timeline.check(), Ok(()));
         for (lane, spans) in timeline.lanes.iter().zip(step.timeline()) {
             let mut now = 0;

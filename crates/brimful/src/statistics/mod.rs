@@ -7,9 +7,9 @@
 //! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
 //! moves them at once, and what they were before is kept until the step has succeeded.
 
-mod again;
 mod pool;
 mod ranks;
+mod replayed;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,9 +21,9 @@ use brimful_torch::touched::untold;
 use tch::Tensor;
 
 use crate::Result;
-pub(crate) use again::Again;
 use pool::Seen;
 pub(crate) use ranks::Layer;
+pub(crate) use replayed::ReplayStatistics;
 
 /// A layer's running mean and variance, and how far one batch moves them.
 #[derive(Debug)]

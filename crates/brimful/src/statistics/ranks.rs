@@ -27,11 +27,6 @@ pub(crate) struct Layer {
 }
 
 impl Pending {
-    /// Whether a layer has reported.
-    pub(crate) fn has_layers(&self) -> bool {
-        !self.deferred.is_empty()
-    }
-
     /// The layers that have reported, where `name` knows their variables.
     pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<Layer> {
         let layer = |seen: &Seen| {

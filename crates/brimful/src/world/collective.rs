@@ -8,7 +8,11 @@ use tch::{Device, Tensor};
 
 use super::message::Outline;
 use super::{Turn, World, WorldError};
-use crate::{Error, Result};
+use crate::Result;
+
+/// Where the numbers of channels begin on which a rank gives others its tensors; no other channel of a
+/// turn has one of them.
+const SPREAD: u32 = 1 << 29;
 
 impl World {
     /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
@@ -43,8 +47,11 @@ impl World {
             return Err(WorldError::NoRank { rank: from, size: self.size() }.into());
         }
         self.agree_on("what is broadcast", tensors)?;
-        let came = self.spread(&[from], if self.rank() == from { tensors } else { &[] })?;
-        put_back(tensors, &came[0])
+        let turn = self.turn()?;
+        let stopping = turn.stopping();
+        let came = self.spread_in(&turn, from, &self.everyone(), tensors)?;
+        stopping.all_went_well();
+        put_back(tensors, &came)
     }
 
     /// Brings every rank's named tensors to rank 0, where all of them come back; the other ranks get
@@ -72,37 +79,27 @@ impl World {
         Ok(all)
     }
 
-    /// Gives all ranks the tensors of each of `roots`, in that order.
-    pub(crate) fn spread(&self, roots: &[usize], own: &[Tensor]) -> Result<Vec<Vec<Tensor>>> {
-        let turn = self.turn()?;
-        let stopping = turn.stopping();
-        let all = self.spread_in(&turn, roots, own)?;
-        stopping.all_went_well();
-        Ok(all)
-    }
-
-    /// The same as a part of a turn, on a channel of its own.
+    /// Gives all of these ranks the tensors of `root`, as a part of a turn, on a channel of its own.
     pub(crate) fn spread_in(
         &self,
         turn: &Turn,
-        roots: &[usize],
+        root: usize,
+        ranks: &[usize],
         own: &[Tensor],
-    ) -> Result<Vec<Vec<Tensor>>> {
-        if roots.contains(&self.rank()) {
-            // Copied once, not for each of the others.
-            let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
-            let parcel = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
-            self.others()
-                .try_for_each(|to| Ok::<_, Error>(turn.outlet(to, 0, 1).send(parcel())?))?;
+    ) -> Result<Vec<Tensor>> {
+        // A channel's number is that of its root: several may be spread in one turn.
+        let channel = SPREAD + root as u32;
+        if root != self.rank() {
+            let came = turn.inlet(root, channel, 1, None)?.take()?;
+            return Ok(came.into_iter().flatten().flatten().collect());
         }
-        let of_root = |root: &usize| {
-            if *root == self.rank() {
-                return Ok(own.iter().map(Tensor::shallow_clone).collect());
-            }
-            let came = turn.inlet(*root, 0, 1, None)?.take()?;
-            Ok(came.into_iter().flatten().flatten().collect())
-        };
-        roots.iter().map(of_root).collect()
+        // Copied once, not for each of the others.
+        let host = own.iter().map(on_host).collect::<Result<Vec<_>>>()?;
+        let parcel = || vec![host.iter().map(|tensor| Some(tensor.shallow_clone())).collect()];
+        for to in ranks.iter().filter(|rank| **rank != root) {
+            turn.outlet(*to, channel, 1).send(parcel())?;
+        }
+        Ok(own.iter().map(Tensor::shallow_clone).collect())
     }
 
     /// Makes sure that all ranks have tensors of the same kinds and shapes. Numbers that are missing
@@ -120,10 +117,6 @@ impl World {
     /// All ranks, in order.
     pub(crate) fn everyone(&self) -> Arc<[usize]> {
         (0..self.size()).collect()
-    }
-
-    fn others(&self) -> impl Iterator<Item = usize> {
-        (0..self.size()).filter(|rank| *rank != self.rank())
     }
 }
 

@@ -12,7 +12,7 @@ use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::{Builder, StageDevice};
-use brimful::{Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{Batch, Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
 use tch::nn::{self, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 pub use test_device::test_device;
@@ -31,7 +31,7 @@ pub struct Case {
     pub layers: fn() -> Layers,
     pub input: fn(i64) -> Tensor,
     pub target: fn(i64) -> Tensor,
-    pub loss: fn(&Tensor, &Tensor) -> Loss,
+    pub loss: fn(Tensor, &Tensor) -> Loss,
     pub shows_cut: bool,
 }
 
@@ -60,7 +60,7 @@ pub const U_NET: Case = Case {
     layers: u_net,
     input: |n| Tensor::randn([n, 2, 8, 8], DOUBLE),
     target: |n| Tensor::randn([n, 1, 8, 8], DOUBLE),
-    loss: |out, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)),
+    loss: |out: Tensor, y| Loss::mean(out.mse_loss(y, tch::Reduction::Mean)),
     shows_cut: false,
 };
 
@@ -166,12 +166,12 @@ fn classes(n: i64) -> Tensor {
     Tensor::randint(3, [n], (Kind::Int64, Device::Cpu))
 }
 
-fn cross_entropy(out: &Tensor, y: &Tensor) -> Loss {
+fn cross_entropy(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, tch::Reduction::Mean, -100, 0.0))
 }
 
 /// A mean over the tokens but those of number 0, and a term on the outputs beside it.
-fn token_loss(out: &Tensor, y: &Tensor) -> Loss {
+fn token_loss(out: Tensor, y: &Tensor) -> Loss {
     let rows = out.view([-1, VOCABULARY]);
     let sum = rows.cross_entropy_loss::<Tensor>(&y.view([-1]), None, tch::Reduction::Sum, 0, 0.0);
     Loss::ratio(sum, y.ne(0).sum(Kind::Double)) + Loss::mean(out.square().mean(Kind::Double)) * 0.1
@@ -181,6 +181,15 @@ fn token_loss(out: &Tensor, y: &Tensor) -> Loss {
 pub fn builder(layers: Layers, devices: usize) -> Builder {
     let device = |_| StageDevice::from(test_device()).threads(1);
     Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
+}
+
+/// The model's outputs for a batch that is cut by a size of its own.
+pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimful::Result<Tensor> {
+    let before = pipe.size();
+    pipe.set_size(size);
+    let outputs = pipe.map(x, |out: Tensor| out);
+    pipe.set_size(before);
+    outputs
 }
 
 /// The plain model with a pipeline's values, trained by its own optimizer.
@@ -211,14 +220,21 @@ impl Plain {
     }
 
     /// The loss and gradients over these micro-batches, with the numbers of the step of this seed.
-    pub fn backward(&self, case: &Case, x: &Tensor, y: &Tensor, size: Size, seed: u64) -> f64 {
+    pub fn backward(
+        &self,
+        case: &Case,
+        x: &Tensor,
+        y: &Tensor,
+        size: Size,
+        seed: Option<u64>,
+    ) -> f64 {
         let mut micro = MicroBatcher::new(&self.store, size);
         let i = Cell::new(0);
         let batch = (x.shallow_clone(), y.shallow_clone());
         let step = micro.backward(&batch, |(x, y)| {
-            let draws = Draws::new(seed, i.replace(i.get() + 1));
-            let out = self.model.forward_drawing(&[x], true, draws);
-            (case.loss)(&out[0], &y)
+            let draws = Draws::new(seed.unwrap_or_default(), i.replace(i.get() + 1));
+            let mut out = self.model.forward_drawing(&[x], true, draws);
+            (case.loss)(out.swap_remove(0), &y)
         });
         step.expect("a plain step").loss
     }

@@ -12,7 +12,7 @@ use super::{Replay, State, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
 use crate::bytes::Bytes;
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
 use crate::micro::pass::Pass;
 use crate::{Error, Result, device};
@@ -24,7 +24,7 @@ impl Replay {
         &mut self,
         pass: &mut Pass<R::Outputs>,
         micro_batch: B,
-        part: &Part,
+        part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(State, Bytes)> {
         // The closure may change what it gets.
@@ -50,7 +50,7 @@ impl Replay {
         &mut self,
         mut program: Program,
         given: &impl Batch,
-        part: &Part,
+        part: &MicroBatchWeight,
         eager: &Eager,
         pass: &Pass<O>,
     ) -> Result<State> {

@@ -10,7 +10,7 @@ use super::trust::Trust;
 use super::{Entry, Replay, State, WARM_UP, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
 use crate::micro::pass::Pass;
 use crate::random::Randomness;
@@ -27,7 +27,7 @@ impl Replay {
         index: usize,
         pass: &mut Pass<R::Outputs>,
         micro_batch: B,
-        part: &Part,
+        part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
         pass.accumulator.disown()?;

@@ -30,14 +30,14 @@ use tch::Device;
 use tch::nn::Variables;
 
 use super::Outcome;
-use super::cut::Ran;
 use super::layout::Arrangement;
 use super::pass::Pass;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
+use crate::step::MicroBatchRun;
 use blocks::Blocks;
 use program::Program;
 use room::Room;
@@ -225,16 +225,16 @@ impl Replay {
         &mut self,
         pass: &mut Pass<R::Outputs>,
         micro_batch: B,
-        part: &Part,
+        part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
         settled: bool,
-    ) -> Result<Ran> {
+    ) -> Result<MicroBatchRun> {
         let Surroundings { arrangement, closure } = *surroundings;
         let laid_out = |micro_batch| arrangement.of(micro_batch);
         if !self.wanted || self.eager || !self.knows(closure) {
             pass.run(laid_out(micro_batch)?, part, f)?;
-            return Ok(Ran { typical: !self.eager, ..Ran::PLAINLY });
+            return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
         }
         let shape = Shape::of(&micro_batch, closure, pass.single);
         if self.runs_eagerly(&shape) && self.is_in_the_way(part.samples)? {
@@ -271,7 +271,7 @@ impl Replay {
         }
         // Where a check had no room beside captured work, there is none left.
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
-        Ok(Ran { unseen, typical })
+        Ok(MicroBatchRun { unseen, typical })
     }
 
     /// Whether the closure's type says which work it is; if not, says so.

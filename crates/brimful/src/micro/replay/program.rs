@@ -16,12 +16,12 @@ use super::room::stock_up;
 use super::trial::watched;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
-use crate::loss::Part;
+use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
 use crate::micro::pass::{Pass, detached};
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
-use crate::statistics::{Again, Pending};
+use crate::statistics::{Pending, ReplayStatistics};
 use crate::{Error, Result};
 
 /// A captured micro-batch.
@@ -34,7 +34,7 @@ pub(super) struct Program {
     written: Vec<f64>,
     readout: Readout,
     sums: Vec<Sum>,
-    statistics: Again,
+    statistics: ReplayStatistics,
     /// The closure's outputs, of its own type.
     outputs: Box<dyn Any + Send>,
     /// What the closure did when it was captured, in words.
@@ -141,7 +141,7 @@ impl Program {
             host.restore()?;
             return Err(Error::Torch("it draws random numbers on the host".into()));
         }
-        let (statistics, outputs) = (statistics.into_again(), Box::new(outputs));
+        let (statistics, outputs) = (statistics.into_replay_statistics(), Box::new(outputs));
         let written = vec![0.0; readout.terms().len()];
         Ok(Self {
             graph,
@@ -164,7 +164,7 @@ impl Program {
         &mut self,
         pass: &mut Pass<O>,
         micro_batch: &B,
-        part: &Part,
+        part: &MicroBatchWeight,
     ) -> Result<()> {
         pass.accumulator.adopt(&self.sums)?;
         self.statistics.before()?;
@@ -177,7 +177,11 @@ impl Program {
     }
 
     /// Replays on this micro-batch from empty sums, to see what comes out.
-    pub(super) fn try_on(&mut self, micro_batch: &impl Batch, part: &Part) -> Result<()> {
+    pub(super) fn try_on(
+        &mut self,
+        micro_batch: &impl Batch,
+        part: &MicroBatchWeight,
+    ) -> Result<()> {
         let all = self.sums.iter().flatten().flatten();
         brimful_torch::foreach::zero(&all.map(Tensor::shallow_clone).collect::<Vec<_>>())?;
         self.launch(micro_batch, part)
@@ -205,7 +209,7 @@ impl Program {
     }
 
     /// Copies the samples in and starts the graph.
-    fn launch(&mut self, micro_batch: &impl Batch, part: &Part) -> Result<()> {
+    fn launch(&mut self, micro_batch: &impl Batch, part: &MicroBatchWeight) -> Result<()> {
         let mut result = Ok(());
         let mut inputs = self.inputs.iter_mut();
         micro_batch.visit(&mut |leaf| {

@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-use super::super::tally::double;
 use crate::Result;
 use crate::loss::{Over, Term, Weight};
+use crate::step::double;
 
 /// Terms whose values and weights are views of one row of doubles.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use super::readout::Readout;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
-use crate::loss::{Part, Term};
+use crate::loss::{MicroBatchWeight, Term};
 use crate::micro::Outcome;
 use crate::micro::pass::{Pass, forward};
 use crate::random::Randomness;
@@ -38,7 +38,7 @@ impl Eager {
     pub(super) fn run<B: Batch, R: Outcome>(
         pass: &mut Pass<R::Outputs>,
         micro_batch: B,
-        part: &Part,
+        part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
         device: Device,
     ) -> Result<Self> {
@@ -90,7 +90,7 @@ impl Trial {
     pub(super) fn of(
         program: &mut Program,
         micro_batch: &impl Batch,
-        part: &Part,
+        part: &MicroBatchWeight,
         device: Device,
     ) -> Result<Self> {
         let effects = Effects::save(program.effects())?;

@@ -1,0 +1,49 @@
+//! What an automatic size did for a step: its decisions, and how often it had to be run again.
+
+use super::decision::Decision;
+use super::sizer::{Room, Sizer, tightest};
+use crate::bytes::Bytes;
+use crate::oom::OutOfMemory;
+use crate::{Error, Result};
+
+/// A step's decisions so far.
+#[derive(Debug, Default)]
+pub(crate) struct SizeLog {
+    pub(crate) decisions: Vec<Decision>,
+    pub(crate) retries: usize,
+    /// Whether the last try failed with a single sample: once more may be luck, twice is not.
+    at_the_end: bool,
+}
+
+impl SizeLog {
+    pub(crate) fn extend(&mut self, later: Self) {
+        self.decisions.extend(later.decisions);
+        self.retries += later.retries;
+    }
+
+    /// A try has failed, after these decisions: there is another one, unless a single sample has
+    /// failed twice.
+    pub(crate) fn failed(
+        &mut self,
+        decisions: Vec<Decision>,
+        sizer: &Sizer,
+        rooms: &[Room],
+        cause: OutOfMemory,
+    ) -> Result<()> {
+        let single = decisions.last().is_none_or(|decision| decision.size == 1);
+        self.decisions.extend(decisions);
+        self.retries += 1;
+        if !(std::mem::replace(&mut self.at_the_end, single) && single) {
+            return Ok(());
+        }
+        let failed = self.decisions.iter().filter(|decision| decision.failed);
+        let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
+        tried.dedup();
+        Err(Error::DoesNotFit {
+            tried,
+            needed: sizer.predict(1).map(Bytes),
+            available: Bytes(tightest(rooms)),
+            cause: Box::new(cause),
+        })
+    }
+}

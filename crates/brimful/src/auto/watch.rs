@@ -1,0 +1,334 @@
+//! An automatic size at work: what each piece of a mini-batch needed and how long it took, and what
+//! follows from that for the next.
+//!
+//! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). One that runs in several
+//! memories at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides,
+//! and where one runs out, all go smaller.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use tch::Device;
+
+use super::decision::{Decision, Why};
+use super::log::SizeLog;
+use super::room::room;
+use super::sizer::{Room, Sizer, is_alone};
+use super::stopwatch::Stopwatch;
+use super::trial::in_near_equal_parts;
+use crate::bytes::Bytes;
+use crate::memory::{Memory, Usage};
+use crate::oom::OutOfMemory;
+use crate::{Error, Result, split};
+
+/// The most that was in use in each memory, where who ran in it knows that better than its account:
+/// replayed work needs memory that no account shows.
+pub(crate) type Peaks = Vec<Option<Bytes>>;
+
+/// The size, and what is seen of a try.
+#[derive(Debug)]
+pub(crate) struct SizeWatch {
+    sizer: Sizer,
+    decisions: Vec<Decision>,
+    memories: Vec<Watched>,
+    /// The most in use so far in the first memory.
+    peak: Bytes,
+    piece: Option<Piece>,
+    /// Whether the first pieces are to be taken back: see [`SizeWatch::rehearsing`].
+    rehearses: bool,
+}
+
+/// A memory as it was before the try. One that is not counted has all that the machine has.
+#[derive(Debug)]
+struct Watched {
+    memory: Option<Memory>,
+    before: Option<Usage>,
+    room: Room,
+}
+
+impl Watched {
+    fn now(memory: Option<Memory>, reserved: u64) -> Result<Self> {
+        let before = memory.as_ref().map(Memory::usage).transpose()?;
+        let unlimited = Room { available: u64::MAX, budget: u64::MAX };
+        let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
+        Ok(Self { memory, before, room })
+    }
+
+    /// What it is now, and what it was.
+    fn usage(&self) -> Result<Option<(Usage, Usage)>> {
+        match (&self.memory, self.before) {
+            (Some(memory), Some(before)) => Ok(Some((memory.usage()?, before))),
+            _ => Ok(None),
+        }
+    }
+
+    /// What was needed beyond what was there before.
+    fn need(&self, told: Option<Bytes>) -> Result<u64> {
+        Ok(self.usage()?.map_or(0, |(now, before)| {
+            now.peak.max(told.unwrap_or_default()).0.saturating_sub(before.current.0)
+        }))
+    }
+}
+
+/// A piece that is being run.
+#[derive(Debug)]
+struct Piece {
+    size: usize,
+    stopwatch: Option<Stopwatch>,
+    /// The most that a micro-batch had in use besides what the memory's account shows; and all that
+    /// was in use then.
+    unseen: u64,
+    beside: u64,
+    alone: bool,
+}
+
+impl SizeWatch {
+    /// For a try in these memories, less the bytes of each that are reserved for later.
+    pub(crate) fn new(
+        sizer: Sizer,
+        memories: impl IntoIterator<Item = (Option<Memory>, u64)>,
+    ) -> Result<Self> {
+        let memories =
+            memories.into_iter().map(|(memory, reserved)| Watched::now(memory, reserved));
+        let memories = memories.collect::<Result<Vec<_>>>()?;
+        let before = memories.first().and_then(|first| first.before);
+        Ok(Self {
+            sizer,
+            decisions: Vec::new(),
+            memories,
+            peak: before.map_or(Bytes(0), |before| before.current),
+            piece: None,
+            rehearses: false,
+        })
+    }
+
+    /// Lets the step end with [`Error::Rehearsed`] once it is known how a better one would begin.
+    pub(crate) fn rehearsing(self, rehearses: bool) -> Self {
+        Self { rehearses, ..self }
+    }
+
+    /// Decides on the next piece.
+    pub(crate) fn begin(
+        &mut self,
+        next: usize,
+        samples: usize,
+        device: Device,
+    ) -> Result<Vec<Range<usize>>> {
+        let rooms = self.rooms();
+        if self.rehearses && next > 0 && self.sizer.begins_well(&rooms, samples) {
+            return Err(Error::Rehearsed);
+        }
+        let mut trial = self.sizer.next(&rooms, samples - next, samples);
+        let ranges = match trial.micro_batches {
+            Some(count) => first_of(samples - next, trial.size, count)?,
+            None if next == 0 => split::by_size(samples, trial.size)?,
+            // Of exactly the size that later steps will have: a new one costs a device its
+            // preparations.
+            None => of_exactly(samples - next, in_near_equal_parts(samples, trial.size))?,
+        };
+        let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
+        // Near-equal micro-batches may be smaller than they were allowed to be.
+        trial.size = longest(&ranges);
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
+        let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
+        let alone = is_alone(&ranges);
+        self.piece = Some(Piece { size: trial.size, stopwatch, unseen: 0, beside: 0, alone });
+        self.first().reset_peak()?;
+        Ok(ranges)
+    }
+
+    /// Takes note of a micro-batch that was run: what it had in use besides what the memory's account
+    /// shows, and whether others like it will take as long.
+    pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
+        let current = || Ok::<_, Error>(self.first().usage()?.current.0);
+        let beside = match &self.piece {
+            Some(piece) if unseen.0 > piece.unseen => Some(current()? + unseen.0),
+            _ => None,
+        };
+        let Some(piece) = &mut self.piece else { return Ok(()) };
+        if let Some(beside) = beside {
+            (piece.unseen, piece.beside) = (unseen.0, beside);
+        }
+        piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(typical))
+    }
+
+    /// Learns nothing from the piece that was begun.
+    pub(crate) fn drop_piece(&mut self) {
+        self.piece = None;
+    }
+
+    /// Learns from the piece that has been run.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        let Some(Piece { size, stopwatch, beside, alone, .. }) = self.piece.take() else {
+            return Ok(());
+        };
+        let need = self.memories[0].need(Some(Bytes(beside)))?;
+        self.peak = self.peak.max(self.first().usage()?.peak).max(Bytes(beside));
+        self.learn_needs(size, &[need], alone);
+        if let Some(time) = stopwatch.map(|stopwatch| stopwatch.read()).transpose()?.flatten() {
+            self.sizer.observe_rate(size, size as f64 / time.as_secs_f64());
+        }
+        Ok(())
+    }
+
+    /// One try of all samples at once, with the size that is due for the longest part and that `agree`
+    /// leaves of it. `run` also gives the memories' peaks.
+    pub(crate) fn whole<T>(
+        &mut self,
+        samples: usize,
+        agree: impl FnOnce(usize) -> Result<usize>,
+        run: impl FnOnce(usize) -> Result<(T, Peaks)>,
+    ) -> Result<T> {
+        let rooms = self.rooms();
+        let mut trial = self.sizer.next_whole(&rooms, samples.max(1));
+        let own = trial.size;
+        trial.size = agree(own)?;
+        if trial.size < own {
+            trial.why = Why::Others;
+        }
+        let ranges = split::by_size(samples.max(1), trial.size)?;
+        self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
+        let start = Instant::now();
+        let (value, peaks) = run(trial.size)?;
+        // Nothing is learnt from no sample.
+        if samples > 0 {
+            let told = peaks.into_iter().chain(std::iter::repeat(None));
+            let needs = self.memories.iter().zip(told).map(|(watched, peak)| watched.need(peak));
+            let needs = needs.collect::<Result<Vec<_>>>()?;
+            self.learn_needs(trial.size, &needs, ranges.len() == 1);
+            self.sizer.observe_rate(trial.size, samples as f64 / start.elapsed().as_secs_f64());
+        }
+        Ok(value)
+    }
+
+    fn learn_needs(&mut self, size: usize, needs: &[u64], alone: bool) {
+        self.sizer.observe_needs(size, needs, alone);
+        if let Some(decision) = self.decisions.last_mut() {
+            decision.measured = needs.iter().copied().max().map(Bytes);
+            self.sizer.announce(decision);
+        }
+    }
+
+    /// The try has succeeded: learns how it went; of one in which captures moved memory about, not
+    /// whether the allocator had to, or refused them some. Gives the sizer back.
+    pub(crate) fn succeeded(
+        mut self,
+        captured: bool,
+        log: &mut SizeLog,
+    ) -> Result<(Sizer, Ending)> {
+        let mut ending = Ending { retried: false, hidden: false, size: self.size() };
+        for (now, before) in self.usages()?.into_iter().filter(|_| !captured) {
+            ending.retried |= now.allocation_retries > before.allocation_retries;
+            ending.hidden |= now.refusals > before.refusals;
+        }
+        let rooms = self.rooms();
+        self.sizer.succeeded(ending.size, &rooms, ending.retried);
+        log.decisions.append(&mut self.decisions);
+        Ok((self.sizer, ending))
+    }
+
+    /// Memory ran out: the caches are emptied, and the next try will be smaller, unless a single sample
+    /// has failed twice. Gives the sizer back.
+    pub(crate) fn failed(
+        mut self,
+        oom: OutOfMemory,
+        log: &mut SizeLog,
+    ) -> Result<(Sizer, Result<()>)> {
+        let memories = self.memories.iter().filter_map(|watched| watched.memory.as_ref());
+        memories.into_iter().try_for_each(Memory::empty_cache)?;
+        let rooms = self.rooms();
+        match self.decisions.last_mut() {
+            Some(decision) => {
+                decision.failed = true;
+                self.sizer.announce(decision);
+                let size = decision.size;
+                let least = self.least_rooms()?;
+                self.sizer.failed(size, &least);
+            }
+            // Without a decision no size is to blame.
+            None => tracing::warn!(
+                %oom,
+                "memory ran out before the first micro-batch: the mini-batch is run again"
+            ),
+        }
+        let ended = log.failed(std::mem::take(&mut self.decisions), &self.sizer, &rooms, oom);
+        Ok((self.sizer, ended))
+    }
+
+    /// The try ended otherwise: what it has learnt stands. Gives the sizer back.
+    pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
+        log.decisions.append(&mut self.decisions);
+        self.sizer
+    }
+
+    /// The most in use so far.
+    pub(crate) fn peak(&self) -> Bytes {
+        self.peak
+    }
+
+    /// The largest size of the try.
+    fn size(&self) -> usize {
+        self.decisions.last().map_or(1, |decision| decision.size)
+    }
+
+    fn rooms(&self) -> Vec<Room> {
+        self.memories.iter().map(|watched| watched.room).collect()
+    }
+
+    /// What was free before the try or is free now, whichever is less.
+    fn least_rooms(&self) -> Result<Vec<Room>> {
+        let least = |watched: &Watched| {
+            let now = watched.usage()?.map_or(Ok(watched.room), |(now, _)| room(&now, 0))?;
+            Ok(if now.available < watched.room.available { now } else { watched.room })
+        };
+        self.memories.iter().map(least).collect()
+    }
+
+    fn usages(&self) -> Result<Vec<(Usage, Usage)>> {
+        let usages = self.memories.iter().map(Watched::usage).collect::<Result<Vec<_>>>()?;
+        Ok(usages.into_iter().flatten().collect())
+    }
+
+    /// The memory of a step that is cut piece by piece, which has one.
+    fn first(&self) -> &Memory {
+        self.memories[0]
+            .memory
+            .as_ref()
+            .expect("a step in pieces is watched in a memory that counts")
+    }
+}
+
+/// How a try ended that has succeeded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ending {
+    /// Whether an allocator had to empty its cache.
+    pub(crate) retried: bool,
+    /// Whether memory ran out and somebody went on without it.
+    pub(crate) hidden: bool,
+    pub(crate) size: usize,
+}
+
+fn longest(ranges: &[Range<usize>]) -> usize {
+    ranges.iter().map(ExactSizeIterator::len).max().unwrap_or(1)
+}
+
+/// `count` micro-batches of `size` samples, or as many as there are; a single sample is not left
+/// alone, which batch normalisation could not digest.
+fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize>>> {
+    let count = count.min(samples / size).max(1);
+    match samples.saturating_sub(count * size) {
+        0 | 1 => split::by_count(samples, count),
+        _ => Ok((0..count).map(|i| i * size..(i + 1) * size).collect()),
+    }
+}
+
+/// Micro-batches of `size` samples, and one of what is left; near-equal ones where that would be a
+/// single sample.
+fn of_exactly(samples: usize, size: usize) -> Result<Vec<Range<usize>>> {
+    match samples % size {
+        1 => split::by_size(samples, size),
+        _ => {
+            Ok((0..samples.div_ceil(size)).map(|i| i * size..samples.min((i + 1) * size)).collect())
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! What a pipeline is asked for: forward and backward, with or without a commit, or forward alone.
+
+use tch::{Device, Tensor};
+
+use super::Pipeline;
+use super::engine::PipelineTried;
+use super::error::PipelineError;
+use super::job::Mode;
+use super::loss_fn::{ModelOutput, SharedLoss, common_len};
+use crate::auto::Use;
+use crate::batch::{self, Batch};
+use crate::step::{self, Brought, Failed, Outcome, Step, Try, described};
+use crate::{Loss, Result};
+
+impl Pipeline {
+    /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
+    /// would have added on the whole mini-batch.
+    ///
+    /// `loss` runs on the last stage's thread, for each micro-batch once, and again where an automatic
+    /// size tries the step again. It gets the model's output (a [`Tensor`], or several as a `Vec`, an
+    /// array or a tuple: [`ModelOutput`]) and the micro-batch's part of `target`, both on that stage's
+    /// device, and returns its [`Loss`], or a pair of the loss and outputs, or a `Result` of one of
+    /// them.
+    ///
+    /// # Errors
+    /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
+    /// and the pipeline can be used again.
+    pub fn backward<X, Y, M, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        loss: impl FnMut(M, &Y) -> R + Send + 'static,
+    ) -> Result<Step<R::Outputs>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        M: ModelOutput,
+        R: Outcome,
+    {
+        step::check_no_window(self)?;
+        check_no_gradients(input)?;
+        let loss = with_loss(loss);
+        let brought = self.brought(Use::Train, input, target);
+        step::run(self, brought, |this, this_try| {
+            this.try_batch(input, target, &loss, this_try, Mode::Train { last: true })
+        })
+    }
+
+    /// Runs forward and backward, and keeps the result for [`Pipeline::commit`]: a step over several
+    /// mini-batches, each of which may have its own length.
+    ///
+    /// # Errors
+    /// As [`Pipeline::backward`]; the mini-batches before are kept.
+    pub fn accumulate<X, Y, M, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        loss: impl FnMut(M, &Y) -> R + Send + 'static,
+    ) -> Result<R::Outputs>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        M: ModelOutput,
+        R: Outcome,
+    {
+        check_no_gradients(input)?;
+        let loss = with_loss(loss);
+        let brought = self.brought(Use::Train, input, target);
+        step::accumulate(self, brought, |this, this_try| {
+            this.try_batch(input, target, &loss, this_try, Mode::Train { last: false })
+        })
+    }
+
+    /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+    ///
+    /// # Errors
+    /// As [`MicroBatcher::commit`](crate::MicroBatcher::commit).
+    pub fn commit(&mut self) -> Result<Step> {
+        step::commit(self)
+    }
+
+    /// The mini-batch's loss, not in training and without gradients, with what the closure gives
+    /// beside it.
+    ///
+    /// # Errors
+    /// As [`Pipeline::backward`].
+    pub fn evaluate<X, Y, M, R>(
+        &mut self,
+        input: &X,
+        target: &Y,
+        loss: impl FnMut(M, &Y) -> R + Send + 'static,
+    ) -> Result<Step<R::Outputs>>
+    where
+        X: Batch,
+        Y: Batch + 'static,
+        M: ModelOutput,
+        R: Outcome,
+    {
+        let loss = with_loss(loss);
+        let brought = self.brought(Use::Evaluate, input, target);
+        step::run(self, brought, |this, this_try| {
+            this.try_batch(input, target, &loss, this_try, Mode::Evaluate)
+        })
+    }
+
+    /// Runs `f` on the model's output for every micro-batch, not in training and without gradients, and
+    /// joins what it returns in sample order; in a world, on every rank of the pipeline. `|out| out`
+    /// gives the outputs themselves.
+    ///
+    /// ```
+    /// # use brimful::{Layers, Pipeline};
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// # let layers = Layers::new().add("linear", |p| nn::linear(p, 4, 3, Default::default()));
+    /// # let mut pipe = Pipeline::builder(layers).micro_batches(2).build()?;
+    /// # let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
+    /// let classes = pipe.map(&x, |out: Tensor| out.argmax(1, false))?;
+    /// assert_eq!(classes.size(), [8]);
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Pipeline::backward`].
+    pub fn map<X, M, O>(
+        &mut self,
+        input: &X,
+        mut f: impl FnMut(M) -> O + Send + 'static,
+    ) -> Result<O>
+    where
+        X: Batch,
+        M: ModelOutput,
+        O: Batch + 'static,
+    {
+        let shared = SharedLoss::new(move |values: Vec<Tensor>, (): &()| {
+            Ok((None, f(M::from_tensors(values)?)))
+        });
+        let brought = self.brought(Use::Map, input, &());
+        step::map(self, brought, |this, this_try| {
+            this.try_batch(input, &(), &shared, this_try, Mode::Evaluate)
+        })
+    }
+
+    /// A mini-batch as the step is told of it.
+    pub(super) fn brought(&self, used: Use, input: &impl Batch, target: &impl Batch) -> Brought {
+        let brought = Brought::new(used, input);
+        let brought = brought.with(common_len(input, target), batch::devices(target));
+        // What all ranks of one pipeline must bring alike is compared where there are several.
+        match self.ranks.of_pipeline().len() {
+            1 => brought,
+            _ => brought.with_hash(format!("{}; {}", described(input), described(target))),
+        }
+    }
+
+    /// One try at a mini-batch: every worker runs its actions, and the closure gets the outputs.
+    fn try_batch<Y, O, F>(
+        &mut self,
+        input: &impl Batch,
+        target: &Y,
+        closure: &SharedLoss<F>,
+        this_try: Try<'_>,
+        mode: Mode,
+    ) -> Result<(PipelineTried, O), Failed>
+    where
+        Y: Batch + 'static,
+        O: Batch + 'static,
+        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
+    {
+        let exchange = this_try.exchange;
+        let plan = self.plan(&this_try, mode, false)?;
+        let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
+        let inputs = inputs(input, ranges)?;
+        let last = self.layout.last_worker();
+        let device = |replica| match self.ranks.has(last) {
+            true => self.device_of(replica, last).device,
+            false => Device::Cpu,
+        };
+        let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
+        let (tried, _) = self.attempt(&plan, inputs, closures, exchange)?;
+        match self.ranks.outputs(exchange, last, self.output_device(), &collected) {
+            Ok(outputs) => Ok((tried, outputs)),
+            Err(error) => {
+                step::Engine::undo(self, tried)?;
+                Err(error.into())
+            }
+        }
+    }
+}
+
+/// The closure as the last stage calls it.
+fn with_loss<Y, M: ModelOutput, R: Outcome>(
+    mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
+) -> SharedLoss<impl FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, R::Outputs)> + Send + 'static>
+{
+    SharedLoss::new(move |values: Vec<Tensor>, target: &Y| {
+        let (loss, outputs) = loss(M::from_tensors(values)?, target).into_parts()?;
+        Ok((Some(loss), outputs))
+    })
+}
+
+/// There must be no graph behind what is trained with: a gradient for it would be lost.
+pub(super) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
+    let mut traced = Vec::new();
+    batch.visit(&mut |leaf| traced.push(leaf.tensor().requires_grad()));
+    match traced.into_iter().position(|traced| traced) {
+        Some(leaf) => Err(PipelineError::InputGradient { leaf }.into()),
+        None => Ok(()),
+    }
+}
+
+/// The leaves of each micro-batch, without the graph behind them.
+pub(super) fn inputs(
+    batch: &impl Batch,
+    ranges: impl Iterator<Item = std::ops::Range<usize>>,
+) -> Result<Vec<Vec<Tensor>>> {
+    let leaves = |range| {
+        let mut leaves = Vec::new();
+        batch::slice(batch, range)?.visit(&mut |leaf| leaves.push(leaf.tensor().detach()));
+        Ok(leaves)
+    };
+    ranges.map(leaves).collect()
+}

@@ -1,0 +1,498 @@
+//! A pipeline as a kind of step engine: which memories it uses, how its workers try a mini-batch, and
+//! what becomes of that.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tch::{Device, Tensor};
+
+use super::attempt::{Tells, WorkerDone};
+use super::job::{End, Job, LossFn, Mode};
+use super::portion::{Portion, portions};
+use super::run::Failure;
+use super::transfer::Tensors;
+use super::worker::Worker;
+use super::{Pipeline, ties, wiring};
+use crate::auto::{Identity, Kind};
+use crate::bytes::Bytes;
+use crate::memory::{self, Memory};
+use crate::schedule::Actions;
+use crate::statistics::Pending;
+use crate::step::{
+    BatchRole, Counted, Engine, Exchange, Failed, Figures, Group, Lesson, Opening, PartReport,
+    Seeding, Size, State, Team, Timeline, Trained, Try, Whole, gradient_bytes, names,
+};
+use crate::workers::{StageDevice, WorkerError};
+use crate::{Error, Result, device};
+
+/// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
+/// with the workers.
+#[derive(Debug)]
+pub(crate) struct PipelineTried {
+    actions: Arc<Actions>,
+    shares: Vec<usize>,
+    sizes: Vec<usize>,
+    /// What gradients are divided by until the commit.
+    unit: f64,
+    peaks: Vec<Option<Bytes>>,
+    normalised: bool,
+    /// What the workers have told, if they did at once.
+    reports: Option<Vec<PartReport>>,
+    /// A loss on all outputs, which no worker has counted.
+    pub(super) loss: Option<(Counted, Vec<Group>)>,
+    /// Whether it waits for later mini-batches.
+    waits: bool,
+}
+
+impl Engine for Pipeline {
+    type Tried = PipelineTried;
+
+    const SPREADS_MODEL: bool = true;
+
+    fn state(&mut self) -> &mut State<PipelineTried> {
+        &mut self.state
+    }
+
+    fn seeding(&self, _team: &Team, training: bool) -> Seeding {
+        let devices = self.devices.iter().map(|device| device.device).collect();
+        if training { Seeding::Step(devices) } else { Seeding::Nothing(devices) }
+    }
+
+    fn begin(&mut self, devices: &[Device]) -> Result<bool> {
+        self.open = None;
+        let mut workers = self.workers();
+        workers.involve(devices.iter().copied());
+        ties::have_changed(&workers, &self.ranks)
+    }
+
+    fn refresh_copies(&mut self) -> Result<()> {
+        ties::spread(&self.workers(), &self.ranks)
+    }
+
+    fn trained(&mut self) -> Result<Option<Trained>> {
+        let here = self.workers().all(|worker| {
+            Ok(Trained::of(&worker.parameters(), &names(&worker.store.variables_)))
+        })?;
+        Ok(Some(Trained::all(here.iter())))
+    }
+
+    fn longest_part(&self, samples: usize) -> usize {
+        samples.div_ceil(self.ranks.replicas_here)
+    }
+
+    fn memories(&mut self) -> Vec<Option<Memory>> {
+        self.devices.iter().map(StageDevice::memory).collect()
+    }
+
+    fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
+        if !kind.is_training() {
+            return Ok(vec![0; self.devices.len()]);
+        }
+        self.workers().all(|worker| Ok(gradient_bytes(&worker.store.variables_)))
+    }
+
+    fn identity(&mut self) -> Result<Identity> {
+        let ends = self.devices.iter().map(|device| memory::end_of(device.memory().as_ref()));
+        let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
+        let stores =
+            self.workers().all(|worker| Ok(names(&worker.store.variables_).into_list()))?;
+        let variables: Vec<(String, Tensor)> = stores.into_iter().flatten().collect();
+        let dtype = variables.first().map(|(_, tensor)| tensor.kind());
+        let devices: Vec<String> = self.devices.iter().map(|d| device::name(d.device)).collect();
+        let Self { balance, schedule, recompute, .. } = self;
+        let place =
+            format!("{} of {balance}, {schedule}, recomputing {recompute}", devices.join("+"));
+        let goal = format!("{:?}", self.state.size);
+        Ok(Identity::new(&variables, dtype, place, total, goal))
+    }
+
+    fn tell(&mut self, tried: &mut PipelineTried, exchange: &Exchange) -> Result<Vec<PartReport>> {
+        let others = exchange.team.replicas > 1;
+        let mut reports = match tried.reports.take() {
+            Some(reports) => reports,
+            None => self.ask_all(tried, others)?,
+        };
+        // All ranks have computed the same loss on all outputs: the first one's counts.
+        if let (Some((counted, groups)), 0) = (tried.loss.take(), exchange.team.world.rank()) {
+            reports[0].counted = counted;
+            reports[0].groups = groups;
+        }
+        Ok(reports)
+    }
+
+    fn prepare(
+        &mut self,
+        _tried: &mut PipelineTried,
+        whole: &Arc<Whole>,
+        exchange: &Exchange,
+    ) -> Result<()> {
+        let workers = self.workers();
+        let turns =
+            self.numbers().map(|number| self.ranks.summing(&exchange.turn, number)).collect();
+        let whole = Arc::clone(whole);
+        let leaving =
+            workers.each_or_error(turns, move |worker, turn| worker.prepare(&whole, turn))?;
+        ties::gather(&workers, &self.ranks, &exchange.turn, leaving)
+    }
+
+    fn commit(&mut self, _tried: &mut PipelineTried) -> Result<()> {
+        self.workers().all(|worker| worker.commit()).map(drop)
+    }
+
+    fn undo(&mut self, tried: PipelineTried) -> Result<()> {
+        let waits = tried.waits;
+        let undone = self.workers().all(move |worker| {
+            if waits {
+                worker.reopen();
+            }
+            worker.undo()
+        });
+        undone.map(drop)
+    }
+
+    fn make_lasting(
+        &mut self,
+        _window: Option<&PipelineTried>,
+        _tried: &mut PipelineTried,
+    ) -> Result<()> {
+        self.workers().all(|worker| worker.make_lasting()).map(drop)
+    }
+
+    fn extend(
+        &mut self,
+        window: Option<PipelineTried>,
+        later: PipelineTried,
+    ) -> Result<PipelineTried> {
+        self.workers().all(|worker| worker.keep())?;
+        Ok(later.after(window))
+    }
+
+    fn check_trained(&mut self, _window: &PipelineTried) -> Result<()> {
+        self.workers().all(|worker| worker.check_trained()).map(drop)
+    }
+
+    fn lesson(tried: &PipelineTried) -> Lesson {
+        Lesson {
+            peaks: tried.peaks.clone(),
+            sizes: tried.sizes.clone(),
+            normalised: tried.normalised,
+            captured: false,
+        }
+    }
+
+    fn figures(&mut self, tried: &PipelineTried, whole: &Whole) -> Result<Figures> {
+        let timeline = Timeline { actions: Arc::clone(&tried.actions), spans: whole.spans.clone() };
+        Ok(Figures {
+            shares: tried.shares.clone(),
+            sizes: tried.sizes.clone(),
+            times: Vec::new(),
+            peaks: whole.peaks.clone(),
+            replayed: 0,
+            timeline: Some(timeline),
+        })
+    }
+}
+
+impl PipelineTried {
+    /// Adds it to earlier mini-batches.
+    fn after(self, earlier: Option<Self>) -> Self {
+        let Some(mut all) = earlier else { return Self { waits: true, ..self } };
+        all.actions = self.actions;
+        all.sizes.extend(self.sizes);
+        all.shares.iter_mut().zip(self.shares).for_each(|(all, later)| *all += later);
+        all.peaks.iter_mut().zip(self.peaks).for_each(|(all, later)| *all = (*all).max(later));
+        all.normalised |= self.normalised;
+        all
+    }
+}
+
+/// What one try is to do, as a pipeline's calls know it.
+pub(super) struct Plan {
+    pub(super) portions: Vec<Portion>,
+    pub(super) mode: Mode,
+    actions: Vec<Arc<Actions>>,
+    unit: f64,
+    seed: u64,
+}
+
+impl Pipeline {
+    /// The portions of this try, and the actions that run them; in two phases, all forwards come before
+    /// the first backward.
+    pub(super) fn plan(
+        &mut self,
+        this_try: &Try<'_>,
+        mode: Mode,
+        two_phases: bool,
+    ) -> Result<Plan> {
+        let size = this_try.cut.size().ok_or(Error::NothingToCut)?;
+        self.plan_for(this_try.opening, size, mode, two_phases)
+    }
+
+    pub(super) fn plan_for(
+        &mut self,
+        opening: &Opening,
+        size: Size,
+        mode: Mode,
+        two_phases: bool,
+    ) -> Result<Plan> {
+        let mut role = BatchRole { last: mode.is_last(), ..opening.role(0) };
+        if let Some(window) = self.state.window.as_ref().filter(|_| mode.trains()) {
+            // What follows goes on in the unit of the step's first mini-batch.
+            (role.unit, role.first) = (window.tried.unit, false);
+        }
+        let portions = portions(opening, role, size, self.ranks.replicas_here)?;
+        let mut actions = Vec::with_capacity(portions.len());
+        for portion in &portions {
+            let listed = self.actions(portion.ranges.len().max(1))?;
+            actions.push(match two_phases {
+                true => Arc::new(listed.in_two_phases(self.recompute)?),
+                false => listed,
+            });
+        }
+        let seed = opening.seed().unwrap_or_default();
+        Ok(Plan { portions, mode, actions, unit: role.unit, seed })
+    }
+
+    /// Lets every worker try, with these inputs by micro-batch, and these closures for the outputs of
+    /// each pipeline.
+    pub(super) fn attempt(
+        &self,
+        plan: &Plan,
+        inputs: Vec<Vec<Tensor>>,
+        closures: Vec<LossFn>,
+        exchange: &Exchange,
+    ) -> Result<(PipelineTried, Vec<WorkerDone>), Failed> {
+        let ends = closures.into_iter().map(End::Closure).collect();
+        let jobs = self.jobs(plan, inputs, ends, exchange)?;
+        let tells = self.tells(plan.mode.is_last(), exchange);
+        let done = self.run_all(jobs, exchange, move |worker, job| match job {
+            Some(job) => worker.attempt(job, tells),
+            None => worker.idle(tells),
+        })?;
+        Ok(self.tried(plan, done))
+    }
+
+    /// Runs all forwards, and gives the outputs of each pipeline, by micro-batch.
+    pub(super) fn attempt_forward(
+        &self,
+        plan: &Plan,
+        inputs: Vec<Vec<Tensor>>,
+        exchange: &Exchange,
+    ) -> Result<Vec<WorkerDone>, Failed> {
+        let ends = plan.portions.iter().map(|_| End::Gather).collect();
+        let jobs = self.jobs(plan, inputs, ends, exchange)?;
+        let idle = Tells { at_once: false, others: false };
+        self.run_all(jobs, exchange, move |worker, job| match job {
+            Some(job) => worker.attempt_forward(job),
+            None => worker.idle(idle),
+        })
+    }
+
+    /// Runs all backwards, from these gradients of the outputs, by micro-batch.
+    pub(super) fn attempt_backward(
+        &self,
+        plan: &Plan,
+        mut gradients: Vec<Tensors>,
+        exchange: &Exchange,
+    ) -> Result<PipelineTried, Failed> {
+        let mut jobs = Vec::new();
+        for portion in &plan.portions {
+            let rest = gradients.split_off(portion.ranges.len());
+            let mut own = Some(std::mem::replace(&mut gradients, rest));
+            for number in self.ranks.here() {
+                let is_last = number == self.layout.last_worker();
+                let rows = own.take_if(|_| is_last).unwrap_or_default();
+                jobs.push((!portion.ranges.is_empty()).then_some(rows));
+            }
+        }
+        let tells = self.tells(true, exchange);
+        let done = self.run_all(jobs, exchange, move |worker, job| match job {
+            Some(gradients) => worker.attempt_backward(gradients, tells),
+            None => worker.idle(tells),
+        })?;
+        Ok(self.tried(plan, done).0)
+    }
+
+    /// Whether workers tell what they have run as soon as it was run: replicas of this process put
+    /// their statistics together first.
+    fn tells(&self, last: bool, exchange: &Exchange) -> Tells {
+        let at_once = last && self.ranks.replicas_here == 1;
+        Tells { at_once, others: exchange.team.replicas > 1 }
+    }
+
+    /// Lets every worker of this process do its job; where one fails, all undo.
+    fn run_all<J: Send + 'static>(
+        &self,
+        jobs: Vec<J>,
+        exchange: &Exchange,
+        f: impl Fn(&mut Worker, J) -> Result<WorkerDone, Failure> + Clone + Send + 'static,
+    ) -> Result<Vec<WorkerDone>, Failed> {
+        let turn = exchange.turn.clone();
+        let workers = self.workers();
+        let answers = workers.each(jobs, move |worker, job| {
+            // Others may wait for this one, in other ranks too.
+            let stopping = turn.stopping();
+            let done = f(worker, job);
+            if done.is_ok() {
+                stopping.all_went_well();
+            }
+            Ok(done)
+        });
+        let done = answers.map_err(Failed::from).and_then(first_failure);
+        if done.is_err() {
+            workers.all(|worker| worker.undo())?;
+        }
+        done
+    }
+
+    fn tried(&self, plan: &Plan, mut done: Vec<WorkerDone>) -> (PipelineTried, Vec<WorkerDone>) {
+        let ranges = || plan.portions.iter().flat_map(|portion| &portion.ranges);
+        let reports = done.iter_mut().map(|done| done.report.take()).collect();
+        let tried = PipelineTried {
+            actions: Arc::clone(&plan.actions[0]),
+            shares: plan.portions.iter().map(Portion::samples).collect(),
+            sizes: ranges().map(ExactSizeIterator::len).collect(),
+            unit: plan.unit,
+            peaks: done.iter().map(|done| done.peak).collect(),
+            normalised: done.iter().any(|done| done.normalised),
+            reports,
+            loss: None,
+            waits: false,
+        };
+        (tried, done)
+    }
+
+    /// What the workers have to tell of what they have tried, or of the mini-batches that wait.
+    fn ask_all(&self, tried: &mut PipelineTried, others: bool) -> Result<Vec<PartReport>> {
+        let workers = self.workers();
+        if std::mem::take(&mut tried.waits) {
+            workers.all(|worker| {
+                worker.reopen();
+                Ok(())
+            })?;
+        }
+        self.gather_statistics()?;
+        workers.all(move |worker| worker.tell(others))
+    }
+
+    /// Brings what layers have seen in later replicas of this process to those of the first.
+    fn gather_statistics(&self) -> Result<()> {
+        if self.ranks.replicas_here == 1 {
+            return Ok(());
+        }
+        let workers = self.workers();
+        let stages = self.ranks.here().len();
+        let owners = workers.all(|worker| {
+            let owned = worker.variables.owned().filter(|variable| !variable.trainable);
+            let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone()));
+            Ok(named.collect::<Vec<(String, Tensor)>>())
+        })?;
+        let twins = |at: usize| (at >= stages).then(|| ties::shared(&owners[at % stages]));
+        let jobs = (0..workers.len()).map(twins).collect();
+        let seen = workers.each_or_error(jobs, |worker, twins| match twins {
+            Some(twins) => worker.hand_statistics(&twins),
+            None => Ok(None),
+        })?;
+        let mut arriving: Vec<Vec<Pending>> = (0..workers.len()).map(|_| Vec::new()).collect();
+        for (at, seen) in seen.into_iter().enumerate() {
+            arriving[at % stages].extend(seen);
+        }
+        workers.each_or_error(arriving, |worker, seen| worker.join_statistics(seen)).map(drop)
+    }
+
+    /// What each worker of this process is to do; nothing where its pipeline has no micro-batch.
+    fn jobs(
+        &self,
+        plan: &Plan,
+        mut inputs: Vec<Vec<Tensor>>,
+        ends: Vec<End>,
+        exchange: &Exchange,
+    ) -> Result<Vec<Option<Job>>> {
+        let mut all = Vec::new();
+        for (replica, (portion, end)) in plan.portions.iter().zip(ends).enumerate() {
+            let rest = inputs.split_off(portion.ranges.len());
+            let own = std::mem::replace(&mut inputs, rest);
+            if portion.ranges.is_empty() {
+                all.extend(self.ranks.here().map(|_| None));
+            } else {
+                let jobs = self.jobs_of(replica, plan, own, end, exchange)?;
+                all.extend(jobs.into_iter().map(Some));
+            }
+        }
+        Ok(all)
+    }
+
+    /// What the workers of one pipeline are to do.
+    fn jobs_of(
+        &self,
+        replica: usize,
+        plan: &Plan,
+        inputs: Vec<Vec<Tensor>>,
+        end: End,
+        exchange: &Exchange,
+    ) -> Result<Vec<Job>> {
+        let Portion { first, weights, .. } = &plan.portions[replica];
+        let actions = &plan.actions[replica];
+        let start = Instant::now();
+        let memory = |number: usize| self.device_of(replica, number).memory();
+        let ports = wiring::wire(&self.layout, actions, &self.ranks, &exchange.turn, memory)?;
+        let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
+        let mut inputs = Some(inputs);
+        let mut end = Some(end);
+        let sums = plan.mode == Mode::Train { last: true };
+        let job = |number| Job {
+            actions: Arc::clone(actions),
+            ports: (self.layout.of_worker(number))
+                .filter_map(|(stage, _)| ports[stage.index()].take())
+                .collect(),
+            inputs: (inputs.take_if(|_| number == self.layout.first_worker())).unwrap_or_default(),
+            end: (end.take_if(|_| number == self.layout.last_worker())).unwrap_or(End::Elsewhere),
+            summing: self.ranks.summing(&exchange.turn, number).filter(|_| sums),
+            first: *first,
+            mode: plan.mode,
+            seed: plan.seed,
+            weights: Arc::clone(weights),
+            start,
+        };
+        Ok(self.ranks.here().map(job).collect())
+    }
+
+    /// The numbers of this process's workers in their pipelines, in order.
+    fn numbers(&self) -> impl Iterator<Item = usize> {
+        let here = self.ranks.here();
+        (0..self.ranks.replicas_here).flat_map(move |_| here.clone())
+    }
+
+    /// The device of a worker of one of this process's pipelines.
+    pub(super) fn device_of(&self, replica: usize, number: usize) -> &StageDevice {
+        let here = self.ranks.here();
+        &self.devices[replica * here.len() + number - here.start]
+    }
+}
+
+/// All answers, or the failure that came first: those that came later may be its consequences.
+fn first_failure(
+    answers: Vec<Result<Result<WorkerDone, Failure>>>,
+) -> Result<Vec<WorkerDone>, Failed> {
+    let mut all = Vec::new();
+    let mut first: Option<Failed> = None;
+    let mut stopped = None;
+    for (worker, answer) in answers.into_iter().enumerate() {
+        let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
+        match answer.unwrap_or_else(failed_now) {
+            Ok(answer) => all.push(answer),
+            Err(Failure::Failed { at, error }) => {
+                if first.as_ref().is_none_or(|first| at < first.at) {
+                    first = Some(Failed::at(at, error));
+                }
+            }
+            // Somebody else failed before, here or in another rank.
+            Err(Failure::Stopped) => stopped = stopped.or(Some(worker)),
+        }
+    }
+    match (first, stopped) {
+        (Some(failed), _) => Err(failed),
+        (None, Some(worker)) => Err(Failed::stopped(WorkerError::Gone { worker }.into())),
+        (None, None) => Ok(all),
+    }
+}

@@ -1,0 +1,145 @@
+//! The caller's closure as the last stage runs it, and what it gives beside the losses.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tch::{Device, Tensor};
+
+use super::error::PipelineError;
+use super::job::LossFn;
+use super::portion::Portion;
+use crate::batch::{self, Batch, Lender};
+use crate::{Error, Loss, Result, feed};
+
+/// What a model gives, as a closure takes it: one tensor, a list of them, an array or a tuple.
+pub trait ModelOutput: Sized {
+    /// Made from the model's output tensors.
+    ///
+    /// # Errors
+    /// When there are more or fewer.
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self>;
+}
+
+impl ModelOutput for Vec<Tensor> {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        Ok(tensors)
+    }
+}
+
+impl<const N: usize> ModelOutput for [Tensor; N] {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        let given = tensors.len();
+        tensors.try_into().map_err(|_| PipelineError::OutputCount { given, taken: N }.into())
+    }
+}
+
+impl ModelOutput for Tensor {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 1]>::from_tensors(tensors).map(|[only]| only)
+    }
+}
+
+impl ModelOutput for (Tensor, Tensor) {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 2]>::from_tensors(tensors).map(Self::from)
+    }
+}
+
+impl ModelOutput for (Tensor, Tensor, Tensor) {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 3]>::from_tensors(tensors).map(Self::from)
+    }
+}
+
+/// What a closure gave beside its losses, by micro-batch of each pipeline in this process.
+pub(super) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
+
+/// The caller's closure, which may be needed for more than one try.
+pub(super) struct SharedLoss<F>(Arc<Mutex<F>>);
+
+impl<F> SharedLoss<F> {
+    pub(super) fn new(loss: F) -> Self {
+        Self(Arc::new(Mutex::new(loss)))
+    }
+
+    /// The closure as the last stage of each pipeline calls it: with the number of a micro-batch.
+    pub(super) fn for_each<Y, O>(
+        &self,
+        target: &Y,
+        portions: &[Portion],
+        device: impl Fn(usize) -> Device,
+    ) -> Result<(Vec<LossFn>, Collected<O>)>
+    where
+        Y: Batch + 'static,
+        O: Batch + 'static,
+        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
+    {
+        let count = portions.iter().map(|portion| portion.ranges.len()).sum();
+        let collected: Collected<O> = Arc::new(Mutex::new((0..count).map(|_| None).collect()));
+        let mut start = 0;
+        let mut all = Vec::with_capacity(portions.len());
+        for (replica, portion) in portions.iter().enumerate() {
+            let given = Place { collected: Arc::clone(&collected), start };
+            all.push(self.on(target, &portion.ranges, device(replica), given)?);
+            start += portion.ranges.len();
+        }
+        Ok((all, collected))
+    }
+
+    fn on<Y, O>(
+        &self,
+        target: &Y,
+        ranges: &[Range<usize>],
+        device: Device,
+        given: Place<O>,
+    ) -> Result<LossFn>
+    where
+        Y: Batch + 'static,
+        O: Batch + 'static,
+        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
+    {
+        let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
+        let targets = slices.collect::<Result<Vec<Y>>>()?;
+        let loss = Arc::clone(&self.0);
+        let mut lender = Lender::default();
+        Ok(Box::new(move |i: usize, values: &[Tensor]| {
+            let target = feed::moved(&targets[i], device)?;
+            let values = values.iter().map(Tensor::shallow_clone).collect();
+            let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
+            let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
+            given.put(i, output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?);
+            Ok(loss)
+        }))
+    }
+}
+
+/// Where one pipeline's closure puts what it gives.
+struct Place<O> {
+    collected: Collected<O>,
+    start: usize,
+}
+
+impl<O> Place<O> {
+    fn put(&self, i: usize, output: O) {
+        let mut all = self.collected.lock().unwrap_or_else(PoisonError::into_inner);
+        all[self.start + i] = Some(output);
+    }
+}
+
+/// What the closure gave beside its losses, in sample order.
+pub(super) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
+    let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
+    batch::join(parts.iter_mut().filter_map(Option::take).collect())
+}
+
+/// The samples of both, which must be as many; a target may also have nothing to cut.
+pub(super) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
+    let input = batch::len(input)?;
+    match batch::len(target) {
+        Ok(target) if target != input => {
+            Err(Error::LeafLengthsDiffer { lengths: vec![input, target] })
+        }
+        Ok(_) | Err(Error::NothingToCut) => Ok(input),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,78 @@
+//! What ranks tell each other before they build a pipeline together.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::balance::{Balance, Question, limit};
+use crate::workers::StageDevice;
+use crate::world::{World, WorldError};
+use crate::{Result, balance};
+
+/// The devices of one pipeline, as all its ranks know them.
+#[derive(Debug)]
+pub(super) struct Roster<'a> {
+    world: &'a World,
+    /// Where each device's memory ends, if that is known.
+    pub(super) limits: Vec<Option<u64>>,
+    /// How many devices each rank has.
+    pub(super) devices: Vec<usize>,
+}
+
+/// What a rank brings with it.
+#[derive(Debug, Serialize, Deserialize)]
+struct Hello {
+    common: String,
+    limits: Vec<Option<u64>>,
+}
+
+impl<'a> Roster<'a> {
+    /// Makes sure that all ranks build the same, and counts their devices. Gives this rank's, too.
+    pub(super) fn handshake(
+        world: &'a World,
+        replicas: usize,
+        replicas_here: usize,
+        brought: Result<(Vec<StageDevice>, String)>,
+    ) -> Result<(Vec<StageDevice>, Self)> {
+        let told = brought.as_ref().map(|(devices, common)| Hello {
+            common: common.clone(),
+            limits: devices.iter().map(limit).collect(),
+        });
+        let all = world.settle("build", told.map_err(Clone::clone), Duration::ZERO)?;
+        if all.iter().any(|other| other.common != all[0].common) {
+            let found = all.into_iter().map(|brought| brought.common).collect();
+            return Err(WorldError::Differs { what: "the pipeline".into(), found }.into());
+        }
+        if replicas == 0 || !world.size().is_multiple_of(replicas) {
+            return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
+        }
+        let ranks = world.size() / replicas;
+        // Of several pipelines in one process each has its part of the devices, as many as the others.
+        let devices: Vec<usize> =
+            all.iter().map(|hello| hello.limits.len() / replicas_here).collect();
+        let rows: Vec<String> = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
+        if rows.iter().any(|row| *row != rows[0]) {
+            let what = "the number of devices of each rank".into();
+            return Err(WorldError::Differs { what, found: rows }.into());
+        }
+        let mine = world.rank() / ranks * ranks;
+        let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
+        let limits = limits.take(devices[..ranks].iter().sum()).collect();
+        let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
+        Ok((brought?.0, roster))
+    }
+
+    /// The balance in numbers, as rank 0 finds it: measured times differ from rank to rank.
+    pub(super) fn settle_balance(
+        &self,
+        question: &Question<'_>,
+        balance: &Balance,
+    ) -> Result<balance::Balance> {
+        let here = match self.world.rank() {
+            0 => question.settle(balance).map(|balance| balance.sizes().to_vec()),
+            _ => Ok(Vec::new()),
+        };
+        let mut all = self.world.settle("balance", here, Duration::ZERO)?;
+        Ok(balance::Balance::new(all.swap_remove(0), question.layers.len())?)
+    }
+}

@@ -1,0 +1,171 @@
+//! Hands out a mini-batch's micro-batches piece by piece.
+//!
+//! A given size makes one piece. An automatic one in a single memory makes several while it learns: a
+//! piece is run, and what it needed and how long it took decide on the next ([`SizeWatch`]).
+
+use std::ops::Range;
+
+use tch::Device;
+
+use super::size::Size;
+use crate::auto::SizeWatch;
+use crate::batch::Batch;
+use crate::bytes::Bytes;
+use crate::copies::Copies;
+use crate::{Error, Result, feed};
+
+/// A mini-batch on its way through a device.
+#[derive(Debug)]
+pub(crate) struct Cut {
+    samples: usize,
+    /// The first sample that has not been handed out.
+    next: usize,
+    pieces: Pieces,
+    sizes: Vec<usize>,
+}
+
+#[derive(Debug)]
+enum Pieces {
+    Given { size: Size, ranges: Vec<Range<usize>> },
+    Watched(Box<SizeWatch>),
+}
+
+/// Which micro-batch of its mini-batch one is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MicroBatchInfo {
+    pub(crate) number: usize,
+    pub(crate) samples: usize,
+    /// Whether its size is tried in a part of the mini-batch only.
+    pub(crate) tried: bool,
+}
+
+/// What came of a micro-batch, besides its numbers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MicroBatchRun {
+    /// In use besides what the memory's account shows.
+    pub(crate) unseen: Bytes,
+    /// Whether others like it will take as long.
+    pub(crate) typical: bool,
+}
+
+impl MicroBatchRun {
+    pub(crate) const PLAINLY: Self = Self { unseen: Bytes(0), typical: true };
+}
+
+impl Cut {
+    /// So many samples by a given size; none of them where there are none.
+    pub(crate) fn given(samples: usize, size: Size) -> Result<Self> {
+        let ranges = match samples {
+            0 => Vec::new(),
+            _ => size.cut(samples)?.ok_or(Error::NothingToCut)?,
+        };
+        let pieces = Pieces::Given { size, ranges };
+        Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
+    }
+
+    /// No sample.
+    pub(crate) fn none() -> Self {
+        let pieces = Pieces::Given { size: Size::Count(1), ranges: Vec::new() };
+        Self { samples: 0, next: 0, pieces, sizes: Vec::new() }
+    }
+
+    pub(crate) fn watched(samples: usize, watch: SizeWatch) -> Self {
+        let pieces = Pieces::Watched(Box::new(watch));
+        Self { samples, next: 0, pieces, sizes: Vec::new() }
+    }
+
+    /// Begins with the first sample again.
+    pub(crate) fn restart(&mut self) {
+        self.next = 0;
+        self.sizes.clear();
+        if let Pieces::Watched(watch) = &mut self.pieces {
+            watch.drop_piece();
+        }
+    }
+
+    /// The size that each part is cut by, where it is given for the whole mini-batch.
+    pub(crate) fn size(&self) -> Option<Size> {
+        match &self.pieces {
+            Pieces::Given { size, .. } => Some(*size),
+            Pieces::Watched(_) => None,
+        }
+    }
+
+    /// How many micro-batches there are, where that is known beforehand.
+    pub(crate) fn given_count(&self) -> Option<usize> {
+        match &self.pieces {
+            Pieces::Given { ranges, .. } => Some(ranges.len()),
+            Pieces::Watched(_) => None,
+        }
+    }
+
+    /// The lengths of the micro-batches handed out so far.
+    pub(crate) fn sizes(&self) -> &[usize] {
+        &self.sizes
+    }
+
+    /// The most memory that pieces which are over have used.
+    pub(crate) fn peak(&self) -> Bytes {
+        match &self.pieces {
+            Pieces::Given { .. } => Bytes(0),
+            Pieces::Watched(watch) => watch.peak(),
+        }
+    }
+
+    pub(crate) fn into_watch(self) -> Option<SizeWatch> {
+        match self.pieces {
+            Pieces::Given { .. } => None,
+            Pieces::Watched(watch) => Some(*watch),
+        }
+    }
+
+    /// Calls `f` with each micro-batch in turn, on the device of the copies.
+    pub(crate) fn each<B: Batch>(
+        &mut self,
+        batch: &B,
+        copies: &Copies,
+        mut f: impl FnMut(MicroBatchInfo, B) -> Result<MicroBatchRun>,
+    ) -> Result<()> {
+        while self.next < self.samples {
+            let first = self.sizes.len();
+            let ranges = self.next_piece(copies.device())?;
+            let tried = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples;
+            feed::each(batch, &ranges, copies, |i, micro_batch| {
+                let samples = ranges[i].len();
+                let ran = f(MicroBatchInfo { number: first + i, samples, tried }, micro_batch)?;
+                self.lap(ran)
+            })?;
+            self.end_piece()?;
+        }
+        Ok(())
+    }
+
+    /// All micro-batches at once, which are to be run more than once; they must be given.
+    pub(crate) fn all(&mut self) -> Result<Vec<Range<usize>>> {
+        self.next_piece(Device::Cpu)
+    }
+
+    fn next_piece(&mut self, device: Device) -> Result<Vec<Range<usize>>> {
+        let ranges = match &mut self.pieces {
+            Pieces::Given { ranges, .. } => ranges.clone(),
+            Pieces::Watched(watch) => watch.begin(self.next, self.samples, device)?,
+        };
+        self.next = ranges.last().map_or(self.samples, |last| last.end);
+        self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
+        Ok(ranges)
+    }
+
+    fn lap(&mut self, ran: MicroBatchRun) -> Result<()> {
+        match &mut self.pieces {
+            Pieces::Given { .. } => Ok(()),
+            Pieces::Watched(watch) => watch.lap(ran.unseen, ran.typical),
+        }
+    }
+
+    fn end_piece(&mut self) -> Result<()> {
+        match &mut self.pieces {
+            Pieces::Given { .. } => Ok(()),
+            Pieces::Watched(watch) => watch.end(),
+        }
+    }
+}

@@ -1,0 +1,467 @@
+//! The step engine: what every kind of step has in common, on one device, on replicas, in a pipeline,
+//! alone or with other ranks.
+//!
+//! ```text
+//!   open      what all ranks bring: samples, their kind, the seed, what is trained       opening
+//!   size      the next size to try, one for all                                           sizing
+//!   attempt   the engine's own: every micro-batch is run, and nothing is committed   cut, tally, undo
+//!   tell      losses and their denominators, or what went wrong                           settle
+//!   prepare   all that a commit needs, gradients and statistics of all ranks              settle
+//!   vote      everyone is ready, or everyone undoes                                       settle
+//!   commit    gradients and statistics are put in place, which needs no memory            tried
+//! ```
+//!
+//! Wherever memory runs out before the commit, all is undone and tried again, smaller ([`sizing`]).
+//! [`MicroBatcher`](crate::MicroBatcher), [`Replicas`](crate::Replicas) and
+//! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: they bring how an attempt runs, and which
+//! memories it uses.
+
+mod caught;
+mod cut;
+mod opening;
+mod outcome;
+mod parts;
+mod report;
+mod role;
+mod settle;
+mod size;
+mod sizing;
+mod tally;
+mod trained;
+mod tried;
+mod undo;
+mod unmanaged;
+mod whole;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tch::Device;
+
+pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
+pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
+pub(crate) use opening::{Brought, Opening, described};
+pub use outcome::Outcome;
+pub(crate) use parts::{PartFigures, Parts};
+pub(crate) use report::Figures;
+pub use report::{Step, Timeline};
+pub(crate) use role::{BatchRole, PartSeed};
+pub(crate) use settle::{Exchange, PartReport, Team, Whole};
+pub use size::Size;
+pub(crate) use sizing::{Hints, Lesson};
+pub use tally::NonFinite;
+pub(crate) use tally::{Counted, Group, Tally, double, roots};
+pub(crate) use trained::{Trained, names};
+pub(crate) use tried::{Tried, gradient_bytes, parameters};
+pub(crate) use undo::Undo;
+pub(crate) use unmanaged::UnmanagedStatistics;
+pub(crate) use whole::{RowGradients, as_leaves};
+
+use crate::auto::{Goal, Identity, Kind, SizeLog, Sizes};
+use crate::memory::Memory;
+use crate::random::{preserving_generators, with_step_seed};
+use crate::{Error, Result};
+use opening::OwnPart;
+use settle::settle;
+use sizing::{Ran, Warnings, until_it_fits};
+
+/// A kind of engine, as a step sees it.
+pub(crate) trait Engine: Sized {
+    /// What was run of a step and is not committed.
+    type Tried;
+
+    /// Whether the model itself is spread over ranks, so that all of them take part in every call.
+    const SPREADS_MODEL: bool = false;
+
+    /// What every kind of engine has.
+    fn state(&mut self) -> &mut State<Self::Tried>;
+
+    /// Where the random numbers of a step come from.
+    fn seeding(&self, team: &Team, training: bool) -> Seeding;
+
+    /// Gets ready for a mini-batch on these devices. Says whether something was changed that other
+    /// ranks have copies of.
+    fn begin(&mut self, _devices: &[Device]) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Makes copies that other ranks have the same again: see [`Engine::begin`].
+    fn refresh_copies(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is trained, where gradients set out to other replicas before the step's end.
+    fn trained(&mut self) -> Result<Option<Trained>>;
+
+    /// The longest part of so many samples.
+    fn longest_part(&self, samples: usize) -> usize {
+        samples
+    }
+
+    /// Whether a step of this kind, alone in one memory, is cut piece by piece.
+    fn runs_in_pieces(&self, _kind: &Kind) -> bool {
+        false
+    }
+
+    /// The memories that a step runs in; none for one that is not counted.
+    fn memories(&mut self) -> Vec<Option<Memory>>;
+
+    /// What a step of this kind needs at least in each memory.
+    fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>>;
+
+    /// What automatic sizes that are remembered hold for.
+    fn identity(&mut self) -> Result<Identity>;
+
+    /// Bytes of each memory that captured work keeps, or will need.
+    fn kept_for_captures(&mut self, _kind: &Kind) -> Result<Vec<u64>> {
+        Ok(Vec::new())
+    }
+
+    fn hints(&mut self) -> Hints {
+        Hints::default()
+    }
+
+    /// Gives back the memory that captured work keeps.
+    fn drop_captures(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What has to be known of each of this rank's parts to commit them together.
+    fn tell(&mut self, tried: &mut Self::Tried, exchange: &Exchange) -> Result<Vec<PartReport>>;
+
+    /// Computes all that a commit needs.
+    fn prepare(
+        &mut self,
+        tried: &mut Self::Tried,
+        whole: &Arc<Whole>,
+        exchange: &Exchange,
+    ) -> Result<()>;
+
+    /// Lets it stand. Nothing is allocated.
+    fn commit(&mut self, tried: &mut Self::Tried) -> Result<()>;
+
+    /// Leaves everything as it was before.
+    fn undo(&mut self, tried: Self::Tried) -> Result<()>;
+
+    /// Makes it ready to wait beside earlier mini-batches of the same step, if it fits to them.
+    fn make_lasting(&mut self, window: Option<&Self::Tried>, tried: &mut Self::Tried)
+    -> Result<()>;
+
+    /// Adds a mini-batch that was made lasting to earlier ones of the same step. Nothing is allocated.
+    fn extend(&mut self, window: Option<Self::Tried>, later: Self::Tried) -> Result<Self::Tried>;
+
+    /// Refuses where other parameters are trained now than those that the window's sums are of.
+    fn check_trained(&mut self, window: &Self::Tried) -> Result<()>;
+
+    /// What the size is to learn from a try.
+    fn lesson(tried: &Self::Tried) -> Lesson;
+
+    /// What the report of a step says beside its loss.
+    fn figures(&mut self, tried: &Self::Tried, whole: &Whole) -> Result<Figures>;
+}
+
+/// Where the random numbers of a step come from.
+#[derive(Debug)]
+pub(crate) enum Seeding {
+    /// The default generators, as in a plain loop.
+    Plain,
+    /// A seed of the step's own, drawn from the default generator; those of these devices are as
+    /// before afterwards.
+    Step(Vec<Device>),
+    /// No number is drawn; the generators of these devices are as before afterwards.
+    Nothing(Vec<Device>),
+}
+
+/// What every kind of engine is told, and what it knows from step to step.
+#[derive(Debug)]
+pub(crate) struct State<T> {
+    pub(crate) size: Size,
+    pub(crate) sizes: Sizes,
+    /// Bytes of each memory that an optimizer is about to take.
+    pub(crate) reserved: Vec<u64>,
+    pub(crate) non_finite: NonFinite,
+    pub(crate) team: Team,
+    pub(crate) window: Option<Window<T>>,
+    pub(crate) warnings: Warnings,
+    /// Where sizes are to be remembered, until that file has been read.
+    remembered: Option<PathBuf>,
+}
+
+/// Mini-batches that were run and wait for their commit.
+#[derive(Debug)]
+pub(crate) struct Window<T> {
+    pub(crate) tried: T,
+    log: SizeLog,
+    /// The first one's.
+    seed: Option<u64>,
+}
+
+impl<T> State<T> {
+    pub(crate) fn new(size: Size) -> Self {
+        Self {
+            size,
+            sizes: Sizes::new(goal(size)),
+            reserved: Vec::new(),
+            non_finite: NonFinite::default(),
+            team: Team::alone(),
+            window: None,
+            warnings: Warnings::default(),
+            remembered: None,
+        }
+    }
+
+    /// Reads automatic sizes from this file before the first of them is needed.
+    pub(crate) fn remember(&mut self, path: &Path) {
+        self.remembered = Some(path.to_owned());
+    }
+
+    /// How mini-batches are cut from now on.
+    pub(crate) fn set_size(&mut self, size: Size) {
+        self.size = size;
+        self.sizes.set_goal(goal(size));
+    }
+
+    /// Who takes part in what is each replica's own matter.
+    fn own_team(&self, spreads_model: bool) -> Team {
+        if spreads_model { self.team.clone() } else { Team::alone() }
+    }
+}
+
+fn goal(size: Size) -> Goal {
+    if size == Size::Largest { Goal::Largest } else { Goal::Fastest }
+}
+
+/// One try at a mini-batch, as its engine is told of it.
+pub(crate) struct Try<'a> {
+    pub(crate) cut: &'a mut Cut,
+    pub(crate) opening: &'a Opening,
+    pub(crate) exchange: &'a Exchange,
+}
+
+/// Runs a step over one mini-batch until memory suffices, and commits it, with all ranks.
+pub(crate) fn run<E: Engine, O>(
+    engine: &mut E,
+    brought: Brought,
+    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+) -> Result<Step<O>> {
+    let team = engine.state().team.clone();
+    run_with(engine, &team, brought, attempt)
+}
+
+/// The same without gradients, as each replica's own matter; gives the outputs alone.
+pub(crate) fn map<E: Engine, O>(
+    engine: &mut E,
+    brought: Brought,
+    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+) -> Result<O> {
+    let team = engine.state().own_team(E::SPREADS_MODEL);
+    Ok(run_with(engine, &team, brought, attempt)?.outputs)
+}
+
+fn run_with<E: Engine, O>(
+    engine: &mut E,
+    team: &Team,
+    brought: Brought,
+    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+) -> Result<Step<O>> {
+    let training = brought.kind.is_training();
+    let done = until_done(engine, team, brought, attempt, |engine, tried, exchange, start| {
+        let lesson = E::lesson(&tried);
+        Ok((finish(engine, tried, exchange, start)?, lesson))
+    })?;
+    if training {
+        // The optimizer's state will be there before the next step.
+        engine.state().reserved.clear();
+    }
+    let Done { value: step, outputs, seed, log } = done;
+    Ok(Step { seed, ..step.with_outputs(outputs) }.with_log(log))
+}
+
+/// Runs a mini-batch, and keeps the result for [`commit`]: each replica's own matter until then.
+pub(crate) fn accumulate<E: Engine, O>(
+    engine: &mut E,
+    brought: Brought,
+    attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+) -> Result<O> {
+    check_trained(engine)?;
+    let team = engine.state().own_team(E::SPREADS_MODEL);
+    let done = until_done(engine, &team, brought, attempt, |engine, tried, exchange, start| {
+        let lesson = E::lesson(&tried);
+        keep(engine, tried, exchange, start)?;
+        Ok(((), lesson))
+    })?;
+    if let Some(window) = &mut engine.state().window {
+        window.log.extend(done.log);
+        window.seed = window.seed.or(done.seed);
+    }
+    Ok(done.outputs)
+}
+
+/// Adds the gradients of all mini-batches since the last commit, as if they had been one.
+pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
+    let start = Instant::now();
+    let team = engine.state().team.clone();
+    let window = check_trained(engine)
+        .and_then(|()| engine.state().window.take().ok_or(Error::NothingAccumulated));
+    let Window { tried, log, seed } = match window {
+        Ok(window) => window,
+        Err(error) if team.is_alone() => return Err(error),
+        Err(error) => {
+            // The others will undo theirs.
+            if let Some(window) = engine.state().window.take() {
+                engine.undo(window.tried)?;
+            }
+            let mut parked = ParkedPanic::default();
+            return Err(team.exchange()?.report_failure(error.into(), &mut parked, start));
+        }
+    };
+    let step = finish(engine, tried, &team.exchange()?, start)?;
+    engine.state().reserved.clear();
+    Ok(Step { seed, ..step }.with_log(log))
+}
+
+/// A whole step has no place between the parts of another.
+pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
+    match &engine.state().window {
+        Some(window) => {
+            let samples = E::lesson(&window.tried).sizes.iter().sum();
+            Err(Error::WindowOpen { samples })
+        }
+        None => Ok(()),
+    }
+}
+
+fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
+    // Taken out for the time, because the engine is asked about it.
+    let Some(window) = engine.state().window.take() else { return Ok(()) };
+    let checked = engine.check_trained(&window.tried);
+    engine.state().window = Some(window);
+    checked
+}
+
+/// What came of a mini-batch that was tried until memory sufficed.
+struct Done<T, O> {
+    value: T,
+    outputs: O,
+    seed: Option<u64>,
+    log: SizeLog,
+}
+
+/// Opens, and lets the engine try one size after the other, until `end` can do with what was tried
+/// what it is for.
+fn until_done<E: Engine, O, T>(
+    engine: &mut E,
+    team: &Team,
+    brought: Brought,
+    mut attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
+    mut end: impl FnMut(&mut E, E::Tried, &Exchange, Instant) -> Result<(T, Lesson)>,
+) -> Result<Done<T, O>> {
+    let start = Instant::now();
+    let mut parked = ParkedPanic::default();
+    let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
+        let opening = open(engine, team, brought, seed)?;
+        let longest = engine.longest_part(opening.own());
+        let ran = until_it_fits(engine, &opening.kind, longest, team, |engine, cut| {
+            let exchange = team.exchange()?;
+            let this_try = Try { cut, opening: &opening, exchange: &exchange };
+            match attempt(engine, this_try) {
+                Ok((tried, outputs)) => {
+                    let (value, lesson) = end(engine, tried, &exchange, start)?;
+                    Ok(Ran { value: (value, outputs), lesson })
+                }
+                Err(failed) => Err(exchange.report_failure(failed, &mut parked, start)),
+            }
+        });
+        let ((value, outputs), log) = ran?;
+        Ok(Done { value, outputs, seed: opening.seed(), log })
+    });
+    parked.resume();
+    done
+}
+
+/// Runs `f` with the step's seed, if it has one of its own.
+fn seeded<E: Engine, T>(
+    engine: &mut E,
+    team: &Team,
+    training: bool,
+    f: impl FnOnce(&mut E, Option<u64>) -> Result<T>,
+) -> Result<T> {
+    match engine.seeding(team, training) {
+        Seeding::Plain => f(engine, None),
+        Seeding::Step(devices) => with_step_seed(devices, |seed| f(engine, Some(seed))),
+        Seeding::Nothing(devices) => preserving_generators(devices, || f(engine, None)),
+    }
+}
+
+/// What all ranks bring, after which copies of shared variables are what they should be.
+pub(crate) fn open<E: Engine>(
+    engine: &mut E,
+    team: &Team,
+    brought: Brought,
+    seed: Option<u64>,
+) -> Result<Opening> {
+    let changed = engine.begin(&brought.devices)?;
+    let compares = brought.kind.is_training() && team.replicas > 1;
+    let trained = if compares { engine.trained()? } else { None };
+    let rank = engine.state().team.world.rank();
+    let size = engine.state().size;
+    let opening = Opening::open(team, brought, OwnPart { size, seed, trained, changed, rank })?;
+    if opening.changed {
+        engine.refresh_copies()?;
+    }
+    Ok(opening)
+}
+
+/// Adds what was tried to the mini-batches that wait for their commit.
+fn keep<E: Engine>(
+    engine: &mut E,
+    mut tried: E::Tried,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<()> {
+    let window = engine.state().window.take();
+    let earlier = window.as_ref().map(|window| &window.tried);
+    let lasting = caught(|| engine.make_lasting(earlier, &mut tried));
+    if let Err(error) = exchange.vote("the mini-batch", lasting, start.elapsed()) {
+        engine.state().window = window;
+        engine.undo(tried)?;
+        return Err(error);
+    }
+    let kept = match window {
+        None => Window { tried: engine.extend(None, tried)?, log: SizeLog::default(), seed: None },
+        Some(Window { tried: earlier, log, seed }) => {
+            Window { tried: engine.extend(Some(earlier), tried)?, log, seed }
+        }
+    };
+    engine.state().window = Some(kept);
+    Ok(())
+}
+
+/// Commits what was tried, with all ranks, and reports it.
+pub(crate) fn finish<E: Engine>(
+    engine: &mut E,
+    tried: E::Tried,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<Step> {
+    let (tried, whole) = settle(engine, tried, exchange, start)?;
+    let Figures { shares, sizes, times, peaks, replayed, timeline } =
+        engine.figures(&tried, &whole)?;
+    Ok(Step {
+        loss: whole.totals.loss,
+        terms: whole.totals.terms.clone(),
+        samples: whole.samples as usize,
+        shares,
+        sizes,
+        outputs: (),
+        time: start.elapsed(),
+        times,
+        peaks,
+        replayed,
+        seed: None,
+        timeline,
+        decisions: Vec::new(),
+        retries: 0,
+    })
+}

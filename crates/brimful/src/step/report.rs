@@ -1,0 +1,123 @@
+//! What one step did.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::auto::{Decision, SizeLog};
+use crate::bytes::Bytes;
+use crate::schedule::{Actions, Span, render};
+
+/// What one step did, be it one mini-batch or several up to their commit; or what an evaluation did.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Step<O = ()> {
+    /// The mini-batch's loss.
+    pub loss: f64,
+    /// The loss's terms, in the order in which they were added, each with its factor.
+    pub terms: Vec<f64>,
+    /// Samples in the mini-batch, those of other ranks' replicas included.
+    pub samples: usize,
+    /// Samples that each replica of this process had.
+    pub shares: Vec<usize>,
+    /// Samples in each micro-batch of this process, the first replica's first.
+    pub sizes: Vec<usize>,
+    /// The closure's outputs, joined in sample order.
+    pub outputs: O,
+    /// How long it took on the host, the reading of the loss included.
+    pub time: Duration,
+    /// How long each replica of this process ran its part; none for one without a sample.
+    pub times: Vec<Option<Duration>>,
+    /// The most memory in use at one moment on each device, where it is counted: on an accelerator,
+    /// or in an arena that was given. Of a pipeline, the devices of all ranks.
+    pub peaks: Vec<Option<Bytes>>,
+    /// Micro-batches that were replayed, see [`MicroBatcher::replay`](crate::MicroBatcher::replay).
+    pub replayed: usize,
+    /// The seed of its random numbers, or of its first mini-batch's; none where it draws as a plain
+    /// loop does, as a `MicroBatcher` without other ranks.
+    ///
+    /// Of replicas and ranks, micro-batch `i` of replica `r` of rank `k`, each counted from 0, draws
+    /// from a generator with the seed `Draws::new(seed, i).seed(k + r * ranks)`. Of a pipeline, layer
+    /// `l` draws from `Draws::new(seed, i).seed(l)`, where `i` counts over all replicas.
+    pub seed: Option<u64>,
+    /// A pipeline's actions, and when they ran.
+    pub timeline: Option<Timeline>,
+    /// What was decided about an automatic size, in order, failed tries included.
+    pub decisions: Vec<Decision>,
+    /// How often the mini-batch was run again because memory had run out.
+    pub retries: usize,
+}
+
+/// The actions of a pipeline's step, and when they ran.
+#[derive(Debug)]
+pub struct Timeline {
+    /// The actions, as they were executed by each replica.
+    pub actions: Arc<Actions>,
+    /// For each device, its actions with their times in seconds since the step's start.
+    pub spans: Vec<Vec<Span>>,
+}
+
+/// What an engine adds to the report of a step.
+#[derive(Debug, Default)]
+pub(crate) struct Figures {
+    pub(crate) shares: Vec<usize>,
+    pub(crate) sizes: Vec<usize>,
+    pub(crate) times: Vec<Option<Duration>>,
+    pub(crate) peaks: Vec<Option<Bytes>>,
+    pub(crate) replayed: usize,
+    pub(crate) timeline: Option<Timeline>,
+}
+
+impl Step {
+    pub(super) fn with_outputs<O>(self, outputs: O) -> Step<O> {
+        let Self { loss, terms, samples, shares, sizes, outputs: (), time, times, .. } = self;
+        let Self { peaks, replayed, seed, timeline, decisions, retries, .. } = self;
+        Step {
+            loss,
+            terms,
+            samples,
+            shares,
+            sizes,
+            outputs,
+            time,
+            times,
+            peaks,
+            replayed,
+            seed,
+            timeline,
+            decisions,
+            retries,
+        }
+    }
+}
+
+impl<O> Step<O> {
+    /// The most memory in use on any device, where it is counted.
+    #[must_use]
+    pub fn peak(&self) -> Option<Bytes> {
+        self.peaks.iter().flatten().max().copied()
+    }
+
+    pub(super) fn with_log(self, log: SizeLog) -> Self {
+        Self { decisions: log.decisions, retries: log.retries, ..self }
+    }
+}
+
+impl Timeline {
+    /// Idle time of all devices over all their time, from the first action's beginning to the last
+    /// one's end, to be put beside the simulated one.
+    #[must_use]
+    pub fn bubble(&self) -> f64 {
+        let spans = || self.spans.iter().flatten();
+        let start = spans().map(|span| span.start).fold(f64::INFINITY, f64::min);
+        let end = spans().map(|span| span.end).fold(0.0, f64::max);
+        let busy: f64 = spans().map(|span| span.end - span.start).sum();
+        let all = (end - start) * self.spans.len() as f64;
+        if all > 0.0 { f64::max(1.0 - busy / all, 0.0) } else { 0.0 }
+    }
+
+    /// The step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
+    #[must_use]
+    pub fn trace(&self) -> String {
+        render::measured_trace(&self.spans)
+    }
+}

@@ -1,0 +1,228 @@
+//! What becomes of a try: every part tells, all prepare, all vote, and then all commit or all undo.
+//!
+//! Alone or over ranks is one path: a world of one votes with itself.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::Engine;
+use super::caught::{Failed, ParkedPanic, caught};
+use super::tally::{Counted, Group, Totals};
+use super::trained::Trained;
+use crate::bytes::Bytes;
+use crate::ranks::RanksTurn;
+use crate::schedule::Span;
+use crate::statistics::Layer;
+use crate::world::{Turn, World};
+use crate::{Error, Result};
+
+/// Who takes part in a step: ranks that make up replicas of the model. Every replica brings samples of
+/// its own; the ranks of one replica bring the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Team {
+    pub(crate) world: World,
+    pub(crate) replicas: usize,
+}
+
+impl Team {
+    pub(crate) fn alone() -> Self {
+        Self { world: World::alone(), replicas: 1 }
+    }
+
+    pub(crate) fn is_alone(&self) -> bool {
+        self.world.size() == 1
+    }
+
+    /// How many ranks each replica has.
+    pub(crate) fn ranks_of_replica(&self) -> usize {
+        self.world.size() / self.replicas
+    }
+
+    /// Which replica this rank is of.
+    pub(crate) fn replica(&self) -> usize {
+        self.world.rank() / self.ranks_of_replica()
+    }
+
+    /// Begins what ranks exchange in one try.
+    pub(crate) fn exchange(&self) -> Result<Exchange> {
+        Ok(Exchange { turn: self.world.turn()?, team: self.clone() })
+    }
+}
+
+/// What the ranks exchange in one try at a step.
+#[derive(Debug)]
+pub(crate) struct Exchange {
+    pub(crate) team: Team,
+    pub(crate) turn: Turn,
+}
+
+impl Exchange {
+    /// Where gradients of this rank's only part are added to those of all others; none where there
+    /// is but one replica.
+    pub(crate) fn summing(&self) -> Option<RanksTurn> {
+        let everyone = || self.team.world.everyone();
+        (self.team.replicas > 1).then(|| RanksTurn::of(self.turn.clone(), everyone(), 0))
+    }
+
+    /// The results of all ranks; where one has failed, all get the error that came first.
+    pub(crate) fn vote<T>(&self, what: &str, result: Result<T>, at: Duration) -> Result<Vec<T>>
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
+        let at = match &result {
+            Ok(_) => at,
+            Err(error) => {
+                self.turn.stop();
+                // What follows from another rank's failure did not come first.
+                if matches!(error, Error::World(_)) { Duration::MAX } else { at }
+            }
+        };
+        self.team.world.settle(what, result, at)
+    }
+
+    /// Tells the others that this rank's try has come so far, of which there is nothing to tell yet.
+    pub(crate) fn report_success(&self, start: Instant) -> Result<()> {
+        self.vote::<Vec<PartReport>>(LOSS, Ok(Vec::new()), start.elapsed()).map(drop)
+    }
+
+    /// Tells the others that this rank's try has failed, and gives the error that came first.
+    pub(crate) fn report_failure(
+        &self,
+        failed: Failed,
+        parked: &mut ParkedPanic,
+        start: Instant,
+    ) -> Error {
+        let at = match failed.follows {
+            true => Duration::MAX,
+            false => failed.at.saturating_duration_since(start),
+        };
+        let error = parked.park(failed.cause);
+        match self.vote::<Vec<PartReport>>(LOSS, Err(error.clone()), at) {
+            Err(first) => first,
+            Ok(_) => error,
+        }
+    }
+}
+
+/// What ranks call the moment at which losses are told.
+const LOSS: &str = "the loss";
+
+/// What has to be known of one part of a try to commit it together with the others.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct PartReport {
+    pub(crate) counted: Counted,
+    /// Each once.
+    pub(crate) groups: Vec<Group>,
+    /// Those that count: of the parts of a pipeline, which run the same ones, the first has them.
+    pub(crate) samples: usize,
+    pub(crate) trained: Trained,
+    /// For each parameter, whether there is a gradient.
+    pub(crate) present: Vec<bool>,
+    pub(crate) layers: Vec<Layer>,
+    /// The most memory in use, and a pipeline's actions with their times.
+    pub(crate) peak: Option<Bytes>,
+    pub(crate) spans: Vec<Span>,
+}
+
+/// What all parts come to.
+#[derive(Debug, Default)]
+pub(crate) struct Whole {
+    pub(crate) totals: Totals,
+    groups: Vec<Group>,
+    /// Of all replicas.
+    pub(crate) samples: f64,
+    parts: Vec<SeenPart>,
+    /// Of all parts of all ranks, in order.
+    pub(crate) peaks: Vec<Option<Bytes>>,
+    pub(crate) spans: Vec<Vec<Span>>,
+}
+
+/// What one part has seen in all replicas together.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct SeenPart {
+    /// Which parameters have got gradients.
+    pub(crate) present: Vec<bool>,
+    pub(crate) layers: Vec<Layer>,
+}
+
+impl Whole {
+    /// What all ranks tell of so many replicas, each of which has the same parts.
+    fn of(told: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
+        let told: Vec<PartReport> = told.into_iter().flatten().collect();
+        let parts = told.len() / replicas.max(1);
+        let mut whole = Self { parts: vec![SeenPart::default(); parts], ..Self::default() };
+        if replicas > 1 {
+            let trained = told
+                .chunks(parts)
+                .map(|replica| Trained::all(replica.iter().map(|part| &part.trained)));
+            Trained::check_alike(&trained.collect::<Vec<_>>())?;
+        }
+        let mut counted = Counted::default();
+        for (at, told) in told.into_iter().enumerate() {
+            whole.samples += told.samples as f64;
+            counted.add(told.counted)?;
+            if whole.groups.is_empty() {
+                whole.groups = told.groups;
+            }
+            whole.parts[at % parts].add(told.present, told.layers);
+            whole.peaks.push(told.peak);
+            whole.spans.push(told.spans);
+        }
+        whole.totals = counted.totals()?;
+        Ok(whole)
+    }
+
+    /// What the gradients of each group, divided by `unit` until now, are to be multiplied with.
+    pub(crate) fn factors(&self, unit: f64) -> Vec<f64> {
+        self.groups.iter().map(|group| self.totals.factor(*group, unit, self.samples)).collect()
+    }
+
+    /// What this part, counted over the ranks of a replica, has seen in all of them.
+    pub(crate) fn part(&self, at: usize) -> &SeenPart {
+        &self.parts[at]
+    }
+}
+
+impl SeenPart {
+    fn add(&mut self, present: Vec<bool>, layers: Vec<Layer>) {
+        self.present.resize(present.len().max(self.present.len()), false);
+        self.present.iter_mut().zip(present).for_each(|(any, has)| *any |= has);
+        self.layers.extend(layers);
+    }
+}
+
+/// Commits what was tried, here and on all ranks, or undoes it.
+pub(crate) fn settle<E: Engine>(
+    engine: &mut E,
+    mut tried: E::Tried,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<(E::Tried, Arc<Whole>)> {
+    match agree(engine, &mut tried, exchange, start) {
+        Ok(whole) => {
+            engine.commit(&mut tried)?;
+            Ok((tried, whole))
+        }
+        Err(error) => {
+            engine.undo(tried)?;
+            Err(error)
+        }
+    }
+}
+
+/// All parts tell what they have, and prepare what all of it comes to; nothing is committed yet.
+fn agree<E: Engine>(
+    engine: &mut E,
+    tried: &mut E::Tried,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<Arc<Whole>> {
+    let told = caught(|| engine.tell(tried, exchange));
+    let told = exchange.vote(LOSS, told, start.elapsed())?;
+    let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
+    let prepared = caught(|| engine.prepare(tried, &whole, exchange));
+    exchange.vote("the gradients", prepared, start.elapsed())?;
+    Ok(whole)
+}

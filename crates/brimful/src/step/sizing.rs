@@ -1,0 +1,176 @@
+//! The loop over sizes: a mini-batch is run as its size says, and with an automatic one again, in
+//! smaller micro-batches, where memory ran out.
+
+use super::settle::Team;
+use super::{Cut, Engine, Size};
+use crate::auto::{Ending, FEW, Kind, Peaks, SizeLog, SizeWatch, Sizer};
+use crate::{Error, Result};
+
+/// What came of a try that has succeeded.
+#[derive(Debug)]
+pub(super) struct Ran<T> {
+    pub(super) value: T,
+    pub(super) lesson: Lesson,
+}
+
+/// What a size can learn from a try.
+#[derive(Debug)]
+pub(crate) struct Lesson {
+    pub(crate) peaks: Peaks,
+    /// Samples in each micro-batch.
+    pub(crate) sizes: Vec<usize>,
+    /// Whether layers of this library normalised micro-batches.
+    pub(crate) normalised: bool,
+    /// Whether work was captured for replays, which moves memory about.
+    pub(crate) captured: bool,
+}
+
+/// What an engine lets the policy know before it decides.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Hints {
+    /// The size is to stay while something else is measured.
+    pub(crate) hold: bool,
+    /// Remainders are dear: each shape is captured by itself, and keeps memory for that.
+    pub(crate) even: bool,
+}
+
+/// What users are told once.
+#[derive(Debug, Default)]
+pub(crate) struct Warnings {
+    hidden: bool,
+    few: bool,
+}
+
+/// Runs a mini-batch whose longest part has so many samples: `run` is called until memory suffices on
+/// all devices of all ranks in the team.
+pub(super) fn until_it_fits<E: Engine, T>(
+    engine: &mut E,
+    kind: &Kind,
+    samples: usize,
+    team: &Team,
+    mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
+) -> Result<(T, SizeLog)> {
+    let size = engine.state().size;
+    if !size.is_automatic() {
+        return Ok((run(engine, &mut Cut::given(samples, size)?)?.value, SizeLog::default()));
+    }
+    let in_pieces = team.is_alone() && engine.runs_in_pieces(kind);
+    let mut log = SizeLog::default();
+    loop {
+        let watch = watch(engine, kind, in_pieces)?;
+        let (ran, watch) = if in_pieces {
+            let mut cut = Cut::watched(samples, watch);
+            let ran = run(engine, &mut cut);
+            (ran, cut.into_watch().expect("it was given one"))
+        } else {
+            run_whole(engine, samples, team, watch, &mut run)
+        };
+        let (sizer, ended) = learn(engine, watch, ran, &mut log)?;
+        engine.state().sizes.put(kind.clone(), sizer);
+        if let Some(value) = ended? {
+            return Ok((value, log));
+        }
+    }
+}
+
+/// The size at work, with all that is known of this kind of mini-batch.
+fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<SizeWatch> {
+    if let Some(path) = engine.state().remembered.take() {
+        let identity = engine.identity()?;
+        engine.state().sizes.remember(path, identity);
+    }
+    let floors = match engine.state().sizes.knows(kind) {
+        true => Vec::new(),
+        false => engine.floors(kind)?,
+    };
+    let mut sizer = engine.state().sizes.take(kind, &floors);
+    let hints = engine.hints();
+    sizer.hold(hints.hold);
+    sizer.even(hints.even);
+    let memories = engine.memories();
+    let captures = engine.kept_for_captures(kind)?.into_iter().chain(std::iter::repeat(0));
+    let optimizer = engine.state().reserved.iter().copied().chain(std::iter::repeat(0));
+    let reserved = captures.zip(optimizer).map(|(captures, optimizer)| captures + optimizer);
+    // A few samples that are trained with for the sake of learning would be remembered by optimizers.
+    let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
+    let memories: Vec<_> = memories.into_iter().zip(reserved).collect();
+    Ok(SizeWatch::new(sizer, memories)?.rehearsing(rehearses))
+}
+
+/// One try of one size, which all ranks agree on.
+fn run_whole<E: Engine, T>(
+    engine: &mut E,
+    samples: usize,
+    team: &Team,
+    mut watch: SizeWatch,
+    run: &mut impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
+) -> (Result<Ran<T>>, SizeWatch) {
+    let agree = |size| smallest(team, size, samples > 0);
+    let ran = watch.whole(samples, agree, |size| {
+        let mut ran = run(engine, &mut Cut::given(samples, Size::Fixed(size))?)?;
+        let peaks = std::mem::take(&mut ran.lesson.peaks);
+        Ok((ran, peaks))
+    });
+    (ran, watch)
+}
+
+/// The smallest size of those that ranks with samples would take.
+fn smallest(team: &Team, size: usize, counts: bool) -> Result<usize> {
+    if team.is_alone() {
+        return Ok(size);
+    }
+    let sizes = team.world.share("the micro-batch size", &counts.then_some(size))?;
+    Ok(sizes.into_iter().flatten().min().unwrap_or(size))
+}
+
+/// Learns from a try. Gives the sizer back, and the value, or none where there is to be another try.
+fn learn<E: Engine, T>(
+    engine: &mut E,
+    watch: SizeWatch,
+    ran: Result<Ran<T>>,
+    log: &mut SizeLog,
+) -> Result<(Sizer, Result<Option<T>>)> {
+    let error = match ran {
+        Ok(ran) => {
+            let (sizer, ending) = watch.succeeded(ran.lesson.captured, log)?;
+            engine.state().warnings.look_at(&ran.lesson, ending);
+            return Ok((sizer, Ok(Some(ran.value))));
+        }
+        Err(Error::Rehearsed) => return Ok((watch.ended(log), Ok(None))),
+        Err(error) => error,
+    };
+    match error.out_of_memory().cloned() {
+        Some(oom) => {
+            engine.drop_captures()?;
+            let (sizer, ended) = watch.failed(oom, log)?;
+            Ok((sizer, ended.map(|()| None)))
+        }
+        None => Ok((watch.ended(log), Err(error))),
+    }
+}
+
+impl Warnings {
+    /// Tells once what a success hides.
+    fn look_at(&mut self, lesson: &Lesson, ending: Ending) {
+        if ending.retried && ending.size == 1 {
+            tracing::warn!(
+                "the allocator emptied its cache to run a single sample: the memory is nearly full"
+            );
+        }
+        if ending.hidden && !std::mem::replace(&mut self.hidden, true) {
+            tracing::warn!(
+                "memory ran out within a step that went on all the same: if the closure catches \
+                 errors, let it pass out-of-memory on, because its result may be wrong"
+            );
+        }
+        let most = lesson.sizes.iter().copied().max().unwrap_or(0);
+        let few = lesson.normalised && lesson.sizes.len() > 1 && most < FEW;
+        if few && !std::mem::replace(&mut self.few, true) {
+            tracing::warn!(
+                samples = most,
+                "BatchNorm normalises each micro-batch by itself, and no more than a few samples fit: \
+                 give it more memory, or use GroupNorm"
+            );
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! Counts a step's loss: numerators and denominators on the device, read once at the end.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::loss::{Loss, MicroBatchWeight, Over, Term, Weight};
+use crate::{Error, Result};
+
+/// What is refused because it is not a finite number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum NonFinite {
+    /// A loss. It is read at the end of the step anyway, so this costs nothing.
+    #[default]
+    RefuseLoss,
+    /// A loss or a gradient: one more pass over the gradients for each micro-batch.
+    RefuseGradients,
+    /// Nothing.
+    Allow,
+}
+
+/// What a step's terms have added up to so far.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    terms: Vec<TermTally>,
+    /// The gradients' norm after each micro-batch, in order, where that was asked for.
+    norms: Vec<Tensor>,
+}
+
+/// One term over all micro-batches.
+#[derive(Debug)]
+struct TermTally {
+    over: TermOver,
+    /// Of each micro-batch; `None` where the term had no part in it.
+    parts: Vec<Option<TermPart>>,
+}
+
+/// A term in one micro-batch: its value and weight, each a double of one element, and its factor.
+#[derive(Debug)]
+struct TermPart {
+    value: Tensor,
+    weight: Weight,
+    factor: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+enum TermOver {
+    Samples,
+    Given,
+    Undivided,
+    Nothing,
+    Once,
+}
+
+/// A group of terms whose gradients have one common factor at the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Group {
+    /// Nothing is left to divide by.
+    Done,
+    /// The samples of all mini-batches.
+    Samples,
+    /// The weights of this term.
+    Term(usize),
+}
+
+/// The groups, each once, in the order of their first terms.
+pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
+    let mut seen = Vec::new();
+    for group in groups {
+        if !seen.contains(group) {
+            seen.push(*group);
+        }
+    }
+    seen
+}
+
+/// Where backward starts, for each group: its terms' values, with the gradients that `root` gives
+/// for a term and its number.
+pub(crate) fn roots<'a>(
+    terms: &'a [Term],
+    groups: &[Group],
+    root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
+) -> Result<Vec<Vec<(&'a Tensor, Tensor)>>> {
+    let of_group = |group: Group| {
+        let mut roots = Vec::new();
+        for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == group) {
+            roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
+        }
+        Ok(roots)
+    };
+    distinct(groups).into_iter().map(of_group).collect()
+}
+
+impl Tally {
+    /// The tally of a loss on the outputs of all samples, which nothing divides; and that loss, for
+    /// backward to start from.
+    pub(crate) fn of_whole(loss: Tensor) -> Result<(Self, Tensor)> {
+        let (mut terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Self::default());
+        tally.count(&terms, &MicroBatchWeight { samples: 1.0, unit: 1.0, first: true })?;
+        Ok((tally, terms.swap_remove(0).value))
+    }
+
+    /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
+    pub(crate) fn following(&self) -> Self {
+        let line = |line: &TermTally| TermTally { parts: Vec::new(), ..*line };
+        Self { terms: self.terms.iter().map(line).collect(), norms: Vec::new() }
+    }
+
+    /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
+    pub(crate) fn count(&mut self, terms: &[Term], part: &MicroBatchWeight) -> Result<()> {
+        if self.terms.is_empty() {
+            self.terms = terms.iter().map(TermTally::new).collect();
+        }
+        let same = |(line, term): (&TermTally, &Term)| line.over == TermOver::of(&term.over);
+        if terms.len() != self.terms.len() || !self.terms.iter().zip(terms).all(same) {
+            return Err(Error::TermsDiffer { before: self.terms.len(), now: terms.len() });
+        }
+        for (line, term) in self.terms.iter_mut().zip(terms) {
+            line.parts.push(counted(term, part)?);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn add_norm(&mut self, norm: Option<Tensor>) -> Result<()> {
+        let norm = norm.map(|norm| norm.f_to_kind(Kind::Double)?.f_view([1_i64])).transpose()?;
+        self.norms.extend(norm);
+        Ok(())
+    }
+
+    /// Refuses a later mini-batch, or another replica's part, whose terms are of other kinds.
+    pub(crate) fn check_follows(&self, later: &Self) -> Result<()> {
+        let same = |(mine, theirs): (&TermTally, &TermTally)| mine.over == theirs.over;
+        let (before, now) = (self.terms.len(), later.terms.len());
+        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
+            return Err(Error::TermsDiffer { before, now });
+        }
+        Ok(())
+    }
+
+    /// Adds a later mini-batch, or another replica's part, of the same step.
+    pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
+        self.check_follows(&later)?;
+        for (mine, theirs) in self.terms.iter_mut().zip(later.terms) {
+            mine.parts.extend(theirs.parts);
+        }
+        self.norms.extend(later.norms);
+        Ok(())
+    }
+
+    /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
+    pub(crate) fn fetched(mut self) -> Result<Self> {
+        let Some(all) = self.on_host()? else { return Ok(self) };
+        let mut numbers = all.f_split(1, 0)?.into_iter();
+        let mut put = |place: &mut Tensor| {
+            if let Some(number) = numbers.next() {
+                *place = number;
+            }
+        };
+        let parts = self.terms.iter_mut().flat_map(|line| line.parts.iter_mut().flatten());
+        for TermPart { value, weight, .. } in parts {
+            put(value);
+            if let Weight::Tensor(weight) = weight {
+                put(weight);
+            }
+        }
+        self.norms.iter_mut().for_each(put);
+        Ok(self)
+    }
+
+    /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
+    /// is left to divide by.
+    pub(crate) fn groups(&self, single: bool) -> Vec<Group> {
+        let group = |(index, line): (usize, &TermTally)| match line.over {
+            TermOver::Samples if !single => Group::Samples,
+            TermOver::Given | TermOver::Undivided => Group::Term(index),
+            _ => Group::Done,
+        };
+        self.terms.iter().enumerate().map(group).collect()
+    }
+
+    /// Reads everything from the device, at once.
+    pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
+        let mut numbers = self.fetch()?.into_iter();
+        let mut next = || numbers.next().unwrap_or(f64::NAN);
+        let mut counted = Counted::default();
+        for (index, line) in self.terms.iter().enumerate() {
+            let (mut numerator, mut denominator) = (0.0, 0.0);
+            for (micro_batch, part) in line.parts.iter().enumerate() {
+                let Some(TermPart { weight, factor, .. }) = part else { continue };
+                let value = next();
+                let weight = match weight {
+                    Weight::Number(number) => *number,
+                    Weight::Tensor(_) => next(),
+                };
+                if policy != NonFinite::Allow && !(value.is_finite() && weight.is_finite()) {
+                    return Err(Error::NonFiniteLoss { term: index, micro_batch, value, weight });
+                }
+                let summand = if line.over == TermOver::Undivided { value } else { value * weight };
+                numerator += summand * factor;
+                denominator += weight;
+            }
+            counted.0.push(CountedTerm { over: line.over, numerator, denominator });
+        }
+        match (0..self.norms.len()).find(|_| !next().is_finite()) {
+            Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
+            None => Ok(counted),
+        }
+    }
+
+    /// All numbers, in the order of `read`.
+    fn fetch(&self) -> Result<Vec<f64>> {
+        Ok(self.on_host()?.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?)
+    }
+
+    /// All that is on the device, in the order of `read`, in one transfer.
+    fn on_host(&self) -> Result<Option<Tensor>> {
+        let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
+        let mut tensors = Vec::new();
+        for TermPart { value, weight, .. } in parts {
+            tensors.push(value);
+            if let Weight::Tensor(weight) = weight {
+                tensors.push(weight);
+            }
+        }
+        tensors.extend(&self.norms);
+        if tensors.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(Tensor::f_cat(&tensors, 0)?.f_to_device(Device::Cpu)?))
+    }
+}
+
+impl TermTally {
+    fn new(term: &Term) -> Self {
+        Self { over: TermOver::of(&term.over), parts: Vec::new() }
+    }
+}
+
+impl TermOver {
+    fn of(over: &Over) -> Self {
+        match over {
+            Over::Samples => Self::Samples,
+            Over::Given(_) => Self::Given,
+            Over::Undivided(_) => Self::Undivided,
+            Over::Nothing => Self::Nothing,
+            Over::Once => Self::Once,
+        }
+    }
+}
+
+/// A term's part of a micro-batch; `None` where it has none.
+fn counted(term: &Term, part: &MicroBatchWeight) -> Result<Option<TermPart>> {
+    let weight = match &term.over {
+        Over::Samples => Weight::Number(part.samples),
+        Over::Given(Weight::Number(0.0)) => return Ok(None),
+        Over::Given(Weight::Number(number)) | Over::Undivided(Weight::Number(number)) => {
+            Weight::Number(*number)
+        }
+        Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight)) => {
+            Weight::Tensor(double(&weight.f_to_device(term.value.device())?)?)
+        }
+        Over::Nothing => Weight::Number(1.0),
+        Over::Once if part.first => Weight::Number(1.0),
+        Over::Once => return Ok(None),
+    };
+    Ok(Some(TermPart { value: double(&term.value)?, weight, factor: term.factor }))
+}
+
+/// A double of one element.
+pub(crate) fn double(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_view([1_i64])?.f_to_kind(Kind::Double)?)
+}
+
+/// The terms of a loss over some micro-batches, read: those of others can be added.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Counted(Vec<CountedTerm>);
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct CountedTerm {
+    over: TermOver,
+    /// With the term's factors.
+    numerator: f64,
+    denominator: f64,
+}
+
+impl Counted {
+    /// Adds what others have counted in the same step.
+    pub(crate) fn add(&mut self, others: Self) -> Result<()> {
+        if self.0.is_empty() {
+            *self = others;
+            return Ok(());
+        }
+        let same = |(a, b): (&CountedTerm, &CountedTerm)| a.over == b.over;
+        let (before, now) = (self.0.len(), others.0.len());
+        if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
+            return Err(Error::TermsDiffer { before, now });
+        }
+        for (mine, theirs) in self.0.iter_mut().zip(others.0) {
+            mine.numerator += theirs.numerator;
+            mine.denominator += theirs.denominator;
+        }
+        Ok(())
+    }
+
+    /// The loss, now that all is counted.
+    pub(crate) fn totals(&self) -> Result<Totals> {
+        let mut totals = Totals::default();
+        for (index, line) in self.0.iter().enumerate() {
+            totals.add(index, line)?;
+        }
+        Ok(totals)
+    }
+}
+
+/// A step's loss.
+#[derive(Debug, Default)]
+pub(crate) struct Totals {
+    pub(crate) loss: f64,
+    /// Each term of it.
+    pub(crate) terms: Vec<f64>,
+    denominators: Vec<f64>,
+}
+
+impl Totals {
+    fn add(&mut self, index: usize, line: &CountedTerm) -> Result<()> {
+        let CountedTerm { over, numerator, denominator } = *line;
+        let divided = match over {
+            TermOver::Nothing | TermOver::Once => numerator,
+            _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
+            _ => numerator / denominator,
+        };
+        self.terms.push(divided);
+        self.loss += divided;
+        self.denominators.push(denominator);
+        Ok(())
+    }
+
+    /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
+    pub(crate) fn factor(&self, group: Group, unit: f64, samples: f64) -> f64 {
+        match group {
+            Group::Done => 1.0,
+            Group::Samples => unit / samples,
+            Group::Term(index) => unit / self.denominators[index],
+        }
+    }
+}

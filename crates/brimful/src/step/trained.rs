@@ -1,0 +1,129 @@
+//! Which parameters are trained, as a short text that tells them from others: ranks add up gradients
+//! one after the other, so all must have the same parameters in the same order.
+
+use std::collections::HashMap;
+use std::fmt::{self, Display};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+use tch::nn::Variables;
+
+use super::settle::Team;
+use crate::Result;
+use crate::auto::hash_of;
+use crate::world::{World, WorldError};
+
+/// What a list of variables is, without their values.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Trained {
+    parameters: usize,
+    numbers: usize,
+    /// Of names, shapes and kinds, in order.
+    hash: String,
+}
+
+impl Trained {
+    /// These parameters, in the order in which their gradients are added up.
+    pub(crate) fn of(parameters: &[Tensor], names: &Names) -> Self {
+        Self::of_named(
+            parameters.iter().map(|tensor| (names.of(tensor).unwrap_or_default(), tensor)),
+        )
+    }
+
+    fn of_named<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> Self {
+        let mut trained = Self::default();
+        let mut lines = String::new();
+        for (name, tensor) in named {
+            trained.parameters += 1;
+            trained.numbers += tensor.numel();
+            lines += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
+        }
+        trained.hash = hash_of(&lines);
+        trained
+    }
+
+    /// All of what several have.
+    pub(crate) fn all<'a>(parts: impl Iterator<Item = &'a Self>) -> Self {
+        let mut whole = Self::default();
+        let mut hashes = Vec::new();
+        for part in parts {
+            whole.parameters += part.parameters;
+            whole.numbers += part.numbers;
+            hashes.push(part.hash.as_str());
+        }
+        whole.hash = hash_of(&hashes.join(" "));
+        whole
+    }
+
+    /// Makes sure that all replicas train the same, from what each rank has; nothing where ranks say
+    /// nothing.
+    pub(crate) fn check_replicas(ranks: &[Self], team: &Team) -> Result<(), WorldError> {
+        let replicas = ranks.chunks(team.ranks_of_replica());
+        Self::check_alike(&replicas.map(|ranks| Self::all(ranks.iter())).collect::<Vec<_>>())
+    }
+
+    /// Makes sure that it is the same for all of these.
+    pub(crate) fn check_alike(found: &[Self]) -> Result<(), WorldError> {
+        if found.iter().all(|other| *other == found[0]) {
+            return Ok(());
+        }
+        let found = found.iter().map(Self::to_string).collect();
+        Err(WorldError::Differs { what: "what is trained".into(), found })
+    }
+}
+
+impl Display for Trained {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { parameters, numbers, hash } = self;
+        write!(f, "{parameters} parameters, {numbers} numbers, #{hash}")
+    }
+}
+
+/// The variables of a store by name, in the order of the names.
+#[derive(Debug)]
+pub(crate) struct Names {
+    named: Vec<(String, Tensor)>,
+    /// By address. Of several names for one place, as of all tensors without numbers, the first counts.
+    places: HashMap<usize, usize>,
+}
+
+/// What the store's variables are called now.
+pub(crate) fn names(variables: &Mutex<Variables>) -> Names {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let named = variables.named_variables.iter();
+    let mut named: Vec<_> = named.map(|(name, t)| (name.clone(), t.shallow_clone())).collect();
+    named.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let mut places = HashMap::new();
+    for (at, (_, tensor)) in named.iter().enumerate() {
+        places.entry(tensor.data_ptr() as usize).or_insert(at);
+    }
+    Names { named, places }
+}
+
+impl Names {
+    /// The name of a variable.
+    pub(crate) fn of(&self, tensor: &Tensor) -> Option<&str> {
+        let at = self.places.get(&(tensor.data_ptr() as usize))?;
+        Some(&self.named[*at].0)
+    }
+
+    /// The variable of this name.
+    pub(crate) fn tensor(&self, name: &str) -> Option<Tensor> {
+        let at = self.named.binary_search_by(|(other, _)| other.as_str().cmp(name)).ok()?;
+        Some(self.named[at].1.shallow_clone())
+    }
+
+    /// All of them.
+    pub(crate) fn into_list(self) -> Vec<(String, Tensor)> {
+        self.named
+    }
+
+    /// Makes sure that all ranks have one model, and gives them all the first one's values.
+    pub(crate) fn join(self, world: &World) -> Result<()> {
+        let named = self.named.iter().map(|(name, tensor)| (name.as_str(), tensor));
+        world.agree("the model", &Trained::of_named(named))?;
+        let variables: Vec<Tensor> = self.named.into_iter().map(|(_, tensor)| tensor).collect();
+        world.broadcast(&variables, 0)
+    }
+}

@@ -1,0 +1,238 @@
+//! What was run of a step over the parameters of one store, and can still be committed or undone.
+
+use std::sync::{Mutex, PoisonError};
+
+use tch::Tensor;
+use tch::nn::Variables;
+
+use super::settle::{PartReport, Whole};
+use super::tally::{Group, NonFinite, Tally, distinct};
+use super::trained::{Trained, names};
+use super::undo::Undo;
+use crate::accumulate::{Finished, Named, Sums, check_dense};
+use crate::bytes::Bytes;
+use crate::ranks::RanksTurn;
+use crate::statistics::{Layer, Moved, Pending};
+use crate::{Error, Result};
+
+/// The number of the statistics' sum in a turn, which is none of a bucket's.
+const STATISTICS: usize = u32::MAX as usize;
+
+/// Mini-batches that were run, of which nothing is committed yet.
+#[derive(Debug)]
+pub(crate) struct Tried {
+    /// Those that the sums are of: others may be trained by the time of the commit.
+    parameters: Vec<Tensor>,
+    variables: Named,
+    /// For each variable that can be trained, whether it was.
+    trained: Vec<bool>,
+    pub(crate) sums: Sums,
+    pub(crate) tally: Tally,
+    groups: Vec<Group>,
+    pub(crate) undo: Undo,
+    /// See [`crate::loss::MicroBatchWeight::unit`].
+    pub(crate) unit: f64,
+    pub(crate) sizes: Vec<usize>,
+    /// The most memory used while pieces of it were run.
+    pub(crate) peak: Bytes,
+    /// Where running statistics go, as far as that was computed before the commit.
+    moved: Option<Moved>,
+    prepared: Option<(Finished, Moved)>,
+}
+
+impl Tried {
+    /// What was run over these parameters, in micro-batches of these sizes.
+    pub(crate) fn new(
+        parameters: Vec<Tensor>,
+        variables: &Named,
+        (sums, tally, groups): (Sums, Tally, Vec<Group>),
+        undo: Undo,
+        unit: f64,
+        sizes: Vec<usize>,
+    ) -> Self {
+        Self {
+            parameters,
+            trained: trained(variables),
+            variables: Named::clone(variables),
+            sums,
+            tally,
+            groups,
+            undo,
+            unit,
+            sizes,
+            peak: Bytes(0),
+            moved: None,
+            prepared: None,
+        }
+    }
+
+    /// The same, of which pieces have used so much memory at most.
+    pub(crate) fn with_peak(self, peak: Bytes) -> Self {
+        Self { peak, ..self }
+    }
+
+    /// How many samples were run.
+    pub(crate) fn samples(&self) -> usize {
+        self.sizes.iter().sum()
+    }
+
+    /// Whether layers of this library normalised micro-batches.
+    pub(crate) fn normalises(&self) -> bool {
+        !self.undo.statistics.is_empty()
+    }
+
+    /// Refuses where other parameters are trained now than those that the sums are of.
+    pub(crate) fn check_trained(&self) -> Result<()> {
+        let now = trained(&self.variables);
+        if now == self.trained {
+            return Ok(());
+        }
+        let count = |trained: &[bool]| trained.iter().filter(|trained| **trained).count();
+        let (then, now) = (count(&self.trained), count(&now));
+        Err(Error::TrainedChanged { samples: self.samples(), then, now })
+    }
+
+    /// Makes its sums its own and its statistics ready to be added to those of the window, so that they
+    /// outlast the step. Refuses a loss of other terms than the window's.
+    pub(crate) fn make_lasting(&mut self, window: Option<&Self>) -> Result<()> {
+        window.map_or(Ok(()), |window| window.tally.check_follows(&self.tally))?;
+        self.sums.own()?;
+        self.undo.statistics.pool()
+    }
+
+    /// Brings the loss to the host, and lets `f` do the same with what else is to leave the device;
+    /// undone where that fails.
+    pub(crate) fn off_device<T>(
+        self,
+        f: impl FnOnce(&mut Pending) -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let Self { tally, undo, .. } = self;
+        let ((tally, value), undo) = undo.unless_done(|statistics| {
+            let value = f(statistics)?;
+            Ok((tally.fetched()?, value))
+        })?;
+        Ok((Self { tally, undo, ..self }, value))
+    }
+
+    /// Adds a later mini-batch that was made lasting, or another replica's part; where their losses
+    /// have other terms, it is as if it had not been run.
+    pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
+        let pooled = later.undo.statistics.pool();
+        if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
+            later.undo.run()?;
+            return Err(error);
+        }
+        self.undo.extend(later.undo);
+        self.sums.extend(later.sums)?;
+        self.sizes.extend(later.sizes);
+        self.peak = self.peak.max(later.peak);
+        Ok(())
+    }
+
+    /// What has to be known of it to commit it together with others; where there are `others`, also
+    /// what their sums need.
+    pub(crate) fn tell(&mut self, policy: NonFinite, others: bool) -> Result<PartReport> {
+        check_dense(&self.parameters, &self.variables)?;
+        if !others {
+            // Queued before the loss is read, which waits for the device: it has something to do then.
+            self.moved = Some(self.undo.statistics.prepare()?);
+        }
+        let mut report = PartReport {
+            counted: self.tally.read(policy)?,
+            groups: distinct(&self.groups),
+            samples: self.samples(),
+            ..PartReport::default()
+        };
+        if others {
+            let names = names(&self.variables);
+            report.trained = Trained::of(&self.parameters, &names);
+            report.present = self.sums.present(self.parameters.len());
+            report.layers = self.undo.statistics.layers(|t| names.of(t).map(str::to_owned));
+        }
+        Ok(report)
+    }
+
+    /// Computes all that a commit needs. `part` says which of the whole's parts this is, and `turn`
+    /// where its sums are added to those of other ranks, if there are such.
+    pub(crate) fn prepare(
+        &mut self,
+        whole: &Whole,
+        part: usize,
+        turn: Option<&RanksTurn>,
+    ) -> Result<()> {
+        let sums = std::mem::take(&mut self.sums);
+        let factors = whole.factors(self.unit);
+        let gradients = match turn {
+            None => sums.finish(&self.parameters, &factors)?,
+            Some(turn) => {
+                self.sum_statistics(&whole.part(part).layers, turn)?;
+                self.sum_gradients(sums, &factors, whole, part, turn)?
+            }
+        };
+        let moved = self.moved.take().map_or_else(|| self.undo.statistics.prepare(), Ok)?;
+        self.prepared = Some((gradients, moved));
+        Ok(())
+    }
+
+    /// Makes what layers have seen here what they have seen on all ranks.
+    fn sum_statistics(&mut self, layers: &[Layer], turn: &RanksTurn) -> Result<()> {
+        if layers.is_empty() {
+            return Ok(());
+        }
+        let names = names(&self.variables);
+        let statistics = &mut self.undo.statistics;
+        statistics
+            .sum_over_ranks(turn, STATISTICS, layers.iter().cloned(), |name| names.tensor(name))
+    }
+
+    fn sum_gradients(
+        &self,
+        sums: Sums,
+        factors: &[f64],
+        whole: &Whole,
+        part: usize,
+        turn: &RanksTurn,
+    ) -> Result<Finished> {
+        let present = &whole.part(part).present;
+        // An evaluation has none on any rank, and nothing is to be sent for it.
+        if !present.contains(&true) {
+            return Ok(Finished(Vec::new()));
+        }
+        // In a step of one mini-batch all have divided by the same unit until now, so that a single
+        // group's factor is the same on all, and gradients may have set out before it was known.
+        let alike = factors.len() <= 1 && self.unit == whole.samples;
+        sums.finish_over_ranks(&self.parameters, factors, alike, turn, present)
+    }
+
+    /// The gradients that are ready, one a parameter, and the parameters.
+    pub(crate) fn prepared(&mut self) -> Option<(&[Tensor], &mut Finished)> {
+        let Self { parameters, prepared, .. } = self;
+        prepared.as_mut().map(|(gradients, _)| (&**parameters, gradients))
+    }
+
+    /// Lets it stand. Nothing is allocated.
+    pub(crate) fn commit(&mut self) -> Result<()> {
+        let Some((gradients, moved)) = self.prepared.take() else { return Ok(()) };
+        gradients.apply(&mut self.parameters)?;
+        moved.apply()
+    }
+}
+
+/// Whether each variable that can be trained is.
+fn trained(variables: &Mutex<Variables>) -> Vec<bool> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    variables.trainable_variables.iter().map(|variable| variable.tensor.requires_grad()).collect()
+}
+
+/// The variables that are being trained.
+pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
+    all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
+}
+
+/// What a step's gradients take.
+pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
+    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
+    parameters(variables).iter().map(bytes).sum()
+}

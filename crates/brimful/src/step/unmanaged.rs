@@ -1,0 +1,73 @@
+//! BatchNorm layers that do not know of micro-batches, such as tch's own.
+//!
+//! They move their running statistics at every micro-batch, whatever becomes of the step. So these
+//! are saved before a step, and the user is told once that a layer of this library would do better.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+
+use tch::Tensor;
+use tch::nn::Variables;
+
+use crate::Result;
+use crate::statistics::Pending;
+
+/// What is known of such layers.
+#[derive(Debug, Default)]
+pub(crate) struct UnmanagedStatistics {
+    /// Running statistics that layers have reported, by their addresses; none before the first training
+    /// step. The store may grow: whatever is not among these is saved.
+    reported: Option<HashSet<usize>>,
+    /// Whether they were looked at after several micro-batches: that waits for the device, and so is
+    /// done once.
+    looked: bool,
+}
+
+impl UnmanagedStatistics {
+    /// The statistics that nobody reports, each with a copy of what it is now.
+    pub(crate) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
+        let known = |t: &Tensor| self.reported.as_ref().is_some_and(|all| all.contains(&place(t)));
+        let foreign = all(variables).into_iter().filter(|t| !known(t));
+        foreign.map(|t| Ok((t.shallow_clone(), t.f_detach_copy()?))).collect()
+    }
+
+    /// Learns from a training step which statistics nobody reports, and warns where micro-batches move
+    /// them.
+    pub(crate) fn judge(
+        &mut self,
+        reported: &Pending,
+        saved: &[(Tensor, Tensor)],
+        micro_batches: usize,
+    ) {
+        let foreign = || saved.iter().filter(|(running, _)| !reported.knows(running));
+        if micro_batches > 1 && !self.looked {
+            self.looked = true;
+            warn(foreign().filter(|(running, before)| running != before).count(), micro_batches);
+        }
+        let ours = saved.iter().filter(|(running, _)| reported.knows(running));
+        self.reported.get_or_insert_default().extend(ours.map(|(running, _)| place(running)));
+    }
+}
+
+fn warn(moved: usize, micro_batches: usize) {
+    if moved > 0 {
+        tracing::warn!(
+            layers = moved.div_ceil(2),
+            micro_batches,
+            "BatchNorm of tch moves its running statistics at every micro-batch: use \
+             brimful::nn::batch_norm2d (or 1d, 3d), which moves them once a step, as the whole \
+             mini-batch would"
+        );
+    }
+}
+
+fn all(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_statistic = |name: &str| name.ends_with("running_mean") || name.ends_with("running_var");
+    let named = variables.named_variables.iter().filter(|(name, _)| is_statistic(name));
+    named.map(|(_, tensor)| tensor.shallow_clone()).collect()
+}
+
+fn place(tensor: &Tensor) -> usize {
+    tensor.data_ptr() as usize
+}

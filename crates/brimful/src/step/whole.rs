@@ -1,0 +1,88 @@
+//! Losses over the outputs of the whole mini-batch, such as contrastive ones.
+//!
+//! ```text
+//!   1. every micro-batch forward                     → outputs of the whole mini-batch
+//!   2. the loss on all of them, and its backward     → a gradient for each output
+//!   3. every micro-batch backward from its rows of the gradients
+//! ```
+//!
+//! How the first and the third are run is the engines' own: a pipeline keeps its graphs between them,
+//! the others run forward twice.
+
+use std::ops::Range;
+
+use tch::{Device, Tensor};
+
+use crate::batch::{Batch, Leaf};
+use crate::{Error, Result};
+
+/// The outputs as leaves of a graph of their own, which the loss's backward ends at.
+pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
+    let mut count = 0;
+    outputs.map(&mut |leaf| {
+        count += 1;
+        match leaf {
+            Leaf::Shared(_) => Err(Error::OutputNotRows { leaf: count - 1 }),
+            Leaf::Cut(output) => {
+                let leaf = output.f_detach()?;
+                Ok(if leaf.is_floating_point() { leaf.set_requires_grad(true) } else { leaf })
+            }
+        }
+    })
+}
+
+/// Each output's gradient, cut into the rows of micro-batches.
+#[derive(Debug)]
+pub(crate) struct RowGradients(Vec<Option<Tensor>>);
+
+impl RowGradients {
+    /// Those that a loss's backward has left in its leaves.
+    pub(crate) fn of(leaves: &impl Batch) -> Self {
+        let mut whole = Vec::new();
+        leaves.visit(&mut |leaf| {
+            let gradient = leaf.tensor().grad();
+            whole.push(gradient.defined().then_some(gradient));
+        });
+        Self(whole)
+    }
+
+    /// Whether no output has one.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.iter().all(Option::is_none)
+    }
+
+    /// Those of these rows.
+    pub(crate) fn rows(&self, rows: &Range<usize>) -> Result<Self> {
+        self.each(|gradient| gradient.f_narrow(0, rows.start as i64, rows.len() as i64))
+    }
+
+    /// The same on this device.
+    pub(crate) fn on(&self, device: Device) -> Result<Self> {
+        self.each(|gradient| gradient.f_to_device(device))
+    }
+
+    fn each(&self, f: impl Fn(&Tensor) -> Result<Tensor, tch::TchError>) -> Result<Self> {
+        let gradients = self.0.iter().map(|gradient| gradient.as_ref().map(&f).transpose());
+        Ok(Self(gradients.collect::<Result<_, _>>()?))
+    }
+
+    /// The gradients themselves, by output.
+    pub(crate) fn into_tensors(self) -> Vec<Option<Tensor>> {
+        self.0
+    }
+
+    /// A micro-batch's outputs that a backward starts from, each with its gradient.
+    pub(crate) fn roots<'a>(self, outputs: &'a impl Batch) -> Result<Vec<(&'a Tensor, Tensor)>> {
+        let mut leaves = Vec::new();
+        outputs.visit(&mut |leaf| leaves.push(leaf.tensor()));
+        let mut roots = Vec::new();
+        for (leaf, (output, gradient)) in leaves.into_iter().zip(self.0).enumerate() {
+            let Some(gradient) = gradient.filter(|_| output.requires_grad()) else { continue };
+            if output.size().first() != gradient.size().first() {
+                return Err(Error::OutputNotRows { leaf });
+            }
+            roots.push((output, gradient));
+        }
+        Ok(roots)
+    }
+}
