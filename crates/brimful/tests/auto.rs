@@ -237,8 +237,11 @@ fn what_every_size_needs_is_not_taken_for_the_samples() {
                 Loss::mean(layer.forward(&x).square().mean(Kind::Double))
             })
         };
-        let last = (0..6).map(|_| step().expect("a step")).last().expect("a step");
-        assert!(last.sizes[0] > 8, "{size:?}: {:?}", last.sizes);
+        // Which size is the fastest is the clock's to say; that larger ones are tried is not.
+        let steps = (0..6).map(|_| step().expect("a step"));
+        let decisions: Vec<_> = steps.flat_map(|step| step.decisions).collect();
+        let largest = decisions.iter().map(|decision| decision.size).max();
+        assert!(largest > Some(8), "{size:?}: {decisions:?}");
     }
 }
 
@@ -473,7 +476,7 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
         let wide = Wide::new();
         let memory = Memory::Arena(Arena::limited("cpu", limit).expect("a limit"));
         let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
-        (wide, micro.remember(&path).expect("the memory answers"))
+        (wide, micro.remember(&path))
     };
     let (wide, mut micro) = start(1 << 20);
     let found = (0..4).map(|_| wide.step(&mut micro, 4000).expect("a step").sizes[0]).last();

@@ -207,7 +207,7 @@ fn outputs((one, two): &Layers, x: &Tensor) -> Tensor {
 fn replicas_that_alternate_two_losses_replay_each_as_itself() {
     let _alone = alone();
     let net = Net::new(Kind::Double);
-    let (mut one, mut replicas) = (micro(&net, false), replicated().replay(true).expect("replay"));
+    let (mut one, mut replicas) = (micro(&net, false), replicated().replay(true));
     let mut count = 0;
     for step in 0..6 {
         let x = numbers(&[24, 5], step);
@@ -232,7 +232,7 @@ fn replicas_that_alternate_two_losses_replay_each_as_itself() {
 #[test]
 fn replicas_that_draw_on_the_host_are_not_replayed() {
     let _alone = alone();
-    let mut replicas = replicated().replay(true).expect("replay");
+    let mut replicas = replicated().replay(true);
     for step in 0..4 {
         let done = replicas.backward(&numbers(&[24, 5], step), |model, x: Tensor| {
             let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
@@ -468,7 +468,7 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
     let mut needs = Vec::new();
     for replay in [false, true] {
         let replicas = Replicas::new(device(), Size::Largest, wide).expect("replicas");
-        let mut replicas = replicas.replay(replay).expect("replay");
+        let mut replicas = replicas.replay(replay);
         let x = Tensor::randn([4096, 64], (Kind::Float, Device::Cpu));
         let mut last = None;
         for _ in 0..16 {

@@ -275,7 +275,7 @@ fn dropout_belongs_to_step_replica_and_micro_batch() {
             while left > 0 {
                 let size = *sizes.next().expect("a micro-batch");
                 let part = |t: &Tensor| t.narrow(0, start as i64, size as i64);
-                tch::manual_seed(Draws::new(step.seed, i).seed(replica) as i64);
+                tch::manual_seed(Draws::new(step.seed.expect("of its own"), i).seed(replica) as i64);
                 sum += losses(&model.forward_t(&part(&x), true), &part(&y)).sum(Kind::Double);
                 (start, left, i) = (start + size, left - size, i + 1);
             }

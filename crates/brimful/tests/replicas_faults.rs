@@ -191,8 +191,7 @@ fn errors_and_panics_come_as_they_are_after_all_was_undone() {
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
     let _alone = alone();
     for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
-        let mut replicas =
-            replicas(&arenas(2), Size::Fixed(3)).non_finite(policy).expect("a policy");
+        let mut replicas = replicas(&arenas(2), Size::Fixed(3)).non_finite(policy);
         let before = state_of(replicas.store());
         let last = batch().double_value(&[11, 3]);
         let error = replicas.backward(&batch(), move |net, x| {

@@ -22,7 +22,7 @@ use crate::step::{
     BatchRole, Counted, Engine, Exchange, Failed, Figures, Group, Lesson, Opening, PartReport,
     Seeding, Size, State, Team, Timeline, Trained, Try, Whole, gradient_bytes, names,
 };
-use crate::workers::{StageDevice, WorkerError};
+use crate::workers::{StageDevice, WorkerError, Workers};
 use crate::{Error, Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
@@ -371,16 +371,15 @@ impl Pipeline {
                 Ok(())
             })?;
         }
-        self.gather_statistics()?;
+        self.gather_statistics(&workers)?;
         workers.all(move |worker| worker.tell(others))
     }
 
     /// Brings what layers have seen in later replicas of this process to those of the first.
-    fn gather_statistics(&self) -> Result<()> {
+    fn gather_statistics(&self, workers: &Workers<Worker>) -> Result<()> {
         if self.ranks.replicas_here == 1 {
             return Ok(());
         }
-        let workers = self.workers();
         let stages = self.ranks.here().len();
         let owners = workers.all(|worker| {
             let owned = worker.variables.owned().filter(|variable| !variable.trainable);
