@@ -87,13 +87,6 @@ impl Args {
     }
 }
 
-impl Command {
-    /// Whether it is about the program itself, which needs no libtorch.
-    pub const fn is_about_the_program(&self) -> bool {
-        matches!(self, Self::Completions(_) | Self::Man(_))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

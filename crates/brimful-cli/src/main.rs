@@ -1,6 +1,6 @@
 //! The program `brimful`: reads the command line, runs one command, says what went wrong in a line.
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod args;
 mod commands;
@@ -16,7 +16,6 @@ mod progress;
 mod setting;
 
 use std::env;
-use std::ffi::OsString;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -25,12 +24,8 @@ use brimful::memory;
 use args::{Args, Command, Global};
 use exit::Exit;
 
-// `--help` and its like need no libtorch, so they do not wait for it.
-#[cfg(not(test))]
-brimful_torch::before_libtorch!(|words| begin(words).err().map(Exit::code));
-
 fn main() -> ExitCode {
-    match begin(env::args_os().collect()) {
+    match begin() {
         Err(exit) => exit.into(),
         Ok(args) => {
             memory::keep_freed_blocks();
@@ -40,17 +35,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Reads the command line. What is wrong with it, and what is about the program itself, is answered
-/// on the spot.
-fn begin(words: Vec<OsString>) -> Result<Args, Exit> {
-    let args = Args::read(words).map_err(|error| match error.downcast_ref::<clap::Error>() {
+/// Reads the command line. What is wrong with it, and a cry for help, is answered on the spot.
+fn begin() -> Result<Args, Exit> {
+    let words = env::args_os().collect();
+    Args::read(words).map_err(|error| match error.downcast_ref::<clap::Error>() {
         Some(answer) => print(answer),
         None => ended(Err(error), false),
-    })?;
-    if args.command.is_about_the_program() {
-        return Err(ended(run(&args.command), args.global.verbose));
-    }
-    Ok(args)
+    })
 }
 
 /// Prints the help that was asked for, or how the command line is wrong.

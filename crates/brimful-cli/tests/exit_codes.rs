@@ -121,18 +121,3 @@ fn manual_pages_are_written_for_every_command() {
     }
     ends("man --folder /no/such/folder", 1, "cannot write the pages into /no/such/folder");
 }
-
-/// libtorch takes a quarter of a second to start; here it is mapped, but not started.
-#[test]
-fn help_does_not_wait_for_libtorch() {
-    let help = brimful().arg("--help").env("LD_DEBUG", "files").assert().success();
-    help.stderr(
-        predicate::str::contains("calling init: ")
-            .not()
-            .and(predicate::str::contains("libtorch_cpu.so")),
-    );
-    let doctor = brimful().arg("doctor").env("LD_DEBUG", "files").assert().success();
-    doctor.stderr(
-        predicate::str::is_match("calling init: .*libtorch_cpu.so").expect("a pattern").count(1),
-    );
-}

@@ -4,7 +4,6 @@
 //! | module | what it adds to tch |
 //! | --- | --- |
 //! | [`arena`] | CPU memory that is counted, and limited |
-//! | [`before_libtorch`] | an answer before libtorch starts |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`foreach`] | one operation on many tensors at once |
@@ -23,8 +22,6 @@
 
 pub mod arena;
 pub mod autograd;
-#[doc(hidden)]
-pub mod before;
 pub mod cuda;
 mod cuda_object;
 pub mod device;
