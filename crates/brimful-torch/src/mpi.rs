@@ -44,12 +44,12 @@ pub struct Mpi {
     universe: Option<Universe>,
     lines: [ffi::MPI_Comm; 2],
     /// Messages on the control line that have been announced, with their senders.
-    arriving: VecDeque<(usize, Pending)>,
+    arriving: VecDeque<(usize, MpiMessage)>,
 }
 
 /// One of two ways for messages, which do not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Line {
+pub enum MpiLine {
     /// For small messages of which the receiver knows nothing beforehand.
     Control,
     /// For buffers whose length the receiver has been told.
@@ -67,7 +67,7 @@ pub enum Buffer {
 
 /// A message under way, with its buffer.
 #[derive(Debug)]
-pub struct Pending {
+pub struct MpiMessage {
     requests: Vec<ffi::MPI_Request>,
     buffer: Option<Buffer>,
 }
@@ -75,8 +75,8 @@ pub struct Pending {
 // SAFETY: MPI was started so that any thread may call it, one at a time; `&mut Mpi` sees to that.
 // The handles are no more than names.
 unsafe impl Send for Mpi {}
-// SAFETY: as above; nothing can be done with a `Pending` without the one `Mpi`.
-unsafe impl Send for Pending {}
+// SAFETY: as above; nothing can be done with an `MpiMessage` without the one `Mpi`.
+unsafe impl Send for MpiMessage {}
 
 impl std::fmt::Debug for Mpi {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -126,11 +126,11 @@ impl Mpi {
     /// When MPI refuses.
     pub fn send(
         &mut self,
-        line: Line,
+        line: MpiLine,
         buffer: Buffer,
         to: usize,
         tag: i32,
-    ) -> Result<Pending, MpiError> {
+    ) -> Result<MpiMessage, MpiError> {
         self.begin(buffer, |start, length, request| {
             // SAFETY: the buffer has these bytes, and lives until the request has been completed.
             unsafe {
@@ -146,11 +146,11 @@ impl Mpi {
     /// When MPI refuses.
     pub fn receive(
         &mut self,
-        line: Line,
+        line: MpiLine,
         buffer: Buffer,
         from: usize,
         tag: i32,
-    ) -> Result<Pending, MpiError> {
+    ) -> Result<MpiMessage, MpiError> {
         self.begin(buffer, |start, length, request| {
             // SAFETY: the buffer has these bytes, and lives until the request has been completed.
             unsafe {
@@ -197,7 +197,7 @@ impl Mpi {
     /// one.
     fn accept(&mut self) -> Result<bool, MpiError> {
         let (mut found, mut length) = (0, 0);
-        let comm = self.lines[Line::Control as usize];
+        let comm = self.lines[MpiLine::Control as usize];
         // SAFETY: the handles are set by the probe, and a status is plain numbers.
         let (mut message, mut status): (_, ffi::MPI_Status) =
             unsafe { (ffi::RSMPI_MESSAGE_NULL, mem::zeroed()) };
@@ -211,7 +211,7 @@ impl Mpi {
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
         }
         let buffer = Some(Buffer::Bytes(vec![0; length.unsigned_abs() as usize]));
-        let mut pending = Pending { requests: Vec::with_capacity(1), buffer };
+        let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer };
         let (start, _) = pending.bytes()?;
         // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
         // completed.
@@ -228,7 +228,7 @@ impl Mpi {
     ///
     /// # Errors
     /// When it was lost.
-    pub fn is_done(&mut self, pending: &mut Pending) -> Result<bool, MpiError> {
+    pub fn is_done(&mut self, pending: &mut MpiMessage) -> Result<bool, MpiError> {
         pending.test()
     }
 
@@ -241,8 +241,8 @@ impl Mpi {
         &self,
         buffer: Buffer,
         start: impl Fn(*mut c_void, c_int, *mut ffi::MPI_Request) -> c_int,
-    ) -> Result<Pending, MpiError> {
-        let mut pending = Pending { requests: Vec::with_capacity(1), buffer: Some(buffer) };
+    ) -> Result<MpiMessage, MpiError> {
+        let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer: Some(buffer) };
         let (first, length) = pending.bytes()?;
         for at in (0..length.max(1)).step_by(LONGEST) {
             // SAFETY: no null pointer is ever completed, and `at` is inside the buffer.
@@ -262,7 +262,7 @@ impl Drop for Mpi {
     }
 }
 
-impl Pending {
+impl MpiMessage {
     /// The buffer of a message that is done.
     pub fn into_buffer(mut self) -> Option<Buffer> {
         if self.requests.is_empty() { self.buffer.take() } else { None }
@@ -303,7 +303,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for MpiMessage {
     fn drop(&mut self) {
         if !self.requests.is_empty() {
             // MPI may still read or write it: memory that is lost is better than memory spoiled.

@@ -31,7 +31,7 @@ impl LearningRate<'_> {
 
 /// What stochastic gradient descent is told.
 #[derive(Debug, Clone, Copy)]
-pub struct Sgd {
+pub struct SgdOptions {
     /// How much of the last direction is kept.
     pub momentum: f64,
     /// How much of the gradient is left out of the direction.
@@ -46,7 +46,7 @@ pub struct Sgd {
 
 /// What Adam and `AdamW` are told.
 #[derive(Debug, Clone, Copy)]
-pub struct Adam {
+pub struct AdamOptions {
     /// The decays of the averages of gradients and of their squares.
     pub betas: (f64, f64),
     /// Keeps the divisor from zero.
@@ -86,12 +86,12 @@ pub fn sgd(
     gradients: &[Tensor],
     buffers: Option<&[Tensor]>,
     rate: LearningRate<'_>,
-    options: &Sgd,
+    options: &SgdOptions,
 ) -> Result<(), TorchError> {
     let count = parameters.len();
     same_length(count, [Some(gradients), buffers])?;
     let (learning_rate, rate) = rate.split();
-    let &Sgd { momentum, dampening, weight_decay, nesterov, first } = options;
+    let &SgdOptions { momentum, dampening, weight_decay, nesterov, first } = options;
     let options = RawSgd { learning_rate, momentum, dampening, weight_decay, nesterov, first };
     let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));
     let buffers = buffers.map(raw_list);
@@ -119,13 +119,13 @@ pub fn adam(
     gradients: &[Tensor],
     state: AdamState<'_>,
     rate: LearningRate<'_>,
-    options: &Adam,
+    options: &AdamOptions,
 ) -> Result<(), TorchError> {
     let count = parameters.len();
     let AdamState { averages, squares, maxima, steps } = state;
     same_length(count, [Some(gradients), Some(averages), Some(squares), maxima, Some(steps)])?;
     let (learning_rate, rate) = rate.split();
-    let &Adam { betas: (beta1, beta2), eps, weight_decay, decoupled } = options;
+    let &AdamOptions { betas: (beta1, beta2), eps, weight_decay, decoupled } = options;
     let amsgrad = maxima.is_some();
     let options = RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad, decoupled };
     let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));

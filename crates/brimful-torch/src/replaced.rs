@@ -6,32 +6,32 @@ use std::thread::LocalKey;
 /// What the living guards of one kind have each found, the outermost first.
 #[derive(Debug)]
 pub(crate) struct Replaced<T> {
-    found: RefCell<Found<T>>,
+    found: RefCell<Entries<T>>,
 }
 
 #[derive(Debug)]
-struct Found<T> {
+struct Entries<T> {
     next: u64,
     list: Vec<(u64, T)>,
 }
 
 /// A guard's number on its thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place(u64);
+pub(crate) struct GuardNumber(u64);
 
 impl<T: Copy> Replaced<T> {
     pub(crate) const fn new() -> Self {
-        Self { found: RefCell::new(Found { next: 0, list: Vec::new() }) }
+        Self { found: RefCell::new(Entries { next: 0, list: Vec::new() }) }
     }
 
     /// Notes what a new guard has found.
-    pub(crate) fn note(list: &'static LocalKey<Self>, found: T) -> Place {
+    pub(crate) fn note(list: &'static LocalKey<Self>, found: T) -> GuardNumber {
         list.with(|this| {
             let mut all = this.found.borrow_mut();
             all.next += 1;
-            let place = all.next;
-            all.list.push((place, found));
-            Place(place)
+            let number = all.next;
+            all.list.push((number, found));
+            GuardNumber(number)
         })
     }
 
@@ -39,13 +39,13 @@ impl<T: Copy> Replaced<T> {
     /// thing is still there, which will put it back instead.
     pub(crate) fn leave(
         list: &'static LocalKey<Self>,
-        place: Place,
+        guard: GuardNumber,
         same: impl Fn(&T, &T) -> bool,
     ) -> Option<T> {
         // A thread that has put its list away is ending, and needs nothing put back.
         let left = list.try_with(|this| {
             let all = &mut this.found.borrow_mut().list;
-            let at = all.iter().position(|(number, _)| *number == place.0)?;
+            let at = all.iter().position(|(number, _)| *number == guard.0)?;
             let (_, found) = all.remove(at);
             match all[at..].iter_mut().find(|(_, later)| same(later, &found)) {
                 Some((_, later)) => {
@@ -67,8 +67,8 @@ mod tests {
         static FOUND: Replaced<(char, i32)> = const { Replaced::new() };
     }
 
-    fn leave(place: Place) -> Option<(char, i32)> {
-        Replaced::leave(&FOUND, place, |a, b| a.0 == b.0)
+    fn leave(guard: GuardNumber) -> Option<(char, i32)> {
+        Replaced::leave(&FOUND, guard, |a, b| a.0 == b.0)
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::{Mutex, PoisonError};
 
-use crate::replaced::{Place, Replaced};
+use crate::replaced::{GuardNumber, Replaced};
 
 thread_local! {
     static FOUND: Replaced<usize> = const { Replaced::new() };
@@ -11,9 +11,9 @@ thread_local! {
 
 /// Sets how many threads each operation started by this thread may use, until the guard is dropped.
 pub fn limit_threads(count: usize) -> ThreadsGuard {
-    let place = Replaced::note(&FOUND, threads());
+    let number = Replaced::note(&FOUND, threads());
     set(count.max(1));
-    ThreadsGuard { place, _this_thread: PhantomData }
+    ThreadsGuard { number, _this_thread: PhantomData }
 }
 
 /// How many threads an operation started by this thread may use.
@@ -40,13 +40,13 @@ fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
 #[derive(Debug)]
 #[must_use = "the thread count goes back when the guard is dropped"]
 pub struct ThreadsGuard {
-    place: Place,
+    number: GuardNumber,
     _this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for ThreadsGuard {
     fn drop(&mut self) {
-        if let Some(last) = Replaced::leave(&FOUND, self.place, |_, _| true) {
+        if let Some(last) = Replaced::leave(&FOUND, self.number, |_, _| true) {
             set(last);
         }
     }

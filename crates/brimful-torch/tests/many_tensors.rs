@@ -4,7 +4,7 @@
 
 mod test_device;
 
-use brimful_torch::optim::{Adam, AdamState, LearningRate, Sgd};
+use brimful_torch::optim::{AdamOptions, AdamState, LearningRate, SgdOptions};
 use brimful_torch::{foreach, optim};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
@@ -116,10 +116,16 @@ fn a_learning_rate_may_be_a_tensor() {
         let steps = [(); 2].map(|()| Tensor::zeros([0_i64; 0], (Kind::Float, test_device())));
         let state =
             AdamState { averages: &averages, squares: &squares, maxima: None, steps: &steps };
-        let adam = Adam { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.1, decoupled: true };
+        let adam =
+            AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.1, decoupled: true };
         optim::adam(&parameters, &gradients, state, rate, &adam).expect("a step");
-        let sgd =
-            Sgd { momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: false };
+        let sgd = SgdOptions {
+            momentum: 0.0,
+            dampening: 0.0,
+            weight_decay: 0.0,
+            nesterov: false,
+            first: false,
+        };
         optim::sgd(&parameters, &gradients, None, rate, &sgd).expect("a step");
         assert!(steps.iter().all(|step| step.double_value(&[]) == 1.0));
         parameters.map(|parameter| parameter.max().double_value(&[]))
@@ -133,8 +139,13 @@ fn a_learning_rate_may_be_a_tensor() {
 
 #[test]
 fn what_a_kernel_would_misread_is_refused() {
-    let sgd =
-        Sgd { momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false, first: true };
+    let sgd = SgdOptions {
+        momentum: 0.9,
+        dampening: 0.0,
+        weight_decay: 0.0,
+        nesterov: false,
+        first: true,
+    };
     let parameter = [ones(&[4, 6], Kind::Float)];
     let rate = LearningRate::Number(0.1);
     for wrong in [

@@ -10,20 +10,20 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use brimful_torch::mpi::{Buffer, Line, Mpi, Pending};
+use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
 use ranks::{as_process_or, text, told};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes of a message that no MPI sends before its receiver asks for it.
 const LARGE: usize = 1 << 24;
 
-fn arrives(mpi: &mut Mpi, mut pending: Pending) {
+fn arrives(mpi: &mut Mpi, mut pending: MpiMessage) {
     while !mpi.is_done(&mut pending).expect("a message") {
         thread::yield_now();
     }
 }
 
-fn send(mpi: &mut Mpi, line: Line, bytes: Vec<u8>, to: usize) -> Pending {
+fn send(mpi: &mut Mpi, line: MpiLine, bytes: Vec<u8>, to: usize) -> MpiMessage {
     mpi.send(line, Buffer::Bytes(bytes), to, 0).expect("a message")
 }
 
@@ -38,18 +38,18 @@ fn next(mpi: &mut Mpi) -> (usize, Vec<u8>) {
 
 /// Lets a byte go both ways, so that there is a way.
 fn greet(mpi: &mut Mpi, other: usize) {
-    let there = send(mpi, Line::Data, vec![0], other);
-    let back = mpi.receive(Line::Data, Buffer::Bytes(vec![0]), other, 0).expect("asked");
+    let there = send(mpi, MpiLine::Data, vec![0], other);
+    let back = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), other, 0).expect("asked");
     [there, back].into_iter().for_each(|pending| arrives(mpi, pending));
 }
 
 /// Announces a large message, and makes no call of MPI until the file is there.
 fn halting_sender(mpi: &mut Mpi, seen: &Path) {
     greet(mpi, 0);
-    let large = send(mpi, Line::Control, vec![7; LARGE], 0);
-    let small = send(mpi, Line::Control, vec![8], 0);
+    let large = send(mpi, MpiLine::Control, vec![7; LARGE], 0);
+    let small = send(mpi, MpiLine::Control, vec![8], 0);
     // Over one socket this comes after the announcement.
-    let after = send(mpi, Line::Data, vec![9], 0);
+    let after = send(mpi, MpiLine::Data, vec![9], 0);
     while !seen.exists() {
         thread::sleep(Duration::from_millis(1));
     }
@@ -59,9 +59,9 @@ fn halting_sender(mpi: &mut Mpi, seen: &Path) {
 /// Does not wait for the large message, hears the third process meanwhile, and gets all in order.
 fn receiver(mpi: &mut Mpi, seen: &Path) {
     greet(mpi, 1);
-    let after = mpi.receive(Line::Data, Buffer::Bytes(vec![0]), 1, 0).expect("asked");
+    let after = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), 1, 0).expect("asked");
     arrives(mpi, after);
-    let go = send(mpi, Line::Data, vec![1], 2);
+    let go = send(mpi, MpiLine::Data, vec![1], 2);
     arrives(mpi, go);
     assert_eq!(next(mpi), (2, vec![2]));
     assert_eq!(mpi.incoming(), Ok(None), "the large message is not there");
@@ -72,9 +72,9 @@ fn receiver(mpi: &mut Mpi, seen: &Path) {
 }
 
 fn third(mpi: &mut Mpi) {
-    let go = mpi.receive(Line::Data, Buffer::Bytes(vec![0]), 0, 0).expect("asked");
+    let go = mpi.receive(MpiLine::Data, Buffer::Bytes(vec![0]), 0, 0).expect("asked");
     arrives(mpi, go);
-    let told = send(mpi, Line::Control, vec![2], 0);
+    let told = send(mpi, MpiLine::Control, vec![2], 0);
     arrives(mpi, told);
 }
 

@@ -19,7 +19,7 @@ use brimful::optim::Adam;
 use brimful::pipeline::{PipelineOptimizer, StageDevice};
 use brimful::world::WorldError;
 use brimful::{Error, Layers, Loss, Pipeline, World, save};
-use brimful_torch::mpi::{Buffer, Line, Mpi};
+use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use pipeline_models::{GPT, assert_close};
 use ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
 use tch::{Device, Kind, Tensor, nn};
@@ -382,7 +382,7 @@ fn halt_within_a_message(mut mpi: Mpi, over: &Path) {
     let greeting = value(1, "greeting", &(env!("CARGO_PKG_VERSION"), mpi.host()));
     let large = value(2, "a large value", &"x".repeat(1 << 24));
     let tell = |mpi: &mut Mpi, bytes: &Vec<u8>, to| {
-        mpi.send(Line::Control, Buffer::Bytes(bytes.clone()), to, 0).expect("sent")
+        mpi.send(MpiLine::Control, Buffer::Bytes(bytes.clone()), to, 0).expect("sent")
     };
     let _greetings = [0, 2].map(|to| tell(&mut mpi, &greeting, to));
     let mut heard = BTreeSet::new();

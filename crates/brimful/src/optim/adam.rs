@@ -84,7 +84,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
     }
 
     pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        let options = fused::Adam {
+        let options = fused::AdamOptions {
             betas: self.betas,
             eps: self.eps,
             weight_decay: self.weight_decay,

@@ -82,7 +82,7 @@ impl Sgd {
     }
 
     pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        let options = fused::Sgd {
+        let options = fused::SgdOptions {
             momentum: self.momentum,
             dampening: self.dampening,
             weight_decay: self.weight_decay,

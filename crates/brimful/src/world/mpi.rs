@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use brimful_torch::mpi::{Buffer, Line, Mpi, MpiError, Pending};
+use brimful_torch::mpi::{Buffer, Mpi, MpiError, MpiLine, MpiMessage};
 use tch::Tensor;
 
 use super::error::WorldError;
@@ -16,7 +16,7 @@ const TAGS: u64 = 1 << 15;
 #[derive(Debug)]
 pub(super) struct MpiWire {
     mpi: Mpi,
-    pending: HashMap<Ticket, Pending>,
+    pending: HashMap<Ticket, MpiMessage>,
     next: Ticket,
 }
 
@@ -27,7 +27,7 @@ impl MpiWire {
         Ok(Self { mpi, pending: HashMap::new(), next: 0 })
     }
 
-    fn keep(&mut self, pending: Result<Pending, MpiError>) -> Result<Ticket, WorldError> {
+    fn keep(&mut self, pending: Result<MpiMessage, MpiError>) -> Result<Ticket, WorldError> {
         self.next += 1;
         self.pending.insert(self.next, pending.map_err(failed)?);
         Ok(self.next)
@@ -44,7 +44,7 @@ impl Wire for MpiWire {
     }
 
     fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError> {
-        let pending = self.mpi.send(Line::Control, Buffer::Bytes(bytes), to, 0);
+        let pending = self.mpi.send(MpiLine::Control, Buffer::Bytes(bytes), to, 0);
         self.keep(pending)
     }
 
@@ -57,12 +57,12 @@ impl Wire for MpiWire {
     }
 
     fn send(&mut self, tensor: Tensor, to: usize, number: u64) -> Result<Ticket, WorldError> {
-        let pending = self.mpi.send(Line::Data, Buffer::Tensor(tensor), to, tag(number));
+        let pending = self.mpi.send(MpiLine::Data, Buffer::Tensor(tensor), to, tag(number));
         self.keep(pending)
     }
 
     fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError> {
-        let pending = self.mpi.receive(Line::Data, Buffer::Tensor(tensor), from, tag(number));
+        let pending = self.mpi.receive(MpiLine::Data, Buffer::Tensor(tensor), from, tag(number));
         self.keep(pending)
     }
 

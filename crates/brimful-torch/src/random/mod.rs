@@ -1,0 +1,49 @@
+//! Random numbers: a device's state, taken and put back; a generator for one thread alone.
+
+mod own_generator;
+
+use std::ptr;
+
+use tch::{Device, Tensor};
+
+use crate::device::number;
+use crate::error::{TorchError, call};
+use crate::{ffi, owned, raw};
+
+pub use own_generator::OwnGenerator;
+
+/// Where a device's default generator stands.
+#[derive(Debug, PartialEq)]
+pub struct GeneratorState(Tensor);
+
+/// Takes the state of the device's default generator.
+///
+/// # Errors
+/// When the device does not exist.
+pub fn generator_state(device: Device) -> Result<GeneratorState, TorchError> {
+    let index = number(device)?;
+    let mut state = ptr::null_mut();
+    // SAFETY: on success `state` is a new tensor that is ours.
+    call(|message| unsafe { ffi::brimful_generator_state(index, &mut state, message) })?;
+    Ok(GeneratorState(owned(state)))
+}
+
+/// Puts the device's default generator back to where it stood.
+///
+/// # Errors
+/// When the device does not exist, or the state is of another kind of device.
+pub fn set_generator_state(device: Device, state: &GeneratorState) -> Result<(), TorchError> {
+    let index = number(device)?;
+    // SAFETY: the state is a valid tensor.
+    call(|message| unsafe { ffi::brimful_set_generator_state(index, raw(&state.0), message) })
+}
+
+/// Seeds the default generator of this device alone; `tch::manual_seed` seeds those of all.
+///
+/// # Errors
+/// When the device does not exist.
+pub fn seed_generator(device: Device, seed: u64) -> Result<(), TorchError> {
+    let index = number(device)?;
+    // SAFETY: takes plain numbers.
+    call(|message| unsafe { ffi::brimful_seed_generator(index, seed, message) })
+}

@@ -1,0 +1,118 @@
+//! Marks in a stream, to wait for or to measure time between.
+
+use std::ptr;
+use std::time::Duration;
+
+use tch::Device;
+
+use super::Stream;
+use crate::device::number;
+use crate::error::{TorchError, call};
+use crate::ffi::{self, RawEvent};
+
+/// A mark in a stream, to wait for or to measure time between.
+#[derive(Debug)]
+pub struct Event {
+    device: Device,
+    pub(super) handle: *mut RawEvent,
+}
+
+// SAFETY: an event may be used from any thread, one at a time.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// An event for streams of this device, not yet recorded.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn new(device: Device) -> Result<Self, TorchError> {
+        let mut handle = ptr::null_mut();
+        if device != Device::Cpu {
+            let index = number(device)?;
+            // SAFETY: on success `handle` is a new event that is ours.
+            call(|message| unsafe { ffi::brimful_event_new(index, &mut handle, message) })?;
+        }
+        Ok(Self { device, handle })
+    }
+
+    /// A mark at the end of the stream's work so far.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn after(stream: Stream) -> Result<Self, TorchError> {
+        let mut event = Self::new(stream.device)?;
+        event.record(stream)?;
+        Ok(event)
+    }
+
+    /// Marks the end of the stream's work so far.
+    ///
+    /// # Errors
+    /// When the stream is of another device, or the device has failed.
+    pub fn record(&mut self, stream: Stream) -> Result<(), TorchError> {
+        if stream.device != self.device {
+            let (event, stream) = (self.device, stream.device);
+            return Err(TorchError::other(format!(
+                "an event of {event:?} on a stream of {stream:?}"
+            )));
+        }
+        stream.on_accelerator(|index| {
+            // SAFETY: the event lives as long as `self`; the id came from libtorch.
+            call(|message| unsafe {
+                ffi::brimful_event_record(self.handle, index, stream.id, message)
+            })
+        })
+    }
+
+    /// Whether the mark is reached, or was never made.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn is_reached(&self) -> Result<bool, TorchError> {
+        let mut reached = true;
+        if !self.handle.is_null() {
+            // SAFETY: the event lives as long as `self`; `reached` is a valid place for the answer.
+            call(|message| unsafe {
+                ffi::brimful_event_query(self.handle, &mut reached, message)
+            })?;
+        }
+        Ok(reached)
+    }
+
+    /// Waits, on the host, until the mark is reached.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn synchronize(&self) -> Result<(), TorchError> {
+        if self.handle.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the event lives as long as `self`.
+        call(|message| unsafe { ffi::brimful_event_synchronize(self.handle, message) })
+    }
+
+    /// The time from this mark to a later one; both must have been reached.
+    ///
+    /// # Errors
+    /// When one of them was not recorded or not reached, or they are of a CPU, which has no queue.
+    pub fn elapsed(&self, later: &Event) -> Result<Duration, TorchError> {
+        if self.handle.is_null() || later.handle.is_null() {
+            return Err(TorchError::other("a CPU's events carry no time"));
+        }
+        let mut milliseconds = 0.0;
+        // SAFETY: both events live; `milliseconds` is a valid place for the answer.
+        call(|message| unsafe {
+            ffi::brimful_event_elapsed(self.handle, later.handle, &mut milliseconds, message)
+        })?;
+        Ok(Duration::from_secs_f64(milliseconds.max(0.0) / 1e3))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // SAFETY: the event is ours and dropped once.
+            unsafe { ffi::brimful_event_drop(self.handle) }
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Queues of work on an accelerator, and events that order them. On a CPU all of it is empty:
+//! work is done when its call returns.
+
+mod event;
+
+use std::marker::PhantomData;
+
+use tch::{Device, Tensor};
+
+use crate::device::number;
+use crate::error::{TorchError, call};
+use crate::replaced::{GuardNumber, Replaced};
+use crate::{ffi, raw};
+
+pub use event::Event;
+
+thread_local! {
+    static FOUND: Replaced<Stream> = const { Replaced::new() };
+}
+
+/// A queue of work on a device: in order within itself, at the same time as other streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream {
+    device: Device,
+    id: i64,
+}
+
+impl Stream {
+    /// Another stream than the default one, from libtorch's pool.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn new(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_from_pool)
+    }
+
+    /// A stream from another pool, which no [`Stream::new`] ever gives again: for a capture, into
+    /// which no other thread must put its work.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn urgent(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_urgent)
+    }
+
+    /// The stream that this thread's work on the device goes to.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn current(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_current)
+    }
+
+    /// The stream that every thread's work on the device goes to unless it has entered another.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn common(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_common)
+    }
+
+    fn ask(
+        device: Device,
+        f: unsafe extern "C" fn(i32, *mut i64, *mut *mut std::ffi::c_char) -> i32,
+    ) -> Result<Self, TorchError> {
+        let mut id = 0;
+        if device != Device::Cpu {
+            let index = number(device)?;
+            // SAFETY: `id` is a valid place for the answer.
+            call(|message| unsafe { f(index, &mut id, message) })?;
+        }
+        Ok(Self { device, id })
+    }
+
+    /// The device that the stream belongs to.
+    pub fn device(self) -> Device {
+        self.device
+    }
+
+    /// Sends this thread's work on the device to this stream until the guard is dropped.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn enter(self) -> Result<StreamGuard, TorchError> {
+        let last = Self { device: self.device, id: self.exchange()? };
+        Ok(StreamGuard { number: Replaced::note(&FOUND, last), _this_thread: PhantomData })
+    }
+
+    fn exchange(self) -> Result<i64, TorchError> {
+        let mut last = 0;
+        if self.device != Device::Cpu {
+            let index = number(self.device)?;
+            // SAFETY: `last` is a valid place for the answer; the id came from libtorch.
+            call(|message| unsafe {
+                ffi::brimful_stream_enter(index, self.id, &mut last, message)
+            })?;
+        }
+        Ok(last)
+    }
+
+    /// Waits until the stream has done all its work.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn synchronize(self) -> Result<(), TorchError> {
+        self.on_accelerator(|index| {
+            // SAFETY: the id came from libtorch.
+            call(|message| unsafe { ffi::brimful_stream_synchronize(index, self.id, message) })
+        })
+    }
+
+    /// Lets this stream wait for the event; the host goes on.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn wait(self, event: &Event) -> Result<(), TorchError> {
+        self.on_accelerator(|index| {
+            // SAFETY: the event lives as long as its handle; the id came from libtorch.
+            call(|message| unsafe {
+                ffi::brimful_event_block(event.handle, index, self.id, message)
+            })
+        })
+    }
+
+    /// Keeps the tensor's memory from being reused before this stream's work so far is done.
+    ///
+    /// # Errors
+    /// When the tensor is of another device.
+    pub fn keep(self, tensor: &Tensor) -> Result<(), TorchError> {
+        self.on_accelerator(|index| {
+            // SAFETY: the tensor is valid; the id came from libtorch.
+            call(|message| unsafe {
+                ffi::brimful_record_stream(raw(tensor), index, self.id, message)
+            })
+        })
+    }
+
+    fn on_accelerator(
+        self,
+        f: impl FnOnce(i32) -> Result<(), TorchError>,
+    ) -> Result<(), TorchError> {
+        if self.device == Device::Cpu { Ok(()) } else { f(number(self.device)?) }
+    }
+}
+
+/// Keeps a stream current on this thread; dropped, the one before is current again. Guards may be
+/// dropped in any order: the innermost that is left holds.
+#[derive(Debug)]
+#[must_use = "the stream is left when the guard is dropped"]
+pub struct StreamGuard {
+    number: GuardNumber,
+    _this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        let same_device = |a: &Stream, b: &Stream| a.device == b.device;
+        if let Some(last) = Replaced::leave(&FOUND, self.number, same_device) {
+            // Fails only where the device has failed, which the next call on it reports.
+            let _ = last.exchange();
+        }
+    }
+}
