@@ -10,18 +10,26 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 
-const SOURCES: [&str; 11] = [
+const SOURCES: [&str; 19] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
+    "bridge/cuda.cpp",
     "bridge/cuda_object.cpp",
-    "bridge/device.cpp",
+    "bridge/events.cpp",
     "bridge/foreach.cpp",
+    "bridge/generator.cpp",
     "bridge/gradients.cpp",
     "bridge/layout.cpp",
+    "bridge/libtorch.cpp",
+    "bridge/memory.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",
-    "bridge/random.cpp",
+    "bridge/own_generator.cpp",
+    "bridge/refusals.cpp",
+    "bridge/start.cpp",
+    "bridge/streams.cpp",
     "bridge/touched.cpp",
+    "bridge/transfer.cpp",
 ];
 
 fn main() {

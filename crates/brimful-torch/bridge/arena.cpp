@@ -6,14 +6,19 @@
 // libtorch asserts that a block's context equals its data pointer, so the size cannot live in a
 // context of its own; and the header keeps the 64-byte alignment that vector code expects.
 
-#include "guard.h"
+#include "refusals.h"
+#include "version.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <mutex>
 #include <string>
+
+BRIMFUL_READ_AGAIN(
+    "alloc_cpu, SetCPUAllocator and its plain global, and that a block's context is its data pointer");
 
 namespace {
 
@@ -40,14 +45,16 @@ void release(Arena* arena) {
   if (arena->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete arena;
 }
 
-[[noreturn]] void refuse(Arena& arena, int64_t asked, int64_t in_use, const char* limit) {
+// A refusal without a limit is one that a test asked for. The sentence must stay one line: readers cut
+// texts at its end, because backtraces begin there. This one is thrown without a backtrace, which takes
+// a tenth of a second to write and which nobody reads.
+[[noreturn]] void refuse(Arena& arena, int64_t asked, int64_t in_use, int64_t limit) {
   arena.refusals.fetch_add(1, std::memory_order_relaxed);
-  // crates/brimful/src/oom.rs reads this sentence: change both together. It is thrown without a
-  // backtrace, which takes a tenth of a second to write and which nobody reads.
-  throw c10::OutOfMemoryError(
-      c10::str("out of memory in arena '", arena.name, "': asked for ", asked, " bytes, ", in_use,
-               " in use, limit ", limit),
-      /*backtrace=*/nullptr);
+  const auto sentence = c10::str(
+      "out of memory in arena '", arena.name, "': asked for ", asked, " bytes, ", in_use,
+      " in use, limit ", limit == kNoLimit ? "injected" : std::to_string(limit));
+  brimful::note_refusal({sentence, arena.name, asked, in_use, limit});
+  throw c10::OutOfMemoryError(sentence, /*backtrace=*/nullptr);
 }
 
 // Adds `size` to the arena, or throws and leaves it as it was. A refused allocation is never
@@ -57,13 +64,11 @@ void charge(Arena& arena, int64_t size) {
   int64_t current = arena.current.load(std::memory_order_relaxed);
   if (number < arena.doomed_to.load(std::memory_order_relaxed) &&
       number >= arena.doomed_from.load(std::memory_order_relaxed)) {
-    refuse(arena, size, current, "injected");
+    refuse(arena, size, current, kNoLimit);
   }
   const int64_t limit = arena.limit.load(std::memory_order_relaxed);
   do {
-    if (limit != kNoLimit && size > limit - current) {
-      refuse(arena, size, current, std::to_string(limit).c_str());
-    }
+    if (limit != kNoLimit && size > limit - current) refuse(arena, size, current, limit);
   } while (!arena.current.compare_exchange_weak(current, current + size, std::memory_order_relaxed));
   const int64_t reached = current + size;
   int64_t peak = arena.peak.load(std::memory_order_relaxed);

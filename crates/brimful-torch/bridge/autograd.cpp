@@ -2,6 +2,7 @@
 
 #include "guard.h"
 #include "tensors.h"
+#include "version.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -13,6 +14,9 @@
 #include <thread>
 #include <unordered_set>
 #include <vector>
+
+BRIMFUL_READ_AGAIN(
+    "set_post_acc_grad_hooks, which replaces whatever hook was there, and the node AccumulateGrad");
 
 namespace {
 

@@ -14,11 +14,10 @@
 #include <ATen/ops/stack.h>
 
 using brimful::guarded;
+using brimful::is_half;
 using brimful::list_of;
 
 namespace {
-
-bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
 
 // What norms of this kind are computed in: a sum of squares overflows f16 and is coarse in bf16.
 at::ScalarType norm_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }

@@ -12,12 +12,9 @@
 #include <ATen/ops/empty_like.h>
 
 using brimful::guarded;
+using brimful::is_half;
 
 namespace {
-
-bool is_half(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
 
 at::Tensor empty_sum(const at::Tensor& gradient) {
   return at::empty_like(gradient, gradient.options().dtype(at::kFloat));
@@ -68,13 +65,13 @@ int32_t brimful_collect_gradients(
       if (!place.defined()) continue;
       at::Tensor gradient = std::move(place);
       place = at::Tensor();
-      if (sums[i] == nullptr && is_half(gradient)) {
+      if (sums[i] == nullptr && is_half(gradient.scalar_type())) {
         sums[i] = new at::Tensor(empty_sum(gradient));
         first_into.push_back(*sums[i]);
         first_from.push_back(gradient);
       } else if (sums[i] == nullptr) {
         sums[i] = new at::Tensor(std::move(gradient));
-      } else if (is_half(gradient)) {
+      } else if (is_half(gradient.scalar_type())) {
         half_into.push_back(*sums[i]);
         half_added.push_back(gradient);
       } else {

@@ -1,7 +1,6 @@
 // Keeps C++ exceptions on this side of the boundary: each becomes a kind and a message.
 #pragma once
 
-#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
@@ -35,12 +34,6 @@ int32_t guarded(char** message, Body&& body) noexcept {
   } catch (...) {
     return report(message, kOther, "an exception of unknown type");
   }
-}
-
-// A device as tch numbers it: -1 is the CPU, 0 and up are CUDA's.
-inline c10::Device device_of(int32_t index) {
-  return index < 0 ? c10::Device(c10::kCPU)
-                   : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
 }  // namespace brimful

@@ -4,12 +4,16 @@
 // allocated on a named device, and the device is replaced by libtorch's "meta" one. The key exists
 // for such interceptions and is on nobody else's path: other threads do not pass here.
 
-#include "guard.h"
+#include "version.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
+
+BRIMFUL_READ_AGAIN(
+    "that nothing else uses the key TESTING_ONLY_GenericWrapper, and that all ways to make a tensor "
+    "come down to empty.memory_format and empty_strided");
 
 namespace {
 

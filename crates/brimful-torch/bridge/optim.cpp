@@ -5,7 +5,9 @@
 // look contiguous, or they copy the gradient into another order than the parameter's.
 
 #include "guard.h"
+#include "mirrored.h"
 #include "tensors.h"
+#include "version.h"
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adam.h>
@@ -15,6 +17,9 @@
 
 using brimful::guarded;
 using brimful::list_of;
+
+BRIMFUL_READ_AGAIN(
+    "the fused CPU kernels: that they walk raw memory, allocate nothing and raise no version");
 
 namespace {
 
@@ -87,16 +92,6 @@ void count_changes(const at::Tensor* const* parameters, size_t count) {
 }  // namespace
 
 extern "C" {
-
-struct BrimfulSgd {
-  double learning_rate, momentum, dampening, weight_decay;
-  bool nesterov, first;
-};
-
-struct BrimfulAdam {
-  double learning_rate, beta1, beta2, eps, weight_decay;
-  bool amsgrad, decoupled;
-};
 
 bool brimful_fits(const at::Tensor* parameter, const at::Tensor* other) noexcept {
   return fits(*parameter, *other);

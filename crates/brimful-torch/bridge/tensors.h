@@ -1,4 +1,5 @@
-// Lists of tensors as they cross the boundary: an array of pointers and its length.
+// What all who work on tensors share: lists as they cross the boundary (an array of pointers and its
+// length), kinds of numbers, and changes that are counted.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,8 @@ inline std::vector<at::Tensor> list_of(const at::Tensor* const* tensors, size_t 
   for (size_t i = 0; i < count; ++i) list.push_back(*tensors[i]);
   return list;
 }
+
+inline bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
 
 // Lets autograd and others know that the numbers were changed by work that libtorch does not count.
 inline void count_change(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 
 #include "draws.h"
 #include "guard.h"
+#include "version.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
@@ -55,6 +56,10 @@ struct Touches {
 };
 
 thread_local Touches* innermost = nullptr;
+
+BRIMFUL_READ_AGAIN(
+    "which operations write to what their schemas do not mark: batch normalisation its running "
+    "statistics, and no other");
 
 // Batch normalisation's schema does not say that it moves these.
 bool is_running(const c10::Argument& argument) {

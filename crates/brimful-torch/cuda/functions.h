@@ -1,7 +1,9 @@
 // What the shared object of this folder can do, file by file.
 #pragma once
 
+#include "../bridge/device.h"
 #include "../bridge/guard.h"
+#include "../bridge/mirrored.h"
 
 namespace brimful::graph {
 
@@ -18,3 +20,24 @@ int32_t share(int32_t device, double* out, char** message) noexcept;
 int32_t set_share(int32_t device, double share, char** message) noexcept;
 
 }  // namespace brimful::memory
+
+extern "C" {
+
+// The table of them all, by which src/cuda_object.rs calls them.
+struct BrimfulCudaFunctions {
+  decltype(&brimful::graph::begin) begin;
+  decltype(&brimful::graph::end) end;
+  decltype(&brimful::graph::replay) replay;
+  decltype(&brimful::graph::drop) drop;
+  decltype(&brimful::memory::share) memory_share;
+  decltype(&brimful::memory::set_share) set_memory_share;
+};
+BRIMFUL_FIELD(BrimfulCudaFunctions, begin, 0);
+BRIMFUL_FIELD(BrimfulCudaFunctions, end, 8);
+BRIMFUL_FIELD(BrimfulCudaFunctions, replay, 16);
+BRIMFUL_FIELD(BrimfulCudaFunctions, drop, 24);
+BRIMFUL_FIELD(BrimfulCudaFunctions, memory_share, 32);
+BRIMFUL_FIELD(BrimfulCudaFunctions, set_memory_share, 40);
+BRIMFUL_SIZE(BrimfulCudaFunctions, 48);
+
+}  // extern "C"

@@ -3,12 +3,18 @@
 
 #include "functions.h"
 
+#include "../bridge/version.h"
+
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/DeviceGuard.h>
 
 using brimful::guarded;
+
+BRIMFUL_READ_AGAIN(
+    "all of at::cuda::CUDAGraph: its protected fields, what capture_end does and in which order, and "
+    "what the allocators and generators are told of a capture");
 
 namespace {
 

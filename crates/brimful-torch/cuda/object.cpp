@@ -7,16 +7,6 @@
 
 extern "C" {
 
-// The same fields as RawCudaFunctions in src/ffi.rs.
-struct BrimfulCudaFunctions {
-  decltype(&brimful::graph::begin) begin_;
-  decltype(&brimful::graph::end) end_;
-  decltype(&brimful::graph::replay) replay_;
-  decltype(&brimful::graph::drop) drop_;
-  decltype(&brimful::memory::share) memory_share_;
-  decltype(&brimful::memory::set_share) set_memory_share_;
-};
-
 extern const BrimfulCudaFunctions brimful_cuda_functions;
 const BrimfulCudaFunctions brimful_cuda_functions = {
     brimful::graph::begin, brimful::graph::end,    brimful::graph::replay,

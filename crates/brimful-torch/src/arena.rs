@@ -2,9 +2,11 @@
 
 use std::ffi::CString;
 use std::marker::PhantomData;
+use std::ptr;
 use std::sync::Arc;
 
-use crate::ffi::{self, RawArena, RawStay};
+use crate::error::take_string;
+use crate::ffi::{self, RawArena, RawRefusal, RawStay};
 
 /// An account that CPU allocations are charged to. Clones share it.
 ///
@@ -12,7 +14,7 @@ use crate::ffi::{self, RawArena, RawStay};
 /// While no arena exists libtorch's own allocator is in place; the first one puts the accounting
 /// allocator before it, the last one dropped takes it away again.
 #[derive(Debug, Clone)]
-pub struct Arena(Arc<Handle>);
+pub struct Account(Arc<Handle>);
 
 #[derive(Debug)]
 struct Handle(*mut RawArena);
@@ -29,7 +31,7 @@ impl Drop for Handle {
     }
 }
 
-impl Arena {
+impl Account {
     /// A new arena without a limit. The name appears in out-of-memory messages.
     pub fn new(name: &str) -> Self {
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
@@ -42,7 +44,7 @@ impl Arena {
     pub fn enter(&self) -> ArenaGuard {
         // SAFETY: the guard holds a clone of the arena until it has left it.
         let stay = unsafe { ffi::brimful_arena_enter(self.0.0) };
-        ArenaGuard { _arena: self.clone(), stay, _this_thread: PhantomData }
+        ArenaGuard { _account: self.clone(), stay, _this_thread: PhantomData }
     }
 
     /// Allows at most so many bytes from now on; `None` lifts the limit.
@@ -98,12 +100,42 @@ impl Arena {
     }
 }
 
+/// An allocation that was refused, with its numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RefusedAllocation {
+    /// The arena's name.
+    pub arena: String,
+    /// Bytes asked for.
+    pub asked: u64,
+    /// Bytes in use when they were asked for.
+    pub in_use: u64,
+    /// The limit that stood in the way; none where [`Account::fail_allocations`] did.
+    pub limit: Option<u64>,
+}
+
+/// The refusal that an error's or a panic's text tells of, among the last ones of this process. tch
+/// hands on an exception's text alone, so this is how its numbers come along.
+pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
+    let text = CString::new(text).ok()?;
+    let mut found = RawRefusal { asked: 0, in_use: 0, limit: 0, arena: ptr::null_mut() };
+    // SAFETY: the text ends in NUL, and `found` is a valid place for the answer.
+    if !unsafe { ffi::brimful_arena_refusal(text.as_ptr(), &mut found) } {
+        return None;
+    }
+    Some(RefusedAllocation {
+        arena: take_string(found.arena)?,
+        asked: found.asked.unsigned_abs(),
+        in_use: found.in_use.unsigned_abs(),
+        limit: u64::try_from(found.limit).ok(),
+    })
+}
+
 /// Charges the thread that entered an arena to it, or to those entered since; dropped, to the
 /// innermost that is left. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the arena is left when the guard is dropped"]
 pub struct ArenaGuard {
-    _arena: Arena,
+    _account: Account,
     stay: *mut RawStay,
     _this_thread: PhantomData<*const ()>,
 }

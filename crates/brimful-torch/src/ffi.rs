@@ -1,6 +1,7 @@
 //! The C face of `bridge/*.cpp`, declared once. Every `i32` is an outcome, see `error.rs`.
 
 use std::ffi::{c_char, c_void};
+use std::mem::offset_of;
 
 /// `at::Tensor`, as tch hands it out.
 pub(crate) type RawTensor = c_void;
@@ -13,6 +14,17 @@ pub(crate) type RawGenerator = c_void;
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
 
+/// Where each field of a mirrored struct lies, and how large the whole is: the numbers that
+/// `bridge/mirrored.h` and `cuda/functions.h` have too, so that neither side can be changed alone.
+macro_rules! mirrored {
+    ($name:ident, $size:literal bytes, $($field:ident: $offset:literal),+) => {
+        const _: () = {
+            $(assert!(offset_of!($name, $field) == $offset, "a field is elsewhere in C++");)+
+            assert!(size_of::<$name>() == $size, "the struct is of another size in C++");
+        };
+    };
+}
+
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct RawMemory {
@@ -24,6 +36,20 @@ pub(crate) struct RawMemory {
     pub(crate) free: i64,
     pub(crate) total: i64,
 }
+mirrored!(
+    RawMemory, 56 bytes,
+    current: 0, peak: 8, reserved: 16, retries: 24, refusals: 32, free: 40, total: 48
+);
+
+/// An allocation that an arena refused. No limit is -1; the arena's name is ours to free.
+#[repr(C)]
+pub(crate) struct RawRefusal {
+    pub(crate) asked: i64,
+    pub(crate) in_use: i64,
+    pub(crate) limit: i64,
+    pub(crate) arena: *mut c_char,
+}
+mirrored!(RawRefusal, 32 bytes, asked: 0, in_use: 8, limit: 16, arena: 24);
 
 #[repr(C)]
 pub(crate) struct RawSgd {
@@ -34,6 +60,10 @@ pub(crate) struct RawSgd {
     pub(crate) nesterov: bool,
     pub(crate) first: bool,
 }
+mirrored!(
+    RawSgd, 40 bytes,
+    learning_rate: 0, momentum: 8, dampening: 16, weight_decay: 24, nesterov: 32, first: 33
+);
 
 #[repr(C)]
 pub(crate) struct RawAdam {
@@ -45,6 +75,10 @@ pub(crate) struct RawAdam {
     pub(crate) amsgrad: bool,
     pub(crate) decoupled: bool,
 }
+mirrored!(
+    RawAdam, 48 bytes,
+    learning_rate: 0, beta1: 8, beta2: 16, eps: 24, weight_decay: 32, amsgrad: 40, decoupled: 41
+);
 
 /// What `cuda/*.cpp` can do, once it is loaded.
 #[repr(C)]
@@ -57,6 +91,10 @@ pub(crate) struct RawCudaFunctions {
     pub(crate) memory_share: unsafe extern "C" fn(i32, *mut f64, Message) -> i32,
     pub(crate) set_memory_share: unsafe extern "C" fn(i32, f64, Message) -> i32,
 }
+mirrored!(
+    RawCudaFunctions, 48 bytes,
+    begin: 0, end: 8, replay: 16, drop: 24, memory_share: 32, set_memory_share: 40
+);
 
 unsafe extern "C" {
     pub(crate) fn brimful_load_cuda_object(
@@ -85,6 +123,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_arena_allocations(arena: *const RawArena) -> i64;
     pub(crate) fn brimful_arena_reset_peak(arena: *mut RawArena);
     pub(crate) fn brimful_arena_refusals(arena: *const RawArena) -> i64;
+    pub(crate) fn brimful_arena_refusal(text: *const c_char, out: *mut RawRefusal) -> bool;
     pub(crate) fn brimful_arena_fail(arena: *mut RawArena, n: i64, count: i64);
 
     pub(crate) fn brimful_backward(

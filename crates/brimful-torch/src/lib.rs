@@ -6,7 +6,9 @@
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
+//! | [`device`] | waiting for a device |
 //! | [`foreach`] | one operation on many tensors at once |
+//! | [`gradients`] | gradients taken out of their parameters, into sums |
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`host`] | large blocks kept by the process that frees them |
 //! | [`layout`] | numbers in memory with the channels last |

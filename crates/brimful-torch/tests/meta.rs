@@ -1,6 +1,6 @@
 //! Tensors without memory, beside those that have it.
 
-use brimful_torch::arena::Arena;
+use brimful_torch::arena::Account;
 use brimful_torch::meta;
 use tch::nn::Init;
 use tch::{Device, Kind, Tensor, nn};
@@ -18,7 +18,7 @@ const INITS: [Init; 6] = [
 
 #[test]
 fn a_large_tensor_needs_no_memory() {
-    let arena = Arena::new("nothing");
+    let arena = Account::new("nothing");
     let _inside = arena.enter();
     let shapeless = meta::enter();
     let large = Tensor::randn([1 << 20, 1 << 20], CPU);

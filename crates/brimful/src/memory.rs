@@ -23,7 +23,7 @@
 
 mod host;
 
-use brimful_torch::arena::{self, ArenaGuard};
+use brimful_torch::arena::{Account, ArenaGuard};
 #[doc(inline)]
 pub use brimful_torch::host::keep_freed_blocks;
 use brimful_torch::memory as torch_memory;
@@ -38,13 +38,13 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct Arena {
     name: String,
-    account: arena::Arena,
+    account: Account,
 }
 
 impl Arena {
     /// An arena that counts but does not limit.
     pub fn new(name: &str) -> Self {
-        Self { name: name.to_owned(), account: arena::Arena::new(name) }
+        Self { name: name.to_owned(), account: Account::new(name) }
     }
 
     /// An arena in which at most `bytes` can be in use.

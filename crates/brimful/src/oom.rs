@@ -3,6 +3,11 @@
 //! libtorch has a type for it, but tch passes on the text alone: as an `Err` from its `f_` methods,
 //! as a panic from the plain ones. So it is known by its text, here and nowhere else. Anything else
 //! is handed back untouched.
+//!
+//! An arena's numbers are not read but carried: the bridge keeps those of its last refusals. CUDA's and
+//! the host's are read from libtorch's sentence. libtorch would call an observer with CUDA's, but on the
+//! thread that allocated, which in a backward is one of autograd's, so that nobody could tell whose they
+//! are; and it takes observers without a lock, while other threads may run out of memory.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,13 +15,14 @@ use std::fmt::Display;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 
-use brimful_torch::{ErrorKind, TorchError};
+use brimful_torch::{ErrorKind, TorchError, arena};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::bytes::Bytes;
 
 /// Memory ran out: where, how much was asked for, and what there was, as far as the report tells.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[error("{message}")]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -33,7 +39,7 @@ pub struct OutOfMemory {
 }
 
 /// The memory that ran out.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Place {
     /// A CPU arena, by name.
@@ -60,6 +66,9 @@ const PHRASES: [(&str, Place); 13] = [
     ("C10 Out of Memory. Trying to allocate", Place::Host),
     ("std::bad_alloc", Place::Host),
 ];
+
+/// How an arena's report begins, as `arena.cpp` words it; its name follows.
+const ARENA: &str = "out of memory in arena '";
 
 /// Where CUDA's report goes over to advice, which the remedies here take the place of.
 const ADVICE: &str = " If reserved but unallocated memory is large";
@@ -95,7 +104,7 @@ pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caugh
 
 /// Reads a report of running out of memory; `None` for any other text.
 pub fn recognise(text: &str) -> Option<OutOfMemory> {
-    read_arena(text).or_else(|| {
+    of_arena(text).or_else(|| {
         let (phrase, place) = PHRASES.iter().find(|(phrase, _)| text.contains(phrase))?;
         let message = own_words(text, phrase);
         let message = message.split(ADVICE).next().unwrap_or_default().trim_end().to_owned();
@@ -133,18 +142,17 @@ pub(crate) fn from_torch(error: &TorchError) -> Option<OutOfMemory> {
     })
 }
 
-/// Reads the sentence that `arena.cpp` writes.
-fn read_arena(text: &str) -> Option<OutOfMemory> {
-    const START: &str = "out of memory in arena '";
-    let message = own_words(text, START);
-    let (name, numbers) = message.strip_prefix(START)?.rsplit_once("': asked for ")?;
-    let (asked, numbers) = numbers.split_once(" bytes, ")?;
-    let (in_use, limit) = numbers.split_once(" in use, limit ")?;
+/// The refusal of an arena, with the numbers that the bridge has kept of it.
+fn of_arena(text: &str) -> Option<OutOfMemory> {
+    let message = own_words(text, ARENA);
+    let name = message.strip_prefix(ARENA)?.rsplit_once("': asked for ")?.0;
+    let refused = arena::refusal_told_in(&message);
     Some(OutOfMemory {
-        place: Place::Arena(name.to_owned()),
-        asked: asked.parse().ok(),
-        in_use: in_use.parse().ok(),
-        limit: limit.parse().ok(),
+        // One of another process, or of long ago, is an arena's all the same.
+        place: Place::Arena(refused.as_ref().map_or(name, |refused| &refused.arena).to_owned()),
+        asked: refused.as_ref().map(|refused| Bytes(refused.asked)),
+        in_use: refused.as_ref().map(|refused| Bytes(refused.in_use)),
+        limit: refused.and_then(|refused| refused.limit).map(Bytes),
         message,
     })
 }
@@ -225,27 +233,60 @@ fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use tch::{Device, Kind, TchError, Tensor};
 
-    const ARENA: &str =
-        "out of memory in arena 'stage 'two'': asked for 512 bytes, 900 in use, limit 1000";
+    use super::*;
+    use crate::memory::Arena;
+
+    /// What tch says of an arena of this name and 1000 bytes, 900 of them in use, asked for 512.
+    fn refused(name: &str) -> TchError {
+        let arena = Arena::limited(name, 1000).expect("a limit");
+        let _inside = arena.enter();
+        let _in_use = Tensor::zeros([900], (Kind::Uint8, Device::Cpu));
+        Tensor::f_zeros([512], (Kind::Uint8, Device::Cpu)).expect_err("no more than 1000")
+    }
 
     #[test]
-    fn an_arena_is_read_with_its_numbers() {
-        let oom = recognise(ARENA).expect("an arena's report");
-        assert_eq!(oom.place, Place::Arena("stage 'two'".into()));
-        assert_eq!(oom.asked, Some(Bytes(512)));
-        assert_eq!(oom.in_use, Some(Bytes(900)));
-        assert_eq!(oom.limit, Some(Bytes(1000)));
-        assert_eq!(oom.to_string(), ARENA);
+    fn an_arena_is_told_with_its_numbers() {
+        for name in ["stage 'two'", "limit 7", "': asked for 3 bytes, 4 in use, limit 5"] {
+            let oom = recognise(&refused(name).to_string()).expect("an arena's report");
+            assert_eq!(oom.place, Place::Arena(name.into()));
+            assert_eq!(oom.asked, Some(Bytes(512)));
+            assert_eq!(oom.in_use, Some(Bytes(900)));
+            assert_eq!(oom.limit, Some(Bytes(1000)));
+            let sentence = format!(
+                "out of memory in arena '{name}': asked for 512 bytes, 900 in use, limit 1000"
+            );
+            assert_eq!(oom.to_string(), sentence);
+        }
+    }
+
+    #[test]
+    fn numbers_come_along_whatever_is_said_around_them_and_on_whatever_thread() {
+        let plain = recognise(&refused("around").to_string()).expect("an arena's report");
+        let text = std::thread::spawn(|| refused("around").to_string()).join().expect("a text");
+        let around = recognise(&format!("while training: {text} (second try)"));
+        let around = around.expect("an arena's report");
+        assert_eq!((around.asked, around.in_use), (plain.asked, plain.in_use));
+        assert_eq!((around.limit, around.place), (plain.limit, plain.place));
+    }
+
+    #[test]
+    fn an_arena_of_another_process_is_known_without_numbers() {
+        let oom = recognise("out of memory in arena 'far': asked for 1 bytes, 2 in use, limit 2");
+        let oom = oom.expect("an arena's report");
+        assert_eq!(oom.place, Place::Arena("far".into()));
+        assert_eq!((oom.asked, oom.in_use, oom.limit), (None, None, None));
     }
 
     #[test]
     fn a_panic_of_tch_is_read_like_an_error() {
-        let text = format!("{ARENA}\nException raised from refuse at arena.cpp:46\nframe #0");
-        let thrown = format!("{:?}", tch::TchError::Torch(text.clone()));
-        assert_eq!(recognise(&thrown), recognise(ARENA));
-        assert_eq!(recognise(&tch::TchError::Torch(text).to_string()), recognise(ARENA));
+        let TchError::Torch(text) = refused("a \"quoted\" name") else { panic!("of libtorch") };
+        let plain = recognise(&text);
+        assert_eq!(plain.as_ref().and_then(|oom| oom.asked), Some(Bytes(512)));
+        let text = format!("{text}\nException raised from refuse at arena.cpp:46\nframe #0");
+        assert_eq!(recognise(&format!("{:?}", TchError::Torch(text.clone()))), plain);
+        assert_eq!(recognise(&TchError::Torch(text).to_string()), plain);
     }
 
     #[test]

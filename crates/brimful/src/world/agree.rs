@@ -12,7 +12,8 @@ use super::error::WorldError;
 use super::link::Look;
 use super::message::{Message, decode, encode};
 use super::waits::Wait;
-use crate::{Error, Result, oom};
+use crate::oom::OutOfMemory;
+use crate::{Error, Result};
 
 /// How a rank has failed, as the others are told.
 #[derive(Debug, Serialize, Deserialize)]
@@ -20,7 +21,7 @@ struct Failure {
     /// Since the turn's beginning.
     at: Duration,
     message: String,
-    out_of_memory: Option<String>,
+    out_of_memory: Option<OutOfMemory>,
 }
 
 impl World {
@@ -74,7 +75,7 @@ impl World {
         let told = result.as_ref().map_err(|error| Failure {
             at,
             message: error.to_string(),
-            out_of_memory: error.out_of_memory().map(|oom| oom.message.clone()),
+            out_of_memory: error.out_of_memory().cloned(),
         });
         let own = encode(&told)?;
         let all = self.share_bytes(what, own)?;
@@ -97,7 +98,7 @@ impl World {
 
     fn failed(&self, rank: usize, failure: Failure) -> Error {
         let Failure { message, out_of_memory, .. } = failure;
-        let cause = out_of_memory.and_then(|text| oom::recognise(&text)).map(Box::new);
+        let cause = out_of_memory.map(Box::new);
         WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
     }
 }

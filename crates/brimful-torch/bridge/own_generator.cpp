@@ -7,6 +7,7 @@
 
 #include "draws.h"
 #include "guard.h"
+#include "version.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,6 +20,10 @@
 
 using brimful::is_elsewhere;
 using brimful::takes_generator;
+
+BRIMFUL_READ_AGAIN(
+    "that nothing else uses the key TESTING_ONLY_GenericMode, that it comes before autograd, and that "
+    "all that draws comes down to operations of aten that take an optional generator");
 
 namespace {
 

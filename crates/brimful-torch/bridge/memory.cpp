@@ -1,0 +1,52 @@
+// An accelerator's memory: what its caching allocator holds, and what the device has left.
+
+#include "device.h"
+#include "guard.h"
+#include "mirrored.h"
+
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+using brimful::device_of;
+using brimful::guarded;
+
+namespace {
+
+// Before its first use a device's allocator knows of no device.
+c10::DeviceAllocator& allocator_of(c10::Device device) {
+  at::globalContext().lazyInitDevice(device.type());
+  return *c10::getDeviceAllocator(device.type());
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t brimful_device_memory(int32_t index, BrimfulMemory* out, char** message) noexcept {
+  return guarded(message, [&] {
+    using c10::CachingAllocator::StatType;
+    const auto device = device_of(index);
+    auto& allocator = allocator_of(device);
+    const auto stats = allocator.getDeviceStats(device.index());
+    const auto all = static_cast<size_t>(StatType::AGGREGATE);
+    const auto [free, total] = allocator.getMemoryInfo(device.index());
+    *out = {
+        stats.allocated_bytes[all].current, stats.allocated_bytes[all].peak,
+        stats.reserved_bytes[all].current,  stats.num_alloc_retries,
+        stats.num_ooms,
+        static_cast<int64_t>(free),         static_cast<int64_t>(total)};
+  });
+}
+
+int32_t brimful_reset_peak(int32_t index, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto device = device_of(index);
+    allocator_of(device).resetPeakStats(device.index());
+  });
+}
+
+int32_t brimful_empty_cache(int32_t index, char** message) noexcept {
+  return guarded(message, [&] { allocator_of(device_of(index)).emptyCache(); });
+}
+
+}  // extern "C"

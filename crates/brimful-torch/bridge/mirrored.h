@@ -1,0 +1,65 @@
+// The structs that src/ffi.rs mirrors. Both sides say where each field lies, so that neither can be
+// changed alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// The number of a field's first byte, as src/ffi.rs has it.
+#define BRIMFUL_FIELD(type, field, offset) \
+  static_assert(offsetof(type, field) == (offset), #type "." #field " is elsewhere in src/ffi.rs")
+#define BRIMFUL_SIZE(type, size) \
+  static_assert(sizeof(type) == (size), #type " is of another size in src/ffi.rs")
+
+extern "C" {
+
+// An accelerator's memory, in bytes; retries and refusals are counts.
+struct BrimfulMemory {
+  int64_t current, peak, reserved, retries, refusals, free, total;
+};
+BRIMFUL_FIELD(BrimfulMemory, current, 0);
+BRIMFUL_FIELD(BrimfulMemory, peak, 8);
+BRIMFUL_FIELD(BrimfulMemory, reserved, 16);
+BRIMFUL_FIELD(BrimfulMemory, retries, 24);
+BRIMFUL_FIELD(BrimfulMemory, refusals, 32);
+BRIMFUL_FIELD(BrimfulMemory, free, 40);
+BRIMFUL_FIELD(BrimfulMemory, total, 48);
+BRIMFUL_SIZE(BrimfulMemory, 56);
+
+// An allocation that an arena refused. No limit is -1; the arena's name is the receiver's to free.
+struct BrimfulRefusal {
+  int64_t asked, in_use, limit;
+  char* arena;
+};
+BRIMFUL_FIELD(BrimfulRefusal, asked, 0);
+BRIMFUL_FIELD(BrimfulRefusal, in_use, 8);
+BRIMFUL_FIELD(BrimfulRefusal, limit, 16);
+BRIMFUL_FIELD(BrimfulRefusal, arena, 24);
+BRIMFUL_SIZE(BrimfulRefusal, 32);
+
+struct BrimfulSgd {
+  double learning_rate, momentum, dampening, weight_decay;
+  bool nesterov, first;
+};
+BRIMFUL_FIELD(BrimfulSgd, learning_rate, 0);
+BRIMFUL_FIELD(BrimfulSgd, momentum, 8);
+BRIMFUL_FIELD(BrimfulSgd, dampening, 16);
+BRIMFUL_FIELD(BrimfulSgd, weight_decay, 24);
+BRIMFUL_FIELD(BrimfulSgd, nesterov, 32);
+BRIMFUL_FIELD(BrimfulSgd, first, 33);
+BRIMFUL_SIZE(BrimfulSgd, 40);
+
+struct BrimfulAdam {
+  double learning_rate, beta1, beta2, eps, weight_decay;
+  bool amsgrad, decoupled;
+};
+BRIMFUL_FIELD(BrimfulAdam, learning_rate, 0);
+BRIMFUL_FIELD(BrimfulAdam, beta1, 8);
+BRIMFUL_FIELD(BrimfulAdam, beta2, 16);
+BRIMFUL_FIELD(BrimfulAdam, eps, 24);
+BRIMFUL_FIELD(BrimfulAdam, weight_decay, 32);
+BRIMFUL_FIELD(BrimfulAdam, amsgrad, 40);
+BRIMFUL_FIELD(BrimfulAdam, decoupled, 41);
+BRIMFUL_SIZE(BrimfulAdam, 48);
+
+}  // extern "C"

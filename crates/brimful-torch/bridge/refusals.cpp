@@ -1,0 +1,63 @@
+// What arenas have refused lately, to be found again by the sentence that each refusal was thrown with.
+//
+// Most refusals are thrown through tch, which hands on an exception's text and nothing else. Whoever
+// has that text gets the numbers here, whatever was said around it and on whatever thread. Refusals
+// with the same sentence have the same numbers, so it does not matter which of them is found.
+
+#include "refusals.h"
+
+#include "mirrored.h"
+
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+namespace {
+
+// More than can be under way at once: a thread reads its text before it allocates again.
+constexpr size_t kKept = 256;
+
+class Recent {
+ public:
+  void note(brimful::Refusal refusal) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    list_.push_back(std::move(refusal));
+    if (list_.size() > kKept) list_.pop_front();
+  }
+
+  bool find(const char* text, BrimfulRefusal* out) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const brimful::Refusal* found = nullptr;
+    for (const auto& refusal : list_) {
+      // "limit 10" is in "limit 100" too: the longest is meant.
+      const bool longer = found == nullptr || refusal.sentence.size() > found->sentence.size();
+      if (longer && strstr(text, refusal.sentence.c_str()) != nullptr) found = &refusal;
+    }
+    if (found == nullptr) return false;
+    *out = {found->asked, found->in_use, found->limit, strdup(found->arena.c_str())};
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<brimful::Refusal> list_;
+};
+
+// Never destroyed: tensors in statics may be allocated after every destructor.
+Recent& recent() {
+  static auto* the_one = new Recent;
+  return *the_one;
+}
+
+}  // namespace
+
+void brimful::note_refusal(Refusal refusal) { recent().note(std::move(refusal)); }
+
+extern "C" {
+
+// The refusal whose sentence is in the text, if it was one of the last.
+bool brimful_arena_refusal(const char* text, BrimfulRefusal* out) noexcept {
+  return recent().find(text, out);
+}
+
+}  // extern "C"

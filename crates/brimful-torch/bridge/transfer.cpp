@@ -1,0 +1,44 @@
+// Copies between host and device that do not make the host wait.
+
+#include "device.h"
+#include "guard.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+using brimful::device_of;
+using brimful::guarded;
+
+extern "C" {
+
+int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] { *out = new at::Tensor(tensor->pin_memory()); });
+}
+
+// The host's memory of the tensor's shape and kind, in one piece.
+int32_t brimful_room_for(
+    const at::Tensor* tensor, bool page_locked, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto options = at::device(at::kCPU).dtype(tensor->dtype()).pinned_memory(page_locked);
+    *out = new at::Tensor(at::empty(tensor->sizes(), options, at::MemoryFormat::Contiguous));
+  });
+}
+
+int32_t brimful_copy(at::Tensor* into, const at::Tensor* from, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    into->copy_(*from, /*non_blocking=*/true);
+  });
+}
+
+int32_t brimful_send(
+    const at::Tensor* tensor, int32_t device, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto to = device_of(device);
+    // Who uses a tensor of the host's does not wait for a stream: it must be there.
+    *out = new at::Tensor(tensor->to(to, tensor->scalar_type(), /*non_blocking=*/!to.is_cpu()));
+  });
+}
+
+}  // extern "C"
