@@ -1,7 +1,8 @@
 # The few commands of the project: each one sets up what it needs, on a fresh clone too.
 
 # The tests that run under miri, which knows no C++: pure code alone.
-MIRI_TESTS ?= -p brimful --lib -- split:: bytes:: oom::tests::each oom::tests::cuda oom::tests::an_arena
+MIRI_TESTS ?= -p brimful-plan --lib
+MIRI_OOM_TESTS ?= -p brimful --lib -- oom::tests::each oom::tests::cuda oom::tests::an_arena
 
 # Tests run side by side: threads within each would only get in each other's way.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -86,5 +87,5 @@ licences: rust
 
 miri: libtorch
 	@if cargo +nightly miri --version >/dev/null 2>&1; \
-	then cargo +nightly miri test $(MIRI_TESTS); \
+	then cargo +nightly miri test $(MIRI_TESTS) && cargo +nightly miri test $(MIRI_OOM_TESTS); \
 	else echo "skipped: the nightly toolchain has no miri"; fi

@@ -2,8 +2,8 @@
 
 #![no_main]
 
-use brimful::bytes::Bytes;
-use brimful::schedule::{Action, Recompute, Schedule};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{Action, Recompute, Schedule};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {

@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use brimful::schedule::{Actions, Costs, render, simulate};
+use brimful_plan::schedule::{Actions, Costs, render, simulate};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|text: &str| {

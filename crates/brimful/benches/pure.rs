@@ -5,8 +5,8 @@
 use std::hint::black_box;
 use std::time::Duration;
 
-use brimful::balance::{self, Layer, Load, Profile, Slot};
-use brimful::plan::{Device, Request, plan};
+use brimful::balance::{self, LayerCost, Load, Profile, Slot};
+use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 
@@ -70,7 +70,7 @@ fn planning(c: &mut Criterion) {
     for layers in [25, 50, 100, 200] {
         let profile = Profile { input_bytes: 1 << 10, layers: (0..layers).map(layer).collect() };
         for (name, memory) in [("free", None), ("tight", Some((8 * layers as u64) << 20))] {
-            let request = Request::new(&profile, vec![Device { speed: 1.0, memory }; 8], 64);
+            let request = Request::new(&profile, vec![PlanDevice { speed: 1.0, memory }; 8], 64);
             group.bench_function(BenchmarkId::new(name, format!("{layers}x8")), |b| {
                 b.iter(|| plan(black_box(&request)).unwrap());
             });
@@ -79,14 +79,14 @@ fn planning(c: &mut Criterion) {
     group.finish();
 }
 
-fn layer(k: usize) -> Layer {
-    Layer {
+fn layer(k: usize) -> LayerCost {
+    LayerCost {
         forward: time(k),
         backward: 2.0 * time(k),
         parameter_bytes: 8 << 20,
         activation_bytes: 1 << 20,
         output_bytes: 1 << 16,
-        ..Layer::default()
+        ..LayerCost::default()
     }
 }
 

@@ -3,17 +3,18 @@
 use std::error::Error as StdError;
 use std::sync::Arc;
 
+use brimful_plan::balance::BalanceError;
+use brimful_plan::bytes::{Bytes, BytesError};
+use brimful_plan::plan::PlanError;
+use brimful_plan::schedule::{CostError, ScheduleError};
+use brimful_plan::split::SplitError;
 use tch::TchError;
 use thiserror::Error;
 
-use crate::balance::BalanceError;
-use crate::bytes::Bytes;
 use crate::oom::{self, OutOfMemory};
 use crate::pipeline::{PipelineError, StageError};
-use crate::plan::PlanError;
 use crate::replicas::ReplicasError;
 use crate::report::RunError;
-use crate::schedule::{CostError, ScheduleError};
 use crate::workers::WorkerError;
 use crate::world::WorldError;
 
@@ -102,11 +103,8 @@ pub enum Error {
     },
 
     /// A text that is not a number of bytes.
-    #[error("'{text}' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB")]
-    NotBytes {
-        /// The text.
-        text: String,
-    },
+    #[error(transparent)]
+    Bytes(#[from] BytesError),
 
     /// A layer without a whole name.
     #[error(
@@ -235,21 +233,9 @@ pub enum Error {
     #[error("the batch is empty: give it at least one sample")]
     EmptyBatch,
 
-    /// Micro-batches of no samples.
-    #[error(
-        "a micro-batch cannot have 0 samples: give it at least 1, or all {samples} of the mini-batch"
-    )]
-    MicroBatchSizeOfZero {
-        /// The samples of the mini-batch.
-        samples: usize,
-    },
-
-    /// A mini-batch in no micro-batches.
-    #[error("{samples} samples cannot be cut into 0 micro-batches: ask for at least 1")]
-    MicroBatchCountOfZero {
-        /// The samples of the mini-batch.
-        samples: usize,
-    },
+    /// Samples that cannot be cut as asked.
+    #[error(transparent)]
+    Split(SplitError),
 
     /// Leaves of a batch that do not have the same samples.
     #[error(
@@ -652,6 +638,16 @@ impl Error {
 /// The report of memory that ran out, under whatever was said around it.
 fn out_of_memory_in(error: &(dyn StdError + 'static)) -> Option<OutOfMemory> {
     oom::recognise(&error.to_string()).or_else(|| error.source().and_then(out_of_memory_in))
+}
+
+impl From<SplitError> for Error {
+    fn from(error: SplitError) -> Self {
+        match error {
+            // One error for a batch without samples, whoever notices it first.
+            SplitError::NoSamples => Self::EmptyBatch,
+            other => Self::Split(other),
+        }
+    }
 }
 
 impl From<StageError> for Error {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use brimful::balance::{Layer, Profile};
+use brimful::balance::{self, LayerCost, Profile};
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
 use tch::nn::{self, Path};
@@ -20,10 +20,10 @@ static TURN: Mutex<()> = Mutex::new(());
 
 fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    Profile::measure(layers, Device::Cpu, batch)
+    balance::measure(layers, Device::Cpu, batch)
 }
 
-fn measure(layers: &Layers, batch: &Tensor) -> Vec<Layer> {
+fn measure(layers: &Layers, batch: &Tensor) -> Vec<LayerCost> {
     profile(layers, batch).expect("a profile").layers
 }
 
@@ -42,7 +42,8 @@ fn sizes_are_exact() {
     assert_eq!(profile.input_bytes, 1024);
     let names: Vec<_> = profile.layers.iter().map(|layer| layer.name.as_str()).collect();
     assert_eq!(names, ["small", "relu", "large"]);
-    let sizes = |layer: &Layer| (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes);
+    let sizes =
+        |layer: &LayerCost| (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes);
     let sizes: Vec<_> = profile.layers.iter().map(sizes).collect();
     // Each keeps its output; the inputs are there already.
     assert_eq!(sizes, [(257 * 64 * 4, 256, 256), (0, 256, 256), (65 * 4096 * 4, 16_384, 16_384)]);
@@ -60,7 +61,7 @@ fn what_is_kept_beyond_the_output_counts() {
 fn times_are_there_and_a_larger_layer_takes_longer() {
     let layers = perceptron();
     let measured = measure(&layers, &Tensor::ones([64, 256], CPU));
-    let step = |layer: &Layer| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
+    let step = |layer: &LayerCost| 2.0 * layer.overhead + 64.0 * (layer.forward + layer.backward);
     assert!(measured.iter().all(|layer| step(layer) > 0.0), "{measured:?}");
     assert!(step(&measured[2]) > step(&measured[1]), "{measured:?}");
     let (input, weight) = measured[0].halves();
@@ -125,7 +126,7 @@ fn nothing_outside_is_touched() {
     tch::manual_seed(7);
     let arena = Arena::new("mine");
     let inside = arena.enter();
-    let measured = tch::no_grad(|| Profile::measure(&layers, Device::Cpu, &batch));
+    let measured = tch::no_grad(|| balance::measure(&layers, Device::Cpu, &batch));
     measured.expect("a profile");
     drop(inside);
     assert_eq!(Tensor::rand([4], CPU), expected, "the generator stands where it stood");
@@ -143,9 +144,9 @@ fn doubles_are_measured_as_doubles() {
 fn each_layer_is_shown_as_it_is_measured() {
     let mut seen = Vec::new();
     let batch = Tensor::ones([2, 256], CPU);
-    let watch = |layer: &Layer| seen.push(layer.name.clone());
+    let watch = |layer: &LayerCost| seen.push(layer.name.clone());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    Profile::measure_watched(&perceptron(), Device::Cpu, &batch, watch).expect("a profile");
+    balance::measure_watched(&perceptron(), Device::Cpu, &batch, watch).expect("a profile");
     assert_eq!(seen, ["small", "relu", "large"]);
 }
 
@@ -178,7 +179,7 @@ fn skips_and_several_tensors_are_measured_too() {
         .add_many("sum", |_| |x, _| vec![&x[0] + &x[1]])
         .pop("join", "skip", |x, skip| Tensor::cat(&[x, skip], 1));
     let batch = Tensor::ones([16, 4], (Kind::Float, Device::Cpu));
-    let profile = Profile::measure(&layers, Device::Cpu, &batch).expect("measured");
+    let profile = balance::measure(&layers, Device::Cpu, &batch).expect("measured");
     let bytes: Vec<u64> = profile.layers.iter().map(|layer| layer.output_bytes).collect();
     assert_eq!(bytes, [16, 16, 32, 16, 32]);
 }

@@ -14,7 +14,7 @@ use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
 use brimful::oom::Place;
 use brimful::pipeline::{Cause, StageDevice, StageError};
-use brimful::schedule::{Kind as ActionKind, Recompute, Schedule};
+use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, is_recomputing};
 use pipeline_models::{alone, assert_close};
 use tch::nn;

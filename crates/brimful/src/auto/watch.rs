@@ -317,7 +317,7 @@ fn longest(ranges: &[Range<usize>]) -> usize {
 fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize>>> {
     let count = count.min(samples / size).max(1);
     match samples.saturating_sub(count * size) {
-        0 | 1 => split::by_count(samples, count),
+        0 | 1 => Ok(split::by_count(samples, count)?),
         _ => Ok((0..count).map(|i| i * size..(i + 1) * size).collect()),
     }
 }
@@ -326,7 +326,7 @@ fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize
 /// single sample.
 fn of_exactly(samples: usize, size: usize) -> Result<Vec<Range<usize>>> {
     match samples % size {
-        1 => split::by_size(samples, size),
+        1 => Ok(split::by_size(samples, size)?),
         _ => {
             Ok((0..samples.div_ceil(size)).map(|i| i * size..samples.min((i + 1) * size)).collect())
         }

@@ -11,7 +11,7 @@ use super::worker::Worker;
 use crate::accumulate::{Accumulator, Sums};
 use crate::bytes::Bytes;
 use crate::random::Randomness;
-use crate::schedule::Kind;
+use crate::schedule::ActionKind;
 use crate::statistics::Pending;
 use crate::step::{Group, PartReport, Tally, Tried, Undo};
 use crate::workers::into_error;
@@ -128,7 +128,7 @@ impl Worker {
         &mut self,
         run: Run,
         unmanaged: Unmanaged,
-        wanted: impl Fn(Kind) -> bool,
+        wanted: impl Fn(ActionKind) -> bool,
     ) -> (Undo, Result<Run, Failure>) {
         let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
         // A step's random numbers are its own: nothing of them is to be put back.
@@ -136,7 +136,7 @@ impl Worker {
     }
 
     /// Runs on; what it holds is let go where that fails, so that the others stop.
-    fn go_on(&mut self, mut run: Run, wanted: impl Fn(Kind) -> bool) -> Result<Run, Failure> {
+    fn go_on(&mut self, mut run: Run, wanted: impl Fn(ActionKind) -> bool) -> Result<Run, Failure> {
         run.execute(&mut self.site, wanted)?;
         Ok(run)
     }
@@ -214,13 +214,13 @@ struct KeptRun {
 
 impl Mode {
     /// The actions that it runs.
-    pub(super) fn runs(self, kind: Kind) -> bool {
+    pub(super) fn runs(self, kind: ActionKind) -> bool {
         self.trains() || is_forward(kind)
     }
 }
 
-fn is_forward(kind: Kind) -> bool {
-    kind == Kind::Forward
+fn is_forward(kind: ActionKind) -> bool {
+    kind == ActionKind::Forward
 }
 
 pub(super) fn failed(error: Error) -> Failure {

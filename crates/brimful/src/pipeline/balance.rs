@@ -3,7 +3,7 @@
 use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
-use crate::balance::{self, Layer, Load, Profile, Slot};
+use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
@@ -118,7 +118,7 @@ impl Question<'_> {
     fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
-        let device = |memory: &Option<u64>| plan::Device { memory: *memory, speed: 1.0 };
+        let device = |memory: &Option<u64>| plan::PlanDevice { memory: *memory, speed: 1.0 };
         let devices = self.limits.iter().map(device).collect();
         let mut request = Request::new(&profile, devices, samples);
         request.schedules = vec![self.schedule];
@@ -136,7 +136,7 @@ impl Question<'_> {
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? as u64;
-        let load = |layer: &Layer| Load {
+        let load = |layer: &LayerCost| Load {
             time: 0.0,
             bytes: (layer.parameter_bytes as f64 * (2.0 + state)) as u64,
             activation_bytes: layer.activation_bytes * samples,
@@ -157,7 +157,7 @@ impl Question<'_> {
     /// What the layers cost on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
         let _threads = self.first.threads.map(limit_threads);
-        Profile::measure(self.layers, self.first.device, sample)
+        balance::measure(self.layers, self.first.device, sample)
     }
 }
 

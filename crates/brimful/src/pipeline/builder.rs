@@ -16,7 +16,7 @@ use super::worker::{Blueprint, Worker};
 use super::{Pipeline, ties};
 use crate::balance::BalanceError;
 use crate::optim::Method;
-use crate::plan::{Choice, Row};
+use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
 use crate::schedule::{Recompute, Schedule};
 use crate::step::{NonFinite, Size, State, Team};
@@ -117,8 +117,8 @@ impl Builder {
     }
 
     /// Balance, schedule, number of micro-batches and recompute of a planner's answer.
-    pub fn plan(self, row: &Row) -> Self {
-        let Choice { schedule, micro_batches, recompute } = row.choice;
+    pub fn plan(self, row: &PlanRow) -> Self {
+        let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let balance = (&row.balance).into();
         Self { balance, schedule, size: Size::Count(micro_batches), recompute, ..self }
     }

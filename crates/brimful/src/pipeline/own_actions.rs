@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Pipeline;
 use super::error::PipelineError;
 use crate::Result;
-use crate::schedule::{Actions, Kind};
+use crate::schedule::{ActionKind, Actions};
 
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
@@ -33,7 +33,7 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        let halves = |kind| matches!(kind, Kind::InputGradient | Kind::WeightGradient);
+        let halves = |kind| matches!(kind, ActionKind::InputGradient | ActionKind::WeightGradient);
         let mut all = actions.lists().iter().flatten();
         if let Some(&action) = all.find(|action| halves(action.kind)) {
             return Err(PipelineError::SplitBackward { action }.into());

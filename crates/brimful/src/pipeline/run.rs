@@ -26,7 +26,7 @@ use crate::batch::Versions;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
 use crate::random::Draws;
-use crate::schedule::{Action, Kind};
+use crate::schedule::{Action, ActionKind};
 use crate::step::Tally;
 use crate::workers::panic_message;
 use crate::{Error, Result};
@@ -91,7 +91,7 @@ impl Run {
         let m = job.actions.micro_batches();
         let device = worker.site.device;
         let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
-        let enters = |a: &&Action| a.kind == Kind::Forward && a.stage.index() == 0;
+        let enters = |a: &&Action| a.kind == ActionKind::Forward && a.stage.index() == 0;
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
@@ -114,7 +114,7 @@ impl Run {
     pub(super) fn execute(
         &mut self,
         site: &mut Site,
-        wanted: impl Fn(Kind) -> bool,
+        wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(), Failure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
             self.next += 1;
@@ -133,10 +133,10 @@ impl Run {
         let at = site.stages.iter().position(|stage| stage.id == action.stage);
         let at = at.expect("a worker's list is of its own stages");
         match action.kind {
-            Kind::Forward => self.forward(site, at, action),
-            Kind::Recompute => Ok(self.recompute(site, at, action)?),
-            Kind::Backward => self.backward(site, at, action),
-            Kind::InputGradient | Kind::WeightGradient => {
+            ActionKind::Forward => self.forward(site, at, action),
+            ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
+            ActionKind::Backward => self.backward(site, at, action),
+            ActionKind::InputGradient | ActionKind::WeightGradient => {
                 unreachable!("schedules that split the backward are refused when building")
             }
         }
@@ -223,7 +223,7 @@ impl Run {
                 Roots::of_boundary(output, gradients)
             }
         };
-        let more = self.list[self.next..].iter().any(|action| action.kind == Kind::Backward);
+        let more = self.list[self.next..].iter().any(|action| action.kind == ActionKind::Backward);
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
         if !more {
             accumulator.expect_the_last();

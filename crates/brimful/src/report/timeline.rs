@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::{Actions, DeviceUse, Kind, Simulation, Span};
+use crate::schedule::{ActionKind, Actions, DeviceUse, Simulation, Span};
 
 /// A step, as it was run or simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub struct Lane {
     pub idle: f64,
     /// The most bytes that it held; 0 where they are not counted.
     pub peak_bytes: u64,
-    /// The [letters](Kind::letter) of the kinds.
+    /// The [letters](ActionKind::letter) of the kinds.
     pub kinds: String,
     /// The stages; a single entry where all are of one.
     pub stages: Vec<u32>,
@@ -118,7 +118,7 @@ impl Lane {
 
     fn check(&self, of: &TimelineRecord) -> Result<(), String> {
         let actions = self.kinds.len();
-        let is_kind = |letter: char| Kind::ALL.iter().any(|kind| kind.letter() == letter);
+        let is_kind = |letter: char| ActionKind::ALL.iter().any(|kind| kind.letter() == letter);
         if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
             return Err(format!("'{letter}' among the actions"));
         }

@@ -22,8 +22,8 @@ impl Size {
     /// The samples, cut; `None` where the size is automatic.
     pub(crate) fn cut(self, samples: usize) -> Result<Option<Vec<Range<usize>>>> {
         match self {
-            Self::Fixed(size) => split::by_size(samples, size).map(Some),
-            Self::Count(count) => split::by_count(samples, count).map(Some),
+            Self::Fixed(size) => Ok(Some(split::by_size(samples, size)?)),
+            Self::Count(count) => Ok(Some(split::by_count(samples, count)?)),
             Self::Auto | Self::Largest => Ok(None),
         }
     }

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
-use brimful::balance::{Layer, Profile};
-use brimful::plan::{Misfit, Request, Row, Step, misfits, plan};
+use brimful::balance::{LayerCost, Profile};
+use brimful::plan::{Misfit, PlanRow, PlannedStep, Request, misfits, plan};
 use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate};
 use serde::Serialize;
 
@@ -31,7 +31,7 @@ pub(super) struct Answers {
 /// A way to run the step, with its timeline.
 pub(super) struct Answer {
     pub(super) line: Line,
-    pub(super) step: Step,
+    pub(super) step: PlannedStep,
 }
 
 impl Answer {
@@ -100,7 +100,7 @@ fn from_profile(options: &Options, profile: &Profile) -> Result<Answers> {
     ranks.sort_unstable();
     let answer = |rank: usize| {
         let row = &plan.rows[rank];
-        Ok(Answer { line: Line::of_row(row), step: Step::new(&request, row)? })
+        Ok(Answer { line: Line::of_row(row), step: PlannedStep::new(&request, row)? })
     };
     Ok(Answers {
         lines: plan.rows.iter().map(Line::of_row).collect(),
@@ -187,11 +187,11 @@ fn simulated(
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    Ok(Answer { line, step: Step { actions, costs, simulation } })
+    Ok(Answer { line, step: PlannedStep { actions, costs, simulation } })
 }
 
 impl Line {
-    fn of_row(row: &Row) -> Self {
+    fn of_row(row: &PlanRow) -> Self {
         Self {
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
@@ -218,11 +218,11 @@ fn reason(misfits: &[Misfit]) -> Option<String> {
 impl Numbers {
     /// A device's numbers, shared by the stages that it holds.
     fn stage_cost(&self, per_device: f64) -> StageCost {
-        let whole = Layer {
+        let whole = LayerCost {
             backward: self.backward,
             input_gradient: self.input_gradient,
             weight_gradient: self.weight_gradient,
-            ..Layer::default()
+            ..LayerCost::default()
         };
         let [f, i, w] =
             [self.forward, whole.halves().0, whole.halves().1].map(|time| time / per_device);

@@ -1,7 +1,7 @@
 //! A model that the program knows, measured on the spot.
 
 use anyhow::Result;
-use brimful::balance::Profile;
+use brimful::balance::{self, Profile};
 use brimful::device;
 
 use crate::data::{self, Synthetic};
@@ -19,7 +19,7 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.inputs;
     let progress = Progress::new(layers.len(), "layers");
-    Ok(Profile::measure_watched(&layers, device, &batch, |layer| {
+    Ok(balance::measure_watched(&layers, device, &batch, |layer| {
         progress.doing(format!("measured {}", layer.name));
         progress.advance(1);
     })?)

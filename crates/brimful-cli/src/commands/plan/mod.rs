@@ -7,7 +7,7 @@ mod report;
 mod table;
 
 use anyhow::{Result, ensure};
-use brimful::plan::Step;
+use brimful::plan::PlannedStep;
 use brimful::schedule::Schedule;
 use brimful::schedule::render::{self, Panel};
 
@@ -29,7 +29,7 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
         output::file(path, &picture(&shown)?)?;
     }
     if let Some(path) = &options.trace {
-        let Step { actions, costs, simulation } = &shown[0].step;
+        let PlannedStep { actions, costs, simulation } = &shown[0].step;
         output::file(path, &render::trace(actions, costs, simulation))?;
     }
     if let Some(path) = &options.report {
@@ -87,7 +87,7 @@ fn picture(shown: &[Answer]) -> Result<String> {
 
 impl Answer {
     fn panel(&self) -> Panel<'_> {
-        let Step { actions, simulation, .. } = &self.step;
+        let PlannedStep { actions, simulation, .. } = &self.step;
         Panel { title: &self.line.schedule, actions, simulation }
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use brimful::Bytes;
-use brimful::plan::Device;
+use brimful::plan::PlanDevice;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
@@ -156,8 +156,8 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
 
 impl Options {
     /// A device as it was described; all are alike.
-    pub(super) fn device(&self) -> Device {
-        Device { memory: self.memory_limit.map(|memory| memory.0), ..Device::default() }
+    pub(super) fn device(&self) -> PlanDevice {
+        PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }
     }
 
     pub(super) fn schedules(&self) -> Vec<Schedule> {

@@ -1,6 +1,6 @@
 //! Simulated steps as a run of which nothing has happened yet, for its page.
 
-use brimful::plan::Step;
+use brimful::plan::PlannedStep;
 use brimful::report::{Compared, Device, Run, Timeline, Unit};
 use brimful::schedule::Recompute;
 
@@ -34,7 +34,7 @@ fn compared(answer: &Answer, unit: Unit) -> Compared {
         _ => String::new(),
     };
     let misfit = if *fits { "" } else { ", does not fit" };
-    let Step { actions, simulation, .. } = &answer.step;
+    let PlannedStep { actions, simulation, .. } = &answer.step;
     Compared {
         title: format!("{schedule}, m = {micro_batches}{recompute}{misfit}"),
         measured: None,

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use anyhow::{Context, Result};
 use brimful::Bytes;
-use brimful::balance::{Layer, Profile};
-use brimful::plan::{self, Device as Planned, Request, plan};
+use brimful::balance::{self, LayerCost, Profile};
+use brimful::plan::{self, PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use tch::Device;
 
@@ -24,7 +24,7 @@ pub(super) struct Search {
     smallest: Work,
     input_bytes: u64,
     /// The layers of a typical model, by name.
-    layers: HashMap<String, Layer>,
+    layers: HashMap<String, LayerCost>,
     limit: Bytes,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Search {
 pub(super) struct Found {
     pub(super) size: usize,
     pub(super) work: Work,
-    pub(super) row: plan::Row,
+    pub(super) row: plan::PlanRow,
 }
 
 impl Search {
@@ -47,7 +47,7 @@ impl Search {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
         let Profile { input_bytes, layers } =
-            Profile::measure(&typical.layers()?, device, &sample)?;
+            balance::measure(&typical.layers()?, device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
         Ok(Self { family, smallest: work, input_bytes, layers, limit })
     }
@@ -96,7 +96,7 @@ impl Search {
     fn plan(&self, experiment: Experiment, memory: Bytes, size: usize) -> Result<Option<Found>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
-        let device = Planned { memory: Some(memory.0), ..Planned::default() };
+        let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.stages], work.batch);
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
@@ -114,7 +114,7 @@ impl Search {
         let layer = |name: &str| {
             let twin = self.layers.get(&self.family.twin(name, size));
             let twin = twin.with_context(|| format!("no layer like {name} was measured"))?;
-            Ok(Layer { name: name.to_owned(), ..twin.clone() })
+            Ok(LayerCost { name: name.to_owned(), ..twin.clone() })
         };
         let layers = layers.names().map(layer).collect::<Result<_>>()?;
         Ok(Profile { input_bytes: self.input_bytes, layers })

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail, ensure};
 use brimful::balance::Profile;
-use brimful::plan::Choice;
+use brimful::plan::PlanChoice;
 use tch::Device;
 
 use super::super::journal::Journal;
@@ -49,7 +49,7 @@ impl Contest {
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
                 let micro_batches = work.batch / work.micro_batch;
-                let choice = Choice { schedule, micro_batches, recompute };
+                let choice = PlanChoice { schedule, micro_batches, recompute };
                 match Runner::new(choice, work, profile, devices, &parameters) {
                     Ok(runner) => runners.push(runner),
                     Err(error) => missing.push(NoRow::new(work, choice, stages, error)),

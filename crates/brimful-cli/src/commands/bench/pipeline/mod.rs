@@ -14,7 +14,7 @@ mod runner;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use brimful::balance::Profile;
+use brimful::balance::{self, Profile};
 use brimful::device;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_torch::threads;
@@ -123,7 +123,7 @@ fn measured(work: &Work, device: Device, progress: &Progress) -> Result<Profile>
     work.dtype.prepare(device)?;
     let sample = work.samples(work.micro_batch).0;
     progress.row(&format!("{}: the layers", work.title()));
-    let profile = Profile::measure(&work.layers()?, device, &sample)?;
+    let profile = balance::measure(&work.layers()?, device, &sample)?;
     progress.done();
     Ok(profile)
 }

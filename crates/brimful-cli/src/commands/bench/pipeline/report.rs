@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::{Error, Result};
 use brimful::Bytes;
-use brimful::plan::Choice;
+use brimful::plan::PlanChoice;
 use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
@@ -201,8 +201,8 @@ fn published(model: ModelName, stages: usize, schedule: Schedule) -> Option<f64>
 }
 
 impl NoRow {
-    pub(super) fn new(work: &Work, choice: Choice, stages: usize, error: Error) -> Self {
-        let Choice { schedule, recompute, .. } = choice;
+    pub(super) fn new(work: &Work, choice: PlanChoice, stages: usize, error: Error) -> Self {
+        let PlanChoice { schedule, recompute, .. } = choice;
         let (columns, error) = (Columns::new("brimful", work), format!("{error:#}"));
         let micro_batches = micro_batches(work);
         Self { columns, micro_batches, stages, schedule, recompute, error }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
 use brimful::pipeline::{StageDevice, Step};
-use brimful::plan::{self, Choice, Request, Row, plan};
+use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
 use brimful::schedule::{Actions, Costs, simulate};
 use brimful::{Bytes, Loss, Pipeline};
 use tch::{Device, Tensor};
@@ -17,9 +17,9 @@ use crate::setting::loss;
 
 /// A pipeline and what is known of it.
 pub(super) struct Runner {
-    pub(super) row: Row,
+    pub(super) row: PlanRow,
     /// What the layers' own times promise.
-    pub(super) planned: plan::Step,
+    pub(super) planned: plan::PlannedStep,
     pub(super) times: Times,
     /// The steps that count.
     steps: Vec<Step>,
@@ -33,19 +33,20 @@ pub(super) struct Runner {
 impl Runner {
     /// A pipeline balanced by the layers' time, with the model's parameters.
     pub(super) fn new(
-        choice: Choice,
+        choice: PlanChoice,
         work: &Work,
         profile: &Profile,
         devices: &[Device],
         parameters: &[(String, Tensor)],
     ) -> Result<Self> {
         let stages = devices.len();
-        let mut request = Request::new(profile, vec![plan::Device::default(); stages], work.batch);
+        let mut request =
+            Request::new(profile, vec![plan::PlanDevice::default(); stages], work.batch);
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
         request.recompute = vec![choice.recompute];
         let row = plan(&request)?.rows.swap_remove(0);
-        let planned = plan::Step::new(&request, &row)?;
+        let planned = plan::PlannedStep::new(&request, &row)?;
         let devices = devices.iter().map(|device| StageDevice::from(*device).threads(1));
         let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
@@ -97,7 +98,7 @@ impl Runner {
 
     /// The speed-up that the stages' measured times promise.
     pub(super) fn simulated(&self) -> f64 {
-        let plan::Step { actions, costs, simulation } = &self.planned;
+        let plan::PlannedStep { actions, costs, simulation } = &self.planned;
         let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();
         once * actions.micro_batches() as f64 / simulation.makespan()
     }

@@ -1,0 +1,57 @@
+//! Between which layers each stage can end at all, under a bound.
+
+use std::ops::RangeInclusive;
+
+use super::problem::Problem;
+
+/// Between which layers each stage can end at all.
+pub(super) fn bands(problem: &Problem<'_>, bound: f64) -> Option<Vec<RangeInclusive<usize>>> {
+    let earliest = earliest_ends(problem, bound).into_iter().enumerate();
+    let bands = earliest.zip(latest_ends(problem, bound)).map(|((j, first), last)| {
+        // Each of the j stages before it has a layer too.
+        let first = first.max(j + 1);
+        (first <= last).then_some(first..=last)
+    });
+    bands.collect()
+}
+
+/// The layer beyond which each stage cannot end: all take what they may, but leave one for each
+/// stage after them.
+pub(super) fn latest_ends(problem: &Problem<'_>, bound: f64) -> Vec<usize> {
+    let mut latest = Vec::with_capacity(problem.stages());
+    let mut start = 0;
+    for j in 0..problem.stages() {
+        let stages_after = problem.stages() - 1 - j;
+        let most = (problem.layers() - stages_after).saturating_sub(start);
+        // A longer run costs more ([Note: monotone]), so its length can be bisected.
+        start += count_while(most, |k| problem.allows(j, start, start + 1 + k, bound));
+        latest.push(start);
+    }
+    latest
+}
+
+/// The layer before which each stage cannot end: the same, seen from the right.
+fn earliest_ends(problem: &Problem<'_>, bound: f64) -> Vec<usize> {
+    let mut ends = vec![problem.layers(); problem.stages()];
+    for j in (1..ends.len()).rev() {
+        let end = ends[j];
+        let taken =
+            count_while(end.saturating_sub(j), |k| problem.allows(j, end - 1 - k, end, bound));
+        ends[j - 1] = end - taken;
+    }
+    ends
+}
+
+/// How many of 0, 1, 2, … below `count` pass, if those that pass come first.
+fn count_while(count: usize, passes: impl Fn(usize) -> bool) -> usize {
+    let (mut passed, mut failed) = (0, count);
+    while passed < failed {
+        let middle = passed.midpoint(failed);
+        if passes(middle) {
+            passed = middle + 1;
+        } else {
+            failed = middle;
+        }
+    }
+    passed
+}

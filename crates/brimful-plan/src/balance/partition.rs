@@ -1,0 +1,65 @@
+//! The exact min-max partition of layers in a row over stages in a row.
+//!
+//! 1. Bisect the bound: it is feasible if some cut keeps every stage at it or below.
+//! 2. At the smallest bound, find the feasible cut that sends the fewest bytes (`transfer`).
+//!
+//! Whether a bound is feasible is mostly seen at once: every stage takes all that it may, and the
+//! layers are used up or not. Only where a layer fits some stages and not others can that fail
+//! though a cut exists, and then the search of step 2 decides.
+
+use super::bands::latest_ends;
+use super::problem::Problem;
+use super::{Balance, BalanceError, transfer};
+
+/// Sums of times in different orders differ in their last digits: costs within this share of each
+/// other are equal.
+const EQUAL: f64 = 1e-9;
+
+pub(super) fn solve(problem: &Problem<'_>) -> Result<Balance, BalanceError> {
+    let bound = smallest_bound(problem).ok_or_else(|| problem.does_not_fit())?;
+    // A cut whose worst stage is worse by rounding alone may send fewer bytes: let it in.
+    let bound = bound * (1.0 + EQUAL);
+    let ends = transfer::least(problem, bound).ok_or_else(|| problem.does_not_fit())?;
+    Ok(Balance::from_ends(&ends))
+}
+
+/// The cost of the best cut's worst stage, or `None` if nothing fits.
+fn smallest_bound(problem: &Problem<'_>) -> Option<f64> {
+    let mut feasible = worst(problem, &any_cut(problem, f64::INFINITY)?);
+    let mut infeasible = 0.0;
+    // A thousandth of what counts as equal, so that the bisection's own error is not seen.
+    while feasible - infeasible > feasible * EQUAL / 1e3 {
+        let bound = f64::midpoint(infeasible, feasible);
+        if bound <= infeasible || bound >= feasible {
+            break; // no number lies between them
+        }
+        match any_cut(problem, bound) {
+            // A cut is worth its own cost, which is often below the bound that was tried.
+            Some(ends) => feasible = worst(problem, &ends),
+            None => infeasible = bound,
+        }
+    }
+    Some(feasible)
+}
+
+fn worst(problem: &Problem<'_>, ends: &[usize]) -> f64 {
+    let stages = starts(ends).zip(ends).enumerate();
+    stages.map(|(j, (start, end))| problem.cost(j, *start, *end)).fold(0.0, f64::max)
+}
+
+/// Where the stages begin that end at `ends`.
+fn starts(ends: &[usize]) -> impl Iterator<Item = &usize> {
+    std::iter::once(&0).chain(ends)
+}
+
+/// A cut, as the end of each stage, that keeps every stage at `bound` or below.
+fn any_cut(problem: &Problem<'_>, bound: f64) -> Option<Vec<usize>> {
+    let latest = latest_ends(problem, bound);
+    // The greedy answer, in s searches of log n: right whenever it uses all layers and no stage is
+    // empty, which is nearly always.
+    let all_used = latest.last() == Some(&problem.layers());
+    if all_used && starts(&latest).zip(&latest).all(|(start, end)| start < end) {
+        return Some(latest);
+    }
+    transfer::least(problem, bound)
+}

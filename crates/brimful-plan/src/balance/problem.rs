@@ -1,0 +1,175 @@
+//! The question put to the solver: what it costs to give a run of layers to a stage, in constant
+//! time.
+//!
+//! [Note: monotone] A longer run never costs less and never needs fewer bytes. Everything in
+//! `partition` rests on it.
+
+use super::BalanceError;
+use crate::schedule::is_time;
+
+/// What one layer asks of the stage that has it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Load {
+    /// Time of one micro-batch, on a device of speed 1.
+    pub time: f64,
+    /// Bytes that are there all the time.
+    pub bytes: u64,
+    /// Bytes of each micro-batch that is held.
+    pub activation_bytes: u64,
+    /// Bytes that go on to the next stage if the model is cut behind this layer.
+    pub output_bytes: u64,
+}
+
+/// What one stage has to offer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Slot {
+    /// How fast its device is; times are divided by it.
+    pub speed: f64,
+    /// How many bytes it may use; `None` is no limit.
+    pub memory: Option<u64>,
+    /// How many micro-batches it holds at one time.
+    pub held: u64,
+}
+
+impl Default for Slot {
+    /// Speed 1, no limit, one micro-batch.
+    fn default() -> Self {
+        Self { speed: 1.0, memory: None, held: 1 }
+    }
+}
+
+/// What is made as small as can be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BalanceGoal {
+    Time,
+    TimeWithin,
+    Bytes,
+}
+
+/// Layers, stages and a goal, with running sums over the layers.
+#[derive(Debug)]
+pub(super) struct Problem<'a> {
+    stages: &'a [Slot],
+    layers: &'a [Load],
+    goal: BalanceGoal,
+    /// By bytes, whether what counts is the share of the memory.
+    shares: bool,
+    time: Vec<f64>,
+    bytes: Vec<u128>,
+    activations: Vec<u128>,
+}
+
+impl<'a> Problem<'a> {
+    pub(super) fn new(
+        layers: &'a [Load],
+        stages: &'a [Slot],
+        goal: BalanceGoal,
+    ) -> Result<Self, BalanceError> {
+        check(layers, stages)?;
+        let time = sums(layers, |layer| layer.time);
+        if !time[layers.len()].is_finite() {
+            return Err(BalanceError::Overflow);
+        }
+        Ok(Self {
+            stages,
+            layers,
+            goal,
+            shares: stages.iter().all(|stage| stage.memory.is_some_and(|memory| memory > 0)),
+            time,
+            bytes: sums(layers, |layer| u128::from(layer.bytes)),
+            activations: sums(layers, |layer| u128::from(layer.activation_bytes)),
+        })
+    }
+
+    pub(super) fn stages(&self) -> usize {
+        self.stages.len()
+    }
+
+    pub(super) fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// What stage `j` takes for the layers from `start` to `end`.
+    pub(super) fn cost(&self, j: usize, start: usize, end: usize) -> f64 {
+        let stage = &self.stages[j];
+        if self.goal != BalanceGoal::Bytes {
+            return (self.time[end] - self.time[start]) / stage.speed;
+        }
+        let bytes = self.bytes(j, start, end) as f64;
+        // A share of an unlimited memory is no number, so shares count only where all have a limit.
+        match stage.memory {
+            Some(memory) if self.shares => bytes / memory as f64,
+            _ => bytes,
+        }
+    }
+
+    /// Whether stage `j` may have the layers, at no more than `most`.
+    pub(super) fn allows(&self, j: usize, start: usize, end: usize, most: f64) -> bool {
+        self.cost(j, start, end) <= most && self.fits(j, start, end)
+    }
+
+    fn fits(&self, j: usize, start: usize, end: usize) -> bool {
+        let limit = self.stages[j].memory.filter(|_| self.goal == BalanceGoal::TimeWithin);
+        limit.is_none_or(|limit| self.bytes(j, start, end) <= u128::from(limit))
+    }
+
+    fn bytes(&self, j: usize, start: usize, end: usize) -> u128 {
+        let held = u128::from(self.stages[j].held);
+        let activations = self.activations[end] - self.activations[start];
+        (self.bytes[end] - self.bytes[start]).saturating_add(activations.saturating_mul(held))
+    }
+
+    /// Bytes over the boundary before layer `start`.
+    pub(super) fn transfer(&self, start: usize) -> u64 {
+        self.layers[start - 1].output_bytes
+    }
+
+    /// What to say when nothing fits.
+    pub(super) fn does_not_fit(&self) -> BalanceError {
+        // The least that any stage holds: what does not fit so does not fit at all.
+        let held = self.stages.iter().map(|stage| u128::from(stage.held)).min().unwrap_or(0);
+        let layer = |layer: &Load| {
+            u128::from(layer.bytes) + u128::from(layer.activation_bytes).saturating_mul(held)
+        };
+        let memory = |stage: &Slot| u128::from(stage.memory.unwrap_or(u64::MAX));
+        let clamp = |bytes: u128| u64::try_from(bytes).unwrap_or(u64::MAX);
+        BalanceError::DoesNotFit {
+            stages: self.stages.len(),
+            needed: clamp(self.layers.iter().map(layer).fold(0, u128::saturating_add)),
+            largest_layer: clamp(self.layers.iter().map(layer).max().unwrap_or(0)),
+            available: clamp(self.stages.iter().map(memory).sum()),
+            largest_device: clamp(self.stages.iter().map(memory).max().unwrap_or(0)),
+        }
+    }
+}
+
+fn check(layers: &[Load], stages: &[Slot]) -> Result<(), BalanceError> {
+    if stages.is_empty() {
+        return Err(BalanceError::NoStages);
+    }
+    if layers.len() < stages.len() {
+        return Err(BalanceError::TooFewLayers { stages: stages.len(), layers: layers.len() });
+    }
+    if let Some(layer) = layers.iter().position(|layer| !is_time(layer.time)) {
+        return Err(BalanceError::BadTime { layer, what: "whole", value: layers[layer].time });
+    }
+    // Not a subnormal one: a time divided by it would be infinite.
+    let is_speed = |speed: f64| speed.is_normal() && speed > 0.0;
+    if let Some(device) = stages.iter().position(|stage| !is_speed(stage.speed)) {
+        return Err(BalanceError::BadSpeed { device, value: stages[device].speed });
+    }
+    Ok(())
+}
+
+/// Element `k` is the sum over the first `k` layers.
+fn sums<T: Copy + Default + std::ops::Add<Output = T>>(
+    layers: &[Load],
+    of: impl Fn(&Load) -> T,
+) -> Vec<T> {
+    let mut sum = T::default();
+    let later = layers.iter().map(|layer| {
+        sum = sum + of(layer);
+        sum
+    });
+    std::iter::once(T::default()).chain(later).collect()
+}

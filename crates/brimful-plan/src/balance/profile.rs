@@ -1,0 +1,105 @@
+//! What each layer of a model costs, as it was measured.
+
+use serde::{Deserialize, Serialize};
+
+use super::BalanceError;
+use crate::schedule::is_time;
+
+/// The layers of a model, in the order in which they run.
+///
+/// ```
+/// # use brimful_plan as brimful;
+/// # use brimful::balance::Profile;
+/// let profile: Profile = serde_json::from_str(r#"{
+///     "input_bytes": 4096,
+///     "layers": [
+///         { "name": "stem", "forward": 0.001, "backward": 0.002, "output_bytes": 65536 },
+///         { "name": "head", "forward": 0.002, "backward": 0.004 }
+///     ]
+/// }"#)?;
+/// assert_eq!(profile.layers.len(), 2);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// Bytes of one sample at the entrance of the model.
+    #[serde(default)]
+    pub input_bytes: u64,
+    /// The layers.
+    pub layers: Vec<LayerCost>,
+}
+
+/// What one layer costs. Times are seconds a sample, bytes are of one sample where it says so.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerCost {
+    /// The layer's own name.
+    pub name: String,
+    /// Time of the forward of one sample.
+    pub forward: f64,
+    /// Time of the whole backward of one sample.
+    pub backward: f64,
+    /// The part of the backward that makes the gradient of the input; half of it if not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_gradient: Option<f64>,
+    /// The part of the backward that makes the gradients of the weights; the rest of it if not
+    /// known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_gradient: Option<f64>,
+    /// Time of each call, however few samples it has: what makes small micro-batches slow.
+    #[serde(default)]
+    pub overhead: f64,
+    /// Bytes of the parameters.
+    #[serde(default)]
+    pub parameter_bytes: u64,
+    /// Bytes that the forward of one sample keeps for the backward: its output with them, its input
+    /// without.
+    #[serde(default)]
+    pub activation_bytes: u64,
+    /// Bytes of one sample's output.
+    #[serde(default)]
+    pub output_bytes: u64,
+}
+
+impl LayerCost {
+    /// The times of the two halves of the backward of one sample: input gradient, weight gradient.
+    #[must_use]
+    pub fn halves(&self) -> (f64, f64) {
+        let rest = |part: f64| f64::max(self.backward - part, 0.0);
+        match (self.input_gradient, self.weight_gradient) {
+            (Some(input), Some(weight)) => (input, weight),
+            (Some(input), None) => (input, rest(input)),
+            (None, Some(weight)) => (rest(weight), weight),
+            (None, None) => (self.backward / 2.0, self.backward / 2.0),
+        }
+    }
+
+    fn times(&self) -> [(&'static str, f64); 5] {
+        let (input, weight) = self.halves();
+        [
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("input gradient", input),
+            ("weight gradient", weight),
+            ("overhead", self.overhead),
+        ]
+    }
+}
+
+impl Profile {
+    /// Checks that every time is one.
+    ///
+    /// # Errors
+    /// With the first layer whose time is negative or no number.
+    pub fn check(&self) -> Result<(), BalanceError> {
+        for (layer, costs) in self.layers.iter().enumerate() {
+            for (what, value) in costs.times() {
+                if !is_time(value) {
+                    return Err(BalanceError::BadTime { layer, what, value });
+                }
+            }
+        }
+        Ok(())
+    }
+}

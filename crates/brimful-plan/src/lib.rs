@@ -1,0 +1,22 @@
+#![forbid(unsafe_code)]
+//! Schedules, balances, plans and splits: what brimful decides before a tensor exists.
+//!
+//! Nothing in here needs libtorch, so it builds, and its tests run, in seconds. The library
+//! `brimful` re-exports every module under its own name, and the examples on these pages use those
+//! paths: `brimful::schedule` is [`schedule`].
+//!
+//! | to | use |
+//! | --- | --- |
+//! | read and write numbers of bytes | [`bytes`] |
+//! | cut a mini-batch into micro-batches | [`split`] |
+//! | look at a schedule, simulate it, or write one | [`schedule`] |
+//! | cut layers into stages | [`balance`] |
+//! | choose balance, schedule and micro-batches | [`mod@plan`] |
+//!
+//! A module uses those above it in this table, and none below.
+
+pub mod balance;
+pub mod bytes;
+pub mod plan;
+pub mod schedule;
+pub mod split;

@@ -1,0 +1,84 @@
+//! Chooses balance, schedule, number of micro-batches and recompute for the shortest step that
+//! fits.
+//!
+//! ```
+//! # use brimful_plan as brimful;
+//! use brimful::balance::{LayerCost, Profile};
+//! use brimful::plan::{PlanDevice, Request, plan};
+//!
+//! let times = LayerCost { forward: 0.01, backward: 0.02, ..LayerCost::default() };
+//! let layer = LayerCost { activation_bytes: 1 << 20, ..times };
+//! let profile = Profile { layers: vec![layer; 12], ..Profile::default() };
+//! let device = PlanDevice { memory: Some(64 << 20), ..PlanDevice::default() };
+//!
+//! let plan = plan(&Request::new(&profile, vec![device; 4], 64))?;
+//! let best = plan.best().expect("something fits");
+//! println!("{}, balance {}: {:.2} s", best.choice, best.balance, best.makespan);
+//! # Ok::<(), brimful::plan::PlanError>(())
+//! ```
+
+mod choice;
+mod error;
+mod request;
+mod row;
+mod search;
+mod stage_costs;
+mod step;
+
+use serde::Serialize;
+
+pub use choice::PlanChoice;
+pub use error::{Misfit, PlanError, Reason, Refusal};
+pub use request::{PlanDevice, Request};
+pub use row::{PlanRow, misfits};
+pub use step::PlannedStep;
+
+/// The planner's answer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    /// Every way to run the step, the best first; those that do not fit come last, with their
+    /// reasons.
+    pub rows: Vec<PlanRow>,
+    /// What could not even be built.
+    #[serde(skip)]
+    pub refused: Vec<Refusal>,
+}
+
+impl Plan {
+    /// The shortest step that fits and that a brimful's `Pipeline` runs.
+    #[must_use]
+    pub fn best(&self) -> Option<&PlanRow> {
+        self.rows.iter().find(|row| row.fits && row.choice.schedule.is_executed())
+    }
+}
+
+/// Simulates every combination of what the request offers, and ranks them.
+///
+/// # Errors
+/// Where the request holds impossible numbers, or none of its combinations can be built.
+pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
+    request.check()?;
+    let mut plan = Plan { rows: Vec::new(), refused: Vec::new() };
+    for choice in request.choices() {
+        match search::best_row(request, choice)? {
+            Ok(row) => plan.rows.push(row),
+            Err(refusal) => plan.refused.push(refusal),
+        }
+    }
+    rank(&mut plan.rows);
+    match plan.refused.first() {
+        Some(first) if plan.rows.is_empty() => {
+            let first = Box::new(first.clone());
+            Err(PlanError::NothingBuilt { count: plan.refused.len(), first })
+        }
+        _ => Ok(plan),
+    }
+}
+
+fn rank(rows: &mut [PlanRow]) {
+    let shortest = rows.iter().map(|row| row.makespan).fold(f64::INFINITY, f64::min);
+    // Makespans are sums in different orders: those that differ by rounding alone must be equal, or
+    // memory would never decide. In whole units, because "nearly equal" by itself is no order.
+    let unit = f64::max(shortest * 1e-9, f64::MIN_POSITIVE);
+    rows.sort_by(|a, b| a.rank(b, unit));
+}

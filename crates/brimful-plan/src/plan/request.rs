@@ -1,0 +1,98 @@
+//! What the planner is asked: a model, devices, and what it may choose from.
+
+use crate::balance::Profile;
+use crate::schedule::{LinkCost, Recompute, Schedule};
+
+use super::{PlanChoice, PlanError};
+
+/// A device as the planner sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PlanDevice {
+    /// How fast it is; the profile's times are divided by it.
+    pub speed: f64,
+    /// How many bytes it has for us; `None` is no limit.
+    pub memory: Option<u64>,
+}
+
+impl Default for PlanDevice {
+    /// As fast as the one that was profiled, without a limit.
+    fn default() -> Self {
+        Self { speed: 1.0, memory: None }
+    }
+}
+
+/// A question to the planner.
+#[derive(Debug, Clone)]
+pub struct Request<'a> {
+    /// The model.
+    pub profile: &'a Profile,
+    /// The devices, in the order of the pipeline.
+    pub devices: Vec<PlanDevice>,
+    /// Samples in the mini-batch.
+    pub samples: usize,
+    /// The way between two devices.
+    pub link: LinkCost,
+    /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
+    /// for Adam.
+    pub optimizer_bytes: f64,
+    /// The schedules to choose from.
+    pub schedules: Vec<Schedule>,
+    /// The numbers of micro-batches to choose from.
+    pub micro_batches: Vec<usize>,
+    /// The recompute modes to choose from.
+    pub recompute: Vec<Recompute>,
+}
+
+impl<'a> Request<'a> {
+    /// Everything to choose from: all schedules, all recompute modes, and twelve numbers of
+    /// micro-batches.
+    #[must_use]
+    pub fn new(profile: &'a Profile, devices: Vec<PlanDevice>, samples: usize) -> Self {
+        Self {
+            profile,
+            devices,
+            samples,
+            link: LinkCost::default(),
+            optimizer_bytes: 0.0,
+            schedules: Schedule::all(2).to_vec(),
+            micro_batches: usual_micro_batches(samples),
+            recompute: Recompute::ALL.to_vec(),
+        }
+    }
+
+    /// Every combination of what there is to choose from.
+    pub(super) fn choices(&self) -> impl Iterator<Item = PlanChoice> {
+        let pairs =
+            self.schedules.iter().flat_map(|s| self.micro_batches.iter().map(move |m| (s, m)));
+        pairs.flat_map(|(&schedule, &micro_batches)| {
+            let choice = move |&recompute| PlanChoice { schedule, micro_batches, recompute };
+            self.recompute.iter().map(choice)
+        })
+    }
+
+    pub(super) fn check(&self) -> Result<(), PlanError> {
+        let lists = [
+            ("layers", self.profile.layers.is_empty()),
+            ("devices", self.devices.is_empty()),
+            ("samples", self.samples == 0),
+            ("schedules", self.schedules.is_empty()),
+            ("numbers of micro-batches", self.micro_batches.is_empty()),
+            ("recompute modes", self.recompute.is_empty()),
+        ];
+        if let Some((what, _)) = lists.into_iter().find(|(_, is_empty)| *is_empty) {
+            return Err(PlanError::Nothing { what });
+        }
+        if !crate::schedule::is_time(self.optimizer_bytes) {
+            return Err(PlanError::BadOptimizer { value: self.optimizer_bytes });
+        }
+        // Devices are checked by the balancer, which knows what a speed may be.
+        Ok(self.profile.check()?)
+    }
+}
+
+/// 1, 2, 3, 4, 6, 8, 12, … as far as there are samples: each half as large again as the one before,
+/// or a third.
+fn usual_micro_batches(samples: usize) -> Vec<usize> {
+    let usual = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+    usual.into_iter().filter(|m| *m <= samples).collect()
+}

@@ -1,0 +1,107 @@
+//! Looks for the best balance of one choice of schedule, number of micro-batches and recompute.
+
+use crate::balance::{self, Balance, BalanceError, Load, Slot};
+use crate::schedule::{Actions, DeviceId, StageId, simulate};
+
+use super::stage_costs::StepCosts;
+use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request};
+
+/// How often a balance that does not fit is tried again with lower limits.
+const TRIES: usize = 4;
+
+/// The best way to run the step with this choice: the fastest balance if it fits, else the fastest
+/// that the memory allows, else the one that is least over.
+pub(super) fn best_row(
+    request: &Request<'_>,
+    choice: PlanChoice,
+) -> Result<Result<PlanRow, Refusal>, PlanError> {
+    if let Some(reason) = impossible(request, choice) {
+        return Ok(Err(Refusal { choice, reason }));
+    }
+    let devices = request.devices.len();
+    let actions = choice.schedule.actions(devices, choice.micro_batches, choice.recompute)?;
+    let trial = BalanceTrial::new(request, choice, &actions);
+    let fastest = trial.row(balance::by_time(&trial.loads, &trial.slots)?)?;
+    if fastest.fits {
+        return Ok(Ok(fastest));
+    }
+    // Where two lack as much, the earlier one stays, which is the faster.
+    Ok(Ok(trial
+        .within_memory()?
+        .into_iter()
+        .fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best })))
+}
+
+fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
+    let stages = request.devices.len().saturating_mul(choice.schedule.stages_per_device());
+    let layers = request.profile.layers.len();
+    if stages > layers {
+        return Some(Reason::TooFewLayers(BalanceError::TooFewLayers { stages, layers }));
+    }
+    let (samples, micro_batches) = (request.samples, choice.micro_batches);
+    (micro_batches > samples).then_some(Reason::TooFewSamples { samples, micro_batches })
+}
+
+/// The balances that one list of actions is tried with.
+struct BalanceTrial<'a> {
+    request: &'a Request<'a>,
+    choice: PlanChoice,
+    actions: &'a Actions,
+    costs: StepCosts<'a>,
+    loads: Vec<Load>,
+    slots: Vec<Slot>,
+}
+
+impl<'a> BalanceTrial<'a> {
+    fn new(request: &'a Request<'a>, choice: PlanChoice, actions: &'a Actions) -> Self {
+        let costs = StepCosts::new(request, choice.micro_batches);
+        let loads = costs.loads(choice.recompute);
+        // A device's memory, in equal parts for its stages: the balancer knows stages alone, and the
+        // stages of one device are like each other under every schedule here.
+        let parts = choice.schedule.stages_per_device() as u64;
+        let slot = |(j, device): (usize, &DeviceId)| {
+            let device = request.devices[device.index()];
+            let held = actions.held(StageId::at(j)) as u64;
+            Slot { speed: device.speed, memory: device.memory.map(|memory| memory / parts), held }
+        };
+        let slots = actions.placement().iter().enumerate().map(slot).collect();
+        Self { request, choice, actions, costs, loads, slots }
+    }
+
+    fn row(&self, balance: Balance) -> Result<PlanRow, PlanError> {
+        let costs = self.costs.stages(&balance, self.actions);
+        let step = simulate(self.actions, &costs)?;
+        Ok(PlanRow::new(self.choice, balance, &step, &self.request.devices))
+    }
+
+    /// Balances for the memory there is. The balancer counts layers, the simulation also what waits
+    /// at boundaries: where that is too much, the limits are lowered by what was over.
+    fn within_memory(&self) -> Result<Vec<PlanRow>, PlanError> {
+        let mut rows = vec![self.row(balance::by_bytes(&self.loads, &self.slots)?)?];
+        let mut slots = self.slots.clone();
+        // Each try aims lower by what the last one was over, which converges within a few: the
+        // boundaries that the balancer does not count change little from one cut to the next.
+        for _ in 0..TRIES {
+            let balance = match balance::by_time_within(&self.loads, &slots) {
+                Err(BalanceError::DoesNotFit { .. }) => break,
+                other => other?,
+            };
+            let row = self.row(balance)?;
+            if row.fits {
+                return Ok(vec![row]);
+            }
+            self.lower(&mut slots, &row);
+            rows.push(row);
+        }
+        Ok(rows)
+    }
+
+    fn lower(&self, slots: &mut [Slot], row: &PlanRow) {
+        let parts = self.choice.schedule.stages_per_device() as u64;
+        for (slot, device) in slots.iter_mut().zip(self.actions.placement()) {
+            let misfit = row.misfits.iter().find(|misfit| misfit.device == *device);
+            let over = misfit.map_or(0, Misfit::excess).div_ceil(parts);
+            slot.memory = slot.memory.map(|memory| memory.saturating_sub(over));
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! From a profile of layers to the costs of stages.
+
+use std::ops::Range;
+
+use crate::balance::{Balance, LayerCost, Load};
+use crate::schedule::{Actions, Costs, DeviceId, Recompute, StageCost};
+
+use super::Request;
+
+/// The costs of a step cut into `m` micro-batches. Time goes by their mean size, bytes by the
+/// largest.
+#[derive(Debug)]
+pub(super) struct StepCosts<'a> {
+    request: &'a Request<'a>,
+    mean_samples: f64,
+    most_samples: u64,
+}
+
+impl<'a> StepCosts<'a> {
+    pub(super) fn new(request: &'a Request<'a>, m: usize) -> Self {
+        let mean_samples = request.samples as f64 / m as f64;
+        Self { request, mean_samples, most_samples: request.samples.div_ceil(m) as u64 }
+    }
+
+    /// What each layer asks of its stage, for the balancer.
+    pub(super) fn loads(&self, recompute: Recompute) -> Vec<Load> {
+        // `ExceptLast` spares few recomputes, and none on most stages: it is balanced as `Always`.
+        let runs_again = if recompute == Recompute::Never { 0.0 } else { 1.0 };
+        let load = |layer: &LayerCost| {
+            let cost = self.layer(layer);
+            Load {
+                time: cost.forward * (1.0 + runs_again) + cost.backward,
+                bytes: cost
+                    .parameter_bytes
+                    .saturating_add(cost.gradient_bytes)
+                    .saturating_add(cost.optimizer_bytes),
+                activation_bytes: cost.activation_bytes,
+                output_bytes: cost.output_bytes,
+            }
+        };
+        self.request.profile.layers.iter().map(load).collect()
+    }
+
+    /// The costs of the stages of a balance on the devices of a schedule.
+    pub(super) fn stages(&self, balance: &Balance, actions: &Actions) -> Costs {
+        let stages = balance.ranges().zip(actions.placement());
+        let stage = |(range, device): (Range<usize>, &DeviceId)| {
+            self.stage(range, self.request.devices[device.index()].speed)
+        };
+        Costs {
+            stages: stages.map(stage).collect(),
+            input_bytes: self.request.profile.input_bytes.saturating_mul(self.most_samples),
+            link: self.request.link,
+        }
+    }
+
+    fn stage(&self, range: Range<usize>, speed: f64) -> StageCost {
+        let layers = self.request.profile.layers[range].iter().map(|layer| self.layer(layer));
+        let sum = layers.reduce(add).unwrap_or_default();
+        StageCost {
+            forward: sum.forward / speed,
+            backward: sum.backward / speed,
+            input_gradient: sum.input_gradient / speed,
+            weight_gradient: sum.weight_gradient / speed,
+            recompute: sum.recompute / speed,
+            ..sum
+        }
+    }
+
+    /// One layer and one micro-batch, on a device of speed 1.
+    fn layer(&self, layer: &LayerCost) -> StageCost {
+        let time = |each: f64| layer.overhead + each * self.mean_samples;
+        let bytes = |each: u64| each.saturating_mul(self.most_samples);
+        let (input, weight) = layer.halves();
+        StageCost {
+            forward: time(layer.forward),
+            backward: time(layer.backward),
+            input_gradient: time(input),
+            weight_gradient: time(weight),
+            recompute: time(layer.forward),
+            parameter_bytes: layer.parameter_bytes,
+            gradient_bytes: layer.parameter_bytes,
+            optimizer_bytes: (layer.parameter_bytes as f64 * self.request.optimizer_bytes) as u64,
+            activation_bytes: bytes(layer.activation_bytes),
+            output_bytes: bytes(layer.output_bytes),
+        }
+    }
+}
+
+/// Two neighbouring runs of layers as one; the second one's output is the whole's.
+fn add(a: StageCost, b: StageCost) -> StageCost {
+    StageCost {
+        forward: a.forward + b.forward,
+        backward: a.backward + b.backward,
+        input_gradient: a.input_gradient + b.input_gradient,
+        weight_gradient: a.weight_gradient + b.weight_gradient,
+        recompute: a.recompute + b.recompute,
+        parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
+        gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
+        optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
+        activation_bytes: a.activation_bytes.saturating_add(b.activation_bytes),
+        output_bytes: b.output_bytes,
+    }
+}

@@ -1,0 +1,173 @@
+//! One action of a schedule: `2F0` is stage 2, forward, micro-batch 0.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Makes an index type, so that a stage is never taken for a micro-batch.
+macro_rules! index {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(
+            Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// The index of a list's element.
+            #[must_use]
+            pub const fn index(self) -> usize {
+                self.0 as usize
+            }
+
+            /// The id of element `index` of a list; no list here is as long as `u32::MAX`.
+            #[must_use]
+            pub const fn at(index: usize) -> Self {
+                Self(index as u32)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+index! {
+    /// A stage: consecutive layers on one device, counted along the model (letter j).
+    StageId
+}
+index! {
+    /// A micro-batch, counted along the mini-batch (letter i).
+    MicroBatchId
+}
+index! {
+    /// A device: one worker that runs one action at a time.
+    DeviceId
+}
+
+/// What an action does to its micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActionKind {
+    /// `F`: runs the stage's layers.
+    Forward,
+    /// `B`: the whole backward, the gradients of both the input and the weights.
+    Backward,
+    /// `I`: the half of the backward that the stage before waits for.
+    InputGradient,
+    /// `W`: the half of the backward that nobody waits for, so that it can fill a bubble.
+    WeightGradient,
+    /// `R`: runs the forward again, because its activations were not kept.
+    Recompute,
+}
+
+impl ActionKind {
+    /// All kinds, in the order of a micro-batch's life.
+    pub const ALL: [Self; 5] =
+        [Self::Forward, Self::Recompute, Self::Backward, Self::InputGradient, Self::WeightGradient];
+
+    /// The letter in an action's text.
+    #[must_use]
+    pub const fn letter(self) -> char {
+        match self {
+            Self::Forward => 'F',
+            Self::Backward => 'B',
+            Self::InputGradient => 'I',
+            Self::WeightGradient => 'W',
+            Self::Recompute => 'R',
+        }
+    }
+
+    /// The name in prose.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::InputGradient => "input gradient",
+            Self::WeightGradient => "weight gradient",
+            Self::Recompute => "recompute",
+        }
+    }
+
+    /// Whether it needs the gradient of the stage after, and makes that of the stage before.
+    #[must_use]
+    pub const fn passes_gradient(self) -> bool {
+        matches!(self, Self::Backward | Self::InputGradient)
+    }
+
+    /// Whether it is the last that needs the micro-batch's activations.
+    #[must_use]
+    pub const fn releases(self) -> bool {
+        matches!(self, Self::Backward | Self::WeightGradient)
+    }
+
+    pub(super) fn from_letter(letter: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.letter() == letter as char)
+    }
+}
+
+/// One piece of work: a stage does something with a micro-batch.
+///
+/// ```
+/// # use brimful_plan as brimful;
+/// use brimful::schedule::{Action, ActionKind};
+/// let action: Action = "2F0".parse()?;
+/// assert_eq!(action.kind, ActionKind::Forward);
+/// assert_eq!(action.to_string(), "2F0");
+/// # Ok::<(), brimful::schedule::ScheduleError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Action {
+    /// Who.
+    pub stage: StageId,
+    /// What.
+    pub kind: ActionKind,
+    /// With which micro-batch.
+    pub micro_batch: MicroBatchId,
+}
+
+impl Action {
+    /// Puts the three together.
+    #[must_use]
+    pub const fn new(stage: StageId, kind: ActionKind, micro_batch: MicroBatchId) -> Self {
+        Self { stage, kind, micro_batch }
+    }
+
+    /// The stage whose output it takes: forwards take boundaries, backwards gradients.
+    pub(crate) fn source(self, last: StageId) -> Option<StageId> {
+        match self.kind {
+            ActionKind::Forward => self.stage.before(),
+            kind if kind.passes_gradient() => self.stage.after(last),
+            _ => None,
+        }
+    }
+
+    /// The stage that takes its output.
+    pub(crate) fn target(self, last: StageId) -> Option<StageId> {
+        match self.kind {
+            ActionKind::Forward => self.stage.after(last),
+            kind if kind.passes_gradient() => self.stage.before(),
+            _ => None,
+        }
+    }
+
+    /// Which of the two channels into a stage it uses: 0 for boundaries, 1 for gradients.
+    pub(crate) fn channel(self) -> usize {
+        usize::from(self.kind.passes_gradient())
+    }
+}
+
+impl StageId {
+    fn before(self) -> Option<Self> {
+        self.0.checked_sub(1).map(Self)
+    }
+
+    fn after(self, last: Self) -> Option<Self> {
+        (self < last).then_some(Self(self.0 + 1))
+    }
+}

@@ -1,0 +1,136 @@
+//! The actions of every device, in the order in which it runs them, known to be sound.
+
+use super::validate::{self, Facts, MarkedCell, Violation};
+use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, Rule, ScheduleError, StageId};
+
+/// A list of actions for each device. Whoever holds one may run it: it was validated when it was
+/// made.
+///
+/// Made by [`Schedule::actions`](super::Schedule::actions), or read from a text with one line for
+/// each device:
+///
+/// ```
+/// # use brimful_plan as brimful;
+/// use brimful::schedule::Actions;
+/// let mine: Actions = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n".parse()?;
+/// assert_eq!((mine.stages(), mine.micro_batches()), (2, 2));
+///
+/// let error = "0F0,0F1,0B0\n1F0,1B0,1F1,1B1".parse::<Actions>().unwrap_err();
+/// assert!(error.to_string().starts_with("0B1 is missing"));
+/// # Ok::<(), brimful::schedule::ScheduleError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Actions {
+    lists: Vec<Vec<Action>>,
+    facts: Facts,
+}
+
+impl Actions {
+    /// Takes one list for each device and checks them:
+    ///
+    /// 1. each stage is on one device and runs each micro-batch forward once and backward once,
+    ///    whole (B) or in two halves (I before W), after its forward; a recompute, if any, in
+    ///    between;
+    /// 2. neighbouring stages run the micro-batches in one order, so that plain channels can join
+    ///    them;
+    /// 3. no device waits without end when a full channel blocks its sender
+    ///    (see [`channel_capacity`](Self::channel_capacity)).
+    ///
+    /// # Errors
+    /// With the broken rule and a grid in which the offending cell is marked.
+    pub fn new(lists: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
+        match validate::facts(&lists) {
+            Ok(facts) => Ok(Self { lists, facts }),
+            Err(violation) => Err(violation.show(&lists)),
+        }
+    }
+
+    /// The same work in two phases: all forwards, then all backwards, each in the order that they
+    /// have here.
+    ///
+    /// # Errors
+    /// When the whole would be too large.
+    pub fn in_two_phases(&self, recompute: Recompute) -> Result<Self, ScheduleError> {
+        let phases = |list: &Vec<Action>| {
+            let of = |wanted: fn(ActionKind) -> bool| list.iter().filter(move |a| wanted(a.kind));
+            // Recomputes are left out and put in anew: with all forwards first, others need one.
+            let forwards = of(|kind| kind == ActionKind::Forward);
+            let backwards = of(|kind| !matches!(kind, ActionKind::Forward | ActionKind::Recompute));
+            recompute.weave(forwards.chain(backwards).copied().collect())
+        };
+        Self::new(self.lists.iter().map(phases).collect())
+    }
+
+    /// The list of each device.
+    #[must_use]
+    pub fn lists(&self) -> &[Vec<Action>] {
+        &self.lists
+    }
+
+    /// The number of devices.
+    #[must_use]
+    pub fn devices(&self) -> usize {
+        self.lists.len()
+    }
+
+    /// The number of stages (letter s).
+    #[must_use]
+    pub fn stages(&self) -> usize {
+        self.facts.order.device_of.len()
+    }
+
+    /// The number of micro-batches (letter m).
+    #[must_use]
+    pub fn micro_batches(&self) -> usize {
+        self.facts.order.micro_batches
+    }
+
+    /// The device of each stage, in the order of the stages.
+    #[must_use]
+    pub fn placement(&self) -> &[DeviceId] {
+        &self.facts.order.device_of
+    }
+
+    /// Whether the stage runs the micro-batch's forward again, so that the first one need not keep
+    /// anything. One that is not there does not.
+    #[must_use]
+    pub fn is_recomputed(&self, stage: StageId, micro_batch: MicroBatchId) -> bool {
+        stage.index() < self.stages()
+            && micro_batch.index() < self.micro_batches()
+            && self.facts.order.done(stage, micro_batch).has(ActionKind::Recompute)
+    }
+
+    /// The most micro-batches whose activations the stage holds at one time; 0 of one that is not
+    /// there.
+    #[must_use]
+    pub fn held(&self, stage: StageId) -> usize {
+        self.facts.held.get(stage.index()).map_or(0, |held| held.most)
+    }
+
+    /// The smallest capacity of the channels between stages with which no device waits without end,
+    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here; lists of
+    /// one's own may need more.
+    ///
+    /// [`Schedule`]: super::Schedule
+    #[must_use]
+    pub fn channel_capacity(&self) -> usize {
+        self.facts.channel_capacity
+    }
+
+    /// Checks that no stage ever holds more micro-batches than `limit` allows it.
+    ///
+    /// # Errors
+    /// With the forward that goes over the limit, marked in its grid.
+    pub fn check_held(&self, limit: impl Fn(StageId) -> usize) -> Result<(), ScheduleError> {
+        for (j, held) in self.facts.held.iter().enumerate() {
+            let limit = limit(StageId::at(j));
+            if held.most > limit {
+                let mark = MarkedCell::cell(self.facts.order.device_of[j], held.at);
+                let action = self.lists[mark.device.index()][held.at];
+                let rule = Rule::HoldsTooMany { action, held: held.most, limit };
+                return Err(Violation::at(rule, mark).show(&self.lists));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,149 @@
+//! What an action costs: time and bytes, for each stage, and the link between devices.
+
+use super::{Action, ActionKind, CostError, StageId};
+
+/// What one micro-batch costs on one stage. Times are in any one unit; a missing byte count is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct StageCost {
+    /// Time of a forward.
+    pub forward: f64,
+    /// Time of a whole backward.
+    pub backward: f64,
+    /// Time of the first half of a split backward.
+    pub input_gradient: f64,
+    /// Time of the second half.
+    pub weight_gradient: f64,
+    /// Time of running the forward again.
+    pub recompute: f64,
+    /// Bytes of the parameters, there all the time.
+    pub parameter_bytes: u64,
+    /// Bytes of their gradients, there all the time.
+    pub gradient_bytes: u64,
+    /// Bytes of the optimizer's state, there all the time.
+    pub optimizer_bytes: u64,
+    /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
+    pub activation_bytes: u64,
+    /// Bytes of one micro-batch's output, the boundary to the next stage.
+    pub output_bytes: u64,
+}
+
+impl StageCost {
+    /// Times alone: a whole backward takes as long as its two halves, a recompute as long as a
+    /// forward.
+    #[must_use]
+    pub fn new(forward: f64, input_gradient: f64, weight_gradient: f64) -> Self {
+        Self {
+            forward,
+            backward: input_gradient + weight_gradient,
+            input_gradient,
+            weight_gradient,
+            recompute: forward,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn time(&self, kind: ActionKind) -> f64 {
+        match kind {
+            ActionKind::Forward => self.forward,
+            ActionKind::Backward => self.backward,
+            ActionKind::InputGradient => self.input_gradient,
+            ActionKind::WeightGradient => self.weight_gradient,
+            ActionKind::Recompute => self.recompute,
+        }
+    }
+
+    /// The bytes that are there whatever runs.
+    pub(crate) fn resident_bytes(&self) -> u128 {
+        [self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes]
+            .into_iter()
+            .map(u128::from)
+            .sum()
+    }
+}
+
+/// The way from one device to another. Each carries one boundary at a time, while the devices go on
+/// working.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinkCost {
+    /// Time from the end of sending to the arrival.
+    pub latency: f64,
+    /// Bytes per unit of time; may be infinite.
+    pub bandwidth: f64,
+}
+
+impl Default for LinkCost {
+    /// A link that takes no time.
+    fn default() -> Self {
+        Self { latency: 0.0, bandwidth: f64::INFINITY }
+    }
+}
+
+/// The costs of every stage.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Costs {
+    /// One for each stage.
+    pub stages: Vec<StageCost>,
+    /// Bytes of one micro-batch at the entrance of the first stage.
+    pub input_bytes: u64,
+    /// The way between any two devices.
+    pub link: LinkCost,
+}
+
+impl Costs {
+    /// The same times on every stage, no bytes, and transfers that take no time.
+    #[must_use]
+    pub fn equal(stages: usize, cost: StageCost) -> Self {
+        Self { stages: vec![cost; stages], input_bytes: 0, link: LinkCost::default() }
+    }
+
+    /// One tick for each action, two for a whole backward: what the text grid is drawn with.
+    #[must_use]
+    pub fn ticks(stages: usize) -> Self {
+        Self::equal(stages, StageCost::new(1.0, 1.0, 1.0))
+    }
+
+    pub(crate) fn time(&self, action: Action) -> f64 {
+        self.stages[action.stage.index()].time(action.kind)
+    }
+
+    /// Bytes of one micro-batch at the entrance of a stage.
+    pub(crate) fn input_bytes_of(&self, stage: StageId) -> u64 {
+        let before = stage.index().checked_sub(1);
+        before.map_or(self.input_bytes, |before| self.stages[before].output_bytes)
+    }
+
+    pub(crate) fn check(&self, stages: usize) -> Result<(), CostError> {
+        if self.stages.len() != stages {
+            return Err(CostError::WrongStages { given: self.stages.len(), needed: stages });
+        }
+        for (j, cost) in self.stages.iter().enumerate() {
+            for kind in ActionKind::ALL {
+                let value = cost.time(kind);
+                if !is_time(value) {
+                    let (stage, what) = (StageId::at(j), kind.name());
+                    return Err(CostError::BadTime { stage, what, value });
+                }
+            }
+        }
+        self.link.check()
+    }
+}
+
+impl LinkCost {
+    fn check(&self) -> Result<(), CostError> {
+        let Self { latency, bandwidth } = *self;
+        if !is_time(latency) {
+            let must = "it must be finite and not negative";
+            return Err(CostError::BadLink { what: "latency", value: latency, must });
+        }
+        if bandwidth.is_nan() || bandwidth <= 0.0 {
+            let must = "it must be above 0 (infinite for a transfer that takes no time)";
+            return Err(CostError::BadLink { what: "bandwidth", value: bandwidth, must });
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn is_time(value: f64) -> bool {
+    value.is_finite() && value >= 0.0
+}

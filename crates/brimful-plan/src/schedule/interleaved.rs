@@ -1,0 +1,132 @@
+//! Interleaved 1F1B: v stages on each device, so that a bubble is a v-th as long.
+//!
+//! Device d holds the stages d, p + d, 2p + d, …: a micro-batch goes v times round the devices.
+//! Here p = v = m = 2:
+//!
+//! ```text
+//! device 0  0F0 0F1 2F0 2F1 ·   ·   2B0──── ·   2B1──── 0B0──── 0B1────
+//! device 1  ·   1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1──── ·   ·
+//! ```
+//!
+//! The micro-batches go round in groups. A group smaller than p would leave the devices waiting for
+//! its head to come round, so m micro-batches make ⌊m / p⌋ groups of near-equal size, none below p
+//! (one small group where m < p). In a larger group the head waits for those behind it, with more of
+//! them after it than a channel has places; then the shortest of three other orders is taken. Over
+//! p ≤ 8, v ≤ 4 and m < 6p it is 0.8 % longer on average and 5 % at worst.
+
+use super::{Action, ActionKind, MicroBatchId, StageId, one_place, validate};
+
+/// The lists of `p` devices with `v` stages each, for `m` micro-batches.
+pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    let grouped = grouped(p, v, m);
+    if validate::one_place_suffices(&grouped) {
+        return grouped;
+    }
+    let padded = padded(p, v, m);
+    // By position alone: the order stays, but for what a full channel holds up.
+    let by_position = |position: usize, _| (0, position as i64);
+    let candidates = [
+        one_place::reorder(&grouped, by_position),
+        one_place::reorder(&padded, by_position),
+        Some(padded),
+    ];
+    one_place::shortest(candidates.into_iter().flatten()).unwrap_or(grouped)
+}
+
+fn grouped(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    (0..p).map(|d| list(&Rounds::new(p, v, m), d)).collect()
+}
+
+/// As many micro-batches as make whole groups of p, the spare ones left out again, evenly: an order
+/// without some of its micro-batches is still an order, and needs no more places.
+fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    let full = m.next_multiple_of(p);
+    let spare = full - m;
+    let mut is_kept = vec![true; full];
+    // The spare ones lie as far apart as can be, so that no group loses many of its micro-batches.
+    (1..=spare).for_each(|k| is_kept[k * full / (spare + 1) - 1] = false);
+    let kept_before = is_kept.iter().scan(0, |kept, &is_kept| {
+        let number = MicroBatchId::at(*kept);
+        *kept += usize::from(is_kept);
+        Some(number)
+    });
+    let numbers: Vec<_> = kept_before.collect();
+
+    let mut lists = grouped(p, v, full);
+    for list in &mut lists {
+        list.retain(|action| is_kept[action.micro_batch.index()]);
+        list.iter_mut().for_each(|action| action.micro_batch = numbers[action.micro_batch.index()]);
+    }
+    lists
+}
+
+fn list(rounds: &Rounds, device: usize) -> Vec<Action> {
+    let forwards = rounds.forwards(device);
+    let backwards = rounds.backwards(device, ActionKind::Backward);
+    // The head of the first group must have come round to its last stage and its gradient all the
+    // way back.
+    let ahead = rounds.first_return() + 2 * (rounds.devices - 1 - device);
+    // With few micro-batches there is no steady phase: all forwards come first.
+    let ahead = ahead.min(forwards.len());
+    let mut list = forwards[..ahead].to_vec();
+    for (forward, backward) in forwards[ahead..].iter().zip(&backwards) {
+        list.extend([forward, backward]);
+    }
+    list.extend(&backwards[forwards.len() - ahead..]);
+    list
+}
+
+/// The order in which micro-batches go round the devices, group by group.
+#[derive(Debug)]
+pub(super) struct Rounds {
+    devices: usize,
+    per_device: usize,
+    micro_batches: usize,
+    groups: usize,
+}
+
+impl Rounds {
+    pub(super) fn new(devices: usize, per_device: usize, micro_batches: usize) -> Self {
+        let groups = (micro_batches / devices).max(1);
+        Self { devices, per_device, micro_batches, groups }
+    }
+
+    /// How many forwards a device runs before the first group reaches its last stage.
+    pub(super) fn first_return(&self) -> usize {
+        (self.per_device - 1) * self.group(0).len()
+    }
+
+    pub(super) fn forwards(&self, device: usize) -> Vec<Action> {
+        self.in_turn(device, ActionKind::Forward, |turn| turn)
+    }
+
+    /// The gradient goes round the other way: a device's last stage first.
+    pub(super) fn backwards(&self, device: usize, kind: ActionKind) -> Vec<Action> {
+        self.in_turn(device, kind, |turn| self.per_device - 1 - turn)
+    }
+
+    fn in_turn(
+        &self,
+        device: usize,
+        kind: ActionKind,
+        which: impl Fn(usize) -> usize,
+    ) -> Vec<Action> {
+        let mut actions = Vec::with_capacity(self.per_device * self.micro_batches);
+        for group in 0..self.groups {
+            for turn in 0..self.per_device {
+                let stage = StageId::at(which(turn) * self.devices + device);
+                let micro_batches = self.group(group).map(MicroBatchId::at);
+                actions.extend(micro_batches.map(|i| Action::new(stage, kind, i)));
+            }
+        }
+        actions
+    }
+
+    /// Near-equal groups, the larger ones first.
+    fn group(&self, group: usize) -> std::ops::Range<usize> {
+        let size = self.micro_batches / self.groups;
+        let larger = self.micro_batches % self.groups;
+        let start = |g: usize| g * size + g.min(larger);
+        start(group)..start(group + 1)
+    }
+}

@@ -1,0 +1,63 @@
+//! A step that was run, in the form of a simulated one, so that both can be drawn and compared; and
+//! what its actions cost, to simulate it again.
+
+use super::memory;
+use super::{ActionKind, Actions, Costs, DeviceUse, Simulation, Span, StageCost};
+use crate::bytes::Bytes;
+
+impl Costs {
+    /// The mean time that each kind of action took on each stage, and transfers that take none: a
+    /// step simulated with them is as busy as the measured one, and waits for the schedule alone.
+    #[must_use]
+    pub fn measured(actions: &Actions, timeline: &[Vec<Span>]) -> Self {
+        let mut sums = vec![[(0.0, 0_usize); ActionKind::ALL.len()]; actions.stages()];
+        for span in timeline.iter().flatten() {
+            let (sum, count) = &mut sums[span.action.stage.index()][span.action.kind as usize];
+            *sum += span.end - span.start;
+            *count += 1;
+        }
+        let mean = |stage: &[(f64, usize)], kind| {
+            let (sum, count) = stage[kind as usize];
+            // Never below 0, whatever the clocks say: a simulation would refuse it.
+            if count > 0 { f64::max(sum / count as f64, 0.0) } else { 0.0 }
+        };
+        let cost = |stage: &[(f64, usize); ActionKind::ALL.len()]| StageCost {
+            forward: mean(stage, ActionKind::Forward),
+            backward: mean(stage, ActionKind::Backward),
+            input_gradient: mean(stage, ActionKind::InputGradient),
+            weight_gradient: mean(stage, ActionKind::WeightGradient),
+            recompute: mean(stage, ActionKind::Recompute),
+            ..StageCost::default()
+        };
+        let costs = Self::equal(actions.stages(), StageCost::default());
+        Self { stages: sums.iter().map(cost).collect(), ..costs }
+    }
+}
+
+impl Simulation {
+    /// What a device really did: its actions with their times, in any one unit and from any moment
+    /// on, and the most bytes that it held, where they were counted.
+    ///
+    /// `timeline` and `peaks` have a part for each device; what is missing of `peaks` is 0.
+    #[must_use]
+    pub fn measured(actions: &Actions, timeline: &[Vec<Span>], peaks: &[Option<Bytes>]) -> Self {
+        let spans = || timeline.iter().flatten();
+        let start = spans().map(|span| span.start).fold(f64::INFINITY, f64::min);
+        let makespan = spans().map(|span| span.end - start).fold(0.0, f64::max);
+        let shifted =
+            |span: &Span| Span { start: span.start - start, end: span.end - start, ..*span };
+        let timeline: Vec<Vec<_>> =
+            timeline.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
+        let device = |(d, spans): (usize, &Vec<Span>)| {
+            let busy = spans.iter().map(|span| span.end - span.start).sum();
+            DeviceUse {
+                busy,
+                idle: f64::max(makespan - busy, 0.0),
+                peak_bytes: peaks.get(d).copied().flatten().unwrap_or_default().0,
+                peak_held: memory::most_held(actions, spans),
+            }
+        };
+        let devices = timeline.iter().enumerate().map(device).collect();
+        Self { timeline, devices, makespan }
+    }
+}

@@ -1,0 +1,47 @@
+//! Which stage does what when, as data.
+//!
+//! A [`Schedule`] names a way of working; [`Schedule::actions`] makes the list of [`Action`]s of
+//! each device. The list that is executed is the one that is validated, simulated, printed, drawn
+//! and traced:
+//!
+//! ```
+//! # use brimful_plan as brimful;
+//! use brimful::schedule::{Costs, Recompute, Schedule, render, simulate};
+//!
+//! let actions = Schedule::OneFOneB.actions(4, 8, Recompute::Never)?;
+//! let simulation = simulate(&actions, &Costs::ticks(4))?;
+//! assert_eq!(simulation.makespan(), 33.0); // (m + s − 1)(F + B)
+//! println!("{}", render::grid(&actions));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![cfg_attr(doc, doc = concat!("\n", include_str!("../../docs/1f1b-and-gpipe.svg")))]
+
+mod action;
+mod actions;
+mod costs;
+mod error;
+mod gpipe;
+mod interleaved;
+mod measured;
+mod memory;
+mod named;
+mod one_f_one_b;
+mod one_place;
+mod recompute;
+pub mod render;
+mod simulate;
+mod text;
+mod timeline;
+mod validate;
+mod zero_bubble;
+mod zero_bubble_v;
+
+pub use action::{Action, ActionKind, DeviceId, MicroBatchId, StageId};
+pub use actions::Actions;
+pub(crate) use costs::is_time;
+pub use costs::{Costs, LinkCost, StageCost};
+pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
+pub use named::Schedule;
+pub use recompute::Recompute;
+pub use simulate::simulate;
+pub use timeline::{DeviceUse, Simulation, Span};

@@ -1,0 +1,193 @@
+//! The schedules by name, each with the function that makes its lists.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Action, Actions, Recompute, ScheduleError};
+use super::{gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v};
+
+/// A named way of ordering the actions.
+///
+/// With p devices, m micro-batches, v stages a device, A the activations of one micro-batch on one
+/// device:
+///
+/// | schedule | overhead over m(F + I + W) | holds at most |
+/// | --- | --- | --- |
+/// | [`GPipe`](Self::GPipe) | (p − 1)(F + I + W) | m A |
+/// | [`OneFOneB`](Self::OneFOneB) | (p − 1)(F + I + W) | p A, on device d (p − d) A |
+/// | [`Interleaved`](Self::Interleaved) | (p − 1)(F + I + W) / v | p A (1 + (p − 1) / (p v)) |
+/// | [`ZeroBubbleH1`](Self::ZeroBubbleH1) | (p − 1)(F + I − W) | p A |
+/// | [`InterleavedZeroBubble`](Self::InterleavedZeroBubble) | (p − 1)(F + I − W) / v | p A |
+/// | [`ZeroBubbleV`](Self::ZeroBubbleV) | (p − 1) F / 2 where F = I = W | p A |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+#[non_exhaustive]
+pub enum Schedule {
+    /// Every forward, then every backward.
+    GPipe,
+    /// After a warm-up, one forward and one backward in turn.
+    OneFOneB,
+    /// 1F1B with several stages on each device.
+    Interleaved {
+        /// How many (letter v).
+        stages_per_device: usize,
+    },
+    /// 1F1B with split backwards, the weights' half filling the bubble.
+    ZeroBubbleH1,
+    /// The same with several stages on each device.
+    InterleavedZeroBubble {
+        /// How many (letter v).
+        stages_per_device: usize,
+    },
+    /// Two stages on each device, placed down and up again, with split backwards.
+    ZeroBubbleV,
+}
+
+/// The most pairs of a stage and a micro-batch; eight times what is benchmarked.
+const LARGEST: u128 = 1 << 25;
+
+impl Schedule {
+    /// Every schedule, the interleaved ones with `v` stages on each device.
+    #[must_use]
+    pub const fn all(v: usize) -> [Self; 6] {
+        [
+            Self::GPipe,
+            Self::OneFOneB,
+            Self::Interleaved { stages_per_device: v },
+            Self::ZeroBubbleH1,
+            Self::InterleavedZeroBubble { stages_per_device: v },
+            Self::ZeroBubbleV,
+        ]
+    }
+
+    /// Whether brimful's `Pipeline` runs it: the others split the backward, and are planned and simulated
+    /// alone.
+    #[must_use]
+    pub const fn is_executed(self) -> bool {
+        matches!(self, Self::GPipe | Self::OneFOneB | Self::Interleaved { .. })
+    }
+
+    /// How many stages each device holds.
+    #[must_use]
+    pub const fn stages_per_device(self) -> usize {
+        match self {
+            Self::Interleaved { stages_per_device }
+            | Self::InterleavedZeroBubble { stages_per_device } => stages_per_device,
+            Self::ZeroBubbleV => 2,
+            Self::GPipe | Self::OneFOneB | Self::ZeroBubbleH1 => 1,
+        }
+    }
+
+    /// The same schedule with `v` stages on each device, where that is free to choose.
+    #[must_use]
+    pub const fn with_stages_per_device(self, v: usize) -> Self {
+        match self {
+            Self::Interleaved { .. } => Self::Interleaved { stages_per_device: v },
+            Self::InterleavedZeroBubble { .. } => {
+                Self::InterleavedZeroBubble { stages_per_device: v }
+            }
+            fixed => fixed,
+        }
+    }
+
+    /// The list of actions of each device, for any number of devices and micro-batches from 1.
+    ///
+    /// # Errors
+    /// Where one of the numbers is 0, or their product is beyond any real step.
+    pub fn actions(
+        self,
+        devices: usize,
+        micro_batches: usize,
+        recompute: Recompute,
+    ) -> Result<Actions, ScheduleError> {
+        self.check(devices, micro_batches)?;
+        let lists = self.lists(devices, micro_batches);
+        Actions::new(lists.into_iter().map(|list| recompute.weave(list)).collect())
+    }
+
+    fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
+        match self {
+            Self::GPipe => gpipe::lists(p, m),
+            Self::OneFOneB => one_f_one_b::lists(p, m),
+            Self::Interleaved { stages_per_device: v } => interleaved::lists(p, v, m),
+            Self::ZeroBubbleH1 => zero_bubble::lists(p, 1, m),
+            Self::InterleavedZeroBubble { stages_per_device: v } => zero_bubble::lists(p, v, m),
+            Self::ZeroBubbleV => zero_bubble_v::lists(p, m),
+        }
+    }
+
+    fn check(self, devices: usize, micro_batches: usize) -> Result<(), ScheduleError> {
+        let numbers = [
+            ("devices", devices),
+            ("micro-batches", micro_batches),
+            ("stages per device", self.stages_per_device()),
+        ];
+        if let Some((what, _)) = numbers.into_iter().find(|&(_, number)| number == 0) {
+            return Err(ScheduleError::Zero { what });
+        }
+        let stages = (devices as u128).saturating_mul(self.stages_per_device() as u128);
+        // Zero-bubble V makes 2p − 1 micro-batches even where fewer are kept.
+        let made = (micro_batches as u128).max(if self == Self::ZeroBubbleV { stages } else { 1 });
+        if stages.saturating_mul(made) > LARGEST {
+            let micro_batches = micro_batches as u128;
+            return Err(ScheduleError::TooLarge { stages, micro_batches, limit: LARGEST });
+        }
+        Ok(())
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::GPipe => "gpipe",
+            Self::OneFOneB => "1f1b",
+            Self::Interleaved { .. } => "interleaved",
+            Self::ZeroBubbleH1 => "zero-bubble-h1",
+            Self::InterleavedZeroBubble { .. } => "interleaved-zero-bubble",
+            Self::ZeroBubbleV => "zero-bubble-v",
+        }
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Interleaved { stages_per_device: v }
+            | Self::InterleavedZeroBubble { stages_per_device: v } => {
+                f.pad(&format!("{}-{v}", self.name()))
+            }
+            _ => f.pad(self.name()),
+        }
+    }
+}
+
+impl FromStr for Schedule {
+    type Err = ScheduleError;
+
+    /// Reads what `Display` writes; `interleaved` without a number has 2 stages on each device.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let named = |name: &str, v| Self::all(v).into_iter().find(|s| s.name() == name);
+        let numbered = || {
+            let (name, v) = text.rsplit_once('-')?;
+            let schedule = named(name, v.parse().ok()?)?;
+            // Written back, so that `gpipe-2` and `interleaved-02` are refused.
+            (schedule.to_string() == text).then_some(schedule)
+        };
+        let schedule = named(text, 2).or_else(numbered);
+        schedule.ok_or_else(|| ScheduleError::UnknownName { name: text.to_owned() })
+    }
+}
+
+impl TryFrom<String> for Schedule {
+    type Error = ScheduleError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<Schedule> for String {
+    fn from(schedule: Schedule) -> Self {
+        schedule.to_string()
+    }
+}

@@ -1,0 +1,77 @@
+//! Weaves recomputation into a device's list: which forwards run again, and when.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Action, ActionKind, ScheduleError};
+
+/// Which activations are not kept but computed again for the backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Recompute {
+    /// All are kept: the fastest, and the most memory.
+    #[default]
+    Never,
+    /// None is kept, save where the backward is the very next action after the forward (GPipe's
+    /// last micro-batch, 1F1B's whole last stage): as little memory as `Always`, because one
+    /// micro-batch's activations are there during a backward in any case.
+    ExceptLast,
+    /// None is kept.
+    Always,
+}
+
+impl Recompute {
+    /// All modes, from the fastest to the smallest.
+    pub const ALL: [Self; 3] = [Self::Never, Self::ExceptLast, Self::Always];
+
+    /// The name, as it is shown and parsed.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Never => "never",
+            Self::ExceptLast => "except-last",
+            Self::Always => "always",
+        }
+    }
+
+    /// Puts each recompute directly before its backward.
+    ///
+    /// That is early, not late: it needs nothing from the stage after, so the device runs it while
+    /// it would otherwise wait for the gradient. Any earlier place would hold the activations
+    /// longer and gain nothing.
+    pub(super) fn weave(self, list: Vec<Action>) -> Vec<Action> {
+        if self == Self::Never {
+            return list;
+        }
+        let mut woven = Vec::with_capacity(list.len() * 2);
+        for action in list {
+            if action.kind.passes_gradient() && self.applies(woven.last(), action) {
+                woven.push(Action { kind: ActionKind::Recompute, ..action });
+            }
+            woven.push(action);
+        }
+        woven
+    }
+
+    fn applies(self, previous: Option<&Action>, backward: Action) -> bool {
+        let forward = Action { kind: ActionKind::Forward, ..backward };
+        self == Self::Always || previous != Some(&forward)
+    }
+}
+
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Recompute {
+    type Err = ScheduleError;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let mode = Self::ALL.into_iter().find(|mode| mode.name() == name);
+        mode.ok_or_else(|| ScheduleError::UnknownRecompute { name: name.to_owned() })
+    }
+}

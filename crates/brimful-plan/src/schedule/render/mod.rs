@@ -1,0 +1,9 @@
+//! Shows a schedule: a text grid for the terminal, an SVG picture, and a trace for Perfetto.
+
+mod grid;
+mod svg;
+mod trace;
+
+pub use grid::{Grid, grid};
+pub use svg::{Panel, svg};
+pub use trace::{measured_trace, trace};

@@ -1,0 +1,130 @@
+//! The simulated step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
+
+use serde::Serialize;
+
+use super::super::{Actions, Costs, Simulation, Span, memory};
+
+/// The file: a list of events.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct TraceFile {
+    trace_events: Vec<TraceEvent>,
+    display_time_unit: &'static str,
+}
+
+/// An event, in the words of the format: times are in microseconds, a thread is a device.
+#[derive(Serialize, Default)]
+struct TraceEvent {
+    name: String,
+    #[serde(rename = "ph")]
+    phase: &'static str,
+    #[serde(rename = "ts")]
+    start: f64,
+    #[serde(rename = "dur", skip_serializing_if = "Option::is_none")]
+    duration: Option<f64>,
+    #[serde(rename = "cat", skip_serializing_if = "Option::is_none")]
+    category: Option<&'static str>,
+    pid: u32,
+    tid: usize,
+    args: EventArgs,
+}
+
+/// What is shown when an event is selected.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum EventArgs {
+    Name { name: String },
+    Action { stage: u32, micro_batch: u32 },
+    Bytes { bytes: u64 },
+    Held { activations: usize },
+}
+
+impl Default for EventArgs {
+    fn default() -> Self {
+        Self::Held { activations: 0 }
+    }
+}
+
+const MICROSECONDS: f64 = 1e6;
+
+/// The trace, its times taken as seconds: a track for each device, and one for the memory that it
+/// holds.
+#[must_use]
+pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
+    let mut events = tracks(simulation.timeline());
+    for device in 0..simulation.timeline().len() {
+        events.extend(memory(device, actions, costs, simulation));
+    }
+    written(events)
+}
+
+/// The same of actions that were executed, with a track for each device.
+#[must_use]
+pub fn measured_trace(timeline: &[Vec<Span>]) -> String {
+    written(tracks(timeline))
+}
+
+fn tracks(timeline: &[Vec<Span>]) -> Vec<TraceEvent> {
+    let mut events = Vec::new();
+    for (device, spans) in timeline.iter().enumerate() {
+        events.push(track(device));
+        events.extend(spans.iter().map(|span| work(device, span)));
+    }
+    events
+}
+
+fn written(events: Vec<TraceEvent>) -> String {
+    let trace = TraceFile { trace_events: events, display_time_unit: "ms" };
+    serde_json::to_string(&trace).expect("strings and finite numbers")
+}
+
+fn track(device: usize) -> TraceEvent {
+    let name = format!("device {device}");
+    TraceEvent {
+        name: "thread_name".into(),
+        phase: "M",
+        tid: device,
+        args: EventArgs::Name { name },
+        ..TraceEvent::default()
+    }
+}
+
+fn work(device: usize, span: &Span) -> TraceEvent {
+    let action = span.action;
+    TraceEvent {
+        name: action.to_string(),
+        phase: "X",
+        start: span.start * MICROSECONDS,
+        duration: Some((span.end - span.start) * MICROSECONDS),
+        category: Some(action.kind.name()),
+        tid: device,
+        args: EventArgs::Action { stage: action.stage.0, micro_batch: action.micro_batch.0 },
+        ..TraceEvent::default()
+    }
+}
+
+/// Bytes where they are known, else the number of activations.
+fn memory(
+    device: usize,
+    actions: &Actions,
+    costs: &Costs,
+    simulation: &Simulation,
+) -> Vec<TraceEvent> {
+    let has_bytes = simulation.devices()[device].peak_bytes > 0;
+    let mut events = Vec::new();
+    memory::walk(actions, costs, &simulation.timeline()[device], |time, bytes, activations| {
+        let args =
+            if has_bytes { EventArgs::Bytes { bytes } } else { EventArgs::Held { activations } };
+        let name = format!("memory of device {device}");
+        let start = time * MICROSECONDS;
+        events.push(TraceEvent {
+            name,
+            phase: "C",
+            start,
+            tid: device,
+            args,
+            ..TraceEvent::default()
+        });
+    });
+    events
+}

@@ -1,0 +1,158 @@
+//! Runs a schedule on paper: when each action begins and ends, and what each device holds.
+//!
+//! A device runs its actions in their order, each as soon as its input is there. Transfers run
+//! beside the work, one at a time on each way between two devices; a sender never waits.
+
+use super::memory::{self, Peak};
+use super::{
+    Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, Simulation, Span, StageId,
+};
+
+/// Simulates one step.
+///
+/// # Errors
+/// Where the costs are not those of the schedule's stages, or are negative or no numbers.
+pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostError> {
+    costs.check(actions.stages())?;
+    let mut timeline = Simulator::new(actions, costs).run();
+    // A device's actions are in order, so its last one ends last.
+    let makespan =
+        timeline.iter().filter_map(|spans| spans.last()).map(|s| s.end).fold(0.0, f64::max);
+    if !makespan.is_finite() {
+        return Err(CostError::Overflow);
+    }
+    let device = |spans: &mut Vec<Span>| {
+        let busy = spans.iter().map(|span| costs.time(span.action)).sum();
+        let Peak { bytes, held } = memory::fill(actions, costs, spans);
+        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
+    };
+    let devices = timeline.iter_mut().map(device).collect();
+    Ok(Simulation { timeline, devices, makespan })
+}
+
+/// The state of the run: every device as far as its inputs let it go.
+struct Simulator<'a> {
+    actions: &'a Actions,
+    costs: &'a Costs,
+    timeline: Vec<Vec<Span>>,
+    boundaries: Arrivals,
+    gradients: Arrivals,
+    /// For each device, the devices it sends to and when the way there is free.
+    ways: Vec<Vec<(DeviceId, f64)>>,
+    awake: Vec<DeviceId>,
+}
+
+/// When the input of each stage and micro-batch is there; NaN before.
+struct Arrivals {
+    micro_batches: usize,
+    at: Vec<f64>,
+}
+
+impl Arrivals {
+    fn new(actions: &Actions) -> Self {
+        let micro_batches = actions.micro_batches();
+        Self { micro_batches, at: vec![f64::NAN; actions.stages() * micro_batches] }
+    }
+
+    fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
+        &mut self.at[stage.index() * self.micro_batches + action.micro_batch.index()]
+    }
+}
+
+impl<'a> Simulator<'a> {
+    fn new(actions: &'a Actions, costs: &'a Costs) -> Self {
+        let lists = actions.lists();
+        Self {
+            actions,
+            costs,
+            timeline: lists.iter().map(|list| Vec::with_capacity(list.len())).collect(),
+            boundaries: Arrivals::new(actions),
+            gradients: Arrivals::new(actions),
+            ways: vec![Vec::new(); lists.len()],
+            awake: (0..lists.len()).rev().map(DeviceId::at).collect(),
+        }
+    }
+
+    /// Validated actions never come to a halt before their end.
+    fn run(mut self) -> Vec<Vec<Span>> {
+        // In whatever order the devices are looked at, the times come out the same: an action's start
+        // depends on its device's action before and on its own input alone. So no queue of events is
+        // needed; a device runs as far as it can, and is looked at again when an input arrives.
+        while let Some(device) = self.awake.pop() {
+            while self.advance(device) {}
+        }
+        self.timeline
+    }
+
+    fn advance(&mut self, device: DeviceId) -> bool {
+        let done = &self.timeline[device.index()];
+        let Some(&action) = self.actions.lists()[device.index()].get(done.len()) else {
+            return false;
+        };
+        let free = done.last().map_or(0.0, |span| span.end);
+        let ready = self.ready(action);
+        // Nobody has sent it yet: who does will wake this device.
+        if ready.is_nan() {
+            return false;
+        }
+        let start = f64::max(free, ready);
+        let end = start + self.costs.time(action);
+        self.timeline[device.index()].push(Span { action, start, end, bytes: 0 });
+        self.deliver(action, device, end);
+        true
+    }
+
+    /// When what the action needs from another stage is there.
+    fn ready(&mut self, action: Action) -> f64 {
+        let last = self.actions.stages() - 1;
+        match action.kind {
+            ActionKind::Forward if action.stage.index() > 0 => {
+                *self.boundaries.cell(action.stage, action)
+            }
+            kind if kind.passes_gradient() && action.stage.index() < last => {
+                *self.gradients.cell(action.stage, action)
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// Hands the action's output to the stage that waits for it.
+    fn deliver(&mut self, action: Action, from: DeviceId, end: f64) {
+        let j = action.stage.0;
+        let gradient = action.kind.passes_gradient();
+        // The gradient of a boundary has the boundary's size, so both directions are billed by the
+        // output of the earlier stage.
+        let (target, boundary) = match action.kind {
+            ActionKind::Forward if action.stage.index() + 1 < self.actions.stages() => (j + 1, j),
+            _ if gradient && j > 0 => (j - 1, j - 1),
+            _ => return,
+        };
+        let target = StageId(target);
+        let to = self.actions.placement()[target.index()];
+        let bytes = self.costs.stages[boundary as usize].output_bytes;
+        let arrival = self.transfer(from, to, bytes, end);
+        let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
+        *arrivals.cell(target, action) = arrival;
+        if to != from {
+            self.awake.push(to);
+        }
+    }
+
+    /// When the bytes are there; the way is taken as long as they are being sent.
+    fn transfer(&mut self, from: DeviceId, to: DeviceId, bytes: u64, end: f64) -> f64 {
+        if from == to {
+            return end;
+        }
+        // A device sends to few others, however many there are: a short list, not a table of pairs.
+        let ways = &mut self.ways[from.index()];
+        let at = ways.iter().position(|(device, _)| *device == to).unwrap_or_else(|| {
+            ways.push((to, 0.0));
+            ways.len() - 1
+        });
+        let link = self.costs.link;
+        // The way is busy while bytes are being sent, but not while they travel.
+        let sent = f64::max(end, ways[at].1) + bytes as f64 / link.bandwidth;
+        ways[at].1 = sent;
+        sent + link.latency
+    }
+}

@@ -1,0 +1,208 @@
+//! The rules between stages: one order of micro-batches, and no device that waits without end.
+//!
+//! Between neighbouring stages on two devices run two channels, one for boundaries and one for
+//! their gradients. A device that takes from an empty channel waits, and so does one that sends
+//! into a full one. Whether such a network comes to a halt does not depend on how fast anyone
+//! works, so playing it once, in any order, decides it.
+
+use super::super::{Action, ActionKind, BlockedDevice, DeviceId, MicroBatchId, Rule, StageId};
+use super::order::Order;
+use super::violation::{MarkedCell, Violation};
+
+/// The smallest capacity of the channels with which every device comes to its end.
+pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
+    check_order(lists, order)?;
+    // All named schedules: they need no search.
+    if check_with(lists, order, 1).is_ok() {
+        return Ok(1);
+    }
+    // A channel carries every micro-batch once: a capacity of m never makes a sender wait.
+    let mut too_small = 1;
+    let mut enough = order.micro_batches;
+    check_with(lists, order, enough)?;
+    // More places never bring a network to a halt that came to its end with fewer, so the smallest
+    // capacity can be bisected.
+    while enough - too_small > 1 {
+        let middle = too_small.midpoint(enough);
+        if check_with(lists, order, middle).is_ok() {
+            enough = middle;
+        } else {
+            too_small = middle;
+        }
+    }
+    Ok(enough)
+}
+
+/// Whether every device comes to its end with channels of this capacity.
+pub(super) fn check_with(
+    lists: &[Vec<Action>],
+    order: &Order,
+    capacity: usize,
+) -> Result<(), Violation> {
+    Network::new(lists, order, capacity).run().map_or(Ok(()), Err)
+}
+
+/// Every stage takes the micro-batches in the order in which its neighbour hands them over.
+fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
+    let last = StageId::at(order.device_of.len() - 1);
+    let forwards = sequences(lists, order, |kind| kind == ActionKind::Forward);
+    let gradients = sequences(lists, order, ActionKind::passes_gradient);
+    for (device, list) in lists.iter().enumerate() {
+        let mut taken = vec![[0; 2]; order.device_of.len()];
+        for (position, &action) in list.iter().enumerate() {
+            let Some(source) = action.source(last) else {
+                continue;
+            };
+            let gradient = action.kind.passes_gradient();
+            let sequence = if gradient { &gradients } else { &forwards };
+            let nth = &mut taken[action.stage.index()][usize::from(gradient)];
+            let arrives = sequence[source.index() * order.micro_batches + *nth];
+            *nth += 1;
+            if arrives != action.micro_batch {
+                let rule = Rule::OutOfOrder { action, arrives };
+                return Err(Violation::at(rule, MarkedCell::cell(DeviceId::at(device), position)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The micro-batches of each stage in the order in which it runs them; m for each, since the stages
+/// are complete.
+fn sequences(
+    lists: &[Vec<Action>],
+    order: &Order,
+    of: impl Fn(ActionKind) -> bool,
+) -> Vec<MicroBatchId> {
+    let m = order.micro_batches;
+    let mut next: Vec<_> = (0..order.device_of.len()).map(|j| j * m).collect();
+    let mut sequences = vec![MicroBatchId::default(); next.len() * m];
+    for action in lists.iter().flatten().filter(|action| of(action.kind)) {
+        let at = &mut next[action.stage.index()];
+        sequences[*at] = action.micro_batch;
+        *at += 1;
+    }
+    sequences
+}
+
+/// The devices at work, with as many boundaries in each channel as were sent and not yet taken.
+struct Network<'a> {
+    lists: &'a [Vec<Action>],
+    device_of: &'a [DeviceId],
+    last: StageId,
+    capacity: usize,
+    /// How many wait before each stage: boundaries and gradients.
+    waiting: Vec<[usize; 2]>,
+    workers: Vec<DeviceProgress>,
+    /// Devices that may be able to go on.
+    awake: Vec<DeviceId>,
+}
+
+/// How far a device has come.
+#[derive(Clone, Copy, Default)]
+struct DeviceProgress {
+    position: usize,
+    /// The input of the current action was taken; only room for its output is missing.
+    has_input: bool,
+}
+
+impl<'a> Network<'a> {
+    fn new(lists: &'a [Vec<Action>], order: &'a Order, capacity: usize) -> Self {
+        let stages = order.device_of.len();
+        Self {
+            lists,
+            device_of: &order.device_of,
+            last: StageId::at(stages - 1),
+            capacity,
+            waiting: vec![[0; 2]; stages],
+            workers: vec![DeviceProgress::default(); lists.len()],
+            awake: (0..lists.len()).map(DeviceId::at).collect(),
+        }
+    }
+
+    /// Works until nobody can go on; tells who is not at the end then.
+    fn run(mut self) -> Option<Violation> {
+        while let Some(device) = self.awake.pop() {
+            while self.advance(device) {}
+        }
+        let waits: Vec<_> =
+            (0..self.lists.len()).filter_map(|d| self.wait(DeviceId::at(d))).collect();
+        if waits.is_empty() {
+            return None;
+        }
+        let mark = |wait: &BlockedDevice| {
+            MarkedCell::cell(wait.device, self.workers[wait.device.index()].position)
+        };
+        let marks = waits.iter().map(mark).collect();
+        Some(Violation { rule: Rule::Deadlock(waits), marks })
+    }
+
+    /// Does a device's current action, or as much of it as can be done.
+    fn advance(&mut self, device: DeviceId) -> bool {
+        let worker = self.workers[device.index()];
+        let Some(&action) = self.lists[device.index()].get(worker.position) else {
+            return false;
+        };
+        if !worker.has_input && !self.take(action) {
+            return false;
+        }
+        if !self.send(action, device) {
+            // The input stays taken: the place that it left is what the sender before may wait for.
+            self.workers[device.index()].has_input = true;
+            return false;
+        }
+        self.workers[device.index()] =
+            DeviceProgress { position: worker.position + 1, has_input: false };
+        true
+    }
+
+    fn take(&mut self, action: Action) -> bool {
+        let Some(source) = action.source(self.last) else {
+            return true;
+        };
+        let waiting = &mut self.waiting[action.stage.index()][action.channel()];
+        if *waiting == 0 {
+            return false;
+        }
+        // Only who waited for a place needs to be looked at again.
+        let was_full = *waiting == self.capacity;
+        *waiting -= 1;
+        if was_full {
+            self.wake(source, action.stage);
+        }
+        true
+    }
+
+    fn send(&mut self, action: Action, device: DeviceId) -> bool {
+        let Some(target) = action.target(self.last) else {
+            return true;
+        };
+        // On one device there is no channel, and nothing to wait for.
+        let is_local = self.device_of[target.index()] == device;
+        let waiting = &mut self.waiting[target.index()][action.channel()];
+        if !is_local && *waiting >= self.capacity {
+            return false;
+        }
+        *waiting += 1;
+        if *waiting == 1 {
+            self.wake(target, action.stage);
+        }
+        true
+    }
+
+    fn wake(&mut self, stage: StageId, by: StageId) {
+        let device = self.device_of[stage.index()];
+        if device != self.device_of[by.index()] {
+            self.awake.push(device);
+        }
+    }
+
+    fn wait(&self, device: DeviceId) -> Option<BlockedDevice> {
+        let worker = self.workers[device.index()];
+        let action = *self.lists[device.index()].get(worker.position)?;
+        let neighbour =
+            if worker.has_input { action.target(self.last) } else { action.source(self.last) };
+        let stage = neighbour.unwrap_or(action.stage);
+        Some(BlockedDevice { device, action, stage })
+    }
+}

@@ -1,0 +1,174 @@
+//! The planner's choices.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::balance::{LayerCost, Profile};
+use brimful_plan::plan::{Plan, PlanDevice, PlanError, Request, plan};
+use brimful_plan::schedule::{Recompute, Schedule};
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+
+/// Layers that keep 1 MiB a sample and have 4 MiB of parameters.
+fn model(layers: usize) -> Profile {
+    let layer = LayerCost {
+        name: "block".into(),
+        forward: 1.0,
+        backward: 2.0,
+        parameter_bytes: 4 * MIB,
+        activation_bytes: MIB,
+        output_bytes: MIB / 8,
+        ..LayerCost::default()
+    };
+    Profile { input_bytes: 1024, layers: vec![layer; layers] }
+}
+
+fn devices(count: usize, memory: Option<u64>) -> Vec<PlanDevice> {
+    vec![PlanDevice { memory, ..PlanDevice::default() }; count]
+}
+
+#[test]
+fn without_a_limit_the_shortest_step_wins() {
+    let profile = model(16);
+    let plan = plan(&Request::new(&profile, devices(4, None), 64)).unwrap();
+    let best = plan.best().unwrap();
+    assert_eq!(best.choice.recompute, Recompute::Never);
+    assert!(plan.rows.iter().all(|row| row.fits && row.makespan >= plan.rows[0].makespan));
+    let run = plan.rows.iter().filter(|row| row.choice.schedule.is_executed());
+    assert!(run.clone().all(|row| row.makespan >= best.makespan));
+    assert_eq!((plan.rows.len(), run.count()), (6 * 12 * 3, 3 * 12 * 3));
+}
+
+#[test]
+fn of_equals_the_one_with_less_memory_wins() {
+    let profile = model(4);
+    let mut request = Request::new(&profile, devices(4, None), 64);
+    request.schedules = vec![Schedule::GPipe, Schedule::OneFOneB];
+    assert_eq!(plan(&request).unwrap().rows[0].choice.schedule, Schedule::OneFOneB);
+}
+
+#[test]
+fn what_does_not_fit_says_why() {
+    let profile = model(16);
+    let mut request = Request::new(&profile, devices(4, Some(100 * MIB)), 64);
+    request.micro_batches = vec![8];
+    let plan = plan(&request).unwrap();
+    let best = plan.best().unwrap();
+    assert!(best.peak_bytes.iter().all(|peak| *peak <= 100 * MIB));
+    let gpipe = |row: &&brimful_plan::plan::PlanRow| {
+        row.choice.schedule == Schedule::GPipe && row.choice.recompute == Recompute::Never
+    };
+    let gpipe = plan.rows.iter().find(gpipe).unwrap();
+    assert!(!gpipe.fits);
+    // 8 micro-batches of 8 samples: four layers' activations and an eighth for the input, and
+    // gradients.
+    assert_eq!(gpipe.misfits[0].to_string(), "device 0 needs 289 MiB of 100 MiB");
+    let fits: Vec<_> = plan.rows.iter().map(|row| row.fits).collect();
+    assert!(fits.is_sorted_by(|a, b| a >= b), "what fits comes first");
+}
+
+/// The first stage of 1F1B holds the most micro-batches, so under a limit it gets fewer layers.
+#[test]
+fn the_balance_follows_the_memory() {
+    let profile = model(16);
+    let mut request = Request::new(&profile, devices(4, Some(84 * MIB)), 32);
+    request.schedules = vec![Schedule::OneFOneB];
+    request.micro_batches = vec![8];
+    request.recompute = vec![Recompute::Never];
+    let plan = plan(&request).unwrap();
+    let best = plan.best().unwrap();
+    assert!(best.balance.sizes().is_sorted(), "{}", best.balance);
+    assert!(best.balance.sizes()[0] < 4, "{}", best.balance);
+}
+
+#[test]
+fn a_fast_device_gets_more_layers() {
+    let profile = model(12);
+    let mut request = Request::new(&profile, devices(2, None), 8);
+    request.devices[0].speed = 2.0;
+    request.schedules = vec![Schedule::GPipe];
+    assert_eq!(plan(&request).unwrap().rows[0].balance.sizes(), [8, 4]);
+}
+
+#[test]
+fn overhead_keeps_micro_batches_large() {
+    let mut profile = model(8);
+    profile.layers.iter_mut().for_each(|layer| layer.overhead = 4.0);
+    let plan = plan(&Request::new(&profile, devices(2, None), 64)).unwrap();
+    assert!(plan.best().unwrap().choice.micro_batches < 64);
+}
+
+#[test]
+fn what_cannot_be_built_is_said() {
+    let profile = model(6);
+    let request = Request::new(&profile, devices(4, None), 64);
+    let Plan { rows, refused } = plan(&request).unwrap();
+    assert_eq!((rows.len(), refused.len()), (3 * 36, 3 * 36));
+    assert_eq!(
+        refused[0].to_string(),
+        "interleaved-2, m = 1, recompute never: 8 stages need at least 8 layers, but the model has 6: use \
+         at most 6 stages, or cut the layers finer"
+    );
+    let none = plan(&Request::new(&profile, devices(7, None), 64)).unwrap_err();
+    assert!(matches!(none, PlanError::NothingBuilt { count: 216, .. }));
+}
+
+#[test]
+fn questions_without_an_answer() {
+    let profile = model(4);
+    let ask = |change: fn(&mut Request<'_>)| {
+        let mut request = Request::new(&profile, devices(2, None), 8);
+        change(&mut request);
+        plan(&request).unwrap_err().to_string()
+    };
+    assert_eq!(ask(|r| r.devices.clear()), "no devices to choose from: give at least one");
+    assert_eq!(ask(|r| r.samples = 0), "no samples to choose from: give at least one");
+    assert_eq!(
+        ask(|r| r.micro_batches.push(0)),
+        "the number of micro-batches is 0: a schedule needs at least 1"
+    );
+    assert!(ask(|r| r.optimizer_bytes = f64::NAN).contains("NaN"));
+    assert!(ask(|r| r.devices[1].speed = -1.0).starts_with("the speed of device 1 is -1"));
+    assert!(ask(|r| r.link.bandwidth = -1.0).starts_with("the bandwidth of the link is -1"));
+}
+
+#[test]
+fn json_has_the_promised_keys() {
+    let profile = model(4);
+    let plan = plan(&Request::new(&profile, devices(2, Some(1)), 4)).unwrap();
+    let json = serde_json::to_value(&plan).unwrap();
+    let row = json["rows"][0].as_object().unwrap();
+    for key in [
+        "schedule",
+        "balance",
+        "micro_batches",
+        "recompute",
+        "makespan",
+        "bubble",
+        "peak_bytes",
+        "fits",
+    ] {
+        assert!(row.contains_key(key), "{key}");
+    }
+    assert_eq!(row["fits"], false);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_profile_panics(
+        numbers in prop::collection::vec((any::<f64>(), any::<f64>(), any::<[u64; 3]>()), 0..8),
+        count in 0usize..4, memory in any::<Option<u64>>(), samples in 0usize..40, positive in any::<bool>(),
+    ) {
+        let sign = |x: f64| if positive { x.abs() } else { x };
+        let layers = numbers.into_iter().map(|(forward, backward, [a, b, c])| LayerCost {
+            forward: sign(forward), backward: sign(backward),
+            parameter_bytes: a, activation_bytes: b, output_bytes: c, ..LayerCost::default()
+        });
+        let profile = Profile { input_bytes: 1, layers: layers.collect() };
+        if let Ok(plan) = plan(&Request::new(&profile, devices(count, memory), samples)) {
+            prop_assert!(plan.rows.iter().all(|row| row.fits == row.misfits.is_empty()));
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The makespans and the memory of the literature, to the last digit.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::bytes::Bytes;
+use brimful_plan::schedule::{
+    Costs, Recompute, Schedule, Simulation, Span, StageCost, StageId, simulate,
+};
+
+/// A device's times, split over the stages that it holds.
+fn run(schedule: Schedule, p: usize, m: usize, [f, i, w]: [f64; 3]) -> Simulation {
+    let v = schedule.stages_per_device() as f64;
+    let actions = schedule.actions(p, m, Recompute::Never).unwrap();
+    let costs = Costs::equal(actions.stages(), StageCost::new(f / v, i / v, w / v));
+    simulate(&actions, &costs).unwrap()
+}
+
+#[track_caller]
+fn assert_close(actual: f64, expected: f64) {
+    assert!((actual - expected).abs() <= 1e-9 * expected, "{actual} instead of {expected}");
+}
+
+const INTERLEAVED_2: Schedule = Schedule::Interleaved { stages_per_device: 2 };
+const INTERLEAVED_4: Schedule = Schedule::Interleaved { stages_per_device: 4 };
+const INTERLEAVED_ZB_2: Schedule = Schedule::InterleavedZeroBubble { stages_per_device: 2 };
+const INTERLEAVED_ZB_4: Schedule = Schedule::InterleavedZeroBubble { stages_per_device: 4 };
+
+#[test]
+fn equal_costs() {
+    let rows = [
+        (4, 12, [45.0, 45.0, 40.5, 38.25, 39.0, 37.5, 36.75, 37.5]),
+        (8, 24, [93.0, 93.0, 82.5, 77.25, 79.0, 75.5, 73.75, 75.5]),
+        (8, 64, [213.0, 213.0, 202.5, 197.25, 199.0, 195.5, 193.75, 195.5]),
+    ];
+    let schedules = [
+        Schedule::GPipe,
+        Schedule::OneFOneB,
+        INTERLEAVED_2,
+        INTERLEAVED_4,
+        Schedule::ZeroBubbleH1,
+        INTERLEAVED_ZB_2,
+        INTERLEAVED_ZB_4,
+        Schedule::ZeroBubbleV,
+    ];
+    for (p, m, expected) in rows {
+        for (schedule, expected) in schedules.into_iter().zip(expected) {
+            assert_eq!(run(schedule, p, m, [1.0; 3]).makespan(), expected, "{schedule} {p} {m}");
+        }
+    }
+}
+
+#[test]
+fn unequal_costs() {
+    let costs = [1.0, 1.2, 0.8];
+    assert_close(run(Schedule::OneFOneB, 8, 24, costs).makespan(), 93.0);
+    assert_close(run(Schedule::ZeroBubbleH1, 8, 24, costs).makespan(), 81.8);
+    assert_close(run(Schedule::ZeroBubbleV, 8, 24, costs).makespan(), 76.2);
+}
+
+#[test]
+fn fewer_micro_batches_than_devices() {
+    assert_eq!(run(Schedule::GPipe, 4, 2, [1.0; 3]).makespan(), 15.0);
+    assert_eq!(run(Schedule::ZeroBubbleV, 4, 2, [1.0; 3]).makespan(), 11.0);
+}
+
+/// The overheads of the table in `Schedule`'s documentation.
+#[test]
+fn overheads() {
+    for p in 1..=8 {
+        for m in p..=4 * p {
+            let ideal = 3.0 * m as f64;
+            let skew = (p - 1) as f64;
+            let overhead = |schedule| run(schedule, p, m, [1.0; 3]).makespan() - ideal;
+            assert_eq!(overhead(Schedule::GPipe), 3.0 * skew);
+            assert_eq!(overhead(Schedule::OneFOneB), 3.0 * skew);
+            assert_eq!(overhead(Schedule::ZeroBubbleH1), skew, "{p} {m}");
+            // One place in a channel is a little less than ragged rounds would like.
+            let slack = if m % p == 0 { 0.0 } else { 0.05 * ideal };
+            let rounds = [
+                (INTERLEAVED_2, 3.0 * skew / 2.0),
+                (INTERLEAVED_4, 3.0 * skew / 4.0),
+                (INTERLEAVED_ZB_2, skew / 2.0),
+                (INTERLEAVED_ZB_4, skew / 4.0),
+            ];
+            for (schedule, expected) in rounds {
+                let overhead = overhead(schedule);
+                let range = expected..=expected + slack;
+                assert!(
+                    range.contains(&overhead),
+                    "{schedule} {p} {m}: {overhead} not in {range:?}"
+                );
+            }
+            if m >= 2 * p - 1 {
+                assert_eq!(overhead(Schedule::ZeroBubbleV), skew / 2.0, "{p} {m}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bubble_of_gpipe() {
+    for (s, m) in [(1, 1), (4, 8), (8, 24), (5, 3)] {
+        let expected = (s - 1) as f64 / (m + s - 1) as f64;
+        assert_close(run(Schedule::GPipe, s, m, [1.0; 3]).bubble() + 1.0, expected + 1.0);
+    }
+}
+
+/// In activations of one stage; a device's A is v of them.
+fn held(schedule: Schedule, p: usize, m: usize) -> Vec<usize> {
+    let simulation = run(schedule, p, m, [1.0; 3]);
+    simulation.devices().iter().map(|device| device.peak_held).collect()
+}
+
+#[test]
+fn peak_activations() {
+    for p in 1..=8 {
+        let m = 3 * p;
+        assert_eq!(held(Schedule::GPipe, p, m), vec![m; p]);
+        assert_eq!(held(Schedule::OneFOneB, p, m), (1..=p).rev().collect::<Vec<_>>());
+        assert_eq!(held(Schedule::ZeroBubbleH1, p, m), vec![p; p]);
+        assert_eq!(held(Schedule::ZeroBubbleV, p, m), vec![2 * p; p]);
+        for v in 2..=4 {
+            let interleaved = Schedule::Interleaved { stages_per_device: v };
+            assert_eq!(held(interleaved, p, m).into_iter().max(), Some(p * v + p - 1));
+            let zero_bubble = Schedule::InterleavedZeroBubble { stages_per_device: v };
+            assert_eq!(held(zero_bubble, p, m), vec![p * v; p]);
+        }
+    }
+}
+
+#[test]
+fn recompute_runs_early() {
+    let expected =
+        [(Recompute::Never, 33.0), (Recompute::Always, 41.0), (Recompute::ExceptLast, 40.0)];
+    for (recompute, makespan) in expected {
+        let actions = Schedule::GPipe.actions(4, 8, recompute).unwrap();
+        assert_eq!(simulate(&actions, &Costs::ticks(4)).unwrap().makespan(), makespan);
+    }
+}
+
+#[test]
+fn recompute_keeps_inputs_and_one_activation() {
+    let (s, m) = (4, 8);
+    for recompute in [Recompute::ExceptLast, Recompute::Always] {
+        let actions = Schedule::GPipe.actions(s, m, recompute).unwrap();
+        let cost = StageCost { activation_bytes: 1000, ..StageCost::new(1.0, 1.0, 1.0) };
+        let costs = Costs { input_bytes: 10, ..Costs::equal(s, cost) };
+        let first = simulate(&actions, &costs).unwrap().devices()[0];
+        assert_eq!(first.peak_bytes, 10 * m as u64 + 1000);
+    }
+}
+
+#[test]
+fn bytes_of_every_sort_count() {
+    let cost = StageCost {
+        parameter_bytes: 1,
+        gradient_bytes: 10,
+        optimizer_bytes: 100,
+        activation_bytes: 1_000,
+        output_bytes: 10_000,
+        ..StageCost::new(1.0, 1.0, 1.0)
+    };
+    let actions = Schedule::OneFOneB.actions(2, 4, Recompute::Never).unwrap();
+    let simulation =
+        simulate(&actions, &Costs { input_bytes: 7, ..Costs::equal(2, cost) }).unwrap();
+    let peaks: Vec<_> = simulation.devices().iter().map(|device| device.peak_bytes).collect();
+    // Two micro-batches with their inputs and the output's gradient; one, and the gradients of
+    // output and input.
+    assert_eq!(peaks, [111 + 2 * 1_007 + 10_000, 111 + 11_000 + 20_000]);
+}
+
+#[test]
+fn transfers_take_their_time() {
+    let actions = Schedule::GPipe.actions(2, 2, Recompute::Never).unwrap();
+    let mut costs = Costs::ticks(2);
+    costs.link.latency = 0.5;
+    // The last boundary and the first gradient each arrive half a tick late.
+    assert_eq!(simulate(&actions, &costs).unwrap().makespan(), 10.0);
+    costs.link.latency = 0.0;
+    costs.link.bandwidth = 1.0;
+    for stage in &mut costs.stages {
+        stage.output_bytes = 3;
+    }
+    // One at a time on each way: the boundaries arrive at 4 and 7, the gradients (made at 10 and
+    // 12) at 13 and 16.
+    assert_eq!(simulate(&actions, &costs).unwrap().makespan(), 18.0);
+}
+
+#[test]
+fn one_f_one_b_holds_what_it_says() {
+    let actions = Schedule::OneFOneB.actions(4, 8, Recompute::Never).unwrap();
+    assert!((0..4).all(|j| actions.held(StageId(j)) == 4 - j as usize));
+    assert!(actions.check_held(|stage| 4 - stage.index()).is_ok());
+    let error = actions.check_held(|_| 3).unwrap_err().to_string();
+    assert!(error.starts_with("0F3 makes its stage hold 4 micro-batches, over its limit of 3\n"));
+    assert!(error.contains("[0F3]"), "{error}");
+}
+
+/// A measured step has the simulation's form: moved in time, it is the same one.
+#[test]
+fn a_measured_step_is_told_as_a_simulated_one() {
+    let actions = Schedule::OneFOneB.actions(3, 5, Recompute::Never).unwrap();
+    let simulated = simulate(&actions, &Costs::ticks(3)).unwrap();
+    let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let timeline: Vec<Vec<_>> =
+        simulated.timeline().iter().map(|spans| spans.iter().map(late).collect()).collect();
+    assert_eq!(Simulation::measured(&actions, &timeline, &[]), simulated);
+    let counted = Simulation::measured(&actions, &timeline, &[None, Some(Bytes(9))]);
+    let peaks: Vec<_> = counted.devices().iter().map(|device| device.peak_bytes).collect();
+    assert_eq!(peaks, [0, 9, 0]);
+    // What its actions took simulates it again.
+    let again = simulate(&actions, &Costs::measured(&actions, &timeline)).unwrap();
+    assert_eq!(again.timeline(), simulated.timeline());
+}
+
+#[test]
+fn a_span_has_the_bytes_that_its_device_holds_meanwhile() {
+    let actions = Schedule::OneFOneB.actions(2, 2, Recompute::Never).unwrap();
+    let cost =
+        StageCost { parameter_bytes: 100, activation_bytes: 10, ..StageCost::new(1.0, 1.0, 1.0) };
+    let step = simulate(&actions, &Costs::equal(2, cost)).unwrap();
+    let bytes = |device: usize| step.timeline()[device].iter().map(|span| span.bytes);
+    assert_eq!(bytes(0).collect::<Vec<_>>(), [110, 120, 120, 110]);
+    assert_eq!(bytes(1).collect::<Vec<_>>(), [110, 110, 110, 110]);
+}

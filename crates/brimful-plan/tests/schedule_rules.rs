@@ -1,0 +1,169 @@
+//! What holds for every schedule, whatever the numbers.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::schedule::{
+    Action, ActionKind, Actions, Costs, Recompute, Schedule, ScheduleError, StageCost, StageId,
+    render, simulate,
+};
+use proptest::prelude::*;
+
+fn schedule() -> impl Strategy<Value = Schedule> {
+    (0usize..6, 1usize..=4).prop_map(|(which, v)| Schedule::all(v)[which])
+}
+
+fn recompute() -> impl Strategy<Value = Recompute> {
+    prop::sample::select(Recompute::ALL.to_vec())
+}
+
+fn costs(stages: usize) -> impl Strategy<Value = Costs> {
+    let time = || 0u32..1000;
+    let stage = (time(), time(), time(), time()).prop_map(|(f, i, w, b)| StageCost {
+        backward: f64::from(b),
+        ..StageCost::new(f64::from(f), f64::from(i), f64::from(w))
+    });
+    (prop::collection::vec(stage, stages), 0u32..10).prop_map(|(stages, latency)| {
+        let mut costs = Costs { stages, ..Costs::ticks(0) };
+        costs.link.latency = f64::from(latency);
+        costs
+    })
+}
+
+/// No step can be shorter than its busiest device, nor than one micro-batch's way there and back.
+fn lower_bound(actions: &Actions, costs: &Costs) -> f64 {
+    let time = |action: &Action| {
+        let cost = &costs.stages[action.stage.index()];
+        match action.kind {
+            ActionKind::Forward => cost.forward,
+            ActionKind::Backward => cost.backward,
+            ActionKind::InputGradient => cost.input_gradient,
+            ActionKind::WeightGradient => cost.weight_gradient,
+            ActionKind::Recompute => cost.recompute,
+        }
+    };
+    let busiest =
+        actions.lists().iter().map(|list| list.iter().map(time).sum::<f64>()).fold(0.0, f64::max);
+    let first =
+        |action: &&Action| action.micro_batch.0 == 0 && action.kind != ActionKind::WeightGradient;
+    let way = |action: &&Action| action.kind != ActionKind::Recompute;
+    let there_and_back: f64 =
+        actions.lists().iter().flatten().filter(first).filter(way).map(time).sum();
+    f64::max(busiest, there_and_back)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// `actions` validates what it returns, so being there is being valid.
+    #[test]
+    fn valid_with_one_place_and_never_below_the_bound(
+        (actions, costs) in (schedule(), 1usize..=32, 1usize..=128, recompute())
+            .prop_map(|(schedule, p, m, recompute)| {
+                schedule.actions(p, m, recompute).expect("valid for all numbers")
+            })
+            .prop_flat_map(|actions| {
+                let costs = costs(actions.stages());
+                (Just(actions), costs)
+            })
+    ) {
+        let simulation = simulate(&actions, &costs).unwrap();
+        prop_assert!(simulation.makespan() >= lower_bound(&actions, &costs));
+        prop_assert!((0.0..=1.0).contains(&simulation.bubble()));
+        prop_assert_eq!(actions.channel_capacity(), 1);
+        prop_assert_eq!(actions.to_string().parse::<Actions>(), Ok(actions));
+    }
+
+    #[test]
+    fn one_f_one_b_holds_at_most_s_minus_j(s in 1usize..=32, m in 1usize..=128, recompute in recompute()) {
+        let actions = Schedule::OneFOneB.actions(s, m, recompute).unwrap();
+        prop_assert!(actions.check_held(|stage| s - stage.index()).is_ok());
+    }
+
+    /// Recomputing holds one micro-batch's activations at a time, the whole backward being in one
+    /// piece.
+    #[test]
+    fn recompute_holds_one(s in 1usize..=16, m in 1usize..=64, always in any::<bool>()) {
+        let recompute = if always { Recompute::Always } else { Recompute::ExceptLast };
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+            let actions = schedule.actions(s, m, recompute).unwrap();
+            prop_assert!((0..s as u32).all(|j| actions.held(StageId(j)) == 1));
+        }
+    }
+
+    #[test]
+    fn no_numbers_panic(which in 0usize..6, v in any::<usize>(), p in any::<usize>(), m in any::<usize>()) {
+        let large = |n: usize| n > 40;
+        let schedule = Schedule::all(v)[which];
+        let result = schedule.actions(p, m, Recompute::Always);
+        if large(p) && large(m) && p.checked_mul(m).is_none() {
+            prop_assert!(result.is_err());
+        }
+    }
+
+    #[test]
+    fn no_text_panics(text in r"([0-9]{0,3}[FBIWRx]?[0-9]{0,3}[,\n #]?){0,40}") {
+        let _ = text.parse::<Actions>();
+        let _ = text.parse::<Schedule>();
+    }
+
+    /// Whatever is done to a good list, it is refused with the place marked, or it is still good.
+    #[test]
+    fn damage_is_found(
+        schedule in schedule(), p in 1usize..=4, m in 1usize..=6, recompute in recompute(),
+        at in any::<prop::sample::Index>(), to in any::<prop::sample::Index>(), how in 0u8..4,
+    ) {
+        let good = schedule.actions(p, m, recompute).unwrap();
+        let mut lists = good.lists().to_vec();
+        let device = at.index(lists.len());
+        let (from, to) = (at.index(lists[device].len()), to.index(lists[device].len()));
+        match how {
+            0 => { lists[device].remove(from); }
+            1 => { let action = lists[device][from]; lists[device].insert(to, action); }
+            2 => lists[device].swap(from, to),
+            _ => lists[device][from].micro_batch.0 += to as u32 + 1,
+        }
+        let is_recompute = good.lists()[device][from].kind == ActionKind::Recompute;
+        match Actions::new(lists) {
+            Ok(_) => prop_assert!(how == 2 || is_recompute),
+            Err(ScheduleError::Invalid { grid, .. }) => prop_assert!(grid.contains('['), "{grid}"),
+            Err(other) => prop_assert!(false, "{other}"),
+        }
+    }
+
+    #[test]
+    fn pictures_never_panic(schedule in schedule(), p in 1usize..=5, m in 1usize..=9, width in 0usize..200) {
+        let actions = schedule.actions(p, m, Recompute::ExceptLast).unwrap();
+        let costs = Costs::ticks(actions.stages());
+        let simulation = simulate(&actions, &costs).unwrap();
+        let grid = render::grid(&actions).width(width).color(true).to_string();
+        prop_assert!(!grid.is_empty());
+        let panel = render::Panel { title: "a < b", actions: &actions, simulation: &simulation };
+        prop_assert!(render::svg(&[panel]).ends_with("</svg>\n"));
+        let trace: serde_json::Value =
+            serde_json::from_str(&render::trace(&actions, &costs, &simulation)).unwrap();
+        prop_assert!(trace["traceEvents"].is_array());
+    }
+}
+
+#[test]
+fn every_small_size_is_valid() {
+    for schedule in (1..=4).flat_map(Schedule::all) {
+        for p in 1..=9 {
+            for m in 1..=20 {
+                let actions = schedule.actions(p, m, Recompute::ExceptLast).unwrap();
+                assert_eq!(actions.channel_capacity(), 1, "{schedule} {p} {m}");
+            }
+        }
+    }
+}
+
+#[test]
+fn names_round_trip() {
+    for schedule in (0..5).flat_map(Schedule::all) {
+        assert_eq!(schedule.to_string().parse(), Ok(schedule));
+    }
+    assert_eq!("interleaved".parse(), Ok(Schedule::Interleaved { stages_per_device: 2 }));
+    for name in ["", "gpipe-2", "interleaved-", "interleaved-02", "1F1B", "zero-bubble-v-2"] {
+        assert!(name.parse::<Schedule>().is_err(), "{name}");
+    }
+}

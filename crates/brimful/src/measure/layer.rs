@@ -1,0 +1,143 @@
+//! One layer under measurement: its times, and what it keeps.
+
+use tch::Tensor;
+
+use super::meter::Meter;
+use crate::layers::{Model, Stashed};
+use crate::oom::{self, Caught};
+use crate::{Error, Result};
+
+/// A layer is run at least 5 times, after a first run that does not count, and until 3 runs agree with
+/// the fastest, but at most 25 times.
+const LEAST_RUNS: usize = 5;
+const AGREEING_RUNS: usize = 3;
+const MOST_RUNS: usize = 25;
+/// A run agrees with the fastest if it took at most 1.1 times as long.
+const AGREEMENT: f64 = 1.1;
+
+/// Seconds of one call.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct LayerTimes {
+    pub(super) forward: f64,
+    pub(super) backward: f64,
+    /// The backward for the input's gradient alone.
+    pub(super) input_gradient: f64,
+}
+
+/// The layer that is being measured.
+pub(super) struct MeasuredLayer<'a> {
+    pub(super) meter: &'a Meter,
+    /// Samples in the batch.
+    pub(super) samples: i64,
+    pub(super) name: &'a str,
+    pub(super) model: &'a Model,
+    pub(super) parameters: Vec<Tensor>,
+    /// What earlier layers have stashed.
+    pub(super) stashed: Stashed,
+    pub(super) is_first: bool,
+}
+
+impl MeasuredLayer<'_> {
+    /// The least times with all samples, or with the first `few` of them: whatever else the machine
+    /// does can only add to them, and adds to some layers alone.
+    pub(super) fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
+        self.run(input, few)?; // libraries set themselves up, caches fill
+        let mut runs = Vec::new();
+        while runs.len() < LEAST_RUNS || !agree(&runs) && runs.len() < MOST_RUNS {
+            runs.push(self.run(input, few)?);
+        }
+        Ok(LayerTimes {
+            forward: least(&runs, |run| run.forward),
+            backward: least(&runs, |run| run.backward),
+            input_gradient: least(&runs, |run| run.input_gradient),
+        })
+    }
+
+    /// The same with a quarter of the samples, where that is more than one.
+    pub(super) fn part_times(&self, input: &[Tensor]) -> Result<Option<(i64, LayerTimes)>> {
+        let few = self.samples / 4;
+        // Only an output with a row for each sample can be cut again.
+        let rows = |value: &Tensor| value.size().first() == Some(&self.samples);
+        if few < 2 || !input.iter().chain(self.stashed.all()).all(rows) {
+            return Ok(None);
+        }
+        Ok(Some((few, self.times(input, Some(few))?)))
+    }
+
+    fn run(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
+        let input = self.leaves(input, few)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, few))?;
+        let leaves: Vec<Tensor> =
+            input.iter().chain(stashed.all()).map(Tensor::shallow_clone).collect();
+        let (output, forward) = self.meter.timed(|| self.forward(input, &mut stashed))?;
+        let traced: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
+        let mut wanted: Vec<&Tensor> = self.parameters.iter().collect();
+        wanted.extend(&traced);
+        // The first half keeps the graph for the second, which is the whole backward.
+        let input_gradient = self.backward(&output, &traced, true)?;
+        let backward = self.backward(&output, &wanted, false)?;
+        Ok(LayerTimes { forward, backward, input_gradient: input_gradient.min(backward) })
+    }
+
+    /// The bytes that the forward leaves behind, its output, and what is stashed for later layers.
+    pub(super) fn kept(&self, input: &[Tensor]) -> Result<(u64, Vec<Tensor>, Stashed)> {
+        let detached = |values: &[Tensor]| -> Result<Vec<Tensor>> {
+            values.iter().map(|value| Ok(value.f_detach()?)).collect()
+        };
+        let input = self.leaves(input, None)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
+        let before = self.meter.in_use()?;
+        let output = self.forward(input, &mut stashed)?;
+        let kept = self.meter.in_use()?.saturating_sub(before);
+        Ok((kept, detached(&output)?, stashed.map(detached)?))
+    }
+
+    /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
+    fn leaves(&self, values: &[Tensor], few: Option<i64>) -> Result<Vec<Tensor>> {
+        let leaf = |value: &Tensor| {
+            let leaf = match few {
+                Some(few) => value.f_narrow(0, 0, few)?.f_detach()?,
+                None => value.f_detach()?,
+            };
+            let wants_gradient = !self.is_first && leaf.is_floating_point();
+            Ok(leaf.f_set_requires_grad(wants_gradient)?)
+        };
+        values.iter().map(leaf).collect()
+    }
+
+    fn forward(&self, input: Vec<Tensor>, stashed: &mut Stashed) -> Result<Vec<Tensor>> {
+        let shape = input.first().map(Tensor::size).unwrap_or_default();
+        let run = oom::catch(|| Ok::<_, Error>(self.model.run(input, stashed, true, |_| {})));
+        run.map_err(|caught| match caught {
+            Caught::OutOfMemory(oom) => oom.into(),
+            Caught::Error(error) => error,
+            Caught::Panic(payload) => Error::LayerRun {
+                layer: self.name.to_owned(),
+                shape,
+                message: oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned()),
+            },
+        })
+    }
+
+    /// The seconds of a backward to these tensors; none where there is nothing to trace back to.
+    /// No `grad` of anyone is touched.
+    fn backward(&self, output: &[Tensor], wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
+        let roots: Vec<&Tensor> = output.iter().filter(|value| value.requires_grad()).collect();
+        if wanted.is_empty() || roots.is_empty() {
+            return Ok(0.0);
+        }
+        let run = || Ok(Tensor::f_run_backward(&roots, wanted, keep_graph, false)?);
+        Ok(self.meter.timed(run)?.1)
+    }
+}
+
+/// Whether enough runs took no longer than the fastest, more or less.
+fn agree(runs: &[LayerTimes]) -> bool {
+    let all = |run: &LayerTimes| run.forward + run.backward;
+    let limit = least(runs, all) * AGREEMENT;
+    runs.iter().filter(|run| all(run) <= limit).count() >= AGREEING_RUNS
+}
+
+fn least(runs: &[LayerTimes], of: impl Fn(&LayerTimes) -> f64) -> f64 {
+    runs.iter().map(of).fold(f64::INFINITY, f64::min)
+}

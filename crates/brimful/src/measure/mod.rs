@@ -1,0 +1,197 @@
+//! Measures the layers' time and size, one layer at a time, so that the whole model never exists.
+
+mod layer;
+mod meter;
+
+use brimful_plan::balance::{LayerCost, Profile};
+use brimful_torch::autograd::backward;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use crate::batch::{self, Batch, copy_of};
+use crate::layers::{Layers, Stashed};
+use crate::random::Randomness;
+use crate::{Error, Result};
+use layer::{LayerTimes, MeasuredLayer};
+use meter::Meter;
+
+/// Measures the layers of a model in training, on this device, with this batch of samples.
+///
+/// Each layer is built, run and freed before the next one, so a model that is larger than the
+/// device can be measured on it. Random numbers go on afterwards as if nothing had been drawn.
+///
+/// LayerTimes are measured with the whole batch and, from 8 samples on, with a quarter of it, which
+/// tells the time of a call from the time of a sample. A layer that shares another's variables
+/// is measured with its own copy of them, which is what it has on another device than theirs.
+///
+/// ```
+/// use brimful::{Layers, balance};
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// let layers = Layers::new()
+///     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+///     .add_fn("relu", |x| x.relu());
+/// let batch = Tensor::ones([16, 4], (Kind::Float, Device::Cpu));
+/// let profile = balance::measure(&layers, Device::Cpu, &batch)?;
+/// assert_eq!(profile.layers[0].parameter_bytes, (4 * 8 + 8) * 4);
+/// assert_eq!(profile.layers[1].output_bytes, 8 * 4);
+/// # Ok::<(), brimful::Error>(())
+/// ```
+///
+/// # Errors
+/// When the batch has no samples, the device is not here, or a layer cannot be built or run;
+/// the layer is named.
+pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Profile> {
+    measure_watched(layers, device, batch, |_| {})
+}
+
+/// As [`measure`]; `watch` is shown each layer as soon as it is measured.
+///
+/// # Errors
+/// As [`measure`].
+pub fn measure_watched(
+    layers: &Layers,
+    device: Device,
+    batch: &impl Batch,
+    watch: impl FnMut(&LayerCost),
+) -> Result<Profile> {
+    let mut values = Vec::new();
+    batch.visit(&mut |leaf| values.push(leaf.tensor().shallow_clone()));
+    let measurement = Measurement::new(device, batch::len(batch)?, &values)?;
+    let random = Randomness::now(device)?;
+    let profile = tch::with_grad(|| measurement.profile(layers, &values, watch));
+    random.restore()?;
+    profile
+}
+
+/// Where the layers are measured, one after the other.
+struct Measurement {
+    meter: Meter,
+    /// Samples in the batch.
+    samples: i64,
+    /// The number type of the parameters.
+    kind: Kind,
+}
+
+impl Measurement {
+    fn new(device: Device, samples: usize, values: &[Tensor]) -> Result<Self> {
+        let floating = values.iter().find(|value| value.is_floating_point());
+        let kind = floating.map_or(Kind::Float, Tensor::kind);
+        Ok(Self { meter: Meter::of(device)?, samples: samples as i64, kind })
+    }
+
+    fn profile(
+        &self,
+        layers: &Layers,
+        batch: &[Tensor],
+        mut watch: impl FnMut(&LayerCost),
+    ) -> Result<Profile> {
+        let _counted = self.meter.memory.enter();
+        begin_backwards(self.meter.device)?;
+        // A copy: a layer may change what it gets.
+        let here =
+            |value: &Tensor| Ok(copy_of(&value.f_detach()?)?.f_to_device(self.meter.device)?);
+        let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
+        let mut stashed = Stashed::default();
+        let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };
+        for (position, name) in layers.names().enumerate() {
+            let measured = self.layer(layers, position, &input, stashed);
+            let (layer, output, kept) = measured.map_err(|error| named(error, name))?;
+            watch(&layer);
+            profile.layers.push(layer);
+            (input, stashed) = (output, kept);
+        }
+        Ok(profile)
+    }
+
+    /// What a layer costs, and its output for the next one, with what is stashed for later ones.
+    fn layer(
+        &self,
+        layers: &Layers,
+        position: usize,
+        input: &[Tensor],
+        stashed: Stashed,
+    ) -> Result<(LayerCost, Vec<Tensor>, Stashed)> {
+        let mut store = VarStore::new(self.meter.device);
+        let model = layers.build_range(&store.root(), position..position + 1)?;
+        if self.kind != Kind::Float {
+            store.set_kind(self.kind);
+        }
+        let name = model.names().next().unwrap_or_default().to_owned();
+        let subject = MeasuredLayer {
+            meter: &self.meter,
+            samples: self.samples,
+            name: &name,
+            model: &model,
+            parameters: store.trainable_variables(),
+            stashed,
+            is_first: position == 0,
+        };
+        let whole = subject.times(input, None)?;
+        let (activation_bytes, output, stashed) = subject.kept(input)?;
+        let layer = LayerCost {
+            parameter_bytes: subject.parameters.iter().map(bytes).sum(),
+            activation_bytes: self.per_sample(activation_bytes),
+            output_bytes: self.bytes_of(&output),
+            ..self.costs(whole, subject.part_times(input)?)
+        };
+        Ok((LayerCost { name, ..layer }, output, stashed))
+    }
+
+    /// The times of a sample and of a call. A layer has one overhead for both directions, their
+    /// mean, so that the sum of both is what was measured.
+    fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
+        let n = self.samples as f64;
+        let fixed = |whole: f64, few: i64, part: f64| {
+            let each = f64::max(whole - part, 0.0) / (n - few as f64);
+            f64::max(whole - n * each, 0.0)
+        };
+        let overhead = part.map_or(0.0, |(few, part)| {
+            let forward = fixed(whole.forward, few, part.forward);
+            f64::midpoint(forward, fixed(whole.backward, few, part.backward))
+        });
+        let each = |time: f64| f64::max(time - overhead, 0.0) / n;
+        LayerCost {
+            forward: each(whole.forward),
+            backward: each(whole.backward),
+            input_gradient: Some(each(whole.input_gradient)),
+            overhead,
+            ..LayerCost::default()
+        }
+    }
+
+    fn bytes_of(&self, values: &[Tensor]) -> u64 {
+        self.per_sample(values.iter().map(bytes).sum())
+    }
+
+    fn per_sample(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.samples as u64)
+    }
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
+/// Lets libtorch's thread for backwards on an accelerator run something first: it warns, on standard
+/// error, where the very first is a matrix product.
+fn begin_backwards(device: Device) -> Result<()> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    let x = Tensor::f_ones([1_i64], (Kind::Float, device))?.f_set_requires_grad(true)?;
+    Ok(backward(&[&x.f_neg()?], &[Some(&x.f_detach()?)], false)?)
+}
+
+/// Errors that do not name a layer yet, with the layer's name.
+fn named(error: Error, layer: &str) -> Error {
+    match error {
+        Error::OutOfMemory(mut oom) => {
+            oom.message =
+                format!("layer '{layer}' was measured when memory ran out: {}", oom.message);
+            Error::OutOfMemory(oom)
+        }
+        Error::Torch(message) => Error::Torch(format!("layer '{layer}': {message}")),
+        other => other,
+    }
+}
