@@ -34,11 +34,11 @@ check: ## format, lints, tests, docs, licences: what must hold before a commit
 	done
 
 bench: libtorch ## measure speed and memory, a small table of each kind: build/bench
-	@cargo build --release -q -p brimful-cli
+	@cargo build --release -q -p brimful-bench
 	@PEERS=none bench/run build/bench
 
 bench-peers: libtorch ## set the peers up, and measure them in turns with ours: build/bench
-	@cargo build --release -q -p brimful-cli
+	@cargo build --release -q -p brimful-bench
 	@bench/peers/setup
 	@bench/run build/bench micro auto pipeline
 
@@ -78,7 +78,7 @@ docs: rust
 
 # Builds nothing: the release does.
 package: rust
-	cargo package --quiet --workspace --exclude brimful-guide --no-verify --allow-dirty
+	cargo package --quiet --workspace --exclude brimful-guide --exclude brimful-bench --no-verify --allow-dirty
 
 licences: rust
 	@if command -v cargo-deny >/dev/null; \

@@ -1,4 +1,4 @@
-"""Composer's automatic micro-batching beside `brimful bench auto`.
+"""Composer's automatic micro-batching beside `brimful-bench auto`.
 
     auto_composer.py --like OURS.jsonl
 

@@ -45,7 +45,7 @@ def run(bench, contestants, measure, works=None, package=None):
 
 def arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--like", help="JSON lines of brimful bench")
+    parser.add_argument("--like", help="JSON lines of brimful-bench")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps")
     parser.add_argument("--row-limit", type=float, default=120, help="seconds that one measurement may take")
     parser.add_argument("--flags", nargs="*", default=[], help="what a script takes besides")

@@ -1,4 +1,4 @@
-"""A micro-batched step, measured: what the peers of `brimful bench micro` share.
+"""A micro-batched step, measured: what the peers of `brimful-bench micro` share.
 
 A step is forward and backward over the mini-batch and the reading of its loss, with gradients that
 start as none and without an optimizer. Samples are in page-locked host memory, where a loader with

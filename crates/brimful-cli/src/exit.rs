@@ -7,7 +7,7 @@ use brimful::Error;
 use brimful::balance::BalanceError;
 
 /// What `--help` and the man page say of the codes.
-pub(crate) const CODES: &str = "\
+pub const CODES: &str = "\
 Exit codes:
   0    done
   1    failed: a file that cannot be read or written, a run that broke off
@@ -18,7 +18,7 @@ Exit codes:
 
 /// How the program ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Exit {
+pub enum Exit {
     /// All was done.
     Done,
     /// Something broke off that is none of the below.
@@ -38,12 +38,12 @@ pub(crate) enum Exit {
 
 impl Exit {
     /// How an error ends the program.
-    pub(crate) fn of(error: &anyhow::Error) -> Self {
+    pub fn of(error: &anyhow::Error) -> Self {
         error.chain().find_map(Self::of_cause).unwrap_or(Self::Failed)
     }
 
     fn of_cause(cause: &(dyn std::error::Error + 'static)) -> Option<Self> {
-        if let Some(told) = cause.downcast_ref::<Told>() {
+        if let Some(told) = cause.downcast_ref::<ErrorWithExit>() {
             return Some(told.exit);
         }
         if cause.is::<clap::Error>() {
@@ -59,7 +59,7 @@ impl Exit {
     }
 
     /// As the shell sees it; a signal as shells themselves count it.
-    pub(crate) const fn code(self) -> u8 {
+    pub const fn code(self) -> u8 {
         match self {
             Self::Done => 0,
             Self::Failed => 1,
@@ -79,31 +79,31 @@ impl From<Exit> for ExitCode {
 
 /// An error that says itself how the program ends.
 #[derive(Debug)]
-struct Told {
+struct ErrorWithExit {
     exit: Exit,
     text: String,
 }
 
-impl fmt::Display for Told {
+impl fmt::Display for ErrorWithExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl std::error::Error for Told {}
+impl std::error::Error for ErrorWithExit {}
 
 /// A flag, a key or a value that cannot be.
-pub(crate) fn wrong_use(text: impl Into<String>) -> anyhow::Error {
-    Told { exit: Exit::WrongUse, text: text.into() }.into()
+pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
+    ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
 /// Something that is too large for the memory that there is.
-pub(crate) fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
-    Told { exit: Exit::DoesNotFit, text: text.into() }.into()
+pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
+    ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()
 }
 
 /// Whether memory ran out.
-pub(crate) fn ran_out(error: &anyhow::Error) -> bool {
+pub fn ran_out(error: &anyhow::Error) -> bool {
     error.downcast_ref().and_then(Error::out_of_memory).is_some()
 }
 

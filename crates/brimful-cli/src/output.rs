@@ -53,10 +53,10 @@ pub fn colored() -> bool {
 }
 
 /// Writes what went wrong to standard error: in one line, or with all that is known of it.
-pub fn complain(error: &anyhow::Error, verbose: bool) {
+pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     let text = causes(error);
     let mut lines = text.lines();
-    let mut message = format!("brimful: {}", lines.next().unwrap_or_default());
+    let mut message = format!("{program}: {}", lines.next().unwrap_or_default());
     if verbose {
         message.extend(lines.map(|line| format!("\n{line}")));
         for cause in error.chain() {

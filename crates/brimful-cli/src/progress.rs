@@ -29,13 +29,13 @@ pub(crate) fn aside<T>(write: impl FnOnce() -> T) -> T {
 }
 
 /// Writes a line to standard error, above the bars.
-pub(crate) fn say(text: &str) {
+pub fn say(text: &str) {
     // Nothing is left to do where even this cannot be written.
     aside(|| drop(writeln!(io::stderr(), "{text}")));
 }
 
 /// Writes a line to standard error where no bar can say the same.
-pub(crate) fn note(text: &str) {
+pub fn note(text: &str) {
     if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
         say(text);
     }
@@ -43,7 +43,7 @@ pub(crate) fn note(text: &str) {
 
 /// A work of known length.
 #[derive(Debug)]
-pub(crate) struct Progress {
+pub struct Progress {
     bar: ProgressBar,
     unit: &'static str,
     said: Cell<Instant>,
@@ -51,7 +51,7 @@ pub(crate) struct Progress {
 
 impl Progress {
     /// A work of so many units, shown from the start.
-    pub(crate) fn new(length: usize, unit: &'static str) -> Self {
+    pub fn new(length: usize, unit: &'static str) -> Self {
         let bar = ProgressBar::new(length as u64).with_style(style(unit));
         let quiet = QUIET.load(Ordering::Relaxed);
         let bar = if quiet { ProgressBar::hidden() } else { SCREEN.add(bar) };
@@ -70,12 +70,12 @@ impl Progress {
     }
 
     /// Says what is being done, or what there is to know besides rate and time.
-    pub(crate) fn doing(&self, what: String) {
+    pub fn doing(&self, what: String) {
         self.bar.set_message(what);
     }
 
     /// So many units more are done.
-    pub(crate) fn advance(&self, units: usize) {
+    pub fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
         if self.said.get().elapsed() >= BETWEEN_LINES {
             self.said.set(Instant::now());

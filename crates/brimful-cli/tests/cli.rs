@@ -34,14 +34,3 @@ fn the_demo_runs_out_and_then_trains() {
             .and(predicate::str::is_match("epoch  20 .* accuracy  9[5-9]").expect("a pattern")),
     );
 }
-
-#[test]
-fn the_arena_bench_prints_its_row() {
-    let arguments = ["bench", "arena", "--batch", "2", "--image", "32", "--repeats", "1", "--json"];
-    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let row: Value =
-        text.lines().next().and_then(|line| serde_json::from_str(line).ok()).expect("a row");
-    assert_eq!(row["model"], "resnet50");
-    assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
-}

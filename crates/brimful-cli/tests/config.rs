@@ -42,12 +42,6 @@ stages = 2
 micro-batches = 4
 schedule = ["gpipe", "1f1b"]
 json = true
-
-[bench.arena]
-batch-size = 1
-image = 32
-repeats = 1
-json = true
 "#;
 
 #[test]
@@ -57,7 +51,6 @@ fn each_command_takes_its_own_section() {
     assert_eq!((&epoch["epoch"], &epoch["micro_batch_size"]), (&3.into(), &64.into()));
     let rows = &last(&path, "plan")["rows"];
     assert_eq!(rows.as_array().map(Vec::len), Some(2), "{rows}");
-    assert_eq!(last(&path, "bench arena")["rows"][0]["batch"], 1);
 }
 
 #[test]

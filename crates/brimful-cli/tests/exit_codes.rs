@@ -25,10 +25,9 @@ fn what_is_done_ends_with_0() {
     let (run, page) = (folder.join("run.json"), folder.join("run.html"));
     ends(&format!("train --epochs 1 --device cpu --record {}", run.display()), 0, "epoch   1");
     ends(&format!("report {} -o {}", run.display(), page.display()), 0, "wrote ");
-    ends("bench arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
     ends("completions bash", 0, "_brimful()");
     ends("man", 0, ".TH brimful 1");
-    ends("man bench micro", 0, "brimful-bench-micro");
+    ends("man train", 0, "brimful-train");
     ends("--help", 0, "Exit codes:");
     ends("--version", 0, "brimful ");
 }
@@ -36,10 +35,7 @@ fn what_is_done_ends_with_0() {
 #[test]
 fn every_command_has_help_with_examples() {
     let commands = ["doctor", "demo", "train", "plan", "report", "verify", "completions", "man"];
-    let benches =
-        ["arena", "auto", "compare", "convergence", "memory", "micro", "pipeline", "plot"];
-    let benches = benches.map(|name| format!("bench {name}"));
-    for command in commands.map(str::to_owned).into_iter().chain(benches) {
+    for command in commands {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");
     }
 }
@@ -64,8 +60,6 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
     ends("train --device cuda:99", 2, "there is no device 'cuda:99' here; there is cpu");
     ends("train --save /no/such/folder/model", 2, "there is no folder /no/such/folder");
     ends("verify --micro-batch 0", 2, "give a whole number from 1 on");
-    ends("bench micro --repeats 0", 2, "0 is not in 1..");
-    ends("bench micros", 2, "'micro'");
     ends("completions tcsh", 2, "possible values: bash");
     ends("man trian", 2, "brimful has no command 'trian'; did you mean 'train'?");
     ends("doctor --quiet --verbose", 2, "cannot be used with");
@@ -84,7 +78,6 @@ fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
     );
     ends("train --memory-limit 200KiB", 3, "brimful: ");
     ends("plan -s 2 -m 4 --activations 3GiB --memory-limit 1GiB", 3, "");
-    ends("bench memory --family unet --memory-limit 1MiB -s 1", 3, "raise --memory-limit");
 }
 
 #[test]
@@ -116,7 +109,7 @@ fn manual_pages_are_written_for_every_command() {
     let pages = folder("man");
     ends(&format!("man --folder {}", pages.display()), 0, "");
     let names = program::names(&pages);
-    for name in ["brimful.1", "brimful-train.1", "brimful-bench-micro.1"] {
+    for name in ["brimful.1", "brimful-train.1", "brimful-plan.1"] {
         assert!(names.iter().any(|page| page == name), "{names:?}");
     }
     ends("man --folder /no/such/folder", 1, "cannot write the pages into /no/such/folder");

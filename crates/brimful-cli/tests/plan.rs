@@ -37,13 +37,14 @@ fn shows_one() {
 #[test]
 fn says_what_fits() {
     insta::assert_snapshot!(answer(
-        "-s 4 -m 16 --activations 3GiB --parameters 2GiB --memory 16GiB"
+        "-s 4 -m 16 --activations 3GiB --parameters 2GiB --memory-limit 16GiB"
     ));
 }
 
 #[test]
 fn plans_a_profile() {
-    let arguments = "--profile tests/data/model.toml --batch 64 --stages 4 --memory 600MiB";
+    let arguments =
+        "--profile tests/data/model.toml --batch-size 64 --stages 4 --memory-limit 600MiB";
     insta::assert_snapshot!(answer(arguments));
     let json: serde_json::Value =
         serde_json::from_str(&answer(&format!("{arguments} --json"))).unwrap();
@@ -55,7 +56,8 @@ fn plans_a_profile() {
 #[test]
 fn plans_a_model_that_it_measures() {
     for (model, layers) in [("mlp", 6), ("gpt", 9)] {
-        let arguments = format!("--model {model} --batch 32 --stages 2 --memory 1GiB --json");
+        let arguments =
+            format!("--model {model} --batch-size 32 --stages 2 --memory-limit 1GiB --json");
         let json: serde_json::Value = serde_json::from_str(&answer(&arguments)).unwrap();
         let best = &json["rows"][0];
         let balance = best["balance"].as_array().unwrap();
@@ -69,20 +71,20 @@ fn plans_a_model_that_it_measures() {
 
 #[test]
 fn a_model_that_cannot_be_measured_is_refused() {
-    insta::assert_snapshot!(refusal("--model mlp --batch 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6: lower --stages");
-    let refused = refusal("--model mlp --batch 8 -s 2 --device gpu");
+    insta::assert_snapshot!(refusal("--model mlp --batch-size 8 -s 9"), @"brimful: 9 stages need as many layers, but the model has 6: lower --stages");
+    let refused = refusal("--model mlp --batch-size 8 -s 2 --device gpu");
     assert!(
         refused.starts_with("brimful: there is no device 'gpu' here; there is cpu"),
         "{refused}"
     );
-    insta::assert_snapshot!(refusal("--model mlp --batch 0 -s 2"), @"
+    insta::assert_snapshot!(refusal("--model mlp --batch-size 0 -s 2"), @"
     error: invalid value '0' for '--batch-size <N>': give a whole number from 1 on
 
     For more information, try '--help'.
     ");
     let refused = refusal("--model mlp -s 2");
     assert!(refused.contains("--batch-size <N>"), "{refused}");
-    let refused = refusal("--model mlp --batch 8 -s 2 --forward 3");
+    let refused = refusal("--model mlp --batch-size 8 -s 2 --forward 3");
     assert!(refused.contains("cannot be used with '--forward"), "{refused}");
 }
 
@@ -105,11 +107,11 @@ fn refuses_with_the_fix() {
     For more information, try '--help'.
     ");
     insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"brimful: the backward time of stage 0 is -1: it must be finite and not negative");
-    insta::assert_snapshot!(refusal("-s 4 -m 4 --memory 16Gigs"), @"
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --memory-limit 16Gigs"), @"
     error: invalid value '16Gigs' for '--memory-limit <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch 8 -s 2"), @"brimful: tests/data/mine.csv is not a profile: line 2: key with no value, expected `=`");
-    insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18: lower --stages");
+    insta::assert_snapshot!(refusal("--profile tests/data/mine.csv --batch-size 8 -s 2"), @"brimful: tests/data/mine.csv is not a profile: line 2: key with no value, expected `=`");
+    insta::assert_snapshot!(refusal("--profile tests/data/model.toml --batch-size 8 -s 50"), @"brimful: 50 stages need as many layers, but the model has 18: lower --stages");
 }

@@ -20,7 +20,7 @@ fn folder(name: &str) -> PathBuf {
 fn recorded(folder: &Path) -> PathBuf {
     let run = folder.join("run.json");
     let arguments = "train --epochs 2 --stages 2 --micro-batches 4 --batch-size 400 \
-                     --stage-memory 16MiB --device cpu --record";
+                     --memory-limit 16MiB --device cpu --record";
     brimful().args(arguments.split_whitespace()).arg(&run).assert().success();
     run
 }

@@ -8,20 +8,20 @@ use crate::args::Args;
 use crate::exit::Exit;
 use crate::output;
 
-/// Options of `brimful completions`.
+/// CompletionsOptions of `brimful completions`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
   brimful completions bash > ~/.local/share/bash-completion/completions/brimful
   brimful completions zsh > ~/.zfunc/_brimful          with ~/.zfunc on the fpath
   brimful completions fish > ~/.config/fish/completions/brimful.fish")]
-pub struct Options {
+pub struct CompletionsOptions {
     /// The shell that is to read it
     shell: Shell,
 }
 
 /// Prints the shell's script.
-pub fn run(options: &Options) -> Result<Exit> {
+pub fn run(options: &CompletionsOptions) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(options.shell, &mut Args::command(), "brimful", &mut script);
     output::line(&String::from_utf8(script)?)?;

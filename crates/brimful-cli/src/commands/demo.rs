@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use brimful::Error;
 use clap::Parser;
 
-use super::train::{self, Options, Trainer};
+use super::train::{self, TrainOptions, Trainer};
 use crate::args::{Args, Command};
 use crate::exit::Exit;
 use crate::output::line;
@@ -20,7 +20,7 @@ pub(crate) fn run() -> Result<Exit> {
     let options = options()?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
-    let plain = Options { micro_batches: Some(1), ..options.clone() };
+    let plain = TrainOptions { micro_batches: Some(1), ..options.clone() };
     let Err(error) = Trainer::new(&plain)?.run_epoch(|_| ControlFlow::Continue(())) else {
         bail!("the plain step fitted: this build of libtorch needs less than expected");
     };
@@ -33,7 +33,7 @@ pub(crate) fn run() -> Result<Exit> {
     train::run(&options)
 }
 
-fn options() -> Result<Options> {
+fn options() -> Result<TrainOptions> {
     match Args::try_parse_from(TRAIN.split_whitespace())?.command {
         Command::Train(options) => Ok(options),
         _ => bail!("the demo's command is not a training command"),

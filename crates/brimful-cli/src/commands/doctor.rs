@@ -13,26 +13,26 @@ use crate::exit::Exit;
 use crate::output;
 use crate::setting::words;
 
-/// Options of `brimful doctor`.
+/// DoctorOptions of `brimful doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   brimful doctor
   brimful doctor --json | jq '.devices[].free_bytes'")]
-pub struct Options {
+pub struct DoctorOptions {
     #[arg(long, help = words::JSON)]
     json: bool,
 }
 
 /// Reports, and fails when something needs mending.
-pub fn run(options: &Options) -> Result<Exit> {
-    let report = Report::of_this_machine()?;
+pub fn run(options: &DoctorOptions) -> Result<Exit> {
+    let report = Diagnosis::of_this_machine()?;
     output::report(&report, options.json)?;
     Ok(if report.problems.is_empty() { Exit::Done } else { Exit::Fault })
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct Diagnosis {
     brimful: &'static str,
     libtorch: String,
     library: Option<PathBuf>,
@@ -68,7 +68,7 @@ struct Problem {
     remedy: String,
 }
 
-impl Report {
+impl Diagnosis {
     fn of_this_machine() -> Result<Self> {
         let cuda = Cuda::of_this_machine();
         let libtorch = libtorch::version().unwrap_or_else(|| "unknown".into());
@@ -134,7 +134,7 @@ fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<Problem> {
     problems
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for Diagnosis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "brimful   {}", self.brimful)?;
         let library = self.library.as_deref().map_or_else(String::new, |p| p.display().to_string());

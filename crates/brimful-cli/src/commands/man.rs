@@ -11,15 +11,15 @@ use crate::exit::{Exit, wrong_use};
 use crate::nearest::did_you_mean;
 use crate::output;
 
-/// Options of `brimful man`.
+/// ManOptions of `brimful man`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
   brimful man | man -l -                               read the page of the program
   brimful man train | man -l -                         read that of a command
   brimful man --folder ~/.local/share/man/man1         write a page for each command")]
-pub struct Options {
-    /// The command whose page is printed, such as train or bench micro [default: the program]
+pub struct ManOptions {
+    /// The command whose page is printed, such as train [default: the program]
     #[arg(value_name = "COMMAND", conflicts_with = "folder")]
     command: Vec<String>,
     /// Write a page for each command into this folder instead
@@ -28,7 +28,7 @@ pub struct Options {
 }
 
 /// Prints a page, or writes all of them.
-pub fn run(options: &Options) -> Result<Exit> {
+pub fn run(options: &ManOptions) -> Result<Exit> {
     let mut root = Args::command();
     root.build();
     if let Some(folder) = &options.folder {

@@ -9,7 +9,7 @@ use clap::Args;
 use crate::exit::Exit;
 use crate::{output, page};
 
-/// Options of `brimful report`.
+/// ReportOptions of `brimful report`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -17,7 +17,7 @@ Examples:
   brimful report run.json -o report.html        make a page of it
   brimful train --report report.html            both at once
   brimful plan -s 4 -m 8 --report plan.html     the same for steps that are only simulated")]
-pub(crate) struct Options {
+pub struct ReportOptions {
     /// What train --record has written
     #[arg(value_name = "RUN")]
     run: PathBuf,
@@ -27,7 +27,7 @@ pub(crate) struct Options {
 }
 
 /// Reads, checks, and writes the page.
-pub(crate) fn run(options: &Options) -> Result<Exit> {
+pub(crate) fn run(options: &ReportOptions) -> Result<Exit> {
     page::write(&options.output, &Run::read(&options.run)?)?;
     output::line(&format!("wrote {}", options.output.display()))?;
     Ok(Exit::Done)

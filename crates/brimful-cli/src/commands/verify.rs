@@ -17,7 +17,7 @@ use crate::exit::Exit;
 use crate::output;
 use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed, words};
 
-/// Options of `brimful verify`.
+/// VerifyOptions of `brimful verify`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -26,7 +26,7 @@ Examples:
 
 Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
 training mode: the models are compared in evaluation mode, where both are fixed.")]
-pub(crate) struct Options {
+pub struct VerifyOptions {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
     #[arg(long, value_name = "N", default_value_t = 65, value_parser = words::count)]
@@ -49,16 +49,16 @@ pub(crate) struct Options {
 }
 
 /// Compares, and fails where a gradient differs by more than rounding.
-pub(crate) fn run(options: &Options) -> Result<Exit> {
-    let subject = Subject::new(options)?;
+pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
+    let subject = VerifiedModel::new(options)?;
     let full = subject.gradients(Size::Count(1))?;
     let split = subject.gradients(Size::Fixed(options.micro_batch))?;
-    let report = Report::new(options, &full, &split);
+    let report = VerifyReport::new(options, &full, &split);
     output::report(&report, options.json)?;
     Ok(if report.ok { Exit::Done } else { Exit::Fault })
 }
 
-struct Subject {
+struct VerifiedModel {
     store: VarStore,
     model: Model,
     examples: (Tensor, Tensor),
@@ -72,8 +72,8 @@ struct Gradients {
     named: BTreeMap<String, Tensor>,
 }
 
-impl Subject {
-    fn new(options: &Options) -> Result<Self> {
+impl VerifiedModel {
+    fn new(options: &VerifyOptions) -> Result<Self> {
         let sample = options.model.synthetic_sample();
         let layers = options.model.layers(&sample, DROPOUT)?;
         let (train, seed) = (options.batch_size, options.seed);
@@ -107,7 +107,7 @@ impl Subject {
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct VerifyReport {
     model: ModelName,
     dtype: NumberType,
     batch: usize,
@@ -121,8 +121,8 @@ struct Report {
     ok: bool,
 }
 
-impl Report {
-    fn new(options: &Options, full: &Gradients, split: &Gradients) -> Self {
+impl VerifyReport {
+    fn new(options: &VerifyOptions, full: &Gradients, split: &Gradients) -> Self {
         let names = full.named.keys().chain(split.named.keys());
         let errors = names.map(|name| match (full.named.get(name), split.named.get(name)) {
             (Some(full), Some(split)) => {
@@ -157,7 +157,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}, {} samples cut into {:?}", self.model, self.batch, self.sizes)?;
         writeln!(

@@ -6,8 +6,8 @@
 //! batch-size = 512
 //! stages = 4
 //!
-//! [bench.micro]
-//! repeats = 3
+//! [plan]
+//! stages = 4
 //! ```
 //!
 //! The words are added to those of the command line. One that the command line says otherwise, or
@@ -45,7 +45,8 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
     let text = fs::read_to_string(path);
     let text = text.with_context(|| format!("cannot read {}", path.display()))?;
     command.build();
-    let file = File { path, text: &text };
+    let program = command.get_name().to_owned();
+    let file = File { program: &program, path, text: &text };
     let flags = file.flags(&command, &looked)?;
     let is_on = |flag: &&Flag| off.iter().all(|word| switched_off(word) != Some(&flag.name));
     let added = flags.iter().filter(is_on).map(|flag| flag.word.clone());
@@ -80,6 +81,8 @@ fn line_of(text: &str, span: &Range<usize>) -> usize {
 
 /// A config file.
 struct File<'a> {
+    /// The name of the program that it is for.
+    program: &'a str,
     path: &'a Path,
     text: &'a str,
 }
@@ -153,9 +156,10 @@ impl File<'_> {
         let place = format!("unknown {what} '{name}' in {}", self.place_of(line));
         wrong_use(match nearest(name, known) {
             Some(known) => format!("{place}: did you mean '{known}'?"),
-            None => {
-                format!("{place}: `brimful --help` lists commands, and each has its own --help")
-            }
+            None => format!(
+                "{place}: `{} --help` lists commands, and each has its own --help",
+                self.program
+            ),
         })
     }
 

@@ -28,7 +28,7 @@ impl Examples {
 
 /// What a sample is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Sample {
+pub enum Sample {
     /// An image as floats, channels × height × width; the target is its class.
     Image { shape: [i64; 3], classes: i64 },
     /// An image as floats; the target marks each pixel with 0 or 1, as floats too.

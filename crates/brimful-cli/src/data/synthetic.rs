@@ -22,7 +22,7 @@ pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
         *train > 0 && *test > 0,
         "{train} samples to train on and {test} to test on: make at least 1 of each"
     );
-    let mut numbers = Numbers(*seed);
+    let mut numbers = NumberStream(*seed);
     let [train, test] = [*train, *test].map(|count| examples(sample, count, &mut numbers));
     let description = format!("made-up {}, seed {seed}", describe(sample));
     Ok(Dataset { train, test, sample: sample.clone(), description })
@@ -40,7 +40,7 @@ fn describe(sample: &Sample) -> String {
     }
 }
 
-fn examples(sample: &Sample, count: usize, numbers: &mut Numbers) -> Examples {
+fn examples(sample: &Sample, count: usize, numbers: &mut NumberStream) -> Examples {
     let count = count as i64;
     match *sample {
         Sample::Image { shape: [channels, height, width], classes } => Examples {
@@ -61,9 +61,9 @@ fn examples(sample: &Sample, count: usize, numbers: &mut Numbers) -> Examples {
 }
 
 /// Random numbers of our own (SplitMix64), so that making data moves nobody else's generator.
-struct Numbers(u64);
+struct NumberStream(u64);
 
-impl Numbers {
+impl NumberStream {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -6,7 +6,7 @@ use brimful::memory::{Arena, Memory};
 use tch::Device;
 
 /// The memory of each device, with this limit; on a CPU each has an account of its own.
-pub(crate) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
+pub fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
     let account = |(number, device): (usize, &Device)| {
         let memory = match device {
             Device::Cpu => Memory::Arena(Arena::new(&format!("device {number}"))),
@@ -18,7 +18,7 @@ pub(crate) fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<M
 }
 
 /// The memory with this limit, if there is one.
-pub(crate) fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
+pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
     if let Some(limit) = limit {
         memory.set_limit(Some(limit.0))?;
     }

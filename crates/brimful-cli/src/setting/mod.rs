@@ -5,7 +5,7 @@ mod memory;
 mod model;
 mod number_type;
 mod order;
-pub(crate) mod words;
+pub mod words;
 
 use anyhow::Result;
 use brimful::{World, device};
@@ -13,30 +13,31 @@ use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
-pub(crate) use memory::{accounts, within};
-pub(crate) use model::{DROPOUT, MODELS, ModelName};
-pub(crate) use number_type::NumberType;
-pub(crate) use order::{recompute, schedule};
+pub use memory::{accounts, within};
+pub(crate) use model::DROPOUT;
+pub use model::{MODELS, ModelName};
+pub use number_type::NumberType;
+pub use order::{recompute, schedule};
 
 /// The device of this name; without one, the best that there is.
-pub(crate) fn device(name: Option<&str>) -> Result<Device> {
+pub fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
 }
 
 /// The name of the devices to take where none is asked for.
-pub(crate) fn best_devices() -> &'static str {
+pub fn best_devices() -> &'static str {
     if device::best().is_cuda() { "cuda" } else { "cpu" }
 }
 
 /// A rank's own device of this name.
-pub(crate) fn device_of(name: &str, world: &World) -> Result<Device> {
+pub fn device_of(name: &str, world: &World) -> Result<Device> {
     let place = world.rank_on_host();
     Ok(device::spread(name, place..place + 1)?[0])
 }
 
 /// The mean loss of logits: against classes (or tokens), which are whole numbers, their
 /// cross-entropy over the last dimension; against masks, which are not, that of each pixel alone.
-pub(crate) fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
+pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     if targets.is_floating_point() {
         let targets = targets.to_kind(logits.kind());
         let none = None::<&Tensor>;
@@ -60,7 +61,7 @@ pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
 }
 
 /// Leaves every parameter without a gradient.
-pub(crate) fn clear_gradients(store: &VarStore) -> Result<()> {
+pub fn clear_gradients(store: &VarStore) -> Result<()> {
     let mut parameters = store.trainable_variables();
     Ok(parameters.iter_mut().try_for_each(|p| autograd::set_gradient(p, None))?)
 }

@@ -21,7 +21,7 @@ macro_rules! names {
 }
 
 /// What is said of `--model` on the command line.
-pub(crate) const MODELS: &str = concat!("The model: ", names!());
+pub const MODELS: &str = concat!("The model: ", names!());
 /// The part of the activations that the models with dropout drop in training.
 pub(crate) const DROPOUT: f64 = 0.1;
 /// Tokens in a sequence.
@@ -31,7 +31,7 @@ const VOCABULARY: i64 = 50_257;
 
 /// A model that the program knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ModelName {
+pub enum ModelName {
     Mlp,
     Resnet18,
     Resnet50,
@@ -60,7 +60,7 @@ const WORDS: [(&str, ModelName); 9] = [
 
 impl ModelName {
     /// The model for samples of this shape.
-    pub(crate) fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
+    pub fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
         match sample {
             Sample::Image { shape, classes } => self.for_images(shape, *classes),
             Sample::Mask { shape: [channels, _, _] } => self.for_masks(*channels, dropout),
@@ -123,7 +123,7 @@ impl ModelName {
         }
     }
 
-    pub(crate) fn synthetic_sample(self) -> Sample {
+    pub fn synthetic_sample(self) -> Sample {
         match self {
             Self::Mlp => Sample::Image { shape: [1, 8, 8], classes: 10 },
             Self::Resnet18 => Sample::Image { shape: [3, 32, 32], classes: 10 },

@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 /// The type of the model's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum NumberType {
+pub enum NumberType {
     F64,
     F32,
     /// f32 whose products CUDA computes in TF32
@@ -21,7 +21,7 @@ pub(crate) enum NumberType {
 }
 
 impl NumberType {
-    pub(crate) fn kind(self) -> Kind {
+    pub fn kind(self) -> Kind {
         match self {
             Self::F64 => Kind::Double,
             Self::F32 | Self::Tf32 => Kind::Float,
@@ -30,7 +30,7 @@ impl NumberType {
     }
 
     /// Lets CUDA compute as the type says, in the whole process.
-    pub(crate) fn prepare(self, device: Device) -> Result<()> {
+    pub fn prepare(self, device: Device) -> Result<()> {
         ensure!(
             device != Device::Cpu || self != Self::Tf32,
             "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"

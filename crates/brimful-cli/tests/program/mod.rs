@@ -6,7 +6,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use serde_json::Value;
 
 /// The program, whatever the caller has exported.
 pub fn brimful() -> Command {
@@ -38,15 +37,4 @@ pub fn names(folder: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
-}
-
-/// The rows that a benchmark writes as they come, which its last line must have all of; and its environment.
-pub fn rows(mut bench: Command) -> (Vec<Value>, Value) {
-    let output = bench.arg("--json").assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let mut rows: Vec<Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    let last = rows.pop().expect("a last line");
-    assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows.clone())));
-    (rows, last["environment"].clone())
 }

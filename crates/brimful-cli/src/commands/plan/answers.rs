@@ -12,14 +12,14 @@ use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate
 use serde::Serialize;
 
 use super::measure;
-use super::options::{Measured, Numbers, Options};
+use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use crate::config;
 use crate::exit::wrong_use;
 
 /// What is printed, drawn and traced.
 pub(super) struct Answers {
     /// All there is, the best first.
-    pub(super) lines: Vec<Line>,
+    pub(super) lines: Vec<PlanLine>,
     /// The best one of each schedule, with its timeline.
     pub(super) shown: Vec<Answer>,
     /// What could not be built, and why.
@@ -30,7 +30,7 @@ pub(super) struct Answers {
 
 /// A way to run the step, with its timeline.
 pub(super) struct Answer {
-    pub(super) line: Line,
+    pub(super) line: PlanLine,
     pub(super) step: PlannedStep,
 }
 
@@ -52,7 +52,7 @@ impl Answer {
 
 /// A line of the table; its fields are the keys of `--json`.
 #[derive(Clone, Serialize)]
-pub(super) struct Line {
+pub(super) struct PlanLine {
     /// The schedule's name, or the file that it is from.
     pub(super) schedule: String,
     pub(super) balance: Vec<usize>,
@@ -68,7 +68,7 @@ pub(super) struct Line {
 }
 
 /// Answers whichever of the questions the options ask.
-pub(super) fn find(options: &Options) -> Result<Answers> {
+pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     if let Some(profile) = profile(options)? {
         return from_profile(options, &profile);
     }
@@ -82,8 +82,8 @@ pub(super) fn find(options: &Options) -> Result<Answers> {
 }
 
 /// The layers' costs, where they are asked for or given.
-fn profile(options: &Options) -> Result<Option<Profile>> {
-    let Measured { model, device, profile, .. } = &options.measured;
+fn profile(options: &PlanOptions) -> Result<Option<Profile>> {
+    let MeasuredModel { model, device, profile, .. } = &options.measured;
     match (model, profile) {
         (Some(model), _) => measure::measure(*model, device).map(Some),
         (None, Some(path)) => read_profile(path).map(Some),
@@ -91,7 +91,7 @@ fn profile(options: &Options) -> Result<Option<Profile>> {
     }
 }
 
-fn from_profile(options: &Options, profile: &Profile) -> Result<Answers> {
+fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     let request = request(options, profile)?;
     let plan = plan(&request)?;
     let best = |schedule| plan.rows.iter().position(|row| row.choice.schedule == schedule);
@@ -100,17 +100,17 @@ fn from_profile(options: &Options, profile: &Profile) -> Result<Answers> {
     ranks.sort_unstable();
     let answer = |rank: usize| {
         let row = &plan.rows[rank];
-        Ok(Answer { line: Line::of_row(row), step: PlannedStep::new(&request, row)? })
+        Ok(Answer { line: PlanLine::of_row(row), step: PlannedStep::new(&request, row)? })
     };
     Ok(Answers {
-        lines: plan.rows.iter().map(Line::of_row).collect(),
+        lines: plan.rows.iter().map(PlanLine::of_row).collect(),
         shown: ranks.into_iter().map(answer).collect::<Result<_>>()?,
         refused: plan.refused.iter().map(ToString::to_string).collect(),
         in_seconds: true,
     })
 }
 
-fn request<'a>(options: &Options, profile: &'a Profile) -> Result<Request<'a>> {
+fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a>> {
     let (Some(stages), Some(batch)) = (options.stages, options.measured.batch_size) else {
         bail!("a model needs --stages and --batch-size");
     };
@@ -148,13 +148,13 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-fn from_file(options: &Options, path: &Path) -> Result<Answer> {
+fn from_file(options: &PlanOptions, path: &Path) -> Result<Answer> {
     let actions = read(path)?.parse::<Actions>();
     let actions = actions.with_context(|| format!("{} cannot be run", path.display()))?;
     simulated(options, path.display().to_string(), None, actions)
 }
 
-fn from_numbers(options: &Options) -> Result<Vec<Answer>> {
+fn from_numbers(options: &PlanOptions) -> Result<Vec<Answer>> {
     let (Some(stages), Some(micro_batches)) = (options.stages, options.micro_batches) else {
         bail!("plain numbers need --stages and --micro-batches");
     };
@@ -167,7 +167,7 @@ fn from_numbers(options: &Options) -> Result<Vec<Answer>> {
 }
 
 fn simulated(
-    options: &Options,
+    options: &PlanOptions,
     schedule: String,
     recompute: Option<Recompute>,
     actions: Actions,
@@ -176,7 +176,7 @@ fn simulated(
     let costs = Costs::equal(actions.stages(), options.numbers.stage_cost(per_device));
     let simulation = simulate(&actions, &costs)?;
     let misfits = misfits(&simulation, &vec![options.device(); actions.devices()]);
-    let line = Line {
+    let line = PlanLine {
         schedule,
         balance: vec![1; actions.stages()],
         micro_batches: actions.micro_batches(),
@@ -190,7 +190,7 @@ fn simulated(
     Ok(Answer { line, step: PlannedStep { actions, costs, simulation } })
 }
 
-impl Line {
+impl PlanLine {
     fn of_row(row: &PlanRow) -> Self {
         Self {
             schedule: row.choice.schedule.to_string(),
@@ -215,7 +215,7 @@ fn reason(misfits: &[Misfit]) -> Option<String> {
     })
 }
 
-impl Numbers {
+impl PlainNumbers {
     /// A device's numbers, shared by the stages that it holds.
     fn stage_cost(&self, per_device: f64) -> StageCost {
         let whole = LayerCost {

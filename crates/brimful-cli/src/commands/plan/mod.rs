@@ -14,7 +14,7 @@ use brimful::schedule::render::{self, Panel};
 use crate::exit::Exit;
 use crate::{output, page};
 use answers::{Answer, Answers};
-pub(crate) use options::Options;
+pub(crate) use options::PlanOptions;
 
 /// A grid of more lines than this is left out; the picture and the trace have it all.
 const LINES: usize = 16;
@@ -23,7 +23,7 @@ const COLUMNS: usize = 120;
 const DRAWN: usize = 100_000;
 
 /// Answers, and writes the files asked for.
-pub(crate) fn run(options: &Options) -> Result<Exit> {
+pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
     let Answers { lines, shown, refused, in_seconds } = answers::find(options)?;
     if let Some(path) = &options.svg {
         output::file(path, &picture(&shown)?)?;

@@ -10,10 +10,10 @@ use clap::Args;
 
 use crate::setting::{self, MODELS, ModelName, words};
 
-/// Options of `brimful plan`.
+/// PlanOptions of `brimful plan`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub(crate) struct Options {
+pub struct PlanOptions {
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
     #[arg(required_unless_present = "schedule_file")]
     pub(super) stages: Option<usize>,
@@ -26,7 +26,7 @@ pub(crate) struct Options {
     /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, zero-bubble-h1,
     /// interleaved-zero-bubble, zero-bubble-v
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
-    pub(super) schedule: Vec<Choice>,
+    pub(super) schedule: Vec<ScheduleChoice>,
 
     /// Stages that each device holds in interleaved schedules without a number
     #[arg(long, short = 'v', value_name = "V", default_value_t = 2)]
@@ -37,7 +37,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "WHEN", value_parser = setting::recompute)]
     pub(super) recompute: Option<Recompute>,
 
-    #[arg(long, value_name = "BYTES", alias = "memory", help = words::MEMORY_LIMIT)]
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
     pub(super) memory_limit: Option<Bytes>,
 
     /// Run the actions of this file instead: a line for each device, cells as 2F0.
@@ -61,16 +61,16 @@ pub(crate) struct Options {
     pub(super) report: Option<PathBuf>,
 
     #[command(flatten)]
-    pub(super) numbers: Numbers,
+    pub(super) numbers: PlainNumbers,
 
     #[command(flatten)]
-    pub(super) measured: Measured,
+    pub(super) measured: MeasuredModel,
 }
 
 /// What one micro-batch costs on one device, in plain numbers.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Plain numbers")]
-pub(super) struct Numbers {
+pub(super) struct PlainNumbers {
     /// Time of a device's forward, in any unit.
     #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value_t = 1.0)]
     pub(super) forward: f64,
@@ -99,7 +99,7 @@ pub(super) struct Numbers {
 /// A model whose layers are or were measured.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "A measured model")]
-pub(super) struct Measured {
+pub(super) struct MeasuredModel {
     #[arg(long, value_name = "NAME", requires = "batch_size", help = MODELS)]
     #[arg(conflicts_with_all = ["forward", "backward", "input_gradient", "weight_gradient"])]
     #[arg(conflicts_with_all = ["activations", "parameters", "profile"])]
@@ -114,13 +114,13 @@ pub(super) struct Measured {
     #[arg(conflicts_with_all = ["activations", "parameters"])]
     pub(super) profile: Option<PathBuf>,
 
-    #[arg(long, value_name = "N", alias = "batch", value_parser = words::count)]
+    #[arg(long, value_name = "N", value_parser = words::count)]
     #[arg(help = words::BATCH_SIZE)]
     pub(super) batch_size: Option<usize>,
 
     /// Bytes of optimizer state for each byte of parameters: 0 for SGD, 1 with momentum, 2 for
     /// Adam.
-    #[arg(long, value_name = "FACTOR", alias = "optimizer", default_value_t = 0.0)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_state: f64,
 }
 
@@ -154,7 +154,7 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
       activation_bytes = 3211264
       output_bytes = 802816";
 
-impl Options {
+impl PlanOptions {
     /// A device as it was described; all are alike.
     pub(super) fn device(&self) -> PlanDevice {
         PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }
@@ -162,10 +162,10 @@ impl Options {
 
     pub(super) fn schedules(&self) -> Vec<Schedule> {
         let v = self.virtual_stages;
-        let chosen = |choice: &Choice| match *choice {
-            Choice::All => Schedule::all(v).to_vec(),
-            Choice::Unnumbered(schedule) => vec![schedule.with_stages_per_device(v)],
-            Choice::One(schedule) => vec![schedule],
+        let chosen = |choice: &ScheduleChoice| match *choice {
+            ScheduleChoice::All => Schedule::all(v).to_vec(),
+            ScheduleChoice::Unnumbered(schedule) => vec![schedule.with_stages_per_device(v)],
+            ScheduleChoice::One(schedule) => vec![schedule],
         };
         self.schedule.iter().flat_map(chosen).collect()
     }
@@ -173,14 +173,14 @@ impl Options {
 
 /// What `--schedule` names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Choice {
+pub(super) enum ScheduleChoice {
     All,
     /// Interleaved, with the number of stages on each device left open.
     Unnumbered(Schedule),
     One(Schedule),
 }
 
-impl FromStr for Choice {
+impl FromStr for ScheduleChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

@@ -4,11 +4,11 @@ use brimful::plan::PlannedStep;
 use brimful::report::{Compared, Device, Run, Timeline, Unit};
 use brimful::schedule::Recompute;
 
-use super::answers::{Answer, Line};
-use super::options::Options;
+use super::answers::{Answer, PlanLine};
+use super::options::PlanOptions;
 
 /// The steps that the table shows, the best first.
-pub(super) fn of(options: &Options, shown: &[Answer], in_seconds: bool) -> Run {
+pub(super) fn of(options: &PlanOptions, shown: &[Answer], in_seconds: bool) -> Run {
     let devices = shown.iter().map(|answer| answer.step.actions.devices()).max().unwrap_or(0);
     let mut run = Run::new(format!("a plan for {devices} devices"));
     let mut setting = |name: &str, value: Option<String>| {
@@ -28,7 +28,7 @@ pub(super) fn of(options: &Options, shown: &[Answer], in_seconds: bool) -> Run {
 }
 
 fn compared(answer: &Answer, unit: Unit) -> Compared {
-    let Line { schedule, micro_batches, recompute, fits, .. } = &answer.line;
+    let PlanLine { schedule, micro_batches, recompute, fits, .. } = &answer.line;
     let recompute = match recompute {
         Some(recompute) if *recompute != Recompute::Never => format!(", recompute {recompute}"),
         _ => String::new(),

@@ -9,7 +9,7 @@ use brimful::auto::{Decision, Why};
 use brimful::report::Record;
 use serde::Serialize;
 
-use super::{Epoch, Options, Trainer};
+use super::{Epoch, TrainOptions, Trainer};
 use crate::output;
 use crate::progress::Progress;
 
@@ -30,7 +30,7 @@ pub(super) struct Display {
 }
 
 #[derive(Serialize)]
-struct Line<'a> {
+struct EpochLine<'a> {
     #[serde(flatten)]
     epoch: &'a Epoch,
     done: bool,
@@ -38,7 +38,7 @@ struct Line<'a> {
 
 impl Display {
     /// Says what is going to be trained.
-    pub(super) fn new(options: &Options, trainer: &Trainer) -> Result<Self> {
+    pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Result<Self> {
         // All ranks have a part in what is known of the model.
         let introduction = introduce(options, trainer)?;
         if !options.json && trainer.is_first() {
@@ -74,7 +74,7 @@ impl Display {
             return Ok(());
         }
         if self.json {
-            return output::line(&serde_json::to_string(&Line { epoch, done })?);
+            return output::line(&serde_json::to_string(&EpochLine { epoch, done })?);
         }
         self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
         output::line(&epoch.to_string())
@@ -114,7 +114,7 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
     ))
 }
 
-fn introduce(options: &Options, trainer: &Trainer) -> Result<String> {
+fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
     let variables = trainer.engine.variables()?;
     let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
     let dataset = trainer.dataset();

@@ -26,13 +26,13 @@ use crate::interrupt::Interrupt;
 use crate::{output, progress};
 use display::Display;
 use options::BatchSize;
-pub(crate) use options::Options;
-pub(crate) use ranks::Ranks;
-pub(crate) use rate::Decay;
-pub(crate) use trainer::{Epoch, Trainer};
+pub use options::TrainOptions;
+pub use ranks::Ranks;
+pub use rate::Decay;
+pub use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.
-pub(crate) fn run(options: &Options) -> Result<Exit> {
+pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     check(options)?;
     let mut trainer = Trainer::new(options)?;
     if let Some(path) = &options.resume {
@@ -53,7 +53,7 @@ pub(crate) fn run(options: &Options) -> Result<Exit> {
 }
 
 /// The epochs that are still to come, until somebody interrupts.
-fn train(trainer: &mut Trainer, options: &Options) -> Result<Exit> {
+fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
     let (interrupt, world) = (Interrupt::listen()?, trainer.world.clone());
     let display = Display::new(options, trainer)?;
     while trainer.epoch() < options.epochs {
@@ -87,7 +87,7 @@ fn train(trainer: &mut Trainer, options: &Options) -> Result<Exit> {
 }
 
 /// Refuses what would fail later, after work was put into it.
-fn check(options: &Options) -> Result<()> {
+fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
     if let Some(rate) = options.learning_rate {
         ensure!(

@@ -13,7 +13,7 @@ use brimful::{Layers, Loss, MicroBatcher, device};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
-use super::Options;
+use super::TrainOptions;
 use super::engine::{Engine, Named, check_model, named, put};
 use crate::setting::{loss, mean, right, typed, within};
 
@@ -30,7 +30,7 @@ pub(super) struct OneDevice {
 
 impl OneDevice {
     /// The model with its first parameters, inside its memory.
-    pub(super) fn new(layers: &Layers, options: &Options) -> Result<Self> {
+    pub(super) fn new(layers: &Layers, options: &TrainOptions) -> Result<Self> {
         let device = options.device()?;
         options.dtype.prepare(device)?;
         let memory = within(Memory::of(device)?, options.memory_limit)?;

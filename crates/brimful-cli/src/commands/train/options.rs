@@ -15,7 +15,7 @@ use super::rate::Decay;
 use super::stages::Stages;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
-/// Options of `brimful train`.
+/// TrainOptions of `brimful train`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -34,7 +34,7 @@ Examples:
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
-pub(crate) struct Options {
+pub struct TrainOptions {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     pub(crate) model: ModelName,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
@@ -59,7 +59,7 @@ pub(crate) struct Options {
     pub(crate) micro_batches: Option<usize>,
     /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more.
     /// Without --device, of a CPU; on a card, of all that shares it
-    #[arg(long, value_name = "BYTES", alias = "stage-memory")]
+    #[arg(long, value_name = "BYTES")]
     pub(crate) memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::DEVICES)]
     pub(crate) device: Option<String>,
@@ -95,7 +95,7 @@ pub(crate) struct Options {
     pub(crate) ranks: Ranks,
 }
 
-impl Options {
+impl TrainOptions {
     /// How a mini-batch is cut.
     pub(super) fn size(&self) -> Size {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)

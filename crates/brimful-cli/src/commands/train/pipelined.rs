@@ -10,7 +10,7 @@ use brimful::save::Metadata;
 use brimful::{Bytes, Layers, Loss, Pipeline, Size, World};
 use tch::{Device, Kind, Tensor};
 
-use super::Options;
+use super::TrainOptions;
 use super::engine::{Engine, Named, check_model, names};
 use crate::exit::wrong_use;
 use crate::setting::{accounts, loss, mean, right, typed};
@@ -22,14 +22,14 @@ pub(super) struct Pipelined {
     optimizer: PipelineOptimizer,
     size: Size,
     kind: Kind,
-    place: Place,
+    place: StagePlaces,
     /// Where each device's memory ends.
     limit: Option<Bytes>,
 }
 
 /// Where the model is.
 #[derive(Debug)]
-struct Place {
+struct StagePlaces {
     schedule: String,
     /// Of this rank.
     devices: Vec<Device>,
@@ -42,7 +42,7 @@ impl Pipelined {
     pub(super) fn new(
         layers: Layers,
         world: &World,
-        options: &Options,
+        options: &TrainOptions,
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
@@ -72,8 +72,12 @@ impl Pipelined {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        let place =
-            Place { schedule, devices, ranks: world.size(), replicas: options.ranks.replicas };
+        let place = StagePlaces {
+            schedule,
+            devices,
+            ranks: world.size(),
+            replicas: options.ranks.replicas,
+        };
         Ok(Self { pipeline, optimizer, size, kind, place, limit })
     }
 }
@@ -120,7 +124,7 @@ impl Engine for Pipelined {
     }
 
     fn place(&self) -> String {
-        let Place { schedule, devices, ranks, replicas } = &self.place;
+        let StagePlaces { schedule, devices, ranks, replicas } = &self.place;
         let (sizes, names) = (self.pipeline.balance().sizes(), names(devices));
         let stages =
             format!("in {} stages of {sizes:?} layers on {names}, {schedule}", sizes.len());

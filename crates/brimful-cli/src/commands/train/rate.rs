@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 /// How the learning rate falls to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Decay {
+pub enum Decay {
     /// Not at all
     None,
     /// In a straight line

@@ -6,13 +6,13 @@ use brimful::schedule::render;
 use brimful::{Size, libtorch, save};
 
 use super::engine::Engine;
-use super::{BatchSize, Options};
+use super::{BatchSize, TrainOptions};
 use crate::data::Dataset;
 use crate::page;
 
 /// A recorder that knows what the run was told, and where it runs.
 pub(super) fn recorder(
-    options: &Options,
+    options: &TrainOptions,
     engine: &dyn Engine,
     dataset: &Dataset,
 ) -> Result<Recorder> {
@@ -26,7 +26,7 @@ pub(super) fn recorder(
     Ok(recorder)
 }
 
-fn settings(options: &Options, dataset: &Dataset) -> Vec<(&'static str, String)> {
+fn settings(options: &TrainOptions, dataset: &Dataset) -> Vec<(&'static str, String)> {
     let batch_size = match options.batch_size {
         BatchSize::All => format!("all {}", dataset.train.len()),
         BatchSize::Samples(samples) => samples.to_string(),
@@ -71,7 +71,7 @@ fn size(size: Size) -> String {
 }
 
 /// Writes the files that were asked for, as far as the run went.
-pub(super) fn write(recorder: &Recorder, ended: Ended, options: &Options) -> Result<()> {
+pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, render::measured_trace(&ran.timeline).as_bytes())?;
     }

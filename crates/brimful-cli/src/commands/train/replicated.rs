@@ -14,7 +14,7 @@ use brimful::{Layers, Loss, Replicas, World, batch, guard, split};
 use tch::nn::{ModuleT, Path};
 use tch::{Device, Kind, Tensor};
 
-use super::Options;
+use super::TrainOptions;
 use super::engine::{Engine, Named, check_model, named, names, put};
 use crate::setting::{accounts, loss, right, typed};
 
@@ -36,7 +36,7 @@ impl Replicated {
         layers: Layers,
         each: usize,
         world: &World,
-        options: &Options,
+        options: &TrainOptions,
     ) -> Result<Self> {
         let devices = options.devices(world, each)?;
         let accounts = accounts(&devices, options.memory_limit)?;

@@ -10,7 +10,7 @@ use brimful::save::{self, Metadata};
 use tch::Tensor;
 
 use super::running::Running;
-use super::{Options, Trainer};
+use super::{TrainOptions, Trainer};
 
 /// What the names of the optimizer's tensors and texts begin with.
 const OPTIMIZER: &str = "optimizer.";
@@ -22,7 +22,7 @@ const LOSS: &str = "loss";
 const LEARNING_RATE: &str = "learning-rate";
 
 /// Writes the run after its last finished step, whole or not at all; of several ranks, the first.
-pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result<()> {
+pub(super) fn store(path: &Path, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
     let (tensors, texts) = trainer.engine.optimizer_state()?;
     let mut all = trainer.engine.variables()?;
     all.extend(tensors.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
@@ -39,7 +39,7 @@ pub(super) fn store(path: &Path, trainer: &Trainer, options: &Options) -> Result
 }
 
 /// Takes a run over from its file. Nothing is changed if it does not fit.
-pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &Options) -> Result<()> {
+pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     let (tensors, metadata) = save::read(path)?;
     for (key, now) in told(options) {
         let then = metadata.get(&key).map_or("nothing", String::as_str);
@@ -75,7 +75,7 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
 }
 
 /// What must be the same for a run to go on as it began.
-fn told(options: &Options) -> Metadata {
+fn told(options: &TrainOptions) -> Metadata {
     let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
     Metadata::from([
         ("model".to_owned(), options.model.to_string()),

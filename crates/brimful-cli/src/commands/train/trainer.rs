@@ -17,13 +17,13 @@ use super::pipelined::Pipelined;
 use super::rate::Rate;
 use super::replicated::Replicated;
 use super::running::Running;
-use super::{BatchSize, Options, advice, records};
+use super::{BatchSize, TrainOptions, advice, records};
 use crate::data::{Dataset, Examples};
 use crate::setting::DROPOUT;
 
 /// A model in training.
 #[derive(Debug)]
-pub(crate) struct Trainer {
+pub struct Trainer {
     pub(super) engine: Box<dyn Engine>,
     pub(super) world: World,
     dataset: Dataset,
@@ -42,24 +42,24 @@ pub(crate) struct Trainer {
 
 /// What an epoch came to.
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct Epoch {
-    pub(crate) epoch: usize,
+pub struct Epoch {
+    pub epoch: usize,
     /// The mean loss of its samples in training.
-    pub(crate) loss: f64,
-    pub(crate) test_loss: f64,
-    pub(crate) test_accuracy: f64,
-    pub(crate) micro_batch_size: usize,
+    pub loss: f64,
+    pub test_loss: f64,
+    pub test_accuracy: f64,
+    pub micro_batch_size: usize,
     /// How often a step was run again with smaller micro-batches.
-    pub(crate) retries: usize,
+    pub retries: usize,
     /// What changed about an automatic size, and why.
-    pub(crate) decisions: Vec<Decision>,
-    pub(crate) peak_bytes: Bytes,
-    pub(crate) samples_per_s: f64,
+    pub decisions: Vec<Decision>,
+    pub peak_bytes: Bytes,
+    pub samples_per_s: f64,
 }
 
 impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
-    pub(crate) fn new(options: &Options) -> Result<Self> {
+    pub fn new(options: &TrainOptions) -> Result<Self> {
         let dataset = options.model.data(&options.data, options.seed)?;
         let layers = options.model.layers(&dataset.sample, DROPOUT)?;
         let batch_size = match options.batch_size {
@@ -122,7 +122,7 @@ impl Trainer {
     ///
     /// The random numbers of an epoch's order and of every step come from seeds of their own, so
     /// that what is run again or broken off and gone on with is the same.
-    pub(crate) fn run_epoch(
+    pub fn run_epoch(
         &mut self,
         mut watch: impl FnMut(&Record) -> ControlFlow<()>,
     ) -> Result<Option<Epoch>> {

@@ -1,0 +1,141 @@
+//! `brimful-bench arena`: what counting memory costs, on a ResNet-50 training step.
+//!
+//! Steps with and without an arena take turns, so that a machine that slows down or speeds up does
+//! so for both. Without an arena libtorch's own allocator is in place.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::Bytes;
+use brimful::memory::Arena;
+use brimful_cli::setting::words;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::nn::{self, ModuleT, OptimizerConfig};
+use tch::{Device, Kind, Tensor, vision};
+
+use crate::journal::{Journal, Output};
+use crate::times::Times;
+use crate::turns::TurnProgress;
+
+/// ArenaOptions of `brimful-bench arena`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench arena
+  brimful-bench arena --batch-size 32 --image 224 --repeats 5")]
+pub(crate) struct ArenaOptions {
+    #[arg(long, value_name = "N", default_value_t = 8, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
+    batch_size: i64,
+    /// Height and width of the images
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
+    image: i64,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
+    repeats: usize,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Measures and prints.
+pub(crate) fn run(options: &ArenaOptions) -> Result<()> {
+    let store = nn::VarStore::new(Device::Cpu);
+    let model = vision::resnet::resnet50(&store.root(), 1000);
+    let mut optimizer = nn::Sgd::default().build(&store, 1e-3)?;
+    let images = Tensor::randn(
+        [options.batch_size, 3, options.image, options.image],
+        (Kind::Float, Device::Cpu),
+    );
+    let labels = Tensor::randint(1000, [options.batch_size], (Kind::Int64, Device::Cpu));
+    let mut step = || {
+        let start = Instant::now();
+        let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+        optimizer.backward_step(&loss);
+        start.elapsed().as_secs_f64()
+    };
+    let facts = json!({ "optimizer": "sgd", "batch_norm": "tch's" });
+    let mut journal = Journal::begin("arena", Device::Cpu, &options.output, facts)?;
+    let progress = TurnProgress::new(options.repeats);
+    progress.row("resnet50");
+    step();
+    let (mut with, mut without) = (Times::default(), Times::default());
+    let (mut peak_bytes, mut allocations) = (0, 0);
+    for turn in 0..options.repeats {
+        progress.turn("resnet50", "without and with an arena", turn, 0, options.repeats);
+        without.push(step());
+        let arena = Arena::new("bench");
+        let inside = arena.enter();
+        with.push(step());
+        drop(inside);
+        (peak_bytes, allocations) = (arena.peak(), arena.allocations());
+        progress.advance(1);
+    }
+    progress.done();
+    ArenaRow::new(options, &without, &with, peak_bytes, allocations).enter(&mut journal)?;
+    journal.end()
+}
+
+#[derive(Debug, Serialize)]
+struct ArenaRow {
+    model: &'static str,
+    shape: String,
+    dtype: &'static str,
+    batch: i64,
+    repeats: usize,
+    threads: usize,
+    seconds_without: f64,
+    seconds_with: f64,
+    /// Time without over time with: 1 is free.
+    ratio: f64,
+    samples_per_s: f64,
+    peak_bytes: Bytes,
+    allocations: u64,
+}
+
+impl ArenaRow {
+    fn new(
+        options: &ArenaOptions,
+        without: &Times,
+        with: &Times,
+        peak: u64,
+        allocations: u64,
+    ) -> Self {
+        let (seconds_without, seconds_with) = (without.median(), with.median());
+        let ArenaOptions { batch_size: batch, image, repeats, .. } = *options;
+        Self {
+            model: "resnet50",
+            shape: format!("{image}×{image}"),
+            dtype: "f32",
+            batch,
+            repeats,
+            threads: brimful::libtorch::threads(),
+            seconds_without,
+            seconds_with,
+            ratio: seconds_without / seconds_with,
+            samples_per_s: batch as f64 / seconds_with,
+            peak_bytes: Bytes(peak),
+            allocations,
+        }
+    }
+
+    fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let Self { model, shape, batch, threads, repeats, ratio, allocations, peak_bytes, .. } =
+            self;
+        let title = format!(
+            "{model} training step, {batch} images of {shape}, {threads} threads, median of {repeats}"
+        );
+        let columns = format!(
+            "  {:>12}{:>16}{:>8}{:>13}{:>12}",
+            "without", "with an arena", "ratio", "allocations", "peak"
+        );
+        let text = format!(
+            "  {:>9.1} ms{:>13.1} ms{ratio:>8.3}{allocations:>13}{peak_bytes:>12}",
+            self.seconds_without * 1e3,
+            self.seconds_with * 1e3,
+        );
+        journal.write(&title, &columns, &text, self)
+    }
+}

@@ -1,0 +1,137 @@
+//! The command line: what can be measured, and the flags that every benchmark has.
+
+use anyhow::Result;
+use brimful_cli::args::Global;
+use brimful_cli::command_line::CommandLine;
+use brimful_cli::exit::{CODES, Exit};
+use clap::{Parser, Subcommand};
+
+#[cfg(feature = "mpi")]
+use crate::ranks;
+use crate::{arena, auto, compare, convergence, memory, micro, pipeline, plot, world};
+
+/// Measures speed and memory of brimful, side by side in one run with what it is compared with.
+#[derive(Debug, Parser)]
+#[command(name = "brimful-bench", version, arg_required_else_help = true)]
+#[command(after_help = format!("{EXAMPLES}\n\n{CODES}"))]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    bench: Bench,
+    #[command(flatten)]
+    global: Global,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  brimful-bench micro                micro-batches against a hand-written loop
+  brimful-bench pipeline             stages against one thread, beside what bubble and machine allow
+  brimful-bench compare *.jsonl      our rows and the peers', joined into tables";
+
+/// What can be measured.
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// What counting memory costs: a ResNet-50 training step on the CPU, with an arena and without.
+    Arena(arena::ArenaOptions),
+    /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
+    Micro(micro::MicroOptions),
+    /// The automatic size against every size that could have been given, in limited memory.
+    Auto(auto::AutoOptions),
+    /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
+    Convergence(convergence::ConvergenceOptions),
+    /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
+    Memory(memory::MemoryOptions),
+    /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
+    Pipeline(pipeline::PipelineOptions),
+    /// A pipeline over the ranks of mpirun against the same pipeline in one process.
+    World(world::WorldOptions),
+    /// Data parallelism over processes, started by mpirun: all ranks against one.
+    #[cfg(feature = "mpi")]
+    Ranks(ranks::RanksOptions),
+    /// Join our rows and the peers' into tables with ratios.
+    Compare(compare::CompareOptions),
+    /// Draw rows, ours and the peers'.
+    Plot(plot::PlotOptions),
+}
+
+impl CommandLine for BenchArgs {
+    const PROGRAM: &'static str = "brimful-bench";
+
+    fn global(&self) -> &Global {
+        &self.global
+    }
+
+    fn run(&self) -> Result<Exit> {
+        match &self.bench {
+            Bench::Arena(options) => arena::run(options)?,
+            Bench::Convergence(options) => convergence::run(options)?,
+            Bench::Memory(options) => memory::run(options)?,
+            Bench::Micro(options) => micro::run(options)?,
+            Bench::Auto(options) => auto::run(options)?,
+            Bench::Pipeline(options) => pipeline::run(options)?,
+            Bench::World(options) => world::run(options)?,
+            #[cfg(feature = "mpi")]
+            Bench::Ranks(options) => ranks::run(options)?,
+            Bench::Compare(options) => compare::run(options)?,
+            Bench::Plot(options) => plot::run(options)?,
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// Of both programs, so that a flag of one is the same in the other.
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brimful_cli::args::Args;
+    use clap::CommandFactory;
+    use clap::builder::StyledStr;
+    use std::collections::BTreeMap;
+
+    /// Every command of both programs with its place, such as `brimful-bench micro`.
+    fn commands() -> Vec<(String, clap::Command)> {
+        let roots = [Args::command(), BenchArgs::command()].into_iter();
+        let mut found: Vec<_> = roots.map(|root| (root.get_name().to_owned(), root)).collect();
+        found.iter_mut().for_each(|(_, root)| root.build());
+        let mut next = 0;
+        while let Some((place, command)) = found.get(next).cloned() {
+            let below = command.get_subcommands().filter(|below| below.get_name() != "help");
+            found.extend(
+                below.map(|below| (format!("{place} {}", below.get_name()), below.clone())),
+            );
+            next += 1;
+        }
+        found
+    }
+
+    #[test]
+    fn the_definition_holds_together() {
+        BenchArgs::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_examples() {
+        for (place, command) in commands() {
+            let after = command.get_after_help().map(StyledStr::to_string).unwrap_or_default();
+            assert!(after.starts_with("Examples:"), "{place}");
+        }
+    }
+
+    #[test]
+    fn a_flag_is_called_and_explained_the_same_everywhere() {
+        let mut known = BTreeMap::new();
+        for (place, command) in commands() {
+            for flag in command.get_arguments() {
+                let name = flag.get_long().unwrap_or("help").to_owned();
+                if name == "help" {
+                    continue;
+                }
+                let help = flag.get_help().map(StyledStr::to_string).unwrap_or_default();
+                let said = help.split([':', '[']).next().unwrap_or_default().trim();
+                let said = (said.to_owned(), flag.get_short());
+                let (first, before) =
+                    known.entry(name.clone()).or_insert_with(|| (said.clone(), place.clone()));
+                assert_eq!(*first, said, "--{name} of {before} and {place}");
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! A model and a limit: what the automatic sizes found, beside what there was to find.
+
+use anyhow::Result;
+use brimful::{Auto, Bytes, Size, Step};
+use brimful_cli::exit::Exit;
+use brimful_cli::setting::{ModelName, NumberType};
+use serde::Serialize;
+
+use super::subject::{Built, LimitedWork};
+use super::trials;
+use crate::journal::Journal;
+use crate::times::Times;
+use crate::turns::TurnProgress;
+use crate::work::Samples;
+
+/// Steps in which a size is to be found.
+const LARGEST_STEPS: usize = 4;
+const FASTEST_STEPS: usize = 10;
+/// Steps in which the order in memory is found as well.
+const ORDER_STEPS: usize = 20;
+/// Steps that are measured afterwards.
+const STEADY_STEPS: usize = 5;
+
+/// A row of the table.
+#[derive(Debug, Serialize)]
+pub(super) struct AutoRow {
+    contestant: &'static str,
+    model: ModelName,
+    shape: String,
+    dtype: NumberType,
+    batch: usize,
+    limit_bytes: Bytes,
+    #[serde(flatten)]
+    outcome: AutoOutcome,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum AutoOutcome {
+    Measured(AutoFigures),
+    DoesNotFit { error: String },
+}
+
+#[derive(Debug, Serialize)]
+struct AutoFigures {
+    largest: Option<Largest>,
+    #[serde(flatten)]
+    fastest: Fastest,
+    best: Option<Best>,
+}
+
+/// What `Auto::largest()` did.
+#[derive(Debug, Serialize)]
+struct Largest {
+    size: usize,
+    /// The largest that fits, by trying.
+    feasible: usize,
+    failed: usize,
+    /// What finding it took, in steps of the size found.
+    extra_steps: f64,
+}
+
+/// What `Size::Auto` did.
+#[derive(Debug, Serialize)]
+struct Fastest {
+    micro_batch: usize,
+    failed: usize,
+    first_step_s: f64,
+    samples_per_s: f64,
+    spread: f64,
+    /// The rate over that of the same size, given, in turns.
+    ratio_to_fixed: Option<f64>,
+    peak_bytes: Option<Bytes>,
+}
+
+/// What there was to find.
+#[derive(Debug, Serialize)]
+struct Best {
+    size: usize,
+    /// The rate of `auto` over that of this size, given, in turns.
+    ratio: f64,
+}
+
+impl AutoRow {
+    pub(super) fn measure(
+        subject: &LimitedWork,
+        steps_only: bool,
+        progress: &TurnProgress,
+    ) -> Result<Self> {
+        let outcome = match AutoFigures::measure(subject, steps_only, progress) {
+            Err(error) if Exit::of(&error) == Exit::DoesNotFit => {
+                AutoOutcome::DoesNotFit { error: error.to_string() }
+            }
+            figures => AutoOutcome::Measured(figures?),
+        };
+        let work = &subject.work;
+        Ok(Self {
+            contestant: if subject.replay { "brimful, replay" } else { "brimful" },
+            model: work.model,
+            shape: work.shape(),
+            dtype: work.dtype,
+            batch: work.batch,
+            limit_bytes: subject.limit,
+            outcome,
+        })
+    }
+
+    pub(super) fn fits(&self) -> bool {
+        matches!(self.outcome, AutoOutcome::Measured(_))
+    }
+
+    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let Self { model, shape, dtype, batch, .. } = self;
+        let title = format!("{model} {shape}, {dtype}, mini-batch {batch}");
+        let columns = format!(
+            "  {:>10} | {:>8}{:>10}{:>8}{:>7} | {:>6}{:>8}{:>9}{:>11}{:>10}{:>7}{:>9}",
+            "limit",
+            "largest",
+            "feasible",
+            "failed",
+            "extra",
+            "auto",
+            "failed",
+            "first s",
+            "samples/s",
+            "of fixed",
+            "best",
+            "of best"
+        );
+        let outcome = match &self.outcome {
+            AutoOutcome::Measured(figures) => figures.text(),
+            AutoOutcome::DoesNotFit { error } => error.clone(),
+        };
+        let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
+        journal.write(&title, &columns, &text, self)
+    }
+}
+
+impl AutoFigures {
+    fn measure(subject: &LimitedWork, steps_only: bool, progress: &TurnProgress) -> Result<Self> {
+        let samples = subject.samples();
+        let title = subject.title();
+        let (mut largest, mut best) = (None, None);
+        if !steps_only {
+            let feasible = trials::largest(subject, &samples, progress)?;
+            best = Some(trials::fastest(subject, feasible, &samples, progress)?);
+            progress.row(&format!("{title}: largest"));
+            largest = Some(find_largest(subject, feasible, &samples)?);
+        }
+        progress.row(&format!("{title}: auto"));
+        let (fastest, best) = fastest(subject, best, &samples)?;
+        Ok(Self { largest, fastest, best })
+    }
+
+    fn text(&self) -> String {
+        let largest = self.largest.as_ref().map_or_else(
+            || format!("{:>33}", ""),
+            |l| format!("{:>8}{:>10}{:>8}{:>7.2}", l.size, l.feasible, l.failed, l.extra_steps),
+        );
+        let best = self
+            .best
+            .as_ref()
+            .map_or_else(String::new, |b| format!("{:>7}{:>9.3}", b.size, b.ratio));
+        let Fastest { micro_batch, failed, first_step_s, samples_per_s, ratio_to_fixed, .. } =
+            &self.fastest;
+        let of_fixed = ratio_to_fixed.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+        format!(
+            "{largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}{samples_per_s:>11.1}\
+             {of_fixed:>10}{best}"
+        )
+    }
+}
+
+/// What `auto` does; then its steps in turns with those of the same size, and of the best one.
+fn fastest(
+    subject: &LimitedWork,
+    best: Option<usize>,
+    samples: &Samples,
+) -> Result<(Fastest, Option<Best>)> {
+    let mut built = subject.build(Size::Auto, samples)?;
+    let (mut failed, mut first_step_s) = (0, None);
+    let learning = if subject.replay { ORDER_STEPS } else { FASTEST_STEPS };
+    for _ in 0..learning {
+        let (seconds, step) = built.step()?;
+        failed += step.retries;
+        first_step_s.get_or_insert(seconds);
+    }
+    let [mut times, mut same, mut of_best] = [(); 3].map(|()| Times::default());
+    let (mut micro_batch, mut peak_bytes) = (0, None);
+    for _ in 0..STEADY_STEPS {
+        let (seconds, step) = built.step()?;
+        times.push(seconds);
+        failed += step.retries;
+        (micro_batch, peak_bytes) = (size(&step), step.peak);
+        // Captured work holds the memory that a given size would need beside it.
+        if !subject.replay {
+            same.push(built.step_of(micro_batch)?);
+        }
+        if let Some(best) = best {
+            of_best.push(built.step_of(best)?);
+        }
+    }
+    let fastest = Fastest {
+        micro_batch,
+        failed,
+        first_step_s: first_step_s.unwrap_or_default(),
+        samples_per_s: subject.work.batch as f64 / times.median(),
+        spread: times.spread(),
+        ratio_to_fixed: (!subject.replay).then(|| same.median() / times.median()),
+        peak_bytes,
+    };
+    let best = best.map(|size| Best { size, ratio: of_best.median() / times.median() });
+    Ok((fastest, best))
+}
+
+/// What `largest` finds, and what that takes beside as many first steps of the size, given.
+fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Result<Largest> {
+    let mut built = subject.build(Auto::largest(), samples)?;
+    let (mut total, mut failed, mut found) = (0.0, 0, 0);
+    for _ in 0..LARGEST_STEPS {
+        let (seconds, step) = built.step()?;
+        total += seconds;
+        failed += step.retries;
+        found = size(&step);
+    }
+    drop(built);
+    let mut given = subject.build(Size::Fixed(found), samples)?;
+    for _ in 0..LARGEST_STEPS {
+        total -= given.step()?.0;
+    }
+    let extra_steps = total / median_of(&mut given)?;
+    Ok(Largest { size: found, feasible, failed, extra_steps })
+}
+
+fn median_of(built: &mut Built<'_>) -> Result<f64> {
+    let mut times = Times::default();
+    for _ in 0..STEADY_STEPS {
+        times.push(built.step()?.0);
+    }
+    Ok(times.median())
+}
+
+/// The size that a step ended with.
+fn size(step: &Step) -> usize {
+    step.decisions.last().map_or(0, |decision| decision.size)
+}

@@ -1,0 +1,117 @@
+//! A model in a memory of a given size, with a mini-batch in host memory.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::layers::Model;
+use brimful::memory::Memory;
+use brimful::micro::Layout;
+use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
+use brimful_cli::setting::{clear_gradients, within};
+use brimful_torch::device as torch_device;
+use tch::Device;
+use tch::nn::VarStore;
+
+use crate::work::{Samples, Work};
+
+/// What is to be measured, and in how much memory.
+#[derive(Debug, Clone)]
+pub(super) struct LimitedWork {
+    pub(super) work: Work,
+    pub(super) device: Device,
+    pub(super) limit: Bytes,
+    /// Whether captured micro-batches are replayed, in the fastest layout.
+    pub(super) replay: bool,
+}
+
+/// A subject that has been built, inside its memory.
+pub(super) struct Built<'a> {
+    work: &'a Work,
+    device: Device,
+    store: VarStore,
+    model: Model,
+    memory: Memory,
+    micro: MicroBatcher,
+    samples: &'a Samples,
+}
+
+impl LimitedWork {
+    pub(super) fn title(&self) -> String {
+        let Self { work, limit, .. } = self;
+        format!("{} {}, {} samples, {limit}", work.model, work.dtype, work.batch)
+    }
+
+    /// The mini-batch that all share.
+    pub(super) fn samples(&self) -> Samples {
+        self.work.samples(self.work.batch)
+    }
+
+    /// A new model, cut by this size.
+    pub(super) fn build<'a>(&'a self, size: Size, samples: &'a Samples) -> Result<Built<'a>> {
+        let memory = self.memory()?;
+        let _inside = memory.enter();
+        tch::manual_seed(0);
+        let mut store = VarStore::new(self.device);
+        let model = self.work.build(&mut store)?;
+        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        if self.replay {
+            micro = micro.replay(true).layout(Layout::Measured);
+        }
+        let (work, device) = (&self.work, self.device);
+        Ok(Built { work, device, store, model, memory, micro, samples })
+    }
+
+    /// The device's, as small as asked for.
+    fn memory(&self) -> Result<Memory> {
+        let (limit, memory) = (self.limit, Memory::of(self.device)?);
+        // A card may still have an earlier subject's.
+        memory.set_limit(None)?;
+        let free = memory.usage()?.available.unwrap_or(limit);
+        ensure!(free >= limit, "{free} are free, which is less than the limit of {limit}");
+        within(memory, Some(limit))
+    }
+}
+
+impl Built<'_> {
+    /// One step, timed.
+    pub(super) fn step(&mut self) -> Result<(f64, Step)> {
+        let Self { work, device, store, model, micro, samples, .. } = self;
+        timed(work, *device, store, model, micro, samples)
+    }
+
+    /// The seconds of a step of a given size.
+    pub(super) fn step_of(&self, size: usize) -> Result<f64> {
+        let Self { work, device, store, model, memory, samples, .. } = self;
+        let run = || -> Result<f64> {
+            let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
+            Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
+        };
+        // What other sizes have left in a card's cache may be in pieces.
+        Ok(brimful::guard(memory, run)?)
+    }
+}
+
+/// One step, from a quiet device to a quiet device.
+fn timed(
+    work: &Work,
+    device: Device,
+    store: &VarStore,
+    model: &Model,
+    micro: &mut MicroBatcher,
+    samples: &Samples,
+) -> Result<(f64, Step)> {
+    clear_gradients(store)?;
+    torch_device::synchronize(device)?;
+    let start = Instant::now();
+    let step = micro.backward(samples, |micro_batch| Loss::mean(work.loss(model, &micro_batch)))?;
+    torch_device::synchronize(device)?;
+    ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
+    Ok((start.elapsed().as_secs_f64(), step))
+}
+
+impl Drop for Built<'_> {
+    fn drop(&mut self) {
+        // So that the next one finds the same memory.
+        let _ = clear_gradients(&self.store);
+    }
+}

@@ -1,0 +1,78 @@
+//! What every given size does: which fit, and how fast each is.
+
+use anyhow::{Result, ensure};
+use brimful::{Size, Step};
+use brimful_cli::exit::{does_not_fit, ran_out};
+
+use super::subject::LimitedWork;
+use crate::times::Times;
+use crate::turns::TurnProgress;
+use crate::work::Samples;
+
+/// Steps of a size after the first, which warms up.
+const REPEATS: usize = 2;
+
+/// The largest size that fits two steps, found by halving what is in doubt.
+pub(super) fn largest(
+    subject: &LimitedWork,
+    samples: &Samples,
+    progress: &TurnProgress,
+) -> Result<usize> {
+    let (mut fits, mut fails) = (0, subject.work.batch + 1);
+    while fails - fits > 1 {
+        let size = if fails > subject.work.batch { fails - 1 } else { (fits + fails) / 2 };
+        progress.row(&format!("{}: does {size} fit?", subject.title()));
+        if rate(subject, size, samples, 1)?.is_some() {
+            fits = size;
+        } else {
+            fails = size;
+        }
+    }
+    ensure!(fits > 0, does_not_fit("one sample does not fit"));
+    // Near-equal micro-batches are as large as that allows.
+    Ok(subject.work.batch.div_ceil(subject.work.batch.div_ceil(fits)))
+}
+
+/// The size of the best rate: of powers of two from a 32nd of the largest on, and of the largest.
+pub(super) fn fastest(
+    subject: &LimitedWork,
+    largest: usize,
+    samples: &Samples,
+    progress: &TurnProgress,
+) -> Result<usize> {
+    let powers = (1..).map(|power| 1 << power).take_while(|&size| size < largest);
+    let sizes = powers.filter(|&size: &usize| size >= largest / 32).chain([largest]);
+    let mut best = (largest, 0.0);
+    for size in sizes {
+        progress.row(&format!("{}: how fast is {size}?", subject.title()));
+        if let Some(rate) = rate(subject, size, samples, REPEATS)?
+            && rate > best.1
+        {
+            best = (size, rate);
+        }
+    }
+    Ok(best.0)
+}
+
+/// Samples a second with a given size; `None` where it does not fit.
+pub(super) fn rate(
+    subject: &LimitedWork,
+    size: usize,
+    samples: &Samples,
+    repeats: usize,
+) -> Result<Option<f64>> {
+    let mut built = match subject.build(Size::Fixed(size), samples) {
+        Err(error) if ran_out(&error) => return Ok(None),
+        built => built?,
+    };
+    let mut times = Times::default();
+    for turn in 0..=repeats {
+        match built.step() {
+            Ok((seconds, Step { .. })) if turn > 0 => times.push(seconds),
+            Ok(_) => {}
+            Err(error) if ran_out(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Some(subject.work.batch as f64 / times.median()))
+}

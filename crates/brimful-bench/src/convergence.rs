@@ -1,0 +1,248 @@
+//! `brimful-bench convergence`: the same training in one piece, in micro-batches and in stages.
+//!
+//! BatchNorm normalises each micro-batch by its own statistics, so they are not equal step by step.
+//! What they come to should differ by no more than chance: each is trained with several seeds, and
+//! the difference of the mean accuracies is put beside twice its own standard error. The stages have
+//! a twin on one device with the same micro-batches, which tells the cut from the pipeline.
+
+use std::ops::ControlFlow;
+
+use anyhow::{Context, Result, bail};
+use brimful::Bytes;
+use brimful::memory::Memory;
+use brimful_cli::args::{self, Command};
+use brimful_cli::commands::train::{Decay, Epoch, TrainOptions, Trainer};
+use brimful_cli::setting::{self, MODELS, ModelName, words};
+use clap::{Args, Parser};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::journal::{Journal, Output};
+use crate::results::Comparison;
+use crate::turns::TurnProgress;
+
+/// Who trains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Training {
+    Full,
+    /// Micro-batches of an automatic size, in memory that does not hold the mini-batch.
+    Auto,
+    /// Micro-batches as those of the stages, on one device.
+    Pieces,
+    Stages,
+}
+
+const TRAININGS: [Training; 4] =
+    [Training::Full, Training::Auto, Training::Pieces, Training::Stages];
+
+/// ConvergenceOptions of `brimful-bench convergence`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench convergence --data digits --batch-size 256 --epochs 4 --memory-limit 208MiB
+                                                      in minutes on a CPU
+  apt-get install dataset-fashion-mnist
+  brimful-bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
+pub(crate) struct ConvergenceOptions {
+    #[arg(long, value_name = "NAME|PATH", help = words::DATA)]
+    data: String,
+    #[arg(long, default_value = "resnet18", value_name = "NAME", help = MODELS)]
+    model: ModelName,
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(value_parser = words::count, help = words::BATCH_SIZE)]
+    batch_size: usize,
+    /// Memory of each device, such as 96MiB or 16GB: of the contestant whose micro-batches are
+    /// automatic, less than the mini-batch needs
+    #[arg(long, default_value = "2GiB", value_name = "BYTES")]
+    memory_limit: Bytes,
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    #[arg(value_parser = words::count)]
+    epochs: usize,
+    #[arg(long, value_enum, default_value = "cosine", help = words::LEARNING_RATE_DECAY)]
+    learning_rate_decay: Decay,
+    /// A run of each contestant for each, with first parameters and an order of its own
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
+    seeds: Vec<u64>,
+    #[arg(long, value_name = "NAME", help = words::DEVICES)]
+    device: Option<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Trains with one seed after the other, then compares.
+pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    let facts = json!({
+        "optimizer": "adamw",
+        "learning_rate_decay": options.learning_rate_decay.to_string(),
+        "batch_norm": "deferred",
+        "limit": options.memory_limit,
+    });
+    let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
+    let progress = TurnProgress::new(options.seeds.len() * TRAININGS.len() * options.epochs);
+    let mut accuracies = TRAININGS.map(|_| Vec::new());
+    for &seed in &options.seeds {
+        for (contestant, reached) in TRAININGS.iter().zip(&mut accuracies) {
+            let epoch = options.train(seed, *contestant, &progress)?;
+            reached.push(epoch.test_accuracy);
+            TrainingRow::new(options, *contestant, seed, &epoch).enter(&mut journal)?;
+        }
+    }
+    for (contestant, reached) in TRAININGS.iter().zip(&accuracies) {
+        if let Some(comparison) = Comparison::new(reached, &accuracies[0]) {
+            let contestant = contestant.name();
+            SummaryRow { contestant, model: options.model, comparison }.enter(&mut journal)?;
+        }
+    }
+    journal.end()
+}
+
+impl Training {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full batch",
+            Self::Auto => "micro-batches, auto",
+            Self::Pieces => "16 micro-batches",
+            Self::Stages => "4 stages",
+        }
+    }
+
+    /// What `brimful train` is told.
+    fn arguments(self, limit: Bytes) -> String {
+        match self {
+            Self::Full => "--micro-batches 1".to_owned(),
+            Self::Auto => format!("--micro-batch auto --memory-limit {}", limit.0),
+            Self::Pieces => "--micro-batches 16".to_owned(),
+            Self::Stages => "--micro-batches 16 --stages 4".to_owned(),
+        }
+    }
+}
+
+impl ConvergenceOptions {
+    /// The last epoch of a training.
+    fn train(&self, seed: u64, contestant: Training, progress: &TurnProgress) -> Result<Epoch> {
+        let title = format!("{}, seed {seed}", contestant.name());
+        progress.row(&title);
+        let arguments = contestant.arguments(self.memory_limit);
+        let mut trainer = Trainer::new(&self.training(seed, &arguments)?)?;
+        let mut last = None;
+        for number in 0..self.epochs {
+            progress.turn(&title, "epoch", number, 0, self.epochs);
+            last = trainer.run_epoch(|_| ControlFlow::Continue(()))?;
+            progress.advance(1);
+        }
+        progress.done();
+        self.lift_limit()?;
+        last.context("no epoch was trained")
+    }
+
+    /// An accelerator's limit would outlast the contestant that it is for.
+    fn lift_limit(&self) -> Result<()> {
+        let memory = Memory::of(setting::device(self.device.as_deref())?)?;
+        Ok(memory.set_limit(None)?)
+    }
+
+    fn training(&self, seed: u64, arguments: &str) -> Result<TrainOptions> {
+        let Self { model, batch_size, epochs, learning_rate_decay: decay, .. } = self;
+        let line = format!(
+            "brimful train --model {model} --batch-size {batch_size} --epochs {epochs} --seed {seed} \
+             --learning-rate-decay {decay} {arguments}"
+        );
+        let words = line.split_whitespace().chain(["--data", &self.data]);
+        let device = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
+        let words = words.chain(["--device", device]);
+        match args::Args::try_parse_from(words)?.command {
+            Command::Train(options) => Ok(options),
+            _ => bail!("the command of a training is not one"),
+        }
+    }
+}
+
+/// One contestant's training with one seed.
+#[derive(Debug, Serialize)]
+struct TrainingRow<'a> {
+    contestant: &'static str,
+    model: ModelName,
+    data: &'a str,
+    batch: usize,
+    micro_batch: usize,
+    seed: u64,
+    epochs: usize,
+    loss: f64,
+    test_loss: f64,
+    test_accuracy: f64,
+    samples_per_s: f64,
+    peak_bytes: Bytes,
+}
+
+impl<'a> TrainingRow<'a> {
+    fn new(
+        options: &'a ConvergenceOptions,
+        contestant: Training,
+        seed: u64,
+        epoch: &Epoch,
+    ) -> Self {
+        let path = options.data.trim_end_matches('/');
+        Self {
+            contestant: contestant.name(),
+            model: options.model,
+            data: path.rsplit('/').next().unwrap_or(path),
+            batch: options.batch_size,
+            micro_batch: epoch.micro_batch_size,
+            seed,
+            epochs: epoch.epoch,
+            loss: epoch.loss,
+            test_loss: epoch.test_loss,
+            test_accuracy: epoch.test_accuracy,
+            samples_per_s: epoch.samples_per_s,
+            peak_bytes: epoch.peak_bytes,
+        }
+    }
+
+    fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let Self { contestant, model, data, batch, micro_batch, seed, epochs, .. } = self;
+        let title = format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs");
+        let columns = format!(
+            "  {:<20}{:>5}{:>13}{:>10}{:>12}{:>12}{:>11}{:>12}",
+            "", "seed", "micro-batch", "loss", "test loss", "accuracy", "samples/s", "peak"
+        );
+        let text = format!(
+            "  {contestant:<20}{seed:>5}{micro_batch:>13}{:>10.4}{:>12.4}{:>10.2} %{:>11.1}{:>12}",
+            self.loss,
+            self.test_loss,
+            100.0 * self.test_accuracy,
+            self.samples_per_s,
+            self.peak_bytes
+        );
+        journal.write(&title, &columns, &text, self)
+    }
+}
+
+/// All of a contestant's trainings beside those of the full batch.
+#[derive(Debug, Serialize)]
+struct SummaryRow {
+    contestant: &'static str,
+    model: ModelName,
+    #[serde(flatten)]
+    comparison: Comparison,
+}
+
+impl SummaryRow {
+    fn enter(&self, journal: &mut Journal) -> Result<()> {
+        let columns = format!(
+            "  {:<20}{:>10}{:>12}{:>13}{:>10}   {}",
+            "", "mean", "deviation", "difference", "noise", "within it"
+        );
+        let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+        let Comparison { mean_accuracy, deviation, difference, noise, within_noise } =
+            self.comparison;
+        let [mean, deviation, difference, noise] =
+            [mean_accuracy, deviation, difference, noise].map(percent);
+        let within = if within_noise { "yes" } else { "no" };
+        let text = format!(
+            "  {:<20}{mean:>10}{deviation:>12}{difference:>13}{noise:>10}   {within}",
+            self.contestant
+        );
+        journal.write("Accuracy over all seeds", &columns, &text, self)
+    }
+}

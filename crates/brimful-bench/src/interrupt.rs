@@ -1,0 +1,41 @@
+//! Ctrl-C and SIGTERM in the middle of a benchmark: what was measured is kept, and that is said.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use anyhow::Result;
+use brimful_cli::command_line::CommandLine;
+use brimful_cli::exit::Exit;
+use brimful_cli::progress;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::args::BenchArgs;
+use crate::results::Results;
+
+/// Listens until the process ends. Every row is written as it comes, so there is nothing to wait for.
+pub(crate) fn keep_rows(folder: Option<PathBuf>) -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        let Some(signal) = signals.forever().next() else { return };
+        progress::say(&format!("{}: {}", BenchArgs::PROGRAM, parting(folder.as_deref())));
+        // Without destructors: libtorch's would pull it away from under the step that still runs.
+        let exit = Exit::Interrupted { signal: signal as u8 };
+        signal_hook::low_level::exit(exit.code().into());
+    })?;
+    Ok(())
+}
+
+fn parting(folder: Option<&Path>) -> String {
+    let Some(folder) = folder else {
+        return "interrupted: the rows above are what was measured".to_owned();
+    };
+    let illustrated = Results::read_folder(folder).and_then(|results| {
+        results.illustrate(folder)?;
+        Ok(results.rows())
+    });
+    match illustrated {
+        Ok(rows) => format!("interrupted: {rows} rows are kept in {}", folder.display()),
+        Err(_) => "interrupted before the first row".to_owned(),
+    }
+}

@@ -1,0 +1,33 @@
+//! The program `brimful-bench`: speed and memory, side by side in one run.
+
+#![deny(unsafe_code)]
+
+mod arena;
+mod args;
+mod auto;
+mod columns;
+mod compare;
+mod convergence;
+mod interrupt;
+mod journal;
+mod memory;
+mod micro;
+mod pipeline;
+mod plot;
+#[cfg(feature = "mpi")]
+mod ranks;
+mod results;
+mod times;
+mod turns;
+mod work;
+mod world;
+
+use std::process::ExitCode;
+
+use brimful_cli::command_line;
+
+use args::BenchArgs;
+
+fn main() -> ExitCode {
+    command_line::run::<BenchArgs>()
+}

@@ -1,0 +1,82 @@
+//! The two families of models: their sizes, their repeated layers, and what was published of them.
+
+use std::fmt;
+
+use brimful::optim::{Method, Sgd};
+use brimful_cli::setting::ModelName;
+use clap::ValueEnum;
+
+use super::Experiment;
+
+/// A size in which every layer that larger models have occurs.
+pub(super) const TYPICAL: usize = 3;
+
+/// Models that differ in their depth alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Family {
+    /// U-Net (B, C)
+    Unet,
+    /// AmoebaNet-D (L, F)
+    Amoebanet,
+}
+
+impl Family {
+    /// The model of this size, from 1 on.
+    pub(super) fn model(self, size: usize, width: i64) -> ModelName {
+        match self {
+            Self::Unet => ModelName::UNet { blocks: size + 1, channels: width },
+            Self::Amoebanet => ModelName::AmoebaNet { cells: 3 * size, filters: width },
+        }
+    }
+
+    /// The layer of the typical model that costs as much as this one in a model of this size.
+    ///
+    /// In a U-Net's cell all blocks but the first and the last are alike, in an AmoebaNet's group all
+    /// cells from the third on. Only with a single cell in each group are the reductions a little smaller
+    /// than their twins.
+    pub(super) fn twin(self, layer: &str, size: usize) -> String {
+        let Some((cell, number)) = layer.rsplit_once('.') else { return layer.to_owned() };
+        let Ok(number) = number.parse::<usize>() else { return layer.to_owned() };
+        let twin = match self {
+            Self::Unet if number == size => TYPICAL,
+            Self::Unet => number.min(TYPICAL - 1),
+            Self::Amoebanet => number.min(TYPICAL - 1),
+        };
+        format!("{cell}.{twin}")
+    }
+
+    /// What the papers trained them with, or what needs as much memory: they gave an AmoebaNet
+    /// RMSProp.
+    pub(super) fn method(self) -> Method {
+        match self {
+            Self::Unet => Sgd::new(0.1).into(),
+            Self::Amoebanet => Sgd::new(0.1).momentum(0.9).into(),
+        }
+    }
+
+    /// How many times the parameters of naive-1 torchgpipe's authors fitted, on Tesla P40 cards.
+    pub(super) fn published(self, experiment: Experiment) -> Option<f64> {
+        let (naive, pipelines) = match self {
+            Self::Unet => {
+                (362_157_516, [2_213_834_176, 4_993_859_008, 7_802_903_600, 15_822_206_000])
+            }
+            Self::Amoebanet => {
+                (81_505_540, [319_024_120, 542_734_840, 1_055_832_376, 1_844_858_344_u64])
+            }
+        };
+        if experiment.is_naive {
+            return Some(1.0);
+        }
+        let place = [1, 2, 4, 8].iter().position(|stages| *stages == experiment.stages)?;
+        Some(pipelines[place] as f64 / f64::from(naive))
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unet => "unet",
+            Self::Amoebanet => "amoebanet",
+        })
+    }
+}

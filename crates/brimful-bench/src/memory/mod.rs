@@ -1,0 +1,190 @@
+//! `brimful-bench memory`: the largest U-Net and AmoebaNet-D that fit k devices of one size.
+//!
+//! A few layers are measured, the planner finds the largest model whose step fits, and two steps
+//! with their optimizer confirm it in arenas (or on cards) of that size. Where they run out of memory
+//! after all, the next smaller one is taken. `naive-1` is one stage that keeps the activations of the
+//! whole mini-batch; `pipeline-k` has k stages and a micro-batch for each sample.
+
+mod family;
+mod report;
+mod search;
+mod trial;
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use brimful::{Bytes, device};
+use brimful_cli::exit::does_not_fit;
+use brimful_cli::setting::{ModelName, words};
+use clap::Args;
+use serde_json::json;
+use tch::Device;
+
+use crate::journal::{Journal, Output};
+use crate::turns::TurnProgress;
+use crate::work::Work;
+use family::Family;
+use report::{LargestRow, NoneFitsRow};
+use search::{Found, LargestSearch};
+use trial::{StepMemory, TrialDevices};
+
+/// MemoryOptions of `brimful-bench memory`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench memory                               arenas of 80 MiB on the CPU
+  brimful-bench memory --memory-limit 256MiB --family unet --channels 16 --stages 1,2
+  brimful-bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
+pub(crate) struct MemoryOptions {
+    /// Kinds of models whose largest is looked for
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
+    family: Vec<Family>,
+    /// Memory of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA what a card
+    /// has free]
+    #[arg(long, value_name = "BYTES")]
+    memory_limit: Option<Bytes>,
+    #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
+    #[arg(value_parser = words::count, help = words::STAGES)]
+    stages: Vec<usize>,
+    #[arg(long, value_name = "N", default_value_t = 16, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: u32,
+    /// Height and width of the images: multiples of 32 for a U-Net, and at least 64
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    image: u32,
+    /// Channels of the U-Net, C; what is looked for is B [default: 8 on the CPU, 128 on CUDA]
+    #[arg(long, value_name = "C")]
+    channels: Option<u16>,
+    /// Filters of the AmoebaNet-D, F; what is looked for is L [default: 48 on the CPU, 512 on CUDA]
+    #[arg(long, value_name = "F")]
+    filters: Option<u16>,
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
+    device: String,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// How a model is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Experiment {
+    stages: usize,
+    /// In one piece, with all activations kept.
+    is_naive: bool,
+}
+
+impl fmt::Display for Experiment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stages, is_naive } = self;
+        write!(f, "{}-{stages}", if *is_naive { "naive" } else { "pipeline" })
+    }
+}
+
+/// Finds and confirms model after model, and prints each as it comes.
+pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
+    let device = device::find(&options.device)?;
+    let trial = TrialDevices::new(options.memory_limit, device, &options.stages)?;
+    let facts = json!({
+        "memory": trial.limit(),
+        "optimizer": "sgd for a unet, with momentum for an amoebanet",
+        "batch_norm": "deferred",
+    });
+    let mut journal = Journal::begin("memory", device, &options.output, facts)?;
+    let progress = TurnProgress::new(options.family.len());
+    let mut fitted = false;
+    for &family in &options.family {
+        progress.row(&format!("{family}: the layers"));
+        let search =
+            LargestSearch::measure(family, options.work(family, device), device, trial.limit())?;
+        progress.done();
+        fitted |= options.table(&search, &trial, &progress, &mut journal)?;
+        progress.advance(1);
+    }
+    let limit = trial.limit();
+    ensure!(
+        fitted,
+        does_not_fit(format!("no model of any size fits {limit}: raise --memory-limit"))
+    );
+    journal.end()
+}
+
+impl MemoryOptions {
+    /// The rows of one family; whether there was one that fits.
+    fn table(
+        &self,
+        search: &LargestSearch,
+        trial: &TrialDevices,
+        progress: &TurnProgress,
+        journal: &mut Journal,
+    ) -> Result<bool> {
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room())?));
+        let mut planned = self.experiments().map(plan).collect::<Result<VecDeque<_>>>()?;
+        let mut first = None;
+        while let Some((experiment, found)) = planned.pop_front() {
+            let title = format!("{} {experiment}", search.family);
+            progress.row(&title);
+            let later = planned.iter().filter_map(|(_, found)| found.as_ref());
+            let later: f64 = later.map(|found| trial.seconds(found)).sum();
+            let watch = |found: &Found| {
+                let left = trial.seconds(found) + later;
+                progress.step(&title, &found.work.model.to_string(), left);
+            };
+            let found = match found {
+                Some(found) => confirmed(search, trial, experiment, found, watch)?,
+                None => None,
+            };
+            progress.done();
+            let Some((found, outcome)) = found else {
+                NoneFitsRow::new(search, experiment).enter(journal)?;
+                continue;
+            };
+            let parameters = found.work.layers()?.parameter_count()?;
+            let ratio = parameters as f64 / *first.get_or_insert(parameters) as f64;
+            LargestRow::new(search, experiment, &found, outcome, (parameters, ratio))
+                .enter(journal)?;
+        }
+        Ok(first.is_some())
+    }
+
+    fn experiments(&self) -> impl Iterator<Item = Experiment> {
+        let naive = Experiment { stages: 1, is_naive: true };
+        let pipelines = self.stages.iter().map(|&stages| Experiment { stages, is_naive: false });
+        std::iter::once(naive).chain(pipelines)
+    }
+
+    /// The smallest model of the family, with the samples that all of it get.
+    fn work(&self, family: Family, device: Device) -> Work {
+        let small = device == Device::Cpu;
+        let width = match family {
+            Family::Unet => self.channels.unwrap_or(if small { 8 } else { 128 }),
+            Family::Amoebanet => self.filters.unwrap_or(if small { 48 } else { 512 }),
+        };
+        let model: ModelName = family.model(1, i64::from(width));
+        let (batch, image) = (self.batch_size as usize, i64::from(self.image));
+        Work { model, batch, micro_batch: 1, image, ..Work::default_of(model, device) }
+    }
+}
+
+/// The largest model whose steps do run, from the planned one on.
+fn confirmed(
+    search: &LargestSearch,
+    trial: &TrialDevices,
+    experiment: Experiment,
+    mut found: Found,
+    watch: impl Fn(&Found),
+) -> Result<Option<(Found, StepMemory)>> {
+    loop {
+        watch(&found);
+        if let Some(outcome) = trial.run(&found, search.family)? {
+            return Ok(Some((found, outcome)));
+        }
+        // Nor does a plan count what an operation takes for itself while it runs: where that is too
+        // much, the next one leaves a fiftieth more free.
+        let less = Bytes(found.row.largest_peak() / 50 * 49);
+        match search.largest(experiment, less)? {
+            Some(smaller) => found = smaller,
+            None => return Ok(None),
+        }
+    }
+}

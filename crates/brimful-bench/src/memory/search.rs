@@ -1,0 +1,171 @@
+//! The largest model of a family whose step fits, by plan alone.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result};
+use brimful::Bytes;
+use brimful::balance::{self, LayerCost, Profile};
+use brimful::plan::{self, PlanDevice, Request, plan};
+use brimful::schedule::{Recompute, Schedule};
+use brimful_cli::setting::ModelName;
+use tch::Device;
+
+use super::Experiment;
+use super::family::{Family, TYPICAL};
+use crate::work::Work;
+
+/// No model of this size is looked at.
+const TOO_LARGE: usize = 1 << 14;
+
+/// A family whose layers were measured, and the devices that its models are to fit.
+#[derive(Debug)]
+pub(super) struct LargestSearch {
+    pub(super) family: Family,
+    smallest: Work,
+    input_bytes: u64,
+    /// The layers of a typical model, by name.
+    layers: HashMap<String, LayerCost>,
+    limit: Bytes,
+}
+
+/// A model whose step fits.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) size: usize,
+    pub(super) work: Work,
+    pub(super) row: plan::PlanRow,
+}
+
+impl LargestSearch {
+    /// Measures, with one sample: larger micro-batches only cost memory.
+    pub(super) fn measure(
+        family: Family,
+        work: Work,
+        device: Device,
+        limit: Bytes,
+    ) -> Result<Self> {
+        let typical = with_size(&work, family, TYPICAL);
+        let sample = typical.samples(1).0;
+        let Profile { input_bytes, layers } =
+            balance::measure(&typical.layers()?, device, &sample)?;
+        let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
+        Ok(Self { family, smallest: work, input_bytes, layers, limit })
+    }
+
+    /// The smallest model.
+    pub(super) fn smallest(&self) -> &Work {
+        &self.smallest
+    }
+
+    /// What plans may fill of each device: a gradient is made before it is added to those of other
+    /// micro-batches, so the largest layer's is there twice, which no plan counts.
+    pub(super) fn room(&self) -> Bytes {
+        let twice = self.layers.values().map(|layer| layer.parameter_bytes).max();
+        Bytes(self.limit.0.saturating_sub(twice.unwrap_or(0)))
+    }
+
+    pub(super) fn limit(&self) -> Bytes {
+        self.limit
+    }
+
+    /// The largest one that stays within so much memory on each device: its size is doubled while it
+    /// fits, then the gap is halved.
+    pub(super) fn largest(&self, experiment: Experiment, memory: Bytes) -> Result<Option<Found>> {
+        let Some(mut best) = self.first(experiment, memory)? else { return Ok(None) };
+        let mut too_large = TOO_LARGE;
+        while too_large - best.size > 1 {
+            let next = (2 * best.size).min(usize::midpoint(best.size, too_large));
+            match self.plan(experiment, memory, next)? {
+                Some(found) => best = found,
+                None => too_large = next,
+            }
+        }
+        Ok(Some(best))
+    }
+
+    /// The smallest one that has a layer for each stage.
+    fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<Found>> {
+        let mut size = 1;
+        while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.stages {
+            size += 1;
+        }
+        self.plan(experiment, memory, size)
+    }
+
+    /// The fastest step of the model of this size that fits.
+    fn plan(&self, experiment: Experiment, memory: Bytes, size: usize) -> Result<Option<Found>> {
+        let work = with_size(&self.smallest, self.family, size);
+        let profile = self.profile(&work, size)?;
+        let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
+        let mut request = Request::new(&profile, vec![device; experiment.stages], work.batch);
+        request.optimizer_bytes = self.family.method().state_factor();
+        request.schedules = vec![Schedule::OneFOneB];
+        if experiment.is_naive {
+            (request.micro_batches, request.recompute) = (vec![1], vec![Recompute::Never]);
+        } else {
+            request.micro_batches = vec![work.batch];
+        }
+        let row = plan(&request)?.best().cloned();
+        Ok(row.map(|row| Found { size, work, row }))
+    }
+
+    fn profile(&self, work: &Work, size: usize) -> Result<Profile> {
+        let layers = work.layers()?;
+        let layer = |name: &str| {
+            let twin = self.layers.get(&self.family.twin(name, size));
+            let twin = twin.with_context(|| format!("no layer like {name} was measured"))?;
+            Ok(LayerCost { name: name.to_owned(), ..twin.clone() })
+        };
+        let layers = layers.names().map(layer).collect::<Result<_>>()?;
+        Ok(Profile { input_bytes: self.input_bytes, layers })
+    }
+}
+
+fn with_size(work: &Work, family: Family, size: usize) -> Work {
+    let (ModelName::UNet { channels: width, .. } | ModelName::AmoebaNet { filters: width, .. }) =
+        work.model
+    else {
+        unreachable!("a family's models are U-Nets or AmoebaNets")
+    };
+    Work { model: family.model(size, width), ..work.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_layer_of_every_size_has_its_twin_among_those_that_were_measured() {
+        for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
+            let model = family.model(1, width);
+            let work = Work { batch: 2, image: 64, ..Work::default_of(model, Device::Cpu) };
+            let search =
+                LargestSearch::measure(family, work, Device::Cpu, Bytes(1 << 20)).expect("layers");
+            for size in first..=6 {
+                let work = with_size(&search.smallest, family, size);
+                let profile = search.profile(&work, size).expect("a profile");
+                let bytes: Vec<_> =
+                    profile.layers.iter().map(|layer| layer.parameter_bytes).collect();
+                let counts = work.layers().and_then(|layers| Ok(layers.parameter_counts()?));
+                let expected: Vec<_> = counts.expect("counts").iter().map(|n| 4 * n).collect();
+                assert_eq!(bytes, expected, "{}", work.model);
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_one_fits_and_the_next_one_does_not() {
+        let (family, limit) = (Family::Unet, Bytes(4 << 20));
+        let work =
+            Work { batch: 4, image: 64, ..Work::default_of(family.model(1, 2), Device::Cpu) };
+        let search = LargestSearch::measure(family, work, Device::Cpu, limit).expect("layers");
+        for experiment in [1, 3].map(|stages| Experiment { stages, is_naive: false }) {
+            let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
+            assert!(found.row.largest_peak() <= limit.0);
+            let next = search.plan(experiment, limit, found.size + 1).expect("a plan");
+            assert!(next.is_none(), "{next:?}");
+        }
+        let naive = Experiment { stages: 1, is_naive: true };
+        assert!(search.largest(naive, Bytes(1 << 10)).expect("a plan").is_none());
+    }
+}

@@ -1,0 +1,117 @@
+//! Two real steps of a model, in arenas or on cards, and the memory that they took.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::memory::Memory;
+use brimful::micro::NonFinite;
+use brimful::pipeline::StageDevice;
+use brimful::{Bytes, Loss, Pipeline, device};
+use brimful_cli::exit;
+use brimful_cli::setting::{accounts, loss};
+use tch::{Device, Tensor};
+
+use super::family::Family;
+use super::search::Found;
+
+/// An arena's size on a CPU where nothing else is asked for.
+const ARENA: Bytes = Bytes(80 << 20);
+
+/// Where models are tried.
+#[derive(Debug)]
+pub(super) struct TrialDevices {
+    device: Device,
+    limit: Bytes,
+}
+
+/// What two steps took, in bytes for each device.
+#[derive(Debug)]
+pub(super) struct StepMemory {
+    /// Parameters, gradients, statistics and the optimizer's state: there between steps too.
+    pub(super) resident: Vec<Bytes>,
+    pub(super) peaks: Vec<Bytes>,
+    /// Of the second step.
+    pub(super) seconds: f64,
+}
+
+impl TrialDevices {
+    /// On devices of this size, of which there are as many as the most stages need.
+    pub(super) fn new(memory: Option<Bytes>, device: Device, stages: &[usize]) -> Result<Self> {
+        let limit = match (memory, device) {
+            (Some(memory), _) => memory,
+            (None, Device::Cpu) => ARENA,
+            (None, card) => Memory::of(card)?.usage()?.available.unwrap_or_default(),
+        };
+        let cards = device::all()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let most = stages.iter().copied().max().unwrap_or(1);
+        ensure!(
+            device == Device::Cpu || most <= cards,
+            "{most} stages need a card each, but there are {cards}: give --stages fewer"
+        );
+        Ok(Self { device, limit })
+    }
+
+    pub(super) fn limit(&self) -> Bytes {
+        self.limit
+    }
+
+    /// How long the two steps will take, by plan: on a CPU all stages share its cores.
+    pub(super) fn seconds(&self, found: &Found) -> f64 {
+        let stages = found.row.balance.sizes().len();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let parallel = if self.device == Device::Cpu { stages.min(cores) } else { stages };
+        let busy = found.row.makespan * stages as f64 * (1.0 - found.row.bubble);
+        2.0 * f64::max(busy / parallel as f64, found.row.makespan)
+    }
+
+    /// Takes the steps; nothing where memory runs out.
+    pub(super) fn run(&self, found: &Found, family: Family) -> Result<Option<StepMemory>> {
+        match self.steps(found, family) {
+            Err(error) if exit::ran_out(&error) => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    fn steps(&self, found: &Found, family: Family) -> Result<StepMemory> {
+        let work = &found.work;
+        let memories = self.memories(found.row.balance.sizes().len())?;
+        let mut pipeline = Pipeline::builder(work.layers()?)
+            .devices(memories.iter().cloned().map(StageDevice::from))
+            .plan(&found.row)
+            // Hundreds of normalisations in a row diverge in a step, which costs no memory.
+            .non_finite(NonFinite::Allow)
+            .build()?;
+        let mut optimizer = pipeline.optimizer(family.method())?;
+        let (x, y) = work.samples(work.batch);
+        let mut step = || -> Result<Vec<Bytes>> {
+            pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+            optimizer.step()?;
+            let resident = figures(&memories, |usage| usage.current)?;
+            optimizer.zero_grad()?;
+            Ok(resident)
+        };
+        // The first one makes the optimizer's state, which the second finds there.
+        step()?;
+        memories.iter().try_for_each(Memory::reset_peak)?;
+        let start = Instant::now();
+        let resident = step()?;
+        let seconds = start.elapsed().as_secs_f64();
+        Ok(StepMemory { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
+    }
+
+    /// A memory of the wanted size for each stage.
+    fn memories(&self, stages: usize) -> Result<Vec<Memory>> {
+        let device = |number| match self.device {
+            Device::Cpu => Device::Cpu,
+            _ => Device::Cuda(number),
+        };
+        accounts(&(0..stages).map(device).collect::<Vec<_>>(), Some(self.limit))
+    }
+}
+
+fn figures(
+    memories: &[Memory],
+    of: impl Fn(brimful::memory::Usage) -> Bytes,
+) -> Result<Vec<Bytes>> {
+    memories.iter().map(|memory| Ok(of(memory.usage()?))).collect()
+}

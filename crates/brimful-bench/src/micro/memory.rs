@@ -1,0 +1,92 @@
+//! Peak memory and rate by the number of micro-batches: neither should depend on the mini-batch.
+//!
+//! One micro-batch is special: no gradient is there before its backward, and nothing waits behind
+//! it. From two on, gradients are kept through later forwards, and the next micro-batch is brought
+//! ahead of its use. So 64 is compared with 1, and 128 with 2, as is a whole training set.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use brimful::memory::{Arena, Memory};
+use brimful::{Bytes, Loss, MicroBatcher, Size};
+use brimful_cli::setting::clear_gradients;
+use tch::Device;
+use tch::nn::VarStore;
+
+use super::report::MemoryRow;
+use crate::journal::Journal;
+use crate::turns::TurnProgress;
+use crate::work::{Samples, Work};
+
+/// Micro-batches in each mini-batch, and which of them it is compared with.
+const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];
+
+/// Micro-batches in all mini-batches.
+pub(super) fn pieces(work: &Work, training_set: Option<usize>) -> usize {
+    let mini_batches = mini_batches(work.micro_batch, training_set);
+    mini_batches.map(|(samples, _)| samples.div_ceil(work.micro_batch)).sum()
+}
+
+/// The samples of each mini-batch, and which it is compared with, in micro-batches.
+fn mini_batches(
+    micro_batch: usize,
+    training_set: Option<usize>,
+) -> impl Iterator<Item = (usize, Option<usize>)> {
+    let counted = COUNTS.into_iter().map(move |(count, base)| (count * micro_batch, base));
+    counted.chain(training_set.map(|samples| (samples, Some(2))))
+}
+
+/// Measures the peaks of one micro-batch size, with the mini-batch in host memory.
+pub(super) fn measure(
+    work: &Work,
+    training_set: Option<usize>,
+    device: Device,
+    progress: &TurnProgress,
+    journal: &mut Journal,
+) -> Result<()> {
+    let memory = match device {
+        Device::Cpu => Memory::Arena(Arena::new("bench")),
+        _ => Memory::Accelerator(device),
+    };
+    let mut store = VarStore::new(device);
+    let inside = memory.enter();
+    let model = work.build(&mut store)?;
+    drop(inside);
+    let one = work.samples(work.micro_batch);
+    let mut peaks: Vec<(usize, Bytes)> = Vec::new();
+    for (samples, base) in mini_batches(work.micro_batch, training_set) {
+        let (count, work) =
+            (samples.div_ceil(work.micro_batch), Work { batch: samples, ..work.clone() });
+        progress.row(&work.title());
+        let batch = repeated(&one, count, samples);
+        let size = Size::Fixed(work.micro_batch);
+        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        let mut step = || {
+            clear_gradients(&store)?;
+            let step = micro.backward(&batch, |samples| Loss::mean(work.loss(&model, &samples)))?;
+            step.peak.context("the step did not count its memory")
+        };
+        // The first one also chooses kernels, which takes memory of its own.
+        step()?;
+        let start = Instant::now();
+        let peak = step()?;
+        let speed = work.batch as f64 / start.elapsed().as_secs_f64();
+        clear_gradients(&store)?;
+        progress.advance(count);
+        progress.done();
+        let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
+        let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
+        MemoryRow::new(&work, count, speed, peak, base, ratio).enter(journal)?;
+        peaks.push((count, peak));
+    }
+    Ok(())
+}
+
+/// The same samples again and again: memory does not depend on their values.
+fn repeated((x, y): &Samples, count: usize, samples: usize) -> Samples {
+    let repeat = |t: &tch::Tensor| {
+        let times: Vec<i64> = (0..t.dim()).map(|d| if d == 0 { count as i64 } else { 1 }).collect();
+        t.repeat(times).narrow(0, 0, samples as i64)
+    };
+    (repeat(x), repeat(y))
+}

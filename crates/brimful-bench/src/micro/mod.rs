@@ -1,0 +1,126 @@
+//! `brimful-bench micro`: micro-batched training against a hand-written loop, and its memory.
+//!
+//! A row is a model with a number type, a mini-batch and a micro-batch. Its contestants take turns,
+//! step by step, so that a machine that slows down or speeds up does so for all of them. A step is
+//! forward and backward over the mini-batch and the reading of its loss, with gradients that start
+//! as none; the optimizer is left out, here and in bench/peers alike.
+
+mod contest;
+mod memory;
+mod report;
+mod tuned;
+
+use anyhow::Result;
+use brimful_cli::setting::{self, MODELS, ModelName, NumberType, words};
+use clap::Args;
+use serde_json::json;
+use tch::Device;
+
+use crate::journal::{Journal, Output};
+use crate::turns::TurnProgress;
+use crate::work::{self, GptShape, Work};
+
+/// MicroOptions of `brimful-bench micro`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench micro --table --device cuda           the rows of the project's comparison
+  brimful-bench micro --model gpt --gpt 2x128x64 --batch-size 16 --micro-batch 4
+  brimful-bench micro --memory --micro-batch 2        memory by the number of micro-batches
+  brimful-bench micro --memory --model mlp --micro-batch 64 --training-set 60000
+                                                      up to all of it as one mini-batch")]
+pub(crate) struct MicroOptions {
+    #[arg(long, default_value = "resnet50", value_name = "NAME", help = MODELS)]
+    model: ModelName,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
+    #[arg(long, value_enum)]
+    dtype: Option<NumberType>,
+    /// Samples in a mini-batch [default: by model and device]
+    #[arg(long, value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: Option<u32>,
+    /// Samples in a micro-batch [default: by model and device]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: Option<u32>,
+    /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    image: Option<u32>,
+    /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 2x128x64 on
+    /// the CPU]. A head is 64 wide; there are 50,257 tokens.
+    #[arg(long, value_name = "LxWxS")]
+    gpt: Option<GptShape>,
+    /// Measured steps of each contestant.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// All rows of the project's comparison: smaller ones on the CPU
+    #[arg(long, conflicts_with_all = ["model", "dtype", "batch_size", "micro_batch"])]
+    table: bool,
+    /// Measure peak memory instead, of mini-batches of 1, 2, 64 and 128 micro-batches.
+    #[arg(long, conflicts_with_all = ["batch_size", "repeats"])]
+    memory: bool,
+    /// Samples in a whole training set, which is then a mini-batch too
+    #[arg(long, value_name = "N", requires = "memory")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    training_set: Option<u32>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Measures row after row, and prints each as it comes.
+pub(crate) fn run(options: &MicroOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    let rows = options.rows(device)?;
+    if device != Device::Cpu {
+        // The same in the peers' scripts: every micro-batch has one shape, so it pays.
+        tch::Cuda::cudnn_set_benchmark(true);
+    }
+    let cuda = device != Device::Cpu;
+    let facts = json!({
+        "cudnn_benchmark": cuda,
+        "optimizer": "none",
+        "batch_norm": "deferred; the loop's per micro-batch",
+        "host_batch": if cuda { "pageable; the loop's page-locked" } else { "pageable" },
+    });
+    let mut journal = Journal::begin("micro", device, &options.output, facts)?;
+    let repeats = options.repeats as usize;
+    let training_set = options.training_set.map(|samples| samples as usize);
+    let pieces = |work: &Work| match options.memory {
+        true => memory::pieces(work, training_set),
+        false => contest::turns(repeats),
+    };
+    let progress = TurnProgress::new(rows.iter().map(pieces).sum());
+    for work in &rows {
+        work.dtype.prepare(device)?;
+        if options.memory {
+            memory::measure(work, training_set, device, &progress, &mut journal)?;
+        } else {
+            contest::measure(work, device, repeats, &progress, &mut journal)?;
+        }
+    }
+    journal.end()
+}
+
+impl MicroOptions {
+    fn rows(&self, device: Device) -> Result<Vec<Work>> {
+        if self.table {
+            let table = work::table(device);
+            return Ok(table.into_iter().map(|row| self.with_shapes(row)).collect());
+        }
+        let mut work = self.with_shapes(Work::default_of(self.model, device));
+        work.dtype = self.dtype.unwrap_or(work.dtype);
+        work.batch = self.batch_size.map_or(work.batch, |batch| batch as usize);
+        work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
+        Ok(vec![work])
+    }
+
+    fn with_shapes(&self, work: Work) -> Work {
+        Work {
+            image: self.image.map_or(work.image, i64::from),
+            gpt: self.gpt.unwrap_or(work.gpt),
+            ..work
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! A model that is run in one way, by the library or by hand.
+
+use anyhow::{Result, bail};
+use brimful::layers::Model;
+use brimful::memory::Memory;
+use brimful::micro::Layout;
+use brimful::{Bytes, Loss, MicroBatcher, Size, split};
+use brimful_cli::setting::clear_gradients;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use crate::work::{Samples, Work};
+
+/// How the library is to run a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tuning {
+    pub(super) replay: bool,
+    pub(super) channels_last: bool,
+}
+
+/// A model that is run in one way. One that is captured must stay where it is in memory.
+pub(super) struct TunedModel {
+    pub(super) tuning: Tuning,
+    pub(super) store: VarStore,
+    model: Model,
+    micro: MicroBatcher,
+    /// Device memory that it keeps between its turns.
+    pub(super) kept: u64,
+}
+
+impl TunedModel {
+    pub(super) fn new(work: &Work, device: Device, tuning: Tuning) -> Result<Self> {
+        let before = in_use(device)?;
+        let mut store = VarStore::new(device);
+        let model = work.build(&mut store)?;
+        let layout = if tuning.channels_last { Layout::ChannelsLast } else { Layout::AsIs };
+        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        let micro = micro.replay(tuning.replay).layout(layout);
+        let kept = in_use(device)?.saturating_sub(before);
+        Ok(Self { tuning, store, model, micro, kept })
+    }
+
+    pub(super) fn clear(&self) -> Result<()> {
+        clear_gradients(&self.store)
+    }
+
+    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
+        let Self { model, micro, .. } = self;
+        let step = micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
+            bail!("the model was not replayed: {cause}");
+        }
+        Ok((step.loss, step.peak))
+    }
+
+    /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
+    pub(super) fn by_hand(&self, work: &Work, (x, y): &Samples) -> Result<(f64, Option<Bytes>)> {
+        let device = self.store.device();
+        let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
+        if let Some(memory) = &memory {
+            memory.reset_peak()?;
+        }
+        let total = Tensor::zeros([], (Kind::Float, device));
+        for range in split::by_size(work.batch, work.micro_batch)? {
+            let (start, length) = (range.start as i64, range.len() as i64);
+            let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), device));
+            let loss = work.loss(&self.model, &(x, y));
+            let loss = loss * (length as f64 / work.batch as f64);
+            loss.backward();
+            let _ = total.shallow_clone().g_add_(&loss.detach());
+        }
+        let loss = total.double_value(&[]);
+        let peak = memory.map(|memory| memory.usage().map(|usage| usage.peak)).transpose()?;
+        Ok((loss, peak))
+    }
+}
+
+/// Device memory in use now; a CPU's is not counted here.
+pub(super) fn in_use(device: Device) -> Result<u64> {
+    Ok(match device {
+        Device::Cpu => 0,
+        _ => Memory::Accelerator(device).usage()?.current.0,
+    })
+}
+
+fn send(tensor: &Tensor, device: Device) -> Tensor {
+    tensor.to_device_(device, tensor.kind(), true, false)
+}

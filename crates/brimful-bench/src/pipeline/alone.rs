@@ -1,0 +1,80 @@
+//! The model on one thread, and several of it at once.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::layers::Model;
+use brimful::{Loss, MicroBatcher, Size};
+use brimful_cli::setting::clear_gradients;
+use brimful_torch::{device as torch_device, threads};
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use crate::work::{Samples, Work};
+
+/// A model, run in the same micro-batches as the pipeline's.
+pub(super) struct Alone {
+    store: VarStore,
+    model: Model,
+    micro: MicroBatcher,
+}
+
+impl Alone {
+    pub(super) fn new(work: &Work, device: Device) -> Result<Self> {
+        let mut store = VarStore::new(device);
+        let model = work.build(&mut store)?;
+        let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        Ok(Self { store, model, micro })
+    }
+
+    pub(super) fn variables(&self) -> Vec<(String, Tensor)> {
+        self.store.variables().into_iter().collect()
+    }
+
+    /// One step: its seconds and its loss.
+    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, f64)> {
+        clear_gradients(&self.store)?;
+        let device = self.store.device();
+        torch_device::synchronize(device)?;
+        let start = Instant::now();
+        let model = &self.model;
+        let step = self.micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        torch_device::synchronize(device)?;
+        Ok((start.elapsed().as_secs_f64(), step.loss))
+    }
+}
+
+/// As many models as there are stages, each on a thread of its own, with nothing between them.
+pub(super) struct Copies(Vec<Alone>);
+
+impl Copies {
+    pub(super) fn new(work: &Work, count: usize) -> Result<Self> {
+        (0..count).map(|_| Alone::new(work, Device::Cpu)).collect::<Result<_>>().map(Self)
+    }
+
+    /// The seconds from the moment when all begin until the last one's end.
+    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<f64> {
+        let begin = Barrier::new(self.0.len() + 1);
+        thread::scope(|scope| {
+            let threads: Vec<_> = (self.0.iter_mut())
+                .map(|copy| {
+                    let batch = (batch.0.shallow_clone(), batch.1.shallow_clone());
+                    let begin = &begin;
+                    scope.spawn(move || {
+                        let _one = threads::limit_threads(1);
+                        begin.wait();
+                        copy.step(work, &batch)
+                    })
+                })
+                .collect();
+            begin.wait();
+            let start = Instant::now();
+            for thread in threads {
+                thread.join().map_err(|_| anyhow::anyhow!("a copy panicked"))??;
+            }
+            Ok(start.elapsed().as_secs_f64())
+        })
+    }
+}

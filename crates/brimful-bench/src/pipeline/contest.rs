@@ -1,0 +1,110 @@
+//! The contestants for one number of stages, and their turns.
+
+use anyhow::{Result, bail, ensure};
+use brimful::balance::Profile;
+use brimful::plan::PlanChoice;
+use tch::Device;
+
+use super::alone::{Alone, Copies};
+use super::report::{AloneRow, NotBuiltRow, PipelineRow};
+use super::runner::Runner;
+use super::{PipelineOptions, picture};
+use crate::journal::Journal;
+use crate::times::Times;
+use crate::turns::TurnProgress;
+use crate::work::{Samples, Work};
+
+/// Steps of each contestant before the first one that counts.
+const WARM_UP: usize = 1;
+
+/// The model alone, its copies, and the pipelines.
+pub(super) struct PipelineContest {
+    work: Work,
+    stages: usize,
+    batch: Samples,
+    alone: Alone,
+    /// None on an accelerator, and where one stage makes them pointless.
+    copies: Option<Copies>,
+    runners: Vec<Runner>,
+    /// Those that cannot be built: a model has too few layers for some schedules.
+    missing: Vec<NotBuiltRow>,
+}
+
+/// How often each contestant has its turn.
+pub(super) fn turns(repeats: usize) -> usize {
+    WARM_UP + repeats
+}
+
+impl PipelineContest {
+    pub(super) fn new(
+        options: &PipelineOptions,
+        work: &Work,
+        profile: &Profile,
+        devices: &[Device],
+    ) -> Result<Self> {
+        let (alone, stages) = (Alone::new(work, devices[0])?, devices.len());
+        let is_parallel = devices[0] == Device::Cpu && stages > 1;
+        let copies = is_parallel.then(|| Copies::new(work, stages)).transpose()?;
+        let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
+        for &schedule in &options.schedule {
+            for &recompute in &options.recompute {
+                let micro_batches = work.batch / work.micro_batch;
+                let choice = PlanChoice { schedule, micro_batches, recompute };
+                match Runner::new(choice, work, profile, devices, &parameters) {
+                    Ok(runner) => runners.push(runner),
+                    Err(error) => missing.push(NotBuiltRow::new(work, choice, stages, error)),
+                }
+            }
+        }
+        if let (true, Some(first)) = (runners.is_empty(), missing.first()) {
+            bail!("{first}");
+        }
+        let batch = work.samples(work.batch);
+        Ok(Self { work: work.clone(), stages, batch, alone, copies, runners, missing })
+    }
+
+    /// Measures, and enters a row for each contestant.
+    pub(super) fn run(
+        &mut self,
+        repeats: usize,
+        progress: &TurnProgress,
+        journal: &mut Journal,
+    ) -> Result<()> {
+        let title = format!("{}, {} stages", self.work.title(), self.stages);
+        progress.row(&title);
+        let (mut alone, mut copies) = (Times::default(), Times::default());
+        for turn in 0..turns(repeats) {
+            let counts = turn >= WARM_UP;
+            progress.turn(&title, "one thread", turn, WARM_UP, repeats);
+            let (seconds, expected) = self.alone.step(&self.work, &self.batch)?;
+            alone.push_if(counts, seconds);
+            if let Some(all) = &mut self.copies {
+                progress.turn(&title, "copies", turn, WARM_UP, repeats);
+                copies.push_if(counts, all.step(&self.work, &self.batch)?);
+            }
+            for runner in &mut self.runners {
+                progress.turn(&title, &runner.row.choice.to_string(), turn, WARM_UP, repeats);
+                let loss = runner.step(&self.batch, counts)?;
+                // Contestants that compute different things are not worth comparing.
+                let near = (loss - expected).abs() <= 1e-3 * expected.abs();
+                ensure!(near, "{}: the loss is {loss}, not {expected}", runner.row.choice);
+            }
+            progress.advance(1);
+        }
+        for runner in &mut self.runners {
+            runner.count(&self.batch)?;
+        }
+        progress.done();
+        let machine = self.copies.as_ref().map_or(1.0, |_| alone.median() / copies.median());
+        AloneRow::new(&self.work, &alone).enter(journal)?;
+        for runner in &self.runners {
+            PipelineRow::new(&self.work, runner, self.stages, &alone, machine)?.enter(journal)?;
+        }
+        self.missing.iter().try_for_each(|row| row.enter(journal))
+    }
+
+    /// Every schedule as it was simulated and as it was measured.
+    pub(super) fn picture(&self) -> String {
+        picture::draw(&self.runners)
+    }
+}

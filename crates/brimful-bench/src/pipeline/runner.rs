@@ -1,0 +1,112 @@
+//! One schedule's pipeline: planned, built, run and timed.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::balance::Profile;
+use brimful::memory::Arena;
+use brimful::pipeline::{StageDevice, Step};
+use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
+use brimful::schedule::{Actions, Costs, simulate};
+use brimful::{Bytes, Loss, Pipeline};
+use brimful_cli::setting::loss;
+use tch::{Device, Tensor};
+
+use crate::times::Times;
+use crate::work::{Samples, Work};
+
+/// A pipeline and what is known of it.
+pub(super) struct Runner {
+    pub(super) row: PlanRow,
+    /// What the layers' own times promise.
+    pub(super) planned: plan::PlannedStep,
+    pub(super) times: Times,
+    /// The steps that count.
+    steps: Vec<Step>,
+    /// On each device, where they are counted.
+    pub(super) peaks: Vec<Option<Bytes>>,
+    pipeline: Pipeline,
+    work: Work,
+    stages: usize,
+}
+
+impl Runner {
+    /// A pipeline balanced by the layers' time, with the model's parameters.
+    pub(super) fn new(
+        choice: PlanChoice,
+        work: &Work,
+        profile: &Profile,
+        devices: &[Device],
+        parameters: &[(String, Tensor)],
+    ) -> Result<Self> {
+        let stages = devices.len();
+        let mut request =
+            Request::new(profile, vec![plan::PlanDevice::default(); stages], work.batch);
+        request.schedules = vec![choice.schedule];
+        request.micro_batches = vec![choice.micro_batches];
+        request.recompute = vec![choice.recompute];
+        let row = plan(&request)?.rows.swap_remove(0);
+        let planned = plan::PlannedStep::new(&request, &row)?;
+        let devices = devices.iter().map(|device| StageDevice::from(*device).threads(1));
+        let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
+        let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
+        pipeline.set_variables(parameters.iter().map(share).collect())?;
+        let (times, work) = (Times::default(), work.clone());
+        let (steps, peaks) = (Vec::new(), Vec::new());
+        Ok(Self { row, planned, times, steps, peaks, pipeline, work, stages })
+    }
+
+    /// Runs one step, and gives its loss.
+    pub(super) fn step(&mut self, batch: &Samples, counts: bool) -> Result<f64> {
+        let (step, seconds) = step(&mut self.pipeline, batch)?;
+        let loss = step.loss;
+        if counts {
+            self.times.push(seconds);
+            self.steps.push(step);
+        }
+        Ok(loss)
+    }
+
+    /// The step of the median time.
+    pub(super) fn typical(&self) -> Option<&Step> {
+        let mut steps: Vec<_> = self.steps.iter().collect();
+        steps.sort_by_key(|step| step.time);
+        steps.get(steps.len() / 2).copied()
+    }
+
+    /// Finds the peaks: on a CPU in another pipeline, because counting costs time.
+    pub(super) fn count(&mut self, batch: &Samples) -> Result<()> {
+        if self.pipeline.output_device() != Device::Cpu {
+            self.peaks = self.typical().map(|step| step.peaks.clone()).unwrap_or_default();
+            return Ok(());
+        }
+        let device = |number| StageDevice::from(Arena::new(&format!("stage {number}"))).threads(1);
+        let devices = (0..self.stages).map(device);
+        let builder = Pipeline::builder(self.work.layers()?).devices(devices).plan(&self.row);
+        self.peaks = step(&mut builder.build()?, batch)?.0.peaks;
+        Ok(())
+    }
+
+    /// The speed-up over one thread that equal stages would have: a backward takes as long as two
+    /// forwards.
+    pub(super) fn limit(&self) -> Result<f64> {
+        let actions: &Actions = &self.planned.actions;
+        let costs = Costs::ticks(actions.stages());
+        let work = 3.0 * (actions.stages() * actions.micro_batches()) as f64;
+        Ok(work / simulate(actions, &costs)?.makespan())
+    }
+
+    /// The speed-up that the stages' measured times promise.
+    pub(super) fn simulated(&self) -> f64 {
+        let plan::PlannedStep { actions, costs, simulation } = &self.planned;
+        let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();
+        once * actions.micro_batches() as f64 / simulation.makespan()
+    }
+}
+
+fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+    Ok((step, start.elapsed().as_secs_f64()))
+}

@@ -1,0 +1,205 @@
+//! `brimful-bench ranks`: data parallelism over processes with one thread each, started by `mpirun`.
+//!
+//! The contestants take turns, step by step: the first rank alone with the whole mini-batch, then all
+//! ranks with a part each. A step is forward and backward over the mini-batch, the gradients on every
+//! rank, and the reading of the loss; the optimizer is left out, here and in bench/peers alike.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::layers::Model;
+use brimful::{Bytes, Loss, MicroBatcher, Size, World};
+use brimful_cli::setting::{self, MODELS, ModelName, NumberType, clear_gradients, words};
+use brimful_torch::threads;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use crate::columns::{Columns, Speed};
+use crate::journal::{Journal, Output};
+use crate::times::Times;
+use crate::work::{GptShape, Samples, Work};
+
+/// Steps of each contestant that do not count.
+const WARM_UP: u32 = 1;
+/// Tokens of the GPT: bytes.
+const VOCABULARY: i64 = 256;
+const COLUMNS: &str = "contestant        ranks  samples/s  ratio  spread  sent a step";
+
+/// RanksOptions of `brimful-bench ranks`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  mpirun -n 2 brimful-bench ranks                    two ranks, one thread each, a transformer
+  mpirun -n 2 brimful-bench ranks --json > ours.jsonl
+  python3 bench/peers/data_parallel_pytorch.py --like ours.jsonl")]
+pub(crate) struct RanksOptions {
+    #[arg(long, default_value = "gpt", value_name = "NAME", help = MODELS)]
+    model: ModelName,
+    #[arg(long, value_name = "N", default_value_t = 16, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: u32,
+    #[arg(long, value_name = "N", default_value_t = 2, help = words::MICRO_BATCH)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: u32,
+    /// Height and width of the images
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    image: u32,
+    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    #[arg(long, value_name = "LxWxS", default_value = "12x256x64")]
+    gpt: GptShape,
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
+    device: String,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct RanksRow {
+    #[serde(flatten)]
+    columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
+    ranks: usize,
+    /// Speed over that of one rank in the same run.
+    ratio: f64,
+    /// What each rank sends in a step.
+    sent_bytes: Bytes,
+    peak_bytes: Option<Bytes>,
+}
+
+/// A model, and what runs it: with other ranks or without.
+struct RanksContestant {
+    store: VarStore,
+    model: Model,
+    micro: MicroBatcher,
+    times: Times,
+}
+
+/// Measures one rank and all ranks in turn; the first rank prints.
+pub(crate) fn run(options: &RanksOptions) -> Result<()> {
+    let (world, work) = (World::start()?, options.work());
+    ensure!(
+        work.batch.is_multiple_of(world.size()),
+        "--batch-size {} is no multiple of the {} ranks: give one that is",
+        work.batch,
+        world.size()
+    );
+    let _one = threads::limit_threads(1);
+    let device = setting::device_of(&options.device, &world)?;
+    let mut one = RanksContestant::new(&work, device, None)?;
+    let mut all = RanksContestant::new(&work, device, Some(&world))?;
+    let whole = work.samples(work.batch);
+    world.broadcast(&[whole.0.shallow_clone(), whole.1.shallow_clone()], 0)?;
+    let part = part_of(&whole, &world);
+    let mut sent = 0;
+    for turn in 0..WARM_UP + options.repeats {
+        let counts = turn >= WARM_UP;
+        if world.rank() == 0 {
+            one.step(&work, &whole, counts, || Ok(()))?;
+        }
+        let before = world.traffic()?.sent.0;
+        all.step(&work, &part, counts, || {
+            world.share("a step's beginning or end", &())?;
+            Ok(())
+        })?;
+        sent = world.traffic()?.sent.0 - before;
+    }
+    if world.rank() == 0 {
+        report(options, &work, device, world.size(), [&one.times, &all.times], Bytes(sent))?;
+    }
+    Ok(())
+}
+
+fn report(
+    options: &RanksOptions,
+    work: &Work,
+    device: Device,
+    ranks: usize,
+    [one, all]: [&Times; 2],
+    sent: Bytes,
+) -> Result<()> {
+    let facts = json!({
+        "threads_per_rank": 1,
+        "cores": std::thread::available_parallelism().map_or(0, usize::from),
+        "optimizer": "none",
+    });
+    let mut journal = Journal::begin("ranks", device, &options.output, facts)?;
+    for (contestant, times, ranks, sent) in
+        [("brimful, one rank", one, 1, Bytes(0)), ("brimful", all, ranks, sent)]
+    {
+        let row = RanksRow {
+            columns: Columns::new(contestant, work),
+            speed: Speed::new(work, times),
+            ranks,
+            ratio: one.median() / times.median(),
+            sent_bytes: sent,
+            peak_bytes: None,
+        };
+        let RanksRow { speed: Speed { samples_per_s, spread, .. }, ratio, .. } = row;
+        let spread = 100.0 * spread;
+        let text = format!(
+            "{contestant:17} {ranks:5}  {samples_per_s:9.2}  {ratio:5.2}  {spread:4.0} %  {sent}"
+        );
+        journal.write(&work.title(), COLUMNS, &text, &row)?;
+    }
+    journal.end()
+}
+
+impl RanksContestant {
+    fn new(work: &Work, device: Device, world: Option<&World>) -> Result<Self> {
+        let mut store = VarStore::new(device);
+        let model = work.build(&mut store)?;
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
+        if let Some(world) = world {
+            micro = micro.world(world)?;
+        }
+        Ok(Self { store, model, micro, times: Times::default() })
+    }
+
+    /// One step, from a moment when all are ready to one when all are done.
+    fn step(
+        &mut self,
+        work: &Work,
+        batch: &Samples,
+        counts: bool,
+        wait: impl Fn() -> Result<()>,
+    ) -> Result<()> {
+        clear_gradients(&self.store)?;
+        wait()?;
+        let (start, model) = (Instant::now(), &self.model);
+        self.micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        wait()?;
+        self.times.push_if(counts, start.elapsed().as_secs_f64());
+        Ok(())
+    }
+}
+
+/// This rank's samples.
+fn part_of((x, y): &Samples, world: &World) -> Samples {
+    let each = x.size()[0] / world.size() as i64;
+    let part = |whole: &Tensor| whole.narrow(0, each * world.rank() as i64, each);
+    (part(x), part(y))
+}
+
+impl RanksOptions {
+    fn work(&self) -> Work {
+        Work {
+            model: self.model,
+            dtype: NumberType::F32,
+            batch: self.batch_size as usize,
+            micro_batch: self.micro_batch as usize,
+            image: i64::from(self.image),
+            gpt: self.gpt,
+            vocabulary: VOCABULARY,
+            tied: false,
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The largest models that fit, and what takes their memory.
+
+use super::chart::{Bar, Panel};
+use super::row::{ResultRow, Side, grouped};
+use super::table::{Cell, Column, Table, TableLine};
+
+const COLUMNS: [Column; 9] = [
+    ("experiment", "experiment"),
+    ("model", "largest model"),
+    ("parameters", "parameters"),
+    ("ratio", "over the first"),
+    ("published_ratio", "published"),
+    ("recompute", "recompute"),
+    ("resident_bytes", "parameters' MiB"),
+    ("activation_bytes", "activations' MiB"),
+    ("peak_bytes", "peak MiB"),
+];
+
+pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
+    let table = |(title, group): (String, Vec<&ResultRow>)| {
+        let lines = group.iter().map(|row| line(row)).collect();
+        Table { title, columns: COLUMNS.into(), lines }
+    };
+    grouped(rows, family).into_iter().map(table).collect()
+}
+
+/// Each experiment's ratio, with the published one as its mark.
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+    let bar = |row: &&ResultRow| {
+        let error = || row.error().unwrap_or("no figures").to_owned();
+        Bar {
+            label: format!("{}: {}", row.text("experiment"), row.text("model")),
+            side: Side::Ours,
+            value: row.number("ratio").ok_or_else(error),
+            points: Vec::new(),
+            mark: row.number("published_ratio"),
+        }
+    };
+    let panel = |(title, group): (String, Vec<&ResultRow>)| {
+        let (unit, mark) = ("parameters over those of the first", "published, of other cards");
+        Panel { title, unit, bars: group.iter().map(bar).collect(), mark, is_zoomed: false }
+    };
+    grouped(rows, family).into_iter().map(panel).collect()
+}
+
+/// What a family's experiments have in common.
+fn family(row: &ResultRow) -> String {
+    let model = row.text("model");
+    let name = model.split(':').next().unwrap_or_default();
+    let mebibytes = row.number("limit_bytes").unwrap_or_default() / f64::from(1 << 20);
+    format!("{name}, devices of {mebibytes:.0} MiB")
+}
+
+fn line(row: &ResultRow) -> TableLine {
+    let experiment = Cell::text(row.text("experiment"));
+    if let Some(error) = row.error() {
+        return TableLine::Failed(vec![experiment], error.to_owned());
+    }
+    TableLine::Figures(vec![
+        experiment,
+        Cell::text(row.text("model")),
+        Cell::Count(row.number("parameters")),
+        Cell::Ratio(row.number("ratio"), 1),
+        Cell::Ratio(row.number("published_ratio"), 1),
+        Cell::text(row.text("recompute")),
+        Cell::Bytes(row.number("resident_bytes")),
+        Cell::Bytes(row.number("activation_bytes")),
+        Cell::Bytes(row.number("peak_bytes")),
+    ])
+}

@@ -1,0 +1,104 @@
+//! Micro-batched training: every way to run the same work, and peaks by the number of micro-batches.
+
+use super::chart::{Bar, Panel};
+use super::row::{ResultRow, Side, best, grouped, over};
+use super::table::{Cell, Column, Table, TableLine};
+
+const SPEED: [Column; 8] = [
+    ("contestant", "who"),
+    ("samples_per_s", "samples/s"),
+    ("over_loop", ": PyTorch loop"),
+    ("over_best_peer", ": best peer"),
+    ("over_tch_loop", ": tch loop"),
+    ("spread", "spread"),
+    ("peak_bytes", "peak MiB"),
+    ("first_step_s", "first step, s"),
+];
+
+const GROWTH: [Column; 6] = [
+    ("work", "model, micro-batch"),
+    ("micro_batches", "micro-batches"),
+    ("batch", "samples"),
+    ("samples_per_s", "samples/s"),
+    ("peak_bytes", "peak MiB"),
+    ("ratio", "peak : that of 1 or 2"),
+];
+
+pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
+    let (grown, timed): (Vec<&ResultRow>, Vec<&ResultRow>) =
+        rows.iter().partition(|row| row.has("micro_batches"));
+    let mut tables: Vec<Table> =
+        grouped(&timed, work).into_iter().map(|(title, group)| speed(title, &group)).collect();
+    if !grown.is_empty() {
+        tables.push(growth(&grown));
+    }
+    tables
+}
+
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+    let (grown, timed): (Vec<&ResultRow>, Vec<&ResultRow>) =
+        rows.iter().partition(|row| row.has("micro_batches"));
+    let panel = |(title, group): (String, Vec<&ResultRow>)| {
+        let bars = group.iter().map(|row| Bar::of_speed(row, row.contestant())).collect();
+        Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
+    };
+    let speeds = grouped(&timed, work).into_iter().map(panel);
+    let panel = |(title, group): (String, Vec<&ResultRow>)| {
+        let bar = |row: &&ResultRow| {
+            let label = format!("{} micro-batches", row.text("micro_batches"));
+            let mebibytes = row.number("peak_bytes").unwrap_or_default() / f64::from(1 << 20);
+            Bar::of(label, row.side(), mebibytes)
+        };
+        let bars = group.iter().map(bar).collect();
+        Panel { title, unit: "peak MiB", bars, mark: "", is_zoomed: false }
+    };
+    speeds.chain(grouped(&grown, cut).into_iter().map(panel)).collect()
+}
+
+fn work(row: &ResultRow) -> String {
+    format!("{}, {} / {}", row.model(), row.text("batch"), row.text("micro_batch"))
+}
+
+fn cut(row: &ResultRow) -> String {
+    format!("{}, {}", row.model(), row.text("micro_batch"))
+}
+
+fn speed(title: String, group: &[&ResultRow]) -> Table {
+    let of =
+        |name: &str| group.iter().find(|row| row.contestant() == name).and_then(|row| row.speed());
+    let peers = group.iter().copied().filter(|row| row.side() == Side::Peer);
+    let (loop_, tch, peer) = (of("PyTorch loop"), of("tch loop"), best(peers));
+    let line = |row: &&ResultRow| {
+        let name = Cell::text(row.contestant());
+        if let Some(error) = row.error() {
+            return TableLine::Failed(vec![name], error.to_owned());
+        }
+        let first = row.numbers("warm_up_seconds").first().copied();
+        TableLine::Figures(vec![
+            name,
+            Cell::Number(row.speed()),
+            Cell::Ratio(over(row.speed(), loop_), 3),
+            Cell::Ratio(over(row.speed(), peer), 3),
+            Cell::Ratio(over(row.speed(), tch), 3),
+            Cell::Percent(row.number("spread"), 1),
+            Cell::Bytes(row.number("peak_bytes")),
+            Cell::Number(first),
+        ])
+    };
+    Table { title, columns: SPEED.into(), lines: group.iter().map(line).collect() }
+}
+
+fn growth(rows: &[&ResultRow]) -> Table {
+    let line = |row: &&ResultRow| {
+        TableLine::Figures(vec![
+            Cell::Text(cut(row)),
+            Cell::Count(row.number("micro_batches")),
+            Cell::Count(row.number("batch")),
+            Cell::Number(row.speed()),
+            Cell::Bytes(row.number("peak_bytes")),
+            Cell::Ratio(row.number("ratio"), 4),
+        ])
+    };
+    let title = "Memory and rate by the number of micro-batches in a mini-batch".to_owned();
+    Table { title, columns: GROWTH.into(), lines: rows.iter().map(line).collect() }
+}

@@ -1,0 +1,172 @@
+//! Results of several runs, ours and the peers', joined: tables with ratios, and pictures.
+
+mod arena;
+mod auto;
+mod chart;
+mod convergence;
+mod memory;
+mod micro;
+mod pipeline;
+mod ranks;
+mod row;
+mod table;
+
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+pub(crate) use convergence::Comparison;
+
+use chart::Panel;
+use row::ResultRow;
+use table::Table;
+
+/// The names of a result folder's files.
+pub(crate) const OURS: &str = "ours.jsonl";
+const PEERS: &str = "peers.jsonl";
+const TABLE: &str = "table.md";
+const PLOT: &str = "plot.svg";
+
+/// What makes tables and panels of a benchmark's rows.
+type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<Panel>);
+
+/// The benchmarks, by the name that is in each of their rows.
+const BENCHES: [(&str, Views); 8] = [
+    ("arena", (arena::tables, arena::panels)),
+    ("micro", (micro::tables, micro::panels)),
+    ("auto", (auto::tables, auto::panels)),
+    ("pipeline", (pipeline::tables, pipeline::panels)),
+    ("ranks", (ranks::tables, ranks::panels)),
+    ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),
+    ("memory", (memory::tables, memory::panels)),
+    ("convergence", (convergence::tables, convergence::panels)),
+];
+
+/// Rows of any number of runs.
+#[derive(Debug, Default)]
+pub(crate) struct Results {
+    rows: Vec<ResultRow>,
+    environments: Vec<Value>,
+    /// Runs that were stopped before their last row.
+    partial: Vec<PathBuf>,
+}
+
+impl Results {
+    /// Reads JSON lines, of which each row counts, so that stopped runs count as far as they came.
+    pub(crate) fn read(paths: &[PathBuf]) -> Result<Self> {
+        let mut results = Self::default();
+        for path in paths {
+            let text = fs::read_to_string(path)
+                .with_context(|| format!("cannot read {}", path.display()))?;
+            results.take(&text, path)?;
+        }
+        let known = |row: &ResultRow| BENCHES.iter().any(|(name, _)| row.text("bench") == *name);
+        let strange = results.rows.iter().find(|row| !known(row));
+        ensure!(
+            strange.is_none(),
+            "a row is of no benchmark that is known: {}",
+            strange.map(|row| row.0.to_string()).unwrap_or_default()
+        );
+        ensure!(!results.rows.is_empty(), "there is no row in what was given");
+        Ok(results)
+    }
+
+    /// All that a folder holds, ours and the peers'.
+    pub(crate) fn read_folder(folder: &Path) -> Result<Self> {
+        let paths = [OURS, PEERS].map(|name| folder.join(name));
+        Self::read(&paths.into_iter().filter(|path| path.exists()).collect::<Vec<_>>())
+    }
+
+    fn take(&mut self, text: &str, path: &Path) -> Result<()> {
+        let mut is_whole = true;
+        for (number, line) in text.lines().enumerate() {
+            let value: Value = serde_json::from_str(line).with_context(|| {
+                format!("{}:{}: this is no line of JSON", path.display(), number + 1)
+            })?;
+            is_whole = value["done"] == true;
+            if !is_whole {
+                self.rows.push(ResultRow(value));
+                continue;
+            }
+            let environment = &value["environment"];
+            // One that had nothing to measure tells no more than its name.
+            let tells = environment.as_object().is_some_and(|facts| facts.len() > 1);
+            if tells && !self.environments.contains(environment) {
+                self.environments.push(environment.clone());
+            }
+        }
+        self.partial.extend((!is_whole).then(|| path.to_owned()));
+        Ok(())
+    }
+
+    /// How many rows there are.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    fn tables(&self) -> Vec<Table> {
+        self.of_each(|(tables, _), rows| tables(rows))
+    }
+
+    fn of_each<T>(&self, view: impl Fn(&Views, &[&ResultRow]) -> Vec<T>) -> Vec<T> {
+        let each = BENCHES.iter().flat_map(|(name, views)| {
+            let rows: Vec<&ResultRow> =
+                self.rows.iter().filter(|row| row.text("bench") == *name).collect();
+            if rows.is_empty() { Vec::new() } else { view(views, &rows) }
+        });
+        each.collect()
+    }
+
+    pub(crate) fn for_terminal(&self) -> String {
+        let tables = self.tables().iter().map(Table::for_terminal).collect::<Vec<_>>().join("\n");
+        tables + &self.notes()
+    }
+
+    pub(crate) fn for_markdown(&self) -> String {
+        let tables = self.tables().iter().map(Table::for_markdown).collect::<Vec<_>>().join("\n");
+        tables + &self.notes()
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let rows: Vec<Value> = self.tables().iter().flat_map(Table::rows).collect();
+        json!({ "done": true, "rows": rows, "environments": self.environments,
+                "partial": self.partial })
+    }
+
+    pub(crate) fn svg(&self) -> String {
+        chart::svg(&self.of_each(|(_, panels), rows| panels(rows)))
+    }
+
+    /// Writes what people read beside the rows of a folder: tables and a picture.
+    pub(crate) fn illustrate(&self, folder: &Path) -> Result<()> {
+        for (name, text) in [(TABLE, self.for_markdown()), (PLOT, self.svg())] {
+            let path = folder.join(name);
+            fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Where the figures come from, and what is missing.
+    fn notes(&self) -> String {
+        let mut out = String::new();
+        for environment in &self.environments {
+            let facts = environment.as_object().into_iter().flatten();
+            let facts = facts.filter(|(key, value)| *key != "program" && !value.is_null());
+            let facts: Vec<_> =
+                facts.map(|(key, value)| format!("{key} {}", plain(value))).collect();
+            let _ = write!(out, "\n- {}: {}", plain(&environment["program"]), facts.join(", "));
+        }
+        for path in &self.partial {
+            let _ = write!(out, "\n- {}: stopped before its last row", path.display());
+        }
+        out + "\n"
+    }
+}
+
+/// A value as people write it.
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}

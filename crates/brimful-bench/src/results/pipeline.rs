@@ -1,0 +1,169 @@
+//! Pipelines: each beside its limits, beside the peers with the same schedule, and the best of ours.
+
+use super::chart::{Bar, Panel};
+use super::row::{ResultRow, Side, best, grouped, over};
+use super::table::{Cell, Column, Table, TableLine};
+
+/// The peers' model on one thread.
+const PEERS_ALONE: &str = "PyTorch, one thread";
+
+const COLUMNS: [Column; 14] = [
+    ("pipeline", "stages, schedule, recompute"),
+    ("contestant", "who"),
+    ("samples_per_s", "samples/s"),
+    ("ratio", "over one thread"),
+    ("limit", "bubble's limit"),
+    ("simulated", "balance's limit"),
+    ("machine", "machine"),
+    ("of_limit", "of bubble's"),
+    ("of_balance", "of balance's"),
+    ("over_peer", ": peer"),
+    ("published_ratio", "published"),
+    ("bubble", "bubble"),
+    ("peak_bytes", "peak MiB"),
+    ("spread", "spread"),
+];
+
+pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
+    let table = |(title, group): (String, Vec<&ResultRow>)| {
+        let mut lines = references(&group);
+        for stages in stage_counts(&group) {
+            lines.extend(contest(&group, stages));
+        }
+        Table { title, columns: COLUMNS.into(), lines }
+    };
+    grouped(rows, work).into_iter().map(table).collect()
+}
+
+/// A panel for each work and number of stages, with what bubble and machine allow as marks.
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+    let panel = |title: &str, group: &[&ResultRow], stages: f64| {
+        let bar = |row: &ResultRow| {
+            let alone = over(row.speed(), row.number("ratio"));
+            let mark = alone.and_then(|alone| Some(alone * over_limits(row, "limit")?));
+            Bar { mark, ..Bar::of_speed(row, format!("{}, {}", row.contestant(), schedule(row))) }
+        };
+        Panel {
+            title: format!("{title}, {stages} stages"),
+            unit: "samples/s",
+            bars: of_stages(group, stages).map(bar).collect(),
+            mark: "bubble's limit × machine",
+            is_zoomed: false,
+        }
+    };
+    let works = grouped(rows, work);
+    let panels = works.iter().flat_map(|(title, group)| {
+        let counts = stage_counts(group).into_iter();
+        counts.map(|stages| panel(title, group, stages))
+    });
+    panels.collect()
+}
+
+fn work(row: &ResultRow) -> String {
+    format!(
+        "{} on {}, {} micro-batches of {}",
+        row.model(),
+        row.text("device"),
+        row.text("micro_batches"),
+        row.text("micro_batch")
+    )
+}
+
+fn schedule(row: &ResultRow) -> String {
+    match row.text("recompute").as_str() {
+        "never" => row.text("schedule"),
+        recompute => format!("{}, {recompute}", row.text("schedule")),
+    }
+}
+
+fn stage_counts(rows: &[&ResultRow]) -> Vec<f64> {
+    let rows = rows.iter().filter(|row| row.side() != Side::Reference);
+    let mut counts: Vec<f64> = rows.filter_map(|row| row.number("stages")).collect();
+    counts.sort_by(f64::total_cmp);
+    counts.dedup();
+    counts
+}
+
+fn of_stages<'a>(rows: &[&'a ResultRow], stages: f64) -> impl Iterator<Item = &'a ResultRow> {
+    let rows = rows.iter().copied().filter(|row| row.side() != Side::Reference);
+    rows.filter(move |row| row.number("stages") == Some(stages))
+}
+
+/// What one thread does, by either library: the median of those that ran beside a number of stages.
+fn references(group: &[&ResultRow]) -> Vec<TableLine> {
+    let alone: Vec<&ResultRow> =
+        group.iter().copied().filter(|row| row.side() == Side::Reference).collect();
+    let line = |(name, rows): (String, Vec<&ResultRow>)| {
+        let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
+        speeds.sort_by(f64::total_cmp);
+        let cells = [Cell::text("–"), Cell::text(name)];
+        let median = speeds.get(speeds.len() / 2).copied();
+        TableLine::Figures(cells.into_iter().chain([Cell::Number(median)]).collect())
+    };
+    grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
+}
+
+/// The lines of one number of stages, the best of ours last.
+fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
+    let rows: Vec<&ResultRow> = of_stages(group, stages).collect();
+    let peers = || rows.iter().copied().filter(|row| row.side() == Side::Peer);
+    let same = |row: &ResultRow| {
+        let like = |peer: &&ResultRow| {
+            ["schedule", "recompute"].iter().all(|key| peer.text(key) == row.text(key))
+        };
+        best(peers().filter(like))
+    };
+    let figures = |row: &ResultRow, name: String, peer: Option<f64>| {
+        TableLine::Figures(figures(row, name, ratio(row, group), peer))
+    };
+    let line = |row: &&ResultRow| {
+        let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
+        if let Some(error) = row.error() {
+            let cells = vec![Cell::Text(name), Cell::text(row.contestant())];
+            return TableLine::Failed(cells, error.to_owned());
+        }
+        figures(row, name, same(row).filter(|_| row.side() == Side::Ours))
+    };
+    let mut lines: Vec<TableLine> = rows.iter().map(line).collect();
+    let ours = rows.iter().filter(|row| row.side() == Side::Ours);
+    let winner = ours.max_by(|a, b| f64::total_cmp(&speed_or_0(a), &speed_or_0(b)));
+    if let (Some(winner), Some(peer)) = (winner, best(peers())) {
+        let name = format!("{stages}, best of each: {}", schedule(winner));
+        lines.push(figures(winner, name, Some(peer)));
+    }
+    lines
+}
+
+fn speed_or_0(row: &ResultRow) -> f64 {
+    row.speed().unwrap_or_default()
+}
+
+/// Speed over that of one thread: ours is in the row, a peer's over its own model's.
+fn ratio(row: &ResultRow, group: &[&ResultRow]) -> Option<f64> {
+    let alone = || group.iter().find(|row| row.contestant() == PEERS_ALONE);
+    row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()))
+}
+
+fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<Cell> {
+    vec![
+        Cell::Text(name),
+        Cell::text(row.contestant()),
+        Cell::Number(row.speed()),
+        Cell::Ratio(ratio, 3),
+        Cell::Ratio(row.number("limit"), 3),
+        Cell::Ratio(row.number("simulated"), 3),
+        Cell::Ratio(row.number("machine"), 3),
+        Cell::Ratio(over(ratio, over_limits(row, "limit")), 3),
+        Cell::Ratio(over(ratio, over_limits(row, "simulated")), 3),
+        Cell::Ratio(over(row.speed(), peer), 3),
+        Cell::Ratio(row.number("published_ratio"), 3),
+        Cell::Percent(row.number("bubble"), 1),
+        Cell::Bytes(row.number("peak_bytes")),
+        Cell::Percent(row.number("spread"), 1),
+    ]
+}
+
+/// A limit of the ratio, times what the machine gives.
+fn over_limits(row: &ResultRow, limit: &str) -> Option<f64> {
+    Some(row.number(limit)? * row.number("machine")?)
+}

@@ -1,0 +1,111 @@
+//! One row of results, ours or a peer's.
+
+use serde_json::Value;
+
+/// What the library's own contestants are called, alone or with how they run.
+const OURS: &str = "brimful";
+/// Contestants that others are measured against, in the same program.
+const REFERENCES: [&str; 3] = ["tch loop", "one thread", "PyTorch, one thread"];
+
+/// A JSON object with a contestant's figures, or with its error.
+#[derive(Debug, Clone)]
+pub(super) struct ResultRow(pub(super) Value);
+
+/// Whose figures they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Ours,
+    Peer,
+    Reference,
+}
+
+impl ResultRow {
+    /// The text under this key; a number as text; else nothing.
+    pub(super) fn text(&self, key: &str) -> String {
+        match &self.0[key] {
+            Value::String(text) => text.clone(),
+            Value::Null => String::new(),
+            other => other.to_string(),
+        }
+    }
+
+    pub(super) fn number(&self, key: &str) -> Option<f64> {
+        self.0[key].as_f64()
+    }
+
+    pub(super) fn numbers(&self, key: &str) -> Vec<f64> {
+        self.0[key].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
+    }
+
+    /// Why it has no figures.
+    pub(super) fn error(&self) -> Option<&str> {
+        self.0["error"].as_str()
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
+        !self.0[key].is_null()
+    }
+
+    pub(super) fn contestant(&self) -> String {
+        self.text("contestant")
+    }
+
+    pub(super) fn side(&self) -> Side {
+        let contestant = self.contestant();
+        if contestant.starts_with(OURS) {
+            Side::Ours
+        } else if REFERENCES.contains(&contestant.as_str()) {
+            Side::Reference
+        } else {
+            Side::Peer
+        }
+    }
+
+    pub(super) fn speed(&self) -> Option<f64> {
+        self.number("samples_per_s")
+    }
+
+    /// The speeds of single steps.
+    pub(super) fn speeds(&self) -> Vec<f64> {
+        let batch = self.number("batch").unwrap_or_default();
+        self.numbers("seconds").into_iter().map(|seconds| batch / seconds).collect()
+    }
+
+    /// Model, sample and number type: `ResNet-50 224×224, TF32`.
+    pub(super) fn model(&self) -> String {
+        let model = self.text("model");
+        let name = match model.strip_prefix("resnet") {
+            Some(depth) => format!("ResNet-{depth}"),
+            None if model.starts_with("gpt") => model.replacen("gpt", "GPT", 1),
+            None => model,
+        };
+        let dtype = self.text("dtype").replace("tf32", "TF32");
+        format!("{name} {}, {dtype}", self.text("shape"))
+    }
+}
+
+/// Rows with the same heading together, in the order in which headings come.
+pub(super) fn grouped<'a>(
+    rows: &[&'a ResultRow],
+    heading: impl Fn(&ResultRow) -> String,
+) -> Vec<(String, Vec<&'a ResultRow>)> {
+    let mut groups: Vec<(String, Vec<&ResultRow>)> = Vec::new();
+    for row in rows {
+        let name = heading(row);
+        match groups.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, group)) => group.push(row),
+            None => groups.push((name, vec![row])),
+        }
+    }
+    groups
+}
+
+/// The best speed among these rows.
+pub(super) fn best<'a>(rows: impl IntoIterator<Item = &'a ResultRow>) -> Option<f64> {
+    rows.into_iter().filter_map(ResultRow::speed).reduce(f64::max)
+}
+
+/// One figure over another, where there are both.
+pub(super) fn over(a: Option<f64>, b: Option<f64>) -> Option<f64> {
+    Some(a? / b?)
+}

@@ -1,0 +1,226 @@
+//! What is trained: a model, its number type, its samples, and how they are cut.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail, ensure};
+use brimful::Layers;
+use brimful::layers::Model;
+use brimful_cli::data::Sample;
+use brimful_cli::setting::{self, ModelName, NumberType};
+use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+const CLASSES: i64 = 1000;
+/// GPT-2's 50,257 tokens, filled up to what fast kernels like, as is usual.
+const VOCABULARY: i64 = 50_304;
+const HEAD_WIDTH: i64 = 64;
+
+/// The shape of a GPT, written `12x768x512`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GptShape {
+    pub(crate) layers: usize,
+    pub(crate) width: i64,
+    pub(crate) sequence: i64,
+}
+
+/// One row's work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Work {
+    pub(crate) model: ModelName,
+    pub(crate) dtype: NumberType,
+    pub(crate) batch: usize,
+    pub(crate) micro_batch: usize,
+    pub(crate) image: i64,
+    pub(crate) gpt: GptShape,
+    /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
+    pub(crate) vocabulary: i64,
+    pub(crate) tied: bool,
+}
+
+/// Samples and their targets.
+pub(crate) type Samples = (Tensor, Tensor);
+
+/// The rows that the peers are measured on; on a CPU, smaller ones that take seconds.
+pub(crate) fn table(device: Device) -> Vec<Work> {
+    use ModelName::{Gpt, Resnet50, Resnet101};
+    use NumberType::{Bf16, F32, Tf32};
+    let rows = if device == Device::Cpu {
+        [(Resnet50, F32, 16, 4), (Resnet101, F32, 8, 2), (Resnet50, Bf16, 8, 2), (Gpt, Bf16, 8, 2)]
+    } else {
+        [
+            (Resnet50, Tf32, 512, 64),
+            (Resnet101, Tf32, 256, 32),
+            (Resnet50, Bf16, 512, 16),
+            (Gpt, Bf16, 128, 8),
+        ]
+    };
+    let row = |(model, dtype, batch, micro_batch)| Work {
+        dtype,
+        batch,
+        micro_batch,
+        ..Work::default_of(model, device)
+    };
+    rows.map(row).into()
+}
+
+impl Work {
+    /// What is measured of a model where nothing else is asked for.
+    pub(crate) fn default_of(model: ModelName, device: Device) -> Self {
+        let cuda = device != Device::Cpu;
+        let (batch, micro_batch) = match (model, cuda) {
+            (ModelName::Mlp, _) => (1024, 128),
+            (ModelName::Gpt, true) => (128, 8),
+            (ModelName::Gpt, false) => (8, 2),
+            (ModelName::Resnet101, true) => (256, 32),
+            (_, true) => (512, 64),
+            (_, false) => (16, 4),
+        };
+        let gpt = if cuda {
+            GptShape { layers: 12, width: 768, sequence: 512 }
+        } else {
+            GptShape { layers: 2, width: 128, sequence: 64 }
+        };
+        let dtype = if cuda { NumberType::Tf32 } else { NumberType::F32 };
+        let image = if cuda { 224 } else { 64 };
+        let (vocabulary, tied) = (VOCABULARY, true);
+        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied }
+    }
+
+    /// Builds the model in a store, with its number type.
+    pub(crate) fn build(&self, store: &mut VarStore) -> Result<Model> {
+        let model = self.layers()?.build(&store.root())?;
+        store.set_kind(self.dtype.kind());
+        Ok(model)
+    }
+
+    /// The model, without dropout: contestants must agree on the loss.
+    pub(crate) fn layers(&self) -> Result<Layers> {
+        match self.model {
+            ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
+            ModelName::Mlp => Ok(mlp(28 * 28, &[1024, 1024], CLASSES)),
+            // torchvision's, however small the image: the peers run those.
+            ModelName::Resnet18 => Ok(resnet18(CLASSES)),
+            ModelName::Resnet50 => Ok(resnet50(CLASSES)),
+            ModelName::Resnet101 => Ok(resnet101(CLASSES)),
+            model => model.layers(&self.sample(), 0.0),
+        }
+    }
+
+    /// What the model is given, at the size of this work.
+    fn sample(&self) -> Sample {
+        let (image, classes) = ([3, self.image, self.image], CLASSES);
+        match self.model.synthetic_sample() {
+            Sample::Sequence { .. } => {
+                Sample::Sequence { length: self.gpt.sequence, vocabulary: self.vocabulary }
+            }
+            Sample::Mask { .. } => Sample::Mask { shape: image },
+            Sample::Image { .. } if self.model == ModelName::Mlp => {
+                Sample::Image { shape: [1, 28, 28], classes }
+            }
+            Sample::Image { .. } => Sample::Image { shape: image, classes },
+        }
+    }
+
+    /// Random samples in host memory. Never zeros: some kernels are faster on them.
+    pub(crate) fn samples(&self, count: usize) -> Samples {
+        let count = count as i64;
+        let on_host = |kind| (kind, Device::Cpu);
+        let noise = |[channels, height, width]: [i64; 3]| {
+            Tensor::randn([count, channels, height, width], on_host(Kind::Float))
+        };
+        match self.sample() {
+            Sample::Sequence { length, vocabulary } => {
+                let tokens = || Tensor::randint(vocabulary, [count, length], on_host(Kind::Int64));
+                (tokens(), tokens())
+            }
+            Sample::Image { shape, classes } => {
+                let classes = Tensor::randint(classes, [count], on_host(Kind::Int64));
+                (noise(shape).to_kind(self.dtype.kind()), classes)
+            }
+            Sample::Mask { shape: [channels, height, width] } => {
+                let marked = noise([1, height, width]).gt(0.0).to_kind(Kind::Float);
+                (noise([channels, height, width]).to_kind(self.dtype.kind()), marked)
+            }
+        }
+    }
+
+    /// Whether its samples are images, and its layers convolutions.
+    pub(crate) fn is_image(&self) -> bool {
+        !matches!(self.model, ModelName::Mlp | ModelName::Gpt)
+    }
+
+    /// The loss of a model in training.
+    pub(crate) fn loss(&self, model: &Model, (x, y): &Samples) -> Tensor {
+        setting::loss(&model.forward_t(x, true), y)
+    }
+
+    /// The sample's size for a table: `224×224`, `12×768×512`.
+    pub(crate) fn shape(&self) -> String {
+        match (self.model, self.sample()) {
+            (ModelName::Gpt, _) => {
+                let GptShape { layers, width, sequence } = self.gpt;
+                format!("{layers}×{width}×{sequence}")
+            }
+            (_, Sample::Sequence { length, .. }) => length.to_string(),
+            (_, Sample::Image { shape, .. } | Sample::Mask { shape }) => {
+                format!("{}×{}", shape[1], shape[2])
+            }
+        }
+    }
+
+    /// The row's name while it runs.
+    pub(crate) fn title(&self) -> String {
+        let Self { batch, micro_batch, .. } = self;
+        format!("{} {} {batch}/{micro_batch}", self.model, self.dtype)
+    }
+}
+
+impl GptShape {
+    fn config(self, vocabulary: i64, tied: bool) -> Gpt {
+        let Self { layers, width, sequence } = self;
+        let heads = width / HEAD_WIDTH;
+        Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
+    }
+}
+
+impl FromStr for GptShape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let numbers = text.split('x').map(str::parse::<u32>).collect::<Result<Vec<_>, _>>();
+        let Ok([layers, width, sequence]) = numbers.as_deref() else {
+            bail!("'{text}' is not layers x width x sequence, such as 12x768x512");
+        };
+        ensure!(
+            *layers > 0 && *width > 0 && *sequence > 0 && i64::from(*width) % HEAD_WIDTH == 0,
+            "'{text}': give at least one layer and token, and a width that is a multiple of 64"
+        );
+        let layers = usize::try_from(*layers).context("too many layers")?;
+        Ok(Self { layers, width: i64::from(*width), sequence: i64::from(*sequence) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_is_three_numbers_and_whole_heads() {
+        let shape = GptShape { layers: 12, width: 768, sequence: 512 };
+        assert_eq!("12x768x512".parse::<GptShape>().expect("a shape"), shape);
+        for text in ["12x768", "12x768xlong", "0x768x512", "2x100x8", ""] {
+            assert!(text.parse::<GptShape>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_gpt_of_the_table_has_the_peers_parameters() {
+        let work = Work::default_of(ModelName::Gpt, Device::Cuda(0));
+        assert_eq!(
+            work.layers().expect("a model").parameter_count().expect("a count"),
+            124_082_688
+        );
+        assert_eq!(table(Device::Cuda(0)).len(), 4);
+    }
+}

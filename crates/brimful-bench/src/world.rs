@@ -1,0 +1,203 @@
+//! `brimful-bench world`: a pipeline over the ranks of `mpirun` against the same in one process.
+//!
+//! Both take turns, step by step, with the same balance and one thread a stage. A step is forward and
+//! backward over the mini-batch and the reading of its loss; the optimizer is left out.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::pipeline::{Balance, StageDevice};
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, Loss, Pipeline, World, device};
+use brimful_cli::commands::train::Ranks;
+use brimful_cli::setting::{self, ModelName, NumberType, loss, words};
+use brimful_torch::threads;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::{Device, Tensor};
+
+use crate::columns::{Columns, Speed};
+use crate::journal::{Journal, Output};
+use crate::times::Times;
+use crate::work::{GptShape, Samples, Work};
+
+/// Steps of each before the first one that counts.
+const WARM_UP: usize = 1;
+
+/// WorldOptions of `brimful-bench world`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  mpirun -n 2 --bind-to none brimful-bench world     two ranks, one thread each, a transformer")]
+pub(crate) struct WorldOptions {
+    #[arg(long, value_name = "NAME", help = words::SCHEDULE, default_value_t = Schedule::OneFOneB)]
+    #[arg(value_parser = setting::schedule)]
+    schedule: Schedule,
+    #[arg(long, short = 'm', value_name = "M", default_value_t = 16, help = words::MICRO_BATCHES)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: u32,
+    /// The shape of the GPT as layers x width x sequence: a head is 64 wide; there are 256 tokens
+    #[arg(long, value_name = "LxWxS", default_value = "32x256x64")]
+    gpt: GptShape,
+    #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
+    device: String,
+    /// WorldTimes steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Serialize)]
+struct WorldRow {
+    #[serde(flatten)]
+    columns: Columns,
+    #[serde(flatten)]
+    speed: Speed,
+    micro_batches: usize,
+    stages: usize,
+    schedule: Schedule,
+    recompute: Recompute,
+    balance: Vec<usize>,
+    /// Speed over that in one process.
+    ratio: f64,
+    /// What a step's activations and gradients at the cuts need, and what all ranks have sent in one.
+    least_bytes: Option<Bytes>,
+    sent_bytes: Option<Bytes>,
+}
+
+/// Measures, and prints on rank 0.
+pub(crate) fn run(options: &WorldOptions) -> Result<()> {
+    let world = options.ranks.world()?;
+    let _one = threads::limit_threads(1);
+    let device = setting::device_of(&options.device, &world)?;
+    let work = options.work();
+    let over_ranks = pipeline(&work, options, &world, &[device], None)?;
+    let balance = over_ranks.balance().sizes().to_vec();
+    let devices = balance.len() / options.schedule.stages_per_device();
+    let (alone, all) = (World::alone(), device::spread(&options.device, 0..devices)?);
+    let in_one = || pipeline(&work, options, &alone, &all, Some(balance.clone()));
+    let in_one = (world.rank() == 0).then(in_one).transpose()?;
+    let WorldTimes { near, far, sent } = options.measure(&work, &world, over_ranks, in_one)?;
+    if world.rank() > 0 {
+        return Ok(());
+    }
+    let facts = json!({ "threads_per_stage": 1, "optimizer": "none", "ranks": world.size() });
+    let mut journal = Journal::begin("world", device, &options.output, facts)?;
+    let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
+    let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
+    let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| WorldRow {
+        columns: Columns::new(contestant, &work),
+        speed: Speed::new(&work, times),
+        micro_batches: work.batch,
+        stages: devices,
+        schedule: options.schedule,
+        recompute: Recompute::Never,
+        balance: balance.clone(),
+        ratio: near.median() / times.median(),
+        least_bytes: bytes.map(|(least, _)| Bytes(least)),
+        sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
+    };
+    enter(&mut journal, &row("brimful", &near, None))?;
+    enter(&mut journal, &row("brimful over ranks", &far, Some((least, sent))))?;
+    journal.end()
+}
+
+/// What the steps took, in one process and over ranks, and what all ranks have sent in one.
+struct WorldTimes {
+    near: Times,
+    far: Times,
+    sent: u64,
+}
+
+impl WorldOptions {
+    fn work(&self) -> Work {
+        Work {
+            model: ModelName::Gpt,
+            dtype: NumberType::F32,
+            batch: self.micro_batches as usize,
+            micro_batch: 1,
+            image: 0,
+            gpt: self.gpt,
+            vocabulary: 256,
+            tied: false,
+        }
+    }
+
+    /// Steps of both in turns; only rank 0 has the one in one process.
+    fn measure(
+        &self,
+        work: &Work,
+        world: &World,
+        mut over_ranks: Pipeline,
+        mut in_one: Option<Pipeline>,
+    ) -> Result<WorldTimes> {
+        tch::manual_seed(0);
+        let batch = work.samples(work.batch);
+        let (mut near, mut far, mut sent) = (Times::default(), Times::default(), 0);
+        for turn in 0..WARM_UP + self.repeats as usize {
+            let counts = turn >= WARM_UP;
+            if let Some(pipeline) = &mut in_one {
+                near.push_if(counts, step(pipeline, &batch)?.0);
+            }
+            // The others have waited for rank 0.
+            world.share("turn", &turn)?;
+            let before = world.traffic()?.sent.0;
+            let (seconds, loss) = step(&mut over_ranks, &batch)?;
+            sent = world.share("sent", &(world.traffic()?.sent.0 - before))?.into_iter().sum();
+            far.push_if(counts, seconds);
+            ensure!(loss.is_finite(), "the loss is {loss}");
+        }
+        Ok(WorldTimes { near, far, sent })
+    }
+}
+
+fn enter(journal: &mut Journal, row: &WorldRow) -> Result<()> {
+    let WorldRow { columns: Columns { contestant, shape, .. }, .. } = row;
+    let WorldRow { micro_batches, stages, schedule, .. } = row;
+    let title = format!("gpt {shape}, {micro_batches} micro-batches, {stages} stages, {schedule}");
+    let columns =
+        format!("  {:<20}{:>11}{:>8}{:>9}{:>12}", "", "samples/s", "ratio", "spread", "sent");
+    let sent = row.sent_bytes.map_or_else(String::new, |bytes| bytes.to_string());
+    let text = format!(
+        "  {contestant:<20}{:>11.1}{:>8.3}{:>8.0}%{sent:>12}",
+        row.speed.samples_per_s,
+        row.ratio,
+        row.speed.spread * 100.0
+    );
+    journal.write(&title, &columns, &text, row)
+}
+
+/// A pipeline with these devices in each rank of the world.
+fn pipeline(
+    work: &Work,
+    options: &WorldOptions,
+    world: &World,
+    devices: &[Device],
+    balance: Option<Vec<usize>>,
+) -> Result<Pipeline> {
+    let balance = match balance {
+        Some(sizes) => Balance::from(sizes),
+        None => Balance::by_time(&work.samples(work.micro_batch).0),
+    };
+    tch::manual_seed(0);
+    Ok(Pipeline::builder(work.layers()?)
+        .devices(devices.iter().map(|device| StageDevice::from(*device).threads(1)))
+        .balance(balance)
+        .schedule(options.schedule)
+        .micro_batches(options.micro_batches as usize)
+        .world(world)
+        .build()?)
+}
+
+/// One step: its seconds and its loss.
+fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(f64, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+    Ok((start.elapsed().as_secs_f64(), step.loss))
+}

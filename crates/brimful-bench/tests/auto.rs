@@ -1,0 +1,62 @@
+//! `brimful-bench auto` as programs meet it: what was found in a limit, beside what there was to find.
+
+mod program;
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use serde_json::Value;
+
+fn bench_auto(arguments: &[&str]) -> Command {
+    let mut command = program::bench();
+    command.args(["auto", "--device", "cpu", "--model", "mlp"]).args(arguments);
+    command
+}
+
+/// Two limits, of which the first holds not even the model.
+const LIMITS: [&str; 4] = ["--memory-limit", "4MB,40MB", "--batch-size", "256"];
+
+#[test]
+fn a_limit_that_is_too_small_is_a_row_and_the_next_one_is_measured() {
+    let (rows, _) = program::rows(bench_auto(&LIMITS));
+    let [small, large] = rows.as_slice() else { panic!("two rows, not {rows:?}") };
+    assert_eq!(small["error"], "one sample does not fit");
+    assert_eq!(
+        (small["limit_bytes"].as_u64(), &small["samples_per_s"]),
+        (Some(4_000_000), &Value::Null)
+    );
+
+    assert_eq!((large["batch"].as_u64(), &large["error"]), (Some(256), &Value::Null));
+    let largest = &large["largest"];
+    assert_eq!(largest["size"], largest["feasible"], "{large}");
+    for size in [&largest["size"], &large["micro_batch"], &large["best"]["size"]] {
+        assert!((1..=256).contains(&size.as_u64().expect("a size")), "{large}");
+    }
+    assert!(large["peak_bytes"].as_u64() <= Some(40_000_000), "{large}");
+    for rate in [&large["samples_per_s"], &large["ratio_to_fixed"], &large["best"]["ratio"]] {
+        assert!(rate.as_f64() > Some(0.0), "{large}");
+    }
+}
+
+#[test]
+fn people_read_a_table() {
+    let words = predicate::str::contains("mlp 28×28, f32, mini-batch 256")
+        .and(predicate::str::contains("3.81 MiB | out of memory in arena"))
+        .and(predicate::str::contains("38.1 MiB |"));
+    bench_auto(&LIMITS).arg("--steps-only").assert().success().stdout(words);
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |arguments: &[&str], code: i32, words: &str| {
+        let said = predicate::str::contains(words);
+        bench_auto(arguments).assert().code(code).stderr(said);
+    };
+    refused(&[], 2, "give --memory-limit at least one number of bytes, or say --table");
+    refused(
+        &LIMITS.map(|word| if word.contains("MB") { "4MB" } else { word }),
+        3,
+        "raise --memory-limit",
+    );
+    refused(&["--replay", "--memory-limit", "40MB"], 2, "--steps-only");
+    refused(&["--table"], 2, "cannot be used with");
+}

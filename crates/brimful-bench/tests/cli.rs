@@ -1,0 +1,64 @@
+//! The program as people and programs meet it: help, exit codes, a config, and its smallest row.
+
+mod program;
+
+use std::fs;
+
+use predicates::prelude::*;
+use program::{bench, folder};
+use serde_json::Value;
+
+/// What a command ends with, and what it says then.
+fn ends(arguments: &str, code: i32, says: &str) {
+    let run = bench().args(arguments.split_whitespace()).assert().code(code);
+    let stream = predicate::str::contains(says);
+    if code == 0 {
+        run.stdout(stream)
+    } else {
+        run.stderr(stream)
+    };
+}
+
+#[test]
+fn every_exit_code_of_the_program_is_its_own() {
+    ends("arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
+    ends("--help", 0, "Exit codes:");
+    ends("--version", 0, "brimful-bench ");
+    ends("arena --config /no/such/file", 1, "brimful-bench: cannot read /no/such/file");
+    ends("micro --repeats 0", 2, "0 is not in 1..");
+    ends("micros", 2, "'micro'");
+    ends("memory --family unet --memory-limit 1MiB -s 1", 3, "raise --memory-limit");
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    for command in
+        ["arena", "auto", "compare", "convergence", "memory", "micro", "pipeline", "plot"]
+    {
+        ends(&format!("{command} --help"), 0, "Examples:\n  ");
+    }
+}
+
+#[test]
+fn flags_come_from_a_file_too() {
+    let path = folder("config").join("run.toml");
+    let text = "[arena]\nbatch-size = 1\nimage = 32\nrepeats = 1\n\n[micro]\nrepeats = 3\n";
+    fs::write(&path, text).expect("written");
+    let mut command = bench();
+    command.args(["arena", "--config"]).arg(&path);
+    let (rows, _) = program::rows(command);
+    assert_eq!((&rows[0]["batch"], &rows[0]["repeats"]), (&Value::from(1), &Value::from(1)));
+    fs::write(&path, "[micros]\nrepeats = 3\n").expect("written");
+    ends(&format!("arena --config {}", path.display()), 2, "did you mean 'micro'?");
+}
+
+#[test]
+fn the_arena_bench_prints_its_row() {
+    let arguments = ["arena", "--batch-size", "2", "--image", "32", "--repeats", "1", "--json"];
+    let output = bench().args(arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    let row: Value =
+        text.lines().next().and_then(|line| serde_json::from_str(line).ok()).expect("a row");
+    assert_eq!(row["model"], "resnet50");
+    assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
+}

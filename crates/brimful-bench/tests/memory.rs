@@ -1,0 +1,54 @@
+//! `brimful-bench memory` as programs meet it: the largest model of each experiment, or none.
+
+mod program;
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+
+/// Small models in small arenas.
+fn bench_memory(arguments: &[&str]) -> Command {
+    let mut command = program::bench();
+    command.args(["memory", "--batch-size", "4", "--filters", "8"]);
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
+    let arguments =
+        ["--memory-limit", "5MiB", "--family", "unet", "--channels", "2", "--stages", "1,2"];
+    let (rows, _) = program::rows(bench_memory(&arguments));
+    let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
+    assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
+    let parameters: Vec<_> = rows.iter().map(|row| row["parameters"].as_u64()).collect();
+    assert!(parameters.is_sorted_by(|a, b| a < b), "{parameters:?}");
+    for row in &rows {
+        let bytes = |key: &str| row[key].as_u64().expect("bytes");
+        assert_eq!(bytes("resident_bytes") + bytes("activation_bytes"), bytes("peak_bytes"));
+        // Parameters and their gradients.
+        assert!(bytes("resident_bytes") >= 8 * bytes("parameters"), "{row}");
+        let peaks = row["peaks"].as_array().expect("a peak for each device");
+        assert!(peaks.iter().all(|peak| peak.as_u64() <= Some(5 << 20)), "{row}");
+    }
+}
+
+#[test]
+fn an_experiment_without_a_model_that_fits_says_so_and_the_others_go_on() {
+    let arguments = ["--memory-limit", "4MiB", "--family", "amoebanet", "--stages", "1"];
+    bench_memory(&arguments).assert().success().stdout(
+        predicate::str::contains("naive-1     not even amoebanet:3x8 fits")
+            .and(predicate::str::contains("pipeline-1  amoebanet:")),
+    );
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let refused = |arguments: &[&str], words: &str| {
+        bench_memory(arguments).assert().failure().stderr(predicate::str::contains(words));
+    };
+    let tiny = ["--memory-limit", "64KiB", "--family", "amoebanet", "--stages", "1"];
+    refused(&tiny, "no model of any size fits 64.0 KiB: raise --memory-limit");
+    refused(&["--stages", "0"], "give a whole number from 1 on");
+    refused(&["--channels", "3", "--family", "unet"], "of which there are 3");
+    refused(&["--device", "gpu"], "gpu");
+}

@@ -1,0 +1,29 @@
+//! What the program `brimful` is made of. There is nothing here to build on: the library is
+//! [`brimful`].
+//!
+//! What is public serves this project's own benchmarks alone, which are a program beside this one and
+//! read the same flags, models and data.
+
+#![deny(unsafe_code)]
+
+#[doc(hidden)]
+pub mod args;
+#[doc(hidden)]
+pub mod command_line;
+#[doc(hidden)]
+pub mod commands;
+mod config;
+#[doc(hidden)]
+pub mod data;
+#[doc(hidden)]
+pub mod exit;
+mod interrupt;
+mod log;
+mod nearest;
+#[doc(hidden)]
+pub mod output;
+mod page;
+#[doc(hidden)]
+pub mod progress;
+#[doc(hidden)]
+pub mod setting;
