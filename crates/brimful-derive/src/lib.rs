@@ -138,27 +138,27 @@ mod tests {
     #[test]
     fn what_is_no_struct_is_refused_with_a_way_out() {
         let an_enum = refusal(&parse_quote!(
-            enum Input {
+            enum AnEnum {
                 Text(Tensor),
                 Image(Tensor),
             }
         ));
         assert!(an_enum.contains("an enum: make it a struct with `Option` fields"), "{an_enum}");
-        let a_union = refusal(&parse_quote!(union Input { text: Tensor }));
+        let a_union = refusal(&parse_quote!(union AUnion { text: Tensor }));
         assert!(a_union.contains("a union: make it a struct"), "{a_union}");
     }
 
     #[test]
     fn other_words_and_other_places_are_refused() {
         let word = refusal(&parse_quote!(
-            struct Input {
+            struct UnknownWord {
                 #[batch(whole)]
                 text: Tensor,
             }
         ));
         assert_eq!(word, "unknown: write `#[batch(shared)]`");
         let bare = refusal(&parse_quote!(
-            struct Input {
+            struct NoWord {
                 #[batch]
                 text: Tensor,
             }
@@ -166,7 +166,7 @@ mod tests {
         assert!(bare.contains("#[batch(...)]"), "{bare}");
         let place = refusal(&parse_quote!(
             #[batch(shared)]
-            struct Input {
+            struct AboveTheStruct {
                 text: Tensor,
             }
         ));

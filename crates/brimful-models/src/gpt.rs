@@ -68,9 +68,9 @@ impl Gpt {
 /// A width that is not a multiple of the heads is refused when the first block is built.
 pub fn gpt(config: &Gpt) -> Layers {
     let Gpt { layers, width, heads, context, vocabulary, dropout, tied } = *config;
-    let shape = BlockShape { layers, width, heads, dropout };
+    let shape = TransformerShape { layers, width, heads, dropout };
     let blocks = (0..layers).fold(Layers::new(), |blocks, number| {
-        blocks.add(number.to_string(), move |p| Block::new(p, shape))
+        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape))
     });
     let list = Layers::new()
         .add("wte", move |p| Embedding(table(p, vocabulary, width)))
@@ -128,7 +128,7 @@ impl Module for Head {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct BlockShape {
+struct TransformerShape {
     layers: usize,
     width: i64,
     heads: i64,
@@ -137,7 +137,7 @@ struct BlockShape {
 
 /// Attention and a two-layer network, each normed before and added to what came in.
 #[derive(Debug)]
-struct Block {
+struct TransformerBlock {
     ln_1: nn::LayerNorm,
     attention: Attention,
     ln_2: nn::LayerNorm,
@@ -146,8 +146,8 @@ struct Block {
     dropout: f64,
 }
 
-impl Block {
-    fn new(path: &Path, shape: BlockShape) -> Self {
+impl TransformerBlock {
+    fn new(path: &Path, shape: TransformerShape) -> Self {
         let width = shape.checked_width();
         let mlp = path / "mlp";
         Self {
@@ -166,7 +166,7 @@ impl Block {
     }
 }
 
-impl ModuleT for Block {
+impl ModuleT for TransformerBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let attended = self.attention.forward_t(&self.ln_1.forward(x), train);
         let x = x + attended.dropout(self.dropout, train);
@@ -176,7 +176,7 @@ impl ModuleT for Block {
     }
 }
 
-impl BlockShape {
+impl TransformerShape {
     fn checked_width(&self) -> i64 {
         let Self { width, heads, .. } = *self;
         assert!(
@@ -203,7 +203,7 @@ struct Attention {
 }
 
 impl Attention {
-    fn new(path: &Path, shape: BlockShape) -> Self {
+    fn new(path: &Path, shape: TransformerShape) -> Self {
         let width = shape.width;
         Self {
             split: Projection::new(&(path / "c_attn"), width, 3 * width, SPREAD),

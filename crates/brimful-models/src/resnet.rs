@@ -109,10 +109,10 @@ impl ResNet {
         (0..self.blocks[group]).fold(Layers::new(), |layers, number| {
             let stride = if group > 0 && number == 0 { 2 } else { 1 };
             let channels = if number == 0 { before } else { out };
-            let shape = BlockShape { channels, width, out, stride };
+            let shape = ResidualShape { channels, width, out, stride };
             layers.add(number.to_string(), move |p| match bottleneck {
-                true => Block::bottleneck(p, shape),
-                false => Block::basic(p, shape),
+                true => ResidualBlock::bottleneck(p, shape),
+                false => ResidualBlock::basic(p, shape),
             })
         })
     }
@@ -125,7 +125,7 @@ impl ResNet {
 
 /// The numbers of channels at a block's entry, in its middle and at its exit, and its stride.
 #[derive(Clone, Copy)]
-struct BlockShape {
+struct ResidualShape {
     channels: i64,
     width: i64,
     out: i64,
@@ -134,19 +134,22 @@ struct BlockShape {
 
 /// A residual block: convolutions beside a shortcut.
 #[derive(Debug)]
-struct Block {
+struct ResidualBlock {
     convolutions: Vec<(nn::Conv2D, Box<dyn ModuleT>)>,
     /// A 1×1 convolution where the entry and the exit differ in shape.
     downsample: Option<(nn::Conv2D, Box<dyn ModuleT>)>,
 }
 
-impl Block {
-    fn basic(path: &Path, BlockShape { channels, out, stride, width }: BlockShape) -> Self {
+impl ResidualBlock {
+    fn basic(path: &Path, ResidualShape { channels, out, stride, width }: ResidualShape) -> Self {
         let convolutions = [(channels, width, 3, stride), (width, out, 3, 1)];
         Self::new(path, &convolutions, stride)
     }
 
-    fn bottleneck(path: &Path, BlockShape { channels, out, stride, width }: BlockShape) -> Self {
+    fn bottleneck(
+        path: &Path,
+        ResidualShape { channels, out, stride, width }: ResidualShape,
+    ) -> Self {
         let convolutions = [(channels, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)];
         Self::new(path, &convolutions, stride)
     }
@@ -168,7 +171,7 @@ impl Block {
     }
 }
 
-impl ModuleT for Block {
+impl ModuleT for ResidualBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let normed = |(conv, norm): &(nn::Conv2D, Box<dyn ModuleT>), x: &Tensor| {
             norm.forward_t(&conv.forward(x), train)

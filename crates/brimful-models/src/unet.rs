@@ -113,7 +113,7 @@ impl UNet {
         (0..blocks).fold(Layers::new(), |layers, number| {
             let from = if number == 0 { entry } else { middle };
             let to = if number == blocks - 1 { exit } else { middle };
-            let block = move |p: &Path| Block { conv: conv(p, from, to, 3, 1), dropout };
+            let block = move |p: &Path| ConvBlock { conv: conv(p, from, to, 3, 1), dropout };
             layers.add(number.to_string(), block)
         })
     }
@@ -121,12 +121,12 @@ impl UNet {
 
 /// A convolution with what follows it.
 #[derive(Debug)]
-struct Block {
+struct ConvBlock {
     conv: nn::Conv2D,
     dropout: f64,
 }
 
-impl ModuleT for Block {
+impl ModuleT for ConvBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         // In place: nobody else needs the outputs of the convolution and of the normalisation.
         let x = self.conv.forward(x).feature_dropout_(self.dropout, train);

@@ -19,16 +19,16 @@
 use tch::Tensor;
 use tch::nn::Path;
 
-use super::operation::Kind::{
+use super::operation::OperationKind::{
     Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2, MaxPool3, MeanPool3, Same,
 };
-use super::operation::{Adapter, ConvNorm, Kind, Operation, State};
+use super::operation::{Adapter, CellState, ConvNorm, Operation, OperationKind};
 
 /// A cell as the papers draw it.
 #[derive(Debug)]
 pub(super) struct Recipe {
     /// Two operations for each sum, each with the state that it is of.
-    sums: [[(Kind, usize); 2]; 5],
+    sums: [[(OperationKind, usize); 2]; 5],
     /// The states that are joined.
     joined: &'static [usize],
     /// 2 for a cell that halves the image.
@@ -61,7 +61,7 @@ pub(super) static REDUCTION: Recipe = Recipe {
 
 /// What comes into a cell, in channels.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Entry {
+pub(super) struct CellInputs {
     /// Of the cell before.
     pub(super) current: i64,
     /// Of the one before that.
@@ -72,7 +72,7 @@ pub(super) struct Entry {
     filters: i64,
 }
 
-impl Entry {
+impl CellInputs {
     /// After a stem of this width, which stands for both predecessors.
     pub(super) fn of(width: i64) -> Self {
         Self { current: width, previous: width, is_halved: false, filters: width }
@@ -101,14 +101,14 @@ pub(super) struct Cell {
 }
 
 impl Cell {
-    pub(super) fn new(path: &Path, entry: Entry, recipe: &'static Recipe) -> Self {
+    pub(super) fn new(path: &Path, entry: CellInputs, recipe: &'static Recipe) -> Self {
         let filters = entry.filters(recipe);
-        let operation = |path: Path, (kind, of): (Kind, usize)| {
+        let operation = |path: Path, (kind, of): (OperationKind, usize)| {
             // Only what comes from outside is still as large as it was.
             let stride = if of < 2 { recipe.stride } else { 1 };
             (Operation::new(&path, kind, filters, stride), of)
         };
-        let sum = |(number, [left, right]): (usize, &[(Kind, usize); 2])| {
+        let sum = |(number, [left, right]): (usize, &[(OperationKind, usize); 2])| {
             let path = path / format!("sum{}", number + 2);
             [operation(&path / "left", *left), operation(&path / "right", *right)]
         };
@@ -125,10 +125,10 @@ impl Cell {
         let (current, previous) = (&x[0], x.get(1).unwrap_or(&x[0]));
         let entered = self.current.forward(&current.relu(), train);
         let adapted = self.previous.forward(previous, train);
-        let mut states = vec![State::new(entered), State::new(adapted)];
+        let mut states = vec![CellState::new(entered), CellState::new(adapted)];
         for [(left, a), (right, b)] in &self.sums {
             let sum = left.apply(&states[*a], train) + right.apply(&states[*b], train);
-            states.push(State::new(sum));
+            states.push(CellState::new(sum));
         }
         let joined: Vec<_> = self.joined.iter().map(|state| states[*state].value()).collect();
         vec![Tensor::cat(&joined, 1), current.shallow_clone()]

@@ -26,7 +26,7 @@ use tch::nn::{self, Module, ModuleT, Path};
 
 use crate::ShapeError;
 use crate::mlp::linear;
-use cell::{Cell, Entry, NORMAL, REDUCTION, Recipe};
+use cell::{Cell, CellInputs, NORMAL, REDUCTION, Recipe};
 use operation::ConvNorm;
 
 /// Into how many groups the normal cells are cut.
@@ -58,16 +58,17 @@ impl AmoebaNet {
         self.check()?;
         let classes = self.classes;
         let width = self.filters / 4;
-        let stem = Layers::new().add("stem", move |p| Stem(ConvNorm::square(p, 3, width, 3, 2)));
+        let stem =
+            Layers::new().add("stem", move |p| StridedStem(ConvNorm::square(p, 3, width, 3, 2)));
         let cells =
-            self.cells().fold((stem, Entry::of(width)), |(layers, entry), (name, recipe)| {
+            self.cells().fold((stem, CellInputs::of(width)), |(layers, entry), (name, recipe)| {
                 let build = move |p: &Path| {
                     let cell = Cell::new(p, entry, recipe);
                     move |x: &[Tensor], train| cell.forward(x, train)
                 };
                 (layers.add_many(name, build), entry.after(recipe))
             });
-        let (layers, Entry { current: features, .. }) = cells;
+        let (layers, CellInputs { current: features, .. }) = cells;
         Ok(layers.add_many("head", move |p| {
             let fc = linear(p, features, classes);
             move |x, _| vec![classify(&fc, &x[0])]
@@ -98,9 +99,9 @@ impl AmoebaNet {
 }
 
 #[derive(Debug)]
-struct Stem(ConvNorm);
+struct StridedStem(ConvNorm);
 
-impl ModuleT for Stem {
+impl ModuleT for StridedStem {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         self.0.forward(x, train)
     }

@@ -11,7 +11,7 @@ use crate::norm::batch_norm2d;
 
 /// An operation as the papers name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum OperationKind {
     Same,
     MaxPool2,
     MaxPool3,
@@ -26,12 +26,12 @@ pub(super) enum Kind {
 /// A state of a cell, and what is left of it without its negative numbers, made once for all
 /// convolutions that start from it.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct CellState {
     value: Tensor,
     rectified: OnceCell<Tensor>,
 }
 
-impl State {
+impl CellState {
     pub(super) fn new(value: Tensor) -> Self {
         Self { value, rectified: OnceCell::new() }
     }
@@ -66,26 +66,26 @@ pub(super) enum Pool {
 
 impl Operation {
     /// Keeps the filters, and divides the image's sides by the stride.
-    pub(super) fn new(path: &Path, kind: Kind, filters: i64, stride: i64) -> Self {
+    pub(super) fn new(path: &Path, kind: OperationKind, filters: i64, stride: i64) -> Self {
         let quarter = filters / 4;
         let step = |number: usize, from, to, kernel, stride| {
             ConvNorm::new(&(path / number), from, to, kernel, stride)
         };
         let narrow = || step(0, filters, quarter, [1, 1], [1, 1]);
         match kind {
-            Kind::Same => Self::Same,
-            Kind::MaxPool2 => Self::Pool { kind: Pool::Max2, stride },
-            Kind::MaxPool3 => Self::Pool { kind: Pool::Max3, stride },
-            Kind::MeanPool3 => Self::Pool { kind: Pool::Mean3, stride },
-            Kind::Conv1x1 => {
+            OperationKind::Same => Self::Same,
+            OperationKind::MaxPool2 => Self::Pool { kind: Pool::Max2, stride },
+            OperationKind::MaxPool3 => Self::Pool { kind: Pool::Max3, stride },
+            OperationKind::MeanPool3 => Self::Pool { kind: Pool::Mean3, stride },
+            OperationKind::Conv1x1 => {
                 Self::Convolve(vec![step(0, filters, filters, [1, 1], [stride, stride])])
             }
-            Kind::Conv3x3 => Self::Convolve(vec![
+            OperationKind::Conv3x3 => Self::Convolve(vec![
                 narrow(),
                 step(1, quarter, quarter, [3, 3], [stride, stride]),
                 step(2, quarter, filters, [1, 1], [1, 1]),
             ]),
-            Kind::Conv1x7And7x1 => Self::Convolve(vec![
+            OperationKind::Conv1x7And7x1 => Self::Convolve(vec![
                 narrow(),
                 step(1, quarter, quarter, [1, 7], [1, stride]),
                 step(2, quarter, quarter, [7, 1], [stride, 1]),
@@ -94,7 +94,7 @@ impl Operation {
         }
     }
 
-    pub(super) fn apply(&self, state: &State, train: bool) -> Tensor {
+    pub(super) fn apply(&self, state: &CellState, train: bool) -> Tensor {
         match self {
             Self::Same => state.value.shallow_clone(),
             Self::Pool { kind, stride } => kind.apply(&state.value, *stride),
