@@ -16,7 +16,7 @@ use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Device, Kind, Tensor, vision};
 
 use crate::journal::{Journal, Output};
-use crate::times::Times;
+use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
 /// ArenaOptions of `brimful-bench arena`.
@@ -61,7 +61,7 @@ pub(crate) fn run(options: &ArenaOptions) -> Result<()> {
     let progress = TurnProgress::new(options.repeats);
     progress.row("resnet50");
     step();
-    let (mut with, mut without) = (Times::default(), Times::default());
+    let (mut with, mut without) = (StepTimes::default(), StepTimes::default());
     let (mut peak_bytes, mut allocations) = (0, 0);
     for turn in 0..options.repeats {
         progress.turn("resnet50", "without and with an arena", turn, 0, options.repeats);
@@ -98,8 +98,8 @@ struct ArenaRow {
 impl ArenaRow {
     fn new(
         options: &ArenaOptions,
-        without: &Times,
-        with: &Times,
+        without: &StepTimes,
+        with: &StepTimes,
         peak: u64,
         allocations: u64,
     ) -> Self {

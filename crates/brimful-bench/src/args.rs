@@ -16,7 +16,7 @@ use crate::{arena, auto, compare, convergence, memory, micro, pipeline, plot, wo
 #[command(after_help = format!("{EXAMPLES}\n\n{CODES}"))]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
-    bench: Bench,
+    bench: Benchmark,
     #[command(flatten)]
     global: Global,
 }
@@ -29,7 +29,7 @@ Examples:
 
 /// What can be measured.
 #[derive(Debug, Subcommand)]
-enum Bench {
+enum Benchmark {
     /// What counting memory costs: a ResNet-50 training step on the CPU, with an arena and without.
     Arena(arena::ArenaOptions),
     /// Micro-batched training: the library against a hand-written loop, and what it keeps in memory.
@@ -62,17 +62,17 @@ impl CommandLine for BenchArgs {
 
     fn run(&self) -> Result<Exit> {
         match &self.bench {
-            Bench::Arena(options) => arena::run(options)?,
-            Bench::Convergence(options) => convergence::run(options)?,
-            Bench::Memory(options) => memory::run(options)?,
-            Bench::Micro(options) => micro::run(options)?,
-            Bench::Auto(options) => auto::run(options)?,
-            Bench::Pipeline(options) => pipeline::run(options)?,
-            Bench::World(options) => world::run(options)?,
+            Benchmark::Arena(options) => arena::run(options)?,
+            Benchmark::Convergence(options) => convergence::run(options)?,
+            Benchmark::Memory(options) => memory::run(options)?,
+            Benchmark::Micro(options) => micro::run(options)?,
+            Benchmark::Auto(options) => auto::run(options)?,
+            Benchmark::Pipeline(options) => pipeline::run(options)?,
+            Benchmark::World(options) => world::run(options)?,
             #[cfg(feature = "mpi")]
-            Bench::Ranks(options) => ranks::run(options)?,
-            Bench::Compare(options) => compare::run(options)?,
-            Bench::Plot(options) => plot::run(options)?,
+            Benchmark::Ranks(options) => ranks::run(options)?,
+            Benchmark::Compare(options) => compare::run(options)?,
+            Benchmark::Plot(options) => plot::run(options)?,
         }
         Ok(Exit::Done)
     }
@@ -82,14 +82,14 @@ impl CommandLine for BenchArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brimful_cli::args::Args;
+    use brimful_cli::args::BrimfulArgs;
     use clap::CommandFactory;
     use clap::builder::StyledStr;
     use std::collections::BTreeMap;
 
     /// Every command of both programs with its place, such as `brimful-bench micro`.
     fn commands() -> Vec<(String, clap::Command)> {
-        let roots = [Args::command(), BenchArgs::command()].into_iter();
+        let roots = [BrimfulArgs::command(), BenchArgs::command()].into_iter();
         let mut found: Vec<_> = roots.map(|root| (root.get_name().to_owned(), root)).collect();
         found.iter_mut().for_each(|(_, root)| root.build());
         let mut next = 0;

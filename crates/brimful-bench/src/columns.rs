@@ -3,8 +3,8 @@
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
 
-use crate::times::Times;
-use crate::work::Work;
+use crate::times::StepTimes;
+use crate::work::Workload;
 
 /// What was run.
 #[derive(Debug, Serialize)]
@@ -27,7 +27,7 @@ pub(crate) struct Speed {
 }
 
 impl Columns {
-    pub(crate) fn new(contestant: &'static str, work: &Work) -> Self {
+    pub(crate) fn new(contestant: &'static str, work: &Workload) -> Self {
         Self {
             contestant,
             model: work.model,
@@ -40,7 +40,7 @@ impl Columns {
 }
 
 impl Speed {
-    pub(crate) fn new(work: &Work, times: &Times) -> Self {
+    pub(crate) fn new(work: &Workload, times: &StepTimes) -> Self {
         let samples_per_s = work.batch as f64 / times.median();
         Self { samples_per_s, spread: times.spread(), seconds: times.0.clone() }
     }

@@ -7,13 +7,13 @@
 
 use std::ops::ControlFlow;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::memory::Memory;
-use brimful_cli::args::{self, Command};
+use brimful_cli::args::BrimfulArgs;
 use brimful_cli::commands::train::{Decay, Epoch, TrainOptions, Trainer};
 use brimful_cli::setting::{self, MODELS, ModelName, words};
-use clap::{Args, Parser};
+use clap::Args;
 use serde::Serialize;
 use serde_json::json;
 
@@ -151,10 +151,7 @@ impl ConvergenceOptions {
         let words = line.split_whitespace().chain(["--data", &self.data]);
         let device = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
         let words = words.chain(["--device", device]);
-        match args::Args::try_parse_from(words)?.command {
-            Command::Train(options) => Ok(options),
-            _ => bail!("the command of a training is not one"),
-        }
+        BrimfulArgs::training(words)
     }
 }
 

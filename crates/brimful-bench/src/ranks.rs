@@ -19,8 +19,8 @@ use tch::{Device, Tensor};
 
 use crate::columns::{Columns, Speed};
 use crate::journal::{Journal, Output};
-use crate::times::Times;
-use crate::work::{GptShape, Samples, Work};
+use crate::times::StepTimes;
+use crate::work::{GptShape, Samples, Workload};
 
 /// Steps of each contestant that do not count.
 const WARM_UP: u32 = 1;
@@ -80,7 +80,7 @@ struct RanksContestant {
     store: VarStore,
     model: Model,
     micro: MicroBatcher,
-    times: Times,
+    times: StepTimes,
 }
 
 /// Measures one rank and all ranks in turn; the first rank prints.
@@ -120,10 +120,10 @@ pub(crate) fn run(options: &RanksOptions) -> Result<()> {
 
 fn report(
     options: &RanksOptions,
-    work: &Work,
+    work: &Workload,
     device: Device,
     ranks: usize,
-    [one, all]: [&Times; 2],
+    [one, all]: [&StepTimes; 2],
     sent: Bytes,
 ) -> Result<()> {
     let facts = json!({
@@ -154,20 +154,20 @@ fn report(
 }
 
 impl RanksContestant {
-    fn new(work: &Work, device: Device, world: Option<&World>) -> Result<Self> {
+    fn new(work: &Workload, device: Device, world: Option<&World>) -> Result<Self> {
         let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
         let mut micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
         if let Some(world) = world {
             micro = micro.world(world)?;
         }
-        Ok(Self { store, model, micro, times: Times::default() })
+        Ok(Self { store, model, micro, times: StepTimes::default() })
     }
 
     /// One step, from a moment when all are ready to one when all are done.
     fn step(
         &mut self,
-        work: &Work,
+        work: &Workload,
         batch: &Samples,
         counts: bool,
         wait: impl Fn() -> Result<()>,
@@ -190,8 +190,8 @@ fn part_of((x, y): &Samples, world: &World) -> Samples {
 }
 
 impl RanksOptions {
-    fn work(&self) -> Work {
-        Work {
+    fn work(&self) -> Workload {
+        Workload {
             model: self.model,
             dtype: NumberType::F32,
             batch: self.batch_size as usize,

@@ -2,9 +2,9 @@
 
 /// The seconds of a contestant's steps.
 #[derive(Debug, Default)]
-pub(crate) struct Times(pub(crate) Vec<f64>);
+pub(crate) struct StepTimes(pub(crate) Vec<f64>);
 
-impl Times {
+impl StepTimes {
     pub(crate) fn push(&mut self, seconds: f64) {
         self.0.push(seconds);
     }
@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn the_median_of_an_even_number_is_between_its_middle_two() {
-        let times = |list: &[f64]| Times(list.to_vec());
+        let times = |list: &[f64]| StepTimes(list.to_vec());
         assert_eq!(times(&[3.0, 1.0, 2.0]).median(), 2.0);
         assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).median(), 2.5);
         assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).spread(), 3.0 / 2.5);

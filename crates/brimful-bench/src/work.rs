@@ -26,7 +26,7 @@ pub(crate) struct GptShape {
 
 /// One row's work.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Work {
+pub(crate) struct Workload {
     pub(crate) model: ModelName,
     pub(crate) dtype: NumberType,
     pub(crate) batch: usize,
@@ -42,7 +42,7 @@ pub(crate) struct Work {
 pub(crate) type Samples = (Tensor, Tensor);
 
 /// The rows that the peers are measured on; on a CPU, smaller ones that take seconds.
-pub(crate) fn table(device: Device) -> Vec<Work> {
+pub(crate) fn table(device: Device) -> Vec<Workload> {
     use ModelName::{Gpt, Resnet50, Resnet101};
     use NumberType::{Bf16, F32, Tf32};
     let rows = if device == Device::Cpu {
@@ -55,16 +55,16 @@ pub(crate) fn table(device: Device) -> Vec<Work> {
             (Gpt, Bf16, 128, 8),
         ]
     };
-    let row = |(model, dtype, batch, micro_batch)| Work {
+    let row = |(model, dtype, batch, micro_batch)| Workload {
         dtype,
         batch,
         micro_batch,
-        ..Work::default_of(model, device)
+        ..Workload::default_of(model, device)
     };
     rows.map(row).into()
 }
 
-impl Work {
+impl Workload {
     /// What is measured of a model where nothing else is asked for.
     pub(crate) fn default_of(model: ModelName, device: Device) -> Self {
         let cuda = device != Device::Cpu;
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn the_gpt_of_the_table_has_the_peers_parameters() {
-        let work = Work::default_of(ModelName::Gpt, Device::Cuda(0));
+        let work = Workload::default_of(ModelName::Gpt, Device::Cuda(0));
         assert_eq!(
             work.layers().expect("a model").parameter_count().expect("a count"),
             124_082_688

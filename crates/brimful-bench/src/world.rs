@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 use brimful::pipeline::{Balance, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, Loss, Pipeline, World, device};
-use brimful_cli::commands::train::Ranks;
+use brimful_cli::commands::train::RankOptions;
 use brimful_cli::setting::{self, ModelName, NumberType, loss, words};
 use brimful_torch::threads;
 use clap::Args;
@@ -19,8 +19,8 @@ use tch::{Device, Tensor};
 
 use crate::columns::{Columns, Speed};
 use crate::journal::{Journal, Output};
-use crate::times::Times;
-use crate::work::{GptShape, Samples, Work};
+use crate::times::StepTimes;
+use crate::work::{GptShape, Samples, Workload};
 
 /// Steps of each before the first one that counts.
 const WARM_UP: usize = 1;
@@ -47,7 +47,7 @@ pub(crate) struct WorldOptions {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
     #[command(flatten)]
-    ranks: Ranks,
+    ranks: RankOptions,
     #[command(flatten)]
     output: Output,
 }
@@ -90,7 +90,7 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
     let mut journal = Journal::begin("world", device, &options.output, facts)?;
     let numbers = work.gpt.sequence * work.gpt.width * work.batch as i64;
     let least = 2 * 4 * numbers as u64 * (balance.len() as u64 - 1);
-    let row = |contestant, times: &Times, bytes: Option<(u64, u64)>| WorldRow {
+    let row = |contestant, times: &StepTimes, bytes: Option<(u64, u64)>| WorldRow {
         columns: Columns::new(contestant, &work),
         speed: Speed::new(&work, times),
         micro_batches: work.batch,
@@ -109,14 +109,14 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
 
 /// What the steps took, in one process and over ranks, and what all ranks have sent in one.
 struct WorldTimes {
-    near: Times,
-    far: Times,
+    near: StepTimes,
+    far: StepTimes,
     sent: u64,
 }
 
 impl WorldOptions {
-    fn work(&self) -> Work {
-        Work {
+    fn work(&self) -> Workload {
+        Workload {
             model: ModelName::Gpt,
             dtype: NumberType::F32,
             batch: self.micro_batches as usize,
@@ -131,14 +131,14 @@ impl WorldOptions {
     /// Steps of both in turns; only rank 0 has the one in one process.
     fn measure(
         &self,
-        work: &Work,
+        work: &Workload,
         world: &World,
         mut over_ranks: Pipeline,
         mut in_one: Option<Pipeline>,
     ) -> Result<WorldTimes> {
         tch::manual_seed(0);
         let batch = work.samples(work.batch);
-        let (mut near, mut far, mut sent) = (Times::default(), Times::default(), 0);
+        let (mut near, mut far, mut sent) = (StepTimes::default(), StepTimes::default(), 0);
         for turn in 0..WARM_UP + self.repeats as usize {
             let counts = turn >= WARM_UP;
             if let Some(pipeline) = &mut in_one {
@@ -174,7 +174,7 @@ fn enter(journal: &mut Journal, row: &WorldRow) -> Result<()> {
 
 /// A pipeline with these devices in each rank of the world.
 fn pipeline(
-    work: &Work,
+    work: &Workload,
     options: &WorldOptions,
     world: &World,
     devices: &[Device],

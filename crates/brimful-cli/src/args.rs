@@ -2,21 +2,22 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 
 use crate::command_line::CommandLine;
-use crate::commands::{self, completions, doctor, man, plan, report, train, verify};
+use crate::commands::train::TrainOptions;
+use crate::commands::{self, completions, doctor, man, plan, report, verify};
 use crate::exit::{CODES, Exit};
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
 #[command(name = "brimful", version, arg_required_else_help = true)]
 #[command(after_help = format!("{EXAMPLES}\n\n{CODES}"))]
-pub struct Args {
+pub struct BrimfulArgs {
     /// What to do.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: BrimfulCommand,
     /// Everywhere.
     #[command(flatten)]
     pub global: Global,
@@ -40,14 +41,14 @@ pub struct Global {
 
 /// What the program can do.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum BrimfulCommand {
     /// Say what this machine has, what is wrong with its set-up, and how to mend it.
     Doctor(doctor::DoctorOptions),
     /// Train on a mini-batch that does not fit: a plain step runs out of memory, micro-batches do not.
     #[command(after_help = "Examples:\n  brimful demo")]
     Demo,
     /// Train a model on data, in micro-batches, inside a memory limit.
-    Train(train::TrainOptions),
+    Train(TrainOptions),
     /// Predict the time, the bubble and the memory of a step before anything runs.
     Plan(plan::PlanOptions),
     /// Make a page of a run: timeline, memory, sizes, loss and rate.
@@ -70,7 +71,20 @@ Examples:
   brimful verify --model gpt         full and split gradients, side by side
   brimful doctor                     what this machine has, and what is wrong with its set-up";
 
-impl CommandLine for Args {
+impl BrimfulArgs {
+    /// A training as it is told on the command line, `brimful train …`.
+    ///
+    /// # Errors
+    /// With clap's own error, or where the words are another command's.
+    pub fn training<'a>(words: impl Iterator<Item = &'a str>) -> Result<TrainOptions> {
+        match Self::try_parse_from(words)?.command {
+            BrimfulCommand::Train(options) => Ok(options),
+            other => bail!("this is no training: {other:?}"),
+        }
+    }
+}
+
+impl CommandLine for BrimfulArgs {
     const PROGRAM: &'static str = "brimful";
 
     fn global(&self) -> &Global {
@@ -89,7 +103,7 @@ mod tests {
 
     #[test]
     fn the_definition_holds_together() {
-        Args::command().debug_assert();
+        BrimfulArgs::command().debug_assert();
     }
 
     #[test]
@@ -104,7 +118,7 @@ mod tests {
         assert!(given.len() > 10, "{given:?}");
         for line in given {
             let words = ["brimful"].into_iter().chain(line.split_whitespace());
-            let read = Args::command().try_get_matches_from(words);
+            let read = BrimfulArgs::command().try_get_matches_from(words);
             assert!(read.is_ok(), "brimful {line}: {:?}", read.err());
         }
     }

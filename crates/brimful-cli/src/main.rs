@@ -4,9 +4,9 @@
 
 use std::process::ExitCode;
 
-use brimful_cli::args::Args;
+use brimful_cli::args::BrimfulArgs;
 use brimful_cli::command_line;
 
 fn main() -> ExitCode {
-    command_line::run::<Args>()
+    command_line::run::<BrimfulArgs>()
 }

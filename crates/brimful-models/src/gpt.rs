@@ -79,8 +79,10 @@ pub fn gpt(config: &Gpt) -> Layers {
         .add_layers("h", blocks)
         .add("ln_f", move |p| layer_norm(p, width));
     match tied {
-        true => list.add_sharing("lm_head", "wte", move |_, p| Head(table(p, vocabulary, width))),
-        false => list.add("lm_head", move |p| Head(table(p, vocabulary, width))),
+        true => {
+            list.add_sharing("lm_head", "wte", move |_, p| GptHead(table(p, vocabulary, width)))
+        }
+        false => list.add("lm_head", move |p| GptHead(table(p, vocabulary, width))),
     }
 }
 
@@ -112,9 +114,9 @@ impl Module for Positions {
 
 /// Compares each place with every token of a table.
 #[derive(Debug)]
-struct Head(Tensor);
+struct GptHead(Tensor);
 
-impl Module for Head {
+impl Module for GptHead {
     fn forward(&self, x: &Tensor) -> Tensor {
         let rows = self.0.size()[0];
         let missing = (-rows).rem_euclid(FAST_ROWS);

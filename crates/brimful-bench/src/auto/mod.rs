@@ -18,7 +18,7 @@ use tch::Device;
 
 use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
-use crate::work::{GptShape, Work};
+use crate::work::{GptShape, Workload};
 use report::AutoRow;
 use subject::LimitedWork;
 
@@ -99,7 +99,7 @@ const ON_CUDA: &Rows = &[
 ];
 
 impl AutoOptions {
-    fn rows(&self, device: Device) -> Result<Vec<(Work, Bytes)>> {
+    fn rows(&self, device: Device) -> Result<Vec<(Workload, Bytes)>> {
         if self.table {
             let table = if device == Device::Cpu { ON_CPU } else { ON_CUDA };
             let rows = table.iter().flat_map(|&(model, rows)| {
@@ -117,10 +117,10 @@ impl AutoOptions {
         Ok(self.memory_limit.iter().map(|&limit| (work.clone(), limit)).collect())
     }
 
-    fn work(&self, model: ModelName, batch: Option<usize>, device: Device) -> Work {
-        let default = Work::default_of(model, device);
+    fn work(&self, model: ModelName, batch: Option<usize>, device: Device) -> Workload {
+        let default = Workload::default_of(model, device);
         let image = if device == Device::Cpu { 32 } else { default.image };
-        Work {
+        Workload {
             batch: batch.unwrap_or(default.batch),
             dtype: self.dtype.unwrap_or(default.dtype),
             image: self.image.map_or(image, i64::from),

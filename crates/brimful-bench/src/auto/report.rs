@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::subject::{Built, LimitedWork};
 use super::trials;
 use crate::journal::Journal;
-use crate::times::Times;
+use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
@@ -185,7 +185,7 @@ fn fastest(
         failed += step.retries;
         first_step_s.get_or_insert(seconds);
     }
-    let [mut times, mut same, mut of_best] = [(); 3].map(|()| Times::default());
+    let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
     for _ in 0..STEADY_STEPS {
         let (seconds, step) = built.step()?;
@@ -233,7 +233,7 @@ fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Re
 }
 
 fn median_of(built: &mut Built<'_>) -> Result<f64> {
-    let mut times = Times::default();
+    let mut times = StepTimes::default();
     for _ in 0..STEADY_STEPS {
         times.push(built.step()?.0);
     }

@@ -12,12 +12,12 @@ use brimful_torch::device as torch_device;
 use tch::Device;
 use tch::nn::VarStore;
 
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// What is to be measured, and in how much memory.
 #[derive(Debug, Clone)]
 pub(super) struct LimitedWork {
-    pub(super) work: Work,
+    pub(super) work: Workload,
     pub(super) device: Device,
     pub(super) limit: Bytes,
     /// Whether captured micro-batches are replayed, in the fastest layout.
@@ -26,7 +26,7 @@ pub(super) struct LimitedWork {
 
 /// A subject that has been built, inside its memory.
 pub(super) struct Built<'a> {
-    work: &'a Work,
+    work: &'a Workload,
     device: Device,
     store: VarStore,
     model: Model,
@@ -93,7 +93,7 @@ impl Built<'_> {
 
 /// One step, from a quiet device to a quiet device.
 fn timed(
-    work: &Work,
+    work: &Workload,
     device: Device,
     store: &VarStore,
     model: &Model,

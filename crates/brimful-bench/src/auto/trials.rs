@@ -5,7 +5,7 @@ use brimful::{Size, Step};
 use brimful_cli::exit::{does_not_fit, ran_out};
 
 use super::subject::LimitedWork;
-use crate::times::Times;
+use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Samples;
 
@@ -65,7 +65,7 @@ pub(super) fn rate(
         Err(error) if ran_out(&error) => return Ok(None),
         built => built?,
     };
-    let mut times = Times::default();
+    let mut times = StepTimes::default();
     for turn in 0..=repeats {
         match built.step() {
             Ok((seconds, Step { .. })) if turn > 0 => times.push(seconds),

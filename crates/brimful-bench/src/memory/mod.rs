@@ -23,10 +23,10 @@ use tch::Device;
 
 use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
-use crate::work::Work;
+use crate::work::Workload;
 use family::Family;
 use report::{LargestRow, NoneFitsRow};
-use search::{Found, LargestSearch};
+use search::{FoundModel, LargestSearch};
 use trial::{StepMemory, TrialDevices};
 
 /// MemoryOptions of `brimful-bench memory`.
@@ -126,7 +126,7 @@ impl MemoryOptions {
             progress.row(&title);
             let later = planned.iter().filter_map(|(_, found)| found.as_ref());
             let later: f64 = later.map(|found| trial.seconds(found)).sum();
-            let watch = |found: &Found| {
+            let watch = |found: &FoundModel| {
                 let left = trial.seconds(found) + later;
                 progress.step(&title, &found.work.model.to_string(), left);
             };
@@ -154,7 +154,7 @@ impl MemoryOptions {
     }
 
     /// The smallest model of the family, with the samples that all of it get.
-    fn work(&self, family: Family, device: Device) -> Work {
+    fn work(&self, family: Family, device: Device) -> Workload {
         let small = device == Device::Cpu;
         let width = match family {
             Family::Unet => self.channels.unwrap_or(if small { 8 } else { 128 }),
@@ -162,7 +162,7 @@ impl MemoryOptions {
         };
         let model: ModelName = family.model(1, i64::from(width));
         let (batch, image) = (self.batch_size as usize, i64::from(self.image));
-        Work { model, batch, micro_batch: 1, image, ..Work::default_of(model, device) }
+        Workload { model, batch, micro_batch: 1, image, ..Workload::default_of(model, device) }
     }
 }
 
@@ -171,9 +171,9 @@ fn confirmed(
     search: &LargestSearch,
     trial: &TrialDevices,
     experiment: Experiment,
-    mut found: Found,
-    watch: impl Fn(&Found),
-) -> Result<Option<(Found, StepMemory)>> {
+    mut found: FoundModel,
+    watch: impl Fn(&FoundModel),
+) -> Result<Option<(FoundModel, StepMemory)>> {
     loop {
         watch(&found);
         if let Some(outcome) = trial.run(&found, search.family)? {

@@ -7,10 +7,10 @@ use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
 
 use super::Experiment;
-use super::search::{Found, LargestSearch};
+use super::search::{FoundModel, LargestSearch};
 use super::trial::StepMemory;
 use crate::journal::Journal;
-use crate::work::Work;
+use crate::work::Workload;
 
 /// The largest model of one experiment.
 #[derive(Debug, Serialize)]
@@ -49,11 +49,11 @@ impl LargestRow {
     pub(super) fn new(
         search: &LargestSearch,
         experiment: Experiment,
-        found: &Found,
+        found: &FoundModel,
         outcome: StepMemory,
         (parameters, ratio): (u64, f64),
     ) -> Self {
-        let Found { work, row, .. } = found;
+        let FoundModel { work, row, .. } = found;
         let sum = |bytes: &[Bytes]| bytes.iter().map(|bytes| bytes.0).sum::<u64>();
         let (resident, peak) = (sum(&outcome.resident), sum(&outcome.peaks));
         Self {
@@ -133,7 +133,7 @@ impl NoneFitsRow {
     }
 }
 
-fn title(work: &Work, limit: Bytes) -> String {
+fn title(work: &Workload, limit: Bytes) -> String {
     format!("images of {}, mini-batch {}, devices of {limit}", work.shape(), work.batch)
 }
 

@@ -12,7 +12,7 @@ use tch::Device;
 
 use super::Experiment;
 use super::family::{Family, TYPICAL};
-use crate::work::Work;
+use crate::work::Workload;
 
 /// No model of this size is looked at.
 const TOO_LARGE: usize = 1 << 14;
@@ -21,7 +21,7 @@ const TOO_LARGE: usize = 1 << 14;
 #[derive(Debug)]
 pub(super) struct LargestSearch {
     pub(super) family: Family,
-    smallest: Work,
+    smallest: Workload,
     input_bytes: u64,
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
@@ -30,9 +30,9 @@ pub(super) struct LargestSearch {
 
 /// A model whose step fits.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct FoundModel {
     pub(super) size: usize,
-    pub(super) work: Work,
+    pub(super) work: Workload,
     pub(super) row: plan::PlanRow,
 }
 
@@ -40,7 +40,7 @@ impl LargestSearch {
     /// Measures, with one sample: larger micro-batches only cost memory.
     pub(super) fn measure(
         family: Family,
-        work: Work,
+        work: Workload,
         device: Device,
         limit: Bytes,
     ) -> Result<Self> {
@@ -53,7 +53,7 @@ impl LargestSearch {
     }
 
     /// The smallest model.
-    pub(super) fn smallest(&self) -> &Work {
+    pub(super) fn smallest(&self) -> &Workload {
         &self.smallest
     }
 
@@ -70,7 +70,11 @@ impl LargestSearch {
 
     /// The largest one that stays within so much memory on each device: its size is doubled while it
     /// fits, then the gap is halved.
-    pub(super) fn largest(&self, experiment: Experiment, memory: Bytes) -> Result<Option<Found>> {
+    pub(super) fn largest(
+        &self,
+        experiment: Experiment,
+        memory: Bytes,
+    ) -> Result<Option<FoundModel>> {
         let Some(mut best) = self.first(experiment, memory)? else { return Ok(None) };
         let mut too_large = TOO_LARGE;
         while too_large - best.size > 1 {
@@ -84,7 +88,7 @@ impl LargestSearch {
     }
 
     /// The smallest one that has a layer for each stage.
-    fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<Found>> {
+    fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<FoundModel>> {
         let mut size = 1;
         while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.stages {
             size += 1;
@@ -93,7 +97,12 @@ impl LargestSearch {
     }
 
     /// The fastest step of the model of this size that fits.
-    fn plan(&self, experiment: Experiment, memory: Bytes, size: usize) -> Result<Option<Found>> {
+    fn plan(
+        &self,
+        experiment: Experiment,
+        memory: Bytes,
+        size: usize,
+    ) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
@@ -106,10 +115,10 @@ impl LargestSearch {
             request.micro_batches = vec![work.batch];
         }
         let row = plan(&request)?.best().cloned();
-        Ok(row.map(|row| Found { size, work, row }))
+        Ok(row.map(|row| FoundModel { size, work, row }))
     }
 
-    fn profile(&self, work: &Work, size: usize) -> Result<Profile> {
+    fn profile(&self, work: &Workload, size: usize) -> Result<Profile> {
         let layers = work.layers()?;
         let layer = |name: &str| {
             let twin = self.layers.get(&self.family.twin(name, size));
@@ -121,13 +130,13 @@ impl LargestSearch {
     }
 }
 
-fn with_size(work: &Work, family: Family, size: usize) -> Work {
+fn with_size(work: &Workload, family: Family, size: usize) -> Workload {
     let (ModelName::UNet { channels: width, .. } | ModelName::AmoebaNet { filters: width, .. }) =
         work.model
     else {
         unreachable!("a family's models are U-Nets or AmoebaNets")
     };
-    Work { model: family.model(size, width), ..work.clone() }
+    Workload { model: family.model(size, width), ..work.clone() }
 }
 
 #[cfg(test)]
@@ -138,7 +147,7 @@ mod tests {
     fn every_layer_of_every_size_has_its_twin_among_those_that_were_measured() {
         for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
             let model = family.model(1, width);
-            let work = Work { batch: 2, image: 64, ..Work::default_of(model, Device::Cpu) };
+            let work = Workload { batch: 2, image: 64, ..Workload::default_of(model, Device::Cpu) };
             let search =
                 LargestSearch::measure(family, work, Device::Cpu, Bytes(1 << 20)).expect("layers");
             for size in first..=6 {
@@ -156,8 +165,11 @@ mod tests {
     #[test]
     fn the_largest_one_fits_and_the_next_one_does_not() {
         let (family, limit) = (Family::Unet, Bytes(4 << 20));
-        let work =
-            Work { batch: 4, image: 64, ..Work::default_of(family.model(1, 2), Device::Cpu) };
+        let work = Workload {
+            batch: 4,
+            image: 64,
+            ..Workload::default_of(family.model(1, 2), Device::Cpu)
+        };
         let search = LargestSearch::measure(family, work, Device::Cpu, limit).expect("layers");
         for experiment in [1, 3].map(|stages| Experiment { stages, is_naive: false }) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");

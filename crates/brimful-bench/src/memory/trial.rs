@@ -12,7 +12,7 @@ use brimful_cli::setting::{accounts, loss};
 use tch::{Device, Tensor};
 
 use super::family::Family;
-use super::search::Found;
+use super::search::FoundModel;
 
 /// An arena's size on a CPU where nothing else is asked for.
 const ARENA: Bytes = Bytes(80 << 20);
@@ -56,7 +56,7 @@ impl TrialDevices {
     }
 
     /// How long the two steps will take, by plan: on a CPU all stages share its cores.
-    pub(super) fn seconds(&self, found: &Found) -> f64 {
+    pub(super) fn seconds(&self, found: &FoundModel) -> f64 {
         let stages = found.row.balance.sizes().len();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallel = if self.device == Device::Cpu { stages.min(cores) } else { stages };
@@ -65,14 +65,14 @@ impl TrialDevices {
     }
 
     /// Takes the steps; nothing where memory runs out.
-    pub(super) fn run(&self, found: &Found, family: Family) -> Result<Option<StepMemory>> {
+    pub(super) fn run(&self, found: &FoundModel, family: Family) -> Result<Option<StepMemory>> {
         match self.steps(found, family) {
             Err(error) if exit::ran_out(&error) => Ok(None),
             other => other.map(Some),
         }
     }
 
-    fn steps(&self, found: &Found, family: Family) -> Result<StepMemory> {
+    fn steps(&self, found: &FoundModel, family: Family) -> Result<StepMemory> {
         let work = &found.work;
         let memories = self.memories(found.row.balance.sizes().len())?;
         let mut pipeline = Pipeline::builder(work.layers()?)

@@ -12,9 +12,9 @@ use tch::Device;
 use super::report::SpeedRow;
 use super::tuned::{TunedModel, Tuning, in_use};
 use crate::journal::Journal;
-use crate::times::Times;
+use crate::times::StepTimes;
 use crate::turns::TurnProgress;
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
 /// allocator fills its cache.
@@ -35,7 +35,7 @@ pub(super) enum MicroContestant {
 
 impl MicroContestant {
     /// The first three are always there; replay is for CUDA, channels are for convolutions.
-    fn all(work: &Work, device: Device) -> Vec<Self> {
+    fn all(work: &Workload, device: Device) -> Vec<Self> {
         let mut all = vec![Self::Loop, Self::Streaming, Self::Resident];
         for (replay, channels_last) in [(false, true), (true, false), (true, true)] {
             let possible =
@@ -72,7 +72,7 @@ pub(super) struct ContestantFigures {
     pub(super) contestant: MicroContestant,
     /// Seconds of the steps that do not count.
     pub(super) warm_up: Vec<f64>,
-    pub(super) times: Times,
+    pub(super) times: StepTimes,
     pub(super) peak: Option<Bytes>,
     pub(super) loss: f64,
 }
@@ -84,7 +84,7 @@ pub(super) fn turns(repeats: usize) -> usize {
 
 /// Measures a row: its contestants take turns.
 pub(super) fn measure(
-    work: &Work,
+    work: &Workload,
     device: Device,
     repeats: usize,
     progress: &TurnProgress,
@@ -95,7 +95,7 @@ pub(super) fn measure(
     let new = |contestant| ContestantFigures {
         contestant,
         warm_up: Vec::new(),
-        times: Times::default(),
+        times: StepTimes::default(),
         peak: None,
         loss: 0.0,
     };
@@ -104,7 +104,7 @@ pub(super) fn measure(
     for turn in 0..turns(repeats) {
         for figures in &mut all {
             progress.turn(&work.title(), figures.contestant.name(), turn, WARM_UP, repeats);
-            let Turn { seconds, loss, peak } = arena.turn(figures.contestant)?;
+            let MeasuredTurn { seconds, loss, peak } = arena.turn(figures.contestant)?;
             (figures.peak, figures.loss) = (peak, loss);
             if turn < WARM_UP {
                 figures.warm_up.push(seconds);
@@ -142,7 +142,7 @@ fn same(losses: &[f64], dtype: NumberType) -> Result<()> {
 
 /// One mini-batch, and all who run it.
 struct Contest<'a> {
-    work: &'a Work,
+    work: &'a Workload,
     device: Device,
     corners: Vec<TunedModel>,
     host: Samples,
@@ -151,14 +151,14 @@ struct Contest<'a> {
 }
 
 /// What one turn gave.
-struct Turn {
+struct MeasuredTurn {
     seconds: f64,
     loss: f64,
     peak: Option<Bytes>,
 }
 
 impl<'a> Contest<'a> {
-    fn new(work: &'a Work, device: Device) -> Result<Self> {
+    fn new(work: &'a Workload, device: Device) -> Result<Self> {
         let host = work.samples(work.batch);
         let pinned = match device {
             Device::Cpu => share(&host),
@@ -182,7 +182,7 @@ impl<'a> Contest<'a> {
     }
 
     /// One step, timed from a quiet device to a quiet device.
-    fn turn(&mut self, contestant: MicroContestant) -> Result<Turn> {
+    fn turn(&mut self, contestant: MicroContestant) -> Result<MeasuredTurn> {
         let device = self.device;
         self.corner(contestant.tuning())?.clear()?;
         let before = in_use(device)?;
@@ -207,7 +207,7 @@ impl<'a> Contest<'a> {
         drop(batch);
         corner.clear()?;
         corner.kept += in_use(device)?.saturating_sub(before);
-        Ok(Turn { seconds, loss, peak })
+        Ok(MeasuredTurn { seconds, loss, peak })
     }
 
     /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.

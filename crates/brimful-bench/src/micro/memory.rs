@@ -16,13 +16,13 @@ use tch::nn::VarStore;
 use super::report::MemoryRow;
 use crate::journal::Journal;
 use crate::turns::TurnProgress;
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// Micro-batches in each mini-batch, and which of them it is compared with.
 const COUNTS: [(usize, Option<usize>); 4] = [(1, None), (2, None), (64, Some(1)), (128, Some(2))];
 
 /// Micro-batches in all mini-batches.
-pub(super) fn pieces(work: &Work, training_set: Option<usize>) -> usize {
+pub(super) fn pieces(work: &Workload, training_set: Option<usize>) -> usize {
     let mini_batches = mini_batches(work.micro_batch, training_set);
     mini_batches.map(|(samples, _)| samples.div_ceil(work.micro_batch)).sum()
 }
@@ -38,7 +38,7 @@ fn mini_batches(
 
 /// Measures the peaks of one micro-batch size, with the mini-batch in host memory.
 pub(super) fn measure(
-    work: &Work,
+    work: &Workload,
     training_set: Option<usize>,
     device: Device,
     progress: &TurnProgress,
@@ -56,7 +56,7 @@ pub(super) fn measure(
     let mut peaks: Vec<(usize, Bytes)> = Vec::new();
     for (samples, base) in mini_batches(work.micro_batch, training_set) {
         let (count, work) =
-            (samples.div_ceil(work.micro_batch), Work { batch: samples, ..work.clone() });
+            (samples.div_ceil(work.micro_batch), Workload { batch: samples, ..work.clone() });
         progress.row(&work.title());
         let batch = repeated(&one, count, samples);
         let size = Size::Fixed(work.micro_batch);

@@ -18,7 +18,7 @@ use tch::Device;
 
 use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
-use crate::work::{self, GptShape, Work};
+use crate::work::{self, GptShape, Workload};
 
 /// MicroOptions of `brimful-bench micro`.
 #[derive(Debug, Args)]
@@ -87,7 +87,7 @@ pub(crate) fn run(options: &MicroOptions) -> Result<()> {
     let mut journal = Journal::begin("micro", device, &options.output, facts)?;
     let repeats = options.repeats as usize;
     let training_set = options.training_set.map(|samples| samples as usize);
-    let pieces = |work: &Work| match options.memory {
+    let pieces = |work: &Workload| match options.memory {
         true => memory::pieces(work, training_set),
         false => contest::turns(repeats),
     };
@@ -104,20 +104,20 @@ pub(crate) fn run(options: &MicroOptions) -> Result<()> {
 }
 
 impl MicroOptions {
-    fn rows(&self, device: Device) -> Result<Vec<Work>> {
+    fn rows(&self, device: Device) -> Result<Vec<Workload>> {
         if self.table {
             let table = work::table(device);
             return Ok(table.into_iter().map(|row| self.with_shapes(row)).collect());
         }
-        let mut work = self.with_shapes(Work::default_of(self.model, device));
+        let mut work = self.with_shapes(Workload::default_of(self.model, device));
         work.dtype = self.dtype.unwrap_or(work.dtype);
         work.batch = self.batch_size.map_or(work.batch, |batch| batch as usize);
         work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
         Ok(vec![work])
     }
 
-    fn with_shapes(&self, work: Work) -> Work {
-        Work {
+    fn with_shapes(&self, work: Workload) -> Workload {
+        Workload {
             image: self.image.map_or(work.image, i64::from),
             gpt: self.gpt.unwrap_or(work.gpt),
             ..work

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::contest::ContestantFigures;
 use super::tuned::Tuning;
 use crate::journal::Journal;
-use crate::work::Work;
+use crate::work::Workload;
 
 /// A contestant's figures.
 #[derive(Debug, Serialize)]
@@ -62,7 +62,7 @@ struct WorkColumns {
 
 impl SpeedRow {
     pub(super) fn new(
-        work: &Work,
+        work: &Workload,
         figures: &ContestantFigures,
         ratio: f64,
         ratio_to_resident: Option<f64>,
@@ -109,7 +109,7 @@ impl SpeedRow {
 
 impl MemoryRow {
     pub(super) fn new(
-        work: &Work,
+        work: &Workload,
         micro_batches: usize,
         samples_per_s: f64,
         peak_bytes: Bytes,
@@ -147,7 +147,7 @@ impl MemoryRow {
 }
 
 impl WorkColumns {
-    fn new(work: &Work) -> Self {
+    fn new(work: &Workload) -> Self {
         Self {
             model: work.model,
             shape: work.shape(),

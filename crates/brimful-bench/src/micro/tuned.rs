@@ -9,7 +9,7 @@ use brimful_cli::setting::clear_gradients;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// How the library is to run a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(super) struct TunedModel {
 }
 
 impl TunedModel {
-    pub(super) fn new(work: &Work, device: Device, tuning: Tuning) -> Result<Self> {
+    pub(super) fn new(work: &Workload, device: Device, tuning: Tuning) -> Result<Self> {
         let before = in_use(device)?;
         let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
@@ -44,7 +44,11 @@ impl TunedModel {
         clear_gradients(&self.store)
     }
 
-    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
+    pub(super) fn step(
+        &mut self,
+        work: &Workload,
+        batch: &Samples,
+    ) -> Result<(f64, Option<Bytes>)> {
         let Self { model, micro, .. } = self;
         let step = micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
         if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
@@ -54,7 +58,11 @@ impl TunedModel {
     }
 
     /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
-    pub(super) fn by_hand(&self, work: &Work, (x, y): &Samples) -> Result<(f64, Option<Bytes>)> {
+    pub(super) fn by_hand(
+        &self,
+        work: &Workload,
+        (x, y): &Samples,
+    ) -> Result<(f64, Option<Bytes>)> {
         let device = self.store.device();
         let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
         if let Some(memory) = &memory {

@@ -12,17 +12,17 @@ use brimful_torch::{device as torch_device, threads};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// A model, run in the same micro-batches as the pipeline's.
-pub(super) struct Alone {
+pub(super) struct OneThread {
     store: VarStore,
     model: Model,
     micro: MicroBatcher,
 }
 
-impl Alone {
-    pub(super) fn new(work: &Work, device: Device) -> Result<Self> {
+impl OneThread {
+    pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
         let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
         let micro = MicroBatcher::new(&store, Size::Fixed(work.micro_batch));
@@ -34,7 +34,7 @@ impl Alone {
     }
 
     /// One step: its seconds and its loss.
-    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<(f64, f64)> {
+    pub(super) fn step(&mut self, work: &Workload, batch: &Samples) -> Result<(f64, f64)> {
         clear_gradients(&self.store)?;
         let device = self.store.device();
         torch_device::synchronize(device)?;
@@ -47,15 +47,15 @@ impl Alone {
 }
 
 /// As many models as there are stages, each on a thread of its own, with nothing between them.
-pub(super) struct Copies(Vec<Alone>);
+pub(super) struct ThreadCopies(Vec<OneThread>);
 
-impl Copies {
-    pub(super) fn new(work: &Work, count: usize) -> Result<Self> {
-        (0..count).map(|_| Alone::new(work, Device::Cpu)).collect::<Result<_>>().map(Self)
+impl ThreadCopies {
+    pub(super) fn new(work: &Workload, count: usize) -> Result<Self> {
+        (0..count).map(|_| OneThread::new(work, Device::Cpu)).collect::<Result<_>>().map(Self)
     }
 
     /// The seconds from the moment when all begin until the last one's end.
-    pub(super) fn step(&mut self, work: &Work, batch: &Samples) -> Result<f64> {
+    pub(super) fn step(&mut self, work: &Workload, batch: &Samples) -> Result<f64> {
         let begin = Barrier::new(self.0.len() + 1);
         thread::scope(|scope| {
             let threads: Vec<_> = (self.0.iter_mut())

@@ -5,26 +5,26 @@ use brimful::balance::Profile;
 use brimful::plan::PlanChoice;
 use tch::Device;
 
-use super::alone::{Alone, Copies};
+use super::alone::{OneThread, ThreadCopies};
 use super::report::{AloneRow, NotBuiltRow, PipelineRow};
 use super::runner::Runner;
 use super::{PipelineOptions, picture};
 use crate::journal::Journal;
-use crate::times::Times;
+use crate::times::StepTimes;
 use crate::turns::TurnProgress;
-use crate::work::{Samples, Work};
+use crate::work::{Samples, Workload};
 
 /// Steps of each contestant before the first one that counts.
 const WARM_UP: usize = 1;
 
 /// The model alone, its copies, and the pipelines.
 pub(super) struct PipelineContest {
-    work: Work,
+    work: Workload,
     stages: usize,
     batch: Samples,
-    alone: Alone,
+    alone: OneThread,
     /// None on an accelerator, and where one stage makes them pointless.
-    copies: Option<Copies>,
+    copies: Option<ThreadCopies>,
     runners: Vec<Runner>,
     /// Those that cannot be built: a model has too few layers for some schedules.
     missing: Vec<NotBuiltRow>,
@@ -38,13 +38,13 @@ pub(super) fn turns(repeats: usize) -> usize {
 impl PipelineContest {
     pub(super) fn new(
         options: &PipelineOptions,
-        work: &Work,
+        work: &Workload,
         profile: &Profile,
         devices: &[Device],
     ) -> Result<Self> {
-        let (alone, stages) = (Alone::new(work, devices[0])?, devices.len());
+        let (alone, stages) = (OneThread::new(work, devices[0])?, devices.len());
         let is_parallel = devices[0] == Device::Cpu && stages > 1;
-        let copies = is_parallel.then(|| Copies::new(work, stages)).transpose()?;
+        let copies = is_parallel.then(|| ThreadCopies::new(work, stages)).transpose()?;
         let (parameters, mut runners, mut missing) = (alone.variables(), Vec::new(), Vec::new());
         for &schedule in &options.schedule {
             for &recompute in &options.recompute {
@@ -72,7 +72,7 @@ impl PipelineContest {
     ) -> Result<()> {
         let title = format!("{}, {} stages", self.work.title(), self.stages);
         progress.row(&title);
-        let (mut alone, mut copies) = (Times::default(), Times::default());
+        let (mut alone, mut copies) = (StepTimes::default(), StepTimes::default());
         for turn in 0..turns(repeats) {
             let counts = turn >= WARM_UP;
             progress.turn(&title, "one thread", turn, WARM_UP, repeats);

@@ -26,7 +26,7 @@ use tch::Device;
 
 use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
-use crate::work::{GptShape, Work};
+use crate::work::{GptShape, Workload};
 use contest::PipelineContest;
 
 /// Tokens of the GPT: bytes. A larger table would make its head the one large stage. Its 32 equal
@@ -101,7 +101,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     let mut picture = None;
     for &model in models {
         let works = options.micro_batches.iter().map(|&m| options.work(model, m, device));
-        let works: Vec<Work> = works.collect();
+        let works: Vec<Workload> = works.collect();
         let profile = measured(&works[0], device, &progress)?;
         for (work, &stages) in
             works.iter().flat_map(|work| options.stages.iter().map(move |s| (work, s)))
@@ -119,7 +119,7 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
 }
 
 /// The time and memory of the layers with one micro-batch, of which there may be any number.
-fn measured(work: &Work, device: Device, progress: &TurnProgress) -> Result<Profile> {
+fn measured(work: &Workload, device: Device, progress: &TurnProgress) -> Result<Profile> {
     work.dtype.prepare(device)?;
     let sample = work.samples(work.micro_batch).0;
     progress.row(&format!("{}: the layers", work.title()));
@@ -133,14 +133,14 @@ impl PipelineOptions {
         if self.table { &[ModelName::Gpt, ModelName::Resnet101] } else { &self.model }
     }
 
-    fn work(&self, model: ModelName, micro_batches: usize, device: Device) -> Work {
+    fn work(&self, model: ModelName, micro_batches: usize, device: Device) -> Workload {
         let usual = match model {
             ModelName::Mlp => 32,
             ModelName::Gpt | ModelName::UNet { .. } => 1,
             _ => 2,
         };
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
-        Work {
+        Workload {
             model,
             dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
             batch: micro_batch * micro_batches,

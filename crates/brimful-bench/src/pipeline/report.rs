@@ -12,8 +12,8 @@ use serde::Serialize;
 use super::runner::Runner;
 use crate::columns::{Columns, Speed};
 use crate::journal::Journal;
-use crate::times::Times;
-use crate::work::Work;
+use crate::times::StepTimes;
+use crate::work::Workload;
 
 /// The model on one thread.
 #[derive(Debug, Serialize)]
@@ -107,12 +107,12 @@ fn enter(
 }
 
 /// How many micro-batches there are.
-fn micro_batches(work: &Work) -> usize {
+fn micro_batches(work: &Workload) -> usize {
     work.batch / work.micro_batch
 }
 
 impl AloneRow {
-    pub(super) fn new(work: &Work, times: &Times) -> Self {
+    pub(super) fn new(work: &Workload, times: &StepTimes) -> Self {
         let (schedule, recompute, peak_bytes) = (None, None, None);
         let (columns, speed) = (Columns::new("one thread", work), Speed::new(work, times));
         let micro_batches = micro_batches(work);
@@ -143,10 +143,10 @@ impl AloneRow {
 
 impl PipelineRow {
     pub(super) fn new(
-        work: &Work,
+        work: &Workload,
         runner: &Runner,
         stages: usize,
-        alone: &Times,
+        alone: &StepTimes,
         machine: f64,
     ) -> Result<Self> {
         let (limit, simulated) = (runner.limit()?, runner.simulated());
@@ -201,7 +201,7 @@ fn published(model: ModelName, stages: usize, schedule: Schedule) -> Option<f64>
 }
 
 impl NotBuiltRow {
-    pub(super) fn new(work: &Work, choice: PlanChoice, stages: usize, error: Error) -> Self {
+    pub(super) fn new(work: &Workload, choice: PlanChoice, stages: usize, error: Error) -> Self {
         let PlanChoice { schedule, recompute, .. } = choice;
         let (columns, error) = (Columns::new("brimful", work), format!("{error:#}"));
         let micro_batches = micro_batches(work);

@@ -12,21 +12,21 @@ use brimful::{Bytes, Loss, Pipeline};
 use brimful_cli::setting::loss;
 use tch::{Device, Tensor};
 
-use crate::times::Times;
-use crate::work::{Samples, Work};
+use crate::times::StepTimes;
+use crate::work::{Samples, Workload};
 
 /// A pipeline and what is known of it.
 pub(super) struct Runner {
     pub(super) row: PlanRow,
     /// What the layers' own times promise.
     pub(super) planned: plan::PlannedStep,
-    pub(super) times: Times,
+    pub(super) times: StepTimes,
     /// The steps that count.
     steps: Vec<Step>,
     /// On each device, where they are counted.
     pub(super) peaks: Vec<Option<Bytes>>,
     pipeline: Pipeline,
-    work: Work,
+    work: Workload,
     stages: usize,
 }
 
@@ -34,7 +34,7 @@ impl Runner {
     /// A pipeline balanced by the layers' time, with the model's parameters.
     pub(super) fn new(
         choice: PlanChoice,
-        work: &Work,
+        work: &Workload,
         profile: &Profile,
         devices: &[Device],
         parameters: &[(String, Tensor)],
@@ -51,7 +51,7 @@ impl Runner {
         let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
         pipeline.set_variables(parameters.iter().map(share).collect())?;
-        let (times, work) = (Times::default(), work.clone());
+        let (times, work) = (StepTimes::default(), work.clone());
         let (steps, peaks) = (Vec::new(), Vec::new());
         Ok(Self { row, planned, times, steps, peaks, pipeline, work, stages })
     }

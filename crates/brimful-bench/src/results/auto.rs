@@ -1,10 +1,10 @@
 //! Automatic sizes: beside what there was to find, and beside Composer's.
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const FOUND: [Column; 11] = [
+const FOUND: [TableColumn; 11] = [
     ("work", "model, limit, mini-batch"),
     ("largest", "largest"),
     ("feasible", "of what fits"),
@@ -18,7 +18,7 @@ const FOUND: [Column; 11] = [
     ("of_fixed", "of fixed"),
 ];
 
-const BESIDE: [Column; 6] = [
+const BESIDE: [TableColumn; 6] = [
     ("contestant", "who"),
     ("micro_batch", "size"),
     ("failed", "failed"),
@@ -39,7 +39,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     tables
 }
 
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let searched: Vec<&ResultRow> = rows.iter().filter(|row| row.has("largest")).copied().collect();
     let mut panels = Vec::new();
     if !searched.is_empty() {
@@ -49,7 +49,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
         };
         let bars = searched.iter().filter_map(ratio).collect();
         let title = "Rate of the automatic size".to_owned();
-        panels.push(Panel {
+        panels.push(BarPanel {
             title,
             unit: "over the best size's",
             bars,
@@ -57,7 +57,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
             is_zoomed: false,
         });
     }
-    panels.extend(contests(rows).into_iter().map(|(title, group)| Panel {
+    panels.extend(contests(rows).into_iter().map(|(title, group)| BarPanel {
         title,
         unit: "samples/s",
         bars: group.iter().map(|row| Bar::of_speed(row, row.contestant())).collect(),
@@ -82,34 +82,34 @@ fn contests<'a>(rows: &[&'a ResultRow]) -> Vec<(String, Vec<&'a ResultRow>)> {
 fn found(row: &ResultRow) -> TableLine {
     let of = |object: &str, key: &str| row.0[object][key].as_f64();
     TableLine::Figures(vec![
-        Cell::text(work(row)),
-        Cell::Count(of("largest", "size")),
-        Cell::Count(of("largest", "feasible")),
-        Cell::Count(of("largest", "failed")),
-        Cell::Ratio(of("largest", "extra_steps"), 2),
-        Cell::Count(row.number("micro_batch")),
-        Cell::Count(row.number("failed")),
-        Cell::Number(row.speed()),
-        Cell::Count(of("best", "size")),
-        Cell::Ratio(of("best", "ratio"), 3),
-        Cell::Ratio(row.number("ratio_to_fixed"), 3),
+        TableCell::text(work(row)),
+        TableCell::Count(of("largest", "size")),
+        TableCell::Count(of("largest", "feasible")),
+        TableCell::Count(of("largest", "failed")),
+        TableCell::Ratio(of("largest", "extra_steps"), 2),
+        TableCell::Count(row.number("micro_batch")),
+        TableCell::Count(row.number("failed")),
+        TableCell::Number(row.speed()),
+        TableCell::Count(of("best", "size")),
+        TableCell::Ratio(of("best", "ratio"), 3),
+        TableCell::Ratio(row.number("ratio_to_fixed"), 3),
     ])
 }
 
 fn beside(title: &str, group: &[&ResultRow]) -> Table {
     let peer = best(group.iter().copied().filter(|row| row.side() == Side::Peer));
     let line = |row: &&ResultRow| {
-        let name = Cell::text(row.contestant());
+        let name = TableCell::text(row.contestant());
         if let Some(error) = row.error() {
             return TableLine::Failed(vec![name], error.to_owned());
         }
         TableLine::Figures(vec![
             name,
-            Cell::Count(row.number("micro_batch")),
-            Cell::Count(row.number("failed")),
-            Cell::Number(row.number("first_step_s")),
-            Cell::Number(row.speed()),
-            Cell::Ratio(over(row.speed(), peer), 3),
+            TableCell::Count(row.number("micro_batch")),
+            TableCell::Count(row.number("failed")),
+            TableCell::Number(row.number("first_step_s")),
+            TableCell::Number(row.speed()),
+            TableCell::Ratio(over(row.speed(), peer), 3),
         ])
     };
     let lines = group.iter().map(line).collect();

@@ -6,7 +6,7 @@ use super::row::{ResultRow, Side};
 
 /// Bars that are compared with each other.
 #[derive(Debug, Clone)]
-pub(super) struct Panel {
+pub(super) struct BarPanel {
     pub(super) title: String,
     /// What the figures are.
     pub(super) unit: &'static str,
@@ -66,8 +66,8 @@ const STYLE: &str = "\
 .reference{fill:#45505c}.point{fill:#ffffff}.fail{fill:#f08a75}}";
 
 /// Draws the panels under each other, each on a scale of its own.
-pub(super) fn svg(panels: &[Panel]) -> String {
-    let height = HEADER + panels.iter().map(Panel::height).sum::<f64>();
+pub(super) fn svg(panels: &[BarPanel]) -> String {
+    let height = HEADER + panels.iter().map(BarPanel::height).sum::<f64>();
     let mut out = format!(
         r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif">
 <style>{STYLE}</style>
@@ -85,7 +85,7 @@ pub(super) fn svg(panels: &[Panel]) -> String {
 }
 
 /// What the colours mean, of those that occur.
-fn legend(out: &mut String, panels: &[Panel]) {
+fn legend(out: &mut String, panels: &[BarPanel]) {
     let bars = || panels.iter().flat_map(|panel| &panel.bars);
     let sides = [(Side::Ours, "brimful"), (Side::Peer, "peer"), (Side::Reference, "reference")];
     let occurring = sides.into_iter().filter(|(side, _)| bars().any(|bar| bar.side == *side));
@@ -108,7 +108,7 @@ fn legend(out: &mut String, panels: &[Panel]) {
     }
 }
 
-impl Panel {
+impl BarPanel {
     fn height(&self) -> f64 {
         TITLE + self.bars.len() as f64 * (ROW + ROW_GAP) + PANEL_GAP
     }
@@ -121,7 +121,7 @@ impl Panel {
             escape(&self.title),
             escape(self.unit)
         );
-        let scale = Scale::new(self);
+        let scale = BarScale::new(self);
         for (place, bar) in self.bars.iter().enumerate() {
             let y = top + TITLE + place as f64 * (ROW + ROW_GAP);
             text(out, (MARGIN, y + 15.5), 13.0, "soft", "start", &shortened(&bar.label, 54));
@@ -135,7 +135,7 @@ impl Panel {
         }
     }
 
-    fn figure(&self, out: &mut String, scale: &Scale, bar: &Bar, value: f64, y: f64) {
+    fn figure(&self, out: &mut String, scale: &BarScale, bar: &Bar, value: f64, y: f64) {
         let left = MARGIN + LABEL;
         rect(out, (left, y), (LANE, ROW), "lane");
         if self.is_zoomed {
@@ -155,13 +155,13 @@ impl Panel {
 }
 
 /// Where a figure lies in a lane.
-struct Scale {
+struct BarScale {
     from: f64,
     to: f64,
 }
 
-impl Scale {
-    fn new(panel: &Panel) -> Self {
+impl BarScale {
+    fn new(panel: &BarPanel) -> Self {
         let figures = panel.bars.iter().flat_map(|bar| {
             let value = bar.value.as_ref().ok().copied();
             bar.points.iter().copied().chain(value).chain(bar.mark)
@@ -237,7 +237,7 @@ mod tests {
             },
         ];
         let panel =
-            Panel { title: "a & b".into(), unit: "samples/s", bars, mark: "", is_zoomed: false };
+            BarPanel { title: "a & b".into(), unit: "samples/s", bars, mark: "", is_zoomed: false };
         let picture = svg(&[panel]);
         assert!(picture.contains("a &amp; b") && picture.contains("no &lt;such&gt; card"));
         // One on the bar for each measurement, and one in the legend.
@@ -249,8 +249,13 @@ mod tests {
     fn a_zoomed_scale_holds_every_figure_and_no_more_than_needed() {
         let bar = |value| Bar::of(String::new(), Side::Ours, value);
         let bars = vec![bar(0.912), bar(0.908)];
-        let scale =
-            Scale::new(&Panel { title: String::new(), unit: "", bars, mark: "", is_zoomed: true });
+        let scale = BarScale::new(&BarPanel {
+            title: String::new(),
+            unit: "",
+            bars,
+            mark: "",
+            is_zoomed: true,
+        });
         assert!(scale.from < 0.908 && scale.from > 0.9 && scale.to > 0.912 && scale.to < 0.92);
     }
 }

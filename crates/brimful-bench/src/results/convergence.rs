@@ -2,14 +2,14 @@
 
 use serde::Serialize;
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
 /// The contestant that the others are compared with.
 const FULL: &str = "full batch";
 
-const COLUMNS: [Column; 8] = [
+const COLUMNS: [TableColumn; 8] = [
     ("contestant", "contestant"),
     ("accuracies", "test accuracies by seed"),
     ("mean_accuracy", "mean"),
@@ -54,7 +54,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     grouped(&runs(rows), work).into_iter().map(table).collect()
 }
 
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let panel = |(title, group): (String, Vec<&ResultRow>)| {
         let bar = |(name, runs): (String, Vec<&ResultRow>)| {
             let points: Vec<f64> =
@@ -64,7 +64,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
             Bar { points, ..Bar::of(name, side, mean) }
         };
         let bars = grouped(&group, ResultRow::contestant).into_iter().map(bar).collect();
-        Panel {
+        BarPanel {
             title,
             unit: "test accuracy in %, a seed each, and their mean",
             bars,
@@ -95,17 +95,17 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     let reached = accuracies(runs, name);
     let listed: Vec<String> = reached.iter().map(|a| format!("{:.2} %", 100.0 * a)).collect();
     let comparison = Comparison::new(&reached, full);
-    let of = |part: fn(&Comparison) -> f64| Cell::Percent(comparison.as_ref().map(part), 2);
+    let of = |part: fn(&Comparison) -> f64| TableCell::Percent(comparison.as_ref().map(part), 2);
     let within = comparison.as_ref().map_or("–", |c| if c.within_noise { "yes" } else { "no" });
     TableLine::Figures(vec![
-        Cell::text(name),
-        Cell::Text(listed.join(", ")),
+        TableCell::text(name),
+        TableCell::Text(listed.join(", ")),
         of(|comparison| comparison.mean_accuracy),
         of(|comparison| comparison.deviation),
         of(|comparison| comparison.difference),
         of(|comparison| comparison.noise),
-        Cell::text(within),
-        Cell::Count(runs.last().and_then(|row| row.number("micro_batch"))),
+        TableCell::text(within),
+        TableCell::Count(runs.last().and_then(|row| row.number("micro_batch"))),
     ])
 }
 

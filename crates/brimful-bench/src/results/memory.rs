@@ -1,10 +1,10 @@
 //! The largest models that fit, and what takes their memory.
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const COLUMNS: [Column; 9] = [
+const COLUMNS: [TableColumn; 9] = [
     ("experiment", "experiment"),
     ("model", "largest model"),
     ("parameters", "parameters"),
@@ -25,7 +25,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
 }
 
 /// Each experiment's ratio, with the published one as its mark.
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let bar = |row: &&ResultRow| {
         let error = || row.error().unwrap_or("no figures").to_owned();
         Bar {
@@ -38,7 +38,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
     };
     let panel = |(title, group): (String, Vec<&ResultRow>)| {
         let (unit, mark) = ("parameters over those of the first", "published, of other cards");
-        Panel { title, unit, bars: group.iter().map(bar).collect(), mark, is_zoomed: false }
+        BarPanel { title, unit, bars: group.iter().map(bar).collect(), mark, is_zoomed: false }
     };
     grouped(rows, family).into_iter().map(panel).collect()
 }
@@ -52,19 +52,19 @@ fn family(row: &ResultRow) -> String {
 }
 
 fn line(row: &ResultRow) -> TableLine {
-    let experiment = Cell::text(row.text("experiment"));
+    let experiment = TableCell::text(row.text("experiment"));
     if let Some(error) = row.error() {
         return TableLine::Failed(vec![experiment], error.to_owned());
     }
     TableLine::Figures(vec![
         experiment,
-        Cell::text(row.text("model")),
-        Cell::Count(row.number("parameters")),
-        Cell::Ratio(row.number("ratio"), 1),
-        Cell::Ratio(row.number("published_ratio"), 1),
-        Cell::text(row.text("recompute")),
-        Cell::Bytes(row.number("resident_bytes")),
-        Cell::Bytes(row.number("activation_bytes")),
-        Cell::Bytes(row.number("peak_bytes")),
+        TableCell::text(row.text("model")),
+        TableCell::Count(row.number("parameters")),
+        TableCell::Ratio(row.number("ratio"), 1),
+        TableCell::Ratio(row.number("published_ratio"), 1),
+        TableCell::text(row.text("recompute")),
+        TableCell::Bytes(row.number("resident_bytes")),
+        TableCell::Bytes(row.number("activation_bytes")),
+        TableCell::Bytes(row.number("peak_bytes")),
     ])
 }

@@ -1,10 +1,10 @@
 //! Micro-batched training: every way to run the same work, and peaks by the number of micro-batches.
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const SPEED: [Column; 8] = [
+const SPEED: [TableColumn; 8] = [
     ("contestant", "who"),
     ("samples_per_s", "samples/s"),
     ("over_loop", ": PyTorch loop"),
@@ -15,7 +15,7 @@ const SPEED: [Column; 8] = [
     ("first_step_s", "first step, s"),
 ];
 
-const GROWTH: [Column; 6] = [
+const GROWTH: [TableColumn; 6] = [
     ("work", "model, micro-batch"),
     ("micro_batches", "micro-batches"),
     ("batch", "samples"),
@@ -35,12 +35,12 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     tables
 }
 
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let (grown, timed): (Vec<&ResultRow>, Vec<&ResultRow>) =
         rows.iter().partition(|row| row.has("micro_batches"));
     let panel = |(title, group): (String, Vec<&ResultRow>)| {
         let bars = group.iter().map(|row| Bar::of_speed(row, row.contestant())).collect();
-        Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
+        BarPanel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
     };
     let speeds = grouped(&timed, work).into_iter().map(panel);
     let panel = |(title, group): (String, Vec<&ResultRow>)| {
@@ -50,7 +50,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
             Bar::of(label, row.side(), mebibytes)
         };
         let bars = group.iter().map(bar).collect();
-        Panel { title, unit: "peak MiB", bars, mark: "", is_zoomed: false }
+        BarPanel { title, unit: "peak MiB", bars, mark: "", is_zoomed: false }
     };
     speeds.chain(grouped(&grown, cut).into_iter().map(panel)).collect()
 }
@@ -69,20 +69,20 @@ fn speed(title: String, group: &[&ResultRow]) -> Table {
     let peers = group.iter().copied().filter(|row| row.side() == Side::Peer);
     let (loop_, tch, peer) = (of("PyTorch loop"), of("tch loop"), best(peers));
     let line = |row: &&ResultRow| {
-        let name = Cell::text(row.contestant());
+        let name = TableCell::text(row.contestant());
         if let Some(error) = row.error() {
             return TableLine::Failed(vec![name], error.to_owned());
         }
         let first = row.numbers("warm_up_seconds").first().copied();
         TableLine::Figures(vec![
             name,
-            Cell::Number(row.speed()),
-            Cell::Ratio(over(row.speed(), loop_), 3),
-            Cell::Ratio(over(row.speed(), peer), 3),
-            Cell::Ratio(over(row.speed(), tch), 3),
-            Cell::Percent(row.number("spread"), 1),
-            Cell::Bytes(row.number("peak_bytes")),
-            Cell::Number(first),
+            TableCell::Number(row.speed()),
+            TableCell::Ratio(over(row.speed(), loop_), 3),
+            TableCell::Ratio(over(row.speed(), peer), 3),
+            TableCell::Ratio(over(row.speed(), tch), 3),
+            TableCell::Percent(row.number("spread"), 1),
+            TableCell::Bytes(row.number("peak_bytes")),
+            TableCell::Number(first),
         ])
     };
     Table { title, columns: SPEED.into(), lines: group.iter().map(line).collect() }
@@ -91,12 +91,12 @@ fn speed(title: String, group: &[&ResultRow]) -> Table {
 fn growth(rows: &[&ResultRow]) -> Table {
     let line = |row: &&ResultRow| {
         TableLine::Figures(vec![
-            Cell::Text(cut(row)),
-            Cell::Count(row.number("micro_batches")),
-            Cell::Count(row.number("batch")),
-            Cell::Number(row.speed()),
-            Cell::Bytes(row.number("peak_bytes")),
-            Cell::Ratio(row.number("ratio"), 4),
+            TableCell::Text(cut(row)),
+            TableCell::Count(row.number("micro_batches")),
+            TableCell::Count(row.number("batch")),
+            TableCell::Number(row.speed()),
+            TableCell::Bytes(row.number("peak_bytes")),
+            TableCell::Ratio(row.number("ratio"), 4),
         ])
     };
     let title = "Memory and rate by the number of micro-batches in a mini-batch".to_owned();

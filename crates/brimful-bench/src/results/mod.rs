@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 pub(crate) use convergence::Comparison;
 
-use chart::Panel;
+use chart::BarPanel;
 use row::ResultRow;
 use table::Table;
 
@@ -31,7 +31,7 @@ const TABLE: &str = "table.md";
 const PLOT: &str = "plot.svg";
 
 /// What makes tables and panels of a benchmark's rows.
-type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<Panel>);
+type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
 const BENCHES: [(&str, Views); 8] = [

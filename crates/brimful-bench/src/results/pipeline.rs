@@ -1,13 +1,13 @@
 //! Pipelines: each beside its limits, beside the peers with the same schedule, and the best of ours.
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
 /// The peers' model on one thread.
 const PEERS_ALONE: &str = "PyTorch, one thread";
 
-const COLUMNS: [Column; 14] = [
+const COLUMNS: [TableColumn; 14] = [
     ("pipeline", "stages, schedule, recompute"),
     ("contestant", "who"),
     ("samples_per_s", "samples/s"),
@@ -36,14 +36,14 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
 }
 
 /// A panel for each work and number of stages, with what bubble and machine allow as marks.
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     let panel = |title: &str, group: &[&ResultRow], stages: f64| {
         let bar = |row: &ResultRow| {
             let alone = over(row.speed(), row.number("ratio"));
             let mark = alone.and_then(|alone| Some(alone * over_limits(row, "limit")?));
             Bar { mark, ..Bar::of_speed(row, format!("{}, {}", row.contestant(), schedule(row))) }
         };
-        Panel {
+        BarPanel {
             title: format!("{title}, {stages} stages"),
             unit: "samples/s",
             bars: of_stages(group, stages).map(bar).collect(),
@@ -96,9 +96,9 @@ fn references(group: &[&ResultRow]) -> Vec<TableLine> {
     let line = |(name, rows): (String, Vec<&ResultRow>)| {
         let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
         speeds.sort_by(f64::total_cmp);
-        let cells = [Cell::text("–"), Cell::text(name)];
+        let cells = [TableCell::text("–"), TableCell::text(name)];
         let median = speeds.get(speeds.len() / 2).copied();
-        TableLine::Figures(cells.into_iter().chain([Cell::Number(median)]).collect())
+        TableLine::Figures(cells.into_iter().chain([TableCell::Number(median)]).collect())
     };
     grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
 }
@@ -119,7 +119,7 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
     let line = |row: &&ResultRow| {
         let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
         if let Some(error) = row.error() {
-            let cells = vec![Cell::Text(name), Cell::text(row.contestant())];
+            let cells = vec![TableCell::Text(name), TableCell::text(row.contestant())];
             return TableLine::Failed(cells, error.to_owned());
         }
         figures(row, name, same(row).filter(|_| row.side() == Side::Ours))
@@ -144,22 +144,22 @@ fn ratio(row: &ResultRow, group: &[&ResultRow]) -> Option<f64> {
     row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()))
 }
 
-fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<Cell> {
+fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<TableCell> {
     vec![
-        Cell::Text(name),
-        Cell::text(row.contestant()),
-        Cell::Number(row.speed()),
-        Cell::Ratio(ratio, 3),
-        Cell::Ratio(row.number("limit"), 3),
-        Cell::Ratio(row.number("simulated"), 3),
-        Cell::Ratio(row.number("machine"), 3),
-        Cell::Ratio(over(ratio, over_limits(row, "limit")), 3),
-        Cell::Ratio(over(ratio, over_limits(row, "simulated")), 3),
-        Cell::Ratio(over(row.speed(), peer), 3),
-        Cell::Ratio(row.number("published_ratio"), 3),
-        Cell::Percent(row.number("bubble"), 1),
-        Cell::Bytes(row.number("peak_bytes")),
-        Cell::Percent(row.number("spread"), 1),
+        TableCell::Text(name),
+        TableCell::text(row.contestant()),
+        TableCell::Number(row.speed()),
+        TableCell::Ratio(ratio, 3),
+        TableCell::Ratio(row.number("limit"), 3),
+        TableCell::Ratio(row.number("simulated"), 3),
+        TableCell::Ratio(row.number("machine"), 3),
+        TableCell::Ratio(over(ratio, over_limits(row, "limit")), 3),
+        TableCell::Ratio(over(ratio, over_limits(row, "simulated")), 3),
+        TableCell::Ratio(over(row.speed(), peer), 3),
+        TableCell::Ratio(row.number("published_ratio"), 3),
+        TableCell::Percent(row.number("bubble"), 1),
+        TableCell::Bytes(row.number("peak_bytes")),
+        TableCell::Percent(row.number("spread"), 1),
     ]
 }
 

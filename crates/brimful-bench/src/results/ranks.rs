@@ -1,8 +1,8 @@
 //! Ranks: data parallelism against one of them, pipelines against one process; and against the peers.
 
-use super::chart::{Bar, Panel};
+use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
-use super::table::{Cell, Column, Table, TableLine};
+use super::table::{Table, TableCell, TableColumn, TableLine};
 
 /// What tells the two benchmarks apart.
 struct View {
@@ -21,7 +21,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     DATA.tables(rows)
 }
 
-pub(super) fn panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     DATA.panels(rows)
 }
 
@@ -29,7 +29,7 @@ pub(super) fn pipeline_tables(rows: &[&ResultRow]) -> Vec<Table> {
     PIPELINE.tables(rows)
 }
 
-pub(super) fn pipeline_panels(rows: &[&ResultRow]) -> Vec<Panel> {
+pub(super) fn pipeline_panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
     PIPELINE.panels(rows)
 }
 
@@ -51,18 +51,18 @@ impl View {
         grouped(rows, work).into_iter().map(table).collect()
     }
 
-    fn panels(&self, rows: &[&ResultRow]) -> Vec<Panel> {
+    fn panels(&self, rows: &[&ResultRow]) -> Vec<BarPanel> {
         let panel = |(title, group): (String, Vec<&ResultRow>)| {
             let label = |row: &ResultRow| {
                 format!("{}, {} {}", row.contestant(), row.text(self.of), self.of)
             };
             let bars = group.iter().map(|row| Bar::of_speed(row, label(row))).collect();
-            Panel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
+            BarPanel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
         };
         grouped(rows, work).into_iter().map(panel).collect()
     }
 
-    fn columns(&self) -> [Column; 7] {
+    fn columns(&self) -> [TableColumn; 7] {
         [
             ("contestant", "who"),
             (self.of, self.of),
@@ -75,7 +75,7 @@ impl View {
     }
 
     fn line(&self, row: &ResultRow, group: &[&ResultRow]) -> TableLine {
-        let name = Cell::text(row.contestant());
+        let name = TableCell::text(row.contestant());
         if let Some(error) = row.error() {
             return TableLine::Failed(vec![name], error.to_owned());
         }
@@ -86,12 +86,12 @@ impl View {
             .filter(|other| other.side() == Side::Peer && other.text(self.of) == row.text(self.of));
         TableLine::Figures(vec![
             name,
-            Cell::Count(row.number(self.of)),
-            Cell::Number(row.speed()),
-            Cell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
-            Cell::Ratio(over(row.speed(), best(peers)), 3),
-            Cell::Percent(row.number("spread"), 1),
-            Cell::Bytes(row.number("sent_bytes")),
+            TableCell::Count(row.number(self.of)),
+            TableCell::Number(row.speed()),
+            TableCell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
+            TableCell::Ratio(over(row.speed(), best(peers)), 3),
+            TableCell::Percent(row.number("spread"), 1),
+            TableCell::Bytes(row.number("sent_bytes")),
         ])
     }
 }

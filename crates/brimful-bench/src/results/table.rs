@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 /// What stands in one place of a table.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Cell {
+pub(super) enum TableCell {
     Text(String),
     /// Samples a second, milliseconds, and what else is read as it comes.
     Number(Option<f64>),
@@ -20,7 +20,7 @@ pub(super) enum Cell {
     Percent(Option<f64>, usize),
 }
 
-impl Cell {
+impl TableCell {
     pub(super) fn text(text: impl Into<String>) -> Self {
         Self::Text(text.into())
     }
@@ -54,18 +54,18 @@ impl Cell {
 /// One line: its figures; or its first cells, and why it has no others.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum TableLine {
-    Figures(Vec<Cell>),
-    Failed(Vec<Cell>, String),
+    Figures(Vec<TableCell>),
+    Failed(Vec<TableCell>, String),
 }
 
 /// A column: its key in JSON, and its heading.
-pub(super) type Column = (&'static str, &'static str);
+pub(super) type TableColumn = (&'static str, &'static str);
 
 /// A heading, columns, and lines.
 #[derive(Debug, Clone)]
 pub(super) struct Table {
     pub(super) title: String,
-    pub(super) columns: Vec<Column>,
+    pub(super) columns: Vec<TableColumn>,
     pub(super) lines: Vec<TableLine>,
 }
 
@@ -109,7 +109,7 @@ impl Table {
             let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
             let mut row = Map::from_iter([("table".to_owned(), json!(self.title))]);
             let keys = self.columns.iter().map(|(key, _)| (*key).to_owned());
-            row.extend(keys.zip(cells.iter().map(Cell::json)));
+            row.extend(keys.zip(cells.iter().map(TableCell::json)));
             if let TableLine::Failed(_, error) = line {
                 row.insert("error".to_owned(), json!(error));
             }
@@ -121,8 +121,10 @@ impl Table {
 
 fn show(line: &TableLine) -> (Vec<String>, Option<&str>) {
     match line {
-        TableLine::Figures(cells) => (cells.iter().map(Cell::show).collect(), None),
-        TableLine::Failed(cells, error) => (cells.iter().map(Cell::show).collect(), Some(error)),
+        TableLine::Figures(cells) => (cells.iter().map(TableCell::show).collect(), None),
+        TableLine::Failed(cells, error) => {
+            (cells.iter().map(TableCell::show).collect(), Some(error))
+        }
     }
 }
 
@@ -166,13 +168,14 @@ mod tests {
     use super::*;
 
     fn table() -> Table {
-        let figures = vec![Cell::text("ours"), Cell::Number(Some(1234.5)), Cell::Bytes(None)];
+        let figures =
+            vec![TableCell::text("ours"), TableCell::Number(Some(1234.5)), TableCell::Bytes(None)];
         Table {
             title: "a model".into(),
             columns: vec![("contestant", "who"), ("samples_per_s", "samples/s"), ("peak", "MiB")],
             lines: vec![
                 TableLine::Figures(figures),
-                TableLine::Failed(vec![Cell::text("peer")], "it | broke".into()),
+                TableLine::Failed(vec![TableCell::text("peer")], "it | broke".into()),
             ],
         }
     }

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::CommandFactory;
 use clap_complete::Shell;
 
-use crate::args::Args;
+use crate::args::BrimfulArgs;
 use crate::exit::Exit;
 use crate::output;
 
@@ -23,7 +23,7 @@ pub struct CompletionsOptions {
 /// Prints the shell's script.
 pub fn run(options: &CompletionsOptions) -> Result<Exit> {
     let mut script = Vec::new();
-    clap_complete::generate(options.shell, &mut Args::command(), "brimful", &mut script);
+    clap_complete::generate(options.shell, &mut BrimfulArgs::command(), "brimful", &mut script);
     output::line(&String::from_utf8(script)?)?;
     Ok(Exit::Done)
 }

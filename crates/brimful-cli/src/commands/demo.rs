@@ -4,10 +4,9 @@ use std::ops::ControlFlow;
 
 use anyhow::{Result, bail};
 use brimful::Error;
-use clap::Parser;
 
 use super::train::{self, TrainOptions, Trainer};
-use crate::args::{Args, Command};
+use crate::args::BrimfulArgs;
 use crate::exit::Exit;
 use crate::output::line;
 
@@ -17,7 +16,7 @@ const TRAIN: &str = "brimful train --model mlp --data digits --batch-size all \
 
 /// Shows a plain step that runs out, then trains in micro-batches inside the same limit.
 pub(crate) fn run() -> Result<Exit> {
-    let options = options()?;
+    let options = BrimfulArgs::training(TRAIN.split_whitespace())?;
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
     let plain = TrainOptions { micro_batches: Some(1), ..options.clone() };
@@ -31,11 +30,4 @@ pub(crate) fn run() -> Result<Exit> {
     line(&format!("\nThe same in micro-batches, whose size is found while it trains:\n  {TRAIN}"))?;
     line("")?;
     train::run(&options)
-}
-
-fn options() -> Result<TrainOptions> {
-    match Args::try_parse_from(TRAIN.split_whitespace())?.command {
-        Command::Train(options) => Ok(options),
-        _ => bail!("the demo's command is not a training command"),
-    }
 }

@@ -42,7 +42,7 @@ struct Diagnosis {
     threads: usize,
     features: Vec<&'static str>,
     devices: Vec<DeviceRow>,
-    problems: Vec<Problem>,
+    problems: Vec<SetupProblem>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -63,7 +63,7 @@ struct DeviceRow {
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize)]
-struct Problem {
+struct SetupProblem {
     what: String,
     remedy: String,
 }
@@ -107,8 +107,8 @@ impl From<device::DeviceInfo> for DeviceRow {
 }
 
 /// What is wrong, by what was found. A machine without a GPU has no fault.
-fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<Problem> {
-    let problem = |what: String, remedy: &str| Problem { what, remedy: remedy.to_owned() };
+fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<SetupProblem> {
+    let problem = |what: String, remedy: &str| SetupProblem { what, remedy: remedy.to_owned() };
     let mut problems = Vec::new();
     if libtorch != libtorch::EXPECTED_VERSION {
         problems.push(problem(
@@ -151,7 +151,7 @@ impl fmt::Display for Diagnosis {
         if self.problems.is_empty() {
             return writeln!(f, "\nNothing is wrong.");
         }
-        self.problems.iter().try_for_each(|Problem { what, remedy }| {
+        self.problems.iter().try_for_each(|SetupProblem { what, remedy }| {
             writeln!(f, "\nproblem: {what}\n remedy: {remedy}")
         })
     }

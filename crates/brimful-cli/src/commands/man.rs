@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use clap::{Command, CommandFactory};
 use clap_mangen::Man;
 
-use crate::args::Args;
+use crate::args::BrimfulArgs;
 use crate::exit::{Exit, wrong_use};
 use crate::nearest::did_you_mean;
 use crate::output;
@@ -29,7 +29,7 @@ pub struct ManOptions {
 
 /// Prints a page, or writes all of them.
 pub fn run(options: &ManOptions) -> Result<Exit> {
-    let mut root = Args::command();
+    let mut root = BrimfulArgs::command();
     root.build();
     if let Some(folder) = &options.folder {
         let written = clap_mangen::generate_to(root, folder);

@@ -11,19 +11,19 @@ pub(crate) mod verify;
 
 use anyhow::Result;
 
-use crate::args::Command;
+use crate::args::BrimfulCommand;
 use crate::exit::Exit;
 
 /// Runs one command.
-pub(crate) fn run(command: &Command) -> Result<Exit> {
+pub(crate) fn run(command: &BrimfulCommand) -> Result<Exit> {
     match command {
-        Command::Doctor(options) => doctor::run(options),
-        Command::Demo => demo::run(),
-        Command::Train(options) => train::run(options),
-        Command::Plan(options) => plan::run(options),
-        Command::Report(options) => report::run(options),
-        Command::Verify(options) => verify::run(options),
-        Command::Completions(options) => completions::run(options),
-        Command::Man(options) => man::run(options),
+        BrimfulCommand::Doctor(options) => doctor::run(options),
+        BrimfulCommand::Demo => demo::run(),
+        BrimfulCommand::Train(options) => train::run(options),
+        BrimfulCommand::Plan(options) => plan::run(options),
+        BrimfulCommand::Report(options) => report::run(options),
+        BrimfulCommand::Verify(options) => verify::run(options),
+        BrimfulCommand::Completions(options) => completions::run(options),
+        BrimfulCommand::Man(options) => man::run(options),
     }
 }

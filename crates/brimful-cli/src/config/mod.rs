@@ -46,7 +46,7 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
     let text = text.with_context(|| format!("cannot read {}", path.display()))?;
     command.build();
     let program = command.get_name().to_owned();
-    let file = File { program: &program, path, text: &text };
+    let file = ConfigFile { program: &program, path, text: &text };
     let flags = file.flags(&command, &looked)?;
     let is_on = |flag: &&Flag| off.iter().all(|word| switched_off(word) != Some(&flag.name));
     let added = flags.iter().filter(is_on).map(|flag| flag.word.clone());
@@ -80,7 +80,7 @@ fn line_of(text: &str, span: &Range<usize>) -> usize {
 }
 
 /// A config file.
-struct File<'a> {
+struct ConfigFile<'a> {
     /// The name of the program that it is for.
     program: &'a str,
     path: &'a Path,
@@ -95,7 +95,7 @@ struct Flag {
     line: usize,
 }
 
-impl File<'_> {
+impl ConfigFile<'_> {
     /// What the file says to the command that is run. All of it is checked.
     fn flags(&self, root: &Command, looked: &ArgMatches) -> Result<Vec<Flag>> {
         let table = DeTable::parse(self.text).map_err(|error| {

@@ -93,14 +93,14 @@ impl CellInputs {
 
 /// A cell in its place.
 #[derive(Debug)]
-pub(super) struct Cell {
+pub(super) struct AmoebaCell {
     current: ConvNorm,
     previous: Adapter,
     sums: Vec<[(Operation, usize); 2]>,
     joined: &'static [usize],
 }
 
-impl Cell {
+impl AmoebaCell {
     pub(super) fn new(path: &Path, entry: CellInputs, recipe: &'static Recipe) -> Self {
         let filters = entry.filters(recipe);
         let operation = |path: Path, (kind, of): (OperationKind, usize)| {

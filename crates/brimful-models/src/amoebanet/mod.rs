@@ -26,7 +26,7 @@ use tch::nn::{self, Module, ModuleT, Path};
 
 use crate::ShapeError;
 use crate::mlp::linear;
-use cell::{Cell, CellInputs, NORMAL, REDUCTION, Recipe};
+use cell::{AmoebaCell, CellInputs, NORMAL, REDUCTION, Recipe};
 use operation::ConvNorm;
 
 /// Into how many groups the normal cells are cut.
@@ -63,7 +63,7 @@ impl AmoebaNet {
         let cells =
             self.cells().fold((stem, CellInputs::of(width)), |(layers, entry), (name, recipe)| {
                 let build = move |p: &Path| {
-                    let cell = Cell::new(p, entry, recipe);
+                    let cell = AmoebaCell::new(p, entry, recipe);
                     move |x: &[Tensor], train| cell.forward(x, train)
                 };
                 (layers.add_many(name, build), entry.after(recipe))

@@ -50,7 +50,7 @@ impl CellState {
 pub(super) enum Operation {
     Same,
     Pool {
-        kind: Pool,
+        kind: PoolKind,
         stride: i64,
     },
     /// Each with a ReLU before it.
@@ -58,7 +58,7 @@ pub(super) enum Operation {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Pool {
+pub(super) enum PoolKind {
     Max2,
     Max3,
     Mean3,
@@ -74,9 +74,9 @@ impl Operation {
         let narrow = || step(0, filters, quarter, [1, 1], [1, 1]);
         match kind {
             OperationKind::Same => Self::Same,
-            OperationKind::MaxPool2 => Self::Pool { kind: Pool::Max2, stride },
-            OperationKind::MaxPool3 => Self::Pool { kind: Pool::Max3, stride },
-            OperationKind::MeanPool3 => Self::Pool { kind: Pool::Mean3, stride },
+            OperationKind::MaxPool2 => Self::Pool { kind: PoolKind::Max2, stride },
+            OperationKind::MaxPool3 => Self::Pool { kind: PoolKind::Max3, stride },
+            OperationKind::MeanPool3 => Self::Pool { kind: PoolKind::Mean3, stride },
             OperationKind::Conv1x1 => {
                 Self::Convolve(vec![step(0, filters, filters, [1, 1], [stride, stride])])
             }
@@ -108,7 +108,7 @@ impl Operation {
     }
 }
 
-impl Pool {
+impl PoolKind {
     /// An odd side counts as the next even one.
     fn apply(self, x: &Tensor, stride: i64) -> Tensor {
         let stride = [stride; 2];

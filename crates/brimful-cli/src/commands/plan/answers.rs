@@ -21,7 +21,7 @@ pub(super) struct Answers {
     /// All there is, the best first.
     pub(super) lines: Vec<PlanLine>,
     /// The best one of each schedule, with its timeline.
-    pub(super) shown: Vec<Answer>,
+    pub(super) shown: Vec<PlanAnswer>,
     /// What could not be built, and why.
     pub(super) refused: Vec<String>,
     /// Whether times are seconds, or in the user's own unit.
@@ -29,12 +29,12 @@ pub(super) struct Answers {
 }
 
 /// A way to run the step, with its timeline.
-pub(super) struct Answer {
+pub(super) struct PlanAnswer {
     pub(super) line: PlanLine,
     pub(super) step: PlannedStep,
 }
 
-impl Answer {
+impl PlanAnswer {
     /// What fits first, then by time, then by what is held.
     fn rank(&self, other: &Self) -> Ordering {
         let key = |answer: &Self| (!answer.line.fits, answer.line.makespan, answer.held());
@@ -100,7 +100,7 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     ranks.sort_unstable();
     let answer = |rank: usize| {
         let row = &plan.rows[rank];
-        Ok(Answer { line: PlanLine::of_row(row), step: PlannedStep::new(&request, row)? })
+        Ok(PlanAnswer { line: PlanLine::of_row(row), step: PlannedStep::new(&request, row)? })
     };
     Ok(Answers {
         lines: plan.rows.iter().map(PlanLine::of_row).collect(),
@@ -148,13 +148,13 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-fn from_file(options: &PlanOptions, path: &Path) -> Result<Answer> {
+fn from_file(options: &PlanOptions, path: &Path) -> Result<PlanAnswer> {
     let actions = read(path)?.parse::<Actions>();
     let actions = actions.with_context(|| format!("{} cannot be run", path.display()))?;
     simulated(options, path.display().to_string(), None, actions)
 }
 
-fn from_numbers(options: &PlanOptions) -> Result<Vec<Answer>> {
+fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     let (Some(stages), Some(micro_batches)) = (options.stages, options.micro_batches) else {
         bail!("plain numbers need --stages and --micro-batches");
     };
@@ -171,7 +171,7 @@ fn simulated(
     schedule: String,
     recompute: Option<Recompute>,
     actions: Actions,
-) -> Result<Answer> {
+) -> Result<PlanAnswer> {
     let per_device = actions.stages() as f64 / actions.devices() as f64;
     let costs = Costs::equal(actions.stages(), options.numbers.stage_cost(per_device));
     let simulation = simulate(&actions, &costs)?;
@@ -187,7 +187,7 @@ fn simulated(
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    Ok(Answer { line, step: PlannedStep { actions, costs, simulation } })
+    Ok(PlanAnswer { line, step: Step { actions, costs, simulation } })
 }
 
 impl PlanLine {

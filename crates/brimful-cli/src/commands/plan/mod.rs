@@ -13,7 +13,7 @@ use brimful::schedule::render::{self, Panel};
 
 use crate::exit::Exit;
 use crate::{output, page};
-use answers::{Answer, Answers};
+use answers::{Answers, PlanAnswer};
 pub(crate) use options::PlanOptions;
 
 /// A grid of more lines than this is left out; the picture and the trace have it all.
@@ -47,7 +47,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
 }
 
 /// What nobody should plan a training with.
-fn not_run(shown: &[Answer]) -> &'static str {
+fn not_run(shown: &[PlanAnswer]) -> &'static str {
     let is_planned_alone = |schedule: Schedule| !schedule.is_executed();
     match shown.iter().any(|answer| answer.line.schedule.parse().is_ok_and(is_planned_alone)) {
         true => "\nZero-bubble schedules split the backward: they are simulated, not run yet.\n",
@@ -64,7 +64,7 @@ fn left_out(refused: &[String]) -> String {
     }
 }
 
-fn grid(best: &Answer) -> String {
+fn grid(best: &PlanAnswer) -> String {
     let actions = &best.step.actions;
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * COLUMNS;
     let grid = || render::grid(actions).width(COLUMNS).color(output::colored()).to_string();
@@ -74,18 +74,18 @@ fn grid(best: &Answer) -> String {
     }
 }
 
-fn picture(shown: &[Answer]) -> Result<String> {
+fn picture(shown: &[PlanAnswer]) -> Result<String> {
     let lists = shown.iter().flat_map(|answer| answer.step.actions.lists());
     let actions: usize = lists.map(Vec::len).sum();
     ensure!(
         actions <= DRAWN,
         "{actions} actions are too many for a picture: use fewer micro-batches, or --trace"
     );
-    let panels: Vec<_> = shown.iter().map(Answer::panel).collect();
+    let panels: Vec<_> = shown.iter().map(PlanAnswer::panel).collect();
     Ok(render::svg(&panels))
 }
 
-impl Answer {
+impl PlanAnswer {
     fn panel(&self) -> Panel<'_> {
         let PlannedStep { actions, simulation, .. } = &self.step;
         Panel { title: &self.line.schedule, actions, simulation }

@@ -4,11 +4,11 @@ use brimful::plan::PlannedStep;
 use brimful::report::{Compared, Device, Run, Timeline, Unit};
 use brimful::schedule::Recompute;
 
-use super::answers::{Answer, PlanLine};
+use super::answers::{PlanAnswer, PlanLine};
 use super::options::PlanOptions;
 
 /// The steps that the table shows, the best first.
-pub(super) fn of(options: &PlanOptions, shown: &[Answer], in_seconds: bool) -> Run {
+pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) -> Run {
     let devices = shown.iter().map(|answer| answer.step.actions.devices()).max().unwrap_or(0);
     let mut run = Run::new(format!("a plan for {devices} devices"));
     let mut setting = |name: &str, value: Option<String>| {
@@ -27,7 +27,7 @@ pub(super) fn of(options: &PlanOptions, shown: &[Answer], in_seconds: bool) -> R
     run
 }
 
-fn compared(answer: &Answer, unit: Unit) -> Compared {
+fn compared(answer: &PlanAnswer, unit: Unit) -> Compared {
     let PlanLine { schedule, micro_batches, recompute, fits, .. } = &answer.line;
     let recompute = match recompute {
         Some(recompute) if *recompute != Recompute::Never => format!(", recompute {recompute}"),

@@ -2,10 +2,10 @@
 
 use brimful::Bytes;
 
-use super::answers::Answer;
+use super::answers::PlanAnswer;
 
 /// A line for each answer under a line of headings.
-pub(super) fn table(shown: &[Answer], in_seconds: bool) -> String {
+pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
     let mut rows = vec![headings(shown)];
     rows.extend(shown.iter().map(|answer| cells(answer, shown, in_seconds)));
     let widths: Vec<_> = (0..rows[0].len())
@@ -15,7 +15,7 @@ pub(super) fn table(shown: &[Answer], in_seconds: bool) -> String {
 }
 
 /// Columns that would say the same in every row, or nothing, are left out.
-fn headings(shown: &[Answer]) -> Vec<String> {
+fn headings(shown: &[PlanAnswer]) -> Vec<String> {
     let mut headings = vec!["schedule", "m", "recompute", "makespan", "bubble"];
     headings.push(if has_bytes(shown) { "peak" } else { "holds" });
     if has_balance(shown) {
@@ -27,7 +27,7 @@ fn headings(shown: &[Answer]) -> Vec<String> {
     headings.into_iter().map(str::to_owned).collect()
 }
 
-fn cells(answer: &Answer, shown: &[Answer], in_seconds: bool) -> Vec<String> {
+fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<String> {
     let line = &answer.line;
     let mut cells = vec![
         line.schedule.clone(),
@@ -51,15 +51,15 @@ fn cells(answer: &Answer, shown: &[Answer], in_seconds: bool) -> Vec<String> {
     cells
 }
 
-fn has_bytes(shown: &[Answer]) -> bool {
+fn has_bytes(shown: &[PlanAnswer]) -> bool {
     shown.iter().any(|answer| answer.line.peak_bytes.iter().any(|bytes| *bytes > 0))
 }
 
-fn has_balance(shown: &[Answer]) -> bool {
+fn has_balance(shown: &[PlanAnswer]) -> bool {
     shown.iter().any(|answer| answer.line.balance.iter().any(|layers| *layers > 1))
 }
 
-fn has_misfits(shown: &[Answer]) -> bool {
+fn has_misfits(shown: &[PlanAnswer]) -> bool {
     shown.iter().any(|answer| !answer.line.fits)
 }
 

@@ -27,7 +27,7 @@ use crate::{output, progress};
 use display::Display;
 use options::BatchSize;
 pub use options::TrainOptions;
-pub use ranks::Ranks;
+pub use ranks::RankOptions;
 pub use rate::Decay;
 pub use trainer::{Epoch, Trainer};
 

@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use tch::Device;
 
-use super::ranks::Ranks;
+use super::ranks::RankOptions;
 use super::rate::Decay;
 use super::stages::Stages;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
@@ -92,7 +92,7 @@ pub struct TrainOptions {
     #[command(flatten)]
     pub(crate) stages: Stages,
     #[command(flatten)]
-    pub(crate) ranks: Ranks,
+    pub(crate) ranks: RankOptions,
 }
 
 impl TrainOptions {

@@ -46,7 +46,7 @@ impl Pipelined {
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
-        let limit = options.memory_limit;
+        let (limit, replicas) = (options.memory_limit, options.ranks.replicas);
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
         let (count, wanted) = (layers.len(), stages.count());
         ensure!(
@@ -58,7 +58,7 @@ impl Pipelined {
         let mut pipeline = Pipeline::builder(layers)
             .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
             .world(world)
-            .replicas(options.ranks.replicas)
+            .replicas(replicas)
             .balance(Balance::by_time(&typed(sample, kind)).optimizer(options.method()))
             .micro_batches(size)
             .schedule(stages.schedule)
@@ -72,12 +72,7 @@ impl Pipelined {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        let place = StagePlaces {
-            schedule,
-            devices,
-            ranks: world.size(),
-            replicas: options.ranks.replicas,
-        };
+        let place = StagePlaces { schedule, devices, ranks: world.size(), replicas };
         Ok(Self { pipeline, optimizer, size, kind, place, limit })
     }
 }

@@ -19,7 +19,7 @@ const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 /// How the ranks that mpirun or srun has started are used.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Several devices and processes")]
-pub struct Ranks {
+pub struct RankOptions {
     /// Copies of the model, each with its part of every mini-batch: on devices of one process, or each
     /// in as many ranks of mpirun or srun as the others
     #[arg(long, value_name = "R", value_parser = words::count, default_value_t = 1)]
@@ -34,7 +34,7 @@ pub struct Ranks {
     pub(crate) longest_wait: u64,
 }
 
-impl Ranks {
+impl RankOptions {
     /// The world that this process was started in, or one of its own.
     pub fn world(&self) -> Result<World> {
         if !LAUNCHED.iter().any(|name| env::var_os(name).is_some()) {
