@@ -74,7 +74,7 @@ pub(crate) fn run(options: &ArenaOptions) -> Result<()> {
         progress.advance(1);
     }
     progress.done();
-    ArenaRow::new(options, &without, &with, peak_bytes, allocations).enter(&mut journal)?;
+    journal.enter(&ArenaRow::new(options, &without, &with, peak_bytes, allocations))?;
     journal.end()
 }
 
@@ -119,23 +119,5 @@ impl ArenaRow {
             peak_bytes: Bytes(peak),
             allocations,
         }
-    }
-
-    fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self { model, shape, batch, threads, repeats, ratio, allocations, peak_bytes, .. } =
-            self;
-        let title = format!(
-            "{model} training step, {batch} images of {shape}, {threads} threads, median of {repeats}"
-        );
-        let columns = format!(
-            "  {:>12}{:>16}{:>8}{:>13}{:>12}",
-            "without", "with an arena", "ratio", "allocations", "peak"
-        );
-        let text = format!(
-            "  {:>9.1} ms{:>13.1} ms{ratio:>8.3}{allocations:>13}{peak_bytes:>12}",
-            self.seconds_without * 1e3,
-            self.seconds_with * 1e3,
-        );
-        journal.write(&title, &columns, &text, self)
     }
 }

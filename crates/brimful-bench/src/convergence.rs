@@ -211,7 +211,7 @@ impl<'a> TrainingRow<'a> {
             self.samples_per_s,
             self.peak_bytes
         );
-        journal.write(&title, &columns, &text, self)
+        journal.enter_as(&title, &columns, &text, self)
     }
 }
 
@@ -240,6 +240,6 @@ impl SummaryRow {
             "  {:<20}{mean:>10}{deviation:>12}{difference:>13}{noise:>10}   {within}",
             self.contestant
         );
-        journal.write("Accuracy over all seeds", &columns, &text, self)
+        journal.enter_as("Accuracy over all seeds", &columns, &text, self)
     }
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tch::Device;
 
 use crate::interrupt;
-use crate::results::{OURS, Results};
+use crate::results::{self, Newest, OURS, ResultRow, Results};
 
 /// Where rows go.
 #[derive(Debug, Clone, Args)]
@@ -33,7 +33,7 @@ pub(crate) struct Journal {
     json: bool,
     device: String,
     environment: Value,
-    rows: Vec<Value>,
+    rows: Vec<ResultRow>,
     title: String,
     saved: Option<(PathBuf, File)>,
 }
@@ -64,14 +64,28 @@ impl Journal {
         Ok(Self { bench, json: output.json, device, environment, rows, title, saved })
     }
 
-    /// A heading where a new table begins, then the row.
-    pub(crate) fn write(
+    /// Enters a row: people see its line of the table that joined results have.
+    pub(crate) fn enter(&mut self, row: &impl Serialize) -> Result<()> {
+        self.keep(row)?;
+        let newest = results::newest(self.bench, &self.rows);
+        let Newest { title, heading, line } = newest.context("the row is in no table")?;
+        self.show(&title, &heading, &line)
+    }
+
+    /// Enters a row of which people see more than joined results say of it, or that they sum up.
+    pub(crate) fn enter_as(
         &mut self,
         title: &str,
         columns: &str,
         text: &str,
         row: &impl Serialize,
     ) -> Result<()> {
+        self.keep(row)?;
+        self.show(title, columns, text)
+    }
+
+    /// Keeps a row for the folder, the last line, and programs that read lines as they come.
+    fn keep(&mut self, row: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(row)?;
         let object = value.as_object_mut().context("a row is an object")?;
         object.insert("bench".into(), json!(self.bench));
@@ -79,15 +93,21 @@ impl Journal {
         self.save(&value)?;
         if self.json {
             output::line(&value.to_string())?;
-        } else {
-            if self.title != title {
-                output::line(&format!("\n{title}\n{columns}"))?;
-                self.title = title.to_owned();
-            }
-            output::line(text)?;
         }
-        self.rows.push(value);
+        self.rows.push(ResultRow(value));
         Ok(())
+    }
+
+    /// Shows people a line, with its heading where a new table begins.
+    fn show(&mut self, title: &str, columns: &str, text: &str) -> Result<()> {
+        if self.json {
+            return Ok(());
+        }
+        if self.title != title {
+            output::line(&format!("\n{title}\n{columns}"))?;
+            self.title = title.to_owned();
+        }
+        output::line(text)
     }
 
     /// The last line of JSON: all rows, and where they come from.

@@ -26,7 +26,6 @@ use crate::work::{GptShape, Samples, Workload};
 const WARM_UP: u32 = 1;
 /// Tokens of the GPT: bytes.
 const VOCABULARY: i64 = 256;
-const COLUMNS: &str = "contestant        ranks  samples/s  ratio  spread  sent a step";
 
 /// RanksOptions of `brimful-bench ranks`.
 #[derive(Debug, Args)]
@@ -143,12 +142,7 @@ fn report(
             sent_bytes: sent,
             peak_bytes: None,
         };
-        let RanksRow { speed: Speed { samples_per_s, spread, .. }, ratio, .. } = row;
-        let spread = 100.0 * spread;
-        let text = format!(
-            "{contestant:17} {ranks:5}  {samples_per_s:9.2}  {ratio:5.2}  {spread:4.0} %  {sent}"
-        );
-        journal.write(&work.title(), COLUMNS, &text, &row)?;
+        journal.enter(&row)?;
     }
     journal.end()
 }

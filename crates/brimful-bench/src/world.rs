@@ -102,8 +102,8 @@ pub(crate) fn run(options: &WorldOptions) -> Result<()> {
         least_bytes: bytes.map(|(least, _)| Bytes(least)),
         sent_bytes: bytes.map(|(_, sent)| Bytes(sent)),
     };
-    enter(&mut journal, &row("brimful", &near, None))?;
-    enter(&mut journal, &row("brimful over ranks", &far, Some((least, sent))))?;
+    journal.enter(&row("brimful", &near, None))?;
+    journal.enter(&row("brimful over ranks", &far, Some((least, sent))))?;
     journal.end()
 }
 
@@ -154,22 +154,6 @@ impl WorldOptions {
         }
         Ok(WorldTimes { near, far, sent })
     }
-}
-
-fn enter(journal: &mut Journal, row: &WorldRow) -> Result<()> {
-    let WorldRow { columns: Columns { contestant, shape, .. }, .. } = row;
-    let WorldRow { micro_batches, stages, schedule, .. } = row;
-    let title = format!("gpt {shape}, {micro_batches} micro-batches, {stages} stages, {schedule}");
-    let columns =
-        format!("  {:<20}{:>11}{:>8}{:>9}{:>12}", "", "samples/s", "ratio", "spread", "sent");
-    let sent = row.sent_bytes.map_or_else(String::new, |bytes| bytes.to_string());
-    let text = format!(
-        "  {contestant:<20}{:>11.1}{:>8.3}{:>8.0}%{sent:>12}",
-        row.speed.samples_per_s,
-        row.ratio,
-        row.speed.spread * 100.0
-    );
-    journal.write(&title, &columns, &text, row)
 }
 
 /// A pipeline with these devices in each rank of the world.

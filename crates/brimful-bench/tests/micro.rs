@@ -45,7 +45,7 @@ fn memory_is_compared_by_micro_batches() {
 fn people_read_a_table() {
     let arguments = ["--model", "gpt", "--gpt", "1x64x8", "--batch-size", "3", "--repeats", "1"];
     bench_micro(&arguments).assert().success().stdout(
-        predicate::str::contains("gpt 1×64×8, f32, micro-batch 2, mini-batch 3")
+        predicate::str::contains("GPT 1×64×8, f32, 3 / 2")
             .and(predicate::str::contains("brimful, batch on device")),
     );
 }

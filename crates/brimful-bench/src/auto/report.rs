@@ -132,7 +132,7 @@ impl AutoRow {
             AutoOutcome::DoesNotFit { error } => error.clone(),
         };
         let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
-        journal.write(&title, &columns, &text, self)
+        journal.enter_as(&title, &columns, &text, self)
     }
 }
 
@@ -178,13 +178,7 @@ fn fastest(
     samples: &Samples,
 ) -> Result<(Fastest, Option<Best>)> {
     let mut built = subject.build(Size::Auto, samples)?;
-    let (mut failed, mut first_step_s) = (0, None);
-    let learning = if subject.replay { ORDER_STEPS } else { FASTEST_STEPS };
-    for _ in 0..learning {
-        let (seconds, step) = built.step()?;
-        failed += step.retries;
-        first_step_s.get_or_insert(seconds);
-    }
+    let (mut failed, first_step_s) = learn(&mut built, subject.replay)?;
     let [mut times, mut same, mut of_best] = [(); 3].map(|()| StepTimes::default());
     let (mut micro_batch, mut peak_bytes) = (0, None);
     for _ in 0..STEADY_STEPS {
@@ -203,7 +197,7 @@ fn fastest(
     let fastest = Fastest {
         micro_batch,
         failed,
-        first_step_s: first_step_s.unwrap_or_default(),
+        first_step_s,
         samples_per_s: subject.work.batch as f64 / times.median(),
         spread: times.spread(),
         ratio_to_fixed: (!subject.replay).then(|| same.median() / times.median()),
@@ -211,6 +205,17 @@ fn fastest(
     };
     let best = best.map(|size| Best { size, ratio: of_best.median() / times.median() });
     Ok((fastest, best))
+}
+
+/// The steps in which `auto` finds its size: how many tries failed, and the seconds of the first.
+fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
+    let steps = if replay { ORDER_STEPS } else { FASTEST_STEPS };
+    let (first_step_s, step) = built.step()?;
+    let mut failed = step.retries;
+    for _ in 1..steps {
+        failed += built.step()?.1.retries;
+    }
+    Ok((failed, first_step_s))
 }
 
 /// What `largest` finds, and what that takes beside as many first steps of the size, given.

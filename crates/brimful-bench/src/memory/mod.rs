@@ -136,13 +136,13 @@ impl MemoryOptions {
             };
             progress.done();
             let Some((found, outcome)) = found else {
-                NoneFitsRow::new(search, experiment).enter(journal)?;
+                journal.enter(&NoneFitsRow::new(search, experiment))?;
                 continue;
             };
             let parameters = found.work.layers()?.parameter_count()?;
             let ratio = parameters as f64 / *first.get_or_insert(parameters) as f64;
-            LargestRow::new(search, experiment, &found, outcome, (parameters, ratio))
-                .enter(journal)?;
+            let row = LargestRow::new(search, experiment, &found, outcome, (parameters, ratio));
+            journal.enter(&row)?;
         }
         Ok(first.is_some())
     }

@@ -1,6 +1,5 @@
 //! The rows: how large a model fits, and what its parameters and its activations take.
 
-use anyhow::Result;
 use brimful::Bytes;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::{ModelName, NumberType};
@@ -9,15 +8,11 @@ use serde::Serialize;
 use super::Experiment;
 use super::search::{FoundModel, LargestSearch};
 use super::trial::StepMemory;
-use crate::journal::Journal;
-use crate::work::Workload;
 
 /// The largest model of one experiment.
 #[derive(Debug, Serialize)]
 pub(super) struct LargestRow {
     contestant: &'static str,
-    #[serde(skip)]
-    title: String,
     experiment: String,
     model: ModelName,
     shape: String,
@@ -58,7 +53,6 @@ impl LargestRow {
         let (resident, peak) = (sum(&outcome.resident), sum(&outcome.peaks));
         Self {
             contestant: "brimful",
-            title: title(work, search.limit()),
             experiment: experiment.to_string(),
             model: work.model,
             shape: work.shape(),
@@ -82,30 +76,12 @@ impl LargestRow {
             limit_bytes: search.limit(),
         }
     }
-
-    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self { experiment, model, parameters, ratio, .. } = self;
-        let published = self.published_ratio.map(|ratio| format!("{ratio:.1}")).unwrap_or_default();
-        let planned = self.planned_peaks.iter().sum::<u64>() as f64 / self.peak_bytes.0 as f64;
-        let text = format!(
-            "  {experiment:<12}{:<18}{parameters:>12}{ratio:>8.1}{published:>11}  {:<12}{:>11}{:>13}\
-             {:>11}{planned:>10.2}",
-            model.to_string(),
-            self.recompute.to_string(),
-            self.resident_bytes,
-            self.activation_bytes,
-            self.peak_bytes,
-        );
-        journal.write(&self.title, &columns(), &text, self)
-    }
 }
 
 /// An experiment in which not even the smallest model fits.
 #[derive(Debug, Serialize)]
 pub(super) struct NoneFitsRow {
     contestant: &'static str,
-    #[serde(skip)]
-    title: String,
     experiment: String,
     model: ModelName,
     stages: usize,
@@ -118,7 +94,6 @@ impl NoneFitsRow {
         let work = search.smallest();
         Self {
             contestant: "brimful",
-            title: title(work, search.limit()),
             experiment: experiment.to_string(),
             model: work.model,
             stages: experiment.stages,
@@ -126,29 +101,4 @@ impl NoneFitsRow {
             error: format!("not even {} fits", work.model),
         }
     }
-
-    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let text = format!("  {:<12}{}", self.experiment, self.error);
-        journal.write(&self.title, &columns(), &text, self)
-    }
-}
-
-fn title(work: &Workload, limit: Bytes) -> String {
-    format!("images of {}, mini-batch {}, devices of {limit}", work.shape(), work.batch)
-}
-
-fn columns() -> String {
-    format!(
-        "  {:<12}{:<18}{:>12}{:>8}{:>11}  {:<12}{:>11}{:>13}{:>11}{:>10}",
-        "",
-        "largest",
-        "parameters",
-        "ratio",
-        "published",
-        "recompute",
-        "resident",
-        "activations",
-        "peak",
-        "planned"
-    )
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use brimful::Bytes;
 use brimful::memory::Arena;
 use brimful_cli::setting::NumberType;
@@ -77,6 +77,12 @@ pub(super) struct ContestantFigures {
     pub(super) loss: f64,
 }
 
+impl ContestantFigures {
+    fn new(contestant: MicroContestant) -> Self {
+        Self { contestant, warm_up: Vec::new(), times: StepTimes::default(), peak: None, loss: 0.0 }
+    }
+}
+
 /// How often each contestant has its turn.
 pub(super) fn turns(repeats: usize) -> usize {
     WARM_UP + repeats
@@ -91,60 +97,53 @@ pub(super) fn measure(
     journal: &mut Journal,
 ) -> Result<()> {
     progress.row(&work.title());
-    let mut arena = Contest::new(work, device)?;
-    let new = |contestant| ContestantFigures {
-        contestant,
-        warm_up: Vec::new(),
-        times: StepTimes::default(),
-        peak: None,
-        loss: 0.0,
-    };
-    let mut all: Vec<ContestantFigures> =
-        MicroContestant::all(work, device).into_iter().map(new).collect();
-    for turn in 0..turns(repeats) {
-        for figures in &mut all {
-            progress.turn(&work.title(), figures.contestant.name(), turn, WARM_UP, repeats);
-            let MeasuredTurn { seconds, loss, peak } = arena.turn(figures.contestant)?;
-            (figures.peak, figures.loss) = (peak, loss);
-            if turn < WARM_UP {
-                figures.warm_up.push(seconds);
-            } else {
-                figures.times.push(seconds);
-            }
-        }
-        progress.advance(1);
-    }
-    same(&all.iter().map(|figures| figures.loss).collect::<Vec<_>>(), work.dtype)?;
+    let mut contest = Contest::new(work, device)?;
+    let mut all = contest.take_turns(repeats, progress)?;
+    compute_the_same(&all, work.dtype)?;
     if device == Device::Cpu {
         for figures in &mut all {
-            figures.peak = Some(arena.cpu_peak(figures.contestant)?);
+            figures.peak = Some(contest.cpu_peak(figures.contestant)?);
         }
     }
     progress.done();
-    let speed = |figures: &ContestantFigures| work.batch as f64 / figures.times.median();
-    for figures in &all {
-        let ratio = speed(figures) / speed(&all[0]);
+    enter(work, &all, journal)
+}
+
+/// Contestants that compute different things are not worth comparing.
+fn compute_the_same(all: &[ContestantFigures], dtype: NumberType) -> Result<()> {
+    let losses: Vec<f64> = all.iter().map(|figures| figures.loss).collect();
+    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
+    let first = losses.first().copied().unwrap_or_default();
+    let near = |loss: &f64| (loss - first).abs() <= tolerance * first.abs();
+    ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
+    Ok(())
+}
+
+/// Enters a row for each contestant, beside those that it is compared with.
+fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> Result<()> {
+    let by_hand = seconds_of(MicroContestant::Loop, all)?;
+    let resident = seconds_of(MicroContestant::Resident, all)?;
+    for figures in all {
+        let seconds = figures.times.median();
         // Only the streaming one copies what another finds in place.
-        let streaming = figures.contestant == MicroContestant::Streaming;
-        let of_resident = streaming.then(|| speed(&all[1]) / speed(&all[2]));
-        SpeedRow::new(work, figures, ratio, of_resident).enter(journal)?;
+        let streams = figures.contestant == MicroContestant::Streaming;
+        let ratio_to_resident = streams.then_some(resident / seconds);
+        journal.enter(&SpeedRow::new(work, figures, by_hand / seconds, ratio_to_resident))?;
     }
     Ok(())
 }
 
-/// Contestants that compute different things are not worth comparing.
-fn same(losses: &[f64], dtype: NumberType) -> Result<()> {
-    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
-    let near = |loss: &f64| (loss - losses[0]).abs() <= tolerance * losses[0].abs();
-    ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
-    Ok(())
+/// The median of a contestant that is always there.
+fn seconds_of(contestant: MicroContestant, all: &[ContestantFigures]) -> Result<f64> {
+    let found = all.iter().find(|figures| figures.contestant == contestant);
+    found.map(|figures| figures.times.median()).context("a contestant that all have is missing")
 }
 
 /// One mini-batch, and all who run it.
 struct Contest<'a> {
     work: &'a Workload,
     device: Device,
-    corners: Vec<TunedModel>,
+    models: Vec<TunedModel>,
     host: Samples,
     /// The same in page-locked memory: a careful loop's loader puts it there.
     pinned: Samples,
@@ -164,27 +163,53 @@ impl<'a> Contest<'a> {
             Device::Cpu => share(&host),
             _ => (transfer::pin(&host.0)?, transfer::pin(&host.1)?),
         };
-        Ok(Self { work, device, corners: Vec::new(), host, pinned })
+        Ok(Self { work, device, models: Vec::new(), host, pinned })
+    }
+
+    /// What every contestant shows in its turns.
+    fn take_turns(
+        &mut self,
+        repeats: usize,
+        progress: &TurnProgress,
+    ) -> Result<Vec<ContestantFigures>> {
+        let title = self.work.title();
+        let contestants = MicroContestant::all(self.work, self.device).into_iter();
+        let mut all: Vec<_> = contestants.map(ContestantFigures::new).collect();
+        for turn in 0..turns(repeats) {
+            for figures in &mut all {
+                progress.turn(&title, figures.contestant.name(), turn, WARM_UP, repeats);
+                let MeasuredTurn { seconds, loss, peak } = self.turn(figures.contestant)?;
+                figures.peak = peak;
+                figures.loss = loss;
+                if turn < WARM_UP {
+                    figures.warm_up.push(seconds);
+                } else {
+                    figures.times.push(seconds);
+                }
+            }
+            progress.advance(1);
+        }
+        Ok(all)
     }
 
     /// The model that is run in this way, made where it is not there. All have the same parameters.
-    fn corner(&mut self, tuning: Tuning) -> Result<&mut TunedModel> {
-        let found = self.corners.iter().position(|corner| corner.tuning == tuning);
-        let index = found.unwrap_or(self.corners.len());
+    fn tuned(&mut self, tuning: Tuning) -> Result<&mut TunedModel> {
+        let found = self.models.iter().position(|model| model.tuning == tuning);
+        let index = found.unwrap_or(self.models.len());
         if found.is_none() {
-            let mut corner = TunedModel::new(self.work, self.device, tuning)?;
-            if let Some(first) = self.corners.first() {
-                corner.store.copy(&first.store)?;
+            let mut model = TunedModel::new(self.work, self.device, tuning)?;
+            if let Some(first) = self.models.first() {
+                model.store.copy(&first.store)?;
             }
-            self.corners.push(corner);
+            self.models.push(model);
         }
-        Ok(&mut self.corners[index])
+        Ok(&mut self.models[index])
     }
 
     /// One step, timed from a quiet device to a quiet device.
     fn turn(&mut self, contestant: MicroContestant) -> Result<MeasuredTurn> {
         let device = self.device;
-        self.corner(contestant.tuning())?.clear()?;
+        self.tuned(contestant.tuning())?.clear()?;
         let before = in_use(device)?;
         // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
         let batch = match contestant {
@@ -193,26 +218,26 @@ impl<'a> Contest<'a> {
             _ => share(&self.host),
         };
         let work = self.work;
-        let corner = self.corner(contestant.tuning())?;
+        let model = self.tuned(contestant.tuning())?;
         torch_device::synchronize(device)?;
         let start = Instant::now();
         let (loss, peak) = match contestant {
-            MicroContestant::Loop => corner.by_hand(work, &batch)?,
-            _ => corner.step(work, &batch)?,
+            MicroContestant::Loop => model.by_hand(work, &batch)?,
+            _ => model.step(work, &batch)?,
         };
         torch_device::synchronize(device)?;
         let seconds = start.elapsed().as_secs_f64();
         // Nothing of what the others keep is in it.
-        let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + corner.kept));
+        let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + model.kept));
         drop(batch);
-        corner.clear()?;
-        corner.kept += in_use(device)?.saturating_sub(before);
+        model.clear()?;
+        model.kept += in_use(device)?.saturating_sub(before);
         Ok(MeasuredTurn { seconds, loss, peak })
     }
 
     /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
     fn cpu_peak(&mut self, contestant: MicroContestant) -> Result<Bytes> {
-        self.corner(contestant.tuning())?.clear()?;
+        self.tuned(contestant.tuning())?.clear()?;
         let arena = Arena::new("bench");
         let inside = arena.enter();
         self.turn(contestant)?;

@@ -7,6 +7,7 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::{Bytes, Loss, MicroBatcher, Size};
 use brimful_cli::setting::clear_gradients;
@@ -44,42 +45,63 @@ pub(super) fn measure(
     progress: &TurnProgress,
     journal: &mut Journal,
 ) -> Result<()> {
-    let memory = match device {
-        Device::Cpu => Memory::Arena(Arena::new("bench")),
-        _ => Memory::Accelerator(device),
-    };
-    let mut store = VarStore::new(device);
-    let inside = memory.enter();
-    let model = work.build(&mut store)?;
-    drop(inside);
+    let counted = CountedModel::new(work, device)?;
     let one = work.samples(work.micro_batch);
     let mut peaks: Vec<(usize, Bytes)> = Vec::new();
     for (samples, base) in mini_batches(work.micro_batch, training_set) {
-        let (count, work) =
-            (samples.div_ceil(work.micro_batch), Workload { batch: samples, ..work.clone() });
+        let count = samples.div_ceil(work.micro_batch);
+        let work = Workload { batch: samples, ..work.clone() };
         progress.row(&work.title());
-        let batch = repeated(&one, count, samples);
+        let (peak, seconds) = counted.step(&work, &repeated(&one, count, samples))?;
+        progress.advance(count);
+        progress.done();
+        let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
+        let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
+        let speed = work.batch as f64 / seconds;
+        journal.enter(&MemoryRow::new(&work, count, speed, peak, base, ratio))?;
+        peaks.push((count, peak));
+    }
+    Ok(())
+}
+
+/// A model whose memory is counted.
+struct CountedModel {
+    memory: Memory,
+    store: VarStore,
+    model: Model,
+}
+
+impl CountedModel {
+    fn new(work: &Workload, device: Device) -> Result<Self> {
+        let memory = match device {
+            Device::Cpu => Memory::Arena(Arena::new("bench")),
+            _ => Memory::Accelerator(device),
+        };
+        let mut store = VarStore::new(device);
+        let inside = memory.enter();
+        let model = work.build(&mut store)?;
+        drop(inside);
+        Ok(Self { memory, store, model })
+    }
+
+    /// The peak and the seconds of a step over this mini-batch, the second one of two.
+    fn step(&self, work: &Workload, batch: &Samples) -> Result<(Bytes, f64)> {
         let size = Size::Fixed(work.micro_batch);
-        let mut micro = MicroBatcher::new(&store, size).memory(memory.clone());
+        let mut micro = MicroBatcher::new(&self.store, size).memory(self.memory.clone());
         let mut step = || {
-            clear_gradients(&store)?;
-            let step = micro.backward(&batch, |samples| Loss::mean(work.loss(&model, &samples)))?;
+            clear_gradients(&self.store)?;
+            let step =
+                micro.backward(batch, |samples| Loss::mean(work.loss(&self.model, &samples)))?;
             step.peak.context("the step did not count its memory")
         };
         // The first one also chooses kernels, which takes memory of its own.
         step()?;
         let start = Instant::now();
         let peak = step()?;
-        let speed = work.batch as f64 / start.elapsed().as_secs_f64();
-        clear_gradients(&store)?;
-        progress.advance(count);
-        progress.done();
-        let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
-        let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
-        MemoryRow::new(&work, count, speed, peak, base, ratio).enter(journal)?;
-        peaks.push((count, peak));
+        let seconds = start.elapsed().as_secs_f64();
+        clear_gradients(&self.store)?;
+        Ok((peak, seconds))
     }
-    Ok(())
 }
 
 /// The same samples again and again: memory does not depend on their values.

@@ -103,7 +103,7 @@ fn enter(
         "spread",
         "peak"
     );
-    journal.write(&title, &columns, text, row)
+    journal.enter_as(&title, &columns, text, row)
 }
 
 /// How many micro-batches there are.

@@ -4,12 +4,13 @@ use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const COLUMNS: [TableColumn; 5] = [
+const COLUMNS: [TableColumn; 6] = [
     ("images", "images"),
     ("seconds_without", "without, s"),
     ("seconds_with", "with an arena, s"),
     ("ratio", "ratio"),
     ("allocations", "allocations"),
+    ("peak_bytes", "peak MiB"),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
@@ -20,6 +21,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
             TableCell::Number(row.number("seconds_with")),
             TableCell::Ratio(row.number("ratio"), 3),
             TableCell::Count(row.number("allocations")),
+            TableCell::Bytes(row.number("peak_bytes")),
         ])
     };
     let title = "A training step with an arena and with libtorch's own allocator".to_owned();

@@ -1,10 +1,10 @@
 //! The largest models that fit, and what takes their memory.
 
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, grouped};
+use super::row::{ResultRow, Side, grouped, over};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const COLUMNS: [TableColumn; 9] = [
+const COLUMNS: [TableColumn; 10] = [
     ("experiment", "experiment"),
     ("model", "largest model"),
     ("parameters", "parameters"),
@@ -14,6 +14,7 @@ const COLUMNS: [TableColumn; 9] = [
     ("resident_bytes", "parameters' MiB"),
     ("activation_bytes", "activations' MiB"),
     ("peak_bytes", "peak MiB"),
+    ("planned", "planned : peak"),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
@@ -56,6 +57,7 @@ fn line(row: &ResultRow) -> TableLine {
     if let Some(error) = row.error() {
         return TableLine::Failed(vec![experiment], error.to_owned());
     }
+    let planned = row.numbers("planned_peaks").iter().sum();
     TableLine::Figures(vec![
         experiment,
         TableCell::text(row.text("model")),
@@ -66,5 +68,6 @@ fn line(row: &ResultRow) -> TableLine {
         TableCell::Bytes(row.number("resident_bytes")),
         TableCell::Bytes(row.number("activation_bytes")),
         TableCell::Bytes(row.number("peak_bytes")),
+        TableCell::Ratio(over(Some(planned), row.number("peak_bytes")), 2),
     ])
 }

@@ -4,12 +4,13 @@ use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const SPEED: [TableColumn; 8] = [
+const SPEED: [TableColumn; 9] = [
     ("contestant", "who"),
     ("samples_per_s", "samples/s"),
     ("over_loop", ": PyTorch loop"),
     ("over_best_peer", ": best peer"),
     ("over_tch_loop", ": tch loop"),
+    ("ratio_to_resident", ": on device"),
     ("spread", "spread"),
     ("peak_bytes", "peak MiB"),
     ("first_step_s", "first step, s"),
@@ -67,7 +68,9 @@ fn speed(title: String, group: &[&ResultRow]) -> Table {
     let of =
         |name: &str| group.iter().find(|row| row.contestant() == name).and_then(|row| row.speed());
     let peers = group.iter().copied().filter(|row| row.side() == Side::Peer);
-    let (loop_, tch, peer) = (of("PyTorch loop"), of("tch loop"), best(peers));
+    let pytorch = of("PyTorch loop");
+    let tch = of("tch loop");
+    let peer = best(peers);
     let line = |row: &&ResultRow| {
         let name = TableCell::text(row.contestant());
         if let Some(error) = row.error() {
@@ -77,9 +80,10 @@ fn speed(title: String, group: &[&ResultRow]) -> Table {
         TableLine::Figures(vec![
             name,
             TableCell::Number(row.speed()),
-            TableCell::Ratio(over(row.speed(), loop_), 3),
+            TableCell::Ratio(over(row.speed(), pytorch), 3),
             TableCell::Ratio(over(row.speed(), peer), 3),
             TableCell::Ratio(over(row.speed(), tch), 3),
+            TableCell::Ratio(row.number("ratio_to_resident"), 3),
             TableCell::Percent(row.number("spread"), 1),
             TableCell::Bytes(row.number("peak_bytes")),
             TableCell::Number(first),

@@ -19,9 +19,10 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 pub(crate) use convergence::Comparison;
+pub(crate) use row::ResultRow;
+pub(crate) use table::Newest;
 
 use chart::BarPanel;
-use row::ResultRow;
 use table::Table;
 
 /// The names of a result folder's files.
@@ -44,6 +45,12 @@ const BENCHES: [(&str, Views); 8] = [
     ("memory", (memory::tables, memory::panels)),
     ("convergence", (convergence::tables, convergence::panels)),
 ];
+
+/// The newest of a benchmark's rows as it stands in its tables; nothing where it is in none.
+pub(crate) fn newest(bench: &str, rows: &[ResultRow]) -> Option<Newest> {
+    let (_, (tables, _)) = BENCHES.iter().find(|(name, _)| *name == bench)?;
+    Some(tables(&rows.iter().collect::<Vec<_>>()).last()?.newest())
+}
 
 /// Rows of any number of runs.
 #[derive(Debug, Default)]

@@ -1,5 +1,6 @@
 //! One row of results, ours or a peer's.
 
+use serde::Serialize;
 use serde_json::Value;
 
 /// What the library's own contestants are called, alone or with how they run.
@@ -8,8 +9,8 @@ const OURS: &str = "brimful";
 const REFERENCES: [&str; 3] = ["tch loop", "one thread", "PyTorch, one thread"];
 
 /// A JSON object with a contestant's figures, or with its error.
-#[derive(Debug, Clone)]
-pub(super) struct ResultRow(pub(super) Value);
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct ResultRow(pub(crate) Value);
 
 /// Whose figures they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

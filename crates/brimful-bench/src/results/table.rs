@@ -61,6 +61,18 @@ pub(super) enum TableLine {
 /// A column: its key in JSON, and its heading.
 pub(super) type TableColumn = (&'static str, &'static str);
 
+/// The least widths of a growing table's columns: of names, of which most are shorter, and of figures.
+const GROWING_NAME: usize = 30;
+const GROWING_FIGURE: usize = 9;
+
+/// A table's newest line, and what stands above it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Newest {
+    pub(crate) title: String,
+    pub(crate) heading: String,
+    pub(crate) line: String,
+}
+
 /// A heading, columns, and lines.
 #[derive(Debug, Clone)]
 pub(super) struct Table {
@@ -101,6 +113,41 @@ impl Table {
             let _ = writeln!(out, "| {} |", cells.join(" | "));
         }
         out
+    }
+
+    /// The heading and the newest line, for a table that is shown while it grows: lines that come
+    /// later have the same columns.
+    pub(super) fn newest(&self) -> Newest {
+        let lines: Vec<(Vec<String>, Option<&str>)> = self.lines.iter().map(show).collect();
+        let first = lines.iter().filter_map(|(cells, _)| cells.first());
+        let first = first.map(|cell| width(cell)).max().unwrap_or(0);
+        let (mut names, mut widths, mut cells) = (Vec::new(), Vec::new(), Vec::new());
+        let newest = lines.last();
+        for (place, (_, name)) in self.columns.iter().enumerate() {
+            if self.compares_with_nobody(place) {
+                continue;
+            }
+            let least = if place == 0 { first.max(GROWING_NAME) } else { GROWING_FIGURE };
+            names.push((*name).to_owned());
+            widths.push(width(name).max(least));
+            cells.extend(newest.and_then(|(cells, _)| cells.get(place)).cloned());
+        }
+        let error = newest.and_then(|(_, error)| *error);
+        let error = error.map(|error| format!("  {error}")).unwrap_or_default();
+        Newest {
+            title: self.title.clone(),
+            heading: aligned(&names, &widths),
+            line: aligned(&cells, &widths) + &error,
+        }
+    }
+
+    /// Whether a column is of ratios to somebody who has no row: a peer, in a run of ours alone.
+    fn compares_with_nobody(&self, place: usize) -> bool {
+        let has_figure = |line: &TableLine| {
+            let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
+            !matches!(cells.get(place), None | Some(TableCell::Ratio(None, _)))
+        };
+        self.columns[place].0.starts_with("over_") && !self.lines.iter().any(has_figure)
     }
 
     /// An object for each line, with the table's heading in it.
@@ -185,6 +232,28 @@ mod tests {
         let expected =
             "a model\n  who   samples/s  MiB\n  ours      1,234    –\n  peer  it | broke\n";
         assert_eq!(table().for_terminal(), expected);
+    }
+
+    #[test]
+    fn a_growing_table_has_its_columns_before_its_lines_and_none_for_those_who_are_not_there() {
+        let mut grown = table();
+        grown.columns.insert(1, ("over_peer", ": peer"));
+        for line in &mut grown.lines {
+            let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
+            cells.insert(1, TableCell::Ratio(None, 3));
+        }
+        let Newest { title, heading, line } = grown.newest();
+        assert_eq!(title, "a model");
+        let [heading_start, line_start] = [&heading, &line].map(|text| text.trim_start());
+        assert_eq!(
+            heading_start.split_whitespace().collect::<Vec<_>>(),
+            ["who", "samples/s", "MiB"]
+        );
+        assert!(line_start.starts_with("peer") && line_start.ends_with("it | broke"), "{line}");
+        let mut first = grown.clone();
+        first.lines.truncate(1);
+        assert_eq!(first.newest().heading, heading);
+        assert_eq!(first.newest().line.chars().count(), heading.chars().count());
     }
 
     #[test]

@@ -46,7 +46,8 @@ impl Pipelined {
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
-        let (limit, replicas) = (options.memory_limit, options.ranks.replicas);
+        let limit = options.memory_limit;
+        let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
         let (count, wanted) = (layers.len(), stages.count());
         ensure!(
