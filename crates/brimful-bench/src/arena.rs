@@ -19,7 +19,7 @@ use crate::journal::{Journal, Output};
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// ArenaOptions of `brimful-bench arena`.
+/// Options of `brimful-bench arena`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

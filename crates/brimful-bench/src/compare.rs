@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::results::Results;
 
-/// CompareOptions of `brimful-bench compare`.
+/// Options of `brimful-bench compare`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

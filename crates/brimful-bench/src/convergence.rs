@@ -35,7 +35,7 @@ enum Training {
 const TRAININGS: [Training; 4] =
     [Training::Full, Training::Auto, Training::Pieces, Training::Stages];
 
-/// ConvergenceOptions of `brimful-bench convergence`.
+/// Options of `brimful-bench convergence`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -8,7 +8,7 @@ use clap::Args;
 
 use crate::results::Results;
 
-/// PlotOptions of `brimful-bench plot`.
+/// Options of `brimful-bench plot`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -27,7 +27,7 @@ const WARM_UP: u32 = 1;
 /// Tokens of the GPT: bytes.
 const VOCABULARY: i64 = 256;
 
-/// RanksOptions of `brimful-bench ranks`.
+/// Options of `brimful-bench ranks`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

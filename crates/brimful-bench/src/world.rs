@@ -25,7 +25,7 @@ use crate::work::{GptShape, Samples, Workload};
 /// Steps of each before the first one that counts.
 const WARM_UP: usize = 1;
 
-/// WorldOptions of `brimful-bench world`.
+/// Options of `brimful-bench world`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -42,7 +42,7 @@ pub(crate) struct WorldOptions {
     gpt: GptShape,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
-    /// WorldTimes steps of each contestant
+    /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 5)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,

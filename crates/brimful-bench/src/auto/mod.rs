@@ -22,7 +22,7 @@ use crate::work::{GptShape, Workload};
 use report::AutoRow;
 use subject::LimitedWork;
 
-/// AutoOptions of `brimful-bench auto`.
+/// Options of `brimful-bench auto`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -29,7 +29,7 @@ use report::{LargestRow, NoneFitsRow};
 use search::{FoundModel, LargestSearch};
 use trial::{StepMemory, TrialDevices};
 
-/// MemoryOptions of `brimful-bench memory`.
+/// Options of `brimful-bench memory`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -20,7 +20,7 @@ use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
 use crate::work::{self, GptShape, Workload};
 
-/// MicroOptions of `brimful-bench micro`.
+/// Options of `brimful-bench micro`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -33,7 +33,7 @@ use contest::PipelineContest;
 /// blocks spread evenly over 2, 4 and 8 devices, with up to 4 stages on each.
 const VOCABULARY: i64 = 256;
 
-/// PipelineOptions of `brimful-bench pipeline`.
+/// Options of `brimful-bench pipeline`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

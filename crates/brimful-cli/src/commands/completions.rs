@@ -8,7 +8,7 @@ use crate::args::BrimfulArgs;
 use crate::exit::Exit;
 use crate::output;
 
-/// CompletionsOptions of `brimful completions`.
+/// Options of `brimful completions`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:

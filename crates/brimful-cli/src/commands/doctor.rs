@@ -13,7 +13,7 @@ use crate::exit::Exit;
 use crate::output;
 use crate::setting::words;
 
-/// DoctorOptions of `brimful doctor`.
+/// Options of `brimful doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

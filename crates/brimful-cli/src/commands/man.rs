@@ -11,7 +11,7 @@ use crate::exit::{Exit, wrong_use};
 use crate::nearest::did_you_mean;
 use crate::output;
 
-/// ManOptions of `brimful man`.
+/// Options of `brimful man`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:

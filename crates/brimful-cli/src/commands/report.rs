@@ -9,7 +9,7 @@ use clap::Args;
 use crate::exit::Exit;
 use crate::{output, page};
 
-/// ReportOptions of `brimful report`.
+/// Options of `brimful report`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -17,7 +17,7 @@ use crate::exit::Exit;
 use crate::output;
 use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed, words};
 
-/// VerifyOptions of `brimful verify`.
+/// Options of `brimful verify`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -10,7 +10,7 @@ use clap::Args;
 
 use crate::setting::{self, MODELS, ModelName, words};
 
-/// PlanOptions of `brimful plan`.
+/// Options of `brimful plan`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct PlanOptions {

@@ -63,7 +63,7 @@ fn has_misfits(shown: &[PlanAnswer]) -> bool {
     shown.iter().any(|answer| !answer.line.fits)
 }
 
-/// PlainNumbers to the right, words to the left.
+/// Numbers to the right, words to the left.
 fn line(row: &[String], widths: &[usize]) -> String {
     let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column {
         1 | 3 | 4 | 5 => format!("{cell:>width$}"),

@@ -15,7 +15,7 @@ use super::rate::Decay;
 use super::stages::Stages;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
-/// TrainOptions of `brimful train`.
+/// Options of `brimful train`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
