@@ -23,13 +23,16 @@ pub struct BrimfulArgs {
     pub global: Global,
 }
 
+/// What `--help` says of `--config`: not as documentation, where a section would be read as a link.
+const CONFIG: &str = "Take flags from this TOML file: a section for each command, such as [train], \
+                      whose keys are its flags. The command line overrules it";
+
 /// What can be said to every command.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Everywhere")]
 pub struct Global {
-    /// Take flags from this TOML file: a section for each command, such as [train], whose keys are
-    /// its flags. The command line overrules it
-    #[arg(long, global = true, value_name = "FILE")]
+    /// A file of flags.
+    #[arg(long, global = true, value_name = "FILE", help = CONFIG)]
     pub config: Option<PathBuf>,
     /// Show the library's log, and all causes of an error
     #[arg(long, global = true)]
