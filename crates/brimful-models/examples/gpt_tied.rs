@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (x, y) = (text.narrow(1, 0, context), text.narrow(1, 1, context));
     let mut losses = Vec::new();
     for _ in 0..30 {
-        let step = pipe.backward(&x, &y, |logits, y| {
+        let step = pipe.backward(&x, &y, |logits: Tensor, y| {
             Loss::mean(logits.flatten(0, 1).cross_entropy_for_logits(&y.flatten(0, 1)))
         })?;
         optimizer.clip_gradient_norm(1.0)?;

@@ -10,7 +10,7 @@ use brimful_models::UNet;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-fn loss(logits: &Tensor, mask: &Tensor) -> Loss {
+fn loss(logits: Tensor, mask: &Tensor) -> Loss {
     let none = None::<&Tensor>;
     Loss::mean(logits.binary_cross_entropy_with_logits(mask, none, none, tch::Reduction::Mean))
 }
@@ -57,7 +57,7 @@ fn main() -> Result<()> {
     let batch = (images, masks);
     for number in 0..3 {
         let ours = pipe.backward(&batch.0, &batch.1, loss)?;
-        let expected = micro.backward(&batch, |(x, y)| loss(&plain.forward_t(&x, true), &y))?;
+        let expected = micro.backward(&batch, |(x, y)| loss(plain.forward_t(&x, true), &y))?;
         println!("step {number}: loss {:.6}, plain {:.6}", ours.loss, expected.loss);
         assert!((ours.loss - expected.loss).abs() < 1e-10, "the losses part");
         stages.step()?;

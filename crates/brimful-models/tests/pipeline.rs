@@ -54,10 +54,10 @@ fn plain(layers: &Layers, pipe: &Pipeline) -> (VarStore, Model) {
 fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) -> Loss, size: Size) {
     let what = format!("balance {}", pipe.balance());
     let (store, model) = plain(layers, &pipe);
-    let step = pipe.backward(x, x, move |out: Tensor, _| loss(out)).expect("a step");
+    let step = pipe.backward(x, x, move |out: Tensor, _| loss(&out)).expect("a step");
     let i = Cell::new(0);
     let expected = MicroBatcher::new(&store, size).backward(x, |x| {
-        let draws = Draws::new(step.seed, i.replace(i.get() + 1));
+        let draws = Draws::new(step.seed.expect("a seed"), i.replace(i.get() + 1));
         loss(&model.forward_drawing(&[x], true, draws)[0])
     });
     let expected = expected.expect("a plain step").loss;

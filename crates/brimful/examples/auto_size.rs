@@ -40,10 +40,10 @@ fn main() -> Result<()> {
             "step {number}    loss {:.5}, {} samples, up to {largest} at a time, peak {}",
             step.loss,
             step.samples,
-            step.peak.unwrap_or_default()
+            step.peak().unwrap_or_default()
         );
         assert_eq!(step.samples, 8192, "the mini-batch never changes");
-        assert!(step.peak <= device.limit().map(Bytes), "the limit holds");
+        assert!(step.peak() <= device.limit().map(Bytes), "the limit holds");
         losses.push(step.loss);
         optimizer.step()?;
         optimizer.zero_grad()?;

@@ -52,7 +52,7 @@ fn main() -> Result<()> {
     println!(
         "in micro-batches: loss {:.5} at a peak of {}",
         step.loss,
-        step.peak.unwrap_or_default()
+        step.peak().unwrap_or_default()
     );
     println!("each pair was compared with all {PAIRS}; the gradient is off by {error:.0e}");
     Ok(())

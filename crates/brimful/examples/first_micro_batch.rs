@@ -42,7 +42,7 @@ fn main() -> Result<()> {
     println!(
         "4096 samples, {} at a time, in {}: the full batch's gradient, to {error:.0e} of it",
         step.sizes[0],
-        step.peak.unwrap_or_default()
+        step.peak().unwrap_or_default()
     );
     Ok(())
 }

@@ -26,7 +26,7 @@ fn mini_batch(step: u64) -> (Tensor, Tensor) {
     (x, y)
 }
 
-fn loss(out: &Tensor, y: &Tensor) -> Loss {
+fn loss(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.mse_loss(y, tch::Reduction::Mean))
 }
 
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             optimizer.save(&state_file)?; // momentum, counters and learning rates
         }
         let done =
-            micro.backward(&mini_batch(step), |(x, y)| loss(&model.forward_t(&x, true), &y))?;
+            micro.backward(&mini_batch(step), |(x, y)| loss(model.forward_t(&x, true), &y))?;
         println!("one device   step {step}  loss {:.6}", done.loss);
         optimizer.step()?;
         optimizer.zero_grad()?;

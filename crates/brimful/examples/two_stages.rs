@@ -42,7 +42,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let step =
         pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
-    println!("{}", render::grid(&step.actions));
+    if let Some(timeline) = &step.timeline {
+        println!("{}", render::grid(&timeline.actions));
+    }
     let peaks: Vec<_> = step.peaks.iter().flatten().map(ToString::to_string).collect();
     println!(
         "loss {:.5}, {} micro-batches, peaks {}",

@@ -58,7 +58,7 @@
 //!     .recompute(Recompute::ExceptLast)
 //!     .build()?;
 //! let mut optimizer = pipe.optimizer(Sgd::new(0.1))?;
-//! let step = pipe.step(&x, &y, |out, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
+//! let step = pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
 //! optimizer.step()?;
 //! # Ok::<(), brimful::Error>(())
 //! ```
@@ -75,6 +75,8 @@
 //! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
 //! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices | [`Layers`], [`Pipeline`] |
+//! | train several such pipelines, each with a part of every mini-batch | [`pipeline::Builder::replicas`] |
+//! | take a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
 //! | do so over several processes or machines | [`World`], with the feature `mpi` |
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
 //! | look at a schedule, or write one | [`schedule`] |

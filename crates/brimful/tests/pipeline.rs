@@ -9,11 +9,11 @@ use std::sync::Mutex;
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::pipeline::{Balance, PipelineError, StageDevice};
+use brimful::pipeline::{Balance, Cause, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
 use pipeline_models::{
-    CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, mlp, test_device,
+    CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, eval, mlp, test_device,
 };
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 
-fn mse(out: &Tensor, y: &Tensor) -> Loss {
+fn mse(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.mse_loss(y, tch::Reduction::Mean))
 }
 
@@ -58,7 +58,7 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                     .map(|(i, range)| {
                         let part = x.narrow(0, range.start as i64, range.len() as i64);
                         let part = part.to_device(test_device());
-                        let draws = Draws::new(step.seed, i);
+                        let draws = Draws::new(step.seed.expect("a seed"), i);
                         plain.model.forward_drawing(&[part], true, draws).swap_remove(0)
                     })
                     .collect();
@@ -70,8 +70,14 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 pipe.zero_grad().expect("cleared");
                 if case.name != GPT.name {
                     let step = pipe.backward_whole(&x, |out| loss(out)).expect("a step");
-                    let expected = loss(&Tensor::cat(&parts, 0)).double_value(&[]);
+                    let outputs = Tensor::cat(&parts, 0);
+                    let expected = loss(&outputs).double_value(&[]);
                     assert!((step.loss - expected).abs() < 1e-9, "{what}");
+                    assert_eq!(step.terms, [step.loss], "{what}");
+                    assert!(!step.outputs.requires_grad(), "{what}");
+                    let found = step.outputs.tensors().iter().map(Tensor::shallow_clone);
+                    let found: Vec<_> = found.map(|output| (String::new(), output)).collect();
+                    assert_close(&found, &[(String::new(), outputs.detach())], &what);
                     assert_close(&pipe.gradients().expect("gradients"), &seen, &what);
                 }
             }
@@ -166,6 +172,17 @@ fn many() -> Layers {
         })
 }
 
+/// The error itself, without where it came about.
+fn of_closure(error: Error) -> Error {
+    match error {
+        Error::Stage(stage) => match stage.cause {
+            Cause::Error(error) => error,
+            other => panic!("{other:?}"),
+        },
+        error => error,
+    }
+}
+
 #[test]
 fn several_tensors_flow_through_stages() {
     let _turn = alone();
@@ -188,7 +205,7 @@ fn several_tensors_flow_through_stages() {
                 .build()
                 .expect("a pipeline");
             let plain = Plain::of(&many(), &pipe);
-            let step = pipe.backward(&batch, &target, move |out, (y, weight)| {
+            let step = pipe.backward(&batch, &target, move |out: Vec<Tensor>, (y, weight)| {
                 (loss(&out[1], y, *weight), out[0].shallow_clone())
             });
             let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -198,11 +215,14 @@ fn several_tensors_flow_through_stages() {
             (out[1].mse_loss(&here(&target.0), tch::Reduction::Mean) * target.1).backward();
             assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
             assert_eq!(step.outputs, out[0], "{what}");
-            let evaluated = pipe.eval_many(&batch, Size::Fixed(2)).expect("an evaluation");
+            pipe.set_size(Size::Fixed(2));
+            let evaluated = pipe.map(&batch, |out: Vec<Tensor>| out).expect("an evaluation");
             assert_eq!(evaluated[0], out[0], "{what}");
-            let evaluated = pipe.evaluate_many(&batch, &target, 2, move |out, (y, weight)| {
-                (loss(&out[1], y, *weight), out[0].shallow_clone())
-            });
+            pipe.set_size(2);
+            let evaluated =
+                pipe.evaluate(&batch, &target, move |[classes, out]: [Tensor; 2], (y, weight)| {
+                    (loss(&out, y, *weight), classes)
+                });
             let evaluated = evaluated.expect("an evaluation");
             assert_eq!(evaluated.outputs, out[0], "{what}");
             assert!((evaluated.loss - step.loss).abs() < 1e-12, "{what}");
@@ -210,7 +230,11 @@ fn several_tensors_flow_through_stages() {
     }
     let mut pipe = builder(many(), 2).build().expect("a pipeline");
     let error = eval(&mut pipe, &batch, 1).expect_err("two outputs");
-    assert_eq!(error, PipelineError::NotOneOutput { given: 2 }.into());
+    assert_eq!(of_closure(error), PipelineError::OutputCount { given: 2, taken: 1 }.into());
+    let (classes, out) = pipe.map(&batch, |out: (Tensor, Tensor)| out).expect("two outputs");
+    assert_eq!((classes.size(), out.size()), (vec![7], vec![7, 2]));
+    let error = pipe.map(&batch, |(a, _, _): (Tensor, Tensor, Tensor)| a).expect_err("not three");
+    assert_eq!(of_closure(error), PipelineError::OutputCount { given: 2, taken: 3 }.into());
 }
 
 #[test]
@@ -329,7 +353,7 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
-        let out = eval(&mut pipe, &x, 2).expect("an evaluation");
+        let out = eval(pipe, &x, 2).expect("an evaluation");
         let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
         assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
     };
@@ -502,13 +526,17 @@ fn evaluation_has_its_own_cut_and_leaves_nothing() {
     let mut pipe = builder(mlp(), 3).micro_batches(3).build().expect("a pipeline");
     let plain = Plain::of(&mlp(), &pipe);
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
-    let loss = |out: Tensor, y: &Tensor| ((MLP.loss)(out, y), out.argmax(1, false));
-    let step = pipe.evaluate(&x, &y, Size::Fixed(4), loss).expect("an evaluation");
+    pipe.set_size(Size::Fixed(4));
+    let step = pipe.evaluate(&x, &y, |out: Tensor, y| {
+        let classes = out.argmax(1, false);
+        ((MLP.loss)(out, y), classes)
+    });
+    let step = step.expect("an evaluation");
     assert_eq!(step.sizes, [4, 3, 3]);
     let here = x.to_device(test_device());
     let out = tch::no_grad(|| plain.model.forward_t(&here, false));
     assert_eq!(step.outputs, out.argmax(1, false));
-    let expected = plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+    let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);
     assert!((step.loss - expected).abs() < 1e-12);
     assert!(pipe.gradients().expect("gradients").is_empty());
     for size in [1, 2, 10, 64] {
@@ -524,16 +552,17 @@ fn every_action_is_reported_with_its_time() {
     let mut pipe = builder(mlp(), 3).micro_batches(5).build().expect("a pipeline");
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
     let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
-    for (spans, list) in step.timeline.iter().zip(step.actions.lists()) {
+    let timeline = step.timeline.expect("a pipeline's");
+    for (spans, list) in timeline.spans.iter().zip(timeline.actions.lists()) {
         let actions: Vec<_> = spans.iter().map(|span| span.action).collect();
         assert_eq!(&actions, list);
         assert!(spans.iter().all(|span| span.start <= span.end));
         assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start));
     }
-    assert!((0.0..1.0).contains(&step.bubble()));
-    let simulated = simulate(&step.actions, &Costs::ticks(3)).expect("simulated").bubble();
+    assert!((0.0..1.0).contains(&timeline.bubble()));
+    let simulated = simulate(&timeline.actions, &Costs::ticks(3)).expect("simulated").bubble();
     assert!((0.0..1.0).contains(&simulated));
-    let trace: serde_json::Value = serde_json::from_str(&step.trace()).expect("JSON");
+    let trace: serde_json::Value = serde_json::from_str(&timeline.trace()).expect("JSON");
     assert_eq!(trace["traceEvents"].as_array().expect("events").len(), 3 + 3 * 10);
 }
 
@@ -586,7 +615,7 @@ fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
     assert_eq!(pipe.devices().len(), 2);
     let step = pipe.backward(&(MLP.input)(3), &(MLP.target)(3), MLP.loss).expect("a step");
     assert_eq!(step.sizes, [1, 1, 1]);
-    assert_eq!(step.actions.micro_batches(), 3);
+    assert_eq!(step.timeline.expect("a pipeline's").actions.micro_batches(), 3);
 }
 
 #[test]
@@ -639,7 +668,7 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
     // Who needs no target gives none.
-    pipe.backward(&(MLP.input)(4), &(), |out, ()| Loss::mean(out.sum(Kind::Double)))
+    pipe.backward(&(MLP.input)(4), &(), |out: Tensor, ()| Loss::mean(out.sum(Kind::Double)))
         .expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
     assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::EmptyBatch);
@@ -662,7 +691,7 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
     let mut pipe = builder(layers, 2).kind(Kind::Half).micro_batches(2).build().expect("built");
     let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
     let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
-    let step = pipe.backward(&x, &tokens, |out, tokens| {
+    let step = pipe.backward(&x, &tokens, |out: Tensor, tokens| {
         Loss::mean_over(out.mean(Kind::Half), tokens.sum(Kind::Int64))
     });
     assert_eq!(step.expect("a step").loss, 0.5);
@@ -824,7 +853,7 @@ fn stages_without_parameters_are_fine() {
         for _ in 0..2 {
             let (x, y) = ((MLP.input)(7), (MLP.target)(7));
             pipe.backward(&x, &y, MLP.loss).expect("a step");
-            plain.backward(&MLP, &x, &y, Size::Count(1), 0);
+            plain.backward(&MLP, &x, &y, Size::Count(1), None);
             optimizer.clip_gradient_norm(0.1).expect("clipped");
             let _norm = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
             optimizer.step().expect("a step");

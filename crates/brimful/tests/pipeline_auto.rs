@@ -2,21 +2,17 @@
 //!
 //! One test at a time: first parameters come from one generator.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod pipeline_models;
 
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, Size};
+use pipeline_models::{alone, eval};
 use tch::{Device, Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;
-
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn layers() -> Layers {
     let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
@@ -48,7 +44,7 @@ fn batch() -> (Tensor, Tensor) {
     (x, y)
 }
 
-fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
+fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {
     let (x, y) = batch();
     pipe.backward(&x, &y, |out: Tensor, y: &Tensor| {
         Loss::mean((out - y).square().mean(Kind::Double))

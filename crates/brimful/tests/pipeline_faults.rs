@@ -1,5 +1,5 @@
 //! Any panic, error or out-of-memory in any stage at any action ends the step with an error that says
-//! where; nothing is left behind, nobody hangs, and the next step is an preserving_generators one.
+//! where; nothing is left behind, nobody hangs, and the next step is an undisturbed one.
 
 mod pipeline_models;
 
@@ -16,7 +16,7 @@ use brimful::oom::Place;
 use brimful::pipeline::{Cause, StageDevice, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, is_recomputing};
-use pipeline_models::{alone, assert_close};
+use pipeline_models::{alone, assert_close, eval};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -150,7 +150,7 @@ impl Trial {
     fn new(mut pipe: Pipeline) -> Self {
         let initial = copies(&pipe);
         tch::manual_seed(3);
-        let expected = step(&mut pipe).expect("an preserving_generators step");
+        let expected = step(&mut pipe).expect("an undisturbed step");
         Self { pipe, initial, expected }
     }
 
@@ -168,7 +168,7 @@ impl Trial {
                 assert_close(&copies(&self.pipe), &self.initial, &format!("{what}: left behind"));
                 outcome = step(&mut self.pipe);
             }
-            let (loss, gradients, variables) = outcome.expect("an preserving_generators step");
+            let (loss, gradients, variables) = outcome.expect("an undisturbed step");
             assert_eq!(loss, self.expected.0, "{what}");
             assert_close(&gradients, &self.expected.1, &what);
             assert_close(&variables, &self.expected.2, &what);
@@ -256,17 +256,18 @@ type Call = fn(&mut Pipeline, &Tensor) -> Result<f64, Error>;
 
 /// What there is beside a step.
 const CALLS: [(&str, Call); 3] = [
-    ("step_whole", |pipe, x| {
+    ("backward_whole", |pipe, x| {
         let step = pipe.backward_whole(x, |out| out.square().mean(Kind::Double))?;
         let gradients = pipe.gradients()?;
         pipe.zero_grad()?;
         let sums = gradients.iter().map(|(_, gradient)| gradient.abs().sum(Kind::Double));
         Ok(step.loss + sums.map(|sum| sum.double_value(&[])).sum::<f64>())
     }),
-    ("eval", |pipe, x| Ok(pipe.eval(x, 3)?.abs().sum(Kind::Double).double_value(&[]))),
+    ("map", |pipe, x| Ok(eval(pipe, x, 3)?.abs().sum(Kind::Double).double_value(&[]))),
     ("evaluate", |pipe, x| {
         let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-        Ok(pipe.evaluate(x, x, 3, loss)?.loss)
+        pipe.set_size(3);
+        Ok(pipe.evaluate(x, x, loss)?.loss)
     }),
 ];
 
@@ -278,7 +279,7 @@ fn every_call_survives_every_fault() {
         for (name, call) in CALLS {
             let mut pipe = pipeline(schedule, recompute, &arenas());
             // Statistics move once, before what is compared.
-            call(&mut pipe, &x).expect("an preserving_generators call");
+            call(&mut pipe, &x).expect("an undisturbed call");
             let values = copies(&pipe);
             let again = |pipe: &mut Pipeline| {
                 let values = values.iter().map(|(name, value)| (name.clone(), value.copy()));
@@ -286,8 +287,8 @@ fn every_call_survives_every_fault() {
                 tch::manual_seed(3);
                 call(pipe, &x)
             };
-            let expected = again(&mut pipe).expect("an preserving_generators call");
-            let parts = if name == "step_whole" { MICRO_BATCHES } else { 3 };
+            let expected = again(&mut pipe).expect("an undisturbed call");
+            let parts = if name == "backward_whole" { MICRO_BATCHES } else { 3 };
             for (stage, number) in (0..STAGES).flat_map(|s| (0..parts).map(move |n| (s, n))) {
                 for fault in [Fault::Panic, Fault::Refused, Fault::RefusedInBackward] {
                     let what =
@@ -348,12 +349,14 @@ fn a_loss_that_fails_is_reported_as_it_was() {
     let _turn = alone_and_quiet();
     let mut pipe = pipeline(Schedule::OneFOneB, Recompute::Never, &arenas());
     let x = Tensor::ones([8, 4], (Kind::Double, Device::Cpu));
-    let error =
-        pipe.backward(&x, &x, |_, _| Err::<Loss, _>(std::fmt::Error)).expect_err("an error");
+    let error = pipe
+        .backward(&x, &x, |_: Tensor, _| Err::<Loss, _>(std::fmt::Error))
+        .expect_err("an error");
     let error = stage_error(Some(error), "error");
     assert!(matches!(error.cause, Cause::Error(Error::Closure(_))), "{error:?}");
     assert_eq!((error.action.stage.index(), error.layer), (2, None));
-    let error = pipe.backward(&x, &x, |_, _| -> Loss { panic!("no loss") }).expect_err("a panic");
+    let error =
+        pipe.backward(&x, &x, |_: Tensor, _| -> Loss { panic!("no loss") }).expect_err("a panic");
     assert_eq!(
         error.to_string(),
         "stage 2 failed in the forward of micro-batch 0: it panicked: no loss"

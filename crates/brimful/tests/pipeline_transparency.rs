@@ -8,7 +8,7 @@ use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Loss, Pipeline, Size};
 use pipeline_models::{
-    CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder, test_device,
+    CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder, eval, test_device,
 };
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -71,7 +71,7 @@ fn every_schedule(case: &Case) {
 }
 
 /// Kinds of losses, each beside what it is for the whole mini-batch.
-type Losses = [(&'static str, fn(&Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor); 4];
+type Losses = [(&'static str, fn(Tensor, &Tensor) -> Loss, fn(&Tensor, &Tensor) -> Tensor); 4];
 
 fn each(out: &Tensor, y: &Tensor) -> Tensor {
     out.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
@@ -86,30 +86,22 @@ fn weighted(out: &Tensor, y: &Tensor, reduction: Reduction) -> Tensor {
 }
 
 const LOSSES: Losses = [
-    (
-        "mean",
-        |out: Tensor, y| Loss::mean(each(out, y).mean(None)),
-        |out: Tensor, y| each(out, y).mean(None),
-    ),
-    (
-        "sum",
-        |out: Tensor, y| Loss::sum(each(out, y).sum(None)),
-        |out: Tensor, y| each(out, y).sum(None),
-    ),
+    ("mean", |out, y| Loss::mean(each(&out, y).mean(None)), |out, y| each(out, y).mean(None)),
+    ("sum", |out, y| Loss::sum(each(&out, y).sum(None)), |out, y| each(out, y).sum(None)),
     (
         "class weights",
-        |out: Tensor, y| {
-            let weight = class_weights(out).index_select(0, y).sum(None);
-            Loss::mean_over(weighted(out, y, Reduction::Mean), weight)
+        |out, y| {
+            let weight = class_weights(&out).index_select(0, y).sum(None);
+            Loss::mean_over(weighted(&out, y, Reduction::Mean), weight)
         },
-        |out: Tensor, y| weighted(out, y, Reduction::Mean),
+        |out, y| weighted(out, y, Reduction::Mean),
     ),
     (
         "two terms",
-        |out: Tensor, y| {
-            Loss::mean(each(out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
+        |out, y| {
+            Loss::mean(each(&out, y).mean(None)) * 2.0 + Loss::sum(out.square().sum(None)) * 0.1
         },
-        |out: Tensor, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
+        |out, y| each(out, y).mean(None) * 2.0 + out.square().sum(None) * 0.1,
     ),
 ];
 

@@ -62,18 +62,18 @@ fn three_stages(world: &World) -> Pipeline {
         .expect("a pipeline")
 }
 
-fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::pipeline::Step> {
+fn step(pipe: &mut Pipeline) -> brimful::Result<brimful::Step> {
     let x = Tensor::arange(32, (Kind::Double, Device::Cpu)).view([8, 4]).sin();
     pipe.backward(&x, &(), |out: Tensor, _: &()| Loss::mean(out.square().mean(Kind::Double)))
 }
 
 /// A panic in each rank, in each of its calls: every rank is told by whom, and the next step is an
-/// preserving_generators one.
+/// undisturbed one.
 #[test]
 fn a_panic_in_one_rank_is_everyones_error() {
     in_ranks(3, |world| {
         let mut pipe = three_stages(&world);
-        step(&mut pipe).expect("an preserving_generators step");
+        step(&mut pipe).expect("an undisturbed step");
         let expected = copies(pipe.gradients().expect("gradients"));
         pipe.zero_grad().expect("cleared");
         for (rank, call) in (0..3).flat_map(|rank| (0..4).map(move |call| (rank, call))) {
@@ -108,7 +108,7 @@ fn memory_that_runs_out_in_one_rank_is_everyones_error() {
             .world(&world)
             .build()
             .expect("a pipeline");
-        step(&mut pipe).expect("an preserving_generators step");
+        step(&mut pipe).expect("an undisturbed step");
         pipe.zero_grad().expect("cleared");
         for n in [1, 2, 5, 9, 14, 20, 27, 35] {
             if world.rank() == 1 {
@@ -346,7 +346,7 @@ fn rank_that_hangs(world: World) {
     world.set_patience(PATIENCE).expect("set");
     world.set_longest_wait(PATIENCE).expect("set");
     let mut pipe = three_stages(&world);
-    step(&mut pipe).expect("an preserving_generators step");
+    step(&mut pipe).expect("an undisturbed step");
     if world.rank() == 2 {
         sleep(3 * PATIENCE);
     }

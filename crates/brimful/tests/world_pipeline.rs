@@ -14,9 +14,9 @@ use brimful::optim::Adam;
 use brimful::pipeline::{Builder, PipelineOptimizer, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
-use brimful::{Layers, Loss, Pipeline, Size, World};
+use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use brimful_torch::autograd::set_gradient;
-use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close, test_device};
+use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close, eval, test_device};
 use ranks::in_ranks;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -37,25 +37,47 @@ fn data(case: &Case, samples: i64, number: i64) -> (Tensor, Tensor) {
     ((case.input)(samples), (case.target)(samples))
 }
 
-/// Two steps of both and an evaluation, compared on rank 0. The plain model takes micro-batches of
-/// these numbers of samples where the cut shows.
-fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Size, what: &str) {
+/// What this rank's replica, of so many, brings of a mini-batch: nothing where there are too few
+/// samples.
+fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
+    let samples = all.size()[0] as usize;
+    let replica = world.rank() / (world.size() / replicas);
+    let parts = split::by_count(samples, replicas).expect("samples");
+    let own = parts.get(replica).cloned().unwrap_or(samples..samples);
+    all.narrow(0, own.start as i64, own.len() as i64)
+}
+
+/// How the mini-batches of a test are shared out and cut.
+#[derive(Clone, Copy)]
+struct Cut {
+    samples: i64,
+    replicas: usize,
+    /// Micro-batches of each replica.
+    micro_batches: usize,
+}
+
+/// Two steps of both and an evaluation, compared on rank 0.
+fn compare(case: &Case, world: &World, mut pipe: Pipeline, cut: Cut, what: &str) {
+    let part = |all: &Tensor| part(world, cut.replicas, all);
+    let samples = cut.samples;
     let values = pipe.variables().expect("variables");
     let is_first = world.rank() == 0;
     let mut plain = is_first.then(|| Plain::with(&(case.layers)(), values));
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    let size = if case.shows_cut { cut } else { Size::Count(1) };
     for number in 0..2 {
         let what = format!("{what}, step {number}");
         let (x, y) = data(case, samples, number);
-        let step =
-            pipe.backward(&x, &y, case.loss).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let step = pipe.backward(&part(&x), &part(&y), case.loss);
+        let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(step.samples as i64, samples, "{what}: those of all replicas");
+        assert_eq!(step.shares.iter().sum::<usize>() as i64, part(&x).size()[0], "{what}");
         let gradients = pipe.gradients().expect("gradients");
         optimizer.step().expect("a step");
         optimizer.zero_grad().expect("cleared");
         let values = pipe.variables().expect("variables");
         if let Some(plain) = &mut plain {
-            let expected = plain.backward(case, &x, &y, size, step.seed);
+            let pieces = case.pieces(samples as usize, cut.replicas, cut.micro_batches, step.seed);
+            let expected = plain.backward_pieces(case, &x, &y, &pieces);
             assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
             assert_close(&gradients, &plain.gradients(), &what);
             plain.optimizer.step().expect("a step");
@@ -64,15 +86,30 @@ fn compare(case: &Case, world: &World, mut pipe: Pipeline, samples: i64, cut: Si
         }
     }
     let (x, y) = data(case, samples, 9);
-    let out = eval(&mut pipe, &x, 3).expect("an evaluation");
+    let out = eval(&mut pipe, &part(&x), 3).expect("an evaluation");
+    pipe.set_size(3);
     let loss = case.loss;
-    let with_outputs = move |out: Tensor, y: &Tensor| (loss(out, y), out.shallow_clone());
-    let evaluated = pipe.evaluate(&x, &y, 3, with_outputs).expect("an evaluation");
-    assert_eq!(evaluated.outputs, out, "every rank has the outputs");
+    let with_outputs = move |out: Tensor, y: &Tensor| (loss(out.shallow_clone(), y), out);
+    let evaluated = pipe.evaluate(&part(&x), &part(&y), with_outputs).expect("an evaluation");
+    assert_eq!(evaluated.outputs, out, "every rank has the outputs of its replica");
+    assert_eq!(evaluated.samples as i64, samples, "{what}: those of all replicas");
+    let evaluated = world.share("the loss", &evaluated.loss).expect("shared");
+    assert!(evaluated.iter().all(|loss| *loss == evaluated[0]), "{what}: {evaluated:?}");
     if let Some(plain) = &plain {
-        let expected = tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
+        let run =
+            |x: &Tensor| tch::no_grad(|| plain.model.forward_t(&x.to_device(test_device()), false));
+        let expected = run(&part(&x));
         assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
+        let expected = whole_loss(case, &run(&x), &y);
+        assert!((evaluated[0] - expected).abs() < 1e-10, "{what}: {evaluated:?} not {expected}");
     }
+}
+
+/// The loss of a whole mini-batch's outputs.
+fn whole_loss(case: &Case, out: &Tensor, y: &Tensor) -> f64 {
+    let mut one = MicroBatcher::new(&nn::VarStore::new(test_device()), Size::Count(1));
+    let batch = (out.shallow_clone(), y.shallow_clone());
+    one.evaluate(&batch, |(out, y)| (case.loss)(out, &y)).expect("a loss").loss
 }
 
 fn every_schedule(ranks: usize, devices: usize) {
@@ -95,7 +132,8 @@ fn every_schedule(ranks: usize, devices: usize) {
                         .micro_batches(m)
                         .build()
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    compare(case, &world, pipe, samples, Size::Count(m), &what);
+                    let cut = Cut { samples, replicas: 1, micro_batches: m };
+                    compare(case, &world, pipe, cut, &what);
                 }
             }
         }
@@ -132,7 +170,8 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
         for number in 0..3 {
             let what = format!("step {number}");
             let (x, y) = data(&GPT, 8, number);
-            let step = pipe.backward(&x, &y, GPT.loss).expect(&what);
+            let (own_x, own_y) = (part(&world, replicas, &x), part(&world, replicas, &y));
+            let step = pipe.backward(&own_x, &own_y, GPT.loss).expect(&what);
             let gradients = pipe.gradients().expect("gradients");
             if let Some(plain) = &plain {
                 plain.backward(&GPT, &x, &y, Size::Count(2 * replicas), step.seed);
@@ -144,6 +183,7 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
             pipe.zero_grad().expect("cleared");
         }
         let (x, _) = data(&GPT, 8, 9);
+        let x = part(&world, replicas, &x);
         let out = eval(&mut pipe, &x, 3).expect("an evaluation");
         if let Some(plain) = &plain {
             let expected =
@@ -196,7 +236,8 @@ fn a_variable_that_is_shared_within_one_rank_is_no_other_ones_matter() {
         let case = Case { layers, ..MLP };
         let devices = 2 - world.rank();
         let pipe = builder(&case, &world, devices).micro_batches(2).build().expect("a pipeline");
-        compare(&case, &world, pipe, 6, Size::Count(2), "shared within a rank");
+        let cut = Cut { samples: 6, replicas: 1, micro_batches: 2 };
+        compare(&case, &world, pipe, cut, "shared within a rank");
     });
 }
 
@@ -221,8 +262,8 @@ fn replicas(ranks: usize, replicas: usize) {
                     .micro_batches(m)
                     .build()
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
-                let cut = Size::Count(m * replicas);
-                compare(case, &world, pipe, samples, cut, &what);
+                let cut = Cut { samples, replicas, micro_batches: m };
+                compare(case, &world, pipe, cut, &what);
             }
         }
     });
@@ -253,8 +294,11 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
                 .build()
                 .expect("a pipeline");
             let values = pipe.variables().expect("variables");
+            let mut expected = None;
             let (x, _) = data(case, 7, 0);
-            let out = pipe.forward(&x).expect("a forward");
+            let own = part(&world, replicas, &x);
+            let out = pipe.forward(&own).expect("a forward");
+            assert_eq!(out.size()[0], 7, "the outputs of all replicas");
             let loss = |out: &Tensor| {
                 let rows = out.flatten(1, -1);
                 rows.matmul(&rows.tr()).logsumexp([0], false).sum(Kind::Double)
@@ -264,18 +308,26 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
             let gradients = pipe.gradients().expect("gradients");
             if world.rank() == 0 {
                 let plain = Plain::with(&(case.layers)(), values);
-                loss(&plain.model.forward_t(&x.to_device(test_device()), true)).backward();
+                let all = plain.model.forward_t(&x.to_device(test_device()), true);
+                loss(&all).backward();
                 assert_close(&gradients, &plain.gradients(), case.name);
+                expected = Some((all.detach(), loss(&all).double_value(&[])));
             }
 
             // As one step, and where the loss fails on one of the ranks.
             pipe.zero_grad().expect("cleared");
             let rank = world.rank() as f64;
-            let failed = pipe.backward_whole(&x, |out| loss(out) / (1.0 - rank));
+            let failed = pipe.backward_whole(&own, |out| loss(out) / (1.0 - rank));
             failed.expect_err("it is not finite on the second");
             assert!(pipe.gradients().expect("gradients").is_empty());
-            pipe.backward_whole(&x, |out| loss(out)).expect("a step");
+            let step = pipe.backward_whole(&own, |out| loss(out)).expect("a step");
             assert_close(&pipe.gradients().expect("gradients"), &gradients, case.name);
+            assert_eq!((step.samples, &step.terms[..]), (7, &[step.loss][..]));
+            if let Some((outputs, value)) = expected {
+                assert!((step.loss - value).abs() < 1e-9, "{} not {value}", step.loss);
+                let found = step.outputs.tensors()[0].shallow_clone();
+                assert_close(&[(String::new(), found)], &[(String::new(), outputs)], case.name);
+            }
         }
     });
 }
@@ -444,6 +496,7 @@ fn pipelines_that_train_different_parameters_are_all_told() {
         let pipe = builder(&MLP, &world, 1).replicas(2).micro_batches(2).build();
         let mut pipe = pipe.expect("two pipelines");
         let (x, y) = data(&MLP, 8, 0);
+        let (x, y) = (part(&world, 2, &x), part(&world, 2, &y));
         let freeze = |pipe: &Pipeline, frozen: bool| {
             let variables = pipe.variables().expect("variables").into_iter();
             let biases = variables.filter(|(name, _)| name.ends_with("bias"));

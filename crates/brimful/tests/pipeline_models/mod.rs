@@ -6,13 +6,14 @@
 mod test_device;
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
 use brimful::pipeline::{Builder, StageDevice};
-use brimful::{Batch, Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{Batch, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
 use tch::nn::{self, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 pub use test_device::test_device;
@@ -192,6 +193,37 @@ pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: impl Into<Size>) -> brimf
     outputs
 }
 
+/// Samples that the plain model runs together, and the numbers that it draws for them.
+#[derive(Debug, Clone)]
+pub struct Piece {
+    pub rows: Range<usize>,
+    pub draws: Draws,
+}
+
+impl Case {
+    /// A mini-batch of so many samples as replicas run it, each in so many micro-batches: one piece
+    /// where the cut does not show.
+    pub fn pieces(
+        &self,
+        samples: usize,
+        replicas: usize,
+        micro_batches: usize,
+        seed: Option<u64>,
+    ) -> Vec<Piece> {
+        let seed = seed.expect("a pipeline's step has a seed");
+        if !self.shows_cut {
+            return vec![Piece { rows: 0..samples, draws: Draws::new(seed, 0) }];
+        }
+        let shares = split::by_count(samples, replicas).expect("samples").into_iter();
+        let cut = shares.flat_map(|share| {
+            let ranges = split::by_count(share.len(), micro_batches).expect("samples").into_iter();
+            ranges.map(move |range| share.start + range.start..share.start + range.end)
+        });
+        let number = |(i, rows)| Piece { rows, draws: Draws::new(seed, i) };
+        cut.enumerate().map(number).collect()
+    }
+}
+
 /// The plain model with a pipeline's values, trained by its own optimizer.
 pub struct Plain {
     pub store: VarStore,
@@ -235,6 +267,24 @@ impl Plain {
             let draws = Draws::new(seed.unwrap_or_default(), i.replace(i.get() + 1));
             let mut out = self.model.forward_drawing(&[x], true, draws);
             (case.loss)(out.swap_remove(0), &y)
+        });
+        step.expect("a plain step").loss
+    }
+
+    /// The loss and gradients of a mini-batch whose pieces are run apart and are counted as one.
+    ///
+    /// To the batcher it is one micro-batch: nothing of how sums are kept is shared with what it is
+    /// compared with.
+    pub fn backward_pieces(&self, case: &Case, x: &Tensor, y: &Tensor, pieces: &[Piece]) -> f64 {
+        let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
+        let batch = (x.shallow_clone(), y.shallow_clone());
+        let step = micro.backward(&batch, |(x, y)| {
+            let run = |piece: &Piece| {
+                let x = x.narrow(0, piece.rows.start as i64, piece.rows.len() as i64);
+                self.model.forward_drawing(&[x], true, piece.draws).swap_remove(0)
+            };
+            let outputs: Vec<Tensor> = pieces.iter().map(run).collect();
+            (case.loss)(Tensor::cat(&outputs, 0), &y)
         });
         step.expect("a plain step").loss
     }
