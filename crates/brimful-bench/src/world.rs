@@ -182,6 +182,6 @@ fn pipeline(
 fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(f64, f64)> {
     pipeline.zero_grad()?;
     let start = Instant::now();
-    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
     Ok((start.elapsed().as_secs_f64(), step.loss))
 }

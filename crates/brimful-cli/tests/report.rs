@@ -60,7 +60,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
         assert_eq!(measured.lanes[1].kinds, simulated.lanes[1].kinds);
         assert!(measured.lanes.iter().all(|lane| lane.bytes.iter().all(|bytes| *bytes > 0)));
         // The same work, without the waiting that the schedule does not ask for.
-        let busy = |timeline: &brimful::report::Timeline| timeline.lanes[0].busy;
+        let busy = |timeline: &brimful::report::TimelineRecord| timeline.lanes[0].busy;
         assert!((busy(measured) - busy(simulated)).abs() < 1e-9);
     }
 

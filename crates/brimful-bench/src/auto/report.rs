@@ -1,7 +1,7 @@
 //! A model and a limit: what the automatic sizes found, beside what there was to find.
 
 use anyhow::Result;
-use brimful::{Auto, Bytes, Size, Step};
+use brimful::{Bytes, Size, Step};
 use brimful_cli::exit::Exit;
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
@@ -49,7 +49,7 @@ struct AutoFigures {
     best: Option<Best>,
 }
 
-/// What `Auto::largest()` did.
+/// What `Size::Largest` did.
 #[derive(Debug, Serialize)]
 struct Largest {
     size: usize,
@@ -185,7 +185,7 @@ fn fastest(
         let (seconds, step) = built.step()?;
         times.push(seconds);
         failed += step.retries;
-        (micro_batch, peak_bytes) = (size(&step), step.peak);
+        (micro_batch, peak_bytes) = (size(&step), step.peak());
         // Captured work holds the memory that a given size would need beside it.
         if !subject.replay {
             same.push(built.step_of(micro_batch)?);
@@ -220,7 +220,7 @@ fn learn(built: &mut Built<'_>, replay: bool) -> Result<(usize, f64)> {
 
 /// What `largest` finds, and what that takes beside as many first steps of the size, given.
 fn find_largest(subject: &LimitedWork, feasible: usize, samples: &Samples) -> Result<Largest> {
-    let mut built = subject.build(Auto::largest(), samples)?;
+    let mut built = subject.build(Size::Largest, samples)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);
     for _ in 0..LARGEST_STEPS {
         let (seconds, step) = built.step()?;

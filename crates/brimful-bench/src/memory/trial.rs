@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
+use brimful::NonFinite;
 use brimful::memory::Memory;
-use brimful::micro::NonFinite;
 use brimful::pipeline::StageDevice;
 use brimful::{Bytes, Loss, Pipeline, device};
 use brimful_cli::exit;
@@ -84,7 +84,7 @@ impl TrialDevices {
         let mut optimizer = pipeline.optimizer(family.method())?;
         let (x, y) = work.samples(work.batch);
         let mut step = || -> Result<Vec<Bytes>> {
-            pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+            pipeline.backward(&x, &y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
             optimizer.step()?;
             let resident = figures(&memories, |usage| usage.current)?;
             optimizer.zero_grad()?;

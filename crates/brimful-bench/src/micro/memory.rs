@@ -92,7 +92,7 @@ impl CountedModel {
             clear_gradients(&self.store)?;
             let step =
                 micro.backward(batch, |samples| Loss::mean(work.loss(&self.model, &samples)))?;
-            step.peak.context("the step did not count its memory")
+            step.peak().context("the step did not count its memory")
         };
         // The first one also chooses kernels, which takes memory of its own.
         step()?;

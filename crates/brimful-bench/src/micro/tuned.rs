@@ -54,7 +54,7 @@ impl TunedModel {
         if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
             bail!("the model was not replayed: {cause}");
         }
-        Ok((step.loss, step.peak))
+        Ok((step.loss, step.peak()))
     }
 
     /// What a user of tch writes: slice, copy, forward, weighted loss, backward.

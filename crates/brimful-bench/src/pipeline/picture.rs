@@ -27,5 +27,6 @@ pub(super) fn draw(runners: &[Runner]) -> String {
 
 fn measured(runner: &Runner) -> Option<Simulation> {
     let step = runner.typical()?;
-    Some(Simulation::measured(&step.actions, &step.timeline, &runner.peaks))
+    let timeline = step.timeline.as_ref()?;
+    Some(Simulation::measured(&timeline.actions, &timeline.spans, &runner.peaks))
 }

@@ -166,7 +166,7 @@ impl PipelineRow {
             simulated,
             of_balance: ratio / (simulated * machine),
             published_ratio: published(work.model, stages, runner.row.choice.schedule),
-            bubble: runner.typical().map(|step| step.bubble()),
+            bubble: runner.typical().and_then(|step| Some(step.timeline.as_ref()?.bubble())),
             peak_bytes: runner.peaks.iter().flatten().max().copied(),
             peaks: runner.peaks.clone(),
         })

@@ -3,9 +3,10 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use brimful::Step;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
-use brimful::pipeline::{StageDevice, Step};
+use brimful::pipeline::StageDevice;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
 use brimful::schedule::{Actions, Costs, simulate};
 use brimful::{Bytes, Loss, Pipeline};
@@ -107,6 +108,6 @@ impl Runner {
 fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
     pipeline.zero_grad()?;
     let start = Instant::now();
-    let step = pipeline.step(x, y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
     Ok((step, start.elapsed().as_secs_f64()))
 }

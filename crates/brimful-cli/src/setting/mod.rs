@@ -47,11 +47,6 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, -100, 0.0)
 }
 
-/// The share of answers that are right.
-pub(crate) fn mean(right: &Tensor) -> f64 {
-    right.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
-}
-
 /// Which answers are right, of samples, tokens or pixels.
 pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
     if targets.is_floating_point() {

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use brimful::Bytes;
-use brimful::report::{Compared, Decided, Device, Ended, Outcome, Run, Test, Timeline, Unit};
+use brimful::report::{Compared, Decided, Device, Ended, Outcome, Run, Test, TimelineRecord, Unit};
 use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
 use serde_json::{Value, json};
 
@@ -165,7 +165,7 @@ fn many_actions(path: &Path) {
     };
     let costs = Costs { stages: (0..64).map(cost).collect(), ..Costs::ticks(64) };
     let step = simulate(&actions, &costs).expect("costs");
-    let timeline = Timeline::new(&actions, &step, Unit::Seconds);
+    let timeline = TimelineRecord::new(&actions, &step, Unit::Seconds);
     let mut run = Run::new("many actions");
     let device = |number| Device { name: format!("device {number}"), limit: Some(Bytes(1 << 30)) };
     run.devices = (0..64).map(device).collect();

@@ -187,7 +187,7 @@ fn simulated(
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    Ok(PlanAnswer { line, step: Step { actions, costs, simulation } })
+    Ok(PlanAnswer { line, step: PlannedStep { actions, costs, simulation } })
 }
 
 impl PlanLine {

@@ -1,7 +1,7 @@
 //! Simulated steps as a run of which nothing has happened yet, for its page.
 
 use brimful::plan::PlannedStep;
-use brimful::report::{Compared, Device, Run, Timeline, Unit};
+use brimful::report::{Compared, Device, Run, TimelineRecord, Unit};
 use brimful::schedule::Recompute;
 
 use super::answers::{PlanAnswer, PlanLine};
@@ -38,6 +38,6 @@ fn compared(answer: &PlanAnswer, unit: Unit) -> Compared {
     Compared {
         title: format!("{schedule}, m = {micro_batches}{recompute}{misfit}"),
         measured: None,
-        simulated: Some(Timeline::new(actions, simulation, unit)),
+        simulated: Some(TimelineRecord::new(actions, simulation, unit)),
     }
 }

@@ -1,4 +1,4 @@
-//! What the training loop asks of whoever runs the steps: one device, replicas, or a pipeline; and
+//! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
 use anyhow::{Context, Result, ensure};
@@ -19,8 +19,8 @@ pub(super) trait Engine: std::fmt::Debug {
     /// Trains on one mini-batch of inputs and targets.
     fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record>;
 
-    /// The loss of these samples, and the share of right answers.
-    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, f64)>;
+    /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
 
     /// Parameters and statistics under the layers' names.
     fn variables(&self) -> Result<Named>;

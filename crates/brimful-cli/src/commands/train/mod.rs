@@ -3,18 +3,17 @@
 mod advice;
 mod display;
 mod engine;
-mod one_device;
 mod options;
 mod pipelined;
 mod ranks;
 mod rate;
 mod records;
-mod replicated;
 mod resume;
 mod running;
 mod saved;
 mod stages;
 mod trainer;
+mod whole_model;
 
 use std::ops::ControlFlow;
 

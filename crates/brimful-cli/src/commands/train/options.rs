@@ -101,11 +101,6 @@ impl TrainOptions {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)
     }
 
-    /// Where to train.
-    pub(super) fn device(&self) -> Result<Device> {
-        Ok(device::find(self.device_name())?)
-    }
-
     /// The same for so many places in each rank, each device ready for the number type.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();

@@ -7,20 +7,19 @@ use brimful::memory::Memory;
 use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Bytes, Layers, Loss, Pipeline, Size, World};
+use brimful::{Bytes, Layers, Loss, Pipeline, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Engine, Named, check_model, names};
 use crate::exit::wrong_use;
-use crate::setting::{accounts, loss, mean, right, typed};
+use crate::setting::{accounts, loss, right, typed};
 
 /// A model over several devices.
 #[derive(Debug)]
 pub(super) struct Pipelined {
     pipeline: Pipeline,
     optimizer: PipelineOptimizer,
-    size: Size,
     kind: Kind,
     place: StagePlaces,
     /// Where each device's memory ends.
@@ -65,6 +64,7 @@ impl Pipelined {
             .schedule(stages.schedule)
             .recompute(stages.recompute)
             .kind(kind)
+            .reserve(options.method())
             .build()
             .context("the pipeline was not built")?;
         let optimizer = pipeline.optimizer(options.method())?;
@@ -74,7 +74,7 @@ impl Pipelined {
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let place = StagePlaces { schedule, devices, ranks: world.size(), replicas };
-        Ok(Self { pipeline, optimizer, size, kind, place, limit })
+        Ok(Self { pipeline, optimizer, kind, place, limit })
     }
 }
 
@@ -86,19 +86,18 @@ impl Engine for Pipelined {
     fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
         let start = Instant::now();
         let x = typed(&x, self.kind);
-        let step =
-            self.pipeline.step(&x, &y, |out: &Tensor, y: &Tensor| Loss::mean(loss(out, y)))?;
+        let step = self.pipeline.backward(&x, &y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
-    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, f64)> {
+    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
         let x = typed(&x, self.kind);
-        let step = self.pipeline.evaluate(&x, &y, self.size, |out: &Tensor, y: &Tensor| {
-            (Loss::mean(loss(out, y)), right(out, y))
-        })?;
-        Ok((step.loss, mean(&step.outputs)))
+        let step = self
+            .pipeline
+            .evaluate(&x, &y, |out: Tensor, y| (Loss::mean(loss(&out, y)), right(&out, y)))?;
+        Ok((step.loss, step.outputs))
     }
 
     fn variables(&self) -> Result<Named> {
@@ -125,7 +124,8 @@ impl Engine for Pipelined {
         let stages =
             format!("in {} stages of {sizes:?} layers on {names}, {schedule}", sizes.len());
         match ranks {
-            1 => stages,
+            1 if *replicas == 1 => stages,
+            1 => format!("{stages}; {replicas} replicas"),
             _ => format!("{stages}; {ranks} ranks, {replicas} replicas"),
         }
     }

@@ -52,8 +52,17 @@ impl RankOptions {
         (each * world.size() == self.replicas).then_some(each)
     }
 
-    /// How many of a pipeline's devices this rank has.
+    /// In how many parts a mini-batch is brought by the ranks: one for each replica that is in other
+    /// ranks than the others.
+    pub(super) fn parts(&self, world: &World) -> usize {
+        self.replicas.min(world.size())
+    }
+
+    /// How many of the pipelines' devices this rank has.
     pub(super) fn devices(&self, world: &World, stages: &Stages) -> Result<usize> {
+        if world.size() == 1 {
+            return Ok(stages.stages.unwrap_or(1) * self.replicas);
+        }
         let ranks = (world.size() / self.replicas).max(1);
         let devices = stages.stages.unwrap_or(ranks);
         ensure!(

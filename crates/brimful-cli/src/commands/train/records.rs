@@ -73,7 +73,7 @@ fn size(size: Size) -> String {
 /// Writes the files that were asked for, as far as the run went.
 pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
-        save::replace(path, render::measured_trace(&ran.timeline).as_bytes())?;
+        save::replace(path, render::measured_trace(&ran.spans).as_bytes())?;
     }
     if options.record.is_none() && options.report.is_none() {
         return Ok(());

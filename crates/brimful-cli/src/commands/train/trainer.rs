@@ -12,11 +12,10 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use super::engine::Engine;
-use super::one_device::OneDevice;
 use super::pipelined::Pipelined;
 use super::rate::Rate;
-use super::replicated::Replicated;
 use super::running::Running;
+use super::whole_model::WholeModel;
 use super::{BatchSize, TrainOptions, advice, records};
 use crate::data::{Dataset, Examples};
 use crate::setting::DROPOUT;
@@ -26,6 +25,8 @@ use crate::setting::DROPOUT;
 pub struct Trainer {
     pub(super) engine: Box<dyn Engine>,
     pub(super) world: World,
+    /// In how many parts the ranks bring a mini-batch.
+    parts: usize,
     dataset: Dataset,
     /// The mini-batches of an epoch, near-equal.
     batches: Vec<Range<usize>>,
@@ -70,8 +71,7 @@ impl Trainer {
         let world = options.ranks.world()?;
         let whole = options.ranks.whole_models(&world).filter(|_| options.stages.stages.is_none());
         let engine: Box<dyn Engine> = match whole {
-            Some(1) if world.size() == 1 => Box::new(OneDevice::new(&layers, options)?),
-            Some(each) => Box::new(Replicated::new(layers, each, &world, options)?),
+            Some(each) => Box::new(WholeModel::new(layers, each, &world, options)?),
             None => {
                 let samples = micro_batch_size(options.size(), batch_size);
                 let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
@@ -84,6 +84,7 @@ impl Trainer {
         let first = options.method().learning_rate();
         Ok(Self {
             engine,
+            parts: options.ranks.parts(&world),
             world,
             dataset,
             batches,
@@ -181,13 +182,31 @@ impl Trainer {
         let Examples { inputs, targets } = &self.dataset.train;
         let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
         let (size, samples) = (self.size, chosen.numel());
-        self.engine.step(batch).map_err(|error| advice::on(error, size, samples))
+        let part = self.own_part(batch)?;
+        self.engine.step(part).map_err(|error| advice::on(error, size, samples))
+    }
+
+    /// This rank's part of a mini-batch, which all ranks have.
+    fn own_part(&self, (x, y): (Tensor, Tensor)) -> Result<(Tensor, Tensor)> {
+        let samples = batch::len(&x)?;
+        let ranks = self.world.size() / self.parts;
+        let parts = split::by_count(samples, self.parts)?;
+        let own = parts.get(self.world.rank() / ranks).cloned().unwrap_or(samples..samples);
+        let (start, length) = (own.start as i64, own.len() as i64);
+        Ok((x.f_narrow(0, start, length)?, y.f_narrow(0, start, length)?))
     }
 
     /// The loss and the share of right answers on the test samples.
     fn test(&mut self) -> Result<(f64, f64)> {
         let Examples { inputs, targets } = &self.dataset.test;
-        Ok(self.engine.test((inputs.shallow_clone(), targets.shallow_clone()))?)
+        let part = self.own_part((inputs.shallow_clone(), targets.shallow_clone()))?;
+        let (loss, right) = self.engine.test(part)?;
+        let answers = right.numel() as f64;
+        let right = right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
+        // Of all ranks: those of one pipeline count the same answers, as often each.
+        let all = Tensor::from_slice(&[right, answers]);
+        self.world.sum(&[all.shallow_clone()])?;
+        Ok((loss, all.double_value(&[0]) / all.double_value(&[1])))
     }
 }
 

@@ -1,0 +1,200 @@
+//! Training with the whole model on a device, or on each of several, of one process or of several
+//! ranks.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use brimful::layers::Model;
+use brimful::memory::Memory;
+use brimful::micro::Layout;
+use brimful::optim::Optimizer;
+use brimful::pipeline::StageDevice;
+use brimful::report::{self, Record};
+use brimful::save::Metadata;
+use brimful::{Layers, Loss, MicroBatcher, Replicas, Step, World, guard};
+use tch::nn::{ModuleT, Path, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use super::TrainOptions;
+use super::engine::{Engine, Named, check_model, named, names, put};
+use crate::setting::{accounts, loss, right, typed};
+
+/// A whole model on each device.
+#[derive(Debug)]
+pub(super) struct WholeModel {
+    runner: Runner,
+    optimizer: Optimizer,
+    devices: Vec<Device>,
+    /// The first device's, where the optimizer's state is.
+    memory: Memory,
+    kind: Kind,
+    ranks: usize,
+}
+
+/// Who runs the steps of this process.
+#[derive(Debug)]
+enum Runner {
+    One { micro: Box<MicroBatcher>, model: Model, store: VarStore },
+    Several(Box<Replicas<Model>>),
+}
+
+impl WholeModel {
+    /// So many replicas in each rank, with the model's first parameters.
+    pub(super) fn new(
+        layers: Layers,
+        each: usize,
+        world: &World,
+        options: &TrainOptions,
+    ) -> Result<Self> {
+        let devices = options.devices(world, each)?;
+        let accounts = accounts(&devices, options.memory_limit)?;
+        let memory = accounts[0].clone();
+        let runner = match each {
+            1 => Runner::one(&layers, devices[0], memory.clone(), world, options)?,
+            _ => Runner::several(layers, accounts, world, options)?,
+        };
+        let _inside = memory.enter();
+        let optimizer =
+            Optimizer::new(runner.store(), options.method())?.replay(!options.no_replay);
+        let kind = options.dtype.kind();
+        Ok(Self { runner, optimizer, devices, memory, kind, ranks: world.size() })
+    }
+}
+
+impl Runner {
+    fn one(
+        layers: &Layers,
+        device: Device,
+        memory: Memory,
+        world: &World,
+        options: &TrainOptions,
+    ) -> Result<Self> {
+        options.dtype.prepare(device)?;
+        let _inside = memory.enter();
+        let mut store = VarStore::new(device);
+        let model = layers.build(&store.root()).context("the model was not built")?;
+        store.set_kind(options.dtype.kind());
+        let micro = MicroBatcher::new(&store, options.size())
+            .memory(memory.clone())
+            .reserve(options.method())
+            .replay(device.is_cuda() && !options.no_replay)
+            .layout(layout(device))
+            .world(world)?;
+        Ok(Self::One { micro: Box::new(micro), model, store })
+    }
+
+    fn several(
+        layers: Layers,
+        accounts: Vec<Memory>,
+        world: &World,
+        options: &TrainOptions,
+    ) -> Result<Self> {
+        let each = accounts.len();
+        let accounts = accounts.into_iter().map(StageDevice::from);
+        // Replicas tell a panic's words, and know one that is about memory.
+        let build =
+            move |root: &Path<'_>| layers.build(root).unwrap_or_else(|error| panic!("{error}"));
+        let mut replicas =
+            Replicas::new(accounts, options.size(), build).context("the model was not built")?;
+        replicas.store_mut().set_kind(options.dtype.kind());
+        let device = replicas.device();
+        let replicas = replicas
+            // Of one kind; and what they have is not to depend on the clock.
+            .speeds(&vec![1.0; each])?
+            .replay(device.is_cuda() && !options.no_replay)
+            .layout(layout(device))
+            .reserve(options.method())
+            .world(world)?;
+        Ok(Self::Several(Box::new(replicas)))
+    }
+
+    fn store(&self) -> &VarStore {
+        match self {
+            Self::One { store, .. } => store,
+            Self::Several(replicas) => replicas.store(),
+        }
+    }
+
+    fn backward(&mut self, batch: &(Tensor, Tensor), kind: Kind) -> brimful::Result<Step> {
+        let mean = move |model: &Model, (x, y): (Tensor, Tensor)| {
+            Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
+        };
+        match self {
+            Self::One { micro, model, .. } => micro.backward(batch, |part| mean(model, part)),
+            Self::Several(replicas) => replicas.backward(batch, mean),
+        }
+    }
+
+    fn evaluate(&mut self, batch: &(Tensor, Tensor), kind: Kind) -> brimful::Result<Step<Tensor>> {
+        let judged = move |model: &Model, (x, y): (Tensor, Tensor)| {
+            let logits = model.forward_t(&typed(&x, kind), false);
+            (Loss::mean(loss(&logits, &y)), right(&logits, &y))
+        };
+        match self {
+            Self::One { micro, model, .. } => micro.evaluate(batch, |part| judged(model, part)),
+            Self::Several(replicas) => replicas.evaluate(batch, judged),
+        }
+    }
+}
+
+fn layout(device: Device) -> Layout {
+    if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
+}
+
+impl Engine for WholeModel {
+    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
+
+    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
+        let start = Instant::now();
+        let step = self.runner.backward(&batch, self.kind)?;
+        guard(&self.memory, || self.optimizer.step())?;
+        self.optimizer.zero_grad()?;
+        let mut record = Record { time: start.elapsed(), ..Record::from(step) };
+        if let Some(Some(first)) = record.peaks.first_mut() {
+            // The optimizer's step was in that memory too.
+            *first = (*first).max(self.memory.usage()?.peak);
+        }
+        Ok(record)
+    }
+
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+        let step = self.runner.evaluate(&batch, self.kind)?;
+        Ok((step.loss, step.outputs))
+    }
+
+    fn variables(&self) -> Result<Named> {
+        Ok(named(self.runner.store()))
+    }
+
+    fn optimizer_state(&self) -> Result<(Named, Metadata)> {
+        Ok(self.optimizer.state())
+    }
+
+    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
+        check_model(&self.variables()?, &model)?;
+        self.optimizer.load_state(state, texts)?;
+        put(self.runner.store(), model)
+    }
+
+    fn place(&self) -> String {
+        let replicas = match self.devices.len() {
+            1 => format!("on {}", names(&self.devices)),
+            count => format!("in {count} replicas on {}", names(&self.devices)),
+        };
+        match self.ranks {
+            1 => replicas,
+            ranks => format!("{replicas} in each of {ranks} ranks"),
+        }
+    }
+
+    fn devices(&self) -> Result<Vec<report::Device>> {
+        let limit = self.memory.usage()?.limit;
+        let device = |(number, device): (usize, &Device)| match self.devices.len() {
+            1 => report::Device { name: brimful::device::name(*device), limit },
+            _ => report::Device { name: format!("device {number}"), limit },
+        };
+        Ok(self.devices.iter().enumerate().map(device).collect())
+    }
+}
