@@ -129,7 +129,7 @@ impl MemoryModel {
 
     /// The largest size within the budget, as far as that is known.
     pub(crate) fn largest(&self, budget: u64) -> Option<usize> {
-        let largest = self.line()?.largest(budget);
+        let largest = self.line()?.largest(budget).min(self.largest_as_measured(budget));
         Some(match self.only_size() {
             // A second size, far enough from the first, is worth a failure: without it nothing tells
             // what a sample needs from what any number of them does.
@@ -138,6 +138,28 @@ impl MemoryModel {
             }
             _ => largest,
         })
+    }
+
+    /// The largest size that what was measured leaves: where a size did not fit the budget, the needs on
+    /// both sides of it tell more of the sizes below than the line beyond the largest does.
+    fn largest_as_measured(&self, budget: u64) -> usize {
+        // One that needed more than a larger one had something else beside it.
+        let mut sound: Vec<(f64, f64)> = Vec::new();
+        for (&size, &need) in self.needs.iter().rev() {
+            if sound.last().is_none_or(|(_, above)| need as f64 <= *above) {
+                sound.push((size as f64, need as f64));
+            }
+        }
+        sound.reverse();
+        let budget = budget as f64;
+        let Some(at) = sound.iter().position(|(_, need)| *need > budget) else { return usize::MAX };
+        let (lower, upper) = match (at, sound.len()) {
+            (0, 1) => return usize::MAX,
+            (0, _) => (sound[0], sound[1]),
+            _ => (sound[at - 1], sound[at]),
+        };
+        let slope = (upper.1 - lower.1) / (upper.0 - lower.0);
+        (lower.0 + (budget - lower.1) / slope.max(f64::MIN_POSITIVE)).max(0.0) as usize
     }
 
     /// The size that has been seen and its need, where there is no other to go by.
