@@ -5,7 +5,9 @@ use std::io::Write;
 use std::path::Path;
 
 use brimful::Bytes;
-use brimful::report::{Compared, Decided, Device, Ended, Outcome, Run, Test, TimelineRecord, Unit};
+use brimful::report::{
+    Compared, Decided, Device, Ended, Run, RunOutcome, Test, TimelineRecord, Unit,
+};
 use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
 use serde_json::{Value, json};
 
@@ -112,8 +114,8 @@ fn odd(steps: usize) -> Run {
     let peaks = (0..steps).map(|i| (i % 5 > 0).then_some(Bytes(i as u64))).collect();
     run.steps.peaks = vec![peaks; 64];
     run.tests.extend((steps > 0).then_some(Test { step: steps, loss: None, accuracy: None }));
-    let outcomes = [Outcome::Tried, Outcome::Failed, Outcome::Chosen].into_iter().cycle();
-    let decided = |(i, outcome): (usize, Outcome)| Decided {
+    let outcomes = [RunOutcome::Tried, RunOutcome::Failed, RunOutcome::Chosen].into_iter().cycle();
+    let decided = |(i, outcome): (usize, RunOutcome)| Decided {
         step: i + 1,
         size: 1 << (i % 20),
         outcome,

@@ -1,7 +1,7 @@
 //! What an automatic size did for a step: its decisions, and how often it had to be run again.
 
 use super::decision::Decision;
-use super::sizer::{Room, Sizer, tightest};
+use super::sizer::{MemoryRoom, Sizer, tightest};
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
 use crate::{Error, Result};
@@ -27,7 +27,7 @@ impl SizeLog {
         &mut self,
         decisions: Vec<Decision>,
         sizer: &Sizer,
-        rooms: &[Room],
+        rooms: &[MemoryRoom],
         cause: OutOfMemory,
     ) -> Result<()> {
         let single = decisions.last().is_none_or(|decision| decision.size == 1);

@@ -14,7 +14,7 @@
 use super::decision::Why;
 use super::failures::{CHANGED, Failures};
 use super::rates::Rates;
-use super::trial::{Situation, Trial, in_near_equal_parts};
+use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 
 /// What an automatic size strives for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -132,13 +132,13 @@ impl Policy {
     }
 
     /// Decides what to run next.
-    pub(crate) fn next(&mut self, now: Situation) -> Trial {
+    pub(crate) fn next(&mut self, now: Situation) -> SizeTrial {
         self.failures.review(now.available);
         self.fitted = now.seen;
         let cap = self.failures.cap();
         let Some(fits) = now.fits else {
             let size = FIRST.min(cap).min(now.samples);
-            return Trial { size, micro_batches: Some(2), why: Why::Probe, timed: true };
+            return SizeTrial { size, micro_batches: Some(2), why: Why::Probe, timed: true };
         };
         let top = fits.min(cap).clamp(1, now.samples);
         if let Some((size, why)) = self.start.take() {
@@ -150,15 +150,15 @@ impl Policy {
         }
     }
 
-    fn begin(&mut self, size: usize, why: Why) -> Trial {
+    fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
-        Trial { size, micro_batches, why, timed: why == Why::Predicted }
+        SizeTrial { size, micro_batches, why, timed: why == Why::Predicted }
     }
 
     /// Towards the largest size, never far above what is known.
-    fn reach(&mut self, top: usize, now: &Situation) -> Trial {
+    fn reach(&mut self, top: usize, now: &Situation) -> SizeTrial {
         // A sample more or less is not worth a change.
         let size = match self.chosen {
             Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
@@ -169,7 +169,7 @@ impl Policy {
         if parts > now.seen && parts < now.left {
             // The first micro-batch of a step has no gradients around: the second tells the need.
             let micro_batches = Some(if now.is_start() { 2 } else { 1 });
-            return Trial { size: parts, micro_batches, why: Why::Probe, timed: false };
+            return SizeTrial { size: parts, micro_batches, why: Why::Probe, timed: false };
         }
         self.choose(size, now)
     }
@@ -204,7 +204,7 @@ impl Policy {
     }
 
     /// Upwards while that is faster.
-    fn climb(&mut self, top: usize, now: &Situation) -> Trial {
+    fn climb(&mut self, top: usize, now: &Situation) -> SizeTrial {
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
@@ -217,7 +217,7 @@ impl Policy {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {
                     self.climb.rung = next;
-                    return Trial::measure(next, Some(REPEATS));
+                    return SizeTrial::measure(next, Some(REPEATS));
                 }
             } else {
                 self.climb.over = true;
@@ -225,7 +225,7 @@ impl Policy {
             }
         }
         match self.doubtful(top, now) {
-            Some(size) => Trial::measure(size, None),
+            Some(size) => SizeTrial::measure(size, None),
             None => {
                 let best = self.rates.best(top).map_or(top.min(self.climb.rung), |(size, _)| size);
                 self.choose(best.max(1), now)
@@ -275,10 +275,10 @@ impl Policy {
         sizes.find(|&size| size <= top && self.rates.count(size) == 0)
     }
 
-    fn choose(&mut self, size: usize, now: &Situation) -> Trial {
+    fn choose(&mut self, size: usize, now: &Situation) -> SizeTrial {
         let why = self.reason(size, now.available);
         self.chosen = Some(Chosen { size, available: now.available });
-        Trial { size, micro_batches: None, why, timed: false }
+        SizeTrial { size, micro_batches: None, why, timed: false }
     }
 
     /// What has changed since the last choice.

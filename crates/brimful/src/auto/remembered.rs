@@ -33,11 +33,11 @@ pub(crate) struct Identity {
 #[derive(Debug, Serialize, Deserialize)]
 struct Contents {
     format: String,
-    sizes: Vec<Entry>,
+    sizes: Vec<RememberedSize>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Entry {
+struct RememberedSize {
     #[serde(flatten)]
     identity: Identity,
     kind: Kind,
@@ -67,7 +67,11 @@ impl Identity {
 /// What the file says of this model; `None` where it is not a file of ours.
 pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
-    Some(mine.filter(Entry::is_sound).map(|entry| (entry.kind.clone(), entry.into())).collect())
+    Some(
+        mine.filter(RememberedSize::is_sound)
+            .map(|entry| (entry.kind.clone(), entry.into()))
+            .collect(),
+    )
 }
 
 /// Writes what is known of this model in place of what the file said of it; others' lines stay.
@@ -75,7 +79,7 @@ pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Find
     // A file that has come to be somebody else's is not overwritten.
     let Some(entries) = entries(path) else { return };
     let others = entries.into_iter().filter(|entry| entry.identity != *identity);
-    let mine = found.iter().map(|(kind, found)| Entry {
+    let mine = found.iter().map(|(kind, found)| RememberedSize {
         identity: identity.clone(),
         kind: kind.clone(),
         size: found.size,
@@ -93,7 +97,7 @@ fn replace(path: &Path, contents: &Contents) -> Result<()> {
     save::replace(path, text.as_bytes())
 }
 
-fn entries(path: &Path) -> Option<Vec<Entry>> {
+fn entries(path: &Path) -> Option<Vec<RememberedSize>> {
     let ignored = |reason: String| {
         let path = path.display();
         tracing::warn!(%path, reason, "remembered micro-batch sizes are not used");
@@ -111,15 +115,15 @@ fn entries(path: &Path) -> Option<Vec<Entry>> {
     }
 }
 
-impl Entry {
+impl RememberedSize {
     fn is_sound(&self) -> bool {
         let sound = |line: &Line| line.fixed.is_finite() && line.per_sample.is_finite();
         self.size > 0 && self.needs.iter().all(sound)
     }
 }
 
-impl From<Entry> for Finding {
-    fn from(entry: Entry) -> Self {
+impl From<RememberedSize> for Finding {
+    fn from(entry: RememberedSize) -> Self {
         Self { size: entry.size, lines: entry.needs, rate: entry.samples_per_s }
     }
 }

@@ -1,6 +1,6 @@
 //! What a step may take of a memory.
 
-use super::sizer::Room;
+use super::sizer::MemoryRoom;
 use crate::Result;
 use crate::memory::{self, Usage};
 
@@ -13,11 +13,11 @@ const HOST_MARGIN: f64 = 0.2;
 ///
 /// # Errors
 /// When the memory has no limit and the system does not say what is free.
-pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<Room> {
+pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<MemoryRoom> {
     let (available, margin) = match usage.available {
         Some(available) => (available, MARGIN),
         None => (memory::host()?.available, HOST_MARGIN),
     };
     let available = available.0.saturating_sub(reserved);
-    Ok(Room { available, budget: (available as f64 * (1.0 - margin)) as u64 })
+    Ok(MemoryRoom { available, budget: (available as f64 * (1.0 - margin)) as u64 })
 }

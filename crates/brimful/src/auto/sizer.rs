@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
 use super::policy::{Goal, Policy};
-use super::trial::{Situation, Trial, in_near_equal_parts};
+use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
 /// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
@@ -17,7 +17,7 @@ pub(crate) const FEW: usize = 8;
 
 /// Memory that a step may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Room {
+pub(crate) struct MemoryRoom {
     /// Bytes free when it begins.
     pub(crate) available: u64,
     /// Those of them that may be planned with.
@@ -84,12 +84,12 @@ impl Sizer {
     }
 
     /// Decides what to run next of a mini-batch of `samples`, of which `left` have not been run.
-    pub(crate) fn next(&mut self, rooms: &[Room], left: usize, samples: usize) -> Trial {
+    pub(crate) fn next(&mut self, rooms: &[MemoryRoom], left: usize, samples: usize) -> SizeTrial {
         let pairs = || self.models.iter().zip(rooms);
         let fits = pairs().map(|(model, room)| model.largest(room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
         let holds_all =
-            |(model, room): (&MemoryModel, &Room)| model.holds_all(samples, room.budget);
+            |(model, room): (&MemoryModel, &MemoryRoom)| model.holds_all(samples, room.budget);
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
         let fits = fits.map(|fits| fits.max(all));
         let least = |of: fn(&MemoryModel, u64) -> usize| {
@@ -102,14 +102,14 @@ impl Sizer {
     }
 
     /// Whether a step that began now would do so with more than a few samples, or as many as fit.
-    pub(crate) fn begins_well(&self, rooms: &[Room], samples: usize) -> bool {
+    pub(crate) fn begins_well(&self, rooms: &[MemoryRoom], samples: usize) -> bool {
         let first = self.clone().next(rooms, samples, samples);
         first.size >= FEW || first.micro_batches.is_none()
     }
 
     /// Decides how a whole mini-batch is cut. Nothing can be learnt while it runs, so the first time
     /// it is cut into no more than 64, and not into few samples each as long as none has failed.
-    pub(crate) fn next_whole(&mut self, rooms: &[Room], samples: usize) -> Trial {
+    pub(crate) fn next_whole(&mut self, rooms: &[MemoryRoom], samples: usize) -> SizeTrial {
         let mut trial = self.next(rooms, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
             trial.size = trial.size.max((samples / 64).max(FEW).min(self.policy.limit()));
@@ -180,12 +180,12 @@ impl Sizer {
     }
 
     /// A step has succeeded.
-    pub(crate) fn succeeded(&mut self, size: usize, rooms: &[Room], retried: bool) {
+    pub(crate) fn succeeded(&mut self, size: usize, rooms: &[MemoryRoom], retried: bool) {
         self.policy.succeeded(size, tightest(rooms), retried);
     }
 
     /// Memory ran out.
-    pub(crate) fn failed(&mut self, size: usize, rooms: &[Room]) {
+    pub(crate) fn failed(&mut self, size: usize, rooms: &[MemoryRoom]) {
         self.policy.failed(size, tightest(rooms));
     }
 }
@@ -201,6 +201,6 @@ pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
 }
 
 /// What is free in the memory that has the least.
-pub(crate) fn tightest(rooms: &[Room]) -> u64 {
+pub(crate) fn tightest(rooms: &[MemoryRoom]) -> u64 {
     rooms.iter().map(|room| room.available).min().unwrap_or(u64::MAX)
 }

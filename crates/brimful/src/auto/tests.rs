@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::decision::Why;
 use super::policy::Goal;
-use super::sizer::{Room, Sizer};
+use super::sizer::{MemoryRoom, Sizer};
 use super::trial::in_near_equal_parts;
 
 /// What a device would do.
@@ -48,8 +48,8 @@ impl World {
         1e3 / (1.0 + self.fastest / n + n / self.fastest)
     }
 
-    fn room(&self) -> Room {
-        Room { available: self.available, budget: self.available - self.available / 100 }
+    fn room(&self) -> MemoryRoom {
+        MemoryRoom { available: self.available, budget: self.available - self.available / 100 }
     }
 
     /// Runs a mini-batch until it succeeds; gives the last size and why it was taken.

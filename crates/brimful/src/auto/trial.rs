@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::decision::{Decision, Why};
-use super::sizer::{Room, Sizer, is_alone, tightest};
+use super::sizer::{MemoryRoom, Sizer, is_alone, tightest};
 use crate::bytes::Bytes;
 
 /// What is known when a decision is due.
@@ -32,7 +32,7 @@ impl Situation {
 
 /// What to run next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Trial {
+pub(crate) struct SizeTrial {
     pub(crate) size: usize,
     /// So many micro-batches of exactly that size; `None`: all that is left, in near-equal ones.
     pub(crate) micro_batches: Option<usize>,
@@ -41,7 +41,7 @@ pub(crate) struct Trial {
     pub(crate) timed: bool,
 }
 
-impl Trial {
+impl SizeTrial {
     /// A few micro-batches of a size, or a whole step of it, to see how fast it is.
     pub(super) fn measure(size: usize, micro_batches: Option<usize>) -> Self {
         Self { size, micro_batches, why: Why::Measure, timed: true }
@@ -52,7 +52,7 @@ impl Trial {
         &self,
         ranges: &[Range<usize>],
         sizer: &Sizer,
-        rooms: &[Room],
+        rooms: &[MemoryRoom],
     ) -> Decision {
         let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
         let predicted = match is_alone(ranges) {

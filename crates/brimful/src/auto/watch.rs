@@ -13,7 +13,7 @@ use tch::Device;
 use super::decision::{Decision, Why};
 use super::log::SizeLog;
 use super::room::room;
-use super::sizer::{Room, Sizer, is_alone};
+use super::sizer::{MemoryRoom, Sizer, is_alone};
 use super::stopwatch::Stopwatch;
 use super::trial::in_near_equal_parts;
 use crate::bytes::Bytes;
@@ -43,13 +43,13 @@ pub(crate) struct SizeWatch {
 struct Watched {
     memory: Option<Memory>,
     before: Option<Usage>,
-    room: Room,
+    room: MemoryRoom,
 }
 
 impl Watched {
     fn now(memory: Option<Memory>, reserved: u64) -> Result<Self> {
         let before = memory.as_ref().map(Memory::usage).transpose()?;
-        let unlimited = Room { available: u64::MAX, budget: u64::MAX };
+        let unlimited = MemoryRoom { available: u64::MAX, budget: u64::MAX };
         let room = before.as_ref().map_or(Ok(unlimited), |usage| room(usage, reserved))?;
         Ok(Self { memory, before, room })
     }
@@ -271,12 +271,12 @@ impl SizeWatch {
         self.decisions.last().map_or(1, |decision| decision.size)
     }
 
-    fn rooms(&self) -> Vec<Room> {
+    fn rooms(&self) -> Vec<MemoryRoom> {
         self.memories.iter().map(|watched| watched.room).collect()
     }
 
     /// What was free before the try or is free now, whichever is less.
-    fn least_rooms(&self) -> Result<Vec<Room>> {
+    fn least_rooms(&self) -> Result<Vec<MemoryRoom>> {
         let least = |watched: &Watched| {
             let now = watched.usage()?.map_or(Ok(watched.room), |(now, _)| room(&now, 0))?;
             Ok(if now.available < watched.room.available { now } else { watched.room })

@@ -36,7 +36,7 @@ impl HostMemory {
 }
 
 /// The groups that this process is in.
-static OWN: LazyLock<Vec<Group>> =
+static OWN: LazyLock<Vec<ControlGroup>> =
     LazyLock::new(|| groups(&fs::read_to_string("/proc/self/cgroup").unwrap_or_default()));
 
 fn machine(meminfo: &str) -> Option<HostMemory> {
@@ -49,7 +49,7 @@ fn machine(meminfo: &str) -> Option<HostMemory> {
 }
 
 /// A control group's folder, and the names that its files have there.
-struct Group {
+struct ControlGroup {
     folder: PathBuf,
     limit: &'static str,
     used: &'static str,
@@ -58,21 +58,21 @@ struct Group {
 }
 
 /// The groups that this process is in, with those above them, whose limits hold as well.
-fn groups(own: &str) -> Vec<Group> {
+fn groups(own: &str) -> Vec<ControlGroup> {
     let mut groups = Vec::new();
     for line in own.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(kinds), Some(path)) = (fields.next(), fields.next()) else { continue };
         let above = Path::new(path.trim_start_matches('/')).ancestors();
         if kinds.is_empty() {
-            groups.extend(above.map(|path| Group {
+            groups.extend(above.map(|path| ControlGroup {
                 folder: Path::new("/sys/fs/cgroup").join(path),
                 limit: "memory.max",
                 used: "memory.current",
                 dropped: "inactive_file ",
             }));
         } else if kinds.split(',').any(|kind| kind == "memory") {
-            groups.extend(above.map(|path| Group {
+            groups.extend(above.map(|path| ControlGroup {
                 folder: Path::new("/sys/fs/cgroup/memory").join(path),
                 limit: "memory.limit_in_bytes",
                 used: "memory.usage_in_bytes",
@@ -83,7 +83,7 @@ fn groups(own: &str) -> Vec<Group> {
     groups
 }
 
-impl Group {
+impl ControlGroup {
     /// What it may take of a machine's memory; `None` where nothing limits it. Statistics are read only
     /// where they matter, which may take a while.
     fn memory(&self, machine: Bytes) -> Option<HostMemory> {
@@ -122,7 +122,7 @@ mod tests {
         let write = |name: &str, text: &str| fs::write(folder.path().join(name), text);
         write("memory.current", "700\n").expect("written");
         write("memory.stat", "anon 500\ninactive_file 200\n").expect("written");
-        let own = || Group { folder: folder.path().to_owned(), ..groups("0::/").remove(0) };
+        let own = || ControlGroup { folder: folder.path().to_owned(), ..groups("0::/").remove(0) };
 
         let machine = machine("MemTotal: 2 kB\nMemAvailable: 1 kB\n").expect("both are there");
         assert_eq!(machine, HostMemory { total: Bytes(2048), available: Bytes(1024) });

@@ -3,7 +3,7 @@
 use std::any::type_name;
 use std::time::Instant;
 
-use super::pass::Pass;
+use super::pass::BatchPass;
 use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::Accumulator;
@@ -113,7 +113,7 @@ impl MicroBatcher {
         role: BatchRole,
         turn: Option<RanksTurn>,
         eager: bool,
-    ) -> Result<Pass<O>> {
+    ) -> Result<BatchPass<O>> {
         let mut parameters = parameters(&self.variables);
         if role.first {
             self.arrangement.begin(&mut parameters)?;
@@ -123,13 +123,13 @@ impl MicroBatcher {
         let window = self.state.window.as_ref();
         let tally =
             window.map_or_else(Tally::default, |window| window.tried.tried.tally.following());
-        Ok(Pass { accumulator, tally, outputs: Vec::new(), single: role.last })
+        Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 
     /// Runs all micro-batches, each by replay or eagerly.
     fn run_all<B: Batch, R: Outcome>(
         &mut self,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         batch: &B,
         cut: &mut Cut,
         role: BatchRole,

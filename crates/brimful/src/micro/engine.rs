@@ -9,7 +9,7 @@ use crate::auto::{Identity, Kind, Use};
 use crate::bytes::Bytes;
 use crate::memory::{self, Arena, Memory};
 use crate::step::{
-    Engine, Exchange, Figures, Hints, Lesson, PartReport, Parts, Seeding, Size, State, Team,
+    Engine, Exchange, Figures, Hints, Lesson, PartReport, Parts, Seeding, Size, StepState, Team,
     Trained, Whole, gradient_bytes, names, parameters,
 };
 use crate::{Result, device};
@@ -17,7 +17,7 @@ use crate::{Result, device};
 impl Engine for MicroBatcher {
     type Tried = Parts;
 
-    fn state(&mut self) -> &mut State<Parts> {
+    fn state(&mut self) -> &mut StepState<Parts> {
         &mut self.state
     }
 

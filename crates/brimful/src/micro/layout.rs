@@ -37,12 +37,12 @@ pub(super) struct Arrangement {
     channels_last: bool,
     /// Whether the parameters are still in the other order.
     changed: bool,
-    trial: Option<Trial>,
+    trial: Option<LayoutTrial>,
 }
 
 /// A measurement under way: seconds a sample of each order.
 #[derive(Debug, Default)]
-struct Trial {
+struct LayoutTrial {
     steps: usize,
     /// Whether this is the order's first step, in which kernels are chosen.
     first: bool,
@@ -52,7 +52,7 @@ struct Trial {
 
 impl Arrangement {
     pub(super) fn new(layout: Layout) -> Self {
-        let trial = Trial { first: true, ..Trial::default() };
+        let trial = LayoutTrial { first: true, ..LayoutTrial::default() };
         let channels_last = layout == Layout::ChannelsLast;
         Self {
             channels_last,

@@ -46,12 +46,12 @@ use crate::batch::{self, Batch};
 use crate::copies::Copies;
 use crate::memory::Memory;
 use crate::step::{
-    self, BatchRole, Brought, Outcome, Parts, Size, State, Step, UnmanagedStatistics,
+    self, BatchRole, Brought, Outcome, Parts, Size, Step, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::Attempt;
 use layout::Arrangement;
 pub(crate) use replay::Closure;
-use replay::Replay;
+use replay::MicroReplay;
 
 /// Runs mini-batches through one device in micro-batches, with exactly the full batch's gradient.
 #[derive(Debug)]
@@ -62,9 +62,9 @@ pub struct MicroBatcher {
     copies: Copies,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
-    replay: Replay,
+    replay: MicroReplay,
     arrangement: Arrangement,
-    state: State<Parts>,
+    state: StepState<Parts>,
 }
 
 impl MicroBatcher {
@@ -77,9 +77,9 @@ impl MicroBatcher {
             copies: Copies::new(device),
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
-            replay: Replay::new(device),
+            replay: MicroReplay::new(device),
             arrangement: Arrangement::default(),
-            state: State::new(size),
+            state: StepState::new(size),
         }
     }
 

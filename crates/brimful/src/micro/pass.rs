@@ -8,11 +8,11 @@ use crate::Result;
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::Batch;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::step::{Group, Tally, roots};
+use crate::step::{Tally, TermGroup, roots};
 
 /// A mini-batch under way.
 #[derive(Debug)]
-pub(super) struct Pass<O> {
+pub(super) struct BatchPass<O> {
     pub(super) accumulator: Accumulator,
     pub(super) tally: Tally,
     pub(super) outputs: Vec<O>,
@@ -20,20 +20,20 @@ pub(super) struct Pass<O> {
     pub(super) single: bool,
 }
 
-impl<O> Pass<O> {
+impl<O> BatchPass<O> {
     /// The parameters, with the sums and the tally of all that was run.
-    pub(super) fn finish(self) -> Result<(Vec<Tensor>, (Sums, Tally, Vec<Group>))> {
+    pub(super) fn finish(self) -> Result<(Vec<Tensor>, (Sums, Tally, Vec<TermGroup>))> {
         let groups = self.groups();
         let parameters = self.accumulator.parameters().iter().map(Tensor::shallow_clone).collect();
         Ok((parameters, (self.accumulator.finish()?, self.tally, groups)))
     }
 
-    pub(super) fn groups(&self) -> Vec<Group> {
+    pub(super) fn groups(&self) -> Vec<TermGroup> {
         self.tally.groups(self.single)
     }
 }
 
-impl<O: Batch> Pass<O> {
+impl<O: Batch> BatchPass<O> {
     /// Runs the closure on a micro-batch, and its backward.
     pub(super) fn run<B: Batch, R: Outcome<Outputs = O>>(
         &mut self,

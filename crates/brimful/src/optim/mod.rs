@@ -51,8 +51,8 @@ use brimful_torch::autograd;
 use tch::{Kind, Tensor, nn};
 
 use crate::{Error, Result};
-use replay::Replay;
-use state::State;
+use replay::OptimizerReplay;
+use state::ParameterState;
 
 /// The group of the parameters that no other group has taken.
 const DEFAULT_GROUP: &str = "default";
@@ -61,8 +61,8 @@ const DEFAULT_GROUP: &str = "default";
 #[derive(Debug)]
 pub struct Optimizer {
     parameters: Vec<Parameter>,
-    groups: Vec<Group>,
-    replay: Replay,
+    groups: Vec<ParameterGroup>,
+    replay: OptimizerReplay,
 }
 
 #[derive(Debug)]
@@ -71,11 +71,11 @@ struct Parameter {
     tensor: Tensor,
     group: usize,
     /// `None` until its first step.
-    state: Option<State>,
+    state: Option<ParameterState>,
 }
 
 #[derive(Debug)]
-struct Group {
+struct ParameterGroup {
     name: String,
     method: Method,
 }
@@ -108,8 +108,8 @@ impl Optimizer {
             .into_iter()
             .map(|(name, tensor)| Parameter { name, tensor, group: 0, state: None })
             .collect();
-        let groups = vec![Group { name: DEFAULT_GROUP.into(), method }];
-        Ok(Self { parameters, groups, replay: Replay::default() })
+        let groups = vec![ParameterGroup { name: DEFAULT_GROUP.into(), method }];
+        Ok(Self { parameters, groups, replay: OptimizerReplay::default() })
     }
 
     /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.
@@ -134,7 +134,7 @@ impl Optimizer {
         if empty {
             return Err(self.no_member(name));
         }
-        self.groups.push(Group { name: name.into(), method });
+        self.groups.push(ParameterGroup { name: name.into(), method });
         Ok(())
     }
 

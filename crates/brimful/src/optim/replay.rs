@@ -20,7 +20,7 @@ const MOST_CAPTURES: usize = 8;
 
 /// What is known of where things lie.
 #[derive(Debug, Default)]
-pub(super) struct Replay {
+pub(super) struct OptimizerReplay {
     wanted: bool,
     /// Where all was at the last step, and for how many steps it had been there.
     places: Vec<usize>,
@@ -37,7 +37,7 @@ struct Captured {
     rates: Vec<(Tensor, f64)>,
 }
 
-impl Replay {
+impl OptimizerReplay {
     /// Gives up what was captured: options other than learning rates are numbers in it.
     pub(super) fn forget(&mut self) {
         let Self { wanted, captures, replayed, .. } = *self;
@@ -52,7 +52,7 @@ impl Optimizer {
     /// The result is the same up to the rounding of the learning rate to f32.
     #[must_use]
     pub fn replay(mut self, wanted: bool) -> Self {
-        self.replay = Replay { wanted, ..Replay::default() };
+        self.replay = OptimizerReplay { wanted, ..OptimizerReplay::default() };
         self
     }
 
@@ -134,12 +134,12 @@ impl Optimizer {
 
     /// Captures a step; nothing of it runs. Tells whether there is one now.
     fn capture(&mut self, device: Device) -> Result<bool> {
-        let Replay { calm_steps, captures, .. } = self.replay;
+        let OptimizerReplay { calm_steps, captures, .. } = self.replay;
         if calm_steps < CALM_STEPS || captures == MOST_CAPTURES {
             return Ok(false);
         }
         self.replay.captures += 1;
-        let rate = |group: &super::Group| {
+        let rate = |group: &super::ParameterGroup| {
             let rate = group.method.learning_rate();
             Ok((Tensor::f_full([0_i64; 0], rate, (Kind::Float, device))?, rate))
         };

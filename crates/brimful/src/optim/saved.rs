@@ -11,8 +11,8 @@ use std::path::Path;
 
 use tch::Tensor;
 
-use super::state::{State, UNKNOWN_VERSION};
-use super::{Group, Method, Optimizer, Parameter};
+use super::state::{ParameterState, UNKNOWN_VERSION};
+use super::{Method, Optimizer, Parameter, ParameterGroup};
 use crate::save::{self, Metadata};
 use crate::{Error, Result};
 
@@ -24,11 +24,11 @@ impl Optimizer {
     pub fn state(&self) -> (Vec<(String, Tensor)>, Metadata) {
         let mut tensors = Vec::new();
         let mut metadata = Metadata::from([(FORMAT.0.into(), FORMAT.1.into())]);
-        for Group { name, method } in &self.groups {
+        for ParameterGroup { name, method } in &self.groups {
             metadata.insert(format!("group.{name}"), serde_json::json!(method).to_string());
         }
         for Parameter { name, group, state, .. } in &self.parameters {
-            let Group { name: group, method } = &self.groups[*group];
+            let ParameterGroup { name: group, method } = &self.groups[*group];
             metadata.insert(format!("parameter.{name}"), group.clone());
             for (slot, tensor) in state.iter().flat_map(|state| state.tensors(method)) {
                 tensors.push((format!("{name}.{slot}"), tensor.shallow_clone()));
@@ -118,8 +118,8 @@ impl Optimizer {
     }
 }
 
-fn read_method(group: &Group, metadata: &Metadata) -> Result<Method> {
-    let Group { name, method: here } = group;
+fn read_method(group: &ParameterGroup, metadata: &Metadata) -> Result<Method> {
+    let ParameterGroup { name, method: here } = group;
     let Some(text) = metadata.get(&format!("group.{name}")) else {
         return Err(mismatch(name, "missing".into(), "a group".into()));
     };
@@ -138,9 +138,9 @@ fn read_state(
     parameter: &Parameter,
     method: &Method,
     left: &mut BTreeMap<&str, &Tensor>,
-) -> Result<Option<State>> {
+) -> Result<Option<ParameterState>> {
     let Parameter { name, tensor, .. } = parameter;
-    let mut state = State::new(tensor, method, None)?;
+    let mut state = ParameterState::new(tensor, method, None)?;
     let slots: Vec<_> = state.tensors(method).map(|(slot, _)| slot).collect();
     if !slots.iter().any(|slot| left.contains_key(format!("{name}.{slot}").as_str())) {
         return Ok(None);

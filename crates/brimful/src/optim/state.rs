@@ -8,7 +8,7 @@ use crate::Result;
 
 /// The memory of one parameter's steps.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct ParameterState {
     /// The parameter in f32, where it is itself in half precision: what updates go to.
     pub(super) master: Option<Tensor>,
     /// The parameter's version when it was last rounded from `master`.
@@ -22,7 +22,7 @@ pub(super) struct State {
 /// No parameter has this version, so its master is compared with it before it is used.
 pub(super) const UNKNOWN_VERSION: i64 = -1;
 
-impl State {
+impl ParameterState {
     /// A state for this parameter as it is now; what `old` holds is taken over. The parameter may
     /// have changed its kind, device or layout since.
     pub(super) fn new(tensor: &Tensor, method: &Method, old: Option<&Self>) -> Result<Self> {
@@ -46,7 +46,7 @@ impl State {
         self.master.is_some() == has_master(tensor, method)
             && (self.master.is_none() || self.version == version(tensor))
             && like.device() == tensor.device()
-            // State of a parameter with gaps is contiguous, as the copy that is updated.
+            // ParameterState of a parameter with gaps is contiguous, as the copy that is updated.
             && self.moments.iter().all(|moment| {
                 if dense { fits(like, moment) } else { moment.is_contiguous() && alike(like, moment) }
             })
@@ -89,7 +89,7 @@ pub(super) fn version(tensor: &Tensor) -> i64 {
 
 /// The parameter in f32. Where it is still what the old master was rounded to, the old one's digits
 /// are kept; where somebody has set it since, its own value counts.
-fn new_master(tensor: &Tensor, old: Option<&State>) -> Result<Tensor> {
+fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
     let present = tensor.f_detach()?.f_to_kind(Kind::Float)?;
     let Some(master) = old.and_then(|old| old.master.as_ref()) else { return Ok(present) };
     let master = master.f_to_device(tensor.device())?;

@@ -10,7 +10,7 @@ use brimful_torch::optim::fits;
 use tch::{Device, Kind, Tensor};
 
 use super::method::Lists;
-use super::state::{self, State};
+use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::{Error, Result};
 
@@ -26,7 +26,7 @@ struct Item {
     work: Tensor,
     gradient: Tensor,
     /// What replaces the parameter's state; `None` where that can be used as it is.
-    state: Option<State>,
+    state: Option<ParameterState>,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
 }
@@ -44,7 +44,7 @@ struct Key {
 }
 
 /// The parameters of one fused call.
-struct Bucket {
+struct FusedBatch {
     key: Key,
     items: Vec<Item>,
     /// The scratch space that its gradients take, in elements.
@@ -52,14 +52,14 @@ struct Bucket {
 }
 
 /// A step that needs nothing more.
-pub(crate) struct Plan {
-    buckets: Vec<Bucket>,
+pub(crate) struct OptimizerPlan {
+    buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
     /// The groups' learning rates as tensors; none where the groups' own numbers count.
     rates: Vec<Tensor>,
 }
 
-impl Plan {
+impl OptimizerPlan {
     /// The same step with the groups' learning rates read from these tensors.
     pub(super) fn with_rates(self, rates: Vec<Tensor>) -> Self {
         Self { rates, ..self }
@@ -82,16 +82,16 @@ impl Optimizer {
     }
 
     /// Everything that can fail.
-    pub(crate) fn prepare(&self) -> Result<Plan> {
+    pub(crate) fn prepare(&self) -> Result<OptimizerPlan> {
         let _no_grad = tch::no_grad_guard();
-        let mut buckets: Vec<Bucket> = Vec::new();
+        let mut buckets: Vec<FusedBatch> = Vec::new();
         for (index, parameter) in self.parameters.iter().enumerate() {
             if let Some(item) = self.prepare_one(index, parameter)? {
                 sort_in(&mut buckets, self.key_of(parameter, &item), item);
             }
         }
         let scratch = scratch_for(&buckets)?;
-        Ok(Plan { buckets, scratch, rates: Vec::new() })
+        Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
 
     fn prepare_one(&self, index: usize, parameter: &Parameter) -> Result<Option<Item>> {
@@ -108,7 +108,7 @@ impl Optimizer {
         let old = parameter.state.as_ref();
         let state = match old {
             Some(old) if old.is_current(tensor, method) => None,
-            _ => Some(State::new(tensor, method, old)?),
+            _ => Some(ParameterState::new(tensor, method, old)?),
         };
         let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
         let (work, write_back) = match master {
@@ -130,9 +130,9 @@ impl Optimizer {
     }
 
     /// The update, which allocates nothing.
-    pub(crate) fn commit(&mut self, plan: Plan) -> Result<()> {
+    pub(crate) fn commit(&mut self, plan: OptimizerPlan) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        for Bucket { key, mut items, .. } in plan.buckets {
+        for FusedBatch { key, mut items, .. } in plan.buckets {
             for item in &mut items {
                 if let Some(state) = item.state.take() {
                     self.parameters[item.index].state = Some(state);
@@ -186,7 +186,7 @@ impl Optimizer {
 }
 
 /// Puts the item into the bucket of its key, or into a new one where the scratch space is full.
-fn sort_in(buckets: &mut Vec<Bucket>, key: Key, item: Item) {
+fn sort_in(buckets: &mut Vec<FusedBatch>, key: Key, item: Item) {
     let needed = if key.converted { item.work.numel().next_multiple_of(ALIGNMENT) } else { 0 };
     let last = buckets.iter_mut().rev().find(|bucket| bucket.key == key);
     match last.filter(|bucket| bucket.scratch + needed <= SCRATCH) {
@@ -194,14 +194,14 @@ fn sort_in(buckets: &mut Vec<Bucket>, key: Key, item: Item) {
             bucket.items.push(item);
             bucket.scratch += needed;
         }
-        None => buckets.push(Bucket { key, items: vec![item], scratch: needed }),
+        None => buckets.push(FusedBatch { key, items: vec![item], scratch: needed }),
     }
 }
 
 /// One tensor for each device and kind, of the size that the largest bucket needs.
-fn scratch_for(buckets: &[Bucket]) -> Result<Vec<Tensor>> {
+fn scratch_for(buckets: &[FusedBatch]) -> Result<Vec<Tensor>> {
     let mut sizes: Vec<(Kind, Device, usize)> = Vec::new();
-    for Bucket { key, scratch, .. } in buckets.iter().filter(|bucket| bucket.key.converted) {
+    for FusedBatch { key, scratch, .. } in buckets.iter().filter(|bucket| bucket.key.converted) {
         match sizes.iter_mut().find(|(kind, device, _)| (*kind, *device) == (key.kind, key.device))
         {
             Some((_, _, size)) => *size = (*size).max(*scratch),

@@ -5,7 +5,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::job::{Job, Mode};
-use super::run::{Failure, Run};
+use super::run::{WorkerFailure, WorkerRun};
 use super::transfer::Tensors;
 use super::worker::Worker;
 use crate::accumulate::{Accumulator, Sums};
@@ -13,7 +13,7 @@ use crate::bytes::Bytes;
 use crate::random::Randomness;
 use crate::schedule::ActionKind;
 use crate::statistics::Pending;
-use crate::step::{Group, PartReport, Tally, Tried, Undo};
+use crate::step::{PartReport, Tally, TermGroup, Tried, Undo};
 use crate::workers::into_error;
 use crate::{Error, Result, oom};
 
@@ -41,7 +41,7 @@ type Unmanaged = Vec<(Tensor, Tensor)>;
 
 impl Worker {
     /// Runs a whole mini-batch, and keeps what commits or undoes it.
-    pub(super) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, Failure> {
+    pub(super) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
@@ -53,7 +53,7 @@ impl Worker {
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
-    pub(super) fn attempt_forward(&mut self, job: Job) -> Result<WorkerDone, Failure> {
+    pub(super) fn attempt_forward(&mut self, job: Job) -> Result<WorkerDone, WorkerFailure> {
         let (run, unmanaged) = self.begin(job)?;
         let (undo, result) = self.collecting(run, unmanaged, is_forward);
         match result {
@@ -74,7 +74,7 @@ impl Worker {
         &mut self,
         gradients: Vec<Tensors>,
         tells: Tells,
-    ) -> Result<WorkerDone, Failure> {
+    ) -> Result<WorkerDone, WorkerFailure> {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
         // Not before: what the caller does to gradients and parameters since the forward counts.
@@ -86,7 +86,7 @@ impl Worker {
     }
 
     /// Takes part in a step in which other pipelines have all micro-batches.
-    pub(super) fn idle(&mut self, tells: Tells) -> Result<WorkerDone, Failure> {
+    pub(super) fn idle(&mut self, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
         self.undo().map_err(failed)?;
         let nothing = (Sums::default(), Tally::default(), Vec::new());
         let (parameters, variables) = (self.parameters(), &self.store.variables_);
@@ -96,25 +96,25 @@ impl Worker {
         self.done(Vec::new(), tells).map_err(failed)
     }
 
-    fn begin(&mut self, job: Job) -> Result<(Run, Unmanaged), Failure> {
+    fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
         self.undo().and_then(|()| self.prepared_run(job)).map_err(failed)
     }
 
-    fn prepared_run(&mut self, job: Job) -> Result<(Run, Unmanaged)> {
+    fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }
         self.site.trains = self.variables.trained().next().is_some();
         if !job.mode.trains() {
-            return Ok((Run::new(job, self)?, Vec::new()));
+            return Ok((WorkerRun::new(job, self)?, Vec::new()));
         }
         let unmanaged = self.unmanaged.save(&self.store.variables_)?;
         self.site.unmanaged = unmanaged.iter().map(|(running, _)| running.data()).collect();
-        Ok((Run::new(job, self)?, unmanaged))
+        Ok((WorkerRun::new(job, self)?, unmanaged))
     }
 
     /// Collects the run's gradients, apart from those that are there.
-    fn accumulator(&self, run: &Run) -> Result<Accumulator> {
+    fn accumulator(&self, run: &WorkerRun) -> Result<Accumulator> {
         let accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
         Ok(accumulator.summing(run.job.summing.clone()))
     }
@@ -126,17 +126,21 @@ impl Worker {
     /// Runs on while the layers' statistics are collected.
     fn collecting(
         &mut self,
-        run: Run,
+        run: WorkerRun,
         unmanaged: Unmanaged,
         wanted: impl Fn(ActionKind) -> bool,
-    ) -> (Undo, Result<Run, Failure>) {
+    ) -> (Undo, Result<WorkerRun, WorkerFailure>) {
         let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
         // A step's random numbers are its own: nothing of them is to be put back.
         (Undo { statistics, randomness: Randomness::default(), unmanaged }, result)
     }
 
     /// Runs on; what it holds is let go where that fails, so that the others stop.
-    fn go_on(&mut self, mut run: Run, wanted: impl Fn(ActionKind) -> bool) -> Result<Run, Failure> {
+    fn go_on(
+        &mut self,
+        mut run: WorkerRun,
+        wanted: impl Fn(ActionKind) -> bool,
+    ) -> Result<WorkerRun, WorkerFailure> {
         run.execute(&mut self.site, wanted)?;
         Ok(run)
     }
@@ -145,9 +149,9 @@ impl Worker {
     fn conclude(
         &mut self,
         undo: Undo,
-        result: Result<Run, Failure>,
+        result: Result<WorkerRun, WorkerFailure>,
         tells: Tells,
-    ) -> Result<WorkerDone, Failure> {
+    ) -> Result<WorkerDone, WorkerFailure> {
         let run = match result {
             Ok(run) => run,
             Err(failure) => {
@@ -175,8 +179,8 @@ impl Worker {
     }
 
     /// What remains of a run that has come to its end.
-    fn keep_run(&mut self, run: Run) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
-        let Run { accumulator, mut tally, outputs, timeline, norms, job, .. } = run;
+    fn keep_run(&mut self, run: WorkerRun) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
+        let WorkerRun { accumulator, mut tally, outputs, timeline, norms, job, .. } = run;
         for norm in norms {
             tally.add_norm(norm)?;
         }
@@ -207,7 +211,7 @@ impl Worker {
 /// What a worker keeps of a run.
 struct KeptRun {
     parameters: Vec<Tensor>,
-    sums: (Sums, Tally, Vec<Group>),
+    sums: (Sums, Tally, Vec<TermGroup>),
     unit: f64,
     sizes: Vec<usize>,
 }
@@ -223,6 +227,6 @@ fn is_forward(kind: ActionKind) -> bool {
     kind == ActionKind::Forward
 }
 
-pub(super) fn failed(error: Error) -> Failure {
-    Failure::Failed { at: Instant::now(), error }
+pub(super) fn failed(error: Error) -> WorkerFailure {
+    WorkerFailure::Failed { at: Instant::now(), error }
 }

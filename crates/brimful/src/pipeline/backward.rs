@@ -7,7 +7,7 @@ use super::transfer::Tensors;
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::step::{Group, roots};
+use crate::step::{TermGroup, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ impl Roots {
     pub(super) fn of_terms(
         terms: &[Term],
         weight: &MicroBatchWeight,
-        groups: &[Group],
+        groups: &[TermGroup],
     ) -> Result<Self> {
         let groups = roots(terms, groups, |_, term| term.root_gradient(weight))?;
         let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);

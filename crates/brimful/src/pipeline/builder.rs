@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use super::balance::{Balance, Question};
 use super::error::PipelineError;
-use super::layout::Layout;
+use super::layout::StageLayout;
 use super::ranks::Ranks;
 use super::roster::Roster;
 use super::worker::{Blueprint, Worker};
@@ -19,7 +19,7 @@ use crate::optim::Method;
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
 use crate::schedule::{Recompute, Schedule};
-use crate::step::{NonFinite, Size, State, Team};
+use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{StageDevice, Workers, settled};
 use crate::{Layers, Result, World};
 
@@ -159,14 +159,14 @@ impl Builder {
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = self.schedule.actions(workers, 1, Recompute::Never)?;
-        let layout = Arc::new(Layout::new(self.layers, &balance, one.placement())?);
+        let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
         ranks.tie(&workers)?;
         ties::spread(&workers, &ranks)?;
-        let mut state = State::new(self.size);
+        let mut state = StepState::new(self.size);
         state.team = team;
         state.non_finite = self.non_finite;
         state.reserved = reserved(&workers, self.reserved)?;
@@ -246,7 +246,7 @@ impl Builder {
 
 /// What this rank's workers are made for.
 struct Staff<'a> {
-    layout: &'a Arc<Layout>,
+    layout: &'a Arc<StageLayout>,
     devices: &'a [StageDevice],
     ranks: &'a Ranks,
 }

@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 use super::attempt::{Tells, WorkerDone};
 use super::job::{End, Job, LossFn, Mode};
 use super::portion::{Portion, portions};
-use super::run::Failure;
+use super::run::WorkerFailure;
 use super::transfer::Tensors;
 use super::worker::Worker;
 use super::{Pipeline, ties, wiring};
@@ -19,8 +19,8 @@ use crate::memory::{self, Memory};
 use crate::schedule::Actions;
 use crate::statistics::Pending;
 use crate::step::{
-    BatchRole, Counted, Engine, Exchange, Failed, Figures, Group, Lesson, Opening, PartReport,
-    Seeding, Size, State, Team, Timeline, Trained, Try, Whole, gradient_bytes, names,
+    BatchRole, Counted, Engine, Exchange, Failed, Figures, Lesson, Opening, PartReport, Seeding,
+    Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole, gradient_bytes, names,
 };
 use crate::workers::{StageDevice, WorkerError, Workers};
 use crate::{Error, Result, device};
@@ -39,7 +39,7 @@ pub(crate) struct PipelineTried {
     /// What the workers have told, if they did at once.
     reports: Option<Vec<PartReport>>,
     /// A loss on all outputs, which no worker has counted.
-    pub(super) loss: Option<(Counted, Vec<Group>)>,
+    pub(super) loss: Option<(Counted, Vec<TermGroup>)>,
     /// Whether it waits for later mini-batches.
     waits: bool,
 }
@@ -49,7 +49,7 @@ impl Engine for Pipeline {
 
     const SPREADS_MODEL: bool = true;
 
-    fn state(&mut self) -> &mut State<PipelineTried> {
+    fn state(&mut self) -> &mut StepState<PipelineTried> {
         &mut self.state
     }
 
@@ -207,7 +207,7 @@ impl PipelineTried {
 }
 
 /// What one try is to do, as a pipeline's calls know it.
-pub(super) struct Plan {
+pub(super) struct TryPlan {
     pub(super) portions: Vec<Portion>,
     pub(super) mode: Mode,
     actions: Vec<Arc<Actions>>,
@@ -223,7 +223,7 @@ impl Pipeline {
         this_try: &Try<'_>,
         mode: Mode,
         two_phases: bool,
-    ) -> Result<Plan> {
+    ) -> Result<TryPlan> {
         let size = this_try.cut.size().ok_or(Error::NothingToCut)?;
         self.plan_for(this_try.opening, size, mode, two_phases)
     }
@@ -234,7 +234,7 @@ impl Pipeline {
         size: Size,
         mode: Mode,
         two_phases: bool,
-    ) -> Result<Plan> {
+    ) -> Result<TryPlan> {
         let mut role = BatchRole { last: mode.is_last(), ..opening.role(0) };
         if let Some(window) = self.state.window.as_ref().filter(|_| mode.trains()) {
             // What follows goes on in the unit of the step's first mini-batch.
@@ -250,14 +250,14 @@ impl Pipeline {
             });
         }
         let seed = opening.seed().unwrap_or_default();
-        Ok(Plan { portions, mode, actions, unit: role.unit, seed })
+        Ok(TryPlan { portions, mode, actions, unit: role.unit, seed })
     }
 
     /// Lets every worker try, with these inputs by micro-batch, and these closures for the outputs of
     /// each pipeline.
     pub(super) fn attempt(
         &self,
-        plan: &Plan,
+        plan: &TryPlan,
         inputs: Vec<Vec<Tensor>>,
         closures: Vec<LossFn>,
         exchange: &Exchange,
@@ -275,7 +275,7 @@ impl Pipeline {
     /// Runs all forwards, and gives the outputs of each pipeline, by micro-batch.
     pub(super) fn attempt_forward(
         &self,
-        plan: &Plan,
+        plan: &TryPlan,
         inputs: Vec<Vec<Tensor>>,
         exchange: &Exchange,
     ) -> Result<Vec<WorkerDone>, Failed> {
@@ -291,7 +291,7 @@ impl Pipeline {
     /// Runs all backwards, from these gradients of the outputs, by micro-batch.
     pub(super) fn attempt_backward(
         &self,
-        plan: &Plan,
+        plan: &TryPlan,
         mut gradients: Vec<Tensors>,
         exchange: &Exchange,
     ) -> Result<PipelineTried, Failed> {
@@ -325,7 +325,7 @@ impl Pipeline {
         &self,
         jobs: Vec<J>,
         exchange: &Exchange,
-        f: impl Fn(&mut Worker, J) -> Result<WorkerDone, Failure> + Clone + Send + 'static,
+        f: impl Fn(&mut Worker, J) -> Result<WorkerDone, WorkerFailure> + Clone + Send + 'static,
     ) -> Result<Vec<WorkerDone>, Failed> {
         let turn = exchange.turn.clone();
         let workers = self.workers();
@@ -345,7 +345,7 @@ impl Pipeline {
         done
     }
 
-    fn tried(&self, plan: &Plan, mut done: Vec<WorkerDone>) -> (PipelineTried, Vec<WorkerDone>) {
+    fn tried(&self, plan: &TryPlan, mut done: Vec<WorkerDone>) -> (PipelineTried, Vec<WorkerDone>) {
         let ranges = || plan.portions.iter().flat_map(|portion| &portion.ranges);
         let reports = done.iter_mut().map(|done| done.report.take()).collect();
         let tried = PipelineTried {
@@ -402,7 +402,7 @@ impl Pipeline {
     /// What each worker of this process is to do; nothing where its pipeline has no micro-batch.
     fn jobs(
         &self,
-        plan: &Plan,
+        plan: &TryPlan,
         mut inputs: Vec<Vec<Tensor>>,
         ends: Vec<End>,
         exchange: &Exchange,
@@ -425,7 +425,7 @@ impl Pipeline {
     fn jobs_of(
         &self,
         replica: usize,
-        plan: &Plan,
+        plan: &TryPlan,
         inputs: Vec<Vec<Tensor>>,
         end: End,
         exchange: &Exchange,
@@ -471,22 +471,22 @@ impl Pipeline {
 
 /// All answers, or the failure that came first: those that came later may be its consequences.
 fn first_failure(
-    answers: Vec<Result<Result<WorkerDone, Failure>>>,
+    answers: Vec<Result<Result<WorkerDone, WorkerFailure>>>,
 ) -> Result<Vec<WorkerDone>, Failed> {
     let mut all = Vec::new();
     let mut first: Option<Failed> = None;
     let mut stopped = None;
     for (worker, answer) in answers.into_iter().enumerate() {
-        let failed_now = |error| Err(Failure::Failed { at: Instant::now(), error });
+        let failed_now = |error| Err(WorkerFailure::Failed { at: Instant::now(), error });
         match answer.unwrap_or_else(failed_now) {
             Ok(answer) => all.push(answer),
-            Err(Failure::Failed { at, error }) => {
+            Err(WorkerFailure::Failed { at, error }) => {
                 if first.as_ref().is_none_or(|first| at < first.at) {
                     first = Some(Failed::at(at, error));
                 }
             }
             // Somebody else failed before, here or in another rank.
-            Err(Failure::Stopped) => stopped = stopped.or(Some(worker)),
+            Err(WorkerFailure::Stopped) => stopped = stopped.or(Some(worker)),
         }
     }
     match (first, stopped) {

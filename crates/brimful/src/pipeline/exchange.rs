@@ -4,15 +4,15 @@ use tch::Tensor;
 
 use super::backward;
 use super::job::End;
-use super::run::{Output, Run, Stop};
+use super::run::{Output, Stop, WorkerRun};
 use super::stage::{Boundary, leaves};
-use super::transfer::{Parcel, Tensors};
-use super::wiring::Outlet;
+use super::transfer::{StageParcel, Tensors};
+use super::wiring::StageOutlet;
 use super::worker::Site;
 use crate::Result;
 use crate::schedule::Action;
 
-impl Run {
+impl WorkerRun {
     /// What enters the stage.
     pub(super) fn receive(
         &mut self,
@@ -46,7 +46,7 @@ impl Run {
             return Ok(output);
         }
         let ports = &self.job.ports[at];
-        let pack = |values: &[Tensor]| Parcel::values(leaves(values, &traced)?, site.device);
+        let pack = |values: &[Tensor]| StageParcel::values(leaves(values, &traced)?, site.device);
         let mut parcels = Vec::new();
         for (values, ends) in output.skips.iter().zip(&ports.skips_out) {
             // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
@@ -105,7 +105,7 @@ impl Run {
         let mut parcels = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
-                parcels.push((outlet, Parcel::pack(gradients, site.device)?));
+                parcels.push((outlet, StageParcel::pack(gradients, site.device)?));
             }
         }
         // The values' come last: theirs is the channel that may be full.
@@ -114,7 +114,7 @@ impl Run {
     }
 }
 
-fn send(parcels: Vec<(&Outlet, Parcel)>) -> Result<(), Stop> {
+fn send(parcels: Vec<(&StageOutlet, StageParcel)>) -> Result<(), Stop> {
     let mut parcels = parcels.into_iter();
     parcels.try_for_each(|(outlet, parcel)| outlet.send(parcel))
 }

@@ -8,7 +8,7 @@ use crate::{Result, balance};
 
 /// The model, cut into stages and spread over workers.
 #[derive(Debug)]
-pub(super) struct Layout {
+pub(super) struct StageLayout {
     pub(super) layers: Layers,
     pub(super) stages: Vec<StagePlan>,
     pub(super) workers: usize,
@@ -34,7 +34,7 @@ pub(super) struct Export {
     pub(super) targets: Vec<usize>,
 }
 
-impl Layout {
+impl StageLayout {
     pub(super) fn new(
         layers: Layers,
         balance: &balance::Balance,

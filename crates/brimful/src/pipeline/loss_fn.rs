@@ -79,7 +79,7 @@ impl<F> SharedLoss<F> {
         let mut start = 0;
         let mut all = Vec::with_capacity(portions.len());
         for (replica, portion) in portions.iter().enumerate() {
-            let given = Place { collected: Arc::clone(&collected), start };
+            let given = OutputPlace { collected: Arc::clone(&collected), start };
             all.push(self.on(target, &portion.ranges, device(replica), given)?);
             start += portion.ranges.len();
         }
@@ -91,7 +91,7 @@ impl<F> SharedLoss<F> {
         target: &Y,
         ranges: &[Range<usize>],
         device: Device,
-        given: Place<O>,
+        given: OutputPlace<O>,
     ) -> Result<LossFn>
     where
         Y: Batch + 'static,
@@ -114,12 +114,12 @@ impl<F> SharedLoss<F> {
 }
 
 /// Where one pipeline's closure puts what it gives.
-struct Place<O> {
+struct OutputPlace<O> {
     collected: Collected<O>,
     start: usize,
 }
 
-impl<O> Place<O> {
+impl<O> OutputPlace<O> {
     fn put(&self, i: usize, output: O) {
         let mut all = self.collected.lock().unwrap_or_else(PoisonError::into_inner);
         all[self.start + i] = Some(output);

@@ -85,11 +85,11 @@ pub use recompute::is_recomputing;
 pub use whole::Outputs;
 
 use crate::schedule::{Actions, Recompute, Schedule};
-use crate::step::{Size, State};
+use crate::step::{Size, StepState};
 use crate::workers::Workers;
 use crate::{Layers, Result};
 use engine::PipelineTried;
-use layout::Layout;
+use layout::StageLayout;
 use ranks::Ranks;
 use whole::OpenForward;
 use worker::Worker;
@@ -101,7 +101,7 @@ use worker::Worker;
 pub struct Pipeline {
     /// Shared with the optimizers, which take turns with the pipeline.
     workers: Arc<Mutex<Workers<Worker>>>,
-    layout: Arc<Layout>,
+    layout: Arc<StageLayout>,
     ranks: Ranks,
     /// Of this process, those of its first pipeline first.
     devices: Vec<StageDevice>,
@@ -113,7 +113,7 @@ pub struct Pipeline {
     /// The forward that waits for its backward.
     open: Option<OpenForward>,
     forwards: u64,
-    state: State<PipelineTried>,
+    state: StepState<PipelineTried>,
 }
 
 impl Pipeline {

@@ -21,7 +21,7 @@ pub(super) struct Roster<'a> {
 
 /// What a rank brings with it.
 #[derive(Debug, Serialize, Deserialize)]
-struct Hello {
+struct RosterHello {
     common: String,
     limits: Vec<Option<u64>>,
 }
@@ -34,7 +34,7 @@ impl<'a> Roster<'a> {
         replicas_here: usize,
         brought: Result<(Vec<StageDevice>, String)>,
     ) -> Result<(Vec<StageDevice>, Self)> {
-        let told = brought.as_ref().map(|(devices, common)| Hello {
+        let told = brought.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
         });

@@ -17,8 +17,8 @@ use super::backward::{self, Roots};
 use super::error::{Cause, PipelineError, StageError};
 use super::intake::Intake;
 use super::job::{End, Job};
-use super::stage::{Boundary, Pass};
-use super::timeline::Timeline;
+use super::stage::{Boundary, StagePass};
+use super::timeline::ActionClock;
 use super::transfer::Tensors;
 use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
@@ -33,7 +33,7 @@ use crate::{Error, Result};
 
 /// Why a worker did not come to the end of its list.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum WorkerFailure {
     /// Another one did not.
     Stopped,
     /// It failed itself.
@@ -50,13 +50,13 @@ pub(super) enum Stop {
 }
 
 /// A step under way in one worker.
-pub(super) struct Run {
+pub(super) struct WorkerRun {
     pub(super) job: Job,
     list: Vec<Action>,
     /// How far it has come.
     next: usize,
     /// By stage and micro-batch.
-    kept: Vec<Vec<Option<Kept>>>,
+    kept: Vec<Vec<Option<HeldMicroBatch>>>,
     /// None in an evaluation.
     pub(super) accumulator: Option<Accumulator>,
     pub(super) tally: Tally,
@@ -68,11 +68,11 @@ pub(super) struct Run {
     pub(super) norms: Vec<Option<Tensor>>,
     /// The model's inputs; none but on the first stage's worker.
     pub(super) intake: Intake,
-    pub(super) timeline: Timeline,
+    pub(super) timeline: ActionClock,
 }
 
 /// A micro-batch inside a stage, between its forward and its backward.
-struct Kept {
+struct HeldMicroBatch {
     input: Boundary,
     /// None until it is computed again.
     output: Option<Output>,
@@ -84,13 +84,13 @@ pub(super) enum Output {
     Terms(Vec<Term>),
 }
 
-impl Run {
+impl WorkerRun {
     pub(super) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         list.retain(|action| job.mode.runs(action.kind));
         let m = job.actions.micro_batches();
         let device = worker.site.device;
-        let timeline = Timeline::new(device, worker.memory.as_ref(), job.start, list.len())?;
+        let timeline = ActionClock::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == ActionKind::Forward && a.stage.index() == 0;
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
@@ -115,7 +115,7 @@ impl Run {
         &mut self,
         site: &mut Site,
         wanted: impl Fn(ActionKind) -> bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), WorkerFailure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
             self.next += 1;
             site.layer.set(None);
@@ -163,7 +163,7 @@ impl Run {
             self.hand_on(site, at, action, output, traced)?;
             None
         };
-        self.kept[at][i] = Some(Kept { input, output });
+        self.kept[at][i] = Some(HeldMicroBatch { input, output });
         Ok(())
     }
 
@@ -237,9 +237,9 @@ impl Run {
         self.hand_back(site, at, gradients)
     }
 
-    fn pass<'a>(&self, i: usize, site: &'a Site) -> Pass<'a> {
+    fn pass<'a>(&self, i: usize, site: &'a Site) -> StagePass<'a> {
         let draws = Draws::new(self.job.seed, self.job.first + i);
-        Pass {
+        StagePass {
             generator: &site.generator,
             draws,
             train: self.job.mode.trains(),
@@ -277,18 +277,18 @@ fn row_of_none<T>(micro_batches: usize) -> Vec<Option<T>> {
     (0..micro_batches).map(|_| None).collect()
 }
 
-fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> Failure {
+fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
     let cause = match caught {
-        Caught::Error(Stop::NeighbourGone) => return Failure::Stopped,
+        Caught::Error(Stop::NeighbourGone) => return WorkerFailure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
         // Not this stage's failure.
         Caught::Error(Stop::Error(error @ Error::World(_))) => {
-            return Failure::Failed { at: Instant::now(), error };
+            return WorkerFailure::Failed { at: Instant::now(), error };
         }
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
         Caught::Panic(payload) => Cause::Panic(panic_message(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();
-    Failure::Failed { at: Instant::now(), error }
+    WorkerFailure::Failed { at: Instant::now(), error }
 }

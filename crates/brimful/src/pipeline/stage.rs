@@ -28,7 +28,7 @@ pub(super) struct Boundary {
 
 /// One run over a micro-batch: what it draws, and where it is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pass<'a> {
+pub(super) struct StagePass<'a> {
     pub(super) generator: &'a Generator,
     pub(super) draws: Draws,
     pub(super) train: bool,
@@ -45,7 +45,7 @@ impl Stage {
     ///
     /// # Panics
     /// When one of them does.
-    pub(super) fn run(&self, input: Boundary, pass: Pass<'_>) -> Boundary {
+    pub(super) fn run(&self, input: Boundary, pass: StagePass<'_>) -> Boundary {
         let mut stashed = Stashed::default();
         for (stash, values) in self.imports.iter().zip(input.skips) {
             stashed.put(*stash, values);

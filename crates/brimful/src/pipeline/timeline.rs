@@ -12,24 +12,24 @@ use crate::schedule::{Action, Span};
 
 /// The times of one worker's actions, from the step's start on.
 #[derive(Debug)]
-pub(super) struct Timeline {
+pub(super) struct ActionClock {
     device: Device,
     /// Its account, where reading it costs nothing: an accelerator's is left alone.
     arena: Option<Arena>,
     /// The step's start; in the device's own queue, where it has one.
     origin: Moment,
-    begun: Option<Mark>,
-    spans: Vec<(Action, Mark, Mark)>,
+    begun: Option<TimeMark>,
+    spans: Vec<(Action, TimeMark, TimeMark)>,
 }
 
 /// A moment, and the bytes in use then.
 #[derive(Debug)]
-struct Mark {
+struct TimeMark {
     at: Moment,
     bytes: u64,
 }
 
-impl Timeline {
+impl ActionClock {
     pub(super) fn new(
         device: Device,
         memory: Option<&Memory>,
@@ -62,9 +62,9 @@ impl Timeline {
         Ok(())
     }
 
-    fn mark(&self) -> Result<Mark> {
+    fn mark(&self) -> Result<TimeMark> {
         let bytes = self.arena.as_ref().map_or(0, Arena::current);
-        Ok(Mark { at: Moment::now(self.device)?, bytes })
+        Ok(TimeMark { at: Moment::now(self.device)?, bytes })
     }
 
     /// The times in seconds. Waits for the device's last action.
@@ -73,7 +73,7 @@ impl Timeline {
             moment.wait()?;
             Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64())
         };
-        let span = |(action, begun, ended): &(Action, Mark, Mark)| {
+        let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| {
             let (start, end) = (since(&begun.at)?, since(&ended.at)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };

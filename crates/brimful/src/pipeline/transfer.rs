@@ -14,13 +14,13 @@ pub(super) use crate::world::Tensors;
 
 /// What travels between stages.
 #[derive(Debug)]
-pub(super) struct Parcel {
+pub(super) struct StageParcel {
     tensors: Tensors,
     /// When the sender's device has computed them; none on a CPU, where that is now.
     ready: Option<Event>,
 }
 
-impl Parcel {
+impl StageParcel {
     /// Packs tensors that this thread's work on `device` has made.
     pub(super) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
         Ok(Self { tensors, ready: mark(device)? })
@@ -54,8 +54,8 @@ impl Parcel {
 
 impl Copies {
     /// The parcel's tensors on this device, for this thread's work on it.
-    pub(super) fn unpack(&self, parcel: Parcel) -> Result<Tensors> {
-        let Parcel { mut tensors, ready } = parcel;
+    pub(super) fn unpack(&self, parcel: StageParcel) -> Result<Tensors> {
+        let StageParcel { mut tensors, ready } = parcel;
         for tensor in tensors.iter_mut().flatten().flatten() {
             // Workers of one device share its default stream, which keeps the order by itself.
             *tensor = self.finish(self.start(tensor, ready.as_ref())?)?;
@@ -64,7 +64,7 @@ impl Copies {
     }
 
     /// The values of a parcel in which none is missing.
-    pub(super) fn unpack_values(&self, parcel: Parcel) -> Result<Vec<Tensor>> {
+    pub(super) fn unpack_values(&self, parcel: StageParcel) -> Result<Vec<Tensor>> {
         Ok(self.unpack(parcel)?.into_iter().flatten().flatten().collect())
     }
 }

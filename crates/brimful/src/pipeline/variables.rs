@@ -12,7 +12,7 @@ use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
-use super::layout::Layout;
+use super::layout::StageLayout;
 use crate::Result;
 
 /// A variable of one worker.
@@ -29,14 +29,14 @@ pub(super) struct Variable {
 /// What copies follow in a variable, without its numbers: where they are, how often they have been
 /// changed there, and what it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Mark {
+struct VariableMark {
     place: usize,
     version: i64,
     kind: Kind,
     trained: bool,
 }
 
-impl Mark {
+impl VariableMark {
     /// None where changes are not counted: then it may have changed.
     fn of(tensor: &Tensor) -> Option<Self> {
         let version = tensor.f_internal_version().ok()?;
@@ -54,11 +54,16 @@ pub(super) struct Variables {
     list: Vec<Variable>,
     /// Those of which others have copies, by place in the list, each with what it was when all copies
     /// had last followed it.
-    shared: Vec<(usize, Option<Mark>)>,
+    shared: Vec<(usize, Option<VariableMark>)>,
 }
 
 impl Variables {
-    pub(super) fn of(store: &VarStore, layout: &Layout, worker: usize, replica: usize) -> Self {
+    pub(super) fn of(
+        store: &VarStore,
+        layout: &StageLayout,
+        worker: usize,
+        replica: usize,
+    ) -> Self {
         let positions: HashMap<&str, usize> =
             layout.layers.names().enumerate().map(|(position, name)| (name, position)).collect();
         let owner = |name: &str| {
@@ -89,9 +94,9 @@ impl Variables {
     /// Those of which others have copies that may not be the same any more.
     pub(super) fn changed(&self) -> impl Iterator<Item = &Variable> {
         // What a copy's own running statistics have come to is no change of the owner's.
-        let changed = |(at, seen): &&(usize, Option<Mark>)| {
+        let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
-            !trainable || seen.is_none() || *seen != Mark::of(tensor)
+            !trainable || seen.is_none() || *seen != VariableMark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
     }
@@ -104,7 +109,7 @@ impl Variables {
     /// All copies are the same now.
     pub(super) fn followed(&mut self) {
         let list = &self.list;
-        self.shared.iter_mut().for_each(|(at, seen)| *seen = Mark::of(&list[*at].tensor));
+        self.shared.iter_mut().for_each(|(at, seen)| *seen = VariableMark::of(&list[*at].tensor));
     }
 
     /// All of them, copies included.

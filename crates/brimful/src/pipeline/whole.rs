@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::Pipeline;
 use super::attempt::WorkerDone;
 use super::calls::{check_no_gradients, inputs};
-use super::engine::{PipelineTried, Plan};
+use super::engine::{PipelineTried, TryPlan};
 use super::error::PipelineError;
 use super::job::Mode;
 use super::transfer::Tensors;
@@ -16,7 +16,7 @@ use crate::auto::Use;
 use crate::batch::Batch;
 use crate::random::{preserving_generators, with_step_seed};
 use crate::step::{
-    self, Counted, Exchange, Failed, Group, Opening, RowGradients, Step, Tally, Try, as_leaves,
+    self, Counted, Exchange, Failed, Opening, RowGradients, Step, Tally, TermGroup, Try, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -50,7 +50,7 @@ impl Deref for Outputs {
 /// A forward that waits for its backward.
 pub(super) struct OpenForward {
     number: u64,
-    plan: Plan,
+    plan: TryPlan,
     rows: Range<usize>,
     exchange: Exchange,
     opening: Opening,
@@ -197,7 +197,7 @@ impl Pipeline {
     fn all_forwards(
         &self,
         input: &impl Batch,
-        plan: &Plan,
+        plan: &TryPlan,
         exchange: &Exchange,
     ) -> Result<(Vec<Tensor>, Range<usize>), Failed> {
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
@@ -218,7 +218,7 @@ impl Pipeline {
         &self,
         outputs: &Outputs,
         loss: &mut impl FnMut(&Outputs) -> Tensor,
-    ) -> Result<((Counted, Vec<Group>), RowGradients)> {
+    ) -> Result<((Counted, Vec<TermGroup>), RowGradients)> {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
         let counted = tally.read(self.state.non_finite)?;
         loss.f_backward()?;
@@ -228,7 +228,7 @@ impl Pipeline {
     /// Runs all backwards from this process's rows of the outputs' gradients.
     fn all_backwards(
         &self,
-        plan: &Plan,
+        plan: &TryPlan,
         gradients: &RowGradients,
         rows: &Range<usize>,
         exchange: &Exchange,
@@ -248,7 +248,7 @@ impl Pipeline {
 }
 
 /// Each micro-batch's rows of the outputs' gradients; those of this process begin at `start`.
-fn cut(gradients: &RowGradients, plan: &Plan, start: usize) -> Result<Vec<Tensors>> {
+fn cut(gradients: &RowGradients, plan: &TryPlan, start: usize) -> Result<Vec<Tensors>> {
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
     let rows = ranges.map(|range| {
         let rows = gradients.rows(&(start + range.start..start + range.end))?;

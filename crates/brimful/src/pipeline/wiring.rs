@@ -14,10 +14,10 @@
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use super::layout::Layout;
+use super::layout::StageLayout;
 use super::ranks::Ranks;
 use super::run::Stop;
-use super::transfer::Parcel;
+use super::transfer::StageParcel;
 use crate::Result;
 use crate::memory::Memory;
 use crate::schedule::Actions;
@@ -25,20 +25,20 @@ use crate::world::{self, Stopped, Turn};
 
 /// Where parcels go.
 #[derive(Debug)]
-pub(super) enum Outlet {
-    Near(SyncSender<Parcel>),
+pub(super) enum StageOutlet {
+    Near(SyncSender<StageParcel>),
     Far(world::Outlet),
 }
 
 /// Where parcels come from.
 #[derive(Debug)]
-pub(super) enum Inlet {
-    Near(Receiver<Parcel>),
+pub(super) enum StageInlet {
+    Near(Receiver<StageParcel>),
     Far(world::Inlet),
 }
 
-impl Outlet {
-    pub(super) fn send(&self, parcel: Parcel) -> Result<(), Stop> {
+impl StageOutlet {
+    pub(super) fn send(&self, parcel: StageParcel) -> Result<(), Stop> {
         match self {
             Self::Near(sender) => sender.send(parcel).map_err(|_| Stop::NeighbourGone),
             Self::Far(outlet) => {
@@ -49,11 +49,11 @@ impl Outlet {
     }
 }
 
-impl Inlet {
-    pub(super) fn take(&self) -> Result<Parcel, Stop> {
+impl StageInlet {
+    pub(super) fn take(&self) -> Result<StageParcel, Stop> {
         match self {
             Self::Near(receiver) => receiver.recv().map_err(|_| Stop::NeighbourGone),
-            Self::Far(inlet) => inlet.take().map(Parcel::arrived).map_err(stop),
+            Self::Far(inlet) => inlet.take().map(StageParcel::arrived).map_err(stop),
         }
     }
 }
@@ -69,20 +69,20 @@ fn stop(stopped: Stopped) -> Stop {
 #[derive(Debug, Default)]
 pub(super) struct Ports {
     /// From the stage before; none for the first.
-    pub(super) values_in: Option<Inlet>,
+    pub(super) values_in: Option<StageInlet>,
     /// To the stage after; none for the last.
-    pub(super) values_out: Option<Outlet>,
-    pub(super) gradients_in: Option<Inlet>,
-    pub(super) gradients_out: Option<Outlet>,
+    pub(super) values_out: Option<StageOutlet>,
+    pub(super) gradients_in: Option<StageInlet>,
+    pub(super) gradients_out: Option<StageOutlet>,
     /// For each import, its values and the way back for their gradients.
-    pub(super) skips_in: Vec<(Inlet, Outlet)>,
+    pub(super) skips_in: Vec<(StageInlet, StageOutlet)>,
     /// For each export, the same for every stage that it goes to.
-    pub(super) skips_out: Vec<Vec<(Outlet, Inlet)>>,
+    pub(super) skips_out: Vec<Vec<(StageOutlet, StageInlet)>>,
 }
 
 /// The ends of every stage; those of other ranks' stages are theirs to make.
 pub(super) fn wire(
-    layout: &Layout,
+    layout: &StageLayout,
     actions: &Actions,
     ranks: &Ranks,
     turn: &Turn,
@@ -130,21 +130,21 @@ impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
         from: usize,
         to: usize,
         places: usize,
-    ) -> Result<(Option<Outlet>, Option<Inlet>)> {
+    ) -> Result<(Option<StageOutlet>, Option<StageInlet>)> {
         self.next += 1;
         Ok(match (self.ranks.has(from), self.ranks.has(to)) {
             (true, true) => {
                 let (outlet, inlet) = sync_channel(places);
-                (Some(Outlet::Near(outlet)), Some(Inlet::Near(inlet)))
+                (Some(StageOutlet::Near(outlet)), Some(StageInlet::Near(inlet)))
             }
             (true, false) => {
                 let outlet = self.turn.outlet(self.ranks.of(to), self.next, places);
-                (Some(Outlet::Far(outlet)), None)
+                (Some(StageOutlet::Far(outlet)), None)
             }
             (false, true) => {
                 let memory = (self.memory)(to);
                 let inlet = self.turn.inlet(self.ranks.of(from), self.next, places, memory)?;
-                (None, Some(Inlet::Far(inlet)))
+                (None, Some(StageInlet::Far(inlet)))
             }
             (false, false) => (None, None),
         })

@@ -7,10 +7,10 @@ use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use super::layout::Layout;
+use super::layout::StageLayout;
 use super::recompute;
-use super::run::Run;
-use super::stage::{Boundary, Pass, Stage};
+use super::run::WorkerRun;
+use super::stage::{Boundary, Stage, StagePass};
 use super::variables::Variables;
 use crate::Result;
 use crate::bytes::Bytes;
@@ -25,7 +25,7 @@ use crate::workers::StageDevice;
 /// What a worker is made from.
 #[derive(Debug)]
 pub(super) struct Blueprint {
-    pub(super) layout: Arc<Layout>,
+    pub(super) layout: Arc<StageLayout>,
     /// In its pipeline.
     pub(super) number: usize,
     /// Which of this process's pipelines it is of.
@@ -52,7 +52,7 @@ pub(super) struct Site {
     pub(super) layer: Cell<Option<usize>>,
     /// How many layers the whole model has.
     pub(super) model_length: usize,
-    layout: Arc<Layout>,
+    layout: Arc<StageLayout>,
     turn: Option<Arc<Mutex<()>>>,
     /// Whether a parameter of this worker is trained.
     pub(super) trains: bool,
@@ -77,7 +77,7 @@ pub(super) struct Worker {
     pub(super) unmanaged: UnmanagedStatistics,
     pub(super) store: VarStore,
     /// A forward that waits for its backward.
-    pub(super) open: Option<(Run, Undo)>,
+    pub(super) open: Option<(WorkerRun, Undo)>,
     /// A mini-batch that was run and not committed.
     pub(super) tried: Option<Tried>,
     /// Earlier mini-batches of the same step, which wait for their commit.
@@ -89,13 +89,18 @@ pub(super) struct Worker {
 
 impl Site {
     /// Runs one of the stages.
-    pub(super) fn run(&self, at: usize, input: Boundary, pass: Pass<'_>) -> Boundary {
+    pub(super) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
         let _turn = self.turn();
         self.stages[at].run(input, pass)
     }
 
     /// Runs it a second time for the same micro-batch, which no running statistic sees.
-    pub(super) fn run_again(&self, at: usize, input: Boundary, pass: Pass<'_>) -> Result<Boundary> {
+    pub(super) fn run_again(
+        &self,
+        at: usize,
+        input: Boundary,
+        pass: StagePass<'_>,
+    ) -> Result<Boundary> {
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
         let output = recompute::again(|| self.run(at, input, pass));

@@ -21,7 +21,7 @@ pub(crate) struct Buckets {
     copier: HostCopier,
     buckets: Vec<Bucket>,
     /// Of each parameter.
-    places: Vec<Place>,
+    places: Vec<BucketPlace>,
     /// The first thing that went wrong while nobody could be told.
     failed: Option<Error>,
 }
@@ -35,7 +35,7 @@ struct Bucket {
 }
 
 #[derive(Debug)]
-struct Place {
+struct BucketPlace {
     bucket: usize,
     start: usize,
     shape: Vec<i64>,
@@ -56,7 +56,12 @@ impl Buckets {
             }
             let bucket = outlines.len() - 1;
             let (_, numbers, missing) = &mut outlines[bucket];
-            places.push(Place { bucket, start: *numbers, shape: parameter.size(), filled: false });
+            places.push(BucketPlace {
+                bucket,
+                start: *numbers,
+                shape: parameter.size(),
+                filled: false,
+            });
             (*numbers, *missing) = (*numbers + length, *missing + 1);
         }
         places.reverse();
@@ -111,7 +116,7 @@ impl Buckets {
 
     /// Where a parameter's gradient is.
     fn part(&self, parameter: usize) -> Result<Tensor> {
-        let Place { bucket, start, shape, .. } = &self.places[parameter];
+        let BucketPlace { bucket, start, shape, .. } = &self.places[parameter];
         let length = shape.iter().product();
         let numbers = &self.buckets[*bucket].numbers;
         Ok(numbers.f_narrow(0, *start as i64, length)?.f_view(&shape[..])?)

@@ -9,7 +9,7 @@ use super::Replicas;
 use crate::auto::{Identity, Kind};
 use crate::memory::{self, Memory};
 use crate::step::{
-    Engine, Exchange, Figures, Hints, Lesson, PartReport, Parts, Seeding, State, Team, Trained,
+    Engine, Exchange, Figures, Hints, Lesson, PartReport, Parts, Seeding, StepState, Team, Trained,
     Whole, gradient_bytes, names, parameters,
 };
 use crate::workers::StageDevice;
@@ -18,7 +18,7 @@ use crate::{Bytes, Result, device};
 impl<M: 'static> Engine for Replicas<M> {
     type Tried = Parts;
 
-    fn state(&mut self) -> &mut State<Parts> {
+    fn state(&mut self) -> &mut StepState<Parts> {
         &mut self.state
     }
 

@@ -58,13 +58,13 @@ impl Mirror {
 
 /// What a model's variables are, without their values.
 #[derive(Debug)]
-pub(super) struct Outline {
+pub(super) struct ModelOutline {
     named: BTreeMap<String, String>,
     /// Those that can be trained, in the order in which they were made.
     trainable: Vec<String>,
 }
 
-impl Outline {
+impl ModelOutline {
     pub(super) fn of(store: &VarStore) -> Self {
         let named = store.variables();
         let names: HashMap<_, _> = named.iter().map(|(name, t)| (t.data_ptr(), name)).collect();
@@ -78,7 +78,7 @@ impl Outline {
 }
 
 /// All replicas must have the first one's variables.
-pub(super) fn check_alike(outlines: &[Outline]) -> Result<()> {
+pub(super) fn check_alike(outlines: &[ModelOutline]) -> Result<()> {
     let Some((first, others)) = outlines.split_first() else { return Ok(()) };
     for (replica, other) in (1..).zip(others) {
         let mut names = first.named.keys().chain(other.named.keys());
@@ -86,7 +86,7 @@ pub(super) fn check_alike(outlines: &[Outline]) -> Result<()> {
             Err(ReplicasError::ModelsDiffer { replica, variable: variable.clone(), first, here })
         };
         if let Some(name) = names.find(|name| first.named.get(*name) != other.named.get(*name)) {
-            let describe = |outline: &Outline| {
+            let describe = |outline: &ModelOutline| {
                 outline.named.get(name).map_or("missing", String::as_str).to_owned()
             };
             differs(name, describe(first), describe(other))?;
@@ -96,7 +96,8 @@ pub(super) fn check_alike(outlines: &[Outline]) -> Result<()> {
             differs(name, format!("parameter {place}"), format!("'{another}' in its place"))?;
         }
         if first.trainable.len() != other.trainable.len() {
-            let count = |outline: &Outline| format!("one of {} trained", outline.trainable.len());
+            let count =
+                |outline: &ModelOutline| format!("one of {} trained", outline.trainable.len());
             let name = first.trainable.last().or(other.trainable.last());
             differs(name.unwrap_or(&String::new()), count(first), count(other))?;
         }

@@ -67,9 +67,9 @@ pub use error::ReplicasError;
 
 use crate::Result;
 use crate::random::preserving_generators;
-use crate::step::{Parts, Size, State};
+use crate::step::{Parts, Size, StepState};
 use crate::workers::{StageDevice, Workers, settled};
-use mirror::Outline;
+use mirror::ModelOutline;
 use replica::Replica;
 use settings::Setting;
 use shares::Speeds;
@@ -83,7 +83,7 @@ pub struct Replicas<M> {
     /// Whether micro-batches are to be replayed.
     replays: bool,
     settings: Vec<Setting>,
-    state: State<Parts>,
+    state: StepState<Parts>,
 }
 
 impl<M> std::fmt::Debug for Replicas<M> {
@@ -122,7 +122,7 @@ impl<M: 'static> Replicas<M> {
         let builders = devices.iter().enumerate().zip(&stores).map(builder).collect();
         let others = devices[1..].iter().map(|device| device.device).collect();
         let workers = preserving_generators(others, || Workers::spawn(&devices, builders))?;
-        mirror::check_alike(&stores.iter().map(Outline::of).collect::<Vec<_>>())?;
+        mirror::check_alike(&stores.iter().map(ModelOutline::of).collect::<Vec<_>>())?;
         let store = stores.swap_remove(0);
         let first = (0..devices.len()).map(|_| mirror::named(&store)).collect();
         let home = devices[0].device;
@@ -137,7 +137,7 @@ impl<M: 'static> Replicas<M> {
             store,
             replays: false,
             settings: Vec::new(),
-            state: State::new(size),
+            state: StepState::new(size),
         })
     }
 

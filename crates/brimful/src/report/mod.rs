@@ -105,7 +105,7 @@ pub struct Decided {
     /// At most so many samples in a micro-batch.
     pub size: usize,
     /// What came of it.
-    pub outcome: Outcome,
+    pub outcome: RunOutcome,
     /// Why, in words.
     pub why: String,
     /// What it was expected to need.
@@ -119,7 +119,7 @@ pub struct Decided {
 /// What came of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Outcome {
+pub enum RunOutcome {
     /// Run to learn what it needs or how fast it is.
     Tried,
     /// Memory ran out.
@@ -167,9 +167,9 @@ impl Run {
 impl Decided {
     fn new(step: usize, decision: &Decision) -> Self {
         let outcome = match decision.why {
-            _ if decision.failed => Outcome::Failed,
-            Why::Probe | Why::Measure => Outcome::Tried,
-            _ => Outcome::Chosen,
+            _ if decision.failed => RunOutcome::Failed,
+            Why::Probe | Why::Measure => RunOutcome::Tried,
+            _ => RunOutcome::Chosen,
         };
         Self {
             step,

@@ -22,7 +22,7 @@ use tch::Tensor;
 
 use crate::Result;
 use pool::Seen;
-pub(crate) use ranks::Layer;
+pub(crate) use ranks::ReportedLayer;
 pub(crate) use replayed::ReplayStatistics;
 
 /// A layer's running mean and variance, and how far one batch moves them.

@@ -20,7 +20,7 @@ use crate::ranks::RanksTurn;
 
 /// A layer that has seen something, as ranks name it.
 #[derive(Debug, Clone, PartialEq, PartialOrd, Serialize, Deserialize)]
-pub(crate) struct Layer {
+pub(crate) struct ReportedLayer {
     mean: String,
     variance: String,
     momentum: f64,
@@ -28,10 +28,14 @@ pub(crate) struct Layer {
 
 impl Pending {
     /// The layers that have reported, where `name` knows their variables.
-    pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<Layer> {
+    pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<ReportedLayer> {
         let layer = |seen: &Seen| {
             let Running { mean, variance, momentum, .. } = &seen.running;
-            Some(Layer { mean: name(mean)?, variance: name(variance)?, momentum: *momentum })
+            Some(ReportedLayer {
+                mean: name(mean)?,
+                variance: name(variance)?,
+                momentum: *momentum,
+            })
         };
         self.deferred.values().filter_map(layer).collect()
     }
@@ -42,7 +46,7 @@ impl Pending {
         &mut self,
         turn: &RanksTurn,
         number: usize,
-        layers: impl IntoIterator<Item = Layer>,
+        layers: impl IntoIterator<Item = ReportedLayer>,
         variable: impl Fn(&str) -> Option<Tensor>,
     ) -> Result<()> {
         // All ranks in one order, which is that of the names.

@@ -51,7 +51,7 @@ pub(crate) use settle::{Exchange, PartReport, Team, Whole};
 pub use size::Size;
 pub(crate) use sizing::{Hints, Lesson};
 pub use tally::NonFinite;
-pub(crate) use tally::{Counted, Group, Tally, double, roots};
+pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
 pub(crate) use tried::{Tried, gradient_bytes, parameters};
 pub(crate) use undo::Undo;
@@ -75,7 +75,7 @@ pub(crate) trait Engine: Sized {
     const SPREADS_MODEL: bool = false;
 
     /// What every kind of engine has.
-    fn state(&mut self) -> &mut State<Self::Tried>;
+    fn state(&mut self) -> &mut StepState<Self::Tried>;
 
     /// Where the random numbers of a step come from.
     fn seeding(&self, team: &Team, training: bool) -> Seeding;
@@ -175,7 +175,7 @@ pub(crate) enum Seeding {
 
 /// What every kind of engine is told, and what it knows from step to step.
 #[derive(Debug)]
-pub(crate) struct State<T> {
+pub(crate) struct StepState<T> {
     pub(crate) size: Size,
     pub(crate) sizes: Sizes,
     /// Bytes of each memory that an optimizer is about to take.
@@ -197,7 +197,7 @@ pub(crate) struct Window<T> {
     seed: Option<u64>,
 }
 
-impl<T> State<T> {
+impl<T> StepState<T> {
     pub(crate) fn new(size: Size) -> Self {
         Self {
             size,

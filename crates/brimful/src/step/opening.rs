@@ -61,7 +61,7 @@ pub(super) struct OwnPart {
 
 /// What one rank has.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Hello {
+struct StepHello {
     samples: usize,
     /// In words; none where there is no sample.
     kind: Option<String>,
@@ -105,7 +105,7 @@ impl Opening {
         };
         let hello = samples.and_then(|samples| {
             size.cut(samples.max(1))?;
-            Ok(Hello {
+            Ok(StepHello {
                 samples,
                 kind: (samples > 0).then(|| kind.to_string()),
                 hash,

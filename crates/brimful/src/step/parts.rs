@@ -7,7 +7,7 @@ use super::report::Figures;
 use super::role::BatchRole;
 use super::sizing::Lesson;
 use super::tried::Tried;
-use super::{Exchange, PartReport, State, Whole};
+use super::{Exchange, PartReport, StepState, Whole};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
@@ -45,7 +45,7 @@ impl PartFigures {
     }
 }
 
-impl State<Parts> {
+impl StepState<Parts> {
     /// What this process's mini-batch, or one replica's part of it, is to a step that goes on with its
     /// commit, if it is the `last`.
     pub(crate) fn role(&self, opening: &Opening, replica: usize, last: bool) -> BatchRole {

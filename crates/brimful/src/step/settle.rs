@@ -9,12 +9,12 @@ use serde::{Deserialize, Serialize};
 
 use super::Engine;
 use super::caught::{Failed, ParkedPanic, caught};
-use super::tally::{Counted, Group, Totals};
+use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::schedule::Span;
-use crate::statistics::Layer;
+use crate::statistics::ReportedLayer;
 use crate::world::{Turn, World};
 use crate::{Error, Result};
 
@@ -114,13 +114,13 @@ const LOSS: &str = "the loss";
 pub(crate) struct PartReport {
     pub(crate) counted: Counted,
     /// Each once.
-    pub(crate) groups: Vec<Group>,
+    pub(crate) groups: Vec<TermGroup>,
     /// Those that count: of the parts of a pipeline, which run the same ones, the first has them.
     pub(crate) samples: usize,
     pub(crate) trained: Trained,
     /// For each parameter, whether there is a gradient.
     pub(crate) present: Vec<bool>,
-    pub(crate) layers: Vec<Layer>,
+    pub(crate) layers: Vec<ReportedLayer>,
     /// The most memory in use, and a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
     pub(crate) spans: Vec<Span>,
@@ -130,7 +130,7 @@ pub(crate) struct PartReport {
 #[derive(Debug, Default)]
 pub(crate) struct Whole {
     pub(crate) totals: Totals,
-    groups: Vec<Group>,
+    groups: Vec<TermGroup>,
     /// Of all replicas.
     pub(crate) samples: f64,
     parts: Vec<SeenPart>,
@@ -144,7 +144,7 @@ pub(crate) struct Whole {
 pub(crate) struct SeenPart {
     /// Which parameters have got gradients.
     pub(crate) present: Vec<bool>,
-    pub(crate) layers: Vec<Layer>,
+    pub(crate) layers: Vec<ReportedLayer>,
 }
 
 impl Whole {
@@ -186,7 +186,7 @@ impl Whole {
 }
 
 impl SeenPart {
-    fn add(&mut self, present: Vec<bool>, layers: Vec<Layer>) {
+    fn add(&mut self, present: Vec<bool>, layers: Vec<ReportedLayer>) {
         self.present.resize(present.len().max(self.present.len()), false);
         self.present.iter_mut().zip(present).for_each(|(any, has)| *any |= has);
         self.layers.extend(layers);

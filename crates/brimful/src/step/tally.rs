@@ -53,7 +53,7 @@ enum TermOver {
 
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Group {
+pub(crate) enum TermGroup {
     /// Nothing is left to divide by.
     Done,
     /// The samples of all mini-batches.
@@ -63,7 +63,7 @@ pub(crate) enum Group {
 }
 
 /// The groups, each once, in the order of their first terms.
-pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
+pub(crate) fn distinct(groups: &[TermGroup]) -> Vec<TermGroup> {
     let mut seen = Vec::new();
     for group in groups {
         if !seen.contains(group) {
@@ -77,10 +77,10 @@ pub(crate) fn distinct(groups: &[Group]) -> Vec<Group> {
 /// for a term and its number.
 pub(crate) fn roots<'a>(
     terms: &'a [Term],
-    groups: &[Group],
+    groups: &[TermGroup],
     root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
 ) -> Result<Vec<Vec<(&'a Tensor, Tensor)>>> {
-    let of_group = |group: Group| {
+    let of_group = |group: TermGroup| {
         let mut roots = Vec::new();
         for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == group) {
             roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
@@ -168,11 +168,11 @@ impl Tally {
 
     /// Each term's group. The samples of a single mini-batch are known beforehand, so that nothing
     /// is left to divide by.
-    pub(crate) fn groups(&self, single: bool) -> Vec<Group> {
+    pub(crate) fn groups(&self, single: bool) -> Vec<TermGroup> {
         let group = |(index, line): (usize, &TermTally)| match line.over {
-            TermOver::Samples if !single => Group::Samples,
-            TermOver::Given | TermOver::Undivided => Group::Term(index),
-            _ => Group::Done,
+            TermOver::Samples if !single => TermGroup::Samples,
+            TermOver::Given | TermOver::Undivided => TermGroup::Term(index),
+            _ => TermGroup::Done,
         };
         self.terms.iter().enumerate().map(group).collect()
     }
@@ -335,11 +335,11 @@ impl Totals {
     }
 
     /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
-    pub(crate) fn factor(&self, group: Group, unit: f64, samples: f64) -> f64 {
+    pub(crate) fn factor(&self, group: TermGroup, unit: f64, samples: f64) -> f64 {
         match group {
-            Group::Done => 1.0,
-            Group::Samples => unit / samples,
-            Group::Term(index) => unit / self.denominators[index],
+            TermGroup::Done => 1.0,
+            TermGroup::Samples => unit / samples,
+            TermGroup::Term(index) => unit / self.denominators[index],
         }
     }
 }

@@ -6,13 +6,13 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use super::settle::{PartReport, Whole};
-use super::tally::{Group, NonFinite, Tally, distinct};
+use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Trained, names};
 use super::undo::Undo;
 use crate::accumulate::{Finished, Named, Sums, check_dense};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
-use crate::statistics::{Layer, Moved, Pending};
+use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result};
 
 /// The number of the statistics' sum in a turn, which is none of a bucket's.
@@ -28,7 +28,7 @@ pub(crate) struct Tried {
     trained: Vec<bool>,
     pub(crate) sums: Sums,
     pub(crate) tally: Tally,
-    groups: Vec<Group>,
+    groups: Vec<TermGroup>,
     pub(crate) undo: Undo,
     /// See [`crate::loss::MicroBatchWeight::unit`].
     pub(crate) unit: f64,
@@ -45,7 +45,7 @@ impl Tried {
     pub(crate) fn new(
         parameters: Vec<Tensor>,
         variables: &Named,
-        (sums, tally, groups): (Sums, Tally, Vec<Group>),
+        (sums, tally, groups): (Sums, Tally, Vec<TermGroup>),
         undo: Undo,
         unit: f64,
         sizes: Vec<usize>,
@@ -175,7 +175,7 @@ impl Tried {
     }
 
     /// Makes what layers have seen here what they have seen on all ranks.
-    fn sum_statistics(&mut self, layers: &[Layer], turn: &RanksTurn) -> Result<()> {
+    fn sum_statistics(&mut self, layers: &[ReportedLayer], turn: &RanksTurn) -> Result<()> {
         if layers.is_empty() {
             return Ok(());
         }

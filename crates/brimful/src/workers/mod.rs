@@ -28,12 +28,12 @@ type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
 
 /// All workers. Dropped, it waits until their threads have ended.
 pub(crate) struct Workers<W> {
-    members: Vec<Member<W>>,
+    members: Vec<WorkerThread<W>>,
     /// On which the order of a caller's and the workers' streams is kept.
     accelerators: Vec<Device>,
 }
 
-struct Member<W> {
+struct WorkerThread<W> {
     /// None when the thread is to end.
     commands: Option<Sender<Command<W>>>,
     thread: Option<JoinHandle<()>>,
@@ -70,7 +70,7 @@ impl<W: 'static> Workers<W> {
             let work = move || work(&device, build, &answer, &received);
             let thread = thread::Builder::new().name(name).spawn(work);
             let thread = thread.map_err(|error| Error::Torch(format!("no thread: {error}")))?;
-            members.push(Member { commands: Some(commands), thread: Some(thread) });
+            members.push(WorkerThread { commands: Some(commands), thread: Some(thread) });
             answers.push(built);
         }
         let accelerators = accelerators(devices.iter().map(|device| device.device));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::engine::{Engine, Value};
+use super::engine::{Messenger, Value};
 use super::error::WorldError;
 use super::link::Look;
 use super::message::{Message, decode, encode};
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 
 /// How a rank has failed, as the others are told.
 #[derive(Debug, Serialize, Deserialize)]
-struct Failure {
+struct ToldFailure {
     /// Since the turn's beginning.
     at: Duration,
     message: String,
@@ -72,7 +72,7 @@ impl World {
         if self.size() == 1 {
             return Ok(vec![result?]);
         }
-        let told = result.as_ref().map_err(|error| Failure {
+        let told = result.as_ref().map_err(|error| ToldFailure {
             at,
             message: error.to_string(),
             out_of_memory: error.out_of_memory().cloned(),
@@ -80,9 +80,9 @@ impl World {
         let own = encode(&told)?;
         let all = self.share_bytes(what, own)?;
         let mut results = Vec::with_capacity(all.len());
-        let mut first: Option<(usize, Failure)> = None;
+        let mut first: Option<(usize, ToldFailure)> = None;
         for (rank, bytes) in all.iter().enumerate() {
-            match decode::<std::result::Result<T, Failure>>(bytes)? {
+            match decode::<std::result::Result<T, ToldFailure>>(bytes)? {
                 Ok(result) => results.push(result),
                 Err(failure) if first.as_ref().is_some_and(|(_, first)| first.at <= failure.at) => {
                 }
@@ -96,8 +96,8 @@ impl World {
         }
     }
 
-    fn failed(&self, rank: usize, failure: Failure) -> Error {
-        let Failure { message, out_of_memory, .. } = failure;
+    fn failed(&self, rank: usize, failure: ToldFailure) -> Error {
+        let ToldFailure { message, out_of_memory, .. } = failure;
         let cause = out_of_memory.map(Box::new);
         WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
     }
@@ -105,7 +105,7 @@ impl World {
 
 /// What all ranks have said at this moment, if they have.
 fn said(
-    engine: &mut Engine,
+    engine: &mut Messenger,
     number: u64,
     what: &str,
     own: &[u8],

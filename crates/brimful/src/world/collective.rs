@@ -6,7 +6,7 @@ use std::time::Duration;
 use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
-use super::message::Outline;
+use super::message::TensorOutline;
 use super::{Turn, World, WorldError};
 use crate::Result;
 
@@ -106,7 +106,7 @@ impl World {
     /// in one of them would be taken from whatever its memory held.
     fn agree_on(&self, what: &str, tensors: &[Tensor]) -> Result<()> {
         let row = tensors.iter().map(|tensor| Some(tensor.shallow_clone())).collect();
-        let outline = Outline::of(&vec![row]).map(|outline| outline.to_string());
+        let outline = TensorOutline::of(&vec![row]).map(|outline| outline.to_string());
         let found = self.settle(what, outline, Duration::ZERO)?;
         if found.iter().all(|other| *other == found[0]) {
             return Ok(());

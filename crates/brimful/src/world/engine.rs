@@ -29,7 +29,7 @@ pub(super) struct Value {
 
 /// The state of this rank's messages.
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(super) struct Messenger {
     wire: Box<dyn Wire>,
     pub(super) rank: usize,
     pub(super) size: usize,
@@ -62,7 +62,7 @@ pub(super) struct Engine {
     broken: Option<WorldError>,
 }
 
-impl Engine {
+impl Messenger {
     pub(super) fn new(wire: Box<dyn Wire>, patience: Duration, longest_wait: Duration) -> Self {
         let (rank, size) = wire.place();
         Self {

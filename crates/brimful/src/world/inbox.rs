@@ -11,7 +11,7 @@ use brimful_torch::transfer;
 use tch::Tensor;
 
 use super::error::WorldError;
-use super::message::{Outline, Tensors};
+use super::message::{TensorOutline, Tensors};
 use super::waits::Wait;
 use super::wire::{Ticket, Wire};
 use crate::Result;
@@ -27,7 +27,7 @@ pub(super) struct Inbox {
     memory: Option<Memory>,
     /// Tensors that the next parcels, of one tensor each, are to be put into.
     into: VecDeque<Tensor>,
-    arriving: VecDeque<Arriving>,
+    arriving: VecDeque<Incoming>,
     /// Why there is no memory for the next.
     refused: Option<crate::Error>,
 }
@@ -36,14 +36,14 @@ pub(super) struct Inbox {
 struct Announced {
     /// The number of its first tensor.
     first: u64,
-    outline: Outline,
+    outline: TensorOutline,
     /// What it arrives in, and what of it is still to come, where it was asked for ahead of its time.
     ahead: Option<(Tensors, Vec<Ticket>)>,
 }
 
 #[derive(Debug)]
-struct Arriving {
-    outline: Outline,
+struct Incoming {
+    outline: TensorOutline,
     tensors: Tensors,
     tickets: Vec<Ticket>,
     /// Where the numbers are, if they arrive elsewhere than in the tensors.
@@ -51,7 +51,7 @@ struct Arriving {
 }
 
 impl Inbox {
-    pub(super) fn announce(&mut self, first: u64, outline: Outline) {
+    pub(super) fn announce(&mut self, first: u64, outline: TensorOutline) {
         self.announced.push_back(Announced { first, outline, ahead: None });
     }
 
@@ -96,7 +96,7 @@ impl Inbox {
                         Some((ahead, tickets)) => (Some(ahead), tickets),
                         None => (None, ask(wire, from, first, &tensors)?),
                     };
-                    self.arriving.push_back(Arriving { outline, tensors, tickets, ahead });
+                    self.arriving.push_back(Incoming { outline, tensors, tickets, ahead });
                 }
                 Err(error) => {
                     self.refused = Some(error);
@@ -108,7 +108,7 @@ impl Inbox {
     }
 
     /// Where the next parcel is to be.
-    fn room_for(&mut self, outline: &Outline) -> Result<Tensors> {
+    fn room_for(&mut self, outline: &TensorOutline) -> Result<Tensors> {
         let Some(tensor) = self.into.pop_front() else {
             return outline.empty(self.memory.as_ref());
         };
@@ -137,7 +137,7 @@ impl Inbox {
         if !self.is_there() {
             return None;
         }
-        let Arriving { outline, tensors, ahead, .. } = self.arriving.pop_front()?;
+        let Incoming { outline, tensors, ahead, .. } = self.arriving.pop_front()?;
         let placed = ahead.map_or(Ok(()), |ahead| put(&tensors, &ahead));
         Some(placed.and_then(|()| outline.trace(&tensors)).map(|()| tensors))
     }
@@ -164,7 +164,7 @@ pub(super) fn discarded(
     wire: &mut dyn Wire,
     from: usize,
     first: u64,
-    outline: &Outline,
+    outline: &TensorOutline,
 ) -> Result<Vec<Ticket>, WorldError> {
     ask(wire, from, first, &uncharged(outline)?)
 }
@@ -189,7 +189,7 @@ fn put(tensors: &Tensors, ahead: &Tensors) -> Result<()> {
 
 /// Room for what nobody here has asked for. It has an account of its own, without a limit: the thread
 /// that happens to move messages on may have an arena that is full, which is none of its sender's.
-fn uncharged(outline: &Outline) -> Result<Tensors, WorldError> {
+fn uncharged(outline: &TensorOutline) -> Result<Tensors, WorldError> {
     let arena = Memory::Arena(Arena::new("messages"));
     outline.empty(Some(&arena)).map_err(|error| WorldError::Message(error.to_string()))
 }

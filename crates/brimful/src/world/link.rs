@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::engine::Engine;
+use super::engine::Messenger;
 use super::error::WorldError;
 use super::message::{Channel, Message};
 use super::ring::Ring;
@@ -32,7 +32,7 @@ pub(super) enum Look<T> {
 #[derive(Debug)]
 pub(super) struct Link {
     /// None after the end.
-    engine: Mutex<Option<Engine>>,
+    engine: Mutex<Option<Messenger>>,
     /// Sums that whoever moves messages on takes over: who computes does not wait for the lock, which
     /// is held while numbers are copied.
     sums: Mutex<Vec<(Channel, Ring)>>,
@@ -40,7 +40,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(engine: Engine) -> Arc<Self> {
+    pub(super) fn new(engine: Messenger) -> Arc<Self> {
         let (engine, sums) = (Mutex::new(Some(engine)), Mutex::default());
         Arc::new(Self { engine, sums, ends: AtomicBool::new(false) })
     }
@@ -50,12 +50,12 @@ impl Link {
         self.sums.lock().unwrap_or_else(PoisonError::into_inner).push((channel, ring));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Engine>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Messenger>> {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Does something with the messages that does not wait.
-    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T> {
+    pub(super) fn with<T>(&self, f: impl FnOnce(&mut Messenger) -> T) -> Result<T> {
         let mut engine = self.lock();
         let ended = || WorldError::NotStarted { reason: "it has ended".into() };
         let engine = engine.as_mut().ok_or_else(ended)?;
@@ -68,7 +68,7 @@ impl Link {
     /// Moves messages on until `look` finds something, or the rank that it waits for is gone.
     pub(super) fn wait<T>(
         &self,
-        mut look: impl FnMut(&mut Engine) -> Result<Look<T>>,
+        mut look: impl FnMut(&mut Messenger) -> Result<Look<T>>,
     ) -> Result<T> {
         let mut pause = Pause::default();
         loop {
@@ -125,7 +125,7 @@ pub(super) struct Pump {
 impl Pump {
     /// Starts the thread, and there the messages.
     pub(super) fn start(
-        start: impl FnOnce() -> Result<Engine, WorldError> + Send + 'static,
+        start: impl FnOnce() -> Result<Messenger, WorldError> + Send + 'static,
     ) -> Result<Self> {
         let ((begun, link), (ended, done)) = (channel(), channel());
         let run = move || {
@@ -194,7 +194,7 @@ fn pump(link: &Link, ended: &Sender<()>) {
 }
 
 /// How long messages may rest.
-fn rest(engine: &Engine) -> Duration {
+fn rest(engine: &Messenger) -> Duration {
     match (engine.expects_a_device(), engine.is_busy()) {
         (true, _) => ABOUT_TO_COME,
         (false, true) => BUSY,

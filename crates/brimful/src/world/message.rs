@@ -30,7 +30,7 @@ pub(super) enum Message {
     /// What this rank has to say where all ranks say something: the number counts such moments.
     Value { number: u64, what: String, bytes: Vec<u8> },
     /// Tensors follow, numbered from the first on: a rank counts all that it sends to another.
-    Tensors { channel: Channel, first: u64, outline: Outline },
+    Tensors { channel: Channel, first: u64, outline: TensorOutline },
     /// The turn has failed here.
     Stop { turn: u64 },
     /// A rank has been silent for so many milliseconds.
@@ -43,7 +43,7 @@ pub(super) enum Message {
 
 /// Tensors without their numbers.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Outline(Vec<Vec<Option<Form>>>);
+pub(super) struct TensorOutline(Vec<Vec<Option<Form>>>);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Form {
@@ -71,7 +71,7 @@ pub(super) fn decode<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Result<T, Worl
     postcard::from_bytes(bytes).map_err(|error| WorldError::Message(error.to_string()))
 }
 
-impl Outline {
+impl TensorOutline {
     pub(super) fn of(tensors: &Tensors) -> Result<Self> {
         let form = |tensor: &Tensor| {
             let kind = KINDS.iter().position(|(kind, _)| *kind == tensor.kind());
@@ -136,7 +136,7 @@ impl Outline {
     }
 }
 
-impl Display for Outline {
+impl Display for TensorOutline {
     /// The kind and shape of each tensor.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = |form: &Form| KINDS.get(form.kind).map(|(kind, _)| *kind);

@@ -47,7 +47,7 @@ pub use error::WorldError;
 pub use traffic::Traffic;
 
 use crate::Result;
-use engine::Engine;
+use engine::Messenger;
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
 pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
@@ -63,10 +63,10 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30 * 60);
 /// Clones are the same world. When the last is dropped, this rank has ended: it waits until all
 /// others end too, or are lost.
 #[derive(Debug, Clone)]
-pub struct World(Arc<Member>);
+pub struct World(Arc<Membership>);
 
 #[derive(Debug)]
-struct Member {
+struct Membership {
     rank: usize,
     hosts: Vec<String>,
     link: Arc<Link>,
@@ -96,9 +96,11 @@ impl World {
 
     /// A world of this process alone.
     pub fn alone() -> Self {
-        let (hosts, link) =
-            (vec![Alone.host()], Link::new(Engine::new(Box::new(Alone), PATIENCE, LONGEST_WAIT)));
-        Self(Arc::new(Member { rank: 0, hosts, link, _pump: None }))
+        let (hosts, link) = (
+            vec![Alone.host()],
+            Link::new(Messenger::new(Box::new(Alone), PATIENCE, LONGEST_WAIT)),
+        );
+        Self(Arc::new(Membership { rank: 0, hosts, link, _pump: None }))
     }
 
     /// The world at the end of a wire, which is started and ended by one thread.
@@ -106,11 +108,11 @@ impl World {
     fn over(
         wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
     ) -> Result<Self> {
-        let pump = Pump::start(move || Ok(Engine::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
+        let pump = Pump::start(move || Ok(Messenger::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
         let link = Arc::clone(pump.link());
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
-        let mut member = Arc::new(Member { rank, hosts, link, _pump: Some(pump) });
+        let mut member = Arc::new(Membership { rank, hosts, link, _pump: Some(pump) });
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
         let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
         let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();

@@ -10,7 +10,7 @@ use tch::{Device, Tensor};
 
 use super::error::WorldError;
 use super::inbox::still;
-use super::message::{Outline, Tensors};
+use super::message::{TensorOutline, Tensors};
 use super::wire::{Ticket, Wire};
 use crate::Result;
 
@@ -24,7 +24,7 @@ pub(super) struct Outbox {
 /// Tensors that are ready to be sent, but for numbers that a device is yet to put into them.
 #[derive(Debug)]
 pub(super) struct Parcel {
-    pub(super) outline: Outline,
+    pub(super) outline: TensorOutline,
     /// Those that are not missing: each contiguous, and in the host's memory.
     pub(super) tensors: Vec<Tensor>,
     /// When their numbers are there; none where they are.
@@ -36,7 +36,7 @@ impl Parcel {
     /// are copied: so this is done before the lock is taken, without which nobody hears of this rank.
     /// Numbers that come only when an event is reached come into contiguous memory of the host's.
     pub(super) fn pack(tensors: &Tensors, ready: Option<Event>) -> Result<Self> {
-        let outline = Outline::of(tensors)?;
+        let outline = TensorOutline::of(tensors)?;
         let host = |tensor: &Tensor| tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous();
         let tensors = tensors.iter().flatten().flatten().map(host).collect::<Result<_, _>>()?;
         Ok(Self { outline, tensors, ready })

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use brimful_torch::stream::Event;
 use tch::Tensor;
 
-use super::engine::Engine;
+use super::engine::Messenger;
 use super::message::Channel;
 use super::outbox::{Parcel, is_reached};
 use crate::{Result, split};
@@ -74,7 +74,7 @@ impl Ring {
     }
 
     /// Goes as far as what has come allows.
-    pub(super) fn advance(&mut self, engine: &mut Engine, channel: Channel) -> Result<()> {
+    pub(super) fn advance(&mut self, engine: &mut Messenger, channel: Channel) -> Result<()> {
         if !is_reached(self.ready.as_ref())? {
             return Ok(());
         }

@@ -227,7 +227,7 @@ mod tests {
     use super::*;
     use crate::memory::Arena;
     use crate::world::WorldError;
-    use crate::world::engine::Engine;
+    use crate::world::engine::Messenger;
     use crate::world::test_wire::{Observer, wires};
 
     const LONG: Duration = Duration::from_secs(60);
@@ -235,7 +235,7 @@ mod tests {
     /// Two ranks on a wire with so many tags, both in their first turn.
     fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Turn; 2], Observer) {
         let (wires, observer) = wires(2, tags);
-        let links = wires.into_iter().map(|wire| Link::new(Engine::new(wire, LONG, LONG)));
+        let links = wires.into_iter().map(|wire| Link::new(Messenger::new(wire, LONG, LONG)));
         let links: [Arc<Link>; 2] = links.collect::<Vec<_>>().try_into().expect("two");
         let turns = [0, 1].map(|rank| Turn::begin(&links[rank], rank).expect("a turn"));
         (links, turns, observer)
@@ -286,13 +286,13 @@ mod tests {
                 .collect();
             let begin = |rank: usize, at: usize| {
                 let sum = turns[rank].sum(&all, at as u32, &values[at][rank], None);
-                links.iter().for_each(|link| link.with(Engine::progress).expect("a world"));
+                links.iter().for_each(|link| link.with(Messenger::progress).expect("a world"));
                 sum.expect("begun")
             };
             let early: Vec<Summing> = (0..10).map(|at| begin(0, at)).collect();
             let late: Vec<Summing> = (0..10).rev().map(|at| begin(1, at)).collect();
             for _ in 0..10 {
-                links.iter().for_each(|link| link.with(Engine::progress).expect("a world"));
+                links.iter().for_each(|link| link.with(Messenger::progress).expect("a world"));
             }
             early.into_iter().chain(late).for_each(|sum| sum.wait().expect("a sum"));
             for (at, (n, values)) in (1..=10).zip(&values).enumerate() {

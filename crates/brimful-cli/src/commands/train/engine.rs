@@ -12,7 +12,7 @@ use tch::{Device, Tensor};
 pub(super) type Named = Vec<(String, Tensor)>;
 
 /// A model, its optimizer, and where they are.
-pub(super) trait Engine: std::fmt::Debug {
+pub(super) trait TrainingEngine: std::fmt::Debug {
     /// How far the next steps go.
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
 

@@ -11,7 +11,7 @@ use brimful::{Bytes, Layers, Loss, Pipeline, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Engine, Named, check_model, names};
+use super::engine::{Named, TrainingEngine, check_model, names};
 use crate::exit::wrong_use;
 use crate::setting::{accounts, loss, right, typed};
 
@@ -78,7 +78,7 @@ impl Pipelined {
     }
 }
 
-impl Engine for Pipelined {
+impl TrainingEngine for Pipelined {
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
         self.optimizer.set_learning_rate(rate)
     }

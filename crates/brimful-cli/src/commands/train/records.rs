@@ -5,7 +5,7 @@ use brimful::report::{Device, Ended, Recorder};
 use brimful::schedule::render;
 use brimful::{Size, libtorch, save};
 
-use super::engine::Engine;
+use super::engine::TrainingEngine;
 use super::{BatchSize, TrainOptions};
 use crate::data::Dataset;
 use crate::page;
@@ -13,7 +13,7 @@ use crate::page;
 /// A recorder that knows what the run was told, and where it runs.
 pub(super) fn recorder(
     options: &TrainOptions,
-    engine: &dyn Engine,
+    engine: &dyn TrainingEngine,
     dataset: &Dataset,
 ) -> Result<Recorder> {
     let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));

@@ -11,7 +11,7 @@ use brimful::{Bytes, Size, World, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::engine::Engine;
+use super::engine::TrainingEngine;
 use super::pipelined::Pipelined;
 use super::rate::Rate;
 use super::running::Running;
@@ -23,7 +23,7 @@ use crate::setting::DROPOUT;
 /// A model in training.
 #[derive(Debug)]
 pub struct Trainer {
-    pub(super) engine: Box<dyn Engine>,
+    pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
@@ -70,7 +70,7 @@ impl Trainer {
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
         let whole = options.ranks.whole_models(&world).filter(|_| options.stages.stages.is_none());
-        let engine: Box<dyn Engine> = match whole {
+        let engine: Box<dyn TrainingEngine> = match whole {
             Some(each) => Box::new(WholeModel::new(layers, each, &world, options)?),
             None => {
                 let samples = micro_batch_size(options.size(), batch_size);

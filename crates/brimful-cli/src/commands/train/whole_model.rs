@@ -16,7 +16,7 @@ use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Engine, Named, check_model, named, names, put};
+use super::engine::{Named, TrainingEngine, check_model, named, names, put};
 use crate::setting::{accounts, loss, right, typed};
 
 /// A whole model on each device.
@@ -141,7 +141,7 @@ fn layout(device: Device) -> Layout {
     if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
 }
 
-impl Engine for WholeModel {
+impl TrainingEngine for WholeModel {
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
         self.optimizer.set_learning_rate(rate)
     }

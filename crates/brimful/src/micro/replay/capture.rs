@@ -7,26 +7,26 @@ use tch::Tensor;
 use super::compare::Verdict;
 use super::program::{self, Program, Setting};
 use super::room::{Watch, make_room};
-use super::trial::{Eager, Trial};
-use super::{Replay, State, WARM_UP};
+use super::trial::{Eager, ReplayTrial};
+use super::{MicroReplay, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
 use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
-use crate::micro::pass::Pass;
+use crate::micro::pass::BatchPass;
 use crate::{Error, Result, device};
 
-impl Replay {
+impl MicroReplay {
     /// Runs the micro-batch eagerly, which is what counts, then captures it and tries a replay. Gives
     /// what replays will have in use.
     pub(super) fn capture<B: Batch, R: Outcome>(
         &mut self,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(State, Bytes)> {
+    ) -> Result<(ShapeState, Bytes)> {
         // The closure may change what it gets.
         let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
@@ -52,16 +52,16 @@ impl Replay {
         given: &impl Batch,
         part: &MicroBatchWeight,
         eager: &Eager,
-        pass: &Pass<O>,
-    ) -> Result<State> {
+        pass: &BatchPass<O>,
+    ) -> Result<ShapeState> {
         program.settle_in(&mut self.blocks, &eager.touched);
         eager.before.restore()?;
-        let trial = Trial::of(&mut program, given, part, self.device)?;
+        let trial = ReplayTrial::of(&mut program, given, part, self.device)?;
         Ok(match trial.against(eager, pass.accumulator.parameters())? {
             // Numbers that are not finite cannot be compared: another time.
-            Verdict::Unknown => State::New(WARM_UP),
+            Verdict::Unknown => ShapeState::New(WARM_UP),
             Verdict::Differs(what) => self.refuse(format!("a replay is not an eager run: {what}")),
-            Verdict::Alike => State::Captured(Box::new(program)),
+            Verdict::Alike => ShapeState::Captured(Box::new(program)),
         })
     }
 
@@ -89,7 +89,7 @@ impl Replay {
     /// Captures a micro-batch like this one, with sums for what eager runs have reached.
     fn captured<B: Batch, R: Outcome>(
         &mut self,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: &B,
         eager: &Eager,
         need: u64,
@@ -126,7 +126,7 @@ impl Replay {
         };
         self.stream = Some(stream);
         // A pool that nobody uses any more cannot be taken up again.
-        if !self.entries.iter().any(|entry| matches!(entry.state, State::Captured(_))) {
+        if !self.entries.iter().any(|entry| matches!(entry.state, ShapeState::Captured(_))) {
             self.pool = Pool::default();
         }
         Ok(stream)

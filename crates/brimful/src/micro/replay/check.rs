@@ -5,18 +5,18 @@ use brimful_torch::memory::empty_cache;
 use super::compare::Verdict;
 use super::room::Watch;
 use super::shape::Closure;
-use super::trial::{Eager, Trial};
+use super::trial::{Eager, ReplayTrial};
 use super::trust::Trust;
-use super::{Entry, Replay, State, WARM_UP, room};
+use super::{MicroReplay, ShapeEntry, ShapeState, WARM_UP, room};
 use crate::batch::Batch;
 use crate::bytes::Bytes;
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
-use crate::micro::pass::Pass;
+use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
 use crate::{Error, Result};
 
-impl Replay {
+impl MicroReplay {
     /// Replays the micro-batch to see what comes out, and runs it eagerly, which is what counts.
     ///
     /// # Errors
@@ -25,19 +25,20 @@ impl Replay {
     pub(super) fn check<B: Batch, R: Outcome>(
         &mut self,
         index: usize,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
         pass.accumulator.disown()?;
         let before = Randomness::of(vec![self.device])?;
-        let Entry { state: State::Captured(program), trust, shape, .. } = &mut self.entries[index]
+        let ShapeEntry { state: ShapeState::Captured(program), trust, shape, .. } =
+            &mut self.entries[index]
         else {
             unreachable!("checks are of captured work")
         };
         let (closure, trust) = (shape.closure, *trust);
-        let trial = Trial::of(program, &micro_batch, part, self.device)?;
+        let trial = ReplayTrial::of(program, &micro_batch, part, self.device)?;
         before.restore()?;
         let index = self.give_way(index)?;
         let watch = Watch::begin(self.device)?;
@@ -61,7 +62,7 @@ impl Replay {
         }
         let mut checked = self.entries.swap_remove(index);
         // Its graph ends here: before that there is nothing to give back.
-        (checked.state, checked.need) = (State::New(WARM_UP), Bytes(0));
+        (checked.state, checked.need) = (ShapeState::New(WARM_UP), Bytes(0));
         self.clear_within_step()?;
         empty_cache(self.device)?;
         self.entries.push(checked);
@@ -74,7 +75,7 @@ impl Replay {
         if left.is_empty() {
             return;
         }
-        let is_orphan = |entry: &&Entry| matches!(&entry.state, State::Captured(program) if program.uses(&left));
+        let is_orphan = |entry: &&ShapeEntry| matches!(&entry.state, ShapeState::Captured(program) if program.uses(&left));
         let orphans: Vec<_> = self.entries.iter().filter(is_orphan).collect();
         let closures: Vec<_> = orphans.iter().map(|e| (e.shape.closure, e.trust)).collect();
         for (closure, trust) in closures {
@@ -93,7 +94,7 @@ impl Replay {
     fn give_up(&mut self, closure: Closure, trust: Trust) -> bool {
         let lasted = trust.lasted(self.step);
         for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
-            let state = if lasted { State::New(0) } else { State::Eager };
+            let state = if lasted { ShapeState::New(0) } else { ShapeState::Eager };
             (entry.state, entry.need, entry.trust) = (state, Bytes(0), Trust::default());
         }
         lasted

@@ -31,7 +31,7 @@ use tch::nn::Variables;
 
 use super::Outcome;
 use super::layout::Arrangement;
-use super::pass::Pass;
+use super::pass::BatchPass;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
@@ -40,7 +40,7 @@ use crate::loss::MicroBatchWeight;
 use crate::step::MicroBatchRun;
 use blocks::Blocks;
 use program::Program;
-use room::Room;
+use room::CaptureRoom;
 pub(crate) use shape::Closure;
 use shape::Shape;
 use trust::Trust;
@@ -54,10 +54,10 @@ const SHAPES: usize = 16;
 
 /// What is known of each shape of micro-batch, and what captured work shares.
 #[derive(Debug)]
-pub(super) struct Replay {
+pub(super) struct MicroReplay {
     device: Device,
     wanted: bool,
-    entries: Vec<Entry>,
+    entries: Vec<ShapeEntry>,
     /// What captured work adds gradients to, one list a group of terms.
     sums: Vec<Sum>,
     /// What it uses that is not its own.
@@ -73,7 +73,7 @@ pub(super) struct Replay {
     pool: Pool,
     /// Where captures take place; made at the first.
     stream: Option<Stream>,
-    room: Room,
+    room: CaptureRoom,
     replayed: usize,
     /// Whether the mini-batch has had a shape that was not captured yet but may be.
     new: bool,
@@ -94,10 +94,10 @@ pub(super) struct Surroundings<'a> {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ShapeEntry {
     shape: Shape,
     uses: u64,
-    state: State,
+    state: ShapeState,
     /// What a captured one has in use while it is replayed, and for how many samples.
     need: Bytes,
     samples: f64,
@@ -105,7 +105,7 @@ struct Entry {
 }
 
 #[derive(Debug)]
-enum State {
+enum ShapeState {
     /// So many ran eagerly.
     New(usize),
     Captured(Box<Program>),
@@ -113,7 +113,7 @@ enum State {
     Eager,
 }
 
-impl Replay {
+impl MicroReplay {
     pub(super) fn new(device: Device) -> Self {
         Self {
             device,
@@ -127,7 +127,7 @@ impl Replay {
             eager: false,
             pool: Pool::default(),
             stream: None,
-            room: Room::default(),
+            room: CaptureRoom::default(),
             replayed: 0,
             new: false,
             used: false,
@@ -193,7 +193,7 @@ impl Replay {
             return Ok(());
         }
         self.entries.clear();
-        self.room = Room::default();
+        self.room = CaptureRoom::default();
         Ok(empty_cache(self.device)?)
     }
 
@@ -223,7 +223,7 @@ impl Replay {
     /// settled on, but just tried, is not worth a capture.
     pub(super) fn run<B: Batch, R: Outcome>(
         &mut self,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
@@ -243,31 +243,31 @@ impl Replay {
         let index = self.find(shape);
         let entry = &mut self.entries[index];
         entry.uses += 1;
-        let new = matches!(entry.state, State::New(_));
+        let new = matches!(entry.state, ShapeState::New(_));
         self.new |= new;
         let mut typical = !(new && settled);
         match &mut entry.state {
-            State::Captured(_) if entry.trust.is_due(self.step) => {
+            ShapeState::Captured(_) if entry.trust.is_due(self.step) => {
                 typical = false;
                 self.check(index, pass, laid_out(micro_batch)?, part, f)?;
             }
             // Its inputs are laid out already, and the samples will be as they are copied there.
-            State::Captured(program) => {
+            ShapeState::Captured(program) => {
                 self.replayed += 1;
                 self.used = true;
                 program.run(pass, &micro_batch, part)?;
             }
-            State::New(seen) if *seen < WARM_UP || !settled => {
+            ShapeState::New(seen) if *seen < WARM_UP || !settled => {
                 *seen += 1;
                 pass.run(laid_out(micro_batch)?, part, f)?;
             }
-            State::New(_) => {
+            ShapeState::New(_) => {
                 let (state, need) = self.capture(pass, laid_out(micro_batch)?, part, f)?;
                 let entry = &mut self.entries[index];
                 (entry.state, entry.need, entry.samples) = (state, need, part.samples);
                 entry.trust = entry.trust.captured(self.step);
             }
-            State::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
+            ShapeState::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
         }
         // Where a check had no room beside captured work, there is none left.
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
@@ -288,21 +288,21 @@ impl Replay {
 
     fn runs_eagerly(&self, shape: &Shape) -> bool {
         let known = self.entries.iter().find(|entry| entry.shape == *shape);
-        !known.is_some_and(|entry| matches!(entry.state, State::Captured(_)))
+        !known.is_some_and(|entry| matches!(entry.state, ShapeState::Captured(_)))
     }
 
     /// Whether captured work keeps memory that so many samples of a new shape will need, as far as can
     /// be told from others.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
-        let expected = |entry: &Entry| (entry.need.0 as f64 / entry.samples * samples) as u64;
+        let expected = |entry: &ShapeEntry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
     }
 
     /// Forgets all captured work in the midst of a step. What the same mini-batch has used would be
     /// captured again, and in the way again, at every step.
-    fn release<O>(&mut self, pass: &mut Pass<O>) -> Result<()> {
+    fn release<O>(&mut self, pass: &mut BatchPass<O>) -> Result<()> {
         self.cramped |= self.used;
         pass.accumulator.disown()?;
         self.clear_within_step()
@@ -326,15 +326,15 @@ impl Replay {
             let least = least.map_or(0, |(index, _)| index);
             self.entries.swap_remove(least);
         }
-        let (uses, state, need, samples) = (0, State::New(0), Bytes(0), 1.0);
+        let (uses, state, need, samples) = (0, ShapeState::New(0), Bytes(0), 1.0);
         let trust = Trust::default();
-        self.entries.push(Entry { shape, uses, state, need, samples, trust });
+        self.entries.push(ShapeEntry { shape, uses, state, need, samples, trust });
         self.entries.len() - 1
     }
 
-    fn refuse(&mut self, cause: String) -> State {
+    fn refuse(&mut self, cause: String) -> ShapeState {
         self.tell(cause);
-        State::Eager
+        ShapeState::Eager
     }
 
     /// Says once why micro-batches run eagerly.

@@ -18,7 +18,7 @@ use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
-use crate::micro::pass::{Pass, detached};
+use crate::micro::pass::{BatchPass, detached};
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
 use crate::statistics::{Pending, ReplayStatistics};
@@ -73,7 +73,7 @@ impl Program {
         setting: &Setting,
         sums: Vec<Sum>,
         pool: &mut Pool,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self, String> {
@@ -107,7 +107,7 @@ impl Program {
     fn recorded<B: Batch, R: Outcome>(
         setting: &Setting,
         pool: &mut Pool,
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self> {
@@ -162,7 +162,7 @@ impl Program {
     /// Replays on this micro-batch, and adds what comes out to its mini-batch.
     pub(super) fn run<B: Batch, O: Batch + 'static>(
         &mut self,
-        pass: &mut Pass<O>,
+        pass: &mut BatchPass<O>,
         micro_batch: &B,
         part: &MicroBatchWeight,
     ) -> Result<()> {

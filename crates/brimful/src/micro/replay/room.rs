@@ -11,7 +11,7 @@ const PLENTY: u64 = 2;
 
 /// What captured work needs. Its parts are never replayed at the same time, so they share one pool.
 #[derive(Debug, Default)]
-pub(super) struct Room {
+pub(super) struct CaptureRoom {
     /// The most that any of it has in use.
     needed: u64,
     /// The peak of a step that a capture interrupted.
@@ -71,7 +71,7 @@ pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
     Ok(reset_peak(device)?)
 }
 
-impl Room {
+impl CaptureRoom {
     /// Counts what a capture has allocated, which is what its replays will use; of one that failed,
     /// nothing remains. What it keeps is among what is in use.
     pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<Bytes> {

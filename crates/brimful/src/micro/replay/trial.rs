@@ -16,7 +16,7 @@ use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::micro::Outcome;
-use crate::micro::pass::{Pass, forward};
+use crate::micro::pass::{BatchPass, forward};
 use crate::random::Randomness;
 
 /// A micro-batch that has run eagerly, which is what counts, with its gradients still apart.
@@ -36,7 +36,7 @@ pub(super) struct Eager {
 impl Eager {
     /// Runs the micro-batch, and counts its loss and outputs.
     pub(super) fn run<B: Batch, R: Outcome>(
-        pass: &mut Pass<R::Outputs>,
+        pass: &mut BatchPass<R::Outputs>,
         micro_batch: B,
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
@@ -76,7 +76,7 @@ pub(super) fn watched<B: Batch, R: Outcome, T>(
 
 /// What captured work gave when it was tried.
 #[derive(Debug)]
-pub(super) struct Trial {
+pub(super) struct ReplayTrial {
     sums: Vec<Sum>,
     readout: Readout,
     operations: Vec<String>,
@@ -85,7 +85,7 @@ pub(super) struct Trial {
     after: Randomness,
 }
 
-impl Trial {
+impl ReplayTrial {
     /// Replays from empty sums. What else the replay writes is put back; random numbers are not.
     pub(super) fn of(
         program: &mut Program,

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::Engine;
+use super::Messenger;
 use crate::Result;
 use crate::world::error::WorldError;
 use crate::world::inbox::Inbox;
@@ -12,7 +12,7 @@ use crate::world::ring::Ring;
 use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
 
-impl Engine {
+impl Messenger {
     /// Begins a turn, whose channels are its own. All ranks begin the same turns in the same order.
     pub(in crate::world) fn begin(&mut self) -> u64 {
         self.turns += 1;
