@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::pipeline::{Balance, StageDevice};
+use brimful::pipeline::{BalanceBy, StageDevice};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, Loss, Pipeline, World, device};
 use brimful_cli::commands::train::RankOptions;
@@ -165,8 +165,8 @@ fn pipeline(
     balance: Option<Vec<usize>>,
 ) -> Result<Pipeline> {
     let balance = match balance {
-        Some(sizes) => Balance::from(sizes),
-        None => Balance::by_time(&work.samples(work.micro_batch).0),
+        Some(sizes) => BalanceBy::from(sizes),
+        None => BalanceBy::by_time(&work.samples(work.micro_batch).0),
     };
     tch::manual_seed(0);
     Ok(Pipeline::builder(work.layers()?)

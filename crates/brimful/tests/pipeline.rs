@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::pipeline::{Balance, Cause, PipelineError, StageDevice};
+use brimful::pipeline::{BalanceBy, Cause, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
 use pipeline_models::{
@@ -570,7 +570,7 @@ fn every_action_is_reported_with_its_time() {
 fn a_balance_is_found_by_measuring() {
     let _turn = alone();
     let sample = (MLP.input)(4);
-    for balance in [Balance::by_time(&sample), Balance::by_bytes(&sample)] {
+    for balance in [BalanceBy::by_time(&sample), BalanceBy::by_bytes(&sample)] {
         let mut pipe =
             builder(mlp(), 3).balance(balance).micro_batches(4).build().expect("a pipeline");
         assert_eq!(pipe.balance().sizes().iter().sum::<usize>(), 8);
@@ -579,7 +579,7 @@ fn a_balance_is_found_by_measuring() {
         pipe.backward(&sample, &y, MLP.loss).expect("a step");
     }
     let sample = (U_NET.input)(4);
-    let pipe = builder((U_NET.layers)(), 2).balance(Balance::by_time(&sample)).build();
+    let pipe = builder((U_NET.layers)(), 2).balance(BalanceBy::by_time(&sample)).build();
     assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
 }
 
@@ -599,13 +599,13 @@ fn a_balance_by_bytes_counts_the_optimizer() {
             .add("out", linear(640, 4))
     };
     let sample = Tensor::zeros([1, 4], (Kind::Float, Device::Cpu));
-    let found = |balance: Balance| {
+    let found = |balance: BalanceBy| {
         let pipe = builder(layers(), 2).kind(Kind::Float).balance(balance).build();
         pipe.expect("a pipeline").balance().sizes().to_vec()
     };
-    assert_eq!(found(Balance::by_bytes(&sample)), [1, 2]);
-    assert_eq!(found(Balance::by_bytes(&sample).optimizer(Sgd::new(0.1))), [1, 2]);
-    assert_eq!(found(Balance::by_bytes(&sample).optimizer(Adam::new(0.1))), [2, 1]);
+    assert_eq!(found(BalanceBy::by_bytes(&sample)), [1, 2]);
+    assert_eq!(found(BalanceBy::by_bytes(&sample).optimizer(Sgd::new(0.1))), [1, 2]);
+    assert_eq!(found(BalanceBy::by_bytes(&sample).optimizer(Adam::new(0.1))), [2, 1]);
 }
 
 #[test]

@@ -6,16 +6,13 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-use super::attempt::{Tells, WorkerDone};
-use super::job::{End, Job, LossFn, Mode};
 use super::portion::{Portion, portions};
-use super::run::WorkerFailure;
-use super::transfer::Tensors;
-use super::worker::Worker;
-use super::{Pipeline, ties, wiring};
+use super::{Pipeline, ranks};
 use crate::auto::{Identity, Kind};
 use crate::bytes::Bytes;
 use crate::memory::{self, Memory};
+use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
+use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::Actions;
 use crate::statistics::Pending;
 use crate::step::{
@@ -39,7 +36,7 @@ pub(crate) struct PipelineTried {
     /// What the workers have told, if they did at once.
     reports: Option<Vec<PartReport>>,
     /// A loss on all outputs, which no worker has counted.
-    pub(super) loss: Option<(Counted, Vec<TermGroup>)>,
+    pub(crate) loss: Option<(Counted, Vec<TermGroup>)>,
     /// Whether it waits for later mini-batches.
     waits: bool,
 }
@@ -62,11 +59,11 @@ impl Engine for Pipeline {
         self.open = None;
         let mut workers = self.workers();
         workers.involve(devices.iter().copied());
-        ties::have_changed(&workers, &self.ranks)
+        ranks::have_changed(&workers, &self.ranks)
     }
 
     fn refresh_copies(&mut self) -> Result<()> {
-        ties::spread(&self.workers(), &self.ranks)
+        ranks::spread(&self.workers(), &self.ranks)
     }
 
     fn trained(&mut self) -> Result<Option<Trained>> {
@@ -132,7 +129,7 @@ impl Engine for Pipeline {
         let whole = Arc::clone(whole);
         let leaving =
             workers.each_or_error(turns, move |worker, turn| worker.prepare(&whole, turn))?;
-        ties::gather(&workers, &self.ranks, &exchange.turn, leaving)
+        ranks::gather(&workers, &self.ranks, &exchange.turn, leaving)
     }
 
     fn commit(&mut self, _tried: &mut PipelineTried) -> Result<()> {
@@ -207,9 +204,9 @@ impl PipelineTried {
 }
 
 /// What one try is to do, as a pipeline's calls know it.
-pub(super) struct TryPlan {
-    pub(super) portions: Vec<Portion>,
-    pub(super) mode: Mode,
+pub(crate) struct TryPlan {
+    pub(crate) portions: Vec<Portion>,
+    pub(crate) mode: Mode,
     actions: Vec<Arc<Actions>>,
     unit: f64,
     seed: u64,
@@ -218,7 +215,7 @@ pub(super) struct TryPlan {
 impl Pipeline {
     /// The portions of this try, and the actions that run them; in two phases, all forwards come before
     /// the first backward.
-    pub(super) fn plan(
+    pub(crate) fn plan(
         &mut self,
         this_try: &Try<'_>,
         mode: Mode,
@@ -228,7 +225,7 @@ impl Pipeline {
         self.plan_for(this_try.opening, size, mode, two_phases)
     }
 
-    pub(super) fn plan_for(
+    pub(crate) fn plan_for(
         &mut self,
         opening: &Opening,
         size: Size,
@@ -255,7 +252,7 @@ impl Pipeline {
 
     /// Lets every worker try, with these inputs by micro-batch, and these closures for the outputs of
     /// each pipeline.
-    pub(super) fn attempt(
+    pub(crate) fn attempt(
         &self,
         plan: &TryPlan,
         inputs: Vec<Vec<Tensor>>,
@@ -273,7 +270,7 @@ impl Pipeline {
     }
 
     /// Runs all forwards, and gives the outputs of each pipeline, by micro-batch.
-    pub(super) fn attempt_forward(
+    pub(crate) fn attempt_forward(
         &self,
         plan: &TryPlan,
         inputs: Vec<Vec<Tensor>>,
@@ -289,7 +286,7 @@ impl Pipeline {
     }
 
     /// Runs all backwards, from these gradients of the outputs, by micro-batch.
-    pub(super) fn attempt_backward(
+    pub(crate) fn attempt_backward(
         &self,
         plan: &TryPlan,
         mut gradients: Vec<Tensors>,
@@ -386,7 +383,7 @@ impl Pipeline {
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone()));
             Ok(named.collect::<Vec<(String, Tensor)>>())
         })?;
-        let twins = |at: usize| (at >= stages).then(|| ties::shared(&owners[at % stages]));
+        let twins = |at: usize| (at >= stages).then(|| ranks::shared(&owners[at % stages]));
         let jobs = (0..workers.len()).map(twins).collect();
         let seen = workers.each_or_error(jobs, |worker, twins| match twins {
             Some(twins) => worker.hand_statistics(&twins),
@@ -434,7 +431,7 @@ impl Pipeline {
         let actions = &plan.actions[replica];
         let start = Instant::now();
         let memory = |number: usize| self.device_of(replica, number).memory();
-        let ports = wiring::wire(&self.layout, actions, &self.ranks, &exchange.turn, memory)?;
+        let ports = wire(&self.layout, actions, &self.ranks, &exchange.turn, memory)?;
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let mut inputs = Some(inputs);
         let mut end = Some(end);
@@ -463,7 +460,7 @@ impl Pipeline {
     }
 
     /// The device of a worker of one of this process's pipelines.
-    pub(super) fn device_of(&self, replica: usize, number: usize) -> &StageDevice {
+    pub(crate) fn device_of(&self, replica: usize, number: usize) -> &StageDevice {
         let here = self.ranks.here();
         &self.devices[replica * here.len() + number - here.start]
     }

@@ -38,36 +38,14 @@
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`Draws`](crate::Draws)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
 
-mod attempt;
-mod backward;
-mod balance;
-mod builder;
+mod build;
 mod calls;
-mod commit;
 mod engine;
 mod error;
-mod exchange;
-mod intake;
-mod job;
-mod layout;
-mod loss_fn;
-mod optimizer;
-mod optimizer_state;
-mod outputs;
-mod own_actions;
 mod portion;
 mod ranks;
-mod recompute;
-mod roster;
 mod run;
-mod saved;
-mod stage;
-mod ties;
-mod timeline;
-mod transfer;
-mod variables;
-mod whole;
-mod wiring;
+mod state;
 mod worker;
 
 use std::collections::HashMap;
@@ -76,22 +54,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::Device;
 
 pub use crate::workers::StageDevice;
-pub use balance::Balance;
-pub use builder::Builder;
+pub use build::{BalanceBy, Builder};
+pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
-pub use loss_fn::ModelOutput;
-pub use optimizer::PipelineOptimizer;
-pub use recompute::is_recomputing;
-pub use whole::Outputs;
+pub use run::is_recomputing;
+pub use state::PipelineOptimizer;
 
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::step::{Size, StepState};
 use crate::workers::Workers;
 use crate::{Layers, Result};
+use build::StageLayout;
+use calls::OpenForward;
 use engine::PipelineTried;
-use layout::StageLayout;
 use ranks::Ranks;
-use whole::OpenForward;
 use worker::Worker;
 
 /// A model spread over devices.

@@ -9,23 +9,23 @@ use crate::{Error, Result, split};
 
 /// One pipeline's micro-batches in a step.
 #[derive(Debug, Clone)]
-pub(super) struct Portion {
+pub(crate) struct Portion {
     /// The samples of each, counted in this process's mini-batch; none where there are too few.
-    pub(super) ranges: Vec<Range<usize>>,
+    pub(crate) ranges: Vec<Range<usize>>,
     /// The number of the first of them among those of all replicas.
-    pub(super) first: usize,
-    pub(super) weights: Arc<[MicroBatchWeight]>,
+    pub(crate) first: usize,
+    pub(crate) weights: Arc<[MicroBatchWeight]>,
 }
 
 impl Portion {
-    pub(super) fn samples(&self) -> usize {
+    pub(crate) fn samples(&self) -> usize {
         self.ranges.iter().map(ExactSizeIterator::len).sum()
     }
 }
 
 /// The portions of so many pipelines in this process: near-equal parts of its samples, each cut by the
 /// size.
-pub(super) fn portions(
+pub(crate) fn portions(
     opening: &Opening,
     role: BatchRole,
     size: Size,
@@ -58,7 +58,7 @@ pub(super) fn portions(
 }
 
 /// Each pipeline's samples; the last ones have none where there are fewer than pipelines.
-pub(super) fn shares(samples: usize, replicas: usize) -> Result<Vec<Range<usize>>> {
+pub(crate) fn shares(samples: usize, replicas: usize) -> Result<Vec<Range<usize>>> {
     let mut shares = if samples == 0 { Vec::new() } else { split::by_count(samples, replicas)? };
     shares.resize(replicas, samples..samples);
     Ok(shares)

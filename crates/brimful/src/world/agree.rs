@@ -7,10 +7,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::engine::{Messenger, Value};
 use super::error::WorldError;
 use super::link::Look;
 use super::message::{Message, decode, encode};
+use super::messenger::{Messenger, Value};
 use super::waits::Wait;
 use crate::oom::OutOfMemory;
 use crate::{Error, Result};

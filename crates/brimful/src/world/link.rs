@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::engine::Messenger;
 use super::error::WorldError;
 use super::message::{Channel, Message};
+use super::messenger::Messenger;
 use super::ring::Ring;
 use super::waits::Wait;
 use crate::Result;

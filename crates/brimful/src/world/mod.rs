@@ -23,11 +23,11 @@
 
 mod agree;
 mod collective;
-mod engine;
 mod error;
 mod inbox;
 mod link;
 mod message;
+mod messenger;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod outbox;
@@ -47,9 +47,9 @@ pub use error::WorldError;
 pub use traffic::Traffic;
 
 use crate::Result;
-use engine::Messenger;
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
+use messenger::Messenger;
 pub(crate) use turn::{Inlet, Outlet, Stopped, Summing, Turn};
 use wire::{Alone, Wire};
 

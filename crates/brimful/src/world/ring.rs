@@ -14,8 +14,8 @@ use std::sync::Arc;
 use brimful_torch::stream::Event;
 use tch::Tensor;
 
-use super::engine::Messenger;
 use super::message::Channel;
+use super::messenger::Messenger;
 use super::outbox::{Parcel, is_reached};
 use crate::{Result, split};
 

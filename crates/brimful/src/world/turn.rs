@@ -227,7 +227,7 @@ mod tests {
     use super::*;
     use crate::memory::Arena;
     use crate::world::WorldError;
-    use crate::world::engine::Messenger;
+    use crate::world::messenger::Messenger;
     use crate::world::test_wire::{Observer, wires};
 
     const LONG: Duration = Duration::from_secs(60);

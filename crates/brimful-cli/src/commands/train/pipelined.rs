@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use brimful::memory::Memory;
-use brimful::pipeline::{Balance, PipelineOptimizer, StageDevice};
+use brimful::pipeline::{BalanceBy, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::{Bytes, Layers, Loss, Pipeline, World};
@@ -59,7 +59,7 @@ impl Pipelined {
             .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
             .world(world)
             .replicas(replicas)
-            .balance(Balance::by_time(&typed(sample, kind)).optimizer(options.method()))
+            .balance(BalanceBy::by_time(&typed(sample, kind)).optimizer(options.method()))
             .micro_batches(size)
             .schedule(stages.schedule)
             .recompute(stages.recompute)

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use super::ranks::Ranks;
-use super::variables::Variable;
-use super::worker::Worker;
+use super::Ranks;
 use crate::Result;
+use crate::pipeline::worker::Variable;
+use crate::pipeline::worker::Worker;
 use crate::workers::Workers;
 use crate::world::Turn;
 
 /// A copy of a variable in another rank than the variable.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Tie {
+pub(crate) struct Tie {
     name: String,
     /// The workers.
     copy: usize,
@@ -23,11 +23,11 @@ pub(super) struct Tie {
 }
 
 /// A gradient of a copy, with the variable's name and its owner.
-pub(super) type Leaving = (usize, String, Tensor);
+pub(crate) type Leaving = (usize, String, Tensor);
 
 impl Ranks {
     /// Finds the copies of all ranks.
-    pub(super) fn tie(&mut self, workers: &Workers<Worker>) -> Result<()> {
+    pub(crate) fn tie(&mut self, workers: &Workers<Worker>) -> Result<()> {
         let ties = workers.all(|worker| {
             let number = worker.number;
             let tie =
@@ -56,7 +56,7 @@ impl Ranks {
 
 /// Brings copies' gradients, given by each worker of this rank, to their owners, and lets those add
 /// them to their own.
-pub(super) fn gather(
+pub(crate) fn gather(
     workers: &Workers<Worker>,
     ranks: &Ranks,
     turn: &Turn,
@@ -88,7 +88,7 @@ pub(super) fn gather(
 }
 
 /// Whether an owner of this rank was changed since its copies followed it.
-pub(super) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<bool> {
+pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<bool> {
     if !ranks.has_ties {
         return Ok(false);
     }
@@ -97,7 +97,7 @@ pub(super) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<b
 }
 
 /// Makes all copies what their owners are now, those in other ranks too: all ranks call it.
-pub(super) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
+pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
@@ -161,10 +161,10 @@ fn on_host(value: &Tensor) -> Result<Tensor> {
     Ok(host.f_set_requires_grad(value.requires_grad())?)
 }
 
-pub(super) fn shared(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+pub(crate) fn shared(values: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
     values.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect()
 }
 
-pub(super) fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
+pub(crate) fn names<'a>(variables: impl Iterator<Item = &'a Variable>) -> Vec<String> {
     variables.map(|variable| variable.name.clone()).collect()
 }

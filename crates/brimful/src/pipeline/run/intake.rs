@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// The inputs of a step, in the order in which the first stage takes them.
 #[derive(Debug)]
-pub(super) enum Intake {
+pub(crate) enum Intake {
     /// By micro-batch; each is taken once. They may still be computed where they are.
     Here(Vec<Vec<Tensor>>, Queued),
     /// The mini-batch's own memory, by micro-batch; and whether one was lent already.
@@ -26,7 +26,7 @@ pub(super) enum Intake {
 impl Intake {
     /// Sends the inputs on their way, in this order of micro-batches, after all that this thread's
     /// streams have to do first: the caller's work is behind that.
-    pub(super) fn new(
+    pub(crate) fn new(
         mut inputs: Vec<Vec<Tensor>>,
         order: impl Iterator<Item = usize>,
         copies: &Copies,
@@ -49,13 +49,13 @@ impl Intake {
     }
 
     /// Whether micro-batches are the mini-batch itself, which must stay as it is.
-    pub(super) fn lends(&self) -> bool {
+    pub(crate) fn lends(&self) -> bool {
         matches!(self, Self::Lent(..))
     }
 
     /// The input of this micro-batch, which is the next, for this thread's work on the device. The
     /// first that is lent is a copy: see [`Lender`](crate::batch::Lender).
-    pub(super) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
+    pub(crate) fn next(&mut self, copies: &Copies, i: usize) -> Result<Vec<Tensor>> {
         let arriving = match self {
             Self::Lent(inputs, has_lent) => {
                 let input = std::mem::take(&mut inputs[i]);

@@ -7,15 +7,15 @@ use std::time::Duration;
 
 use tch::{Device, Kind};
 
-use super::balance::{Balance, Question};
-use super::error::PipelineError;
+use super::balance::{BalanceBy, Question};
 use super::layout::StageLayout;
-use super::ranks::Ranks;
 use super::roster::Roster;
-use super::worker::{Blueprint, Worker};
-use super::{Pipeline, ties};
 use crate::balance::BalanceError;
 use crate::optim::Method;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::ranks::Ranks;
+use crate::pipeline::worker::{Blueprint, Worker};
+use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
 use crate::schedule::{Recompute, Schedule};
@@ -29,7 +29,7 @@ use crate::{Layers, Result, World};
 pub struct Builder {
     layers: Layers,
     devices: Vec<StageDevice>,
-    balance: Balance,
+    balance: BalanceBy,
     size: Size,
     schedule: Schedule,
     recompute: Recompute,
@@ -42,11 +42,11 @@ pub struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(layers: Layers) -> Self {
+    pub(crate) fn new(layers: Layers) -> Self {
         Self {
             layers,
             devices: vec![StageDevice::cpu()],
-            balance: Balance::default(),
+            balance: BalanceBy::default(),
             size: Size::Count(1),
             schedule: Schedule::OneFOneB,
             recompute: Recompute::Never,
@@ -97,7 +97,7 @@ impl Builder {
     }
 
     /// How many layers each stage gets. By default, as many as the others.
-    pub fn balance(self, balance: impl Into<Balance>) -> Self {
+    pub fn balance(self, balance: impl Into<BalanceBy>) -> Self {
         Self { balance: balance.into(), ..self }
     }
 
@@ -116,7 +116,7 @@ impl Builder {
         Self { recompute, ..self }
     }
 
-    /// Balance, schedule, number of micro-batches and recompute of a planner's answer.
+    /// BalanceBy, schedule, number of micro-batches and recompute of a planner's answer.
     pub fn plan(self, row: &PlanRow) -> Self {
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let balance = (&row.balance).into();
@@ -165,7 +165,7 @@ impl Builder {
         let seeded = devices.iter().map(|device| device.device).collect();
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
         ranks.tie(&workers)?;
-        ties::spread(&workers, &ranks)?;
+        ranks::spread(&workers, &ranks)?;
         let mut state = StepState::new(self.size);
         state.team = team;
         state.non_finite = self.non_finite;

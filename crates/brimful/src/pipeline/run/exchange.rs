@@ -4,17 +4,17 @@ use tch::Tensor;
 
 use super::backward;
 use super::job::End;
-use super::run::{Output, Stop, WorkerRun};
 use super::stage::{Boundary, leaves};
 use super::transfer::{StageParcel, Tensors};
 use super::wiring::StageOutlet;
-use super::worker::Site;
+use super::{Output, Stop, WorkerRun};
 use crate::Result;
+use crate::pipeline::worker::Site;
 use crate::schedule::Action;
 
 impl WorkerRun {
     /// What enters the stage.
-    pub(super) fn receive(
+    pub(crate) fn receive(
         &mut self,
         site: &mut Site,
         at: usize,
@@ -32,7 +32,7 @@ impl WorkerRun {
     }
 
     /// Sends the output on, or ends the model with it. Gives what its backward will start from.
-    pub(super) fn hand_on(
+    pub(crate) fn hand_on(
         &mut self,
         site: &Site,
         at: usize,
@@ -71,7 +71,7 @@ impl WorkerRun {
     }
 
     /// The gradients of the stage's output: of its values, then of each skip.
-    pub(super) fn receive_gradients(
+    pub(crate) fn receive_gradients(
         &mut self,
         site: &mut Site,
         at: usize,
@@ -93,7 +93,7 @@ impl WorkerRun {
     }
 
     /// Sends the input's gradients to where the input came from.
-    pub(super) fn hand_back(
+    pub(crate) fn hand_back(
         &self,
         site: &Site,
         at: usize,

@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::balance::{Balance, Question, limit};
+use super::balance::{BalanceBy, Question, limit};
 use crate::workers::StageDevice;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
 
 /// The devices of one pipeline, as all its ranks know them.
 #[derive(Debug)]
-pub(super) struct Roster<'a> {
+pub(crate) struct Roster<'a> {
     world: &'a World,
     /// Where each device's memory ends, if that is known.
-    pub(super) limits: Vec<Option<u64>>,
+    pub(crate) limits: Vec<Option<u64>>,
     /// How many devices each rank has.
-    pub(super) devices: Vec<usize>,
+    pub(crate) devices: Vec<usize>,
 }
 
 /// What a rank brings with it.
@@ -28,7 +28,7 @@ struct RosterHello {
 
 impl<'a> Roster<'a> {
     /// Makes sure that all ranks build the same, and counts their devices. Gives this rank's, too.
-    pub(super) fn handshake(
+    pub(crate) fn handshake(
         world: &'a World,
         replicas: usize,
         replicas_here: usize,
@@ -63,10 +63,10 @@ impl<'a> Roster<'a> {
     }
 
     /// The balance in numbers, as rank 0 finds it: measured times differ from rank to rank.
-    pub(super) fn settle_balance(
+    pub(crate) fn settle_balance(
         &self,
         question: &Question<'_>,
-        balance: &Balance,
+        balance: &BalanceBy,
     ) -> Result<balance::Balance> {
         let here = match self.world.rank() {
             0 => question.settle(balance).map(|balance| balance.sizes().to_vec()),

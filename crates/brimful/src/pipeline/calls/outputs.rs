@@ -5,8 +5,8 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::loss_fn::{Collected, joined};
-use super::ranks::Ranks;
 use crate::batch::{self, Batch};
+use crate::pipeline::ranks::Ranks;
 use crate::step::Exchange;
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -14,7 +14,7 @@ use crate::{Error, Result};
 impl Ranks {
     /// What the closure gave beside its losses, in sample order, on this device of every rank of the
     /// pipeline.
-    pub(super) fn outputs<O: Batch>(
+    pub(crate) fn outputs<O: Batch>(
         &self,
         exchange: &Exchange,
         last: usize,
@@ -50,7 +50,7 @@ impl Ranks {
 
     /// The model's outputs of all replicas, in sample order, on this device of every rank, and which
     /// rows are this rank's replica's; `own` are those of its last stage, by micro-batch.
-    pub(super) fn model_outputs(
+    pub(crate) fn model_outputs(
         &self,
         exchange: &Exchange,
         last: usize,

@@ -10,11 +10,11 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::copies::Copies;
 /// Tensors under way; gradients come once for each group of loss terms.
-pub(super) use crate::world::Tensors;
+pub(crate) use crate::world::Tensors;
 
 /// What travels between stages.
 #[derive(Debug)]
-pub(super) struct StageParcel {
+pub(crate) struct StageParcel {
     tensors: Tensors,
     /// When the sender's device has computed them; none on a CPU, where that is now.
     ready: Option<Event>,
@@ -22,18 +22,18 @@ pub(super) struct StageParcel {
 
 impl StageParcel {
     /// Packs tensors that this thread's work on `device` has made.
-    pub(super) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
+    pub(crate) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
         Ok(Self { tensors, ready: mark(device)? })
     }
 
     /// Tensors that have come from another rank.
-    pub(super) fn arrived(tensors: Tensors) -> Self {
+    pub(crate) fn arrived(tensors: Tensors) -> Self {
         Self { tensors, ready: None }
     }
 
     /// The tensors in the host's memory, from where they go to another rank, and when they are
     /// there: the device copies them after its work so far, and nobody waits.
-    pub(super) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
+    pub(crate) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
         let Self { mut tensors, .. } = self;
         let mut sender = Device::Cpu;
         for tensor in tensors.iter_mut().flatten().flatten() {
@@ -47,14 +47,14 @@ impl StageParcel {
         Ok((tensors, mark(sender)?))
     }
 
-    pub(super) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {
+    pub(crate) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {
         Self::pack(vec![values.into_iter().map(Some).collect()], device)
     }
 }
 
 impl Copies {
     /// The parcel's tensors on this device, for this thread's work on it.
-    pub(super) fn unpack(&self, parcel: StageParcel) -> Result<Tensors> {
+    pub(crate) fn unpack(&self, parcel: StageParcel) -> Result<Tensors> {
         let StageParcel { mut tensors, ready } = parcel;
         for tensor in tensors.iter_mut().flatten().flatten() {
             // Workers of one device share its default stream, which keeps the order by itself.
@@ -64,7 +64,7 @@ impl Copies {
     }
 
     /// The values of a parcel in which none is missing.
-    pub(super) fn unpack_values(&self, parcel: StageParcel) -> Result<Vec<Tensor>> {
+    pub(crate) fn unpack_values(&self, parcel: StageParcel) -> Result<Vec<Tensor>> {
         Ok(self.unpack(parcel)?.into_iter().flatten().flatten().collect())
     }
 }

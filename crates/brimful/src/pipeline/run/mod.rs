@@ -9,31 +9,44 @@
 //! A forward that will be run again keeps its input alone. On the last stage of a step nobody waits
 //! for such a forward, so it is left to its recompute, and costs nothing.
 
+mod backward;
+mod exchange;
+mod intake;
+mod job;
+mod recompute;
+mod stage;
+mod timeline;
+mod transfer;
+mod wiring;
+
+pub(crate) use job::{End, Job, LossFn, Mode};
+pub use recompute::is_recomputing;
+pub(crate) use recompute::run_again;
+pub(crate) use stage::{Boundary, Stage, StagePass};
 use std::time::Instant;
+pub(crate) use transfer::Tensors;
+pub(crate) use wiring::wire;
 
 use tch::Tensor;
 
-use super::backward::{self, Roots};
-use super::error::{Cause, PipelineError, StageError};
-use super::intake::Intake;
-use super::job::{End, Job};
-use super::stage::{Boundary, StagePass};
-use super::timeline::ActionClock;
-use super::transfer::Tensors;
-use super::worker::{Site, Worker};
 use crate::accumulate::Accumulator;
 use crate::batch::Versions;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
+use crate::pipeline::error::{Cause, PipelineError, StageError};
+use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
 use crate::schedule::{Action, ActionKind};
 use crate::step::Tally;
 use crate::workers::panic_message;
 use crate::{Error, Result};
+use backward::Roots;
+use intake::Intake;
+use timeline::ActionClock;
 
 /// Why a worker did not come to the end of its list.
 #[derive(Debug)]
-pub(super) enum WorkerFailure {
+pub(crate) enum WorkerFailure {
     /// Another one did not.
     Stopped,
     /// It failed itself.
@@ -42,7 +55,7 @@ pub(super) enum WorkerFailure {
 
 /// Why an action was not done.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Stop {
+pub(crate) enum Stop {
     #[error("a neighbour is gone")]
     NeighbourGone,
     #[error(transparent)]
@@ -50,25 +63,25 @@ pub(super) enum Stop {
 }
 
 /// A step under way in one worker.
-pub(super) struct WorkerRun {
-    pub(super) job: Job,
+pub(crate) struct WorkerRun {
+    pub(crate) job: Job,
     list: Vec<Action>,
     /// How far it has come.
     next: usize,
     /// By stage and micro-batch.
     kept: Vec<Vec<Option<HeldMicroBatch>>>,
     /// None in an evaluation.
-    pub(super) accumulator: Option<Accumulator>,
-    pub(super) tally: Tally,
+    pub(crate) accumulator: Option<Accumulator>,
+    pub(crate) tally: Tally,
     /// Outputs that were gathered, by micro-batch.
-    pub(super) outputs: Vec<Vec<Tensor>>,
+    pub(crate) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
-    pub(super) output_gradients: Vec<Tensors>,
+    pub(crate) output_gradients: Vec<Tensors>,
     /// The gradients' norm after each micro-batch's last backward, where that is asked for.
-    pub(super) norms: Vec<Option<Tensor>>,
+    pub(crate) norms: Vec<Option<Tensor>>,
     /// The model's inputs; none but on the first stage's worker.
-    pub(super) intake: Intake,
-    pub(super) timeline: ActionClock,
+    pub(crate) intake: Intake,
+    pub(crate) timeline: ActionClock,
 }
 
 /// A micro-batch inside a stage, between its forward and its backward.
@@ -79,13 +92,13 @@ struct HeldMicroBatch {
 }
 
 /// What a backward starts from.
-pub(super) enum Output {
+pub(crate) enum Output {
     Boundary(Boundary),
     Terms(Vec<Term>),
 }
 
 impl WorkerRun {
-    pub(super) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
+    pub(crate) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         list.retain(|action| job.mode.runs(action.kind));
         let m = job.actions.micro_batches();
@@ -111,7 +124,7 @@ impl WorkerRun {
     }
 
     /// Runs the actions that come next, as long as they are of a wanted kind.
-    pub(super) fn execute(
+    pub(crate) fn execute(
         &mut self,
         site: &mut Site,
         wanted: impl Fn(ActionKind) -> bool,
@@ -125,7 +138,7 @@ impl WorkerRun {
         Ok(())
     }
 
-    pub(super) fn micro_batches(&self) -> usize {
+    pub(crate) fn micro_batches(&self) -> usize {
         self.job.actions.micro_batches()
     }
 
@@ -248,7 +261,7 @@ impl WorkerRun {
     }
 
     /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
-    pub(super) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
+    pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
         let _turn = site.turn();
         site.generator.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
@@ -263,7 +276,7 @@ impl WorkerRun {
         self.job.ports[at].values_in.is_none() && self.intake.lends()
     }
 
-    pub(super) fn is_last(&self, at: usize) -> bool {
+    pub(crate) fn is_last(&self, at: usize) -> bool {
         self.job.ports[at].values_out.is_none()
     }
 

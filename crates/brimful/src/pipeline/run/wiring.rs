@@ -14,31 +14,31 @@
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-use super::layout::StageLayout;
-use super::ranks::Ranks;
-use super::run::Stop;
+use super::Stop;
 use super::transfer::StageParcel;
 use crate::Result;
 use crate::memory::Memory;
+use crate::pipeline::build::StageLayout;
+use crate::pipeline::ranks::Ranks;
 use crate::schedule::Actions;
 use crate::world::{self, Stopped, Turn};
 
 /// Where parcels go.
 #[derive(Debug)]
-pub(super) enum StageOutlet {
+pub(crate) enum StageOutlet {
     Near(SyncSender<StageParcel>),
     Far(world::Outlet),
 }
 
 /// Where parcels come from.
 #[derive(Debug)]
-pub(super) enum StageInlet {
+pub(crate) enum StageInlet {
     Near(Receiver<StageParcel>),
     Far(world::Inlet),
 }
 
 impl StageOutlet {
-    pub(super) fn send(&self, parcel: StageParcel) -> Result<(), Stop> {
+    pub(crate) fn send(&self, parcel: StageParcel) -> Result<(), Stop> {
         match self {
             Self::Near(sender) => sender.send(parcel).map_err(|_| Stop::NeighbourGone),
             Self::Far(outlet) => {
@@ -50,7 +50,7 @@ impl StageOutlet {
 }
 
 impl StageInlet {
-    pub(super) fn take(&self) -> Result<StageParcel, Stop> {
+    pub(crate) fn take(&self) -> Result<StageParcel, Stop> {
         match self {
             Self::Near(receiver) => receiver.recv().map_err(|_| Stop::NeighbourGone),
             Self::Far(inlet) => inlet.take().map(StageParcel::arrived).map_err(stop),
@@ -67,21 +67,21 @@ fn stop(stopped: Stopped) -> Stop {
 
 /// A stage's ends of the channels.
 #[derive(Debug, Default)]
-pub(super) struct Ports {
+pub(crate) struct Ports {
     /// From the stage before; none for the first.
-    pub(super) values_in: Option<StageInlet>,
+    pub(crate) values_in: Option<StageInlet>,
     /// To the stage after; none for the last.
-    pub(super) values_out: Option<StageOutlet>,
-    pub(super) gradients_in: Option<StageInlet>,
-    pub(super) gradients_out: Option<StageOutlet>,
+    pub(crate) values_out: Option<StageOutlet>,
+    pub(crate) gradients_in: Option<StageInlet>,
+    pub(crate) gradients_out: Option<StageOutlet>,
     /// For each import, its values and the way back for their gradients.
-    pub(super) skips_in: Vec<(StageInlet, StageOutlet)>,
+    pub(crate) skips_in: Vec<(StageInlet, StageOutlet)>,
     /// For each export, the same for every stage that it goes to.
-    pub(super) skips_out: Vec<Vec<(StageOutlet, StageInlet)>>,
+    pub(crate) skips_out: Vec<Vec<(StageOutlet, StageInlet)>>,
 }
 
 /// The ends of every stage; those of other ranks' stages are theirs to make.
-pub(super) fn wire(
+pub(crate) fn wire(
     layout: &StageLayout,
     actions: &Actions,
     ranks: &Ranks,

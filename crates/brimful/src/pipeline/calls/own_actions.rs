@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::Pipeline;
-use super::error::PipelineError;
 use crate::Result;
+use crate::pipeline::Pipeline;
+use crate::pipeline::error::PipelineError;
 use crate::schedule::{ActionKind, Actions};
 
 impl Pipeline {

@@ -12,7 +12,7 @@ use crate::schedule::{Action, Span};
 
 /// The times of one worker's actions, from the step's start on.
 #[derive(Debug)]
-pub(super) struct ActionClock {
+pub(crate) struct ActionClock {
     device: Device,
     /// Its account, where reading it costs nothing: an accelerator's is left alone.
     arena: Option<Arena>,
@@ -30,7 +30,7 @@ struct TimeMark {
 }
 
 impl ActionClock {
-    pub(super) fn new(
+    pub(crate) fn new(
         device: Device,
         memory: Option<&Memory>,
         start: Instant,
@@ -48,13 +48,13 @@ impl ActionClock {
     }
 
     /// Work begins: all that it needs is there.
-    pub(super) fn begin(&mut self) -> Result<()> {
+    pub(crate) fn begin(&mut self) -> Result<()> {
         self.begun = Some(self.mark()?);
         Ok(())
     }
 
     /// Work ends; what follows is waiting for others.
-    pub(super) fn end(&mut self, action: Action) -> Result<()> {
+    pub(crate) fn end(&mut self, action: Action) -> Result<()> {
         if let Some(begun) = self.begun.take() {
             let ended = self.mark()?;
             self.spans.push((action, begun, ended));
@@ -68,7 +68,7 @@ impl ActionClock {
     }
 
     /// The times in seconds. Waits for the device's last action.
-    pub(super) fn read(self) -> Result<Vec<Span>> {
+    pub(crate) fn read(self) -> Result<Vec<Span>> {
         let since = |moment: &Moment| {
             moment.wait()?;
             Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64())

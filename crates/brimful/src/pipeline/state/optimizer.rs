@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use brimful_torch::foreach;
 use tch::Tensor;
 
-use super::Pipeline;
-use super::ranks::Ranks;
 use super::saved;
-use super::worker::Worker;
 use crate::optim::{self, Method, Optimizer};
+use crate::pipeline::Pipeline;
+use crate::pipeline::ranks::Ranks;
+use crate::pipeline::worker::Worker;
 use crate::workers::Workers;
 use crate::{Error, Result};
 
@@ -20,8 +20,8 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct PipelineOptimizer {
     workers: Arc<Mutex<Workers<Worker>>>,
-    pub(super) ranks: Ranks,
-    pub(super) learning_rate: f64,
+    pub(crate) ranks: Ranks,
+    pub(crate) learning_rate: f64,
 }
 
 impl Pipeline {
@@ -170,16 +170,16 @@ impl PipelineOptimizer {
         }
     }
 
-    pub(super) fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
+    pub(crate) fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-pub(super) fn optimizer(worker: &mut Worker) -> &mut Optimizer {
+pub(crate) fn optimizer(worker: &mut Worker) -> &mut Optimizer {
     worker.optimizer.as_mut().expect("it was made on every worker")
 }
 
-pub(super) fn names(optimizer: &Optimizer) -> Vec<String> {
+pub(crate) fn names(optimizer: &Optimizer) -> Vec<String> {
     optimizer.parameters().map(|(name, _)| name.to_owned()).collect()
 }
 

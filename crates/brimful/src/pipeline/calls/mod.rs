@@ -1,16 +1,24 @@
 //! What a pipeline is asked for: forward and backward, with or without a commit, or forward alone.
 
-use tch::{Device, Tensor};
+mod loss_fn;
+mod outputs;
+mod own_actions;
+mod whole;
 
-use super::Pipeline;
-use super::engine::PipelineTried;
-use super::error::PipelineError;
-use super::job::Mode;
-use super::loss_fn::{ModelOutput, SharedLoss, common_len};
+pub use loss_fn::ModelOutput;
+use tch::{Device, Tensor};
+pub(crate) use whole::OpenForward;
+pub use whole::Outputs;
+
 use crate::auto::Use;
 use crate::batch::{self, Batch};
+use crate::pipeline::Pipeline;
+use crate::pipeline::engine::PipelineTried;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::run::Mode;
 use crate::step::{self, Brought, Failed, Outcome, Step, Try, described};
 use crate::{Loss, Result};
+use loss_fn::{SharedLoss, common_len};
 
 impl Pipeline {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
@@ -140,7 +148,7 @@ impl Pipeline {
     }
 
     /// A mini-batch as the step is told of it.
-    pub(super) fn brought(&self, used: Use, input: &impl Batch, target: &impl Batch) -> Brought {
+    pub(crate) fn brought(&self, used: Use, input: &impl Batch, target: &impl Batch) -> Brought {
         let brought = Brought::new(used, input);
         let brought = brought.with(common_len(input, target), batch::devices(target));
         // What all ranks of one pipeline must bring alike is compared where there are several.
@@ -197,7 +205,7 @@ fn with_loss<Y, M: ModelOutput, R: Outcome>(
 }
 
 /// There must be no graph behind what is trained with: a gradient for it would be lost.
-pub(super) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
+pub(crate) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
     let mut traced = Vec::new();
     batch.visit(&mut |leaf| traced.push(leaf.tensor().requires_grad()));
     match traced.into_iter().position(|traced| traced) {
@@ -207,7 +215,7 @@ pub(super) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
 }
 
 /// The leaves of each micro-batch, without the graph behind them.
-pub(super) fn inputs(
+pub(crate) fn inputs(
     batch: &impl Batch,
     ranges: impl Iterator<Item = std::ops::Range<usize>>,
 ) -> Result<Vec<Vec<Tensor>>> {

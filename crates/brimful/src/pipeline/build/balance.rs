@@ -17,7 +17,7 @@ use crate::{Layers, Result};
 ///
 /// `[3, 4]` is a balance, as is a `Vec` and a [`balance::Balance`].
 #[derive(Debug, Default)]
-pub struct Balance {
+pub struct BalanceBy {
     choice: Choice,
     /// What an optimizer keeps of each byte of parameters.
     optimizer_bytes: f64,
@@ -32,7 +32,7 @@ enum Choice {
     ByBytes(Vec<Tensor>),
 }
 
-impl Balance {
+impl BalanceBy {
     /// The slowest stage as fast as can be, within the devices' limits. The layers are measured on
     /// the first device with these samples, which are a micro-batch or like one.
     pub fn by_time(sample: &impl Batch) -> Self {
@@ -40,8 +40,8 @@ impl Balance {
     }
 
     /// The fullest stage as empty as can be: parameters, their gradients, what an
-    /// [optimizer](Balance::optimizer) keeps, and the activations that the schedule holds. Measured as
-    /// by [`Balance::by_time`].
+    /// [optimizer](BalanceBy::optimizer) keeps, and the activations that the schedule holds. Measured as
+    /// by [`BalanceBy::by_time`].
     pub fn by_bytes(sample: &impl Batch) -> Self {
         Choice::ByBytes(leaves(sample)).into()
     }
@@ -54,51 +54,51 @@ impl Balance {
     }
 }
 
-impl<const N: usize> From<[usize; N]> for Balance {
+impl<const N: usize> From<[usize; N]> for BalanceBy {
     fn from(sizes: [usize; N]) -> Self {
         Choice::Given(sizes.into()).into()
     }
 }
 
-impl From<Vec<usize>> for Balance {
+impl From<Vec<usize>> for BalanceBy {
     fn from(sizes: Vec<usize>) -> Self {
         Choice::Given(sizes).into()
     }
 }
 
-impl From<&balance::Balance> for Balance {
+impl From<&balance::Balance> for BalanceBy {
     fn from(balance: &balance::Balance) -> Self {
         Choice::Given(balance.sizes().to_vec()).into()
     }
 }
 
-impl From<balance::Balance> for Balance {
+impl From<balance::Balance> for BalanceBy {
     fn from(balance: balance::Balance) -> Self {
         (&balance).into()
     }
 }
 
-impl From<Choice> for Balance {
+impl From<Choice> for BalanceBy {
     fn from(choice: Choice) -> Self {
         Self { choice, optimizer_bytes: 0.0 }
     }
 }
 
 /// What a balance is for.
-pub(super) struct Question<'a> {
-    pub(super) layers: &'a Layers,
+pub(crate) struct Question<'a> {
+    pub(crate) layers: &'a Layers,
     /// The device that layers are measured on.
-    pub(super) first: &'a StageDevice,
+    pub(crate) first: &'a StageDevice,
     /// Where each device's memory ends, if that is known.
-    pub(super) limits: &'a [Option<u64>],
-    pub(super) schedule: Schedule,
-    pub(super) recompute: Recompute,
-    pub(super) micro_batches: usize,
+    pub(crate) limits: &'a [Option<u64>],
+    pub(crate) schedule: Schedule,
+    pub(crate) recompute: Recompute,
+    pub(crate) micro_batches: usize,
 }
 
 impl Question<'_> {
     /// The balance in numbers.
-    pub(super) fn settle(&self, balance: &Balance) -> Result<balance::Balance> {
+    pub(crate) fn settle(&self, balance: &BalanceBy) -> Result<balance::Balance> {
         let state = balance.optimizer_bytes;
         match &balance.choice {
             Choice::Given(sizes) => Ok(balance::Balance::new(sizes.clone(), self.layers.len())?),
@@ -168,7 +168,7 @@ fn leaves(sample: &impl Batch) -> Vec<Tensor> {
 }
 
 /// Where the device's memory ends, if that is known.
-pub(super) fn limit(device: &StageDevice) -> Option<u64> {
+pub(crate) fn limit(device: &StageDevice) -> Option<u64> {
     match device.memory()? {
         Memory::Arena(arena) => arena.limit(),
         accelerator => accelerator.usage().ok()?.available.map(|bytes| bytes.0),

@@ -8,34 +8,34 @@ use crate::{Result, balance};
 
 /// The model, cut into stages and spread over workers.
 #[derive(Debug)]
-pub(super) struct StageLayout {
-    pub(super) layers: Layers,
-    pub(super) stages: Vec<StagePlan>,
-    pub(super) workers: usize,
+pub(crate) struct StageLayout {
+    pub(crate) layers: Layers,
+    pub(crate) stages: Vec<StagePlan>,
+    pub(crate) workers: usize,
 }
 
 /// One stage on paper.
 #[derive(Debug)]
-pub(super) struct StagePlan {
-    pub(super) worker: usize,
-    pub(super) range: Range<usize>,
+pub(crate) struct StagePlan {
+    pub(crate) worker: usize,
+    pub(crate) range: Range<usize>,
     /// Skips that are popped here and come from an earlier stage, by the position of their stash.
-    pub(super) imports: Vec<usize>,
+    pub(crate) imports: Vec<usize>,
     /// Skips that are stashed here and go to later stages.
-    pub(super) exports: Vec<Export>,
+    pub(crate) exports: Vec<Export>,
 }
 
 /// A skip that leaves its stage.
 #[derive(Debug, Clone)]
-pub(super) struct Export {
+pub(crate) struct Export {
     /// The position of its stash.
-    pub(super) stash: usize,
+    pub(crate) stash: usize,
     /// The stages that it goes to, straight.
-    pub(super) targets: Vec<usize>,
+    pub(crate) targets: Vec<usize>,
 }
 
 impl StageLayout {
-    pub(super) fn new(
+    pub(crate) fn new(
         layers: Layers,
         balance: &balance::Balance,
         placement: &[DeviceId],
@@ -54,22 +54,22 @@ impl StageLayout {
     }
 
     /// The stages of a worker, in order.
-    pub(super) fn of_worker(&self, worker: usize) -> impl Iterator<Item = (StageId, &StagePlan)> {
+    pub(crate) fn of_worker(&self, worker: usize) -> impl Iterator<Item = (StageId, &StagePlan)> {
         let numbered = self.stages.iter().enumerate().map(|(j, stage)| (StageId::at(j), stage));
         numbered.filter(move |(_, stage)| stage.worker == worker)
     }
 
     /// The worker that has the layer at this position.
-    pub(super) fn worker_of(&self, position: usize) -> usize {
+    pub(crate) fn worker_of(&self, position: usize) -> usize {
         let found = self.stages.iter().find(|stage| stage.range.contains(&position));
         found.expect("the balance covers every layer").worker
     }
 
-    pub(super) fn first_worker(&self) -> usize {
+    pub(crate) fn first_worker(&self) -> usize {
         self.stages[0].worker
     }
 
-    pub(super) fn last_worker(&self) -> usize {
+    pub(crate) fn last_worker(&self) -> usize {
         self.stages[self.stages.len() - 1].worker
     }
 }

@@ -12,29 +12,29 @@ use crate::ranks::RanksTurn;
 use crate::schedule::Actions;
 
 /// What becomes of a micro-batch's outputs, from its number: a loss, or none.
-pub(super) type LossFn = Box<dyn FnMut(usize, &[Tensor]) -> Result<Option<Loss>> + Send>;
+pub(crate) type LossFn = Box<dyn FnMut(usize, &[Tensor]) -> Result<Option<Loss>> + Send>;
 
 /// What one worker is to do in a step.
-pub(super) struct Job {
-    pub(super) actions: Arc<Actions>,
+pub(crate) struct Job {
+    pub(crate) actions: Arc<Actions>,
     /// Of the worker's stages, in order.
-    pub(super) ports: Vec<Ports>,
+    pub(crate) ports: Vec<Ports>,
     /// The micro-batches that enter the first stage; empty for other workers.
-    pub(super) inputs: Vec<Vec<Tensor>>,
-    pub(super) end: End,
+    pub(crate) inputs: Vec<Vec<Tensor>>,
+    pub(crate) end: End,
     /// Where the gradients are added to those of other pipelines while the last backward still runs.
-    pub(super) summing: Option<RanksTurn>,
+    pub(crate) summing: Option<RanksTurn>,
     /// The number of the first micro-batch in the step.
-    pub(super) first: usize,
-    pub(super) mode: Mode,
-    pub(super) seed: u64,
-    pub(super) weights: Arc<[MicroBatchWeight]>,
-    pub(super) start: Instant,
+    pub(crate) first: usize,
+    pub(crate) mode: Mode,
+    pub(crate) seed: u64,
+    pub(crate) weights: Arc<[MicroBatchWeight]>,
+    pub(crate) start: Instant,
 }
 
 /// What a mini-batch is run for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
+pub(crate) enum Mode {
     /// Forward alone.
     Evaluate,
     /// Forward and backward, as the last mini-batch of its step or not.
@@ -42,17 +42,17 @@ pub(super) enum Mode {
 }
 
 impl Mode {
-    pub(super) fn trains(self) -> bool {
+    pub(crate) fn trains(self) -> bool {
         matches!(self, Self::Train { .. })
     }
 
-    pub(super) fn is_last(self) -> bool {
+    pub(crate) fn is_last(self) -> bool {
         !matches!(self, Self::Train { last: false })
     }
 }
 
 /// What becomes of the model's outputs.
-pub(super) enum End {
+pub(crate) enum End {
     /// The worker does not have the last stage.
     Elsewhere,
     /// A closure gets them; a loss of its is, in training, traced back.

@@ -9,12 +9,12 @@ use std::path::Path;
 use brimful_torch::autograd::set_gradient;
 use tch::Tensor;
 
-use super::Pipeline;
-use super::error::PipelineError;
-use super::ties::{names, shared};
-use super::variables::Variable;
-use super::worker::Worker;
 use crate::Result;
+use crate::pipeline::Pipeline;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::ranks::{names, shared};
+use crate::pipeline::worker::Variable;
+use crate::pipeline::worker::Worker;
 use crate::save::{self, Metadata};
 use crate::workers::Workers;
 
@@ -133,7 +133,7 @@ impl Pipeline {
     }
 }
 
-pub(super) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
+pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
     let cleared = workers.all(|worker| {
         let mut all = worker.variables.all();
         all.try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))

@@ -1,22 +1,27 @@
 //! One worker: a thread's own stages, their variables, and the step that it has under way.
 
+mod attempt;
+mod commit;
+mod variables;
+
+pub(crate) use attempt::{Tells, WorkerDone};
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+pub(crate) use variables::{Variable, Variables};
 
 use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use super::layout::StageLayout;
-use super::recompute;
-use super::run::WorkerRun;
-use super::stage::{Boundary, Stage, StagePass};
-use super::variables::Variables;
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::copies::Copies;
 use crate::memory::Memory;
 use crate::optim::Optimizer;
+use crate::pipeline::build::StageLayout;
+use crate::pipeline::run::WorkerRun;
+use crate::pipeline::run::run_again;
+use crate::pipeline::run::{Boundary, Stage, StagePass};
 use crate::random::{Draws, Generator};
 use crate::schedule::Span;
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -24,78 +29,78 @@ use crate::workers::StageDevice;
 
 /// What a worker is made from.
 #[derive(Debug)]
-pub(super) struct Blueprint {
-    pub(super) layout: Arc<StageLayout>,
+pub(crate) struct Blueprint {
+    pub(crate) layout: Arc<StageLayout>,
     /// In its pipeline.
-    pub(super) number: usize,
+    pub(crate) number: usize,
     /// Which of this process's pipelines it is of.
-    pub(super) replica: usize,
-    pub(super) device: StageDevice,
+    pub(crate) replica: usize,
+    pub(crate) device: StageDevice,
     /// Of workers that share an accelerator, and so its random numbers.
-    pub(super) turn: Option<Arc<Mutex<()>>>,
-    pub(super) kind: tch::Kind,
+    pub(crate) turn: Option<Arc<Mutex<()>>>,
+    pub(crate) kind: tch::Kind,
     /// Of the parameters' first values.
-    pub(super) seed: u64,
-    pub(super) non_finite: NonFinite,
+    pub(crate) seed: u64,
+    pub(crate) non_finite: NonFinite,
 }
 
 /// Where stages run: all that does not change from step to step.
 #[derive(Debug)]
-pub(super) struct Site {
-    pub(super) device: Device,
-    pub(super) stages: Vec<Stage>,
+pub(crate) struct Site {
+    pub(crate) device: Device,
+    pub(crate) stages: Vec<Stage>,
     /// From other stages, and of the model's inputs, which come ahead of their use.
-    pub(super) dock: Copies,
-    pub(super) inputs: Copies,
-    pub(super) generator: Generator,
+    pub(crate) dock: Copies,
+    pub(crate) inputs: Copies,
+    pub(crate) generator: Generator,
     /// The position of the layer that is running.
-    pub(super) layer: Cell<Option<usize>>,
+    pub(crate) layer: Cell<Option<usize>>,
     /// How many layers the whole model has.
-    pub(super) model_length: usize,
+    pub(crate) model_length: usize,
     layout: Arc<StageLayout>,
     turn: Option<Arc<Mutex<()>>>,
     /// Whether a parameter of this worker is trained.
-    pub(super) trains: bool,
+    pub(crate) trains: bool,
     /// Whether gradients that are not finite are refused.
-    pub(super) refuses_gradients: bool,
+    pub(crate) refuses_gradients: bool,
     /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
     /// takes them for inputs of the backward, which they are not.
-    pub(super) unmanaged: Vec<Tensor>,
+    pub(crate) unmanaged: Vec<Tensor>,
 }
 
 /// One thread's part of the pipeline.
-pub(super) struct Worker {
+pub(crate) struct Worker {
     /// In its pipeline.
-    pub(super) number: usize,
-    pub(super) has_first_stage: bool,
-    pub(super) site: Site,
-    pub(super) variables: Variables,
-    pub(super) memory: Option<Memory>,
-    pub(super) optimizer: Option<Optimizer>,
-    pub(super) non_finite: NonFinite,
+    pub(crate) number: usize,
+    pub(crate) has_first_stage: bool,
+    pub(crate) site: Site,
+    pub(crate) variables: Variables,
+    pub(crate) memory: Option<Memory>,
+    pub(crate) optimizer: Option<Optimizer>,
+    pub(crate) non_finite: NonFinite,
     /// BatchNorm layers that do not know of steps, such as tch's own.
-    pub(super) unmanaged: UnmanagedStatistics,
-    pub(super) store: VarStore,
+    pub(crate) unmanaged: UnmanagedStatistics,
+    pub(crate) store: VarStore,
     /// A forward that waits for its backward.
-    pub(super) open: Option<(WorkerRun, Undo)>,
+    pub(crate) open: Option<(WorkerRun, Undo)>,
     /// A mini-batch that was run and not committed.
-    pub(super) tried: Option<Tried>,
+    pub(crate) tried: Option<Tried>,
     /// Earlier mini-batches of the same step, which wait for their commit.
-    pub(super) window: Option<Tried>,
+    pub(crate) window: Option<Tried>,
     /// The actions of the last mini-batch with their times, and the most memory in use.
-    pub(super) spans: Vec<Span>,
-    pub(super) peak: Option<Bytes>,
+    pub(crate) spans: Vec<Span>,
+    pub(crate) peak: Option<Bytes>,
 }
 
 impl Site {
     /// Runs one of the stages.
-    pub(super) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
+    pub(crate) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
         let _turn = self.turn();
         self.stages[at].run(input, pass)
     }
 
     /// Runs it a second time for the same micro-batch, which no running statistic sees.
-    pub(super) fn run_again(
+    pub(crate) fn run_again(
         &self,
         at: usize,
         input: Boundary,
@@ -103,7 +108,7 @@ impl Site {
     ) -> Result<Boundary> {
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = recompute::again(|| self.run(at, input, pass));
+        let output = run_again(|| self.run(at, input, pass));
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
@@ -111,18 +116,18 @@ impl Site {
     }
 
     /// Waits until nobody else draws from the same generator.
-    pub(super) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+    pub(crate) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
         self.turn.as_ref().map(taken)
     }
 
-    pub(super) fn layer_name(&self, position: usize) -> String {
+    pub(crate) fn layer_name(&self, position: usize) -> String {
         self.layout.layers.names().nth(position).unwrap_or_default().to_owned()
     }
 }
 
 impl Worker {
     /// Builds the worker's stages, on its own thread.
-    pub(super) fn build(blueprint: &Blueprint) -> Result<Self> {
+    pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
         let Blueprint { layout, number, replica, device, turn, kind, seed, non_finite } = blueprint;
         let (generator, first) = (Generator::new(device.device), Draws::new(*seed, 0));
         let mut store = VarStore::new(device.device);
@@ -170,7 +175,7 @@ impl Worker {
     }
 
     /// What a mini-batch's losses are counted in, after those that wait.
-    pub(super) fn tally(&self) -> Tally {
+    pub(crate) fn tally(&self) -> Tally {
         self.window.as_ref().map_or_else(Tally::default, |window| window.tally.following())
     }
 }

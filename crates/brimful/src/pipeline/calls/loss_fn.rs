@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Tensor};
 
-use super::error::PipelineError;
-use super::job::LossFn;
-use super::portion::Portion;
 use crate::batch::{self, Batch, Lender};
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::portion::Portion;
+use crate::pipeline::run::LossFn;
 use crate::{Error, Loss, Result, feed};
 
 /// What a model gives, as a closure takes it: one tensor, a list of them, an array or a tuple.
@@ -52,18 +52,18 @@ impl ModelOutput for (Tensor, Tensor, Tensor) {
 }
 
 /// What a closure gave beside its losses, by micro-batch of each pipeline in this process.
-pub(super) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
+pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
 /// The caller's closure, which may be needed for more than one try.
-pub(super) struct SharedLoss<F>(Arc<Mutex<F>>);
+pub(crate) struct SharedLoss<F>(Arc<Mutex<F>>);
 
 impl<F> SharedLoss<F> {
-    pub(super) fn new(loss: F) -> Self {
+    pub(crate) fn new(loss: F) -> Self {
         Self(Arc::new(Mutex::new(loss)))
     }
 
     /// The closure as the last stage of each pipeline calls it: with the number of a micro-batch.
-    pub(super) fn for_each<Y, O>(
+    pub(crate) fn for_each<Y, O>(
         &self,
         target: &Y,
         portions: &[Portion],
@@ -127,13 +127,13 @@ impl<O> OutputPlace<O> {
 }
 
 /// What the closure gave beside its losses, in sample order.
-pub(super) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
+pub(crate) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
     let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
     batch::join(parts.iter_mut().filter_map(Option::take).collect())
 }
 
 /// The samples of both, which must be as many; a target may also have nothing to cut.
-pub(super) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
+pub(crate) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
     let input = batch::len(input)?;
     match batch::len(target) {
         Ok(target) if target != input => {

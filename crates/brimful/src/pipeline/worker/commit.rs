@@ -6,8 +6,8 @@ use std::sync::Arc;
 use brimful_torch::foreach;
 use tch::Tensor;
 
-use super::ties::Leaving;
-use super::worker::Worker;
+use super::Worker;
+use crate::pipeline::ranks::Leaving;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{PartReport, Whole};
@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 impl Worker {
     /// What all have to know of what it has tried.
-    pub(super) fn tell(&mut self, others: bool) -> Result<PartReport> {
+    pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
         let Some(tried) = &mut self.tried else { return Err(Error::NothingAccumulated) };
         let mut report = tried.tell(self.non_finite, others)?;
         if !self.has_first_stage {
@@ -27,7 +27,7 @@ impl Worker {
     }
 
     /// Computes all that a commit needs, and gives the gradients that belong to other workers.
-    pub(super) fn prepare(
+    pub(crate) fn prepare(
         &mut self,
         whole: &Arc<Whole>,
         turn: Option<RanksTurn>,
@@ -47,7 +47,7 @@ impl Worker {
     }
 
     /// Adds what copies on other workers have gathered.
-    pub(super) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
+    pub(crate) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
         let Some((_, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared()) else {
             return Ok(());
         };
@@ -66,7 +66,7 @@ impl Worker {
     }
 
     /// What its layers have seen, filed under these variables of another worker.
-    pub(super) fn hand_statistics(
+    pub(crate) fn hand_statistics(
         &mut self,
         twins: &[(String, Tensor)],
     ) -> Result<Option<Pending>> {
@@ -83,7 +83,7 @@ impl Worker {
     }
 
     /// Adds what the same layers have seen in other replicas.
-    pub(super) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
+    pub(crate) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
         let Some(tried) = &mut self.tried else { return Ok(()) };
         tried.undo.statistics.pool()?;
         others.into_iter().for_each(|other| tried.undo.statistics.extend(other));
@@ -91,12 +91,12 @@ impl Worker {
     }
 
     /// Lets the step stand. Nothing is allocated.
-    pub(super) fn commit(&mut self) -> Result<()> {
+    pub(crate) fn commit(&mut self) -> Result<()> {
         self.tried.take().map_or(Ok(()), |mut tried| tried.commit())
     }
 
     /// Leaves everything as it was before the mini-batch that is under way.
-    pub(super) fn undo(&mut self) -> Result<()> {
+    pub(crate) fn undo(&mut self) -> Result<()> {
         if let Some((run, undo)) = self.open.take() {
             drop(run);
             undo.run()?;
@@ -105,13 +105,13 @@ impl Worker {
     }
 
     /// Makes what was tried ready to wait for later mini-batches of its step.
-    pub(super) fn make_lasting(&mut self) -> Result<()> {
+    pub(crate) fn make_lasting(&mut self) -> Result<()> {
         let window = self.window.as_ref();
         self.tried.as_mut().map_or(Ok(()), |tried| tried.make_lasting(window))
     }
 
     /// Adds what was tried to the mini-batches that wait.
-    pub(super) fn keep(&mut self) -> Result<()> {
+    pub(crate) fn keep(&mut self) -> Result<()> {
         match (&mut self.window, self.tried.take()) {
             (Some(window), Some(tried)) => window.extend(tried),
             (None, tried) => {
@@ -123,12 +123,12 @@ impl Worker {
     }
 
     /// Takes the mini-batches that wait for what was tried last.
-    pub(super) fn reopen(&mut self) {
+    pub(crate) fn reopen(&mut self) {
         self.tried = self.window.take();
     }
 
     /// Refuses where other parameters are trained now than when the window was opened.
-    pub(super) fn check_trained(&self) -> Result<()> {
+    pub(crate) fn check_trained(&self) -> Result<()> {
         self.window.as_ref().map_or(Ok(()), |window| window.check_trained())
     }
 }

@@ -11,13 +11,13 @@ use crate::step::{TermGroup, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 #[derive(Debug)]
-pub(super) struct Roots {
+pub(crate) struct Roots {
     groups: Vec<Vec<(Tensor, Tensor)>>,
 }
 
 impl Roots {
     /// The terms of a loss, in groups of one common denominator.
-    pub(super) fn of_terms(
+    pub(crate) fn of_terms(
         terms: &[Term],
         weight: &MicroBatchWeight,
         groups: &[TermGroup],
@@ -29,7 +29,7 @@ impl Roots {
     }
 
     /// A stage's output, with the gradients of its values and of each skip.
-    pub(super) fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Self {
+    pub(crate) fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Self {
         let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
         let mut groups: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
         let parts = std::iter::once(&output.values).chain(&output.skips);
@@ -47,7 +47,7 @@ impl Roots {
 }
 
 /// Runs backward from the roots; gives the gradients of the input's values and of each skip.
-pub(super) fn run(
+pub(crate) fn run(
     accumulator: &mut Accumulator,
     roots: Roots,
     input: Boundary,
@@ -69,7 +69,7 @@ pub(super) fn run(
 }
 
 /// The gradients of both, tensor by tensor; of one, where the other is still empty.
-pub(super) fn add(sum: Tensors, what: Tensors) -> Result<Tensors> {
+pub(crate) fn add(sum: Tensors, what: Tensors) -> Result<Tensors> {
     if sum.is_empty() {
         return Ok(what);
     }

@@ -4,16 +4,16 @@ use std::cell::Cell;
 
 use tch::Tensor;
 
-use super::layout::{Export, StagePlan};
 use crate::Result;
 use crate::layers::{Model, Stashed};
+use crate::pipeline::build::{Export, StagePlan};
 use crate::random::{Draws, Generator};
 use crate::schedule::StageId;
 
 /// Consecutive layers on one device.
 #[derive(Debug)]
-pub(super) struct Stage {
-    pub(super) id: StageId,
+pub(crate) struct Stage {
+    pub(crate) id: StageId,
     model: Model,
     imports: Vec<usize>,
     exports: Vec<Export>,
@@ -21,23 +21,23 @@ pub(super) struct Stage {
 
 /// What enters a stage, or leaves it: the values that flow, and skips beside them.
 #[derive(Debug, Default)]
-pub(super) struct Boundary {
-    pub(super) values: Vec<Tensor>,
-    pub(super) skips: Vec<Vec<Tensor>>,
+pub(crate) struct Boundary {
+    pub(crate) values: Vec<Tensor>,
+    pub(crate) skips: Vec<Vec<Tensor>>,
 }
 
 /// One run over a micro-batch: what it draws, and where it is.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct StagePass<'a> {
-    pub(super) generator: &'a Generator,
-    pub(super) draws: Draws,
-    pub(super) train: bool,
+pub(crate) struct StagePass<'a> {
+    pub(crate) generator: &'a Generator,
+    pub(crate) draws: Draws,
+    pub(crate) train: bool,
     /// The position of the layer that is running.
-    pub(super) layer: &'a Cell<Option<usize>>,
+    pub(crate) layer: &'a Cell<Option<usize>>,
 }
 
 impl Stage {
-    pub(super) fn new(id: StageId, model: Model, plan: &StagePlan) -> Self {
+    pub(crate) fn new(id: StageId, model: Model, plan: &StagePlan) -> Self {
         Self { id, model, imports: plan.imports.clone(), exports: plan.exports.clone() }
     }
 
@@ -45,7 +45,7 @@ impl Stage {
     ///
     /// # Panics
     /// When one of them does.
-    pub(super) fn run(&self, input: Boundary, pass: StagePass<'_>) -> Boundary {
+    pub(crate) fn run(&self, input: Boundary, pass: StagePass<'_>) -> Boundary {
         let mut stashed = Stashed::default();
         for (stash, values) in self.imports.iter().zip(input.skips) {
             stashed.put(*stash, values);
@@ -62,12 +62,12 @@ impl Stage {
 
 impl Boundary {
     /// All tensors, the values first.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Tensor> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Tensor> {
         self.values.iter().chain(self.skips.iter().flatten())
     }
 
     /// The same tensors, not copied.
-    pub(super) fn share(&self) -> Self {
+    pub(crate) fn share(&self) -> Self {
         let share = |values: &Vec<Tensor>| values.iter().map(Tensor::shallow_clone).collect();
         Self { values: share(&self.values), skips: self.skips.iter().map(share).collect() }
     }
@@ -75,7 +75,7 @@ impl Boundary {
 
 /// The tensors as the next stage gets them: without the graph behind them, and with a gradient where
 /// `traced` says so.
-pub(super) fn leaves(values: &[Tensor], traced: impl Fn(&Tensor) -> bool) -> Result<Vec<Tensor>> {
+pub(crate) fn leaves(values: &[Tensor], traced: impl Fn(&Tensor) -> bool) -> Result<Vec<Tensor>> {
     let leaf = |value: &Tensor| Ok(value.f_detach()?.f_set_requires_grad(traced(value))?);
     values.iter().map(leaf).collect()
 }

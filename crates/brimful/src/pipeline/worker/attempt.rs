@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::job::{Job, Mode};
-use super::run::{WorkerFailure, WorkerRun};
-use super::transfer::Tensors;
-use super::worker::Worker;
+use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
 use crate::bytes::Bytes;
+use crate::pipeline::run::Tensors;
+use crate::pipeline::run::{Job, Mode};
+use crate::pipeline::run::{WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::schedule::ActionKind;
 use crate::statistics::Pending;
@@ -19,21 +19,21 @@ use crate::{Error, Result, oom};
 
 /// What a worker gives of its part of a step; what commits or undoes it stays with the worker.
 #[derive(Debug, Default)]
-pub(super) struct WorkerDone {
+pub(crate) struct WorkerDone {
     /// What all have to know of it, if that was asked for.
-    pub(super) report: Option<PartReport>,
+    pub(crate) report: Option<PartReport>,
     /// Gathered outputs, by micro-batch.
-    pub(super) outputs: Vec<Vec<Tensor>>,
-    pub(super) peak: Option<Bytes>,
+    pub(crate) outputs: Vec<Vec<Tensor>>,
+    pub(crate) peak: Option<Bytes>,
     /// Whether layers of this library normalised micro-batches.
-    pub(super) normalised: bool,
+    pub(crate) normalised: bool,
 }
 
 /// Whether a worker tells of its part as soon as it was run, and whether other replicas need that.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tells {
-    pub(super) at_once: bool,
-    pub(super) others: bool,
+pub(crate) struct Tells {
+    pub(crate) at_once: bool,
+    pub(crate) others: bool,
 }
 
 /// Running statistics that nobody reports, each with a copy of what it was.
@@ -41,7 +41,7 @@ type Unmanaged = Vec<(Tensor, Tensor)>;
 
 impl Worker {
     /// Runs a whole mini-batch, and keeps what commits or undoes it.
-    pub(super) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
@@ -53,7 +53,7 @@ impl Worker {
     }
 
     /// Runs the forwards of a step whose loss is not known yet.
-    pub(super) fn attempt_forward(&mut self, job: Job) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn attempt_forward(&mut self, job: Job) -> Result<WorkerDone, WorkerFailure> {
         let (run, unmanaged) = self.begin(job)?;
         let (undo, result) = self.collecting(run, unmanaged, is_forward);
         match result {
@@ -70,7 +70,7 @@ impl Worker {
     }
 
     /// Runs the backwards of that step, from these gradients of each micro-batch's outputs.
-    pub(super) fn attempt_backward(
+    pub(crate) fn attempt_backward(
         &mut self,
         gradients: Vec<Tensors>,
         tells: Tells,
@@ -86,7 +86,7 @@ impl Worker {
     }
 
     /// Takes part in a step in which other pipelines have all micro-batches.
-    pub(super) fn idle(&mut self, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn idle(&mut self, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
         self.undo().map_err(failed)?;
         let nothing = (Sums::default(), Tally::default(), Vec::new());
         let (parameters, variables) = (self.parameters(), &self.store.variables_);
@@ -119,7 +119,7 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    pub(super) fn parameters(&self) -> Vec<Tensor> {
+    pub(crate) fn parameters(&self) -> Vec<Tensor> {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
 
@@ -218,7 +218,7 @@ struct KeptRun {
 
 impl Mode {
     /// The actions that it runs.
-    pub(super) fn runs(self, kind: ActionKind) -> bool {
+    pub(crate) fn runs(self, kind: ActionKind) -> bool {
         self.trains() || is_forward(kind)
     }
 }
@@ -227,6 +227,6 @@ fn is_forward(kind: ActionKind) -> bool {
     kind == ActionKind::Forward
 }
 
-pub(super) fn failed(error: Error) -> WorkerFailure {
+pub(crate) fn failed(error: Error) -> WorkerFailure {
     WorkerFailure::Failed { at: Instant::now(), error }
 }

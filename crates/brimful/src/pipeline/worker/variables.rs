@@ -12,18 +12,18 @@ use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
-use super::layout::StageLayout;
 use crate::Result;
+use crate::pipeline::build::StageLayout;
 
 /// A variable of one worker.
 #[derive(Debug)]
-pub(super) struct Variable {
-    pub(super) name: String,
-    pub(super) tensor: Tensor,
+pub(crate) struct Variable {
+    pub(crate) name: String,
+    pub(crate) tensor: Tensor,
     /// A parameter, frozen or not; no running statistic.
-    pub(super) trainable: bool,
+    pub(crate) trainable: bool,
     /// The worker of the layer that it belongs to.
-    pub(super) owner: usize,
+    pub(crate) owner: usize,
 }
 
 /// What copies follow in a variable, without its numbers: where they are, how often they have been
@@ -47,7 +47,7 @@ impl VariableMark {
 
 /// The variables of one worker, in the order of their names.
 #[derive(Debug)]
-pub(super) struct Variables {
+pub(crate) struct Variables {
     worker: usize,
     /// Which of this process's pipelines: all variables of a later one are copies of the first one's.
     replica: usize,
@@ -58,7 +58,7 @@ pub(super) struct Variables {
 }
 
 impl Variables {
-    pub(super) fn of(
+    pub(crate) fn of(
         store: &VarStore,
         layout: &StageLayout,
         worker: usize,
@@ -84,7 +84,7 @@ impl Variables {
     }
 
     /// Others have copies of the variables of these names.
-    pub(super) fn share(&mut self, names: &[String]) {
+    pub(crate) fn share(&mut self, names: &[String]) {
         let names: HashSet<&str> = names.iter().map(String::as_str).collect();
         let shared = self.list.iter().enumerate();
         let shared = shared.filter(|(_, v)| self.owns(v) && names.contains(v.name.as_str()));
@@ -92,7 +92,7 @@ impl Variables {
     }
 
     /// Those of which others have copies that may not be the same any more.
-    pub(super) fn changed(&self) -> impl Iterator<Item = &Variable> {
+    pub(crate) fn changed(&self) -> impl Iterator<Item = &Variable> {
         // What a copy's own running statistics have come to is no change of the owner's.
         let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
@@ -102,50 +102,50 @@ impl Variables {
     }
 
     /// Copies were changed by themselves: all are to follow before the next step.
-    pub(super) fn compare_anew(&mut self) {
+    pub(crate) fn compare_anew(&mut self) {
         self.shared.iter_mut().for_each(|(_, seen)| *seen = None);
     }
 
     /// All copies are the same now.
-    pub(super) fn followed(&mut self) {
+    pub(crate) fn followed(&mut self) {
         let list = &self.list;
         self.shared.iter_mut().for_each(|(at, seen)| *seen = VariableMark::of(&list[*at].tensor));
     }
 
     /// All of them, copies included.
-    pub(super) fn all(&self) -> impl Iterator<Item = &Variable> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter()
     }
 
     /// Those that are no copies.
-    pub(super) fn owned(&self) -> impl Iterator<Item = &Variable> {
+    pub(crate) fn owned(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| self.owns(variable))
     }
 
     /// Whether it is no copy of another worker's.
-    pub(super) fn owns(&self, variable: &Variable) -> bool {
+    pub(crate) fn owns(&self, variable: &Variable) -> bool {
         variable.owner == self.worker && self.replica == 0
     }
 
     /// Copies of another worker's.
-    pub(super) fn copies(&self) -> impl Iterator<Item = &Variable> {
+    pub(crate) fn copies(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| !self.owns(variable))
     }
 
     /// The variables that get gradients: parameters that are not frozen.
-    pub(super) fn trained(&self) -> impl Iterator<Item = &Variable> {
+    pub(crate) fn trained(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| variable.trainable && variable.tensor.requires_grad())
     }
 
     /// Gives the variables of these names these values, which fit.
-    pub(super) fn set(&self, values: &[(String, Tensor)]) -> Result<()> {
+    pub(crate) fn set(&self, values: &[(String, Tensor)]) -> Result<()> {
         let pairs = values.iter().filter_map(|(name, value)| Some((self.find(name)?, value)));
         copy(pairs.map(|(variable, value)| (&variable.tensor, value)))
     }
 
     /// Makes copies of variables of these names what their owners' are: their values, kinds of number,
     /// and whether they are trained.
-    pub(super) fn follow(&self, owners: &[(String, Tensor)]) -> Result<()> {
+    pub(crate) fn follow(&self, owners: &[(String, Tensor)]) -> Result<()> {
         let pairs = owners.iter().filter_map(|(name, owner)| Some((self.find(name)?, owner)));
         let pairs = pairs.filter(|(variable, _)| !self.owns(variable));
         let mut alike = Vec::new();

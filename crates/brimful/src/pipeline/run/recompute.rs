@@ -18,7 +18,7 @@ pub fn is_recomputing() -> bool {
 }
 
 /// Runs a forward again: layers can tell, and running statistics do not count it.
-pub(super) fn again<T>(f: impl FnOnce() -> T) -> T {
+pub(crate) fn run_again<T>(f: impl FnOnce() -> T) -> T {
     RECOMPUTING.set(true);
     // A panic goes on only after the step's own statistics are back in their place.
     let (_, result) = Pending::collect(true, || panic::catch_unwind(AssertUnwindSafe(f)));

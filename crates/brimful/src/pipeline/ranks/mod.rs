@@ -1,13 +1,15 @@
 //! The pipeline's place in the world: which rank has which worker, and what ranks settle together.
 
+mod ties;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
+pub(crate) use ties::{Leaving, Tie, gather, have_changed, names, shared, spread};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::ties::Tie;
 use crate::Result;
 use crate::ranks::RanksTurn;
 use crate::step::Team;
@@ -15,21 +17,21 @@ use crate::world::{Turn, World, WorldError};
 
 /// Which rank has which worker.
 #[derive(Debug, Clone)]
-pub(super) struct Ranks {
-    pub(super) team: Team,
+pub(crate) struct Ranks {
+    pub(crate) team: Team,
     /// How many pipelines this rank has, each with all workers of `here`: several where it is alone.
-    pub(super) replicas_here: usize,
+    pub(crate) replicas_here: usize,
     /// The rank of each worker of this rank's pipeline, in order.
     workers: Arc<[usize]>,
     /// Variables with copies in other ranks.
-    pub(super) ties: Arc<[Tie]>,
+    pub(crate) ties: Arc<[Tie]>,
     /// Whether any has a copy, wherever.
-    pub(super) has_ties: bool,
+    pub(crate) has_ties: bool,
 }
 
 impl Ranks {
     /// The ranks of one pipeline, which have so many devices each; those of the first come first.
-    pub(super) fn new(
+    pub(crate) fn new(
         team: Team,
         replicas_here: usize,
         devices: &[usize],
@@ -47,42 +49,42 @@ impl Ranks {
         Ok(Self { team, replicas_here, workers, ties: Arc::default(), has_ties: false })
     }
 
-    pub(super) fn world(&self) -> &World {
+    pub(crate) fn world(&self) -> &World {
         &self.team.world
     }
 
     /// Which of the world's pipelines is this rank's.
-    pub(super) fn replica(&self) -> usize {
+    pub(crate) fn replica(&self) -> usize {
         self.team.replica()
     }
 
     /// The rank that has a worker.
-    pub(super) fn of(&self, worker: usize) -> usize {
+    pub(crate) fn of(&self, worker: usize) -> usize {
         self.workers[worker]
     }
 
-    pub(super) fn has(&self, worker: usize) -> bool {
+    pub(crate) fn has(&self, worker: usize) -> bool {
         self.workers[worker] == self.world().rank()
     }
 
     /// The workers of this rank.
-    pub(super) fn here(&self) -> Range<usize> {
+    pub(crate) fn here(&self) -> Range<usize> {
         let first = self.workers.iter().position(|rank| *rank == self.world().rank()).unwrap_or(0);
         first..first + self.workers.iter().filter(|rank| **rank == self.world().rank()).count()
     }
 
-    pub(super) fn is_alone(&self) -> bool {
+    pub(crate) fn is_alone(&self) -> bool {
         self.team.is_alone()
     }
 
     /// The ranks of this rank's pipeline.
-    pub(super) fn of_pipeline(&self) -> Range<usize> {
+    pub(crate) fn of_pipeline(&self) -> Range<usize> {
         let ranks = self.team.ranks_of_replica();
         self.replica() * ranks..(self.replica() + 1) * ranks
     }
 
     /// The rank of that worker in every pipeline.
-    pub(super) fn in_every_pipeline(&self, worker: usize) -> Vec<usize> {
+    pub(crate) fn in_every_pipeline(&self, worker: usize) -> Vec<usize> {
         let ranks = self.team.ranks_of_replica();
         let at = self.of(worker) - self.replica() * ranks;
         (0..self.team.replicas).map(|replica| replica * ranks + at).collect()
@@ -90,7 +92,7 @@ impl Ranks {
 
     /// In which a worker's gradients are added up with those of the same worker in all pipelines;
     /// none where there is but one.
-    pub(super) fn summing(&self, turn: &Turn, worker: usize) -> Option<RanksTurn> {
+    pub(crate) fn summing(&self, turn: &Turn, worker: usize) -> Option<RanksTurn> {
         // A worker's buckets are counted from a number that is none of a channel's.
         let base = (worker as u32 + 1) << 16;
         let peers = || self.in_every_pipeline(worker).into();
@@ -98,7 +100,7 @@ impl Ranks {
     }
 
     /// What the workers of this pipeline have, in order, from what those of this rank have.
-    pub(super) fn of_workers<T>(&self, what: &str, here: Vec<T>) -> Result<Vec<T>>
+    pub(crate) fn of_workers<T>(&self, what: &str, here: Vec<T>) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
@@ -111,7 +113,7 @@ impl Ranks {
     }
 
     /// Brings all ranks' tensors to rank 0, in the order of their names; replicas have the same.
-    pub(super) fn gather(&self, own: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
+    pub(crate) fn gather(&self, own: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         if self.is_alone() {
             return Ok(own);
         }
@@ -125,14 +127,14 @@ impl Ranks {
     }
 
     /// Lets rank 0 do something; all ranks get its error.
-    pub(super) fn on_first(&self, what: &str, f: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn on_first(&self, what: &str, f: impl FnOnce() -> Result<()>) -> Result<()> {
         let is_first = self.world().rank() == 0;
         self.together(what, |_| if is_first { f() } else { Ok(()) }).map(drop)
     }
 
     /// Does this rank's part of a turn of its own. All ranks get all results, or all get the error
     /// that came first.
-    pub(super) fn together<T>(
+    pub(crate) fn together<T>(
         &self,
         what: &str,
         f: impl FnOnce(&Turn) -> Result<T>,

@@ -5,15 +5,15 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::Pipeline;
-use super::attempt::WorkerDone;
-use super::calls::{check_no_gradients, inputs};
-use super::engine::{PipelineTried, TryPlan};
-use super::error::PipelineError;
-use super::job::Mode;
-use super::transfer::Tensors;
+use super::{check_no_gradients, inputs};
 use crate::auto::Use;
 use crate::batch::Batch;
+use crate::pipeline::Pipeline;
+use crate::pipeline::engine::{PipelineTried, TryPlan};
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::run::Mode;
+use crate::pipeline::run::Tensors;
+use crate::pipeline::worker::WorkerDone;
 use crate::random::{preserving_generators, with_step_seed};
 use crate::step::{
     self, Counted, Exchange, Failed, Opening, RowGradients, Step, Tally, TermGroup, Try, as_leaves,
@@ -48,7 +48,7 @@ impl Deref for Outputs {
 }
 
 /// A forward that waits for its backward.
-pub(super) struct OpenForward {
+pub(crate) struct OpenForward {
     number: u64,
     plan: TryPlan,
     rows: Range<usize>,

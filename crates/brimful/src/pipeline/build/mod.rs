@@ -1,0 +1,10 @@
+//! How a pipeline is described and built: which layers, devices and ranks it has.
+
+mod balance;
+mod builder;
+mod layout;
+mod roster;
+
+pub use balance::BalanceBy;
+pub use builder::Builder;
+pub(crate) use layout::{Export, StageLayout, StagePlan};
