@@ -2,10 +2,13 @@
 
 use std::ops::RangeInclusive;
 
-use super::problem::Problem;
+use super::problem::PartitionProblem;
 
 /// Between which layers each stage can end at all.
-pub(super) fn bands(problem: &Problem<'_>, bound: f64) -> Option<Vec<RangeInclusive<usize>>> {
+pub(super) fn bands(
+    problem: &PartitionProblem<'_>,
+    bound: f64,
+) -> Option<Vec<RangeInclusive<usize>>> {
     let earliest = earliest_ends(problem, bound).into_iter().enumerate();
     let bands = earliest.zip(latest_ends(problem, bound)).map(|((j, first), last)| {
         // Each of the j stages before it has a layer too.
@@ -17,7 +20,7 @@ pub(super) fn bands(problem: &Problem<'_>, bound: f64) -> Option<Vec<RangeInclus
 
 /// The layer beyond which each stage cannot end: all take what they may, but leave one for each
 /// stage after them.
-pub(super) fn latest_ends(problem: &Problem<'_>, bound: f64) -> Vec<usize> {
+pub(super) fn latest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
     let mut latest = Vec::with_capacity(problem.stages());
     let mut start = 0;
     for j in 0..problem.stages() {
@@ -31,7 +34,7 @@ pub(super) fn latest_ends(problem: &Problem<'_>, bound: f64) -> Vec<usize> {
 }
 
 /// The layer before which each stage cannot end: the same, seen from the right.
-fn earliest_ends(problem: &Problem<'_>, bound: f64) -> Vec<usize> {
+fn earliest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
     let mut ends = vec![problem.layers(); problem.stages()];
     for j in (1..ends.len()).rev() {
         let end = ends[j];

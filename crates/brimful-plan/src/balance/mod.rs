@@ -25,7 +25,7 @@ mod sizes;
 mod transfer;
 
 pub use error::BalanceError;
-use problem::{BalanceGoal, Problem};
+use problem::{BalanceGoal, PartitionProblem};
 pub use problem::{Load, Slot};
 pub use profile::{LayerCost, Profile};
 pub use sizes::Balance;
@@ -35,7 +35,7 @@ pub use sizes::Balance;
 /// # Errors
 /// Where there are fewer layers than stages, or a time or speed is no sound number.
 pub fn by_time(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
-    partition::solve(&Problem::new(layers, stages, BalanceGoal::Time)?)
+    partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::Time)?)
 }
 
 /// The balance whose slowest stage is as fast as can be among those that fit.
@@ -43,7 +43,7 @@ pub fn by_time(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError
 /// # Errors
 /// As [`by_time`], and where nothing fits.
 pub fn by_time_within(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
-    partition::solve(&Problem::new(layers, stages, BalanceGoal::TimeWithin)?)
+    partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::TimeWithin)?)
 }
 
 /// The balance whose fullest stage is as empty as can be: by the share of its memory where every
@@ -52,5 +52,5 @@ pub fn by_time_within(layers: &[Load], stages: &[Slot]) -> Result<Balance, Balan
 /// # Errors
 /// As [`by_time`].
 pub fn by_bytes(layers: &[Load], stages: &[Slot]) -> Result<Balance, BalanceError> {
-    partition::solve(&Problem::new(layers, stages, BalanceGoal::Bytes)?)
+    partition::solve(&PartitionProblem::new(layers, stages, BalanceGoal::Bytes)?)
 }

@@ -8,14 +8,14 @@
 //! though a cut exists, and then the search of step 2 decides.
 
 use super::bands::latest_ends;
-use super::problem::Problem;
+use super::problem::PartitionProblem;
 use super::{Balance, BalanceError, transfer};
 
 /// Sums of times in different orders differ in their last digits: costs within this share of each
 /// other are equal.
 const EQUAL: f64 = 1e-9;
 
-pub(super) fn solve(problem: &Problem<'_>) -> Result<Balance, BalanceError> {
+pub(super) fn solve(problem: &PartitionProblem<'_>) -> Result<Balance, BalanceError> {
     let bound = smallest_bound(problem).ok_or_else(|| problem.does_not_fit())?;
     // A cut whose worst stage is worse by rounding alone may send fewer bytes: let it in.
     let bound = bound * (1.0 + EQUAL);
@@ -24,7 +24,7 @@ pub(super) fn solve(problem: &Problem<'_>) -> Result<Balance, BalanceError> {
 }
 
 /// The cost of the best cut's worst stage, or `None` if nothing fits.
-fn smallest_bound(problem: &Problem<'_>) -> Option<f64> {
+fn smallest_bound(problem: &PartitionProblem<'_>) -> Option<f64> {
     let mut feasible = worst(problem, &any_cut(problem, f64::INFINITY)?);
     let mut infeasible = 0.0;
     // A thousandth of what counts as equal, so that the bisection's own error is not seen.
@@ -42,7 +42,7 @@ fn smallest_bound(problem: &Problem<'_>) -> Option<f64> {
     Some(feasible)
 }
 
-fn worst(problem: &Problem<'_>, ends: &[usize]) -> f64 {
+fn worst(problem: &PartitionProblem<'_>, ends: &[usize]) -> f64 {
     let stages = starts(ends).zip(ends).enumerate();
     stages.map(|(j, (start, end))| problem.cost(j, *start, *end)).fold(0.0, f64::max)
 }
@@ -53,7 +53,7 @@ fn starts(ends: &[usize]) -> impl Iterator<Item = &usize> {
 }
 
 /// A cut, as the end of each stage, that keeps every stage at `bound` or below.
-fn any_cut(problem: &Problem<'_>, bound: f64) -> Option<Vec<usize>> {
+fn any_cut(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<usize>> {
     let latest = latest_ends(problem, bound);
     // The greedy answer, in s searches of log n: right whenever it uses all layers and no stage is
     // empty, which is nearly always.

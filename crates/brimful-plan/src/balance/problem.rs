@@ -48,7 +48,7 @@ pub(super) enum BalanceGoal {
 
 /// Layers, stages and a goal, with running sums over the layers.
 #[derive(Debug)]
-pub(super) struct Problem<'a> {
+pub(super) struct PartitionProblem<'a> {
     stages: &'a [Slot],
     layers: &'a [Load],
     goal: BalanceGoal,
@@ -59,7 +59,7 @@ pub(super) struct Problem<'a> {
     activations: Vec<u128>,
 }
 
-impl<'a> Problem<'a> {
+impl<'a> PartitionProblem<'a> {
     pub(super) fn new(
         layers: &'a [Load],
         stages: &'a [Slot],

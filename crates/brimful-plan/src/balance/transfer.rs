@@ -9,10 +9,10 @@ use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 
 use super::bands::bands;
-use super::problem::Problem;
+use super::problem::PartitionProblem;
 
 /// The end of each stage, or `None` where no cut keeps every stage at `bound` or below.
-pub(super) fn least(problem: &Problem<'_>, bound: f64) -> Option<Vec<usize>> {
+pub(super) fn least(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<usize>> {
     let search = CutSearch { problem, bound };
     let mut column = StageEnds { first: 0, ways: vec![Some(Way::ENTRANCE)] };
     let mut starts = Vec::with_capacity(problem.stages());
@@ -57,7 +57,7 @@ impl Way {
 }
 
 struct CutSearch<'a> {
-    problem: &'a Problem<'a>,
+    problem: &'a PartitionProblem<'a>,
     bound: f64,
 }
 
