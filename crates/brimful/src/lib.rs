@@ -71,12 +71,12 @@
 //! | make a batch of one's own struct | [`Batch`], by derive |
 //! | say what a loss is a mean over | [`Loss`] |
 //! | train with contrastive and other whole-batch losses | [`MicroBatcher::backward_whole`] |
+//! | take a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
 //! | not tune the size | [`Size::Auto`], [`mod@auto`] |
 //! | make small micro-batches fast on CUDA | [`MicroBatcher::replay`] |
 //! | train on several devices, each with the whole model | [`Replicas`] |
 //! | spread a model over devices | [`Layers`], [`Pipeline`] |
 //! | train several such pipelines, each with a part of every mini-batch | [`pipeline::Builder::replicas`] |
-//! | take a step over several mini-batches | [`MicroBatcher::accumulate`], [`Pipeline::accumulate`] |
 //! | do so over several processes or machines | [`World`], with the feature `mpi` |
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
 //! | look at a schedule, or write one | [`schedule`] |
