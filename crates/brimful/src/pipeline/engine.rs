@@ -262,9 +262,10 @@ impl Pipeline {
         let ends = closures.into_iter().map(End::Closure).collect();
         let jobs = self.jobs(plan, inputs, ends, exchange)?;
         let tells = self.tells(plan.mode.is_last(), exchange);
+        let trains = plan.mode.trains();
         let done = self.run_all(jobs, exchange, move |worker, job| match job {
             Some(job) => worker.attempt(job, tells),
-            None => worker.idle(tells),
+            None => worker.idle(trains, tells),
         })?;
         Ok(self.tried(plan, done))
     }
@@ -281,7 +282,7 @@ impl Pipeline {
         let idle = Tells { at_once: false, others: false };
         self.run_all(jobs, exchange, move |worker, job| match job {
             Some(job) => worker.attempt_forward(job),
-            None => worker.idle(idle),
+            None => worker.idle(true, idle),
         })
     }
 
@@ -305,7 +306,7 @@ impl Pipeline {
         let tells = self.tells(true, exchange);
         let done = self.run_all(jobs, exchange, move |worker, job| match job {
             Some(gradients) => worker.attempt_backward(gradients, tells),
-            None => worker.idle(tells),
+            None => worker.idle(true, tells),
         })?;
         Ok(self.tried(plan, done).0)
     }

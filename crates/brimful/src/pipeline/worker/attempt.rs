@@ -86,10 +86,12 @@ impl Worker {
     }
 
     /// Takes part in a step in which other pipelines have all micro-batches.
-    pub(crate) fn idle(&mut self, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+    pub(crate) fn idle(&mut self, trains: bool, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
         self.undo().map_err(failed)?;
         let nothing = (Sums::default(), Tally::default(), Vec::new());
-        let (parameters, variables) = (self.parameters(), &self.store.variables_);
+        // What is trained is compared with those that run: in an evaluation they train nothing.
+        let parameters = if trains { self.parameters() } else { Vec::new() };
+        let variables = &self.store.variables_;
         let undo = Undo::default();
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, 1.0, Vec::new()));
         self.spans = Vec::new();

@@ -10,7 +10,7 @@ use super::Worker;
 use crate::pipeline::ranks::Leaving;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
-use crate::step::{PartReport, Whole};
+use crate::step::{PartReport, Tried, Whole};
 use crate::{Error, Result};
 
 impl Worker {
@@ -106,19 +106,25 @@ impl Worker {
 
     /// Makes what was tried ready to wait for later mini-batches of its step.
     pub(crate) fn make_lasting(&mut self) -> Result<()> {
-        let window = self.window.as_ref();
-        self.tried.as_mut().map_or(Ok(()), |tried| tried.make_lasting(window))
+        let Some(tried) = &mut self.tried else { return Ok(()) };
+        let both = |window: &&Tried| window.samples() > 0 && tried.samples() > 0;
+        let window = self.window.as_ref().filter(both);
+        tried.make_lasting(window)
     }
 
     /// Adds what was tried to the mini-batches that wait.
     pub(crate) fn keep(&mut self) -> Result<()> {
         match (&mut self.window, self.tried.take()) {
-            (Some(window), Some(tried)) => window.extend(tried),
-            (None, tried) => {
+            // A mini-batch without a sample for this replica has no sums that others could be added
+            // to, nor a loss whose terms they would have to have.
+            (Some(window), Some(tried)) if window.samples() > 0 && tried.samples() > 0 => {
+                window.extend(tried)
+            }
+            (Some(window), tried) if window.samples() > 0 || tried.is_none() => Ok(()),
+            (_, tried) => {
                 self.window = tried;
                 Ok(())
             }
-            (Some(_), None) => Ok(()),
         }
     }
 
