@@ -24,9 +24,9 @@ struct Drawn {
 }
 
 /// The mini-batches of a window; what is drawn for each is what a pipeline of one stage tells.
-fn window(case: &Case, number: i64) -> Vec<Drawn> {
+fn window(case: &Case, number: i64, lengths: &[i64]) -> Vec<Drawn> {
     let mut teller = builder((case.layers)(), 1).build().expect("a pipeline");
-    let drawn = (10 * number..).zip(WINDOW).map(|(seed, samples)| {
+    let drawn = (10 * number..).zip(lengths).map(|(seed, &samples)| {
         let (x, y) = ((case.input)(samples), (case.target)(samples));
         tch::manual_seed(seed);
         let told = teller.backward(&x, &y, case.loss).expect("a step").seed;
@@ -49,8 +49,8 @@ fn accumulate(pipe: &mut Pipeline, case: &Case, number: i64, window: &[Drawn], w
     }
 }
 
-/// What the plain model takes at once, and in which pieces.
-fn whole(case: &Case, window: &[Drawn]) -> (Tensor, Tensor, Vec<Piece>) {
+/// What the plain model takes at once, and in which pieces that so many replicas run it.
+fn whole(case: &Case, window: &[Drawn], replicas: usize) -> (Tensor, Tensor, Vec<Piece>) {
     let join =
         |of: fn(&Drawn) -> &Tensor| Tensor::cat(&window.iter().map(of).collect::<Vec<_>>(), 0);
     let (x, y) = (join(|drawn| &drawn.x), join(|drawn| &drawn.y));
@@ -62,7 +62,7 @@ fn whole(case: &Case, window: &[Drawn]) -> (Tensor, Tensor, Vec<Piece>) {
     let mut all = Vec::new();
     for Drawn { x, seed, .. } in window {
         let samples = x.size()[0] as usize;
-        let pieces = case.pieces(samples, 1, MICRO_BATCHES, Some(*seed)).into_iter();
+        let pieces = case.pieces(samples, replicas, MICRO_BATCHES, Some(*seed)).into_iter();
         all.extend(pieces.map(|Piece { rows, draws }| Piece {
             rows: start + rows.start..start + rows.end,
             draws,
@@ -77,11 +77,11 @@ fn compare(case: &Case, mut pipe: Pipeline, what: &str) {
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     for number in 0..2 {
         let what = format!("{what}, step {number}");
-        let window = window(case, number);
+        let window = window(case, number, &WINDOW);
         accumulate(&mut pipe, case, number, &window, &what);
         assert!(pipe.gradients().expect("gradients").is_empty(), "{what}: not before the commit");
         let step = pipe.commit().unwrap_or_else(|error| panic!("{what}: {error}"));
-        let (x, y, pieces) = whole(case, &window);
+        let (x, y, pieces) = whole(case, &window, 1);
         let expected = plain.backward_pieces(case, &x, &y, &pieces);
         assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
         assert!((step.terms.iter().sum::<f64>() - expected).abs() < 1e-10, "{what}: its terms");
@@ -121,20 +121,33 @@ fn several_mini_batches_are_one_step() {
     }
 }
 
+/// In some mini-batches, be they first or last, only one of the replicas has a sample.
 #[test]
 fn replicas_of_one_process_accumulate_too() {
     let _turn = alone();
     tch::manual_seed(22);
-    let mut pipe = builder(mlp(), 4).replicas(2).micro_batches(2).build().expect("two pipelines");
-    let plain = Plain::of(&mlp(), &pipe);
-    let window = window(&MLP, 0);
-    accumulate(&mut pipe, &MLP, 0, &window, "replicas");
-    let step = pipe.commit().expect("a step");
-    let (x, y, pieces) = whole(&MLP, &window);
-    let expected = plain.backward_pieces(&MLP, &x, &y, &pieces);
-    assert!((step.loss - expected).abs() < 1e-10, "{} not {expected}", step.loss);
-    assert_eq!(step.shares, [4 + 1 + 2, 3 + 1 + 2]);
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "replicas");
+    for case in &CASES {
+        for lengths in [[7, 2, 4], [1, 7, 4], [4, 7, 1], [1, 1, 1]] {
+            let what = format!("{}, {lengths:?}", case.name);
+            let mut pipe = builder((case.layers)(), 4)
+                .replicas(2)
+                .micro_batches(MICRO_BATCHES)
+                .build()
+                .expect("two pipelines");
+            let plain = Plain::of(&(case.layers)(), &pipe);
+            let window = window(case, 0, &lengths);
+            accumulate(&mut pipe, case, 0, &window, &what);
+            let step = pipe.commit().unwrap_or_else(|error| panic!("{what}: {error}"));
+            let (x, y, pieces) = whole(case, &window, 2);
+            let expected = plain.backward_pieces(case, &x, &y, &pieces);
+            assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+            let shares = |of: fn(usize) -> usize| lengths.map(|n| of(n as usize)).iter().sum();
+            let shares: [usize; 2] = [shares(|n| n.div_ceil(2)), shares(|n| n / 2)];
+            assert_eq!(step.shares, shares, "{what}");
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
+        }
+    }
 }
 
 /// Whatever fails in the middle: the layers, the closure, its loss, or what is given to it.
@@ -148,7 +161,7 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
         let values = pipe.variables().expect("variables").into_iter();
         calm.set_variables(values.map(|(name, value)| (name, value.copy())).collect())
             .expect("the same values");
-        let window = window(case, 0);
+        let window = window(case, 0, &WINDOW);
         accumulate(&mut calm, case, 0, &window, case.name);
         let expected = calm.commit().expect("a step");
 
