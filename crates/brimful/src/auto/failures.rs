@@ -2,11 +2,11 @@
 
 use super::decision::Why;
 
-/// After so many steps without a failure, what failed once is tried again, once.
+/// After 100 steps without a failure, what failed once is tried again, once: a retry then costs 1 %.
 const CALM_STEPS: u32 = 100;
 /// Steps in a row in which the allocator emptied its cache before the size is lowered.
 const THRASHING_STEPS: u32 = 2;
-/// Memory has come free, or gone, where this part of it has.
+/// Free memory has changed where it differs by over 2 %: less is fragmentation.
 pub(super) const CHANGED: f64 = 0.02;
 
 /// The failures of one kind of mini-batch.
@@ -47,6 +47,7 @@ impl Failures {
     /// A decision is due: drops the ceiling where more memory is free, or lifts it.
     pub(super) fn review(&mut self, available: u64) {
         let Some(ceiling) = &mut self.ceiling else { return };
+        // More memory than at the failure: what failed then tells nothing now.
         if available as f64 > ceiling.available as f64 * (1.0 + CHANGED) {
             self.ceiling = None;
         } else if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
@@ -87,7 +88,9 @@ impl Failures {
         let cap = match self.in_a_row {
             // The model was wrong: half way back to what is known.
             1 if fitted < size => (fitted + size) / 2,
+            // It has fitted before, so little is missing.
             1 => below(size),
+            // Small corrections do not help: halving ends soon, whatever is missing.
             _ => size / 2,
         };
         let cap = cap.clamp(1, below(size));

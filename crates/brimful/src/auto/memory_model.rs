@@ -34,17 +34,19 @@ pub(crate) struct MemoryModel {
     floor: u64,
 }
 
-/// Two sizes tell a slope only where they differ by more than chance: by this factor.
-const APART: f64 = 0.75;
-/// By this factor needs may differ by chance.
-const CHANCE: f64 = 1.125;
+/// Two sizes give a slope only if the smaller is at most 3/4 of the larger: nearer ones differ by no
+/// more than an allocator's rounding.
+const SLOPE_MAX_RATIO: f64 = 0.75;
+/// Needs of one size vary by up to an eighth, with what else happens to be in memory.
+const NOISE_FACTOR: f64 = 1.125;
 
-/// How far above the largest size that has been seen a line is trusted.
-const FAR: usize = 8;
-/// Where that far needs are so many times what they were, most of them is the samples'.
-const GROWN: u64 = 4;
-/// A sample that needs so many times what it needed at smaller sizes needs something new.
-const BEND: f64 = 1.5;
+/// The line is extrapolated to at most 8 times the largest size that was measured.
+const EXTRAPOLATE_FACTOR: usize = 8;
+/// It is extrapolated that far only if it predicts at least 4 times the need there: then samples, not
+/// the fixed part, make up most of what was measured, and its slope is reliable.
+const EXTRAPOLATE_MIN_GROWTH: u64 = 4;
+/// Needs have a bend where a sample costs over 1.5 times what it cost at smaller sizes.
+const BEND_FACTOR: f64 = 1.5;
 
 impl MemoryModel {
     /// A model whose fixed part is at least so large.
@@ -73,19 +75,24 @@ impl MemoryModel {
     }
 
     /// The largest size that the line may be trusted for. Where needs hardly grow yet, because what
-    /// does not depend on the samples hides what does, that is not far; but what would fit if all
-    /// that is seen above the floor were the samples' fits for sure.
+    /// does not depend on the samples hides what does, that is not far; but [`MemoryModel::sure`] is
+    /// safe in any case.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
-        let (far, bent) = (large.saturating_mul(FAR), self.is_bent());
-        if !bent && self.predict(far).is_some_and(|need| need >= most.saturating_mul(GROWN)) {
+        let far = large.saturating_mul(EXTRAPOLATE_FACTOR);
+        let grown = most.saturating_mul(EXTRAPOLATE_MIN_GROWTH);
+        let bent = self.is_bent();
+        if !bent && self.predict(far).is_some_and(|need| need >= grown) {
             return far;
         }
+        // Beyond a bend the slope is that of a stretch not yet seen: only a quarter is added. Otherwise
+        // doubling is safe enough, because a failure costs one retry.
         let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
         self.sure(budget).max(near)
     }
 
-    /// The largest size that would fit if all that is seen above the floor were the samples'.
+    /// The largest size that fits even in the worst case, in which all measured bytes above the floor grow
+    /// with the samples.
     pub(crate) fn sure(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let floor = self.floor.min(most) as f64;
@@ -98,22 +105,23 @@ impl MemoryModel {
     fn is_bent(&self) -> bool {
         let mut points: Vec<(f64, f64)> = Vec::new();
         for (&size, &need) in self.needs.iter().rev() {
-            if points.last().is_none_or(|(larger, _)| size as f64 <= larger * APART) {
+            if points.last().is_none_or(|(larger, _)| size as f64 <= larger * SLOPE_MAX_RATIO) {
                 points.push((size as f64, need as f64));
             }
         }
         let slope = |a: (f64, f64), b: (f64, f64)| (a.1 - b.1) / (a.0 - b.0);
-        matches!(points[..], [a, b, c, ..] if slope(a, b) > BEND * slope(b, c).max(0.0))
+        matches!(points[..], [a, b, c, ..] if slope(a, b) > BEND_FACTOR * slope(b, c).max(0.0))
     }
 
     /// The line through the largest size that has been seen, because needs are straight only from
     /// some size on, and through the next one that is well below it.
     pub(crate) fn line(&self) -> Option<Line> {
         let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
-        let apart = |size: usize| (size as f64) <= large as f64 * APART;
+        let apart = |size: usize| (size as f64) <= large as f64 * SLOPE_MAX_RATIO;
         // Where one needed much more than a larger one, there was something else beside it.
-        let sound = |need: u64| need as f64 <= most as f64 * CHANCE;
+        let sound = |need: u64| need as f64 <= most as f64 * NOISE_FACTOR;
         let below = self.needs.iter().rev().find(|&(&size, &need)| apart(size) && sound(need));
+        // With one size alone the fixed part is a guess: a known shape's, or the gradients at least.
         let (size, least) = match (below, &self.prior) {
             (Some((&small, &least)), _) => (small, least as f64),
             (None, Some(prior)) => (0, prior.fixed.min(most as f64)),
@@ -134,7 +142,7 @@ impl MemoryModel {
             // A second size, far enough from the first, is worth a failure: without it nothing tells
             // what a sample needs from what any number of them does.
             Some((size, need)) if need <= budget => {
-                largest.max((size as f64 / APART).ceil() as usize)
+                largest.max((size as f64 / SLOPE_MAX_RATIO).ceil() as usize)
             }
             _ => largest,
         })
@@ -192,6 +200,8 @@ pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line>
     nearest.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
     let (e, line) = nearest.first()?;
     let other = nearest.iter().find(|(other, line)| other != e && line.per_sample > 0.0);
+    // Two: attention's cost grows with the square of the length, and no layer's grows faster. A higher
+    // power would be noise, and would be extrapolated.
     let power = other.map_or(1.0, |(other, with)| {
         let power = (line.per_sample / with.per_sample).ln() / (*e as f64 / *other as f64).ln();
         if power.is_finite() { power.clamp(0.0, 2.0) } else { 1.0 }
@@ -318,7 +328,7 @@ mod tests {
                 model.observe(size, fixed + slope * size as u64, false);
             }
             let (smallest, largest) = (sizes.iter().min(), sizes.iter().max());
-            if smallest.zip(largest).is_some_and(|(s, l)| (*s as f64) <= *l as f64 * APART) {
+            if smallest.zip(largest).is_some_and(|(s, l)| (*s as f64) <= *l as f64 * SLOPE_MAX_RATIO) {
                 let budget = fixed + slope * 5000 + slope / 2;
                 prop_assert_eq!(model.largest(budget), Some(5000));
             }

@@ -57,6 +57,6 @@ pub(crate) use kind::{Kind, Use};
 pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;
 pub(crate) use remembered::{Identity, hash_of};
-pub(crate) use sizer::{FEW, Sizer};
+pub(crate) use sizer::{FEW_SAMPLES, Sizer};
 pub(crate) use sizes::Sizes;
 pub(crate) use watch::{Ending, Peaks, SizeWatch};

@@ -23,24 +23,26 @@ pub(crate) enum Goal {
     Largest,
 }
 
-/// Samples in the first micro-batches: batch normalisation cannot digest one.
-const FIRST: usize = 2;
-/// Micro-batches in a timed trial. The first of them warms up.
+/// Samples in the first micro-batches: 2, because batch normalisation cannot train with one.
+const FIRST_SIZE: usize = 2;
+/// Micro-batches in a timed trial: the first warms up, the other 2 are timed.
 const REPEATS: usize = 3;
-/// Each size of a climb is so many times the last: every new one costs a device its preparations.
-const RUNG: usize = 32;
-/// Two sizes that differ by less than this factor are as good as each other.
-const SAME: f64 = 1.3;
-/// A size may be so many times what it could be, for the sake of equal parts.
-const NEARLY: f64 = 0.65;
-/// So much larger a size is worth a step to see whether it is faster.
-const WORTHWHILE: f64 = 1.1;
-/// A size is faster only if it is so by more than chance.
-const FASTER: f64 = 1.02;
-/// So many steps may be used to find the fastest size.
+/// Each size of a climb is 32 times the last: every new shape costs a device seconds of choosing kernels,
+/// so few large steps are cheaper than many small ones.
+const CLIMB_FACTOR: usize = 32;
+/// Between two sizes less than 30 % apart no third is tried: their rates would not differ measurably.
+const MIN_GAP_FACTOR: f64 = 1.3;
+/// For the sake of equal parts a size may be as small as 65 % of what would fit.
+const EVEN_MIN_RATIO: f64 = 0.65;
+/// A size at least 10 % above the best is worth a step to see whether it is faster.
+const WORTHWHILE_FACTOR: f64 = 1.1;
+/// A size counts as faster from 2 % on: less is noise.
+const FASTER_FACTOR: f64 = 1.02;
+/// At most 9 steps are used to find the fastest size.
 const LEARNING_STEPS: u32 = 9;
-/// Sizes within this part of the best rate are measured this often while learning.
-const NEAR: f64 = 0.93;
+/// Sizes with at least 93 % of the best rate may yet turn out to be the best: each is measured 3 times
+/// while learning.
+const NEAR_BEST_RATIO: f64 = 0.93;
 const READINGS: usize = 3;
 
 /// The state of the search for one kind of mini-batch.
@@ -137,7 +139,7 @@ impl Policy {
         self.fitted = now.seen;
         let cap = self.failures.cap();
         let Some(fits) = now.fits else {
-            let size = FIRST.min(cap).min(now.samples);
+            let size = FIRST_SIZE.min(cap).min(now.samples);
             return SizeTrial { size, micro_batches: Some(2), why: Why::Probe, timed: true };
         };
         let top = fits.min(cap).clamp(1, now.samples);
@@ -151,6 +153,8 @@ impl Policy {
     }
 
     fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
+        // A prediction from another shape may be wrong, and a failure costs the step so far: half is tried
+        // first. What an earlier run has measured is taken as it is.
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
@@ -162,7 +166,7 @@ impl Policy {
         // A sample more or less is not worth a change.
         let size = match self.chosen {
             Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
-            _ => top.min(now.reach.max(FIRST)),
+            _ => top.min(now.reach.max(FIRST_SIZE)),
         };
         // What it needs may show that more would fit.
         let parts = in_near_equal_parts(now.samples, size);
@@ -184,6 +188,7 @@ impl Policy {
     /// are worth now is to be seen again. Gives the size.
     pub(crate) fn speed_up(&mut self, factor: f64) -> Option<usize> {
         let Chosen { size, .. } = self.chosen?;
+        // Scaled, not forgotten: all smaller sizes would have to be measured again, a step each.
         self.rates.speed_up(factor);
         self.rates.forget_above(size);
         self.climb = Climb { rung: size, ..Climb::default() };
@@ -198,21 +203,22 @@ impl Policy {
     /// What a cut by at most `size` makes of so many samples.
     fn parts(&self, samples: usize, size: usize) -> usize {
         let fewest = samples.div_ceil(size);
-        let most = if self.even { (fewest as f64 / NEARLY) as usize } else { fewest };
+        let most = if self.even { (fewest as f64 / EVEN_MIN_RATIO) as usize } else { fewest };
         let equal = (fewest..=most).find(|&parts| samples.is_multiple_of(parts));
         samples.div_ceil(equal.unwrap_or(fewest))
     }
 
     /// Upwards while that is faster.
     fn climb(&mut self, top: usize, now: &Situation) -> SizeTrial {
+        // Memory layouts are being compared by whole steps: a change of size would be taken for theirs.
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
         self.climb_on(top);
         if !self.climb.over {
-            let known = now.reach.max(now.sure).max(FIRST);
-            let higher = self.climb.rung.saturating_mul(RUNG).min(known);
-            let next = self.parts(now.samples, higher.clamp(FIRST.min(top), top));
+            let known = now.reach.max(now.sure).max(FIRST_SIZE);
+            let higher = self.climb.rung.saturating_mul(CLIMB_FACTOR).min(known);
+            let next = self.parts(now.samples, higher.clamp(FIRST_SIZE.min(top), top));
             if next > self.climb.rung {
                 // Two of a size tell its rate; where there are fewer left, the next step tells it.
                 if now.is_start() || now.left >= 2 * next {
@@ -251,7 +257,7 @@ impl Policy {
         let seldom = |&size: &usize| self.rates.count(size) < READINGS;
         self.between(best, top, now.samples).or_else(|| {
             self.rates
-                .near_best(top, NEAR)
+                .near_best(top, NEAR_BEST_RATIO)
                 .filter(seldom)
                 .min_by_key(|&size| self.rates.count(size))
         })
@@ -263,15 +269,18 @@ impl Policy {
         let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         let (below, above) = self.rates.neighbours(best);
         let all = self.parts(samples, top);
-        if above.is_none() && width((best, all)) > WORTHWHILE {
+        if above.is_none() && width((best, all)) > WORTHWHILE_FACTOR {
             return Some(all);
         }
-        let (below, above) = (below.unwrap_or(FIRST), above.unwrap_or(top).min(top));
+        let below = below.unwrap_or(FIRST_SIZE);
+        let above = above.unwrap_or(top).min(top);
         let mut gaps = [(below, best), (best, above)];
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
-        let wide = gaps.into_iter().filter(|&gap| width(gap) > SAME);
+        // Half way by factors, not by samples: rates change with the logarithm of the size.
+        let wide = gaps.into_iter().filter(|&gap| width(gap) > MIN_GAP_FACTOR);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
-        let mut sizes = middles.map(|size| self.parts(samples, size.clamp(FIRST, top.max(FIRST))));
+        let mut sizes =
+            middles.map(|size| self.parts(samples, size.clamp(FIRST_SIZE, top.max(FIRST_SIZE))));
         sizes.find(|&size| size <= top && self.rates.count(size) == 0)
     }
 
@@ -306,7 +315,8 @@ impl Policy {
         self.rates.observe(size, rate);
         if !self.climb.over {
             self.climb.rung = self.climb.rung.max(size);
-            self.climb.misses = if rate > best * FASTER { 0 } else { self.climb.misses + 1 };
+            self.climb.misses = if rate > best * FASTER_FACTOR { 0 } else { self.climb.misses + 1 };
+            // One miss may be a plateau between two kernels; two in a row are the end.
             self.climb.over = self.climb.misses >= 2;
         }
     }

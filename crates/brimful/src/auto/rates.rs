@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// So many readings of a size are kept.
-const KEPT: usize = 5;
+/// The last 5 readings of a size count: a median that two slow ones cannot move, and that follows changes.
+const READINGS_KEPT: usize = 5;
 
 /// Samples a second, by size.
 #[derive(Debug, Clone, Default)]
@@ -14,7 +14,7 @@ pub(crate) struct Rates {
 impl Rates {
     pub(crate) fn observe(&mut self, size: usize, rate: f64) {
         let readings = self.readings.entry(size).or_default();
-        if readings.len() == KEPT {
+        if readings.len() == READINGS_KEPT {
             readings.remove(0);
         }
         readings.push(rate);
@@ -85,8 +85,8 @@ mod tests {
     #[test]
     fn old_readings_are_forgotten() {
         let mut rates = Rates::default();
-        (0..KEPT).for_each(|_| rates.observe(4, 1.0));
-        (0..KEPT).for_each(|_| rates.observe(4, 3.0));
-        assert_eq!((rates.of(4), rates.count(4)), (Some(3.0), KEPT));
+        (0..READINGS_KEPT).for_each(|_| rates.observe(4, 1.0));
+        (0..READINGS_KEPT).for_each(|_| rates.observe(4, 3.0));
+        assert_eq!((rates.of(4), rates.count(4)), (Some(3.0), READINGS_KEPT));
     }
 }

@@ -76,7 +76,7 @@ pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Fin
 
 /// Writes what is known of this model in place of what the file said of it; others' lines stay.
 pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Finding>) {
-    // A file that has come to be somebody else's is not overwritten.
+    // Read again, because other runs share the file; one that is not ours any more is not overwritten.
     let Some(entries) = entries(path) else { return };
     let others = entries.into_iter().filter(|entry| entry.identity != *identity);
     let mine = found.iter().map(|(kind, found)| RememberedSize {
@@ -128,7 +128,7 @@ impl From<RememberedSize> for Finding {
     }
 }
 
-/// A number that tells texts apart, in words.
+/// A text's hash, as 16 hexadecimal digits.
 pub(crate) fn hash_of(text: &str) -> String {
     format!("{:016x}", fnv(text.as_bytes()))
 }

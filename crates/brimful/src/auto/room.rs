@@ -4,9 +4,9 @@ use super::sizer::MemoryRoom;
 use crate::Result;
 use crate::memory::{self, Usage};
 
-/// The part of a device's or an arena's free memory that is not planned with.
-const MARGIN: f64 = 0.01;
-/// The same of a machine's own memory, which others use too.
+/// 1 % of a device's or an arena's free memory is not planned with: allocators round up.
+const DEVICE_MARGIN: f64 = 0.01;
+/// 20 % of a machine's own memory, which other processes use too, and which kills instead of refusing.
 const HOST_MARGIN: f64 = 0.2;
 
 /// What is free for a step, less what is `reserved` for later.
@@ -15,7 +15,7 @@ const HOST_MARGIN: f64 = 0.2;
 /// When the memory has no limit and the system does not say what is free.
 pub(crate) fn room(usage: &Usage, reserved: u64) -> Result<MemoryRoom> {
     let (available, margin) = match usage.available {
-        Some(available) => (available, MARGIN),
+        Some(available) => (available, DEVICE_MARGIN),
         None => (memory::host()?.available, HOST_MARGIN),
     };
     let available = available.0.saturating_sub(reserved);

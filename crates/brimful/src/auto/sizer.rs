@@ -11,9 +11,9 @@ use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 use crate::bytes::Bytes;
 
 /// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
-/// samples may come out with gradients many times those of the others. So fewer than these are not
-/// trained with for the sake of learning.
-pub(crate) const FEW: usize = 8;
+/// samples may come out with gradients many times those of the others. So fewer than 8 are not trained
+/// with only to learn what they need.
+pub(crate) const FEW_SAMPLES: usize = 8;
 
 /// Memory that a step may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -88,6 +88,8 @@ impl Sizer {
         let pairs = || self.models.iter().zip(rooms);
         let fits = pairs().map(|(model, room)| model.largest(room.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
+        // A lone micro-batch has no gradients beside it: the whole mini-batch may fit where a larger one's
+        // micro-batches of that size would not.
         let holds_all =
             |(model, room): (&MemoryModel, &MemoryRoom)| model.holds_all(samples, room.budget);
         let all = if left == samples && pairs().all(holds_all) { samples } else { 0 };
@@ -95,7 +97,8 @@ impl Sizer {
         let least = |of: fn(&MemoryModel, u64) -> usize| {
             pairs().map(|(model, room)| of(model, room.budget)).min().unwrap_or(0)
         };
-        let (reach, sure) = (least(MemoryModel::reach), least(MemoryModel::sure));
+        let reach = least(MemoryModel::reach);
+        let sure = least(MemoryModel::sure);
         let seen = self.models.iter().map(MemoryModel::largest_seen).min().unwrap_or(0);
         let available = tightest(rooms);
         self.policy.next(Situation { fits, seen, reach, sure, available, left, samples })
@@ -104,7 +107,7 @@ impl Sizer {
     /// Whether a step that began now would do so with more than a few samples, or as many as fit.
     pub(crate) fn begins_well(&self, rooms: &[MemoryRoom], samples: usize) -> bool {
         let first = self.clone().next(rooms, samples, samples);
-        first.size >= FEW || first.micro_batches.is_none()
+        first.size >= FEW_SAMPLES || first.micro_batches.is_none()
     }
 
     /// Decides how a whole mini-batch is cut. Nothing can be learnt while it runs, so the first time
@@ -112,7 +115,7 @@ impl Sizer {
     pub(crate) fn next_whole(&mut self, rooms: &[MemoryRoom], samples: usize) -> SizeTrial {
         let mut trial = self.next(rooms, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
-            trial.size = trial.size.max((samples / 64).max(FEW).min(self.policy.limit()));
+            trial.size = trial.size.max((samples / 64).max(FEW_SAMPLES).min(self.policy.limit()));
         }
         trial.size = in_near_equal_parts(samples, trial.size);
         trial
@@ -161,7 +164,8 @@ impl Sizer {
     pub(crate) fn announce(&mut self, decision: &Decision) {
         let Decision { size, micro_batches, why, available, .. } = *decision;
         let bytes = |bytes: Option<Bytes>| bytes.map(|bytes| bytes.0);
-        let (predicted, measured) = (bytes(decision.predicted), bytes(decision.measured));
+        let predicted = bytes(decision.predicted);
+        let measured = bytes(decision.measured);
         let available = available.0;
         macro_rules! log {
             ($level:ident, $text:literal) => {

@@ -101,6 +101,7 @@ impl Sizes {
         };
         let lines: Option<Vec<Line>> = (0..memories).map(line).collect();
         let sizes = akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.best()?)));
+        // The nearest shape: kernels, and so the fastest size, change with the length of a sample.
         let nearest = sizes.min_by_key(|(elements, _)| elements.abs_diff(kind.elements()));
         match (lines, nearest) {
             (Some(lines), Some((elements, best))) => {

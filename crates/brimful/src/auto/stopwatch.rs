@@ -30,6 +30,7 @@ impl Stopwatch {
     /// The time of a typical micro-batch: the median of those, without the first of all, which warms
     /// up, unless there is no other. Waits for the device.
     pub(crate) fn read(&self) -> Result<Option<Duration>> {
+        // Work is done in order, so the last mark comes after all others: one wait is enough.
         if let Some((last, _)) = self.laps.last() {
             last.wait()?;
         }

@@ -13,9 +13,9 @@ pub(crate) struct Situation {
     pub(crate) fits: Option<usize>,
     /// The largest size whose need has been measured.
     pub(crate) seen: usize,
-    /// The largest size that what is known may be trusted for.
+    /// The largest size that the memory model may be extrapolated to.
     pub(crate) reach: usize,
-    /// The largest size that fits whatever part of what was seen is the samples'.
+    /// The largest size that fits in the worst case: see [`MemoryModel::sure`](super::memory_model::MemoryModel::sure).
     pub(crate) sure: usize,
     /// Bytes free for the step.
     pub(crate) available: u64,
@@ -54,6 +54,7 @@ impl SizeTrial {
         sizer: &Sizer,
         rooms: &[MemoryRoom],
     ) -> Decision {
+        // The very first probe has no measurement behind it: what the model would say is its floor.
         let known = !matches!(self.why, Why::Probe) || sizer.lines().is_some();
         let predicted = match is_alone(ranges) {
             true => sizer.predict_alone(self.size),

@@ -141,13 +141,15 @@ impl SizeWatch {
     /// shows, and whether others like it will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
         let current = || Ok::<_, Error>(self.first().usage()?.current.0);
+        // Asking the allocator takes its lock: only where the answer may be a new maximum.
         let beside = match &self.piece {
             Some(piece) if unseen.0 > piece.unseen => Some(current()? + unseen.0),
             _ => None,
         };
         let Some(piece) = &mut self.piece else { return Ok(()) };
         if let Some(beside) = beside {
-            (piece.unseen, piece.beside) = (unseen.0, beside);
+            piece.unseen = unseen.0;
+            piece.beside = beside;
         }
         piece.stopwatch.as_mut().map_or(Ok(()), |stopwatch| stopwatch.lap(typical))
     }
@@ -183,6 +185,7 @@ impl SizeWatch {
         let mut trial = self.sizer.next_whole(&rooms, samples.max(1));
         let own = trial.size;
         trial.size = agree(own)?;
+        // A smaller size than this rank's own, so its own prediction holds no more.
         if trial.size < own {
             trial.why = Why::Others;
         }
@@ -234,6 +237,7 @@ impl SizeWatch {
         oom: OutOfMemory,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Result<()>)> {
+        // What a cache holds is cut for the size that failed, and may fit none of the next one's tensors.
         let memories = self.memories.iter().filter_map(|watched| watched.memory.as_ref());
         memories.into_iter().try_for_each(Memory::empty_cache)?;
         let rooms = self.rooms();
@@ -242,6 +246,7 @@ impl SizeWatch {
                 decision.failed = true;
                 self.sizer.announce(decision);
                 let size = decision.size;
+                // Another process may have taken memory meanwhile: the size is judged by what was there.
                 let least = self.least_rooms()?;
                 self.sizer.failed(size, &least);
             }

@@ -129,6 +129,8 @@ impl Cut {
         while self.next < self.samples {
             let first = self.sizes.len();
             let ranges = self.next_piece(copies.device())?;
+            // A piece of less than the mini-batch tries its size: nothing that is to last, such as a
+            // captured graph, is worth preparing for it.
             let tried = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples;
             feed::each(batch, &ranges, copies, |i, micro_batch| {
                 let samples = ranges[i].len();

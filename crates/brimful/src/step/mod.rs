@@ -267,6 +267,7 @@ fn run_with<E: Engine, O>(
 ) -> Result<Step<O>> {
     let training = brought.kind.is_training();
     let done = until_done(engine, team, brought, attempt, |engine, tried, exchange, start| {
+        // Read before the commit, which consumes what was tried.
         let lesson = E::lesson(&tried);
         Ok((finish(engine, tried, exchange, start)?, lesson))
     })?;
@@ -285,6 +286,7 @@ pub(crate) fn accumulate<E: Engine, O>(
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<O> {
     check_trained(engine)?;
+    // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
     let team = engine.state().own_team(E::SPREADS_MODEL);
     let done = until_done(engine, &team, brought, attempt, |engine, tried, exchange, start| {
         let lesson = E::lesson(&tried);
@@ -308,7 +310,8 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
         Err(error) => {
-            // The others will undo theirs.
+            // The other ranks are about to vote and would wait for this one: it votes too, with its
+            // error, so that they undo their windows as it does.
             if let Some(window) = engine.state().window.take() {
                 engine.undo(window.tried)?;
             }
@@ -358,11 +361,15 @@ fn until_done<E: Engine, O, T>(
     mut end: impl FnMut(&mut E, E::Tried, &Exchange, Instant) -> Result<(T, Lesson)>,
 ) -> Result<Done<T, O>> {
     let start = Instant::now();
+    // A closure's panic is an error until everything is undone and other ranks have been told: if it
+    // unwound from within, they would wait for a vote that never comes.
     let mut parked = ParkedPanic::default();
     let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
         let opening = open(engine, team, brought, seed)?;
         let longest = engine.longest_part(opening.own());
         let ran = until_it_fits(engine, &opening.kind, longest, team, |engine, cut| {
+            // Channels of its own for every try: messages that a failed one left under way cannot be
+            // taken for this one's.
             let exchange = team.exchange()?;
             let this_try = Try { cut, opening: &opening, exchange: &exchange };
             match attempt(engine, this_try) {
@@ -372,8 +379,8 @@ fn until_done<E: Engine, O, T>(
                 }
                 Err(failed) => Err(exchange.report_failure(failed, &mut parked, start)),
             }
-        });
-        let ((value, outputs), log) = ran?;
+        })?;
+        let ((value, outputs), log) = ran;
         Ok(Done { value, outputs, seed: opening.seed(), log })
     });
     parked.resume();
@@ -402,6 +409,8 @@ pub(crate) fn open<E: Engine>(
     seed: Option<u64>,
 ) -> Result<Opening> {
     let changed = engine.begin(&brought.devices)?;
+    // Compared here, and not with the reports, because gradients may be on their way by then; hashing
+    // all names is spared where nothing is summed.
     let compares = brought.kind.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();
@@ -424,6 +433,7 @@ fn keep<E: Engine>(
     let earlier = window.as_ref().map(|window| &window.tried);
     let lasting = caught(|| engine.make_lasting(earlier, &mut tried));
     if let Err(error) = exchange.vote("the mini-batch", lasting, start.elapsed()) {
+        // Earlier mini-batches stay: the caller may bring this one again, or commit without it.
         engine.state().window = window;
         engine.undo(tried)?;
         return Err(error);

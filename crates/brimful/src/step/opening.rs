@@ -74,6 +74,21 @@ struct StepHello {
     changed: bool,
 }
 
+impl StepHello {
+    /// Makes sure that what all ranks bring can be one step. All of them compare the same list, so that
+    /// all fail with the same error, and none waits for one that has returned.
+    fn check(all: &[Self], team: &Team) -> Result<()> {
+        check_alike("the micro-batch size", all.iter().map(|hello| Some(hello.size.clone())))?;
+        let trained: Vec<Trained> = all.iter().filter_map(|hello| hello.trained.clone()).collect();
+        Trained::check_replicas(&trained, team)?;
+        check_alike("a sample", all.iter().map(|hello| hello.kind.clone()))?;
+        for replica in all.chunks(team.ranks_of_replica()) {
+            check_alike("the mini-batch", replica.iter().map(|hello| hello.hash.clone()))?;
+        }
+        Ok(())
+    }
+}
+
 /// What all ranks have.
 #[derive(Debug)]
 pub(crate) struct Opening {
@@ -100,10 +115,13 @@ impl Opening {
             return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed, kind });
         }
         let samples = match samples {
+            // An epoch's last mini-batch may not suffice for all replicas: one without a sample takes
+            // part with nothing, because the others wait for its share of the sums.
             Err(Error::EmptyBatch) if team.replicas > 1 => Ok(0),
             other => other,
         };
         let hello = samples.and_then(|samples| {
+            // A size that cannot cut these samples is refused here, where all ranks still hear of it.
             size.cut(samples.max(1))?;
             Ok(StepHello {
                 samples,
@@ -116,13 +134,7 @@ impl Opening {
             })
         });
         let all = team.world.settle(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
-        check_alike("the micro-batch size", all.iter().map(|hello| Some(hello.size.clone())))?;
-        let trained: Vec<Trained> = all.iter().filter_map(|hello| hello.trained.clone()).collect();
-        Trained::check_replicas(&trained, team)?;
-        check_alike("a sample", all.iter().map(|hello| hello.kind.clone()))?;
-        for replica in all.chunks(team.ranks_of_replica()) {
-            check_alike("the mini-batch", replica.iter().map(|hello| hello.hash.clone()))?;
-        }
+        StepHello::check(&all, team)?;
         let firsts = all.iter().step_by(team.ranks_of_replica());
         let samples: Vec<usize> = firsts.map(|hello| hello.samples).collect();
         if samples.iter().all(|samples| *samples == 0) {
@@ -161,6 +173,8 @@ impl Opening {
 
     /// What this rank's part, or that of one of its replicas, is to the step.
     pub(crate) fn role(&self, replica: usize) -> BatchRole {
+        // Numbered so that a rank's first replica draws as the rank alone would, whatever the number of
+        // devices that others have.
         let part = self.replica + replica * self.samples.len();
         BatchRole {
             unit: self.total() as f64,
@@ -191,7 +205,8 @@ pub(crate) fn described(batch: &impl Batch) -> String {
 }
 
 fn described_tensor(tensor: &Tensor) -> String {
-    let (kind, shape) = (tensor.kind(), tensor.size());
+    let kind = tensor.kind();
+    let shape = tensor.size();
     match sampled(tensor) {
         Some(values) => {
             let mut hasher = DefaultHasher::new();
@@ -207,6 +222,7 @@ fn sampled(tensor: &Tensor) -> Option<Vec<u64>> {
     /// Enough to tell mini-batches apart, few enough to be read at every step.
     const VALUES: i64 = 64;
     let length = tensor.numel() as i64;
+    // Reading from an accelerator would wait for all that is queued there, at every step.
     if tensor.device() != Device::Cpu || length == 0 {
         return None;
     }

@@ -74,8 +74,10 @@ impl Exchange {
         let at = match &result {
             Ok(_) => at,
             Err(error) => {
+                // Others may be waiting for gradients or activations of this rank, which will not come.
                 self.turn.stop();
-                // What follows from another rank's failure did not come first.
+                // An error of the connection follows from another rank's failure, which is the one that
+                // users are to see: so it is dated last.
                 if matches!(error, Error::World(_)) { Duration::MAX } else { at }
             }
         };
@@ -151,6 +153,7 @@ impl Whole {
     /// What all ranks tell of so many replicas, each of which has the same parts.
     fn of(told: Vec<Vec<PartReport>>, replicas: usize) -> Result<Self> {
         let told: Vec<PartReport> = told.into_iter().flatten().collect();
+        // Ranks are ordered by replica, so the reports are too: part p of every replica is at p, p + parts, …
         let parts = told.len() / replicas.max(1);
         let mut whole = Self { parts: vec![SeenPart::default(); parts], ..Self::default() };
         if replicas > 1 {
@@ -160,9 +163,12 @@ impl Whole {
             Trained::check_alike(&trained.collect::<Vec<_>>())?;
         }
         let mut counted = Counted::default();
+        // Every rank adds the same reports in the same order, so that all compute the same factors from
+        // them to the last bit, and copies of the model do not drift apart.
         for (at, told) in told.into_iter().enumerate() {
             whole.samples += told.samples as f64;
             counted.add(told.counted)?;
+            // A replica without a sample has run no loss, and knows no groups.
             if whole.groups.is_empty() {
                 whole.groups = told.groups;
             }
@@ -201,6 +207,7 @@ pub(crate) fn settle<E: Engine>(
     start: Instant,
 ) -> Result<(E::Tried, Arc<Whole>)> {
     match agree(engine, &mut tried, exchange, start) {
+        // From here on nothing may fail on one rank alone: the others commit at this moment.
         Ok(whole) => {
             engine.commit(&mut tried)?;
             Ok((tried, whole))
@@ -219,9 +226,12 @@ fn agree<E: Engine>(
     exchange: &Exchange,
     start: Instant,
 ) -> Result<Arc<Whole>> {
+    // A rank that fails votes all the same, with its error: one that returned would leave the others
+    // waiting. Hence `caught` and not `?`.
     let told = caught(|| engine.tell(tried, exchange));
     let told = exchange.vote(LOSS, told, start.elapsed())?;
     let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
+    // Preparing needs memory and may fail on some ranks only, so there is a second vote after it.
     let prepared = caught(|| engine.prepare(tried, &whole, exchange));
     exchange.vote("the gradients", prepared, start.elapsed())?;
     Ok(whole)

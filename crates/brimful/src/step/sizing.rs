@@ -3,7 +3,7 @@
 
 use super::settle::Team;
 use super::{Cut, Engine, Size};
-use crate::auto::{Ending, FEW, Kind, Peaks, SizeLog, SizeWatch, Sizer};
+use crate::auto::{Ending, FEW_SAMPLES, Kind, Peaks, SizeLog, SizeWatch, Sizer};
 use crate::{Error, Result};
 
 /// What came of a try that has succeeded.
@@ -54,6 +54,8 @@ pub(super) fn until_it_fits<E: Engine, T>(
     if !size.is_automatic() {
         return Ok((run(engine, &mut Cut::given(samples, size)?)?.value, SizeLog::default()));
     }
+    // Ranks agree on a size once a try: pieces that each cuts by what it has seen would need a word
+    // with all others between any two of them.
     let in_pieces = team.is_alone() && engine.runs_in_pieces(kind);
     let mut log = SizeLog::default();
     loop {
@@ -65,6 +67,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
         } else {
             run_whole(engine, samples, team, watch, &mut run)
         };
+        // The sizer goes back before an error is returned: what it has learnt outlives the step.
         let (sizer, ended) = learn(engine, watch, ran, &mut log)?;
         engine.state().sizes.put(kind.clone(), sizer);
         if let Some(value) = ended? {
@@ -91,7 +94,8 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     let captures = engine.kept_for_captures(kind)?.into_iter().chain(std::iter::repeat(0));
     let optimizer = engine.state().reserved.iter().copied().chain(std::iter::repeat(0));
     let reserved = captures.zip(optimizer).map(|(captures, optimizer)| captures + optimizer);
-    // A few samples that are trained with for the sake of learning would be remembered by optimizers.
+    // BatchNorm makes gradients many times too large of a few samples that happen to agree, and Adam's
+    // second moments would keep them for hundreds of steps: so the first few are not trained with.
     let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
     let memories: Vec<_> = memories.into_iter().zip(reserved).collect();
     Ok(SizeWatch::new(sizer, memories)?.rehearsing(rehearses))
@@ -105,6 +109,7 @@ fn run_whole<E: Engine, T>(
     mut watch: SizeWatch,
     run: &mut impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
 ) -> (Result<Ran<T>>, SizeWatch) {
+    // A rank without samples has an opinion on no size, but asks and is asked all the same.
     let agree = |size| smallest(team, size, samples > 0);
     let ran = watch.whole(samples, agree, |size| {
         let mut ran = run(engine, &mut Cut::given(samples, Size::Fixed(size))?)?;
@@ -141,6 +146,8 @@ fn learn<E: Engine, T>(
     };
     match error.out_of_memory().cloned() {
         Some(oom) => {
+            // Graphs keep their memory for themselves, and the allocator cannot take it back: what they
+            // have may be just what the next try lacks. They are captured anew later.
             engine.drop_captures()?;
             let (sizer, ended) = watch.failed(oom, log)?;
             Ok((sizer, ended.map(|()| None)))
@@ -164,7 +171,7 @@ impl Warnings {
             );
         }
         let most = lesson.sizes.iter().copied().max().unwrap_or(0);
-        let few = lesson.normalised && lesson.sizes.len() > 1 && most < FEW;
+        let few = lesson.normalised && lesson.sizes.len() > 1 && most < FEW_SAMPLES;
         if few && !std::mem::replace(&mut self.few, true) {
             tracing::warn!(
                 samples = most,

@@ -94,15 +94,16 @@ impl Tally {
     /// The tally of a loss on the outputs of all samples, which nothing divides; and that loss, for
     /// backward to start from.
     pub(crate) fn of_whole(loss: Tensor) -> Result<(Self, Tensor)> {
-        let (mut terms, mut tally) = (Loss::sum(loss).into_terms(true)?, Self::default());
+        let mut terms = Loss::sum(loss).into_terms(true)?;
+        let mut tally = Self::default();
         tally.count(&terms, &MicroBatchWeight { samples: 1.0, unit: 1.0, first: true })?;
         Ok((tally, terms.swap_remove(0).value))
     }
 
     /// A tally for a later mini-batch of the same step, whose terms must be of the same kinds.
     pub(crate) fn following(&self) -> Self {
-        let line = |line: &TermTally| TermTally { parts: Vec::new(), ..*line };
-        Self { terms: self.terms.iter().map(line).collect(), norms: Vec::new() }
+        let terms = self.terms.iter().map(|line| TermTally { parts: Vec::new(), ..*line });
+        Self { terms: terms.collect(), norms: Vec::new() }
     }
 
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
@@ -129,7 +130,8 @@ impl Tally {
     /// Refuses a later mini-batch, or another replica's part, whose terms are of other kinds.
     pub(crate) fn check_follows(&self, later: &Self) -> Result<()> {
         let same = |(mine, theirs): (&TermTally, &TermTally)| mine.over == theirs.over;
-        let (before, now) = (self.terms.len(), later.terms.len());
+        let before = self.terms.len();
+        let now = later.terms.len();
         if before != now || !self.terms.iter().zip(&later.terms).all(same) {
             return Err(Error::TermsDiffer { before, now });
         }
@@ -148,6 +150,7 @@ impl Tally {
 
     /// Brings all numbers to the host, in one transfer, so that other devices' can be added.
     pub(crate) fn fetched(mut self) -> Result<Self> {
+        // Every read of its own would wait for the device; this waits once, for all terms together.
         let Some(all) = self.on_host()? else { return Ok(self) };
         let mut numbers = all.f_split(1, 0)?.into_iter();
         let mut put = |place: &mut Tensor| {
@@ -180,10 +183,13 @@ impl Tally {
     /// Reads everything from the device, at once.
     pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
         let mut numbers = self.fetch()?.into_iter();
+        // Too few numbers would be a mistake of ours: NaN shows it, where 0 would pass for a loss.
         let mut next = || numbers.next().unwrap_or(f64::NAN);
         let mut counted = Counted::default();
         for (index, line) in self.terms.iter().enumerate() {
-            let (mut numerator, mut denominator) = (0.0, 0.0);
+            // In f64: over thousands of micro-batches f32 would lose the digits by which losses differ.
+            let mut numerator = 0.0;
+            let mut denominator = 0.0;
             for (micro_batch, part) in line.parts.iter().enumerate() {
                 let Some(TermPart { weight, factor, .. }) = part else { continue };
                 let value = next();
@@ -251,6 +257,7 @@ impl TermOver {
 fn counted(term: &Term, part: &MicroBatchWeight) -> Result<Option<TermPart>> {
     let weight = match &term.over {
         Over::Samples => Weight::Number(part.samples),
+        // The mean over nothing is 0/0: a micro-batch of padding alone would make the whole loss NaN.
         Over::Given(Weight::Number(0.0)) => return Ok(None),
         Over::Given(Weight::Number(number)) | Over::Undivided(Weight::Number(number)) => {
             Weight::Number(*number)
@@ -290,7 +297,9 @@ impl Counted {
             return Ok(());
         }
         let same = |(a, b): (&CountedTerm, &CountedTerm)| a.over == b.over;
-        let (before, now) = (self.0.len(), others.0.len());
+        let before = self.0.len();
+        let now = others.0.len();
+        // None at all come from who had no sample, or is not the pipeline's last stage.
         if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
             return Err(Error::TermsDiffer { before, now });
         }

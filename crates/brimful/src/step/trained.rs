@@ -93,6 +93,7 @@ pub(crate) fn names(variables: &Mutex<Variables>) -> Names {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let named = variables.named_variables.iter();
     let mut named: Vec<_> = named.map(|(name, t)| (name.clone(), t.shallow_clone())).collect();
+    // The store keeps them in a hash map, whose order differs from process to process.
     named.sort_by(|(a, _), (b, _)| a.cmp(b));
     let mut places = HashMap::new();
     for (at, (_, tensor)) in named.iter().enumerate() {

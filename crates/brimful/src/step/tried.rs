@@ -15,8 +15,9 @@ use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result};
 
-/// The number of the statistics' sum in a turn, which is none of a bucket's.
-const STATISTICS: usize = u32::MAX as usize;
+/// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
+/// reach 4,294,967,295.
+const STATISTICS_BUCKET: usize = u32::MAX as usize;
 
 /// Mini-batches that were run, of which nothing is committed yet.
 #[derive(Debug)]
@@ -88,14 +89,18 @@ impl Tried {
             return Ok(());
         }
         let count = |trained: &[bool]| trained.iter().filter(|trained| **trained).count();
-        let (then, now) = (count(&self.trained), count(&now));
-        Err(Error::TrainedChanged { samples: self.samples(), then, now })
+        Err(Error::TrainedChanged {
+            samples: self.samples(),
+            then: count(&self.trained),
+            now: count(&now),
+        })
     }
 
     /// Makes its sums its own and its statistics ready to be added to those of the window, so that they
     /// outlast the step. Refuses a loss of other terms than the window's.
     pub(crate) fn make_lasting(&mut self, window: Option<&Self>) -> Result<()> {
         window.map_or(Ok(()), |window| window.tally.check_follows(&self.tally))?;
+        // Sums may lie in the memory of captured work, which the next replay writes over.
         self.sums.own()?;
         self.undo.statistics.pool()
     }
@@ -122,6 +127,7 @@ impl Tried {
             later.undo.run()?;
             return Err(error);
         }
+        // Not before the terms have been compared: once joined, the later part cannot be undone alone.
         self.undo.extend(later.undo);
         self.sums.extend(later.sums)?;
         self.sizes.extend(later.sizes);
@@ -165,6 +171,7 @@ impl Tried {
         let gradients = match turn {
             None => sums.finish(&self.parameters, &factors)?,
             Some(turn) => {
+                // All ranks call these in one order: a sum is the same call on each of them.
                 self.sum_statistics(&whole.part(part).layers, turn)?;
                 self.sum_gradients(sums, &factors, whole, part, turn)?
             }
@@ -181,8 +188,9 @@ impl Tried {
         }
         let names = names(&self.variables);
         let statistics = &mut self.undo.statistics;
-        statistics
-            .sum_over_ranks(turn, STATISTICS, layers.iter().cloned(), |name| names.tensor(name))
+        statistics.sum_over_ranks(turn, STATISTICS_BUCKET, layers.iter().cloned(), |name| {
+            names.tensor(name)
+        })
     }
 
     fn sum_gradients(
@@ -212,6 +220,8 @@ impl Tried {
 
     /// Lets it stand. Nothing is allocated.
     pub(crate) fn commit(&mut self) -> Result<()> {
+        // Added and copied in place. An allocation here could fail when half of the parameters have their
+        // gradients already, and nothing would be left to go back to.
         let Some((gradients, moved)) = self.prepared.take() else { return Ok(()) };
         gradients.apply(&mut self.parameters)?;
         moved.apply()

@@ -20,6 +20,7 @@ impl Undo {
     /// Puts back statistics and random state.
     pub(crate) fn run(self) -> Result<()> {
         self.randomness.restore()?;
+        // Copied into place: layers hold these very tensors, and know nothing of others.
         for (mut running, before) in self.unmanaged {
             running.f_copy_(&before)?;
         }
@@ -34,6 +35,7 @@ impl Undo {
         match oom::catch(|| f(&mut self.statistics)) {
             Ok(value) => Ok((value, self)),
             Err(caught) => {
+                // Before a panic goes on, because nobody above can undo what is dropped on its way.
                 self.run()?;
                 Err(into_error_or_panic(caught))
             }

@@ -26,6 +26,7 @@ pub(crate) struct UnmanagedStatistics {
 impl UnmanagedStatistics {
     /// The statistics that nobody reports, each with a copy of what it is now.
     pub(crate) fn save(&self, variables: &Mutex<Variables>) -> Result<Vec<(Tensor, Tensor)>> {
+        // Copies cost memory and time at every step; what layers report, `Pending` puts back without them.
         let known = |t: &Tensor| self.reported.as_ref().is_some_and(|all| all.contains(&place(t)));
         let foreign = all(variables).into_iter().filter(|t| !known(t));
         foreign.map(|t| Ok((t.shallow_clone(), t.f_detach_copy()?))).collect()

@@ -25,6 +25,7 @@ pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
             Leaf::Shared(_) => Err(Error::OutputNotRows { leaf: count - 1 }),
             Leaf::Cut(output) => {
                 let leaf = output.f_detach()?;
+                // Whole numbers, such as labels that were passed through, cannot have a gradient.
                 Ok(if leaf.is_floating_point() { leaf.set_requires_grad(true) } else { leaf })
             }
         }
