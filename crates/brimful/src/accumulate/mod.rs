@@ -46,6 +46,7 @@ impl Accumulator {
     /// Sets aside what the parameters, some of these variables, have. Dropped, it puts that back.
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
+        // Pointers, not copies: a step needs no memory for gradients that were there before.
         let aside = parameters.iter().map(gradient).collect();
         let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
         let mut accumulator = Self {
@@ -96,14 +97,17 @@ impl Accumulator {
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
+        // Where sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, and
+        // not the sum that is to be sent.
         if self.last
             && self.in_place()
             && let Some(turn) = self.turn.take()
         {
-            let (parameters, mut buckets) =
-                (&self.parameters, Buckets::new(turn, &self.parameters)?);
-            let arrived = |at: usize| buckets.arrived(at, &parameters[at].grad());
-            backward_watched(&roots, &gradients, parameters, arrived)?;
+            let parameters = &self.parameters;
+            let mut buckets = Buckets::new(turn, parameters)?;
+            backward_watched(&roots, &gradients, parameters, |at| {
+                buckets.arrived(at, &parameters[at].grad())
+            })?;
             self.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);
         }
@@ -121,9 +125,13 @@ impl Accumulator {
             self.groups[0] = self.parameters.iter().map(gradient).collect();
         }
         self.put_back()?;
+        // So that the drop puts nothing back a second time, over what others have set meanwhile.
         self.parameters.clear();
-        let (groups, buckets) = (std::mem::take(&mut self.groups), self.buckets.take());
-        Ok(Sums { groups, lent: self.lent, buckets })
+        Ok(Sums {
+            groups: std::mem::take(&mut self.groups),
+            lent: self.lent,
+            buckets: self.buckets.take(),
+        })
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {
@@ -146,7 +154,11 @@ impl Accumulator {
     pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
         self.expect_groups(lenders.len());
         self.lent = true;
-        let (mut empty, mut into, mut from) = (Vec::new(), Vec::new(), Vec::new());
+        // Collected first: three kernels for all parameters, where one each would cost as much as the
+        // launches that a replay saves.
+        let mut empty = Vec::new();
+        let mut into = Vec::new();
+        let mut from = Vec::new();
         for (mine, lender) in self.groups.iter_mut().flatten().zip(lenders.iter().flatten()) {
             let Some(lender) = lender else { continue };
             match mine {

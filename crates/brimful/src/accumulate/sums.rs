@@ -103,9 +103,13 @@ impl Sums {
         turn: &RanksTurn,
         present: &[bool],
     ) -> Result<Finished> {
-        let buckets =
-            self.buckets.take().map_or_else(|| Buckets::new(turn.clone(), parameters), Ok);
-        let (mut buckets, last) = (buckets?, factors.first().copied().filter(|_| alike));
+        let mut buckets = match self.buckets.take() {
+            Some(buckets) => buckets,
+            None => Buckets::new(turn.clone(), parameters)?,
+        };
+        // With one factor for all, sums of undivided gradients are divided once, after the exchange; else
+        // each rank divides its own before, because groups are added up on the way.
+        let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
         buckets.fill(&self.total(parameters.len(), first)?)?;
         let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
@@ -149,6 +153,7 @@ pub(crate) struct Finished(pub(crate) Sum);
 impl Finished {
     /// Adds them to the parameters' gradients. Nothing is allocated.
     pub(crate) fn apply(self, parameters: &mut [Tensor]) -> Result<()> {
+        // In place of the old gradients where there are such, so that optimizers find them where they were.
         let mut gradients: Sum = parameters.iter().map(gradient).collect();
         add_sum(&mut gradients, self.0)?;
         for (parameter, new) in parameters.iter_mut().zip(&gradients) {
@@ -159,7 +164,8 @@ impl Finished {
 }
 
 pub(super) fn add_sum(mine: &mut Sum, theirs: Sum) -> Result<()> {
-    let (mut into, mut what) = (Vec::new(), Vec::new());
+    let mut into = Vec::new();
+    let mut what = Vec::new();
     for (mine, theirs) in mine.iter_mut().zip(theirs) {
         match (mine, theirs) {
             (Some(sum), Some(new)) => {

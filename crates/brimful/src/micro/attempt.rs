@@ -77,6 +77,7 @@ impl MicroBatcher {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Tried, R::Outputs)> {
         match self.attempt_once(batch, cut, how.clone(), false, f) {
+            // Handled here, so that neither sizes, replicas nor ranks hear of it: to them it is one try.
             Err(Error::OutOfDate) => {
                 cut.restart();
                 self.attempt_once(batch, cut, how, true, f)
@@ -115,6 +116,7 @@ impl MicroBatcher {
         eager: bool,
     ) -> Result<BatchPass<O>> {
         let mut parameters = parameters(&self.variables);
+        // Not in the midst of a step: its sums lie in memory as the parameters did when it began.
         if role.first {
             self.arrangement.begin(&mut parameters)?;
         }
@@ -136,7 +138,6 @@ impl MicroBatcher {
         closure: Closure,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        let surroundings = Surroundings { arrangement: &self.arrangement, closure };
         let generator = role.seed.map(|seed| seed.on(self.device));
         let micro_batches = cut.given_count();
         cut.each(batch, &self.copies, |info, micro_batch| {
@@ -144,14 +145,16 @@ impl MicroBatcher {
             if let Some(generator) = &generator {
                 generator.begin(number);
             }
+            // Only the last backward completes gradients, so only during it may they set out to others.
             if Some(number + 1) == micro_batches {
                 pass.accumulator.expect_the_last();
             }
             let first = role.first && number == 0;
             let weight = MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
+            let arrangement = &self.arrangement;
             // A size that is tried in a part of a mini-batch is not worth a capture.
-            let settled = !tried;
-            let ran = self.replay.run(pass, micro_batch, &weight, f, &surroundings, settled)?;
+            let surroundings = Surroundings { arrangement, closure, settled: !tried };
+            let ran = self.replay.run(pass, micro_batch, &weight, f, &surroundings)?;
             if self.state.non_finite == NonFinite::RefuseGradients {
                 pass.tally.add_norm(pass.accumulator.norm()?)?;
             }
@@ -180,6 +183,7 @@ impl MicroBatcher {
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }
+        // Noted before the first number is drawn, so that a retry draws the same dropout masks.
         let randomness = Randomness::now(self.device)?;
         let unmanaged = self.unmanaged.save(&self.variables)?;
         let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self, cut)));
@@ -188,6 +192,7 @@ impl MicroBatcher {
             Ok(value) => Ok((value, undo)),
             Err(caught) => {
                 undo.run()?;
+                // Graphs keep memory that the next try may need, whoever decides on that try.
                 if matches!(caught, Caught::OutOfMemory(_)) {
                     self.replay.clear()?;
                 }

@@ -119,6 +119,7 @@ impl MicroBatcher {
         let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
         Ok(match (kind.is_training(), memory.usage()?.available) {
             (false, _) => self.replay.kept(),
+            // The largest size is wanted for itself, and leaves nothing; the fastest is fast by replays.
             (true, Some(available)) if size == Size::Auto => self.replay.spare(available),
             (true, _) => Bytes(0),
         })

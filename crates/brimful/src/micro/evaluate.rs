@@ -75,6 +75,7 @@ impl MicroBatcher {
     ) -> Result<(Tried, R::Outputs)> {
         self.forward_alone(batch, cut, role, |tally, weight, micro_batch| {
             let (loss, output) = f(micro_batch).into_parts()?;
+            // On the device until the end: reading each loss would wait for each micro-batch.
             tally.count(&loss.into_terms(false)?, weight)?;
             Ok(output)
         })

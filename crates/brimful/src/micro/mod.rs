@@ -104,6 +104,7 @@ impl MicroBatcher {
                 this.attempt_alone(batch, tried, closure, true, &mut f)
             })
         })?;
+        // By whole steps: how an order fares shows in the backward too, and in what it costs to convert.
         self.learn_order(step.samples, step.time);
         Ok(step)
     }

@@ -54,6 +54,7 @@ impl<O: Batch> BatchPass<O> {
     ) -> Result<()> {
         self.tally.count(terms, weight)?;
         self.backward(terms, |_, term| term.root_gradient(weight))?;
+        // Without its graph, or every micro-batch's activations would live as long as the outputs.
         self.outputs.push(detached(output)?);
         Ok(())
     }
@@ -67,6 +68,7 @@ impl<O: Batch> BatchPass<O> {
     ) -> Result<()> {
         let groups = roots(terms, &self.groups(), root)?;
         self.accumulator.expect_groups(groups.len());
+        // Groups share the forward's graph: only the last may free what it goes through.
         let last = groups.iter().rposition(|roots| !roots.is_empty());
         for (index, roots) in groups.iter().enumerate().filter(|(_, roots)| !roots.is_empty()) {
             self.accumulator.add(index, roots, Some(index) != last)?;

@@ -82,6 +82,7 @@ impl MicroBatcher {
     ) -> Result<(O, Vec<Randomness>)> {
         let mut states = Vec::with_capacity(ranges.len());
         let mut parts = Vec::with_capacity(ranges.len());
+        // BatchNorm sees each micro-batch twice: only the second pass, which has the graph, counts.
         let (_not_counted, run) = Pending::collect(true, || {
             let _without = tch::no_grad_guard();
             feed::each(batch, ranges, &self.copies, |_, micro_batch| {
@@ -106,6 +107,8 @@ impl MicroBatcher {
     ) -> Result<(Sums, Tally, O)> {
         let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
         let tally = weighed(&mut accumulator, loss(outputs))?;
+        // The second pass draws what the first drew, and leaves the generators where the loss left them:
+        // the next step does not depend on there having been two.
         let after = Randomness::now(self.device)?;
         let gradients = RowGradients::of(outputs);
         feed::each(batch, ranges, &self.copies, |i, micro_batch| {
@@ -113,6 +116,7 @@ impl MicroBatcher {
             back(&mut accumulator, gradients.rows(&ranges[i])?, &forward(micro_batch))
         })?;
         after.restore()?;
+        // As leaves they would keep their gradients alive in the caller's hands.
         let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
         Ok((accumulator.finish()?, tally, outputs))
     }

@@ -42,8 +42,12 @@ impl Running {
 
     fn share(&self) -> Self {
         let Self { id, momentum, .. } = *self;
-        let (mean, variance) = (self.mean.shallow_clone(), self.variance.shallow_clone());
-        Self { id, mean, variance, momentum }
+        Self {
+            id,
+            mean: self.mean.shallow_clone(),
+            variance: self.variance.shallow_clone(),
+            momentum,
+        }
     }
 
     fn whole(&self) -> Target {
@@ -122,6 +126,7 @@ impl Pending {
             }
         }
         for (id, change) in later.changed {
+            // What was before the first part is what an undo goes back to.
             self.changed.entry(id).or_insert(change);
         }
     }

@@ -17,10 +17,10 @@ use super::ranks::shift;
 use super::{Moved, Running};
 use crate::{Error, Result};
 
-/// Rows that a layer has before they are pooled: more would be more memory, fewer more kernels.
+/// A layer has 16 rows before they are pooled: more would be more memory, fewer more kernels.
 const ROWS: i64 = 16;
-/// The least that is asked for at a time, in numbers.
-const SPACE: i64 = 1 << 16;
+/// Space for rows is allocated by at least 65,536 numbers, which serves many layers.
+const MIN_SPACE: i64 = 1 << 16;
 
 /// What one layer has seen.
 #[derive(Debug)]
@@ -105,7 +105,8 @@ impl Seen {
             part.mean = part.mean.f_to_device(mean.device())?;
             part.squares = part.squares.f_to_device(mean.device())?;
         }
-        (self.running.mean, self.running.variance) = (mean, variance);
+        self.running.mean = mean;
+        self.running.variance = variance;
         Ok(())
     }
 
@@ -117,7 +118,8 @@ impl Seen {
             return Ok(Tensor::f_zeros([1 + 2 * around.size1()?], (Kind::Double, Device::Cpu))?);
         };
         let host = |t: &Tensor| t.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double);
-        let (n, off) = (*count as f64, host(mean)?.f_sub(&around)?);
+        let n = *count as f64;
+        let off = host(mean)?.f_sub(&around)?;
         let sums = off.f_mul_scalar(n)?;
         let squares = host(squares)?.f_add(&off.f_mul(&sums)?)?;
         Ok(Tensor::f_cat(&[Tensor::f_from_slice(&[n])?, sums, squares], 0)?)
@@ -125,14 +127,16 @@ impl Seen {
 
     /// The opposite, from the sums of all ranks.
     pub(super) fn set_moments(&mut self, moments: &Tensor) -> Result<()> {
-        let (mean, channels) = (&self.running.mean, self.running.mean.size1()?);
+        let mean = &self.running.mean;
+        let channels = mean.size1()?;
         let count = moments.f_double_value(&[0])?;
         let sums = moments.f_narrow(0, 1, channels)?;
         let off = sums.f_div_scalar(count)?;
         let squares = moments.f_narrow(0, 1 + channels, channels)?.f_sub(&off.f_mul(&sums)?)?;
         let kind = if mean.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let here = |t: Tensor| t.f_to_kind(kind)?.f_to_device(mean.device());
-        let (mean, squares) = (here(shift(&self.running)?.f_add(&off)?)?, here(squares)?);
+        let mean = here(shift(&self.running)?.f_add(&off)?)?;
+        let squares = here(squares)?;
         self.counts.clear();
         self.pooled = vec![Pooled { count: count as i64, mean, squares }];
         Ok(())
@@ -162,8 +166,11 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
         for seen in &mut group {
             let channels = seen.running.mean.size1()?;
             let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
-            let (mean, squares) = (part(&pooled.mean)?, part(&pooled.squares)?);
-            seen.pooled = vec![Pooled { count: pooled.count, mean, squares }];
+            seen.pooled = vec![Pooled {
+                count: pooled.count,
+                mean: part(&pooled.mean)?,
+                squares: part(&pooled.squares)?,
+            }];
             seen.counts.clear();
             start += channels;
         }
@@ -222,7 +229,8 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
             device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
         }
     };
-    let (mut means, mut squares) = (Vec::new(), Vec::new());
+    let mut means = Vec::new();
+    let mut squares = Vec::new();
     for index in 0..alike.pooled.len() {
         let side_by_side = |part: fn(&Pooled) -> &Tensor| {
             let parts: Vec<_> = group.iter().map(|seen| part(&seen.pooled[index])).collect();
@@ -236,11 +244,14 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
         let rows = group.iter().map(|seen| seen.rows.f_narrow(1, 0, used));
         let rows = Tensor::f_cat(&rows.collect::<Result<Vec<_>, _>>()?, 2)?.f_to_kind(kind)?;
         means.push(rows.f_select(0, 0)?);
+        // libtorch's variances are unbiased: times n − 1 they are the squared deviations.
         squares.push(rows.f_select(0, 1)?.f_mul(&numbers(&alike.counts, 1)?)?);
     }
     let counts = [&alike.pooled[..], &alike.counts[..]].concat();
-    let (total, weights) = (counts.iter().sum::<i64>(), numbers(&counts, 0)?);
-    let (means, squares) = (Tensor::f_cat(&means, 0)?, Tensor::f_cat(&squares, 0)?);
+    let total: i64 = counts.iter().sum();
+    let weights = numbers(&counts, 0)?;
+    let means = Tensor::f_cat(&means, 0)?;
+    let squares = Tensor::f_cat(&squares, 0)?;
     let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, kind);
     let mean = sum(&means.f_mul(&weights)?)?.f_div_scalar(total as f64)?;
     let between = sum(&means.f_sub(&mean)?.f_square()?.f_mul(&weights)?)?;
@@ -265,7 +276,7 @@ impl RowSpace {
         };
         if !self.pieces.last().is_some_and(fits) {
             let options = (like.kind(), like.device());
-            self.pieces.push((Tensor::f_zeros([length.max(SPACE)], options)?, 0));
+            self.pieces.push((Tensor::f_zeros([length.max(MIN_SPACE)], options)?, 0));
         }
         let (piece, used) = self.pieces.last_mut().expect("one is there");
         let rows = piece.f_narrow(0, *used, length)?.f_view(shape)?;

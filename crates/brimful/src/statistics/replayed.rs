@@ -41,7 +41,9 @@ impl ReplayStatistics {
         if self.rows.is_empty() {
             return Ok(());
         }
-        let (mut into, mut from) = (Vec::new(), Vec::new());
+        // One copy for the rows of all layers: one each would cost the launches that the replay saves.
+        let mut into = Vec::new();
+        let mut from = Vec::new();
         STEP.with_borrow_mut(|step| {
             let Some(pending) = step else { return Ok::<_, Error>(()) };
             for (running, row) in &self.rows {

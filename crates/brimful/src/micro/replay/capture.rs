@@ -31,6 +31,7 @@ impl MicroReplay {
         let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
         let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
+        // The trial below replays into the shared sums from zero, and would wipe out the mini-batch's.
         pass.accumulator.disown()?;
         let need = watch.eager_need()?;
         let captured = self.capturable(&eager);
@@ -40,6 +41,7 @@ impl MicroReplay {
             Err(cause) => self.refuse(cause),
             Ok(program) => self.tried(program, &given, part, &eager, pass)?,
         };
+        // The trial drew the same numbers again: the next micro-batch goes on after one run, not two.
         eager.after.restore()?;
         pass.accumulator.add_sums(eager.sums)?;
         Ok((state, need))
@@ -98,10 +100,14 @@ impl MicroReplay {
         let words = |error: Error| error.to_string();
         let stream = self.prepare().map_err(words)?;
         let free = make_room(self.device, need).map_err(words)?;
+        // In a mini-batch that also has eager micro-batches, there must be room for one of them beside it.
         let copies = if self.cramped { 2 } else { 1 };
         if need.saturating_mul(copies) > free {
-            let (need, free) = (Bytes(need), Bytes(free));
-            return Err(format!("captured, it would keep {need}, and {free} is free"));
+            return Err(format!(
+                "captured, it would keep {}, and {} is free",
+                Bytes(need),
+                Bytes(free)
+            ));
         }
         let sums = self.sums_for(&eager.sums).map_err(words)?;
         let mut capture = |this: &mut Self, sums| {

@@ -30,6 +30,7 @@ impl MicroReplay {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
+        // The replay is to begin from empty sums, which are those that the mini-batch may be using.
         pass.accumulator.disown()?;
         let before = Randomness::of(vec![self.device])?;
         let ShapeEntry { state: ShapeState::Captured(program), trust, shape, .. } =
@@ -37,7 +38,8 @@ impl MicroReplay {
         else {
             unreachable!("checks are of captured work")
         };
-        let (closure, trust) = (shape.closure, *trust);
+        let closure = shape.closure;
+        let trust = *trust;
         let trial = ReplayTrial::of(program, &micro_batch, part, self.device)?;
         before.restore()?;
         let index = self.give_way(index)?;
@@ -62,7 +64,8 @@ impl MicroReplay {
         }
         let mut checked = self.entries.swap_remove(index);
         // Its graph ends here: before that there is nothing to give back.
-        (checked.state, checked.need) = (ShapeState::New(WARM_UP), Bytes(0));
+        checked.state = ShapeState::New(WARM_UP);
+        checked.need = Bytes(0);
         self.clear_within_step()?;
         empty_cache(self.device)?;
         self.entries.push(checked);
@@ -95,14 +98,17 @@ impl MicroReplay {
         let lasted = trust.lasted(self.step);
         for entry in self.entries.iter_mut().filter(|entry| entry.shape.closure == closure) {
             let state = if lasted { ShapeState::New(0) } else { ShapeState::Eager };
-            (entry.state, entry.need, entry.trust) = (state, Bytes(0), Trust::default());
+            entry.state = state;
+            entry.need = Bytes(0);
+            entry.trust = Trust::default();
         }
         lasted
     }
 
     /// Gives up all that was captured of the closure, and says so each time.
     fn out_of_date(&mut self, closure: Closure, trust: Trust, what: &str) -> Error {
-        let (unchecked, lasted) = (trust.unchecked(self.step), self.give_up(closure, trust));
+        let unchecked = trust.unchecked(self.step);
+        let lasted = self.give_up(closure, trust);
         let cause = format!(
             "{what}: the closure does not do what it did when it was captured, because it reads \
              something of the host that changes, such as a factor or a flag; of the steps before this \

@@ -29,7 +29,9 @@ pub(super) fn verdict(
     let tolerance = tolerance(kind);
     let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
     // What an eager run did not reach must come to nothing in a replay too.
-    let (mut errors, mut into, mut what) = (Vec::new(), Vec::new(), Vec::new());
+    let mut errors = Vec::new();
+    let mut into = Vec::new();
+    let mut what = Vec::new();
     for (replayed, eager) in replayed.iter().flatten().zip(eager.iter().flatten()) {
         errors.extend(share(replayed));
         if let (Some(replayed), Some(eager)) = (share(replayed), share(eager)) {
@@ -38,8 +40,10 @@ pub(super) fn verdict(
         }
     }
     foreach::add(&into, &what, -1.0)?;
-    let (sizes, errors) = (norms(&what)?, norms(&errors)?);
-    let (expected, got) = (numbers(eager_loss.row())?, numbers(replayed_loss.row())?);
+    let sizes = norms(&what)?;
+    let errors = norms(&errors)?;
+    let expected = numbers(eager_loss.row())?;
+    let got = numbers(replayed_loss.row())?;
 
     if !expected.iter().chain(&sizes).all(|number| number.is_finite()) {
         return Ok(Verdict::Unknown);
@@ -48,6 +52,7 @@ pub(super) fn verdict(
     if let Some((a, b)) = expected.iter().zip(&got).find(|(a, b)| !near(**a, **b)) {
         return Ok(Verdict::Differs(format!("a replay gives a loss of {b}, not {a}")));
     }
+    // Against the norm of all gradients: that of a single bias may be rounding errors alone.
     let all = sizes.iter().map(|size| size * size).sum::<f64>().sqrt();
     Ok(match errors.iter().find(|error| error.is_nan() || **error > tolerance * all) {
         Some(error) => Verdict::Differs(format!(

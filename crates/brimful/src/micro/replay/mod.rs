@@ -45,12 +45,13 @@ pub(crate) use shape::Closure;
 use shape::Shape;
 use trust::Trust;
 
-/// Micro-batches of a shape that run eagerly before one is captured.
+/// 2 micro-batches of a shape run eagerly before one is captured: cuDNN chooses kernels in the first, and
+/// the allocator settles in the second.
 const WARM_UP: usize = 2;
-/// One part in so many of a memory is left free for captures.
-const SPARE: u64 = 4;
-/// Shapes that are kept. Near-equal splitting gives two a mini-batch.
-const SHAPES: usize = 16;
+/// A quarter of a memory is left free for captures, which cannot use what eager work has cached.
+const CAPTURE_DIVISOR: u64 = 4;
+/// 16 shapes are kept. Near-equal splitting gives two a mini-batch.
+const MAX_SHAPES: usize = 16;
 
 /// What is known of each shape of micro-batch, and what captured work shares.
 #[derive(Debug)]
@@ -91,6 +92,8 @@ pub(super) struct Surroundings<'a> {
     pub(super) arrangement: &'a Arrangement,
     /// Which closure runs on it.
     pub(super) closure: Closure,
+    /// Whether its size is settled on. One that is just tried is not worth a capture.
+    pub(super) settled: bool,
 }
 
 #[derive(Debug)]
@@ -171,7 +174,7 @@ impl MicroReplay {
     /// What a step is to leave free of a memory in which captured work is to lie beside what eager
     /// work leaves behind.
     pub(super) fn spare(&self, available: Bytes) -> Bytes {
-        Bytes(if self.wanted { available.0 / SPARE } else { 0 })
+        Bytes(if self.wanted { available.0 / CAPTURE_DIVISOR } else { 0 })
     }
 
     /// What captured work keeps from everyone else.
@@ -208,19 +211,21 @@ impl MicroReplay {
         if !self.wanted {
             return Ok(());
         }
-        (self.new, self.used, self.eager) = (false, false, eager);
+        self.new = false;
+        self.used = false;
+        self.eager = eager;
         self.step += 1;
         let now = places(variables);
         if now != self.places {
             self.clear()?;
-            (self.places, self.parameters) = (now, parameters);
+            self.places = now;
+            self.parameters = parameters;
         }
         self.drop_orphans();
         Ok(())
     }
 
-    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch. A shape that is not
-    /// settled on, but just tried, is not worth a capture.
+    /// Runs one micro-batch, eagerly or by replay, and adds it to its mini-batch.
     pub(super) fn run<B: Batch, R: Outcome>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
@@ -228,12 +233,10 @@ impl MicroReplay {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
-        settled: bool,
     ) -> Result<MicroBatchRun> {
-        let Surroundings { arrangement, closure } = *surroundings;
-        let laid_out = |micro_batch| arrangement.of(micro_batch);
+        let Surroundings { arrangement, closure, settled } = *surroundings;
         if !self.wanted || self.eager || !self.knows(closure) {
-            pass.run(laid_out(micro_batch)?, part, f)?;
+            pass.run(arrangement.of(micro_batch)?, part, f)?;
             return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
         }
         let shape = Shape::of(&micro_batch, closure, pass.single);
@@ -245,12 +248,37 @@ impl MicroReplay {
         entry.uses += 1;
         let new = matches!(entry.state, ShapeState::New(_));
         self.new |= new;
-        let mut typical = !(new && settled);
-        match &mut entry.state {
-            ShapeState::Captured(_) if entry.trust.is_due(self.step) => {
-                typical = false;
-                self.check(index, pass, laid_out(micro_batch)?, part, f)?;
-            }
+        let is_checked = self.is_due(index);
+        self.run_entry(index, pass, micro_batch, part, f, surroundings)?;
+        // Where a check had no room beside captured work, there is none left.
+        let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
+        // A check runs the work twice, and what is still to be captured runs slower than it will: a size
+        // is not to be judged by their times.
+        Ok(MicroBatchRun { unseen, typical: !(is_checked || new && settled) })
+    }
+
+    /// Whether the entry is captured work that is to be compared with an eager run in this step.
+    fn is_due(&self, index: usize) -> bool {
+        let entry = &self.entries[index];
+        matches!(entry.state, ShapeState::Captured(_)) && entry.trust.is_due(self.step)
+    }
+
+    /// Runs a micro-batch of an entry's shape as far as that has come: eagerly, to be captured, by
+    /// replay, or both ways.
+    fn run_entry<B: Batch, R: Outcome>(
+        &mut self,
+        index: usize,
+        pass: &mut BatchPass<R::Outputs>,
+        micro_batch: B,
+        part: &MicroBatchWeight,
+        f: &mut impl FnMut(B) -> R,
+        surroundings: &Surroundings<'_>,
+    ) -> Result<()> {
+        let Surroundings { arrangement, settled, .. } = *surroundings;
+        if self.is_due(index) {
+            return self.check(index, pass, arrangement.of(micro_batch)?, part, f);
+        }
+        match &mut self.entries[index].state {
             // Its inputs are laid out already, and the samples will be as they are copied there.
             ShapeState::Captured(program) => {
                 self.replayed += 1;
@@ -259,19 +287,19 @@ impl MicroReplay {
             }
             ShapeState::New(seen) if *seen < WARM_UP || !settled => {
                 *seen += 1;
-                pass.run(laid_out(micro_batch)?, part, f)?;
+                pass.run(arrangement.of(micro_batch)?, part, f)?;
             }
             ShapeState::New(_) => {
-                let (state, need) = self.capture(pass, laid_out(micro_batch)?, part, f)?;
+                let (state, need) = self.capture(pass, arrangement.of(micro_batch)?, part, f)?;
                 let entry = &mut self.entries[index];
-                (entry.state, entry.need, entry.samples) = (state, need, part.samples);
+                entry.state = state;
+                entry.need = need;
+                entry.samples = part.samples;
                 entry.trust = entry.trust.captured(self.step);
             }
-            ShapeState::Eager => pass.run(laid_out(micro_batch)?, part, f)?,
+            ShapeState::Eager => pass.run(arrangement.of(micro_batch)?, part, f)?,
         }
-        // Where a check had no room beside captured work, there is none left.
-        let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
-        Ok(MicroBatchRun { unseen, typical })
+        Ok(())
     }
 
     /// Whether the closure's type says which work it is; if not, says so.
@@ -295,6 +323,8 @@ impl MicroReplay {
     /// be told from others.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
+        // Graphs' memory cannot be lent to eager work, so an eager micro-batch may fail although it would
+        // fit: that is seen beforehand, by what samples have needed so far.
         let expected = |entry: &ShapeEntry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
@@ -304,6 +334,7 @@ impl MicroReplay {
     /// captured again, and in the way again, at every step.
     fn release<O>(&mut self, pass: &mut BatchPass<O>) -> Result<()> {
         self.cramped |= self.used;
+        // The sums lie in the captured work's memory, which is about to be given back.
         pass.accumulator.disown()?;
         self.clear_within_step()
     }
@@ -321,14 +352,19 @@ impl MicroReplay {
         if let Some(index) = self.entries.iter().position(|entry| entry.shape == shape) {
             return index;
         }
-        if self.entries.len() == SHAPES {
+        if self.entries.len() == MAX_SHAPES {
             let least = self.entries.iter().enumerate().min_by_key(|(_, entry)| entry.uses);
             let least = least.map_or(0, |(index, _)| index);
             self.entries.swap_remove(least);
         }
-        let (uses, state, need, samples) = (0, ShapeState::New(0), Bytes(0), 1.0);
-        let trust = Trust::default();
-        self.entries.push(ShapeEntry { shape, uses, state, need, samples, trust });
+        self.entries.push(ShapeEntry {
+            shape,
+            uses: 0,
+            state: ShapeState::New(0),
+            need: Bytes(0),
+            samples: 1.0,
+            trust: Trust::default(),
+        });
         self.entries.len() - 1
     }
 

@@ -77,6 +77,7 @@ impl Program {
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self, String> {
+        // The graph is to add to sums of its own at addresses that stay, not to this mini-batch's.
         let groups = pass.accumulator.exchange(sums);
         let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
@@ -88,7 +89,8 @@ impl Program {
     pub(super) fn settle_in(&mut self, blocks: &mut Blocks, eager: &Touched) {
         let Touched { read, written, .. } = mem::take(&mut self.touched);
         let among = |list: &[Tensor]| list.iter().map(address).collect::<HashSet<_>>();
-        let (eager_read, eager_written) = (among(&eager.read), among(&eager.written));
+        let eager_read = among(&eager.read);
+        let eager_written = among(&eager.written);
         for block in read.iter().chain(&written) {
             let is_written = eager_written.contains(&address(block));
             if is_written || eager_read.contains(&address(block)) {
@@ -120,20 +122,11 @@ impl Program {
         let rows = Pending::for_the_same_layers()?;
         let host = Randomness::of(vec![Device::Cpu])?;
 
-        let run = || {
-            watched(statics, f, |terms, output| {
-                let readout = Readout::of(terms)?;
-                pass.backward(terms, |number, term| {
-                    Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
-                })?;
-                Ok((readout, detached(&output)?))
-            })
-        };
         let (graph, (statistics, ((readout, outputs), mut touched))) =
             record(setting.stream, pool, || {
                 stock_up(setting.device, setting.need)?;
-                let (statistics, result) = rows.go_on(run);
-                Ok::<_, Error>((statistics, result?))
+                let (statistics, ran) = rows.go_on(|| run_on_statics(pass, statics, f, &roots));
+                Ok::<_, Error>((statistics, ran?))
             })?;
 
         if touched.draws_on_host {
@@ -141,17 +134,15 @@ impl Program {
             host.restore()?;
             return Err(Error::Torch("it draws random numbers on the host".into()));
         }
-        let (statistics, outputs) = (statistics.into_replay_statistics(), Box::new(outputs));
-        let written = vec![0.0; readout.terms().len()];
         Ok(Self {
             graph,
             inputs,
             roots,
-            written,
+            written: vec![0.0; readout.terms().len()],
             readout,
             sums: Vec::new(),
-            statistics,
-            outputs,
+            statistics: statistics.into_replay_statistics(),
+            outputs: Box::new(outputs),
             operations: mem::take(&mut touched.operations),
             touched,
             blocks: Vec::new(),
@@ -166,10 +157,12 @@ impl Program {
         micro_batch: &B,
         part: &MicroBatchWeight,
     ) -> Result<()> {
+        // The graph adds to its own sums, wherever the mini-batch's were so far.
         pass.accumulator.adopt(&self.sums)?;
         self.statistics.before()?;
         self.launch(micro_batch, part)?;
         self.statistics.after()?;
+        // Loss and outputs are copied out: the next replay writes over them.
         pass.tally.count(&self.readout.read()?, part)?;
         let outputs = self.outputs.downcast_ref::<O>().expect("a closure has one type of outputs");
         pass.outputs.push(outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))?);
@@ -219,6 +212,8 @@ impl Program {
         });
         result?;
         for (number, term) in self.readout.terms().iter().enumerate() {
+            // A term without a part in this micro-batch runs backward from 0, which adds nothing: a graph
+            // cannot leave it out.
             let root = term.root_number(part).unwrap_or(0.0);
             if root != self.written[number] {
                 let _ = self.roots.f_select(0, number as i64)?.f_fill_(root)?;
@@ -227,4 +222,21 @@ impl Program {
         }
         Ok(self.graph.replay()?)
     }
+}
+
+/// Runs forward and backward on static inputs, from root gradients that are read from the device: a
+/// number would be the same in every replay.
+fn run_on_statics<B: Batch, R: Outcome>(
+    pass: &mut BatchPass<R::Outputs>,
+    statics: B,
+    f: &mut impl FnMut(B) -> R,
+    roots: &Tensor,
+) -> Result<((Readout, R::Outputs), Touched)> {
+    watched(statics, f, |terms, output| {
+        let readout = Readout::of(terms)?;
+        pass.backward(terms, |number, term| {
+            Ok(Some(term.root_gradient_of(&roots.f_select(0, number as i64)?)?))
+        })?;
+        Ok((readout, detached(&output)?))
+    })
 }

@@ -6,8 +6,9 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::bytes::Bytes;
 
-/// So many times what is needed is plenty.
-const PLENTY: u64 = 2;
+/// Where twice the need is free, the cache need not be emptied, which makes eager work ask the device
+/// for its memory again.
+const PLENTY_FACTOR: u64 = 2;
 
 /// What captured work needs. Its parts are never replayed at the same time, so they share one pool.
 #[derive(Debug, Default)]
@@ -55,7 +56,7 @@ pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
 /// it, so where there is little else, that is given back. Gives what is free.
 pub(super) fn make_room(device: Device, need: u64) -> Result<u64> {
     let free = device_memory(device)?.free;
-    if free >= need.saturating_mul(PLENTY) {
+    if free >= need.saturating_mul(PLENTY_FACTOR) {
         return Ok(free);
     }
     empty_cache(device)?;

@@ -39,7 +39,8 @@ pub(super) struct Shape {
 
 impl Shape {
     pub(super) fn of(micro_batch: &impl Batch, closure: Closure, single: bool) -> Self {
-        let (mut outline, mut leaves) = (Vec::new(), Vec::new());
+        let mut outline = Vec::new();
+        let mut leaves = Vec::new();
         micro_batch.outline(&mut |line| outline.push(line.to_string()));
         micro_batch.visit(&mut |leaf| {
             let tensor = leaf.tensor();

@@ -45,7 +45,9 @@ impl Eager {
         let before = Randomness::of(vec![device])?;
         let earlier = pass.accumulator.exchange(Vec::new());
         let (ran, touched) = watched(micro_batch, f, |terms, output| {
-            let (readout, other_leaf) = (Readout::of(terms)?, pass.other_leaf(terms)?);
+            let readout = Readout::of(terms)?;
+            // Looked for before the backward, which frees the graph.
+            let other_leaf = pass.other_leaf(terms)?;
             pass.add(terms, &output, part)?;
             Ok((readout, other_leaf))
         })?;
@@ -93,6 +95,7 @@ impl ReplayTrial {
         part: &MicroBatchWeight,
         device: Device,
     ) -> Result<Self> {
+        // A trial and its eager run would move running statistics and counters twice.
         let effects = Effects::save(program.effects())?;
         program.try_on(micro_batch, part)?;
         let readout = program.readout().copied()?;
@@ -117,6 +120,7 @@ impl ReplayTrial {
         if !self.blocks.iter().all(|block| used.contains(block)) {
             return Ok(Verdict::Differs("it uses another tensor than it did".into()));
         }
+        // Half-precision parameters round what all others give: theirs is the tolerance.
         let kind = coarsest(parameters);
         Ok(match verdict(kind, &eager.sums, &eager.readout, &self.sums, &self.readout)? {
             Verdict::Alike if self.after != eager.after => {
