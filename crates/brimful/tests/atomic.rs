@@ -2,14 +2,15 @@
 //!
 //! One test at a time: all threads draw from one generator.
 
-mod fixture;
+mod support;
 
 use std::panic::{self, AssertUnwindSafe};
 
 use brimful::NonFinite;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
-use fixture::{Net, alone, assert_same, state};
+use support::state::{Net, state};
+use support::{alone, assert_same};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -2,8 +2,7 @@
 //!
 //! One test at a time: all threads draw from one generator.
 
-mod fixture;
-mod test_device;
+mod support;
 
 use std::cell::Cell;
 
@@ -11,10 +10,10 @@ use brimful::auto::Why;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::{Error, Loss, MicroBatcher, Size, Step};
-use fixture::{Net, alone, assert_same, close, logged, state};
+use support::state::{Net, state};
+use support::{alone, assert_same, assert_within, logged, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 const SAMPLES: i64 = 24;
 
@@ -98,7 +97,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
     let (expected, _) = run(0);
     for n in 1.. {
         let (got, retries) = run(n);
-        close(&format!("allocation {n}"), &expected, &got, 1e-12);
+        assert_within(&got, &expected, 1e-12, &format!("allocation {n}"));
         if retries == 0 {
             assert!(n > 30, "only {n} allocations");
             break;

@@ -1,14 +1,13 @@
 //! Running statistics of a deferred BatchNorm are those of the whole mini-batch.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+mod support;
 
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, Size};
+use support::{assert_within, logged};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
-use tracing::{Event, Level, Metadata, Subscriber, span};
 
 /// A batch whose mean is large beside its spread, where a sum of squares would cancel.
 fn batch(shape: &[i64]) -> Tensor {
@@ -43,10 +42,10 @@ fn train(layer: &Layer, micro: &mut MicroBatcher, x: &Tensor) {
 }
 
 fn assert_near(what: &str, expected: &[Tensor; 2], got: &[Tensor; 2]) {
-    for (expected, got) in expected.iter().zip(got) {
-        let error = ((expected - got) / expected).abs().max().double_value(&[]);
-        assert!(error <= 1e-12, "{what}: off by {error:e}");
-    }
+    let named = |[mean, variance]: &[Tensor; 2]| {
+        vec![("mean".into(), mean.shallow_clone()), ("variance".into(), variance.shallow_clone())]
+    };
+    assert_within(&named(got), &named(expected), 1e-12, what);
 }
 
 #[test]
@@ -125,26 +124,9 @@ fn the_other_policies_do_what_they_say() {
     assert_eq!(statistics(&plain), statistics(&at_once));
 }
 
-/// Counts the warnings of its thread.
-struct Warnings(Arc<AtomicUsize>);
-
-impl Subscriber for Warnings {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == Level::WARN
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn event(&self, _: &Event<'_>) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-    fn enter(&self, _: &span::Id) {}
-    fn exit(&self, _: &span::Id) {}
+/// How many warnings `f` is worth.
+fn warnings(f: impl FnOnce()) -> usize {
+    logged(f).matches("WARN").count()
 }
 
 #[test]
@@ -154,15 +136,13 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::batch_norm1d(store.root(), 3, Default::default());
         store.set_kind(Kind::Double);
-        let count = Arc::new(AtomicUsize::new(0));
-        tracing::subscriber::with_default(Warnings(count.clone()), || {
+        warnings(|| {
             let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
             for _ in 0..3 {
                 let loss = |x: Tensor| Loss::mean(layer.forward_t(&x, true).mean(Kind::Double));
                 micro.backward(&x, loss).expect("a step");
             }
-        });
-        count.load(Ordering::Relaxed)
+        })
     };
     assert_eq!((warned(4), warned(12)), (1, 0));
 }
@@ -193,8 +173,7 @@ fn very_few_samples_at_a_time_are_warned_of_once() {
     let warned = |limit: u64| {
         let split = layer(BatchNormPolicy::Deferred, 2);
         let memory = Memory::Arena(Arena::limited("small", limit).expect("a limit"));
-        let count = Arc::new(AtomicUsize::new(0));
-        tracing::subscriber::with_default(Warnings(count.clone()), || {
+        warnings(|| {
             let mut micro = MicroBatcher::new(&split.store, Size::Largest).memory(memory);
             for _ in 0..4 {
                 let step = micro.backward(&x, |x| {
@@ -203,8 +182,7 @@ fn very_few_samples_at_a_time_are_warned_of_once() {
                 });
                 assert_eq!(step.expect("a step").retries, 0);
             }
-        });
-        count.load(Ordering::Relaxed)
+        })
     };
     assert_eq!([5 << 20, 32 << 20].map(warned), [1, 0]);
 }

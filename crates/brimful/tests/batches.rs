@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
 /// Different numbers everywhere, so that a mix-up shows.
-fn numbers(shape: &[i64]) -> Tensor {
+fn counted(shape: &[i64]) -> Tensor {
     let count = shape.iter().product::<i64>();
     Tensor::arange(count, (Kind::Float, Device::Cpu)).reshape(shape)
 }
@@ -113,17 +113,17 @@ struct Nothing;
 
 fn sentences(samples: i64) -> Sentences {
     Sentences {
-        tokens: numbers(&[samples, 4]),
-        lengths: Some(numbers(&[samples])),
-        weights: (numbers(&[10]), numbers(&[])),
+        tokens: counted(&[samples, 4]),
+        lengths: Some(counted(&[samples])),
+        weights: (counted(&[10]), counted(&[])),
         name: "train".into(),
     }
 }
 
 #[test]
 fn every_container_is_cut_and_joined() {
-    let x = || numbers(&[5, 3]);
-    let y = || numbers(&[5]);
+    let x = || counted(&[5, 3]);
+    let y = || counted(&[5]);
     round_trip(&x());
     round_trip(&(x(),));
     round_trip(&(x(), y()));
@@ -132,14 +132,14 @@ fn every_container_is_cut_and_joined() {
     round_trip(&vec![x(), y()]);
     round_trip(&(x(), Some(y()), None::<Tensor>));
     round_trip(&Box::new((x(), y())));
-    round_trip(&(x(), Shared(numbers(&[10]))));
+    round_trip(&(x(), Shared(counted(&[10]))));
     round_trip(&BTreeMap::from([("image", x()), ("label", y())].map(|(k, v)| (k.to_owned(), v))));
     round_trip(&vec![Some((x(), Box::new([y(), y()]))), None]);
 }
 
 #[test]
 fn numbers_and_strings_go_to_every_micro_batch() {
-    let batch = (numbers(&[4]), 3_usize, -0.5_f64, 'c', true, String::from("s"), vec![1_u8, 2]);
+    let batch = (counted(&[4]), 3_usize, -0.5_f64, 'c', true, String::from("s"), vec![1_u8, 2]);
     round_trip(&batch);
     let part = batch::slice(&batch, 1..3).expect("a slice");
     assert_eq!((part.1, part.2, part.3, part.4), (3, -0.5, 'c', true));
@@ -151,7 +151,7 @@ fn a_struct_is_cut_field_by_field_and_its_shared_fields_are_not() {
     let batch = sentences(6);
     round_trip(&batch);
     let part = batch::slice(&batch, 4..6).expect("a slice");
-    assert_eq!(part.tokens, numbers(&[6, 4]).narrow(0, 4, 2));
+    assert_eq!(part.tokens, counted(&[6, 4]).narrow(0, 4, 2));
     assert_eq!(part.lengths.expect("lengths").size(), [2]);
     assert_eq!((part.weights.0.size(), part.weights.1.size()), (vec![10], vec![]));
     assert_eq!(part.name, "train");
@@ -159,20 +159,20 @@ fn a_struct_is_cut_field_by_field_and_its_shared_fields_are_not() {
 
 #[test]
 fn generic_tuple_and_unit_structs_are_batches_too() {
-    round_trip(&Pair(numbers(&[3]), Pair(numbers(&[3, 1]), Some(numbers(&[3])))));
-    let nested = vec![Pair(numbers(&[3]), Box::new(Pair(7_i64, numbers(&[3, 2]))))];
-    let images = [numbers(&[3, 2, 2]), numbers(&[3, 1, 1])];
+    round_trip(&Pair(counted(&[3]), Pair(counted(&[3, 1]), Some(counted(&[3])))));
+    let nested = vec![Pair(counted(&[3]), Box::new(Pair(7_i64, counted(&[3, 2]))))];
+    let images = [counted(&[3, 2, 2]), counted(&[3, 1, 1])];
     let views = Views { images, r#type: 7_i64, nested, tag: Tag("a") };
     round_trip(&views);
     assert_eq!(sizes(&views), [vec![3, 2, 2], vec![3, 1, 1], vec![3], vec![3, 2]]);
     let part = batch::slice(&views, 0..2).expect("a slice");
     assert_eq!((part.r#type, part.tag.0), (7, "a"));
-    round_trip(&(numbers(&[2]), Nothing));
+    round_trip(&(counted(&[2]), Nothing));
 }
 
 #[test]
 fn what_is_inside_shared_is_shared_however_deep() {
-    let batch = (numbers(&[4]), Shared((numbers(&[7]), vec![Shared(sentences(2))])));
+    let batch = (counted(&[4]), Shared((counted(&[7]), vec![Shared(sentences(2))])));
     assert_eq!(batch::len(&batch), Ok(4));
     assert!(leaves(&batch)[1..].iter().all(|leaf| matches!(leaf, Leaf::Shared(_))));
     round_trip(&batch);
@@ -199,7 +199,7 @@ fn map_replaces_the_leaves_in_the_order_of_visit() {
 
 #[test]
 fn gradients_flow_back_through_cut_and_join() {
-    let x = numbers(&[5, 2]).set_requires_grad(true);
+    let x = counted(&[5, 2]).set_requires_grad(true);
     let parts = cut(&x, &[0..3, 3..5]);
     batch::join(parts).expect("a batch").square().sum(Kind::Float).backward();
     assert_eq!(x.grad(), x.detach() * 2);
@@ -207,10 +207,10 @@ fn gradients_flow_back_through_cut_and_join() {
 
 #[test]
 fn results_of_one_number_become_one_number_for_each_part() {
-    let losses = |count: i64| (0..count).map(|i| (numbers(&[2, 3]), Tensor::from(i as f32)));
+    let losses = |count: i64| (0..count).map(|i| (counted(&[2, 3]), Tensor::from(i as f32)));
     let (outputs, joined) = batch::join(losses(4).collect()).expect("a batch");
     assert_eq!((outputs.size(), joined.size()), (vec![8, 3], vec![4]));
-    assert_eq!(joined, numbers(&[4]));
+    assert_eq!(joined, counted(&[4]));
     // One micro-batch is no exception.
     let (outputs, joined) = batch::join(losses(1).collect()).expect("a batch");
     assert_eq!((outputs.size(), joined.size()), (vec![2, 3], vec![1]));
@@ -218,7 +218,7 @@ fn results_of_one_number_become_one_number_for_each_part() {
 
 #[test]
 fn parts_of_different_length_join_in_their_order() {
-    let x = numbers(&[7, 2]);
+    let x = counted(&[7, 2]);
     let parts = cut(&x, &[0..1, 1..1, 1..5, 5..7]);
     assert_eq!(batch::join(parts).expect("a batch"), x);
 }
@@ -227,7 +227,7 @@ fn parts_of_different_length_join_in_their_order() {
 fn joining_holds_one_leaf_twice_at_most() {
     let arena = Arena::new("join");
     let _inside = arena.enter();
-    let part = |_| (numbers(&[1000]), numbers(&[1000]));
+    let part = |_| (counted(&[1000]), counted(&[1000]));
     let parts: Vec<_> = (0..4).map(part).collect();
     assert_eq!(arena.current(), 32_000);
     arena.reset_peak();
@@ -244,19 +244,19 @@ fn message<T>(result: brimful::Result<T>) -> String {
 
 #[test]
 fn leaves_of_different_length_are_listed() {
-    let batch = (numbers(&[8, 2]), Shared(numbers(&[3])), vec![numbers(&[8]), numbers(&[6])]);
+    let batch = (counted(&[8, 2]), Shared(counted(&[3])), vec![counted(&[8]), counted(&[6])]);
     assert_eq!(
         message(batch::len(&batch)),
         "the leaves of a batch must have one length, but are 8, 8 and 6 long: give each the same \
          samples, and wrap what all micro-batches share in `Shared`"
     );
-    let zero = (numbers(&[0, 2]), numbers(&[3]));
+    let zero = (counted(&[0, 2]), counted(&[3]));
     assert_eq!(batch::len(&zero), Err(Error::LeafLengthsDiffer { lengths: vec![0, 3] }));
 }
 
 #[test]
 fn a_single_number_cannot_be_cut() {
-    let batch = (numbers(&[8]), Shared(numbers(&[])), numbers(&[]));
+    let batch = (counted(&[8]), Shared(counted(&[])), counted(&[]));
     let expected = "leaf 2 of the batch (counted from 0) is a single number, which cannot be cut: \
                     wrap it in `Shared`, or give it a value for each sample";
     assert_eq!(message(batch::len(&batch)), expected);
@@ -265,18 +265,18 @@ fn a_single_number_cannot_be_cut() {
 
 #[test]
 fn a_batch_of_nothing_is_refused() {
-    assert_eq!(batch::len(&numbers(&[0, 4])), Err(Error::EmptyBatch));
+    assert_eq!(batch::len(&counted(&[0, 4])), Err(Error::EmptyBatch));
     assert_eq!(batch::len(&()), Err(Error::NothingToCut));
     assert_eq!(batch::len(&Vec::<Tensor>::new()), Err(Error::NothingToCut));
     assert_eq!(
-        message(batch::len(&(Shared(numbers(&[4])), 3.0))),
+        message(batch::len(&(Shared(counted(&[4])), 3.0))),
         "the batch has nothing to cut: give it a tensor that is not `Shared`"
     );
 }
 
 #[test]
 fn samples_that_are_not_there_are_refused() {
-    let batch = (numbers(&[8]), numbers(&[6]));
+    let batch = (counted(&[8]), counted(&[6]));
     assert_eq!(
         message(batch::slice(&batch, 5..8)),
         "samples 5..8 cannot be cut out of leaf 1 of the batch (counted from 0), which is 6 long: \
@@ -293,7 +293,7 @@ fn samples_that_are_not_there_are_refused() {
 #[test]
 fn parts_that_are_not_cuts_of_one_batch_are_refused() {
     assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::NothingToJoin));
-    let x = || numbers(&[2, 3]);
+    let x = || counted(&[2, 3]);
     let differing = |first: &str, other: &str| {
         Some(Error::PartsDiffer { part: 1, first: first.into(), other: other.into() })
     };
@@ -304,7 +304,7 @@ fn parts_that_are_not_cuts_of_one_batch_are_refused() {
     assert_eq!(error, differing("Some", "None"));
     let map = |key: &str| BTreeMap::from([(key.to_owned(), x())]);
     assert_eq!(batch::join(vec![map("a"), map("b")]).err(), differing("the key a", "the key b"));
-    let error = batch::join(vec![x(), numbers(&[2, 4])]).err();
+    let error = batch::join(vec![x(), counted(&[2, 4])]).err();
     assert_eq!(
         error,
         differing("a Float tensor of shape [_, 3]", "a Float tensor of shape [_, 4]")
@@ -314,13 +314,13 @@ fn parts_that_are_not_cuts_of_one_batch_are_refused() {
         error,
         differing("a Float tensor of shape [_, 3]", "a Double tensor of shape [_, 3]")
     );
-    let error = batch::join(vec![numbers(&[2]), numbers(&[])]).err();
+    let error = batch::join(vec![counted(&[2]), counted(&[])]).err();
     assert_eq!(error, differing("a Float tensor of shape [_]", "a Float tensor of shape []"));
 }
 
 #[test]
 fn a_number_that_differs_from_part_to_part_is_not_lost() {
-    let parts = vec![(numbers(&[2]), 0.5), (numbers(&[2]), 0.5), (numbers(&[2]), 0.75)];
+    let parts = vec![(counted(&[2]), 0.5), (counted(&[2]), 0.5), (counted(&[2]), 0.75)];
     assert_eq!(
         message(batch::join(parts)),
         "part 2 (counted from 0) cannot be joined to part 0: it has 0.75 where that has 0.5; parts \
@@ -334,11 +334,11 @@ type AnyBatch = (Vec<Tensor>, Option<[Tensor; 2]>, Shared<Tensor>, Vec<Sentences
 fn any_batch() -> impl Strategy<Value = AnyBatch> {
     let shapes = prop::collection::vec(prop::collection::vec(0..4_i64, 0..3), 1..4);
     (1..40_i64, shapes, any::<bool>(), 0..3_usize).prop_map(|(samples, shapes, some, structs)| {
-        let leaf = |shape: &Vec<i64>| numbers(&[&[samples], shape.as_slice()].concat());
+        let leaf = |shape: &Vec<i64>| counted(&[&[samples], shape.as_slice()].concat());
         let tensors = shapes.iter().map(leaf).collect();
         let pair = some.then(|| [leaf(&vec![2]), leaf(&vec![])]);
         let structs = (0..structs).map(|_| sentences(samples)).collect();
-        (tensors, pair, Shared(numbers(&shapes[0])), structs)
+        (tensors, pair, Shared(counted(&shapes[0])), structs)
     })
 }
 

@@ -2,8 +2,7 @@
 
 #![cfg(feature = "mpi")]
 
-mod full_batch;
-mod ranks;
+mod support;
 
 use std::panic::{self, AssertUnwindSafe};
 
@@ -13,11 +12,12 @@ use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
 use brimful::world::WorldError;
 use brimful::{Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
-use full_batch::{
-    Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_WITH_A_SUM, TOLERANCE,
-    assert_gradients, batch, clear, distance, losses, numbers, plain, test_device,
+use support::full_batch::{
+    Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM,
+    assert_gradients, batch, clear, distance, losses, plain,
 };
-use ranks::in_ranks;
+use support::ranks::in_ranks;
+use support::{TOLERANCE, numbers_there, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -43,8 +43,8 @@ fn part(world: &World, parts: &[usize], (x, y, tokens): &Batch) -> Batch {
     (part(x), part(y), part(tokens))
 }
 
-fn net(root: &nn::Path) -> Net {
-    Net::after(nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())), root)
+fn net(root: &nn::Path) -> Classifier {
+    Classifier::after(nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())), root)
 }
 
 fn full_batch_gradients(world: World) {
@@ -308,17 +308,18 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
         let mut micro =
             MicroBatcher::new(&store, Size::Fixed(1 + world.rank())).world(&world).expect("one");
         let run = |x: Tensor| Loss::mean(model.logits(&x).mean(Kind::Double));
-        let error = micro.backward(&numbers(&[4, 6], 0), run).expect_err("two sizes");
+        let error = micro.backward(&numbers_there(&[4, 6], 0), run).expect_err("two sizes");
         differs(error, "the micro-batch size");
         let mut micro = MicroBatcher::new(&store, Size::Fixed(2)).world(&world).expect("one");
-        let error = micro.backward(&numbers(&[4, 6 + rank], 0), run).expect_err("two shapes");
+        let error = micro.backward(&numbers_there(&[4, 6 + rank], 0), run).expect_err("two shapes");
         differs(error, "a sample");
-        let empty = numbers(&[4, 6], 0).narrow(0, 0, 0);
+        let empty = numbers_there(&[4, 6], 0).narrow(0, 0, 0);
         let error = micro.backward(&empty, run).expect_err("no sample anywhere");
         assert_eq!(error, Error::EmptyBatch);
-        let whole = micro.backward_whole(&numbers(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
+        let whole =
+            micro.backward_whole(&numbers_there(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
         assert!(matches!(whole.expect_err("all in one"), Error::NotOverRanks { ranks: 2 }));
-        micro.backward(&numbers(&[4, 6], 0), run).expect("the next step");
+        micro.backward(&numbers_there(&[4, 6], 0), run).expect("the next step");
     });
 }
 
@@ -382,7 +383,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
 }
 
 /// Two of each rank: on the device that is tested, and on a CPU.
-fn replicas(world: &World) -> Replicas<Net> {
+fn replicas(world: &World) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
     let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
@@ -402,7 +403,7 @@ fn a_window_of_replicas_is_one_step_of_all_ranks() {
         for range in brimful::split::by_count(own.0.size()[0] as usize, 2).expect("a cut") {
             let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
             let batch = (rows(&own.0), rows(&own.1), rows(&own.2));
-            let run = |net: &Net, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
+            let run = |net: &Classifier, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
             replicas.accumulate(&batch, run).expect("a part");
         }
         replicas.commit().expect("all parts");

@@ -2,23 +2,15 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, where the mini-batch lies too.
 
-mod test_device;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod support;
 
 use brimful::layers::Layers;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::Recompute;
 use brimful::{Error, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use support::{alone, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
-
-/// One test at a time: models' first parameters come from one generator.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn samples() -> (Tensor, Tensor) {
     let options = (Kind::Float, test_device());

@@ -2,34 +2,26 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, `BRIMFUL_TEST_REPLAY=1` with replay.
 
-mod micro_batcher;
-mod test_device;
+mod support;
 
 use brimful::micro::Layout;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{AdamW, Optimizer};
 use brimful::save::{self, Metadata};
 use brimful::{Loss, MicroBatcher, Size};
-use micro_batcher::micro_batcher;
+use support::{micro_batcher, numbers, test_device};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
-use test_device::test_device;
 
 const CLASSES: i64 = 4;
 
-struct Net {
+struct ConvNet {
     store: VarStore,
     layers: nn::SequentialT,
     optimizer: Optimizer,
 }
 
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
-}
-
-impl Net {
+impl ConvNet {
     fn new() -> Self {
         let mut store = VarStore::new(test_device());
         let root = store.root();
@@ -83,7 +75,7 @@ fn is_channels_last(tensor: &Tensor) -> bool {
 #[test]
 fn steps_in_any_order_of_memory_are_the_same() {
     for layout in [Layout::ChannelsLast, Layout::Measured] {
-        let [mut plain, mut laid_out] = [(); 2].map(|()| Net::new());
+        let [mut plain, mut laid_out] = [(); 2].map(|()| ConvNet::new());
         let mut one = MicroBatcher::new(&plain.store, Size::Fixed(4));
         let mut two = micro_batcher(&laid_out.store, Size::Fixed(4)).layout(layout);
         for step in 0..8 {
@@ -103,7 +95,7 @@ fn steps_in_any_order_of_memory_are_the_same() {
 
 #[test]
 fn a_saved_model_does_not_tell() {
-    let [mut plain, mut laid_out] = [(); 2].map(|()| Net::new());
+    let [mut plain, mut laid_out] = [(); 2].map(|()| ConvNet::new());
     let mut one = MicroBatcher::new(&plain.store, Size::Count(1));
     let mut two = MicroBatcher::new(&laid_out.store, Size::Count(1)).layout(Layout::ChannelsLast);
     let samples = batch(0);

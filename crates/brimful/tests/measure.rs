@@ -1,11 +1,14 @@
 //! What measuring layers finds, and that it leaves nothing behind.
 
+mod support;
+
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use brimful::balance::{self, LayerCost, Profile};
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
+use support::alone;
 use tch::nn::{self, Path};
 use tch::{Device, Kind, Tensor};
 
@@ -15,11 +18,8 @@ fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sy
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
-/// The generator is one for the process, so that tests that draw from it take turns.
-static TURN: Mutex<()> = Mutex::new(());
-
 fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = alone();
     balance::measure(layers, Device::Cpu, batch)
 }
 
@@ -120,7 +120,7 @@ fn nothing_outside_is_touched() {
         .add_fn_t("drop", |x, train| x.dropout(0.5, train))
         .add_fn("mine", move |x| x.narrow(1, 0, 256) * &*inner.lock().expect("one thread"));
     let batch = Tensor::ones([8, 256], CPU).set_requires_grad(true);
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = alone();
     tch::manual_seed(7);
     let expected = Tensor::rand([4], CPU);
     tch::manual_seed(7);
@@ -145,7 +145,7 @@ fn each_layer_is_shown_as_it_is_measured() {
     let mut seen = Vec::new();
     let batch = Tensor::ones([2, 256], CPU);
     let watch = |layer: &LayerCost| seen.push(layer.name.clone());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = alone();
     balance::measure_watched(&perceptron(), Device::Cpu, &batch, watch).expect("a profile");
     assert_eq!(seen, ["small", "relu", "large"]);
 }

@@ -3,7 +3,7 @@
 
 #![cfg(feature = "mpi")]
 
-mod ranks;
+mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine, MpiMessage};
-use ranks::{as_process_or, text, told};
+use support::ranks::{as_process_or, text, told};
 
 const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes of a message that no MPI sends before its receiver asks for it.

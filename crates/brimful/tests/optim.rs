@@ -2,21 +2,19 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU.
 
-mod test_device;
+mod support;
 
 use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
+use support::{numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
-/// Numbers that are the same on every call, without a generator that tests would share.
-fn numbers(shape: &[i64], salt: i64, kind: Kind) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let sines = ((Tensor::arange(count, (Kind::Double, Device::Cpu)) + salt) * 1.37).sin();
-    sines.reshape(shape).to_kind(kind).to_device(test_device())
+/// Numbers of this kind on the device that is tested.
+fn values(shape: &[i64], salt: i64, kind: Kind) -> Tensor {
+    numbers(shape, salt).to_kind(kind).to_device(test_device())
 }
 
 /// A few trainable variables of different shapes, one buffer, and a scalar.
@@ -24,12 +22,12 @@ fn store(kind: Kind) -> nn::VarStore {
     let mut vs = nn::VarStore::new(test_device());
     let root = vs.root();
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        let _ = root.var_copy(name, &numbers(shape, i as i64, Kind::Double));
+        let _ = root.var_copy(name, &values(shape, i as i64, Kind::Double));
     }
     let _ = root.zeros_no_train("running_mean", &[3]);
     vs.set_kind(kind);
     for (i, (name, shape)) in SHAPES.iter().enumerate() {
-        set(&vs, name, &numbers(shape, i as i64, Kind::Double));
+        set(&vs, name, &values(shape, i as i64, Kind::Double));
     }
     vs
 }
@@ -59,7 +57,7 @@ fn backward_of(vs: &nn::VarStore, step: i64, names: &[&str]) {
     let mut loss = Tensor::zeros([0_i64; 0], (Kind::Double, test_device()));
     for (i, name) in names.iter().enumerate() {
         let parameter = get(vs, name).to_kind(Kind::Double);
-        let direction = numbers(&parameter.size(), 7 * step + i as i64, Kind::Double);
+        let direction = values(&parameter.size(), 7 * step + i as i64, Kind::Double);
         loss += (parameter.square() * 0.1 + parameter * direction).sum(Kind::Double);
     }
     loss.backward();
@@ -165,7 +163,7 @@ fn every_step_counts_as_a_change_of_the_parameters() {
 #[test]
 fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
     let shape = [6, 4, 3, 3];
-    let value = numbers(&shape, 0, Kind::Double);
+    let value = values(&shape, 0, Kind::Double);
     let plain = value.copy();
     let with_gaps = Tensor::zeros([6, 4, 3, 6], (Kind::Double, test_device())).slice(3, 0, 6, 2);
     let channels_last = value.to_memory_format();
@@ -182,7 +180,7 @@ fn layouts_other_than_contiguous_are_updated_in_the_right_order() {
                 let mut opt = Optimizer::for_named(named, config).expect("an optimizer");
                 for step in 0..3 {
                     let mut gradient = laid_out[gradient_layout].empty_like_strided();
-                    gradient.copy_(&numbers(&shape, step, Kind::Double));
+                    gradient.copy_(&values(&shape, step, Kind::Double));
                     brimful_torch::autograd::set_gradient(&mut tensor, Some(&gradient))
                         .expect("a gradient");
                     opt.step().expect("a step");

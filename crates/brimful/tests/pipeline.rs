@@ -1,7 +1,7 @@
 //! What a pipeline can do beside its steps: any loss on the whole output, several tensors, frozen
 //! layers, clipping, saving, evaluation, random numbers, reports; and what it refuses.
 
-mod pipeline_models;
+mod support;
 
 use std::collections::BTreeSet;
 use std::panic::{self, AssertUnwindSafe};
@@ -13,9 +13,8 @@ use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Cause, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
-use pipeline_models::{
-    CASES, GPT, MLP, Plain, U_NET, alone, assert_close, builder, eval, mlp, test_device,
-};
+use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, eval, mlp};
+use support::{alone, assert_close, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -2,14 +2,15 @@
 //!
 //! One test at a time: first parameters come from one generator.
 
-mod pipeline_models;
+mod support;
 
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, Size};
-use pipeline_models::{alone, eval};
+use support::alone;
+use support::pipeline_cases::eval;
 use tch::{Device, Kind, Tensor, nn};
 
 const SAMPLES: i64 = 96;

@@ -1,14 +1,14 @@
 //! Any panic, error or out-of-memory in any stage at any action ends the step with an error that says
 //! where; nothing is left behind, nobody hangs, and the next step is an undisturbed one.
 
-mod pipeline_models;
+mod support;
 
 use std::panic;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
@@ -16,7 +16,8 @@ use brimful::oom::Place;
 use brimful::pipeline::{Cause, StageDevice, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, is_recomputing};
-use pipeline_models::{alone, assert_close, eval};
+use support::pipeline_cases::eval;
+use support::{alone, assert_close, assert_threads, threads};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -409,22 +410,4 @@ fn a_thousand_steps_leave_neither_memory_nor_threads() {
     drop(pipe);
     assert!(arenas.iter().all(|arena| arena.current() == 0), "{arenas:?}");
     assert_threads(0);
-}
-
-/// Waits until there are so many: a thread that was joined is listed for a moment longer.
-fn assert_threads(expected: usize) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while threads() != expected {
-        assert!(Instant::now() < deadline, "{} threads, not {expected}", threads());
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// How many workers' threads there are.
-fn threads() -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
-    let name = |task: std::io::Result<std::fs::DirEntry>| {
-        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
-    };
-    tasks.filter_map(name).filter(|name| name.starts_with("brimful ")).count()
 }

@@ -3,14 +3,14 @@
 //! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for
 //! its backward, the tanh's output; the last one is also the boundary that the next stage keeps.
 
-mod pipeline_models;
+mod support;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Layers, Loss, Pipeline, Size};
-use pipeline_models::alone;
+use support::alone;
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 

@@ -1,14 +1,13 @@
 //! Several pipelines in one process, each with its part of every mini-batch, are the plain model.
 
-mod pipeline_models;
+mod support;
 
 use brimful::optim::Adam;
 use brimful::pipeline::PipelineError;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Loss, Pipeline, Size};
-use pipeline_models::{
-    CASES, CNN, Case, GPT, MLP, Plain, alone, assert_close, builder, eval, mlp, test_device,
-};
+use support::pipeline_cases::{CASES, CNN, Case, GPT, MLP, Plain, builder, eval, mlp};
+use support::{alone, assert_close, test_device};
 use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
 

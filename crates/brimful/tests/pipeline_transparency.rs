@@ -1,15 +1,14 @@
 //! A pipelined step is the plain model's step: outputs, loss, gradients, and parameters after three
 //! steps of Adam, for every schedule, recompute mode, number of stages and of micro-batches.
 
-mod pipeline_models;
+mod support;
 
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Loss, Pipeline, Size};
-use pipeline_models::{
-    CNN, Case, GPT, MLP, Plain, U_NET, alone, assert_close, builder, eval, test_device,
-};
+use support::pipeline_cases::{CNN, Case, GPT, MLP, Plain, U_NET, builder, eval};
+use support::{alone, assert_close, test_device};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 

@@ -1,14 +1,13 @@
 //! A pipeline's step over several mini-batches: gradients, loss, statistics and parameters are those of
 //! one mini-batch with all their samples; a mini-batch that fails leaves the earlier ones.
 
-mod pipeline_models;
+mod support;
 
 use brimful::optim::Adam;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
-use pipeline_models::{
-    CASES, CNN, Case, GPT, MLP, Piece, Plain, alone, assert_close, builder, mlp, test_device,
-};
+use support::pipeline_cases::{CASES, CNN, Case, GPT, MLP, Piece, Plain, builder, mlp};
+use support::{alone, assert_close, test_device};
 use tch::{Kind, Tensor};
 
 const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };

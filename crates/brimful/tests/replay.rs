@@ -3,41 +3,26 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
 //! must come to the same.
 
-mod test_device;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod support;
 
 use brimful::NonFinite;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
+use support::{alone, numbers, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
-use test_device::test_device;
 
 const CLASSES: i64 = 4;
 
-/// One test at a time: all threads draw from one generator.
-fn alone() -> MutexGuard<'static, ()> {
-    static DRAWING: Mutex<()> = Mutex::new(());
-    DRAWING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Numbers between -1 and 1 that look random.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
-}
-
-struct Net {
+struct NormedNet {
     store: nn::VarStore,
     layers: nn::SequentialT,
     dropout: f64,
 }
 
-impl Net {
+impl NormedNet {
     fn new(kind: Kind, policy: BatchNormPolicy, dropout: f64) -> Self {
         let mut store = nn::VarStore::new(test_device());
         let root = store.root();
@@ -104,7 +89,7 @@ fn batch(samples: i64, kind: Kind, seed: i64) -> Samples {
     (x, y.to_kind(Kind::Int64), tokens.to_kind(kind))
 }
 
-fn assert_near(kind: Kind, got: &Net, expected: &Net, what: &str) {
+fn assert_near(kind: Kind, got: &NormedNet, expected: &NormedNet, what: &str) {
     let tolerance = match kind {
         Kind::Double => 1e-11,
         Kind::Float => 1e-5,
@@ -126,13 +111,13 @@ fn replays() -> bool {
 
 /// Runs both over the same mini-batches and compares after each.
 fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i64]) {
-    let [eager, replayed] = [(); 2].map(|()| Net::new(kind, policy, dropout));
+    let [eager, replayed] = [(); 2].map(|()| NormedNet::new(kind, policy, dropout));
     let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
     let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
     let mut count = 0;
     for (step, &length) in lengths.iter().enumerate() {
         let samples = batch(length, kind, step as i64);
-        let run = |micro: &mut MicroBatcher, net: &Net| {
+        let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             tch::manual_seed(step as i64);
             let closure = |(x, y, tokens): Samples| (net.loss(&x, &y, &tokens), net.logits(&x));
             micro.backward(&samples, closure).expect("a step")
@@ -179,11 +164,11 @@ fn dropout_draws_the_masks_of_an_eager_step() {
 fn windows_of_several_mini_batches_come_to_the_same() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
     let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
     let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
     for window in 0..3 {
-        let run = |micro: &mut MicroBatcher, net: &Net| {
+        let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             for part in 0..3 {
                 let samples = batch(20 + part, kind, window * 10 + part);
                 let closure = |(x, y, tokens): Samples| net.loss(&x, &y, &tokens);
@@ -202,12 +187,12 @@ fn windows_of_several_mini_batches_come_to_the_same() {
 fn parameters_that_are_frozen_or_thawed_are_noticed() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
     let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
     let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
     for step in 0..6 {
         let frozen = step / 2 == 1;
-        let run = |micro: &mut MicroBatcher, net: &Net| {
+        let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             net.zero_grad();
             let weight = net.store.variables()["one.weight"].shallow_clone();
             let _ = weight.set_requires_grad(!frozen);
@@ -221,10 +206,10 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
 }
 
 /// A closure that cannot be replayed: its name, and a word of the cause.
-type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&Net, Samples) -> Loss>);
+type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&NormedNet, Samples) -> Loss>);
 
 fn uncapturable() -> Vec<Uncapturable<'static>> {
-    let mean = |net: &Net, (x, y, tokens): &Samples| net.loss(x, y, tokens);
+    let mean = |net: &NormedNet, (x, y, tokens): &Samples| net.loss(x, y, tokens);
     let mut calls = 0;
     vec![
         (
@@ -299,7 +284,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
     let _alone = alone();
     for index in 0..uncapturable().len() {
         let kind = Kind::Double;
-        let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
         let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
         let (name, word, mut first) = uncapturable().swap_remove(index);
@@ -326,7 +311,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
             assert!(cause.contains(word), "{name}: {cause}");
         }
         // The device goes on: another micro-batcher replays.
-        let net = Net::plain(kind);
+        let net = NormedNet::plain(kind);
         let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
         let step = micro.backward(&batch(24, kind, 0), |(x, y, t): Samples| net.loss(&x, &y, &t));
         assert_eq!(step.expect("a step").replayed > 0, replays(), "after: {name}");
@@ -338,7 +323,7 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
     for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
-        let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
         let mut two =
             MicroBatcher::new(&replayed.store, Size::Fixed(4)).non_finite(policy).replay(true);
@@ -366,10 +351,10 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
 fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| Net::plain(kind));
+    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
     let mut one = MicroBatcher::new(&eager.store, Size::Fixed(8));
     let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(8)).replay(true);
-    let closure = |net: &Net, (x, y, tokens): Samples| {
+    let closure = |net: &NormedNet, (x, y, tokens): Samples| {
         // Only micro-batches of 5 ask for 16 TiB.
         if x.size()[0] == 5 {
             let _ = Tensor::zeros([1 << 41], (Kind::Double, x.device()));
@@ -396,7 +381,8 @@ fn an_automatic_size_backs_off_and_is_replayed() {
     let kind = Kind::Double;
     for size in [Size::Auto, Size::Largest] {
         // Without normalisation, whose numbers depend on the size.
-        let [eager, replayed] = [(); 2].map(|()| Net::new(kind, BatchNormPolicy::Frozen, 0.0));
+        let [eager, replayed] =
+            [(); 2].map(|()| NormedNet::new(kind, BatchNormPolicy::Frozen, 0.0));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
         let mut two = MicroBatcher::new(&replayed.store, size).replay(true);
         let (mut retries, mut count) = (0, 0);
@@ -424,7 +410,7 @@ fn an_automatic_size_backs_off_and_is_replayed() {
 fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     let _alone = alone();
     let device = test_device();
-    let net = Net::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
+    let net = NormedNet::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
     let mut micro = MicroBatcher::new(&net.store, Size::Fixed(4)).replay(true);
     let (mut early, steps) = (None, if replays() { 1000 } else { 20 });
     for step in 0..steps {
@@ -445,7 +431,7 @@ fn stepped(
     method: impl Fn(f64) -> brimful::optim::Method,
     replay: bool,
 ) -> (Vec<Tensor>, usize) {
-    let Net { store, .. } = Net::plain(kind);
+    let NormedNet { store, .. } = NormedNet::plain(kind);
     let mut optimizer = brimful::optim::Optimizer::new(&store, method(0.1)).expect("an optimizer");
     optimizer.group("biases", |name| name.ends_with("bias"), method(0.05)).expect("a group");
     let mut optimizer = optimizer.replay(replay);

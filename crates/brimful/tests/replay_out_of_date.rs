@@ -4,44 +4,30 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
 //! must come to the same.
 
-mod test_device;
+mod support;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::pipeline::StageDevice;
 use brimful::{Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
+use support::{alone, numbers_there, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
-
-/// One test at a time: all threads draw from one generator.
-fn alone() -> MutexGuard<'static, ()> {
-    static DRAWING: Mutex<()> = Mutex::new(());
-    DRAWING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Numbers between -1 and 1 that look random.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape).to_device(test_device())
-}
 
 fn replays() -> bool {
     test_device().is_cuda()
 }
 
 /// Two layers whose numbers are the same each time.
-struct Net {
+struct TwoLayers {
     store: nn::VarStore,
     one: nn::Linear,
     two: nn::Linear,
 }
 
-impl Net {
+impl TwoLayers {
     fn new(kind: Kind) -> Self {
         let mut store = nn::VarStore::new(test_device());
         let (one, two) = layers(&store.root());
@@ -75,7 +61,7 @@ fn layers(root: &nn::Path) -> (nn::Linear, nn::Linear) {
 fn fill(store: &nn::VarStore) {
     for (name, mut variable) in store.variables() {
         if variable.requires_grad() {
-            tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
+            tch::no_grad(|| variable.copy_(&numbers_there(&variable.size(), name.len() as i64)));
         }
     }
 }
@@ -103,7 +89,7 @@ fn assert_alike(got: &[Tensor], expected: &[Tensor], what: &str) {
     }
 }
 
-fn micro(net: &Net, replay: bool) -> MicroBatcher {
+fn micro(net: &TwoLayers, replay: bool) -> MicroBatcher {
     MicroBatcher::new(&net.store, Size::Fixed(4)).replay(replay)
 }
 
@@ -111,12 +97,12 @@ fn micro(net: &Net, replay: bool) -> MicroBatcher {
 fn side_by_side(
     steps: i64,
     kind: Kind,
-    mut run: impl FnMut(&mut MicroBatcher, &Net, &Tensor, i64) -> usize,
+    mut run: impl FnMut(&mut MicroBatcher, &TwoLayers, &Tensor, i64) -> usize,
 ) -> (MicroBatcher, usize) {
-    let [eager, replayed] = [(); 2].map(|()| Net::new(kind));
+    let [eager, replayed] = [(); 2].map(|()| TwoLayers::new(kind));
     let (mut one, mut two, mut count) = (micro(&eager, false), micro(&replayed, true), 0);
     for step in 0..steps {
-        let x = numbers(&[24, 5], step).to_kind(kind);
+        let x = numbers_there(&[24, 5], step).to_kind(kind);
         run(&mut one, &eager, &x, step);
         count += run(&mut two, &replayed, &x, step);
         assert_alike(&replayed.gradients(), &eager.gradients(), &format!("step {step}"));
@@ -150,8 +136,8 @@ fn closures_behind_one_type_are_not_taken_for_each_other() {
 
 #[test]
 fn pointers_to_functions_are_not_taken_for_each_other() {
-    thread_local!(static NET: Cell<Option<&'static Net>> = const { Cell::new(None) });
-    fn net() -> &'static Net {
+    thread_local!(static NET: Cell<Option<&'static TwoLayers>> = const { Cell::new(None) });
+    fn net() -> &'static TwoLayers {
         NET.get().expect("a model")
     }
     fn square(x: Tensor) -> Loss {
@@ -161,10 +147,10 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
         net().sine(&x)
     }
     let _alone = alone();
-    let [eager, replayed] = [(); 2].map(|()| &*Box::leak(Box::new(Net::new(Kind::Double))));
+    let [eager, replayed] = [(); 2].map(|()| &*Box::leak(Box::new(TwoLayers::new(Kind::Double))));
     let (mut one, mut two) = (micro(eager, false), micro(replayed, true));
     for step in 0..6 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         let loss: fn(Tensor) -> Loss = if step % 2 == 0 { square } else { sine };
         for (micro, net) in [(&mut one, eager), (&mut two, replayed)] {
             NET.set(Some(net));
@@ -176,7 +162,7 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
     // Two functions that are given as themselves are two types, and are replayed.
     let mut count = 0;
     for step in 0..6 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         for (micro, net) in [(&mut one, eager), (&mut two, replayed)] {
             NET.set(Some(net));
             let step =
@@ -206,11 +192,11 @@ fn outputs((one, two): &Layers, x: &Tensor) -> Tensor {
 #[test]
 fn replicas_that_alternate_two_losses_replay_each_as_itself() {
     let _alone = alone();
-    let net = Net::new(Kind::Double);
+    let net = TwoLayers::new(Kind::Double);
     let (mut one, mut replicas) = (micro(&net, false), replicated().replay(true));
     let mut count = 0;
     for step in 0..6 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         let done = if step % 2 == 0 {
             one.backward(&x, |x| net.square(&x)).expect("a step");
             replicas.backward(&x, |model, x: Tensor| {
@@ -234,7 +220,7 @@ fn replicas_that_draw_on_the_host_are_not_replayed() {
     let _alone = alone();
     let mut replicas = replicated().replay(true);
     for step in 0..4 {
-        let done = replicas.backward(&numbers(&[24, 5], step), |model, x: Tensor| {
+        let done = replicas.backward(&numbers_there(&[24, 5], step), |model, x: Tensor| {
             let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
             Loss::mean(outputs(model, &x).square().mean(Kind::Double)) * (1.0 + drawn)
         });
@@ -276,13 +262,13 @@ fn a_factor_that_grows_a_little_at_every_step_is_followed() {
 fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| Net::new(kind));
+    let [eager, replayed] = [(); 2].map(|()| TwoLayers::new(kind));
     let (mut one, mut two) = (micro(&eager, false), micro(&replayed, true));
     let (mut wrong, mut replayed_after) = (Vec::new(), 0);
     for step in 0..700_i64 {
-        let x = numbers(&[8, 5], step % 5);
+        let x = numbers_there(&[8, 5], step % 5);
         let changed = step >= 100;
-        let run = |micro: &mut MicroBatcher, net: &Net| {
+        let run = |micro: &mut MicroBatcher, net: &TwoLayers| {
             let loss = |x: Tensor| if changed { net.sine(&x) } else { net.square(&x) };
             micro.backward(&x, loss).expect("a step").replayed
         };
@@ -308,14 +294,14 @@ fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
 #[test]
 fn long_runs_are_checked_in_fewer_than_one_percent_of_their_micro_batches() {
     let _alone = alone();
-    let net = Net::new(Kind::Float);
+    let net = TwoLayers::new(Kind::Float);
     let mut micro = micro(&net, true);
     let calls = AtomicU64::new(0);
     let steps = if replays() { 2000 } else { 20 };
     let mut late = 0;
     for step in 0..steps {
         let before = calls.load(Ordering::Relaxed);
-        let x = numbers(&[8, 5], step % 7).to_kind(Kind::Float);
+        let x = numbers_there(&[8, 5], step % 7).to_kind(Kind::Float);
         let count = |x: Tensor| {
             calls.fetch_add(1, Ordering::Relaxed);
             net.square(&x)
@@ -338,12 +324,12 @@ fn effects_outside_the_store_happen_once() {
         other.set_kind(kind);
         other.freeze();
         let counter = Tensor::zeros([4], (kind, test_device()));
-        (Net::new(kind), other, norm, counter)
+        (TwoLayers::new(kind), other, norm, counter)
     });
     let mut micros = [micro(&worlds[0].0, false), micro(&worlds[1].0, true)];
     let mut count = 0;
     for step in 0..8 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         for (micro, (net, _, norm, counter)) in micros.iter_mut().zip(&worlds) {
             let run = |x: Tensor| {
                 let mut place = counter.narrow(0, 1, 2);
@@ -368,7 +354,7 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
     let _alone = alone();
     let kind = Kind::Double;
     let pairs = [(); 2].map(|()| {
-        let net = Net::new(kind);
+        let net = TwoLayers::new(kind);
         let scale = net.store.root().ones_no_train("scale", &[5]).to_kind(kind);
         let mut held = net.store.root().ones_no_train("held", &[5]);
         held.set_data(&scale);
@@ -377,12 +363,12 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
     let mut micros = [micro(&pairs[0].0, false), micro(&pairs[1].0, true)];
     let mut count = 0;
     for step in 0..12 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         for (micro, (net, held)) in micros.iter_mut().zip(&pairs) {
             if step % 4 == 3 {
                 // Other memory; what was there is used for something else.
                 held.shallow_clone().set_data(&(held.detach() * 2.0));
-                let _noise: Vec<Tensor> = (0..64).map(|i| numbers(&[5], i)).collect();
+                let _noise: Vec<Tensor> = (0..64).map(|i| numbers_there(&[5], i)).collect();
             }
             count +=
                 micro.backward(&x, |x: Tensor| net.square(&(x * held))).expect("a step").replayed;
@@ -397,12 +383,12 @@ fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
     let _alone = alone();
     // In a step that has no check, once early and once after many steps.
     for (steps, at) in [(12, 7), (120, 80)] {
-        let (mut mask, mut noise) = (numbers(&[5], 3), Vec::new());
+        let (mut mask, mut noise) = (numbers_there(&[5], 3), Vec::new());
         let mut late = 0;
         let (micro, count) = side_by_side(steps, Kind::Double, |micro, net, x, step| {
             if step == at && noise.is_empty() {
                 mask = &mask * -2.0;
-                noise.extend((0..64).map(|i| numbers(&[5], i)));
+                noise.extend((0..64).map(|i| numbers_there(&[5], i)));
             }
             let count = micro.backward(x, |x: Tensor| net.square(&(x * &mask))).expect("a step");
             late += if step > at { count.replayed } else { 0 };
@@ -417,13 +403,14 @@ fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
 fn a_backward_that_reaches_another_store_is_not_captured() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [one, two] = [(); 2].map(|()| (Net::new(kind), Net::new(kind)));
+    let [one, two] = [(); 2].map(|()| (TwoLayers::new(kind), TwoLayers::new(kind)));
     let mut micros = [micro(&one.0, false), micro(&two.0, true)];
     for step in 0..5 {
-        let x = numbers(&[24, 5], step);
+        let x = numbers_there(&[24, 5], step);
         for (micro, (net, critic)) in micros.iter_mut().zip([&one, &two]) {
             let run = |x: Tensor| {
-                let seen = critic.one.forward(&(net.outputs(&x).matmul(&numbers(&[3, 5], 1))));
+                let seen =
+                    critic.one.forward(&(net.outputs(&x).matmul(&numbers_there(&[3, 5], 1))));
                 Loss::mean(seen.square().mean(kind))
             };
             micro.backward(&x, run).expect("a step");
@@ -495,17 +482,17 @@ fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
     use brimful::optim::{Optimizer, Sgd};
     let _alone = alone();
     let file = tempfile::NamedTempFile::new().expect("a file");
-    let saved = Net::new(Kind::Double);
+    let saved = TwoLayers::new(Kind::Double);
     let decaying = Sgd::new(0.1).weight_decay(0.5);
     let optimizer = Optimizer::new(&saved.store, decaying).expect("an optimizer");
     optimizer.save(file.path()).expect("saved");
     let weights = [false, true].map(|replay| {
-        let net = Net::new(Kind::Double);
+        let net = TwoLayers::new(Kind::Double);
         let optimizer = Optimizer::new(&net.store, Sgd::new(0.1)).expect("an optimizer");
         let mut optimizer = optimizer.replay(replay);
         let kept: Vec<_> = net.store.trainable_variables();
         for mut variable in kept {
-            let gradient = numbers(&variable.size(), 9);
+            let gradient = numbers_there(&variable.size(), 9);
             set_gradient(&mut variable, Some(&gradient)).expect("a gradient");
         }
         for step in 0..12 {
@@ -560,10 +547,10 @@ fn threads_that_draw_on_the_host_are_left_alone() {
         drawn.dedup();
         (count, drawn.len())
     });
-    let net = Net::new(Kind::Double);
+    let net = TwoLayers::new(Kind::Double);
     let mut micro = micro(&net, true);
     for step in 0..40 {
-        micro.backward(&numbers(&[24, 5], step), |x| net.square(&x)).expect("a step");
+        micro.backward(&numbers_there(&[24, 5], step), |x| net.square(&x)).expect("a step");
         net.gradients();
     }
     over.store(true, Ordering::Relaxed);

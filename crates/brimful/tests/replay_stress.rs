@@ -3,23 +3,23 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly, and
 //! a short run will do.
 
-mod test_device;
+mod support;
 
 use brimful::optim::{Optimizer, Sgd};
 use brimful::{Error, Loss, MicroBatcher, Size};
+use support::test_device;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 /// What a capture may differ by from an eager run, in doubles.
 const TOLERANCE: f64 = 1e-9;
 
-struct Net {
+struct HungryNet {
     one: nn::Linear,
     two: nn::Linear,
 }
 
-impl Net {
+impl HungryNet {
     fn outputs(&self, x: &Tensor) -> Tensor {
         // A micro-batch of one sample asks for 16 TiB.
         if x.size()[0] == 1 {
@@ -32,7 +32,7 @@ impl Net {
 /// A model and what trains it.
 struct Side {
     store: nn::VarStore,
-    net: Net,
+    net: HungryNet,
     optimizer: Optimizer,
     micro: MicroBatcher,
 }
@@ -45,7 +45,7 @@ impl Side {
         store.set_kind(Kind::Double);
         let optimizer = Optimizer::new(&store, Sgd::new(0.01).momentum(0.5)).expect("an optimizer");
         let micro = MicroBatcher::new(&store, Size::Fixed(4)).replay(replay);
-        Self { store, net: Net { one, two }, optimizer, micro }
+        Self { store, net: HungryNet { one, two }, optimizer, micro }
     }
 
     /// A step with the first or the second loss.

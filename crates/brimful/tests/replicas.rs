@@ -2,29 +2,23 @@
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
-mod full_batch;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod support;
 
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
 use brimful::replicas::ReplicasError;
 use brimful::{Draws, Error, Loss, Replicas, Size};
-use full_batch::{
-    Batch, CASES, CLASSES, Case, MEAN, Net, OVER_TOKENS, SEVERAL_TERMS, TOLERANCE,
-    assert_gradients, batch, clear, distance, losses, numbers, plain, test_device,
+use support::full_batch::{
+    Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
+    batch, clear, distance, losses, plain,
 };
+use support::{TOLERANCE, alone, numbers_there, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn net(root: &nn::Path) -> Net {
-    Net::after(nn::seq_t(), root)
+fn net(root: &nn::Path) -> Classifier {
+    Classifier::after(nn::seq_t(), root)
 }
 
 fn cpus(replicas: usize) -> Vec<StageDevice> {
@@ -38,7 +32,7 @@ fn devices(replicas: usize) -> Vec<StageDevice> {
     devices
 }
 
-fn replicated(replicas: usize, size: Size) -> Replicas<Net> {
+fn replicated(replicas: usize, size: Size) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let mut replicas = Replicas::new(devices(replicas), size, net).expect("replicas");
     replicas.store_mut().double();
@@ -65,7 +59,7 @@ fn gradients_and_loss_are_the_full_batchs() {
                     let expected = full(&model, &batch);
                     expected.backward();
                     let micro = *micro;
-                    let loss = move |net: &Net, batch: Batch| micro(net, &batch);
+                    let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
                     let step = replicas.backward(&batch, loss).expect(&what);
                     let off = (step.loss - expected.double_value(&[])).abs();
                     assert!(off < TOLERANCE, "{what}: the loss is {off} off");
@@ -107,14 +101,14 @@ fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
     assert!(distance(&mapped, &expected) < TOLERANCE);
     for Case { name, full, micro } in &CASES {
         let micro = *micro;
-        let loss = move |net: &Net, batch: Batch| micro(net, &batch);
+        let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
         let step = replicas.evaluate(&batch, loss).expect(name);
         let off = (step.loss - full(&model, &batch).double_value(&[])).abs();
         assert!(off < TOLERANCE, "{name}: {off}");
     }
 }
 
-fn parameters_of_all(replicas: &mut Replicas<Net>) -> Tensor {
+fn parameters_of_all(replicas: &mut Replicas<Classifier>) -> Tensor {
     let samples = replicas.len() as i64;
     let ones = Tensor::ones([samples, 6], (Kind::Double, Device::Cpu));
     let all = replicas.map(&ones, |net, x| {
@@ -173,7 +167,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     let ((store, model), mut replicas) = (plain(net), replicated(3, Size::Fixed(2)));
     let (x, y, _) = batch(12);
     let flags = Tensor::arange(12, (Kind::Double, Device::Cpu)).ge(6.0);
-    let loss = |net: &Net, (x, y, flags): (Tensor, Tensor, Tensor)| {
+    let loss = |net: &Classifier, (x, y, flags): (Tensor, Tensor, Tensor)| {
         let logits = net.layers.forward_t(&x, false);
         let reaches = flags.any().int64_value(&[]) != 0;
         let logits = if reaches { logits * &net.scale } else { logits };
@@ -309,7 +303,7 @@ fn deferred_statistics_are_those_of_all_samples() {
         replicas.store_mut().double();
         replicas.store_mut().copy(&store).expect("the same model");
         for samples in [40, 23] {
-            let x = numbers(&[samples, 6], samples);
+            let x = numbers_there(&[samples, 6], samples);
             let _whole = model.forward_t(&x, true);
             let step = replicas.backward(&x, |net, x| {
                 Loss::mean(net.forward_t(&x, true).square().mean(Kind::Double))
@@ -352,7 +346,7 @@ fn bad_replicas_are_refused_with_what_would_help() {
     assert_eq!(empty, Error::EmptyBatch);
     let differ = replicas.backward(&batch(4), |net, (x, ..)| {
         let mean = net.logits(&x).mean(Kind::Double);
-        let first = x.double_value(&[0, 0]) == numbers(&[4, 6], 100).double_value(&[0, 0]);
+        let first = x.double_value(&[0, 0]) == numbers_there(&[4, 6], 100).double_value(&[0, 0]);
         if first { Loss::mean(mean) } else { Loss::sum(mean) }
     });
     let differ = differ.expect_err("other terms").to_string();

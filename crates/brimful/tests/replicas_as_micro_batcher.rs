@@ -3,11 +3,11 @@
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
-mod full_batch;
+mod support;
 
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful::memory::Arena;
 use brimful::micro::Layout;
@@ -15,20 +15,16 @@ use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
 use brimful::pipeline::StageDevice;
 use brimful::{Error, Loss, Replicas, Size, auto::Why};
-use full_batch::{
-    Batch, CASES, Case, MEAN, Net, OVER_TOKENS, TOLERANCE, assert_gradients, batch, clear,
-    distance, plain, test_device,
+use support::full_batch::{
+    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, batch, clear, distance,
+    plain,
 };
+use support::{TOLERANCE, alone, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn net(root: &nn::Path) -> Net {
-    Net::after(nn::seq_t(), root)
+fn net(root: &nn::Path) -> Classifier {
+    Classifier::after(nn::seq_t(), root)
 }
 
 /// The device that is tested, and a CPU beside it.
@@ -36,7 +32,7 @@ fn devices() -> [StageDevice; 2] {
     [test_device(), Device::Cpu].map(|device| StageDevice::from(device).threads(1))
 }
 
-fn replicated(size: Size) -> Replicas<Net> {
+fn replicated(size: Size) -> Replicas<Classifier> {
     tch::manual_seed(1);
     let mut replicas = Replicas::new(devices(), size, net).expect("replicas");
     replicas.store_mut().double();
@@ -88,9 +84,9 @@ fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
     let ((store, model), mut replicas) = (plain(net), replicated(Size::Fixed(2)));
     let whole = batch(9);
     (OVER_TOKENS.full)(&model, &whole).backward();
-    let run = |net: &Net, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
+    let run = |net: &Classifier, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
     replicas.accumulate(&rows(&whole, 0, 5), run).expect("a part");
-    let failing = |net: &Net, batch: Batch| match batch.0.size()[0] {
+    let failing = |net: &Classifier, batch: Batch| match batch.0.size()[0] {
         1 => Err("no more"),
         _ => Ok((OVER_TOKENS.micro)(net, &batch)),
     };
@@ -103,7 +99,7 @@ fn a_mini_batch_of_a_window_that_fails_leaves_those_before() {
 }
 
 /// Each sample against all others, and a temperature that the loss alone has.
-fn contrastive(net: &Net, z: &Tensor) -> Tensor {
+fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
     let similar = z.matmul(&z.tr()) * net.scale.select(0, 1);
     similar.logsumexp([1_i64].as_slice(), false).mean(Kind::Double)
 }
@@ -122,7 +118,7 @@ fn a_loss_on_the_outputs_of_all_samples() {
             let outputs = model.layers.forward_t(&x, true);
             let expected = contrastive(&model, &outputs);
             expected.backward();
-            let forward = |net: &Net, x: Tensor| net.layers.forward_t(&x, true);
+            let forward = |net: &Classifier, x: Tensor| net.layers.forward_t(&x, true);
             let step = replicas.backward_whole(&x, forward, contrastive).expect(&what);
             let off = (step.loss - expected.double_value(&[])).abs();
             assert!(off < TOLERANCE, "{what}: the loss is {off} off");
@@ -189,7 +185,7 @@ fn what_fails_in_any_pass_leaves_nothing() {
             assert!(calls.fetch_add(1, Ordering::SeqCst) != failing, "number {failing}");
         };
         let ended = panic::catch_unwind(AssertUnwindSafe(|| {
-            let forward = move |net: &Net, x: Tensor| {
+            let forward = move |net: &Classifier, x: Tensor| {
                 now(&counted);
                 net.layers.forward_t(&x, true)
             };
@@ -203,7 +199,7 @@ fn what_fails_in_any_pass_leaves_nothing() {
         assert!(words.contains(&format!("number {failing}")), "{words}");
         assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
     }
-    let forward = |net: &Net, x: Tensor| net.layers.forward_t(&x, true);
+    let forward = |net: &Classifier, x: Tensor| net.layers.forward_t(&x, true);
     replicas.backward_whole(&x, forward, contrastive).expect("the next");
 }
 

@@ -2,18 +2,19 @@
 //!
 //! One test at a time: all threads draw from one generator.
 
-mod fixture;
+mod support;
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use brimful::NonFinite;
 use brimful::memory::Arena;
 use brimful::pipeline::StageDevice;
 use brimful::{Error, Loss, Replicas, Size};
-use fixture::{alone, assert_same, dropout_layers, state_of};
+use support::state::{dropout_layers, state_of};
+use support::{alone, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -207,23 +208,6 @@ fn what_is_not_finite_on_one_replica_is_refused_on_all() {
         let error = error.expect_err("not finite").to_string();
         assert!(error.contains("micro-batch 3"), "{error}");
         assert_same("not finite", &before, &state_of(replicas.store()));
-    }
-}
-
-/// Threads of this process that belong to replicas.
-fn threads() -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
-    let names =
-        tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names.filter(|name| name.starts_with("brimful ")).count()
-}
-
-/// Waits until there are so many: a thread that was joined is listed for a moment longer.
-fn assert_threads(expected: usize) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while threads() != expected {
-        assert!(Instant::now() < deadline, "{} threads, not {expected}", threads());
-        thread::sleep(Duration::from_millis(1));
     }
 }
 

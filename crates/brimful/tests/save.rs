@@ -1,6 +1,6 @@
 //! Tensors come back from a file as they went in, or the file is refused.
 
-mod test_device;
+mod support;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use std::process::Command;
 
 use brimful::Error;
 use brimful::save::{self, Metadata};
+use support::test_device;
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 /// A folder of the test's own, removed at its end.
 struct Folder(PathBuf);

@@ -2,24 +2,17 @@
 //!
 //! One test at a time: the models' first parameters come from one generator.
 
-mod test_device;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod support;
 
 use brimful::pipeline::StageDevice;
 use brimful::{Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
+use support::{alone, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 const WORDS: i64 = 7;
 const WIDTH: i64 = 3;
-
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn table(root: &nn::Path) -> nn::Embedding {
     let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };

@@ -3,27 +3,19 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. On a CPU nothing is ever queued, and all must come to the
 //! same.
 
-mod test_device;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod support;
 
 use brimful::pipeline::StageDevice;
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
 use brimful_torch::stream::Stream;
+use support::{alone, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 const SAMPLES: i64 = 12;
 const WIDTH: i64 = 8;
-
-/// One test at a time: the device's memory is one, and so is the default generator.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn numbers(seed: i64) -> Tensor {
     let index = Tensor::arange(SAMPLES * WIDTH, (Kind::Double, Device::Cpu)) + seed as f64;

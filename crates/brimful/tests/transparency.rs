@@ -2,34 +2,28 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, `BRIMFUL_TEST_REPLAY=1` with replay.
 
-mod micro_batcher;
-mod test_device;
+mod support;
 
 use brimful::{Loss, Shared, Size};
 use brimful_torch::autograd::set_gradient;
-use micro_batcher::micro_batcher;
+use support::full_batch::gradients;
+use support::{
+    Named, assert_close, assert_same, assert_within, micro_batcher, numbers, test_device,
+};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
-use test_device::test_device;
 
 const SIZES: [usize; 6] = [1, 2, 7, 16, 65, 1000];
 const SAMPLES: [i64; 4] = [1, 5, 64, 65];
 const CLASSES: i64 = 4;
 
 /// A network with a parameter that nothing uses and one that already has a gradient.
-struct Net {
+struct PlainNet {
     store: nn::VarStore,
     layers: nn::Sequential,
 }
 
-/// Numbers between -1 and 1 that look random, but are the same on every thread and device.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape)
-}
-
-fn net(kind: Kind) -> Net {
+fn net(kind: Kind) -> PlainNet {
     let mut store = nn::VarStore::new(test_device());
     let root = store.root();
     let layers = nn::seq()
@@ -44,7 +38,7 @@ fn net(kind: Kind) -> Net {
     let mut touched = store.variables()["one.weight"].shallow_clone();
     let earlier = Tensor::full_like(&touched, 0.25);
     set_gradient(&mut touched, Some(&earlier)).expect("a gradient");
-    Net { store, layers }
+    PlainNet { store, layers }
 }
 
 /// Inputs, classes, and a weight for each sample, all in host memory.
@@ -76,7 +70,7 @@ fn weighted(logits: &Tensor, y: &Tensor) -> (Tensor, Tensor) {
     (loss, weights.index_select(0, y).sum(logits.kind()))
 }
 
-fn penalty(net: &Net) -> Tensor {
+fn penalty(net: &PlainNet) -> Tensor {
     let weight = &net.store.variables()["two.weight"];
     weight.square().sum(weight.kind()) * 0.01
 }
@@ -84,8 +78,8 @@ fn penalty(net: &Net) -> Tensor {
 /// A loss of the full batch, and the same as a sum over micro-batches.
 struct Case {
     name: &'static str,
-    full: fn(&Net, &Tensor, &Tensor, &Tensor) -> Tensor,
-    micro: fn(&Net, &Tensor, &Tensor, &Tensor) -> Loss,
+    full: fn(&PlainNet, &Tensor, &Tensor, &Tensor) -> Tensor,
+    micro: fn(&PlainNet, &Tensor, &Tensor, &Tensor) -> Loss,
 }
 
 const CASES: [Case; 7] = [
@@ -154,33 +148,13 @@ const CASES: [Case; 7] = [
     },
 ];
 
-/// What a step leaves behind: the loss and every gradient by name.
-type Left = (f64, Vec<(String, Option<Tensor>)>);
-
-fn left(net: &Net, loss: f64) -> Left {
-    let mut variables: Vec<_> = net.store.variables().into_iter().collect();
-    variables.sort_by(|a, b| a.0.cmp(&b.0));
-    let gradients = variables.into_iter().map(|(name, variable)| {
-        let gradient = variable.grad();
-        (name, gradient.defined().then_some(gradient))
-    });
-    (loss, gradients.collect())
+/// What a step leaves: its loss, and the gradients that are there, by name.
+fn left(net: &PlainNet, loss: f64) -> Named {
+    let gradients = gradients(&net.store).into_iter().map(|(name, g)| (name, g.copy()));
+    [("the loss".into(), Tensor::from(loss))].into_iter().chain(gradients).collect()
 }
 
-fn assert_close(what: &str, expected: &Left, got: &Left, tolerance: f64) {
-    let near = |a: f64, b: f64| (a - b).abs() <= tolerance * a.abs().max(1.0);
-    assert!(near(expected.0, got.0), "{what}: loss {} and {}", expected.0, got.0);
-    for ((name, expected), (_, got)) in expected.1.iter().zip(&got.1) {
-        assert_eq!(expected.is_some(), got.is_some(), "{what}: {name}");
-        if let (Some(expected), Some(got)) = (expected, got) {
-            let scale = expected.abs().max().double_value(&[]).max(1e-3);
-            let error = (expected - got).abs().max().double_value(&[]) / scale;
-            assert!(error <= tolerance, "{what}: {name} is off by {error:e}");
-        }
-    }
-}
-
-fn full(case: &Case, samples: i64, kind: Kind) -> Left {
+fn full(case: &Case, samples: i64, kind: Kind) -> Named {
     let net = net(kind);
     let (x, y, tokens) = batch(samples, kind);
     let there = |t: Tensor| t.to_device(test_device());
@@ -189,7 +163,7 @@ fn full(case: &Case, samples: i64, kind: Kind) -> Left {
     left(&net, loss.double_value(&[]))
 }
 
-fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Left {
+fn split(case: &Case, samples: i64, kind: Kind, size: Size) -> Named {
     let net = net(kind);
     let mut micro = micro_batcher(&net.store, size);
     let step = micro
@@ -209,10 +183,10 @@ fn check_all(kind: Kind, tolerance: f64) {
             for size in SIZES.into_iter().chain([whole]) {
                 let what = format!("{} of {samples} by {size}", case.name);
                 let got = split(case, samples, kind, Size::Fixed(size));
-                assert_close(&what, &expected, &got, tolerance);
+                assert_within(&got, &expected, tolerance, &what);
             }
             let got = split(case, samples, kind, Size::Count(3));
-            assert_close(&format!("{} of {samples} in 3", case.name), &expected, &got, tolerance);
+            assert_within(&got, &expected, tolerance, &format!("{} of {samples} in 3", case.name));
         }
     }
 }
@@ -240,7 +214,7 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
     for samples in SAMPLES {
         let (x, ..) = batch(samples, Kind::Double);
         let (reference, x_there) = (net(Kind::Double), x.to_device(test_device()));
-        let heat = |net: &Net| net.store.variables()["unused"].get(0);
+        let heat = |net: &PlainNet| net.store.variables()["unused"].get(0);
         let loss = contrastive(&reference.layers.forward(&x_there), &heat(&reference));
         loss.backward();
         let expected = left(&reference, loss.double_value(&[]));
@@ -250,7 +224,7 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
             let step = micro
                 .backward_whole(&x, |x| net.layers.forward(&x), |z| contrastive(z, &heat(&net)))
                 .expect("a step");
-            assert_close(&format!("{samples} by {size}"), &expected, &left(&net, step.loss), 1e-10);
+            assert_close(&left(&net, step.loss), &expected, &format!("{samples} by {size}"));
             let outputs = reference.layers.forward(&x_there);
             assert!((step.outputs - outputs).abs().max().double_value(&[]) < 1e-12);
         }
@@ -272,7 +246,7 @@ fn a_window_of_unequal_mini_batches_is_one_step() {
         }
         let step = micro.commit().expect(case.name);
         assert_eq!(step.samples, 65);
-        assert_close(case.name, &expected, &left(&net, step.loss), 1e-10);
+        assert_close(&left(&net, step.loss), &expected, case.name);
     }
 }
 
@@ -299,7 +273,7 @@ fn a_factor_may_change_from_micro_batch_to_micro_batch() {
         });
         left(&net, step.expect("a step").loss)
     };
-    assert_close("factors", &run(Size::Fixed(12)), &run(Size::Fixed(4)), 1e-12);
+    assert_within(&run(Size::Fixed(4)), &run(Size::Fixed(12)), 1e-12, "factors");
 }
 
 #[test]
@@ -333,8 +307,8 @@ fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
         let step = micro
             .evaluate(&batch(65, Kind::Double), |(x, y, t)| (case.micro)(&net, &x, &y, &t))
             .expect(case.name);
-        assert!((step.loss - expected.0).abs() < 1e-10, "{}", case.name);
-        assert_close(case.name, &before, &left(&net, 0.0), 0.0);
+        assert!((step.loss - expected[0].1.double_value(&[])).abs() < 1e-10, "{}", case.name);
+        assert_same(case.name, &before, &left(&net, 0.0));
     }
     let net = net(Kind::Double);
     let (x, ..) = batch(65, Kind::Double);
@@ -357,7 +331,7 @@ fn shared_values_reach_every_micro_batch_on_the_device() {
         Loss::mean_over(loss, weights.index_select(0, &y).sum(Kind::Double))
     });
     let expected = full(&CASES[4], 65, Kind::Double);
-    assert!((step.expect("a step").loss - expected.0).abs() < 1e-10);
+    assert!((step.expect("a step").loss - expected[0].1.double_value(&[])).abs() < 1e-10);
 }
 
 /// 65,536 is more than f16 can hold, but the gradient has no number of that size.

@@ -2,14 +2,13 @@
 
 #![cfg(feature = "mpi")]
 
-mod ranks;
-mod test_device;
+mod support;
 
 use brimful::World;
 use brimful::world::WorldError;
-use ranks::in_ranks;
+use support::ranks::in_ranks;
+use support::test_device;
 use tch::{Device, Kind, Tensor};
-use test_device::test_device;
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 

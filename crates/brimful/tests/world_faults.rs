@@ -3,8 +3,7 @@
 
 #![cfg(feature = "mpi")]
 
-mod pipeline_models;
-mod ranks;
+mod support;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,8 +19,9 @@ use brimful::pipeline::{PipelineOptimizer, StageDevice};
 use brimful::world::WorldError;
 use brimful::{Error, Layers, Loss, Pipeline, World, save};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
-use pipeline_models::{GPT, assert_close};
-use ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
+use support::assert_close;
+use support::pipeline_cases::GPT;
+use support::ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
 use tch::{Device, Kind, Tensor, nn};
 
 /// How long a rank may be silent in these tests, and how long the others may take to end then.

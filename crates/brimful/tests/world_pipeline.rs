@@ -3,8 +3,7 @@
 
 #![cfg(feature = "mpi")]
 
-mod pipeline_models;
-mod ranks;
+mod support;
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,8 +15,9 @@ use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use brimful_torch::autograd::set_gradient;
-use pipeline_models::{CASES, Case, GPT, MLP, Plain, U_NET, assert_close, eval, test_device};
-use ranks::in_ranks;
+use support::pipeline_cases::{CASES, Case, GPT, MLP, Plain, U_NET, eval};
+use support::ranks::in_ranks;
+use support::{assert_close, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 

@@ -3,8 +3,6 @@
 //! The test program starts itself again under `mpirun`, as that one test; in there, the body runs as
 //! a rank. A test that hangs is ended, and says so.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-
 use std::env;
 use std::io::Read;
 use std::process::{Child, Command, Output, Stdio};

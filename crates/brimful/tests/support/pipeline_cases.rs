@@ -1,13 +1,7 @@
 //! Tiny models for the pipeline's tests, each with a batch and a loss, and the plain model beside.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-
-#[path = "../test_device/mod.rs"]
-mod test_device;
-
 use std::cell::Cell;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
@@ -16,15 +10,10 @@ use brimful::pipeline::{Builder, StageDevice};
 use brimful::{Batch, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
 use tch::nn::{self, Path, VarStore};
 use tch::{Device, Kind, Tensor};
-pub use test_device::test_device;
+
+use super::{Named, test_device};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
-
-/// The default generator is one for the process, so that tests that draw from it take turns.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A model, data for it, and whether the cut into micro-batches shows in its results.
 pub struct Case {
@@ -236,7 +225,7 @@ impl Plain {
         Self::with(layers, pipe.variables().expect("variables"))
     }
 
-    pub fn with(layers: &Layers, values: Vec<(String, Tensor)>) -> Self {
+    pub fn with(layers: &Layers, values: Named) -> Self {
         let mut store = VarStore::new(test_device());
         let model = layers.build(&store.root()).expect("built");
         store.set_kind(Kind::Double);
@@ -289,26 +278,14 @@ impl Plain {
         step.expect("a plain step").loss
     }
 
-    pub fn values(&self) -> Vec<(String, Tensor)> {
+    pub fn values(&self) -> Named {
         let mut all: Vec<_> = self.store.variables().into_iter().collect();
         all.sort_by(|(a, _), (b, _)| a.cmp(b));
         all
     }
 
-    pub fn gradients(&self) -> Vec<(String, Tensor)> {
+    pub fn gradients(&self) -> Named {
         let all = self.values().into_iter().map(|(name, value)| (name, value.grad()));
         all.filter(|(_, gradient)| gradient.defined()).collect()
-    }
-}
-
-/// The same names, and values that differ by at most 1e-10 of their size.
-pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) {
-    let names = |list: &[(String, Tensor)]| list.iter().map(|(n, _)| n.clone()).collect::<Vec<_>>();
-    assert_eq!(names(a), names(b), "{what}");
-    for ((name, a), (_, b)) in a.iter().zip(b) {
-        let (a, b) = (a.to_device(Device::Cpu), b.to_device(Device::Cpu));
-        let scale = b.abs().max().double_value(&[]).max(1e-3);
-        let error = (a - b).abs().max().double_value(&[]) / scale;
-        assert!(error < 1e-10, "{what}: {name} is off by {error:e}");
     }
 }

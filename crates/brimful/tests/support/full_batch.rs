@@ -1,43 +1,33 @@
 //! What tests of several devices and ranks compare with: a small model, its samples, the full batch's
 //! loss and gradients.
 
-#[path = "../test_device/mod.rs"]
-mod test_device;
-
 use brimful::Loss;
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
-pub use test_device::test_device;
+
+use super::{Named, assert_close, numbers_there, test_device};
 
 pub const CLASSES: i64 = 4;
-pub const TOLERANCE: f64 = 1e-10;
-
-/// Numbers between -1 and 1 that look random, on the device that is tested.
-pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let count = shape.iter().product::<i64>();
-    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
-    (index.square() * 12.9898).sin().view(shape).to_device(test_device())
-}
 
 pub type Batch = (Tensor, Tensor, Tensor);
 
 /// Inputs, classes, and a weight for each sample.
 pub fn batch(samples: i64) -> Batch {
-    let x = numbers(&[samples, 6], 100);
-    let y = (numbers(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
-    let tokens = (numbers(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
+    let x = numbers_there(&[samples, 6], 100);
+    let y = (numbers_there(&[samples], 200) * 1e4).remainder(CLASSES as f64).to_kind(Kind::Int64);
+    let tokens = (numbers_there(&[samples], 300) * 1e4).remainder(8.0).floor() + 1.0;
     (x, y, tokens)
 }
 
 /// A network, and a parameter of it that a penalty is for.
 #[derive(Debug)]
-pub struct Net {
+pub struct Classifier {
     pub layers: nn::SequentialT,
     pub scale: Tensor,
 }
 
-impl Net {
+impl Classifier {
     /// Two linear layers after these, and a parameter that is never used.
     pub fn after(first: nn::SequentialT, root: &nn::Path) -> Self {
         let layers = first
@@ -55,7 +45,7 @@ impl Net {
 }
 
 /// The plain model, in f64 on the device that is tested.
-pub fn plain(net: impl FnOnce(&nn::Path) -> Net) -> (nn::VarStore, Net) {
+pub fn plain(net: impl FnOnce(&nn::Path) -> Classifier) -> (nn::VarStore, Classifier) {
     tch::manual_seed(1);
     let mut store = nn::VarStore::new(test_device());
     let net = net(&store.root());
@@ -67,19 +57,19 @@ pub fn losses(logits: &Tensor, y: &Tensor) -> Tensor {
     logits.cross_entropy_loss::<Tensor>(y, None, Reduction::None, -100, 0.0)
 }
 
-pub fn over_tokens(net: &Net, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
+pub fn over_tokens(net: &Classifier, (x, y, tokens): &Batch) -> (Tensor, Tensor) {
     ((losses(&net.logits(x), y) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
 }
 
-pub fn penalty(net: &Net) -> Tensor {
+pub fn penalty(net: &Classifier) -> Tensor {
     net.scale.square().sum(Kind::Double) * 0.01
 }
 
 /// A loss of the full batch, and the same as a sum over micro-batches.
 pub struct Case {
     pub name: &'static str,
-    pub full: fn(&Net, &Batch) -> Tensor,
-    pub micro: fn(&Net, &Batch) -> Loss,
+    pub full: fn(&Classifier, &Batch) -> Tensor,
+    pub micro: fn(&Classifier, &Batch) -> Loss,
 }
 
 pub const MEAN: Case = Case {
@@ -142,7 +132,7 @@ pub const SEVERAL_WITH_A_SUM: Case = Case {
 
 pub const CASES: [Case; 6] = [MEAN, SUM, OVER_TOKENS, RATIO, SEVERAL_TERMS, SEVERAL_WITH_A_SUM];
 
-fn full_over_tokens(net: &Net, batch: &Batch) -> Tensor {
+fn full_over_tokens(net: &Classifier, batch: &Batch) -> Tensor {
     let (sum, count) = over_tokens(net, batch);
     sum / count
 }
@@ -157,15 +147,15 @@ pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     (a - b).abs().max().double_value(&[])
 }
 
+/// The gradients that are there, by name.
+pub fn gradients(store: &nn::VarStore) -> Named {
+    let all = store.variables().into_iter().map(|(name, variable)| (name, variable.grad()));
+    let mut all: Named = all.filter(|(_, gradient)| gradient.defined()).collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
+}
+
 #[track_caller]
 pub fn assert_gradients(what: &str, plain: &nn::VarStore, store: &nn::VarStore) {
-    let others = store.variables();
-    for (name, variable) in plain.variables() {
-        let (expected, got) = (variable.grad(), others[&name].grad());
-        assert_eq!(expected.defined(), got.defined(), "{what}: {name}");
-        if expected.defined() {
-            let off = distance(&expected, &got);
-            assert!(off < TOLERANCE, "{what}: {name} is {off} off");
-        }
-    }
+    assert_close(&gradients(store), &gradients(plain), what);
 }

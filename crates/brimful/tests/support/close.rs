@@ -1,0 +1,48 @@
+//! When tensors are the same, and when they are close enough.
+
+use tch::{Device, Kind, Tensor};
+
+/// Tensors with their names, in order.
+pub type Named = Vec<(String, Tensor)>;
+
+/// What doubles may differ by after sums in another order, relative to the largest of them.
+pub const TOLERANCE: f64 = 1e-10;
+
+/// What is smaller than this counts as if it were as large: gradients that should be 0 are rounding.
+const SMALL: f64 = 1e-3;
+
+/// The same names, and values that differ by at most [`TOLERANCE`] of their size.
+#[track_caller]
+pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) {
+    assert_within(a, b, TOLERANCE, what);
+}
+
+/// The same names, and values that differ by at most this part of their size.
+#[track_caller]
+pub fn assert_within(a: &[(String, Tensor)], b: &[(String, Tensor)], part: f64, what: &str) {
+    assert_eq!(names(a), names(b), "{what}");
+    for ((name, a), (_, b)) in a.iter().zip(b) {
+        assert_eq!(a.size(), b.size(), "{what}: {name}");
+        if a.numel() > 0 {
+            let there = |t: &Tensor| t.detach().to_device(Device::Cpu).to_kind(Kind::Double);
+            let (a, b) = (there(a), there(b));
+            let scale = b.abs().max().double_value(&[]).max(SMALL);
+            let error = (a - b).abs().max().double_value(&[]) / scale;
+            // Not the other way round: a NaN is close to nothing.
+            assert!(error <= part, "{what}: {name} is off by {error:e}");
+        }
+    }
+}
+
+/// The same names, and the same values to the last bit.
+#[track_caller]
+pub fn assert_same(what: &str, before: &[(String, Tensor)], after: &[(String, Tensor)]) {
+    assert_eq!(names(before), names(after), "{what}");
+    for ((name, before), (_, after)) in before.iter().zip(after) {
+        assert_eq!(before, after, "{what}: {name}");
+    }
+}
+
+fn names(all: &[(String, Tensor)]) -> Vec<&str> {
+    all.iter().map(|(name, _)| name.as_str()).collect()
+}

@@ -1,0 +1,76 @@
+//! What several tests need: turns, numbers, closeness, state, the log, threads, ranks, and the cases that
+//! engines are compared on.
+
+#![allow(dead_code, unused_imports, reason = "each test file uses its part")]
+
+pub mod close;
+pub mod full_batch;
+pub mod pipeline_cases;
+#[cfg(feature = "mpi")]
+pub mod ranks;
+pub mod state;
+pub mod threads;
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use brimful::{MicroBatcher, Size, device};
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+pub use close::{Named, TOLERANCE, assert_close, assert_same, assert_within};
+pub use threads::{assert_threads, threads};
+
+/// One test of a process at a time: the default generator is one for all threads, and so is a device's
+/// memory.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The device that the tests run on: the CPU, or the one that `BRIMFUL_TEST_DEVICE` asks for.
+pub fn test_device() -> Device {
+    match std::env::var("BRIMFUL_TEST_DEVICE") {
+        Ok(name) => device::find(&name).expect("the device asked for"),
+        Err(_) => Device::Cpu,
+    }
+}
+
+/// A micro-batcher as the tests are to have it: `BRIMFUL_TEST_REPLAY=1` asks for replay.
+pub fn micro_batcher(store: &VarStore, size: Size) -> MicroBatcher {
+    MicroBatcher::new(store, size).replay(std::env::var_os("BRIMFUL_TEST_REPLAY").is_some())
+}
+
+/// Numbers between -1 and 1 that look random, but are the same on every thread and device; in host
+/// memory.
+pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+/// The same on the device that is tested.
+pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
+    numbers(shape, seed).to_device(test_device())
+}
+
+/// What `f` logs on this thread, as text.
+pub fn logged(f: impl FnOnce()) -> String {
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().expect("one writer").write(bytes)
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let subscriber =
+        tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false).finish();
+    tracing::subscriber::with_default(subscriber, f);
+    let bytes = lines.0.lock().expect("no writer left").clone();
+    String::from_utf8(bytes).expect("text")
+}
