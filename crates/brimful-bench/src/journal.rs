@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use brimful::{device, libtorch};
+use brimful::{device, libtorch, memory};
 use brimful_cli::output;
 use brimful_cli::setting::words;
 use clap::Args;
@@ -138,7 +138,7 @@ fn open(folder: &PathBuf) -> Result<(PathBuf, File)> {
 
 /// What a figure depends on besides the code.
 fn environment(device: Device, facts: Value) -> Result<Value> {
-    let devices = device::all()?;
+    let devices = memory::devices()?;
     let model = |wanted| devices.iter().find(|info| info.device == wanted).map(|info| &info.model);
     let mut environment = json!({
         "program": "brimful",

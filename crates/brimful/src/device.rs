@@ -11,28 +11,10 @@
 
 use std::ops::Range;
 
-use brimful_torch::{cuda, memory as torch_memory};
+use brimful_torch::cuda;
 use tch::Device;
 
-use crate::bytes::Bytes;
-use crate::memory::{self, HostMemory};
 use crate::{Error, Result};
-
-/// A device and its memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceInfo {
-    /// What tch calls it.
-    pub device: Device,
-    /// The name that [`find`] takes: `cpu`, `cuda:0`.
-    pub name: String,
-    /// What its maker calls it.
-    pub model: String,
-    /// All of its memory.
-    pub total: Bytes,
-    /// The memory that nobody uses.
-    pub free: Bytes,
-}
 
 /// The device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
 ///
@@ -70,36 +52,12 @@ pub fn best() -> Device {
     if cuda::device_count() > 0 { Device::Cuda(0) } else { Device::Cpu }
 }
 
-/// Every device of the machine, the CPU first.
-///
-/// # Errors
-/// When a device does not answer.
-pub fn all() -> Result<Vec<DeviceInfo>> {
-    let HostMemory { total, available } = memory::host()?;
-    let model = cpu_model().unwrap_or_else(|| "CPU".into());
-    let cpu = DeviceInfo { device: Device::Cpu, name: "cpu".into(), model, total, free: available };
-    let accelerators = (0..cuda::device_count()).map(describe);
-    std::iter::once(Ok(cpu)).chain(accelerators).collect()
-}
-
 /// The name that [`find`] takes for this device.
 pub fn name(device: Device) -> String {
     match device {
         Device::Cuda(index) => format!("cuda:{index}"),
         other => format!("{other:?}").to_lowercase(),
     }
-}
-
-fn describe(index: usize) -> Result<DeviceInfo> {
-    let device = Device::Cuda(index);
-    let memory = torch_memory::device_memory(device)?;
-    Ok(DeviceInfo {
-        device,
-        name: name(device),
-        model: cuda::device_name(index)?,
-        total: Bytes(memory.total),
-        free: Bytes(memory.free),
-    })
 }
 
 fn no_device(asked: &str) -> Error {
@@ -111,10 +69,4 @@ fn no_device(asked: &str) -> Error {
         ""
     };
     Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
-}
-
-fn cpu_model() -> Option<String> {
-    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = info.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(": ")?.1.trim().to_owned())
 }

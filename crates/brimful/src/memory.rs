@@ -21,6 +21,7 @@
 //! scratch space that oneDNN and MKL take for themselves inside an operation is not in it, nor are
 //! buffers that an operation's helper threads allocate.
 
+mod devices;
 mod host;
 
 use brimful_torch::arena::{Account, ArenaGuard};
@@ -29,6 +30,7 @@ pub use brimful_torch::host::keep_freed_blocks;
 use brimful_torch::memory as torch_memory;
 use tch::Device;
 
+pub use devices::{DeviceInfo, devices};
 pub use host::{HostMemory, host};
 
 use crate::bytes::Bytes;

@@ -41,7 +41,7 @@ impl Randomness {
 /// depend neither on the schedule, the balance and the threads nor on running a layer again.
 ///
 /// A pipeline's [`Step`](crate::Step) tells its seed, and a plain model can draw the same
-/// numbers by [`Model::forward_drawing`](crate::layers::Model::forward_drawing).
+/// numbers by `Model::forward_drawing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draws {
     step: u64,

@@ -3,7 +3,7 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` chooses the GPU; then with `--test-threads=1`, because all threads
 //! share its figures.
 
-use brimful::memory::{Arena, Memory};
+use brimful::memory::{self, Arena, Memory};
 use brimful::oom::{self, Caught, OutOfMemory, Place};
 use brimful::{Bytes, Error, device};
 use tch::{Device, Kind, TchError, Tensor};
@@ -153,7 +153,7 @@ fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
 #[test]
 fn places_are_spread_over_the_devices_of_a_name() {
     assert_eq!(device::spread("cpu", 1..3), Ok(vec![Device::Cpu; 2]));
-    let accelerators = device::all().expect("devices").len() - 1;
+    let accelerators = memory::devices().expect("devices").len() - 1;
     if accelerators > 0 {
         let round = (0..2 * accelerators).map(|place| Device::Cuda(place % accelerators));
         assert_eq!(device::spread("cuda", 0..2 * accelerators), Ok(round.collect()));
@@ -163,7 +163,7 @@ fn places_are_spread_over_the_devices_of_a_name() {
 
 #[test]
 fn every_device_says_its_memory() {
-    let all = device::all().expect("devices");
+    let all = memory::devices().expect("devices");
     assert_eq!(all[0].name, "cpu");
     for info in all {
         assert!(info.total > Bytes(0) && info.free <= info.total, "{info:?}");

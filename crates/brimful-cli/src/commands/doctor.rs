@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::thread;
 
 use anyhow::Result;
-use brimful::{Bytes, device, libtorch};
+use brimful::{Bytes, libtorch, memory};
 use clap::Args;
 use serde::Serialize;
 
@@ -72,7 +72,7 @@ impl Diagnosis {
     fn of_this_machine() -> Result<Self> {
         let cuda = Cuda::of_this_machine();
         let libtorch = libtorch::version().unwrap_or_else(|| "unknown".into());
-        let rows = device::all()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
+        let rows = memory::devices()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
         let problems = diagnose(&libtorch, &cuda, rows.len() - 1);
         Ok(Self {
             brimful: env!("CARGO_PKG_VERSION"),
@@ -99,8 +99,8 @@ impl Cuda {
     }
 }
 
-impl From<device::DeviceInfo> for DeviceRow {
-    fn from(info: device::DeviceInfo) -> Self {
+impl From<memory::DeviceInfo> for DeviceRow {
+    fn from(info: memory::DeviceInfo) -> Self {
         let (total_bytes, free_bytes) = (info.total, info.free);
         Self { name: info.name, model: info.model, total_bytes, free_bytes }
     }

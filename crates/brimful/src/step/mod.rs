@@ -60,7 +60,7 @@ pub(crate) use whole::{RowGradients, as_leaves};
 
 use crate::auto::{Goal, Identity, Kind, SizeLog, Sizes};
 use crate::memory::Memory;
-use crate::random::{preserving_generators, with_step_seed};
+use crate::random::{Randomness, preserving_generators, with_step_seed};
 use crate::{Error, Result};
 use opening::OwnPart;
 use settle::settle;
@@ -195,6 +195,8 @@ pub(crate) struct Window<T> {
     log: SizeLog,
     /// The first one's.
     seed: Option<u64>,
+    /// Where the default generator stood before the first one drew its seed.
+    before: Option<Randomness>,
 }
 
 impl<T> StepState<T> {
@@ -296,6 +298,7 @@ pub(crate) fn accumulate<E: Engine, O>(
     if let Some(window) = &mut engine.state().window {
         window.log.extend(done.log);
         window.seed = window.seed.or(done.seed);
+        window.before.get_or_insert(before);
     }
     Ok(done.outputs)
 }
@@ -306,7 +309,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     let team = engine.state().team.clone();
     let window = check_trained(engine)
         .and_then(|()| engine.state().window.take().ok_or(Error::NothingAccumulated));
-    let Window { tried, log, seed } = match window {
+    let Window { tried, log, seed, before } = match window {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
         Err(error) => {
@@ -314,12 +317,18 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
             // error, so that they undo their windows as it does.
             if let Some(window) = engine.state().window.take() {
                 engine.undo(window.tried)?;
+                window.before.map_or(Ok(()), |before| before.restore())?;
             }
             let mut parked = ParkedPanic::default();
             return Err(team.exchange()?.report_failure(error.into(), &mut parked, start));
         }
     };
-    let step = finish(engine, tried, &team.exchange()?, start)?;
+    let finished = finish(engine, tried, &team.exchange()?, start);
+    if let (Err(_), Some(before)) = (&finished, before) {
+        // The mini-batches are forgotten, and so are the seeds that they drew.
+        before.restore()?;
+    }
+    let step = finished?;
     engine.state().reserved.clear();
     Ok(Step { seed, ..step }.with_log(log))
 }
@@ -439,9 +448,12 @@ fn keep<E: Engine>(
         return Err(error);
     }
     let kept = match window {
-        None => Window { tried: engine.extend(None, tried)?, log: SizeLog::default(), seed: None },
-        Some(Window { tried: earlier, log, seed }) => {
-            Window { tried: engine.extend(Some(earlier), tried)?, log, seed }
+        None => {
+            let tried = engine.extend(None, tried)?;
+            Window { tried, log: SizeLog::default(), seed: None, before: None }
+        }
+        Some(Window { tried: earlier, log, seed, before }) => {
+            Window { tried: engine.extend(Some(earlier), tried)?, log, seed, before }
         }
     };
     engine.state().window = Some(kept);
