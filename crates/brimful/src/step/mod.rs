@@ -288,6 +288,7 @@ pub(crate) fn accumulate<E: Engine, O>(
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<O> {
     check_trained(engine)?;
+    let before = Randomness::now(Device::Cpu)?;
     // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
     let team = engine.state().own_team(E::SPREADS_MODEL);
     let done = until_done(engine, &team, brought, attempt, |engine, tried, exchange, start| {
@@ -441,7 +442,7 @@ fn keep<E: Engine>(
     let window = engine.state().window.take();
     let earlier = window.as_ref().map(|window| &window.tried);
     let lasting = caught(|| engine.make_lasting(earlier, &mut tried));
-    if let Err(error) = exchange.vote("the mini-batch", lasting, start.elapsed()) {
+    if let Err(error) = exchange.report(lasting, start) {
         // Earlier mini-batches stay: the caller may bring this one again, or commit without it.
         engine.state().window = window;
         engine.undo(tried)?;

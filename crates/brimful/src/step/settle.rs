@@ -86,7 +86,14 @@ impl Exchange {
 
     /// Tells the others that this rank's try has come so far, of which there is nothing to tell yet.
     pub(crate) fn report_success(&self, start: Instant) -> Result<()> {
-        self.vote::<Vec<PartReport>>(LOSS, Ok(Vec::new()), start.elapsed()).map(drop)
+        self.report(Ok(()), start)
+    }
+
+    /// The same, or that it has come to nothing after all. It is the moment at which others tell of a
+    /// try that has failed.
+    pub(crate) fn report(&self, done: Result<()>, start: Instant) -> Result<()> {
+        let told = done.map(|()| Vec::<PartReport>::new());
+        self.vote(LOSS, told, start.elapsed()).map(drop)
     }
 
     /// Tells the others that this rank's try has failed, and gives the error that came first.

@@ -1,0 +1,173 @@
+//! Behaviours that once were one kind's alone: automatic sizes, their warnings, reserved and remembered
+//! memory are the same everywhere.
+
+use std::sync::Arc;
+
+use brimful::auto::Why;
+use brimful::memory::Arena;
+use brimful::{Error, Layers, Loss, Size, Step, World};
+use tch::nn;
+use tch::{Device, Kind, Tensor};
+
+use crate::kinds::{Engine, LossFn, Make, Setup};
+use crate::plain::{MEAN, NORMED, OF_ALL, engine, engine_of, samples, state};
+use crate::support::{assert_same, logged};
+
+/// With parameters that weigh something: about 100 KB, and twice as much for Adam's state.
+fn heavy() -> Layers {
+    Layers::new()
+        .add("in", |p| nn::linear(p, 4, 80, Default::default()))
+        .add_fn("tanh", |x| x.tanh())
+        .add("mid", |p| nn::linear(p, 80, 80, Default::default()))
+        .add("mid too", |p| nn::linear(p, 80, 80, Default::default()))
+        .add_fn("tanh too", |x| x.tanh())
+        .add("out", |p| nn::linear(p, 80, 3, Default::default()))
+}
+
+/// What Adam keeps for the heavier half of these layers: two numbers of eight bytes a parameter.
+const STATE: u64 = 80 * 80 * 16;
+/// Room for the gradients, Adam's state and some samples, but not for all.
+const LIMIT: u64 = 700 << 10;
+const MANY: i64 = 4000;
+
+fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn Engine> {
+    let setup = Setup::new(heavy, Size::Largest, world);
+    make(&Setup { limit: Some(limit), reserve, ..setup })
+}
+
+/// The size that a step has come to.
+fn size(step: &Step) -> usize {
+    step.decisions.last().expect("a size").size
+}
+
+pub fn memory_is_kept_for_an_optimizer(make: Make, world: &World) {
+    let first = |reserve: bool| {
+        let mut engine = heavy_engine(make, world, LIMIT, reserve);
+        let step = engine.backward(&samples(MANY, 10), &MEAN.loss()).expect("it fits in parts");
+        (engine.name(), step.decisions.last().expect("a size").available.0)
+    };
+    let ((name, with), (_, without)) = (first(true), first(false));
+    assert!(with + STATE <= without, "{name}: {with} bytes to plan with, {without} without Adam");
+}
+
+/// A failed step has made no optimizer's state either.
+pub fn memory_stays_reserved_after_a_failure(make: Make, world: &World) {
+    let batch = samples(MANY, 10);
+    let gives_up: LossFn = Arc::new(|_, _| Err("no more".to_owned()));
+    let mut engine = heavy_engine(make, world, LIMIT, true);
+    let name = engine.name();
+    let failed = engine.backward(&batch, &gives_up).expect_err("the closure's").to_string();
+    assert!(failed.contains("no more"), "{name}: {failed}");
+    if engine.has_whole() {
+        // Not a scalar.
+        let failed = engine.backward_whole(&batch, |out| out.shallow_clone()).map(drop);
+        failed.expect_err("no loss");
+    }
+    let mut available = || {
+        let step = engine.backward(&batch, &MEAN.loss()).expect("a step");
+        engine.zero_grad();
+        step.decisions.last().expect("a size").available.0
+    };
+    let (reserved, free) = (available(), available());
+    assert!(reserved + STATE <= free, "{name}: {reserved} bytes were free, then {free}");
+}
+
+pub fn sizes_are_remembered(make: Make, world: &World) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let start = || {
+        let setup = Setup::new(heavy, Size::Largest, world);
+        let remember = Some(folder.path().join("sizes.json"));
+        make(&Setup { limit: Some(LIMIT), remember, ..setup })
+    };
+    let batch = samples(MANY, 10);
+    let mut engine = start();
+    let name = engine.name();
+    let run = |engine: &mut dyn Engine| engine.backward(&batch, &MEAN.loss()).expect("a step");
+    let found = (0..4).map(|_| size(&run(&mut *engine))).last();
+    drop(engine);
+    let step = run(&mut *start());
+    let why: Vec<Why> = step.decisions.iter().map(|decision| decision.why).collect();
+    assert!(why.iter().all(|why| matches!(why, Why::Remembered | Why::Others)), "{name}: {why:?}");
+    assert_eq!((Some(size(&step)), step.retries), (found, 0), "{name}");
+}
+
+/// What gradients need is no sample's need. Where not even they fit, all is as before.
+pub fn what_cannot_fit_is_refused(make: Make, world: &World) {
+    let mut engine = heavy_engine(make, world, LIMIT, false);
+    let name = engine.name();
+    for number in 0..4 {
+        let step = engine.backward(&samples(MANY, 10), &MEAN.loss()).expect("it fits in parts");
+        assert!(step.retries <= 1, "{name}, step {number}: {:?}", step.decisions);
+        engine.zero_grad();
+    }
+    let mut engine = heavy_engine(make, world, 1000, false);
+    let before = state(&*engine);
+    let error = engine.backward(&samples(20, 10), &MEAN.loss()).expect_err("no room");
+    assert!(matches!(error, Error::DoesNotFit { .. }), "{name}: {error}");
+    assert_same(name, &before, &state(&*engine));
+}
+
+pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
+    // Every sample holds a megabyte while its loss is computed.
+    let hungry: LossFn = Arc::new(|out, target| {
+        let _held = Tensor::empty([out.size()[0] << 20], (Kind::Uint8, Device::Cpu));
+        Ok((MEAN.micro)(out, target))
+    });
+    for (limit, expected) in [(5 << 20, 1), (200 << 20, 0)] {
+        let setup = Setup::new(NORMED.layers, Size::Largest, world);
+        let mut engine = engine_of(make, &Setup { limit: Some(limit), ..setup }, NORMED);
+        let log = logged(|| {
+            for _ in 0..3 {
+                engine.backward(&samples(64, 10), &hungry).expect("a step");
+            }
+        });
+        let warned = log.matches("no more than a few samples fit").count();
+        assert_eq!(warned, expected, "{}, {limit} bytes: {log}", engine.name());
+    }
+}
+
+pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
+    let setup = Setup::new(NORMED.layers, Size::Auto, world);
+    let mut engine = engine_of(make, &Setup { limit: Some(8 << 20), ..setup }, NORMED);
+    let hiding: LossFn = Arc::new(|out, target| {
+        assert!(Tensor::f_zeros([100 << 20], (Kind::Float, Device::Cpu)).is_err(), "too large");
+        Ok((MEAN.micro)(out, target))
+    });
+    let log = logged(|| {
+        for _ in 0..2 {
+            engine.backward(&samples(20, 10), &hiding).expect("it goes on");
+        }
+    });
+    // Of a pipeline over ranks, the rank that has the last stage sees it.
+    let sees = engine.arenas().iter().any(|arena| Arena::refusals(arena) > 0);
+    let warned = log.matches("let it pass out-of-memory on").count();
+    assert_eq!(warned, usize::from(sees), "{}: {log}", engine.name());
+    assert!(sees || world.size() > 1, "{}", engine.name());
+}
+
+pub fn losses_of_all_outputs_have_terms(make: Make, world: &World) {
+    let mut engine = engine(make, NORMED, Size::Fixed(3), world);
+    if engine.has_whole() {
+        let step = engine.backward_whole(&samples(7, 10), OF_ALL).expect("a step");
+        assert_eq!(step.terms, [step.loss], "{}", engine.name());
+        assert!(step.loss.is_finite(), "{}", engine.name());
+    }
+}
+
+/// Of the first rank's first micro-batch, in windows too, in which ranks have other numbers of
+/// mini-batches.
+pub fn what_counts_once_counts_once(make: Make, world: &World) {
+    let once: LossFn = Arc::new(|out, _| {
+        let one = out.sum(Kind::Double) * 0.0 + 1.0;
+        Ok(Loss::once(one) + Loss::mean(out.mean(Kind::Double)))
+    });
+    let mut engine = engine(make, NORMED, Size::Fixed(2), world);
+    let step = engine.backward(&samples(9, 10), &once).expect("a step");
+    assert_eq!(step.terms[0], 1.0, "{}", engine.name());
+    let own_matter = if engine.accumulates_apart() { world.rank() } else { 0 };
+    for _ in 0..2 + own_matter {
+        engine.accumulate(&samples(9, 10), &once).expect("a part");
+    }
+    let step = engine.commit().expect("a step");
+    assert_eq!(step.terms[0], 1.0, "{}", engine.name());
+}

@@ -1,0 +1,222 @@
+//! Atomic: a call in which anything fails leaves values, gradients, statistics and random state as they
+//! were, to the last bit, and the next one is the undisturbed one.
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+
+use brimful::{Result, Size, World};
+use tch::Tensor;
+
+use crate::kinds::{Drawing, Engine, LossFn, Make, Samples, Target};
+use crate::plain::{DROPPED, OF_ALL, SEED, SEVERAL, engine, reset, samples, state};
+use crate::support::{Named, assert_same};
+
+const SIZE: Size = Size::Fixed(3);
+/// Of ranks, which take longer, only one in so many allocations fails.
+const STRIDE_OVER_RANKS: u64 = 19;
+
+fn first() -> Samples {
+    samples(10, 10)
+}
+
+fn second() -> Samples {
+    samples(7, 20)
+}
+
+/// A call that may fail at any time.
+struct Call {
+    name: &'static str,
+    /// What comes before it once.
+    before: fn(&mut dyn Engine) -> Result<()>,
+    /// What comes before every try, and is lost with it.
+    each: fn(&mut dyn Engine) -> Result<()>,
+    run: fn(&mut dyn Engine) -> Result<()>,
+    /// What comes after the first success.
+    after: fn(&mut dyn Engine) -> Result<()>,
+    applies: fn(&dyn Engine) -> bool,
+    /// Every so manieth allocation fails.
+    stride: u64,
+}
+
+const BACKWARD: Call = Call {
+    name: "backward",
+    before: |_| Ok(()),
+    each: |_| Ok(()),
+    run: |engine| engine.backward(&first(), &SEVERAL.loss()).map(drop),
+    after: |_| Ok(()),
+    applies: |_| true,
+    stride: 1,
+};
+
+const CALLS: [Call; 5] = [
+    BACKWARD,
+    Call {
+        name: "backward_whole",
+        run: |engine| engine.backward_whole(&first(), OF_ALL).map(drop),
+        applies: |engine| engine.has_whole(),
+        stride: 3,
+        ..BACKWARD
+    },
+    Call {
+        name: "evaluate",
+        run: |engine| engine.evaluate(&first(), &SEVERAL.loss()).map(drop),
+        ..BACKWARD
+    },
+    Call {
+        name: "accumulate",
+        before: |engine| engine.accumulate(&first(), &SEVERAL.loss()),
+        run: |engine| engine.accumulate(&second(), &SEVERAL.loss()),
+        after: |engine| engine.commit().map(drop),
+        // A rank that fails by itself is one device that fails.
+        applies: |engine| !engine.accumulates_apart(),
+        stride: 3,
+        ..BACKWARD
+    },
+    Call {
+        name: "commit",
+        each: |engine| {
+            tch::manual_seed(SEED);
+            engine.accumulate(&first(), &SEVERAL.loss())?;
+            engine.accumulate(&second(), &SEVERAL.loss())
+        },
+        run: |engine| engine.commit().map(drop),
+        ..BACKWARD
+    },
+];
+
+pub fn holds_for_memory(make: Make, world: &World) {
+    for call in &CALLS {
+        if !(call.applies)(&*engine(make, DROPPED, SIZE, world)) {
+            continue;
+        }
+        let expected = undisturbed(make, world, call);
+        let memories = engine(make, DROPPED, SIZE, world).arenas().len();
+        for rank in 0..world.size() {
+            for memory in 0..memories {
+                every_allocation(make, world, call, (rank, memory), &expected);
+            }
+        }
+    }
+}
+
+/// What the call leaves when nothing goes wrong.
+fn undisturbed(make: Make, world: &World, call: &Call) -> Named {
+    let mut engine = engine(make, DROPPED, SIZE, world);
+    for part in [call.before, call.each, call.run, call.after] {
+        part(&mut *engine).expect(call.name);
+    }
+    state(&*engine)
+}
+
+/// Fails the first allocation in one memory of one rank, then the second, until all succeed.
+fn every_allocation(
+    make: Make,
+    world: &World,
+    call: &Call,
+    (rank, memory): (usize, usize),
+    expected: &Named,
+) {
+    let mut engine = engine(make, DROPPED, SIZE, world);
+    (call.before)(&mut *engine).expect(call.name);
+    let arena = engine.arenas()[memory].clone();
+    let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
+    let mut failures = 0;
+    for n in (1..).step_by(stride as usize) {
+        let name = engine.name();
+        let what = format!("{name}, {}, allocation {n} of memory {memory}, rank {rank}", call.name);
+        let mut before = state(&*engine);
+        (call.each)(&mut *engine).expect(call.name);
+        if rank == world.rank() {
+            arena.fail_nth_allocation(n);
+        }
+        let ended = (call.run)(&mut *engine);
+        arena.fail_nth_allocation(0);
+        let Err(error) = ended else { break };
+        assert!(error.out_of_memory().is_some(), "{what}: {error}");
+        let mut after = state(&*engine);
+        if call.name == "commit" && engine.drawing() != Drawing::AsPlainLoop {
+            // The seeds of a window's mini-batches stay drawn: the next ones have others.
+            before.pop();
+            after.pop();
+        }
+        assert_same(&what, &before, &after);
+        failures += 1;
+    }
+    let what = format!("{}, {}, after {failures} failures", engine.name(), call.name);
+    // Not every memory has something to do in a commit.
+    assert!(failures > 0 || call.name == "commit", "{what}");
+    (call.after)(&mut *engine).expect(&what);
+    assert_same(&what, expected, &state(&*engine));
+}
+
+/// What a closure does wrong with the micro-batch that has this sample.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    Error,
+    Panic,
+    NotFinite,
+}
+
+fn faulty(fault: Fault, sample: i64) -> LossFn {
+    Arc::new(move |out: &Tensor, target: &Target| {
+        let loss = (SEVERAL.micro)(out, target);
+        let hit = target.2.eq(sample).any().int64_value(&[]) != 0;
+        match (hit, fault) {
+            (false, _) => Ok(loss),
+            (true, Fault::Error) => Err("the closure gives up".to_owned()),
+            (true, Fault::Panic) => panic!("the closure gives up"),
+            (true, Fault::NotFinite) => Ok((SEVERAL.micro)(&(out * f64::NAN), target)),
+        }
+    })
+}
+
+pub fn holds_for_closures(make: Make, world: &World) {
+    let expected = undisturbed(make, world, &BACKWARD);
+    let mut engine = engine(make, DROPPED, SIZE, world);
+    for fault in [Fault::Error, Fault::Panic, Fault::NotFinite] {
+        for sample in [0, 9] {
+            let what = format!("{}, {fault:?} at sample {sample}", engine.name());
+            reset(&mut *engine, DROPPED);
+            let before = state(&*engine);
+            let error = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
+            let words = if matches!(fault, Fault::NotFinite) { "NaN" } else { "gives up" };
+            assert!(error.contains(words), "{what}: {error}");
+            assert_same(&what, &before, &state(&*engine));
+            engine.backward(&first(), &SEVERAL.loss()).expect(&what);
+            assert_same(&what, &expected, &state(&*engine));
+        }
+    }
+    // One that fails in a window is as if it had not been given.
+    let expected = undisturbed(make, world, &CALLS[3]);
+    for fault in [Fault::Error, Fault::Panic] {
+        let what = format!("{}, {fault:?} in a window", engine.name());
+        reset(&mut *engine, DROPPED);
+        engine.accumulate(&first(), &SEVERAL.loss()).expect(&what);
+        let before = state(&*engine);
+        let batch = second();
+        // The last sample is the last rank's.
+        let fails = !engine.accumulates_apart() || world.rank() + 1 == world.size();
+        let loss = faulty(fault, 6);
+        if !fails {
+            engine.accumulate(&batch, &loss).expect(&what);
+        } else {
+            let error = ended(|| engine.accumulate(&batch, &loss));
+            assert!(error.contains("gives up"), "{what}: {error}");
+            assert_same(&what, &before, &state(&*engine));
+            engine.accumulate(&batch, &SEVERAL.loss()).expect(&what);
+        }
+        engine.commit().expect(&what);
+        assert_same(&what, &expected, &state(&*engine));
+    }
+}
+
+/// What a call that must fail says, be it by an error or by a panic.
+fn ended(call: impl FnOnce() -> Result<()>) -> String {
+    match panic::catch_unwind(AssertUnwindSafe(call)) {
+        Ok(ended) => ended.expect_err("it fails").to_string(),
+        Err(payload) => {
+            let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            text.or_else(|| payload.downcast_ref::<String>().cloned()).expect("a panic's text")
+        }
+    }
+}

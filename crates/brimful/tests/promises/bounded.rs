@@ -1,0 +1,40 @@
+//! Bounded: at a given micro-batch size, a longer mini-batch needs no more memory.
+
+use brimful::{Layers, Size, World};
+use tch::nn;
+
+use crate::kinds::{Make, Setup};
+use crate::plain::{MEAN, samples};
+
+/// Wide enough for what a micro-batch keeps to be most of what is in use.
+const WIDTH: i64 = 128;
+/// Micro-batches of a short mini-batch: more than a pipeline of two stages keeps at one moment.
+const FEW: i64 = 8;
+const SIZE: i64 = 8;
+/// A gradient more or less may be under way between stages. Without a bound it would be 8.
+const MOST: f64 = 1.3;
+
+fn wide() -> Layers {
+    let hidden = |number: usize| format!("hidden {number}");
+    let layers = Layers::new().add("in", |p| nn::linear(p, 4, WIDTH, Default::default()));
+    let layers = (0..6).fold(layers, |layers, number| layers.add_fn(hidden(number), |x| x.tanh()));
+    layers.add("out", |p| nn::linear(p, WIDTH, 3, Default::default()))
+}
+
+pub fn holds(make: Make, world: &World) {
+    let size = Size::Fixed(SIZE as usize);
+    let peaks = |micro_batches: i64| {
+        let mut engine = make(&Setup::new(wide, size, world));
+        // What is dealt out to several leaves each of them so many.
+        let batch = samples(micro_batches * SIZE * engine.parts(100).len() as i64, 10);
+        engine.backward(&batch, &MEAN.loss()).expect("a first step, which makes the gradients");
+        let step = engine.backward(&batch, &MEAN.loss()).expect("a step");
+        assert_eq!(step.sizes.len() as i64, micro_batches * engine.own().len() as i64);
+        (engine.name(), step.peaks)
+    };
+    let ((name, few), (_, many)) = (peaks(FEW), peaks(8 * FEW));
+    for (few, many) in few.into_iter().zip(many) {
+        let (few, many) = (few.expect("counted").0 as f64, many.expect("counted").0 as f64);
+        assert!(many <= few * MOST, "{name}: {few} bytes, and {many} for 8 times the samples");
+    }
+}

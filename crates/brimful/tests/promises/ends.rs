@@ -1,0 +1,69 @@
+//! No hang: what fails in one part ends the call, and threads end with their engine.
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use brimful::{Size, World};
+
+use crate::kinds::{LossFn, Make};
+use crate::plain::{DROPPED, MEAN, engine, samples};
+use crate::support::{assert_threads, threads};
+
+/// No call of these takes a tenth of it.
+const LIMIT: Duration = Duration::from_secs(30);
+
+pub fn holds(make: Make, world: &World) {
+    let before = threads();
+    for failure in 0..3 {
+        let mut engine = engine(make, DROPPED, Size::Fixed(2), world);
+        let name = engine.name();
+        assert_threads(before + engine.threads());
+        let watchdog = Watchdog::new(format!("{name}, failure {failure}"));
+        let batch = samples(12, 10);
+        let gives_up: LossFn = Arc::new(|_, _| panic!("at once"));
+        for memory in engine.arenas() {
+            if failure == 1 {
+                memory.fail_from_nth_allocation(5);
+            }
+        }
+        let loss = if failure == 0 { gives_up } else { MEAN.loss() };
+        let mut run = || engine.backward(&batch, &loss).map(drop);
+        let ended = panic::catch_unwind(AssertUnwindSafe(&mut run));
+        assert_eq!(matches!(ended, Ok(Ok(()))), failure == 2, "{name}");
+        for memory in engine.arenas() {
+            memory.fail_nth_allocation(0);
+        }
+        assert_threads(before + engine.threads());
+        engine.backward(&batch, &MEAN.loss()).expect("the next step");
+        drop(engine);
+        assert_threads(before);
+        drop(watchdog);
+    }
+}
+
+/// Ends the process, with a word why, unless it is dropped in time.
+struct Watchdog(Option<(Sender<()>, thread::JoinHandle<()>)>);
+
+impl Watchdog {
+    fn new(what: String) -> Self {
+        let (dropped, waiting) = channel::<()>();
+        let thread = thread::spawn(move || {
+            if waiting.recv_timeout(LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("{what}: nobody came to an end within {LIMIT:?}");
+                std::process::abort();
+            }
+        });
+        Self(Some((dropped, thread)))
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        let (dropped, thread) = self.0.take().expect("dropped once");
+        drop(dropped);
+        thread.join().expect("it only waits");
+    }
+}

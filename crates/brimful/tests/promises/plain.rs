@@ -1,0 +1,307 @@
+//! What engines are compared with: small models, samples, losses, and the plain model on all of a
+//! mini-batch.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use brimful::layers::Model;
+use brimful::nn::batch_norm1d;
+use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
+use brimful_torch::autograd::set_gradient;
+use brimful_torch::random::{generator_state, set_generator_state};
+use tch::nn::{self, ModuleT, Path, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::kinds::{Drawing, Engine, LossFn, Make, Samples, Setup, Target, WholeLoss};
+use crate::support::{Named, numbers};
+
+/// What the generator is given before every step that is compared.
+pub const SEED: i64 = 5;
+
+/// A model, and whether the cut into micro-batches shows in its results.
+#[derive(Clone, Copy)]
+pub struct Net {
+    pub name: &'static str,
+    pub layers: fn() -> Layers,
+    pub shows_cut: bool,
+}
+
+/// Samples do not know of each other.
+pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
+/// With deferred BatchNorm.
+pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
+/// With deferred BatchNorm and dropout.
+pub const DROPPED: Net = Net { name: "dropped", layers: dropped, shows_cut: true };
+
+fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
+    move |p| nn::linear(p, inputs, outputs, Default::default())
+}
+
+fn plain() -> Layers {
+    Layers::new()
+        .add("in", linear(4, 6))
+        .add_fn("tanh", |x| x.tanh())
+        .add("mid", linear(6, 6))
+        .add("out", linear(6, 3))
+}
+
+fn normed() -> Layers {
+    Layers::new()
+        .add("in", linear(4, 6))
+        .add("norm", |p| batch_norm1d(p, 6, Default::default()))
+        .add("mid", linear(6, 6))
+        .add("last norm", |p| batch_norm1d(p, 6, Default::default()))
+        .add("out", linear(6, 3))
+}
+
+fn dropped() -> Layers {
+    Layers::new()
+        .add("in", linear(4, 6))
+        .add("norm", |p| batch_norm1d(p, 6, Default::default()))
+        .add_fn_t("drop", |x, train| x.dropout(0.3, train))
+        .add("mid", linear(6, 6))
+        .add_fn_t("drop again", |x, train| x.dropout(0.3, train))
+        .add("out", linear(6, 3))
+}
+
+pub fn samples(count: i64, seed: i64) -> Samples {
+    let tokens = (numbers(&[count], seed + 2) * 1e4).remainder(8.0).floor() + 1.0;
+    let number = Tensor::arange(count, (Kind::Int64, Device::Cpu));
+    (numbers(&[count, 4], seed), (numbers(&[count, 3], seed + 1), tokens, number))
+}
+
+/// A loss, as terms of the full batch and as a sum over micro-batches.
+pub struct Case {
+    pub name: &'static str,
+    pub full: fn(&Tensor, &Target) -> Vec<Tensor>,
+    pub micro: fn(&Tensor, &Target) -> Loss,
+}
+
+impl Case {
+    pub fn loss(&self) -> LossFn {
+        let micro = self.micro;
+        Arc::new(move |out, target| Ok(micro(out, target)))
+    }
+}
+
+fn errors(out: &Tensor, (y, ..): &Target) -> Tensor {
+    (out - y).square().mean_dim(1, false, Kind::Double)
+}
+
+fn over_tokens(out: &Tensor, target: &Target) -> (Tensor, Tensor) {
+    let tokens = &target.1;
+    ((errors(out, target) * tokens).sum(Kind::Double), tokens.sum(Kind::Double))
+}
+
+fn squares(out: &Tensor) -> Tensor {
+    out.square().sum(Kind::Double)
+}
+
+/// A term that counts once: what the first micro-batch says of its first sample, the full batch says too.
+fn of_first(out: &Tensor) -> Tensor {
+    out.select(0, 0).sin().sum(Kind::Double)
+}
+
+pub const MEAN: Case = Case {
+    name: "a mean",
+    full: |out, target| vec![errors(out, target).mean(Kind::Double)],
+    micro: |out, target| Loss::mean(errors(out, target).mean(Kind::Double)),
+};
+
+pub const SEVERAL: Case = Case {
+    name: "several terms",
+    full: |out, target| {
+        let (sum, tokens) = over_tokens(out, target);
+        vec![
+            errors(out, target).mean(Kind::Double) * 0.5,
+            sum / tokens,
+            squares(out) * 0.1,
+            of_first(out),
+        ]
+    },
+    micro: |out, target| {
+        let (sum, tokens) = over_tokens(out, target);
+        Loss::mean(errors(out, target).mean(Kind::Double)) * 0.5
+            + Loss::ratio(sum, tokens)
+            + Loss::sum(squares(out)) * 0.1
+            + Loss::once(of_first(out))
+    },
+};
+
+pub const CASES: [Case; 4] = [
+    MEAN,
+    Case {
+        name: "a mean over tokens",
+        full: |out, target| {
+            let (sum, tokens) = over_tokens(out, target);
+            vec![sum / tokens]
+        },
+        micro: |out, target| {
+            let (sum, tokens) = over_tokens(out, target);
+            Loss::mean_over(sum / &tokens, tokens.double_value(&[]))
+        },
+    },
+    Case {
+        name: "a sum",
+        full: |out, _| vec![squares(out)],
+        micro: |out, _| Loss::sum(squares(out)),
+    },
+    SEVERAL,
+];
+
+/// Needs all rows at once.
+pub const OF_ALL: WholeLoss =
+    |out| out.matmul(&out.tr()).logsumexp([1_i64], false).sum(Kind::Double);
+
+/// The plain model, with the values that every engine is given.
+pub struct Plain {
+    pub store: VarStore,
+    pub model: Model,
+    net: Net,
+}
+
+impl Plain {
+    pub fn new(net: Net) -> Self {
+        let mut store = VarStore::new(Device::Cpu);
+        let model = (net.layers)().build(&store.root()).expect("built");
+        store.set_kind(Kind::Double);
+        let plain = Self { store, model, net };
+        plain.set_first_values();
+        plain
+    }
+
+    fn set_first_values(&self) {
+        for (name, mut variable) in self.store.variables() {
+            let positive = name.ends_with("running_var") || name.contains("norm.weight");
+            let value = numbers(&variable.size(), name.len() as i64) * 0.5;
+            tch::no_grad(|| variable.copy_(&(if positive { value.square() + 0.5 } else { value })));
+        }
+    }
+
+    /// As at first.
+    pub fn reset(&self) {
+        self.set_first_values();
+        for mut variable in self.store.trainable_variables() {
+            set_gradient(&mut variable, None).expect("cleared");
+        }
+    }
+
+    pub fn values(&self) -> Named {
+        let mut all: Named = self.store.variables().into_iter().collect();
+        all.sort_by(|(a, _), (b, _)| a.cmp(b));
+        all
+    }
+
+    pub fn gradients(&self) -> Named {
+        let all = self.values().into_iter().map(|(name, value)| (name, value.grad()));
+        all.filter(|(_, gradient)| gradient.defined()).collect()
+    }
+
+    /// The terms and gradients of these mini-batches as one, cut as the engine cuts each of them.
+    ///
+    /// To the batcher it is one micro-batch: nothing of how sums are kept is shared with what it is
+    /// compared with. It is there for the statistics, which are to move once.
+    pub fn backward(
+        &self,
+        engine: &dyn Engine,
+        window: &[&Samples],
+        seed: Option<u64>,
+        terms: impl Fn(&Tensor, &Target) -> Vec<Tensor>,
+    ) -> Vec<f64> {
+        let mut micro = MicroBatcher::new(&self.store, Size::Count(1));
+        let whole = joined(window);
+        let step = micro.backward(&whole.0, |_| {
+            let outputs: Vec<Tensor> =
+                window.iter().flat_map(|(x, _)| self.outputs(engine, x, seed)).collect();
+            let terms = terms(&Tensor::cat(&outputs, 0), &whole.1);
+            let sums = terms.into_iter().map(Loss::sum);
+            sums.reduce(|all, term| all + term).expect("a term")
+        });
+        step.expect("a plain step").terms
+    }
+
+    /// The outputs of one mini-batch, piece by piece where the cut shows.
+    fn outputs(&self, engine: &dyn Engine, x: &Tensor, seed: Option<u64>) -> Vec<Tensor> {
+        if !self.net.shows_cut {
+            return vec![self.model.forward_t(x, true)];
+        }
+        let mut all = Vec::new();
+        for (part, pieces) in cut(engine, x.size()[0] as usize).into_iter().enumerate() {
+            for (number, piece) in pieces.into_iter().enumerate() {
+                let x = x.narrow(0, piece.start as i64, piece.len() as i64);
+                let seeded = |number| Draws::new(seed.unwrap_or_default(), number);
+                all.push(match engine.drawing() {
+                    Drawing::AsPlainLoop => {
+                        if all.is_empty() {
+                            tch::manual_seed(SEED);
+                        }
+                        self.model.forward_t(&x, true)
+                    }
+                    Drawing::ByPart => {
+                        tch::manual_seed(seeded(number).seed(part) as i64);
+                        self.model.forward_t(&x, true)
+                    }
+                    Drawing::ByLayer => {
+                        let drawn = self.model.forward_drawing(&[x], true, seeded(all.len()));
+                        drawn.into_iter().next().expect("an output")
+                    }
+                });
+            }
+        }
+        all
+    }
+}
+
+/// Mini-batches as one.
+pub fn joined(window: &[&Samples]) -> Samples {
+    let all = |f: fn(&Samples) -> &Tensor| {
+        Tensor::cat(&window.iter().map(|batch| f(batch)).collect::<Vec<_>>(), 0)
+    };
+    (all(|(x, _)| x), (all(|(_, y)| &y.0), all(|(_, y)| &y.1), all(|(_, y)| &y.2)))
+}
+
+/// The micro-batches of each part of a mini-batch.
+pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
+    let pieces = |part: Range<usize>| {
+        let ranges = match (part.len(), engine.size()) {
+            (0, _) => Ok(Vec::new()),
+            (samples, Size::Fixed(size)) => split::by_size(samples, size),
+            (samples, Size::Count(count)) => split::by_count(samples, count),
+            (_, other) => panic!("{other:?} is cut as it comes"),
+        };
+        let ranges = ranges.expect("a cut").into_iter();
+        ranges.map(|range| part.start + range.start..part.start + range.end).collect()
+    };
+    engine.parts(samples).into_iter().map(pieces).collect()
+}
+
+/// An engine with the plain model's first values.
+pub fn engine(make: Make, net: Net, size: Size, world: &World) -> Box<dyn Engine> {
+    engine_of(make, &Setup::new(net.layers, size, world), net)
+}
+
+pub fn engine_of(make: Make, setup: &Setup, net: Net) -> Box<dyn Engine> {
+    let mut engine = make(setup);
+    reset(&mut *engine, net);
+    engine
+}
+
+/// The plain model's first values, no gradient, and the generator as it is before every step.
+pub fn reset(engine: &mut dyn Engine, net: Net) {
+    engine.set_variables(&Plain::new(net).values());
+    engine.zero_grad();
+    tch::manual_seed(SEED);
+}
+
+/// Everything that a step may change: values, gradients, and what the generator draws next.
+pub fn state(engine: &dyn Engine) -> Named {
+    let copied = |(name, value): (String, Tensor)| (name, value.detach().copy());
+    let mut all: Named = engine.variables().into_iter().map(copied).collect();
+    for (name, gradient) in engine.gradients() {
+        all.push((format!("the gradient of {name}"), gradient.copy()));
+    }
+    let now = generator_state(Device::Cpu).expect("state");
+    all.push(("random numbers".into(), Tensor::rand([4], (Kind::Double, Device::Cpu))));
+    set_generator_state(Device::Cpu, &now).expect("state");
+    all
+}

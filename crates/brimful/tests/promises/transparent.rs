@@ -1,0 +1,140 @@
+//! Transparent: a step leaves the loss, terms, gradients and running statistics of the plain model on
+//! the whole mini-batch, whatever its length and its cut.
+
+use brimful::{Error, Size, World};
+use tch::Tensor;
+use tch::nn::ModuleT;
+
+use crate::kinds::{Drawing, Engine, Make};
+use crate::plain::{
+    CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
+    samples, state,
+};
+use crate::support::{Named, TOLERANCE, assert_close, assert_same};
+
+/// Even, ragged, and all in one.
+const SIZES: [Size; 4] = [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(100)];
+/// Fewer samples than parts, odd ones, and more.
+const SAMPLES: [i64; 3] = [1, 7, 13];
+
+pub fn holds(make: Make, world: &World) {
+    for net in [PLAIN, DROPPED] {
+        let plain = Plain::new(net);
+        for size in SIZES {
+            let mut engine = engine(make, net, size, world);
+            for count in SAMPLES {
+                for case in &CASES {
+                    step(&mut *engine, &plain, net, count, case);
+                }
+                whole(&mut *engine, &plain, net, count);
+                evaluation(&mut *engine, &plain, net, count);
+            }
+        }
+    }
+    for net in [PLAIN, NORMED] {
+        let mut engine = engine(make, net, Size::Fixed(3), world);
+        window(&mut *engine, &Plain::new(net), net);
+    }
+}
+
+fn start(engine: &mut dyn Engine, plain: &Plain, net: Net) {
+    plain.reset();
+    reset(engine, net);
+}
+
+fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Case) {
+    let what =
+        format!("{}, {}, {}, {count} in {:?}", engine.name(), net.name, case.name, engine.size());
+    start(engine, plain, net);
+    let batch = samples(count, 10);
+    let step = engine.backward(&batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let terms = plain.backward(engine, &[&batch], step.seed, case.full);
+    assert_terms(&step.terms, step.loss, &terms, &what);
+    assert_alike(engine, plain, &what);
+}
+
+fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
+    let what = format!("{}, {}, all of {count} in {:?}", engine.name(), net.name, engine.size());
+    start(engine, plain, net);
+    let batch = samples(count, 20);
+    let step = engine.backward_whole(&batch, OF_ALL);
+    if !engine.has_whole() {
+        assert!(matches!(step.err(), Some(Error::NotOverRanks { .. })), "{what}");
+        return;
+    }
+    let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
+    let terms = plain.backward(engine, &[&batch], step.seed, |out, _| {
+        let all = [("outputs".to_owned(), out.detach())];
+        assert_close(&[("outputs".to_owned(), step.outputs.shallow_clone())], &all, &what);
+        vec![OF_ALL(out)]
+    });
+    assert_terms(&step.terms, step.loss, &terms, &what);
+    assert_alike(engine, plain, &what);
+}
+
+fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
+    let what = format!("{}, {}, evaluated, {count}", engine.name(), net.name);
+    start(engine, plain, net);
+    let batch = samples(count, 30);
+    let before = state(engine);
+    let step = engine.evaluate(&batch, &SEVERAL.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let after = state(engine);
+    // Who has seeds of his own draws one for an evaluation too.
+    let drawn = usize::from(engine.drawing() == Drawing::ByPart);
+    assert_same(&what, &before[..before.len() - drawn], &after[..after.len() - drawn]);
+    let out = tch::no_grad(|| plain.model.forward_t(&batch.0, false));
+    let terms = (SEVERAL.full)(&out, &batch.1);
+    let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();
+    assert_terms(&step.terms, step.loss, &terms, &what);
+    let own: Vec<Tensor> = engine.parts(count as usize)[engine.own()]
+        .iter()
+        .map(|part| out.narrow(0, part.start as i64, part.len() as i64))
+        .collect();
+    let own = [("outputs".to_owned(), Tensor::cat(&own, 0))];
+    if own[0].1.size()[0] > 0 {
+        assert_close(&[("outputs".to_owned(), step.outputs)], &own, &what);
+    }
+}
+
+/// Several mini-batches of their own lengths are one step.
+fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
+    let batches = [samples(7, 40), samples(2, 50), samples(5, 60)];
+    let batches: Vec<_> = batches.iter().collect();
+    for case in &CASES {
+        let what = format!("{}, {}, a window of {}", engine.name(), net.name, case.name);
+        start(engine, plain, net);
+        for batch in &batches {
+            engine.accumulate(batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
+        }
+        assert!(engine.gradients().is_empty(), "{what}: before the commit");
+        let step = engine.commit().unwrap_or_else(|e| panic!("{what}: {e}"));
+        assert_eq!(step.samples as i64, joined(&batches).0.size()[0], "{what}");
+        let terms = plain.backward(engine, &batches, None, case.full);
+        assert_terms(&step.terms, step.loss, &terms, &what);
+        assert_alike(engine, plain, &what);
+    }
+}
+
+fn assert_terms(terms: &[f64], loss: f64, expected: &[f64], what: &str) {
+    let named = |terms: &[f64]| {
+        let sum: f64 = terms.iter().sum();
+        vec![
+            ("terms".to_owned(), Tensor::from_slice(terms)),
+            ("the loss".to_owned(), Tensor::from(sum)),
+        ]
+    };
+    assert_close(&named(terms), &named(expected), what);
+    assert!((terms.iter().sum::<f64>() - loss).abs() <= TOLERANCE * loss.abs().max(1.0), "{what}");
+}
+
+/// Gradients and all values, of which steps move the statistics alone.
+fn assert_alike(engine: &dyn Engine, plain: &Plain, what: &str) {
+    let values = engine.variables();
+    assert_close(&engine.gradients(), &those_of(plain.gradients(), &values), what);
+    assert_close(&values, &those_of(plain.values(), &values), what);
+}
+
+/// What a rank sees; the first one of a pipeline sees all.
+fn those_of(all: Named, seen: &Named) -> Named {
+    all.into_iter().filter(|(name, _)| seen.iter().any(|(other, _)| other == name)).collect()
+}
