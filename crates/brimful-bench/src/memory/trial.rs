@@ -42,7 +42,8 @@ impl TrialDevices {
             (None, Device::Cpu) => ARENA,
             (None, card) => Memory::of(card)?.usage()?.available.unwrap_or_default(),
         };
-        let cards = device::all()?.iter().filter(|info| info.device != Device::Cpu).count();
+        let cards =
+            brimful::memory::devices()?.iter().filter(|info| info.device != Device::Cpu).count();
         let most = stages.iter().copied().max().unwrap_or(1);
         ensure!(
             device == Device::Cpu || most <= cards,

@@ -5,10 +5,10 @@ use tch::Tensor;
 
 use super::Outcome;
 use crate::Result;
-use crate::accumulate::{Accumulator, Sums};
+use crate::accumulate::Accumulator;
 use crate::batch::Batch;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::step::{Tally, TermGroup, roots};
+use crate::step::{Summed, Tally, TermGroup, roots};
 
 /// A mini-batch under way.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct BatchPass<O> {
 
 impl<O> BatchPass<O> {
     /// The parameters, with the sums and the tally of all that was run.
-    pub(super) fn finish(self) -> Result<(Vec<Tensor>, (Sums, Tally, Vec<TermGroup>))> {
+    pub(super) fn finish(self) -> Result<(Vec<Tensor>, Summed)> {
         let groups = self.groups();
         let parameters = self.accumulator.parameters().iter().map(Tensor::shallow_clone).collect();
         Ok((parameters, (self.accumulator.finish()?, self.tally, groups)))

@@ -25,7 +25,7 @@ pub(crate) fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) at: Instant,
-    pub(crate) cause: Caught<Error>,
+    pub(crate) cause: Box<Caught<Error>>,
     /// Whether somebody else has failed before, perhaps in another rank.
     pub(crate) follows: bool,
 }
@@ -33,7 +33,7 @@ pub(crate) struct Failed {
 impl Failed {
     /// With this error, at this time.
     pub(crate) fn at(at: Instant, error: Error) -> Self {
-        Self { at, cause: Caught::Error(error), follows: false }
+        Self { at, cause: Box::new(Caught::Error(error)), follows: false }
     }
 
     /// Because somebody else did, who is to be told instead.
@@ -44,7 +44,7 @@ impl Failed {
 
 impl From<Caught<Error>> for Failed {
     fn from(cause: Caught<Error>) -> Self {
-        Self { at: Instant::now(), cause, follows: false }
+        Self { at: Instant::now(), cause: Box::new(cause), follows: false }
     }
 }
 

@@ -107,7 +107,7 @@ impl Exchange {
             true => Duration::MAX,
             false => failed.at.saturating_duration_since(start),
         };
-        let error = parked.park(failed.cause);
+        let error = parked.park(*failed.cause);
         match self.vote::<Vec<PartReport>>(LOSS, Err(error.clone()), at) {
             Err(first) => first,
             Ok(_) => error,

@@ -19,6 +19,9 @@ use crate::{Error, Result};
 /// reach 4,294,967,295.
 const STATISTICS_BUCKET: usize = u32::MAX as usize;
 
+/// What a run has summed up: gradients, losses, and which terms' gradients have a common factor.
+pub(crate) type Summed = (Sums, Tally, Vec<TermGroup>);
+
 /// Mini-batches that were run, of which nothing is committed yet.
 #[derive(Debug)]
 pub(crate) struct Tried {
@@ -46,7 +49,7 @@ impl Tried {
     pub(crate) fn new(
         parameters: Vec<Tensor>,
         variables: &Named,
-        (sums, tally, groups): (Sums, Tally, Vec<TermGroup>),
+        (sums, tally, groups): Summed,
         undo: Undo,
         unit: f64,
         sizes: Vec<usize>,

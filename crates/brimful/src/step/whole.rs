@@ -73,7 +73,7 @@ impl RowGradients {
     }
 
     /// A micro-batch's outputs that a backward starts from, each with its gradient.
-    pub(crate) fn roots<'a>(self, outputs: &'a impl Batch) -> Result<Vec<(&'a Tensor, Tensor)>> {
+    pub(crate) fn roots(self, outputs: &impl Batch) -> Result<Vec<(&Tensor, Tensor)>> {
         let mut leaves = Vec::new();
         outputs.visit(&mut |leaf| leaves.push(leaf.tensor()));
         let mut roots = Vec::new();

@@ -193,15 +193,17 @@ impl Pipeline {
     }
 }
 
+/// A user's closure, whatever it takes and gives: a loss, or none, and outputs.
+type BoxedLoss<Y, O> = Box<dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send>;
+
 /// The closure as the last stage calls it.
 fn with_loss<Y, M: ModelOutput, R: Outcome>(
     mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
-) -> SharedLoss<impl FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, R::Outputs)> + Send + 'static>
-{
-    SharedLoss::new(move |values: Vec<Tensor>, target: &Y| {
+) -> SharedLoss<BoxedLoss<Y, R::Outputs>> {
+    SharedLoss::new(Box::new(move |values: Vec<Tensor>, target: &Y| {
         let (loss, outputs) = loss(M::from_tensors(values)?, target).into_parts()?;
         Ok((Some(loss), outputs))
-    })
+    }))
 }
 
 /// There must be no graph behind what is trained with: a gradient for it would be lost.

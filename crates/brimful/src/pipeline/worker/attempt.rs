@@ -13,7 +13,7 @@ use crate::pipeline::run::{WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::schedule::ActionKind;
 use crate::statistics::Pending;
-use crate::step::{PartReport, Tally, TermGroup, Tried, Undo};
+use crate::step::{PartReport, Summed, Tally, Tried, Undo};
 use crate::workers::into_error;
 use crate::{Error, Result, oom};
 
@@ -213,7 +213,7 @@ impl Worker {
 /// What a worker keeps of a run.
 struct KeptRun {
     parameters: Vec<Tensor>,
-    sums: (Sums, Tally, Vec<TermGroup>),
+    sums: Summed,
     unit: f64,
     sizes: Vec<usize>,
 }
