@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use brimful::NonFinite;
 use brimful::memory::Memory;
 use brimful::pipeline::StageDevice;
-use brimful::{Bytes, Loss, Pipeline, device};
+use brimful::{Bytes, Loss, Pipeline};
 use brimful_cli::exit;
 use brimful_cli::setting::{accounts, loss};
 use tch::{Device, Tensor};
