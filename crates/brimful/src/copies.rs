@@ -59,7 +59,9 @@ impl Copies {
     /// Begins to copy a tensor that its own device has computed at `ready`, or has been there before
     /// any other work.
     pub(crate) fn begin(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
-        let (there, here) = (self.stream(tensor.device())?, self.stream(self.device)?);
+        let there = self.stream(tensor.device())?;
+        let here = self.stream(self.device)?;
+        // Both entered: libtorch orders a copy between devices by the current streams of both.
         let _copying = (there.enter()?, here.enter()?);
         if let Some(ready) = ready {
             there.wait(ready)?;
@@ -120,6 +122,7 @@ impl Copies {
         if let Some(done) = done {
             let compute = Stream::current(self.device)?;
             compute.wait(&done)?;
+            // It belongs to the stream of copies: freed, it would be used there before this has read it.
             compute.keep(&tensor)?;
         }
         Ok(tensor)

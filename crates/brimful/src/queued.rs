@@ -25,6 +25,7 @@ impl Queued {
         let mut marks = Self::default();
         for &device in devices {
             let stream = Stream::current(device)?;
+            // Work on the common stream is in order by itself; an event for it would be a launch for nothing.
             if stream != Stream::common(device)? {
                 marks.mark(stream)?;
             }
@@ -49,6 +50,7 @@ impl Queued {
     /// Lets this thread's work on those accelerators from now on come after it.
     pub(crate) fn precede(&self) -> Result<()> {
         for (device, event) in &self.0 {
+            // The stream waits, not the host: this thread goes on launching.
             Stream::current(*device)?.wait(event)?;
         }
         Ok(())

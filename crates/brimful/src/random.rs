@@ -58,6 +58,7 @@ impl Draws {
     /// The seed of the layer at this position of the model; the loss comes after the last.
     #[must_use]
     pub fn seed(self, layer: usize) -> u64 {
+        // Mixed twice and the layer inverted, so that (micro-batch 1, layer 2) is not (2, 1).
         mixed(mixed(self.step ^ mixed(self.micro_batch)) ^ mixed(!(layer as u64)))
     }
 }
@@ -92,6 +93,7 @@ pub(crate) fn with_step_seed<T>(
     f: impl FnOnce(u64) -> Result<T>,
 ) -> Result<T> {
     preserving_generators(devices, || {
+        // The seed itself is drawn from the user's generator: a failed step gives it back.
         let before = Randomness::now(Device::Cpu)?;
         let result = f(step_seed()?);
         if result.is_err() {
@@ -110,6 +112,7 @@ pub(crate) fn preserving_generators<T>(
     let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
     let before = Randomness::of(accelerators.collect())?;
     let result = f();
+    // Whether it failed or not: a step's own seeds are not to steer what the user draws next.
     before.restore()?;
     result
 }

@@ -56,6 +56,7 @@ impl Lender {
             super::tensors(&lent).into_iter().map(Tensor::shallow_clone).collect();
         let before = Versions::of(&tensors);
         let result = f(lent);
+        // Before the result, be it an error: a changed mini-batch makes every retry wrong, and is the news.
         before.check(&tensors)?;
         result
     }
@@ -93,6 +94,7 @@ pub(crate) fn copied<B: Batch>(micro_batch: &B) -> Result<B> {
 
 /// The same tensor in memory of its own.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
+    // A differentiable copy that keeps the memory format: `copy_` into a new tensor would lose both.
     Ok(tensor.f_to_dtype(tensor.kind(), false, true)?)
 }
 

@@ -13,9 +13,9 @@ use super::{Optimizer, Parameter, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
-/// So many steps in a row must find everything in one place before one is captured.
+/// 2 steps in a row must find everything in one place before one is captured.
 const CALM_STEPS: usize = 2;
-/// Where things move again and again, capturing costs more than it saves.
+/// After 8 captures no more is tried: where things move again and again, they cost more than they save.
 const MOST_CAPTURES: usize = 8;
 
 /// What is known of where things lie.
@@ -82,6 +82,7 @@ impl Optimizer {
         let Some(captured) = &mut self.replay.captured else { return Ok(false) };
         for ((tensor, written), group) in captured.rates.iter_mut().zip(&self.groups) {
             let rate = group.method.learning_rate();
+            // A fill is a launch: most steps keep the rate that is there.
             if *written != rate {
                 let _ = tensor.f_fill_(rate)?;
                 *written = rate;
@@ -112,8 +113,10 @@ impl Optimizer {
         let mut places = Vec::with_capacity(4 * self.parameters.len());
         let mut device = None;
         for parameter in &self.parameters {
-            let (tensor, gradient) = (&parameter.tensor, parameter.tensor.f_grad()?);
+            let tensor = &parameter.tensor;
+            let gradient = tensor.f_grad()?;
             if !tensor.requires_grad() || !gradient.defined() {
+                // Marked, not left out: one that gets a gradient again must change the list.
                 places.push(0);
                 continue;
             }
@@ -146,6 +149,7 @@ impl Optimizer {
         let rates = self.groups.iter().map(rate).collect::<Result<Vec<_>>>()?;
         let tensors = rates.iter().map(|(tensor, _)| tensor.shallow_clone()).collect();
         let recorded = catch_unseen(|| {
+            // Not on the common stream, which cannot be captured while others use it.
             let stream = Stream::urgent(device)?;
             let step = || {
                 let plan = self.prepare()?.with_rates(tensors);

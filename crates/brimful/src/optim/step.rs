@@ -14,9 +14,10 @@ use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::{Error, Result};
 
-/// Gradients that must be converted are so in pieces of this many elements, or one parameter.
-const SCRATCH: usize = 16 << 20;
-/// Pieces of scratch space start at multiples of this many elements: kernels read 16 bytes at once.
+/// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
+/// space of all gradients at once would double their memory.
+const SCRATCH_ELEMENTS: usize = 16 << 20;
+/// Pieces of scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
 const ALIGNMENT: usize = 64;
 
 /// One parameter's part of a step.
@@ -111,6 +112,7 @@ impl Optimizer {
             _ => Some(ParameterState::new(tensor, method, old)?),
         };
         let master = state.as_ref().or(old).and_then(|state| state.master.as_ref());
+        // Half parameters are updated as f32 masters: an update below their last digit would be lost.
         let (work, write_back) = match master {
             Some(master) => (master.shallow_clone(), true),
             None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
@@ -133,6 +135,8 @@ impl Optimizer {
     pub(crate) fn commit(&mut self, plan: OptimizerPlan) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for FusedBatch { key, mut items, .. } in plan.buckets {
+            // State was allocated by `prepare`; that it is put in place only now is what makes a failure
+            // before leave no trace.
             for item in &mut items {
                 if let Some(state) = item.state.take() {
                     self.parameters[item.index].state = Some(state);
@@ -175,6 +179,8 @@ impl Optimizer {
             items().map(|item| self.parameters[item.index].tensor.shallow_clone()).collect();
         let from: Vec<_> = items().map(|item| item.work.shallow_clone()).collect();
         foreach::copy(&into, &from)?;
+        // The write raised the parameter's version; a later change by somebody else shows by comparison,
+        // and makes its master stale.
         for item in items() {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(state) = state {
@@ -189,7 +195,7 @@ impl Optimizer {
 fn sort_in(buckets: &mut Vec<FusedBatch>, key: Key, item: Item) {
     let needed = if key.converted { item.work.numel().next_multiple_of(ALIGNMENT) } else { 0 };
     let last = buckets.iter_mut().rev().find(|bucket| bucket.key == key);
-    match last.filter(|bucket| bucket.scratch + needed <= SCRATCH) {
+    match last.filter(|bucket| bucket.scratch + needed <= SCRATCH_ELEMENTS) {
         Some(bucket) => {
             bucket.items.push(item);
             bucket.scratch += needed;

@@ -10,9 +10,9 @@ use super::host_copier::HostCopier;
 use crate::world::Summing;
 use crate::{Error, Result};
 
-/// Bytes of a bucket, unless one parameter alone has more: small enough to set out early, large
-/// enough that messages do not matter.
-const BYTES: usize = 4 << 20;
+/// A bucket has 4 MiB, unless one parameter alone has more: small enough to set out early, large enough
+/// that a message's latency does not matter.
+const BUCKET_BYTES: usize = 4 << 20;
 
 /// The gradients of all parameters on their way to the other ranks.
 #[derive(Debug)]
@@ -47,9 +47,10 @@ impl Buckets {
         let mut outlines: Vec<(Kind, usize, usize)> = Vec::new();
         let mut places = Vec::with_capacity(parameters.len());
         for parameter in parameters.iter().rev() {
-            let (kind, length) = (kind_of_sum(parameter), parameter.numel());
+            let kind = kind_of_sum(parameter);
+            let length = parameter.numel();
             let fits = |(other, numbers, _): &(Kind, usize, usize)| {
-                *other == kind && (numbers + length) * kind.elt_size_in_bytes() <= BYTES
+                *other == kind && (numbers + length) * kind.elt_size_in_bytes() <= BUCKET_BYTES
             };
             if !outlines.last().is_some_and(fits) {
                 outlines.push((kind, 0, 0));
@@ -62,7 +63,8 @@ impl Buckets {
                 shape: parameter.size(),
                 filled: false,
             });
-            (*numbers, *missing) = (*numbers + length, *missing + 1);
+            *numbers += length;
+            *missing += 1;
         }
         places.reverse();
         let copier = HostCopier::new(parameters.first().map_or(Device::Cpu, Tensor::device))?;
@@ -98,6 +100,7 @@ impl Buckets {
         let mut into = self.part(parameter)?;
         match gradient {
             Some(gradient) => self.copier.bring(gradient, &into)?,
+            // Sent as zeros: others may have a gradient for it, and all rings have the same numbers.
             None => drop(into.f_zero_()?),
         }
         let place = &mut self.places[parameter];
@@ -108,6 +111,7 @@ impl Buckets {
         let bucket = &mut self.buckets[place.bucket];
         bucket.missing -= 1;
         if bucket.missing == 0 {
+            // The sum begins when the copy has landed; the backward goes on without waiting for either.
             let ready = self.copier.landing()?;
             bucket.summing = Some(self.turn.sum(place.bucket, &bucket.numbers, ready)?);
         }

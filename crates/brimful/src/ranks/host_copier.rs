@@ -34,6 +34,7 @@ impl HostCopier {
         if gradient.device() != self.device {
             gradient = gradient.f_to_device(self.device)?;
         }
+        // On a stream of its own, after the gradient: on the backward's, each copy would delay it.
         self.copies.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.copies.enter()?;
         transfer::copy(into, &gradient)?;

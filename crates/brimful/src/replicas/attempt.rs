@@ -27,6 +27,8 @@ impl<M: 'static> Replicas<M> {
         let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
             Ok(job.map(|job| oom::catch(|| work(replica, job))))
         };
+        // Before every try, not after every step: an optimizer, a user or a load may have changed the
+        // first replica's variables since.
         let ended: Result<Vec<Ended<O>>> = self
             .workers
             .all(Replica::take_over)
@@ -51,6 +53,7 @@ impl<M: 'static> Replicas<M> {
         let (sums, addends) = Sums::of_replicas(sums);
         let mut parts = parts.into_iter();
         let mut whole = parts.next().ok_or(Error::EmptyBatch)?;
+        // The first replica's device holds all sums, and may run out here though every part has fitted.
         let joined = oom::catch(|| {
             reduce(&self.workers, addends)?;
             whole.sums = self.home(sums)?;
@@ -102,6 +105,7 @@ fn all_done<O>(ended: Vec<Ended<O>>) -> Result<Vec<Option<PartDone<O>>>, Caught<
         }
     }
     let Some(failure) = failure else { return Ok(all) };
+    // Parts that went well too: a step is whole or not at all.
     for done in all.into_iter().flatten() {
         done.tried.undo.run().map_err(Caught::Error)?;
     }

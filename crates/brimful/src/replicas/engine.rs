@@ -27,6 +27,7 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn begin(&mut self, devices: &[Device]) -> Result<bool> {
+        // The caller may have computed the batch on a stream of its own, which the threads come after.
         self.workers.involve(devices.iter().copied());
         self.apply_settings()?;
         Ok(false)
@@ -47,6 +48,7 @@ impl<M: 'static> Engine for Replicas<M> {
 
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
         let training = kind.is_training();
+        // Every replica has gradients of its own while it runs, though only the first keeps them.
         let floor = if training { gradient_bytes(&self.store.variables_) } else { 0 };
         Ok(vec![floor; self.devices.len()])
     }
@@ -65,7 +67,8 @@ impl<M: 'static> Engine for Replicas<M> {
         if !self.replays {
             return Ok(Vec::new());
         }
-        let (kind, size) = (kind.clone(), self.state.size);
+        let kind = kind.clone();
+        let size = self.state.size;
         self.workers.all(move |replica| Ok(replica.captures_keep(&kind, size)?.0))
     }
 

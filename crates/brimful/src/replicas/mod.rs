@@ -115,13 +115,17 @@ impl<M: 'static> Replicas<M> {
         }
         let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();
         let build = Arc::new(build);
-        let builder = |((number, device), store): ((usize, &StageDevice), &VarStore)| {
-            let (device, store, build) = (device.clone(), sharing(store), Arc::clone(&build));
+        let places = devices.iter().zip(&stores).enumerate();
+        let builders = places.map(|(number, (device, store))| {
+            let device = device.clone();
+            let store = sharing(store);
+            let build = Arc::clone(&build);
             move || Replica::build(number, store, &device, &*build)
-        };
-        let builders = devices.iter().enumerate().zip(&stores).map(builder).collect();
+        });
         let others = devices[1..].iter().map(|device| device.device).collect();
-        let workers = preserving_generators(others, || Workers::spawn(&devices, builders))?;
+        // The others draw first values that are replaced: their generators are as if they had not.
+        let workers =
+            preserving_generators(others, || Workers::spawn(&devices, builders.collect()))?;
         mirror::check_alike(&stores.iter().map(ModelOutline::of).collect::<Vec<_>>())?;
         let store = stores.swap_remove(0);
         let first = (0..devices.len()).map(|_| mirror::named(&store)).collect();

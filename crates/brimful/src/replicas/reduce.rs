@@ -25,6 +25,7 @@ pub(super) fn reduce<M: 'static>(
 
 /// So many parts with nearly the same number of elements.
 fn dealt(mut addends: Vec<Addends>, parts: usize) -> Vec<Vec<Addends>> {
+    // The largest first, each to the lightest part: near-equal, though one embedding may be half of all.
     addends.sort_by_key(|sum| std::cmp::Reverse(sum.into.numel()));
     let mut dealt: Vec<(usize, Vec<Addends>)> = (0..parts).map(|_| (0, Vec::new())).collect();
     for sum in addends {
@@ -40,7 +41,9 @@ fn add(addends: Vec<Addends>) -> Result<()> {
     let _without = tch::no_grad_guard();
     let longest = addends.iter().map(|sum| sum.what.len()).max().unwrap_or(0);
     for turn in 0..longest {
-        let (mut into, mut what) = (Vec::new(), Vec::new());
+        // One replica after the other, in order: the same bits whoever finishes first.
+        let mut into = Vec::new();
+        let mut what = Vec::new();
         for sum in &addends {
             let Some(new) = sum.what.get(turn) else { continue };
             into.push(sum.into.shallow_clone());

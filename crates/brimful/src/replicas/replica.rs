@@ -76,8 +76,7 @@ impl<M> Replica<M> {
         if let Some(memory) = device.memory() {
             micro = micro.memory(memory);
         }
-        let (mirror, home) = (Mirror::default(), device.device);
-        Ok(Self { number, model, micro, store, mirror, home })
+        Ok(Self { number, model, micro, store, mirror: Mirror::default(), home: device.device })
     }
 
     /// Takes these variables of the first replica over from now on.
@@ -214,6 +213,7 @@ impl<M> Replica<M> {
         outputs: &O,
         start: Instant,
     ) -> Result<PartDone<O>> {
+        // On this thread, whose device computed them: all replicas wait for their devices at one time.
         let (tried, outputs) = tried.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();

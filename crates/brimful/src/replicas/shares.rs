@@ -7,12 +7,12 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Readings that a speed is the median of. The first step, which warms up, is none of them.
+/// A speed is the median of the last 5 readings. The first step, which warms up, is none of them.
 const READINGS: usize = 5;
-/// So many readings of every replica come before the first change.
-const ENOUGH: usize = 3;
-/// How much faster a step must be expected to be.
-const WORTH: f64 = 1.05;
+/// 3 readings of every replica come before the first change: the least whose median drops an outlier.
+const MIN_READINGS: usize = 3;
+/// Parts change only for a step expected to be 5 % faster: less is noise.
+const MIN_SPEEDUP: f64 = 1.05;
 
 /// What is known of the replicas' speeds.
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ impl Speeds {
         Self { current: vec![1.0; replicas], readings, warm: false }
     }
 
-    /// These, for ever.
+    /// Given speeds, which are never measured.
     pub(super) fn given(speeds: &[f64]) -> Self {
         Self { current: speeds.to_vec(), readings: None, warm: true }
     }
@@ -59,7 +59,7 @@ impl Speeds {
                 last.pop_front();
             }
         }
-        if readings.iter().all(|last| last.len() >= ENOUGH) {
+        if readings.iter().all(|last| last.len() >= MIN_READINGS) {
             self.change_if_worth();
         }
     }
@@ -67,12 +67,12 @@ impl Speeds {
     fn change_if_worth(&mut self) {
         let Some(readings) = &mut self.readings else { return };
         let measured: Vec<f64> = readings.iter().map(median).collect();
-        // Of one sample in all: the slowest of the parts, and what it could be.
+        // Seconds for one sample: a step ends with its slowest part; at best all parts end together.
         let whole: f64 = self.current.iter().sum();
         let parts = self.current.iter().zip(&measured);
         let now = parts.map(|(part, speed)| part / whole / speed).fold(0.0, f64::max);
         let best = 1.0 / measured.iter().sum::<f64>();
-        if now > best * WORTH {
+        if now > best * MIN_SPEEDUP {
             tracing::info!(samples_per_s = ?measured, "replicas get parts by their speeds");
             self.current = measured;
             // What was read in other parts may not hold in the new ones.
@@ -97,6 +97,7 @@ fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     order.sort_by(|&a, &b| rest(b).total_cmp(&rest(a)));
     let left = samples.saturating_sub(shares.iter().sum());
     order.into_iter().cycle().take(left).for_each(|i| shares[i] += 1);
+    // The first replica commits for all, and a try needs samples to have a loss and a tally.
     if samples > 0
         && shares[0] == 0
         && let Some(largest) = (0..shares.len()).rev().max_by_key(|&i| shares[i])
@@ -134,7 +135,7 @@ mod tests {
     #[test]
     fn parts_follow_speeds_that_were_measured() {
         let mut speeds = Speeds::even(2);
-        for _ in 0..=ENOUGH {
+        for _ in 0..=MIN_READINGS {
             assert_eq!(lengths(&speeds, 40), [20, 20]);
             step(&mut speeds, 40, &[10.0, 30.0]);
         }

@@ -62,6 +62,7 @@ impl<M: 'static> Replicas<M> {
         let outputs = self.outputs(parts()?, Arc::clone(forward))?;
         // The loss draws as if it were one more replica.
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
+        // On the first replica alone: a contrastive loss compares every sample with every other.
         let (tried, gradients) = self.loss_on(&outputs, seed, Arc::clone(loss))?;
         let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
         Ok((self.returned(parts, Arc::clone(forward), tried)?, outputs))

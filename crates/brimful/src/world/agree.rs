@@ -41,8 +41,8 @@ impl World {
     fn share_bytes(&self, what: &str, own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         let number = self.link().with(|engine| {
             engine.moments += 1;
-            let (number, what, bytes) = (engine.moments, what.to_owned(), own.clone());
-            engine.tell_all(&Message::Value { number, what, bytes });
+            let number = engine.moments;
+            engine.tell_all(&Message::Value { number, what: what.to_owned(), bytes: own.clone() });
             number
         })?;
         self.link().wait(|engine| Ok(said(engine, number, what, &own)?))
@@ -77,6 +77,7 @@ impl World {
             message: error.to_string(),
             out_of_memory: error.out_of_memory().cloned(),
         });
+        // Told even where this rank has failed: a rank that does not answer makes all others wait.
         let own = encode(&told)?;
         let all = self.share_bytes(what, own)?;
         let mut results = Vec::with_capacity(all.len());
@@ -91,6 +92,7 @@ impl World {
         }
         match (first, result) {
             (None, _) => Ok(results),
+            // The error itself, of which the others have but the words.
             (Some((rank, _)), Err(error)) if rank == self.rank() => Err(error),
             (Some((rank, failure)), _) => Err(self.failed(rank, failure)),
         }
@@ -118,7 +120,8 @@ fn said(
         let here = what.to_owned();
         return Err(engine.confuse(WorldError::OutOfStep { rank, theirs, here }));
     }
-    let (me, values) = (engine.rank, &mut engine.values);
+    let me = engine.rank;
+    let values = &mut engine.values;
     if let Some(rank) = (0..values.len()).find(|rank| *rank != me && values[*rank].is_empty()) {
         return Ok(Look::WaitFor(Wait::Rank(rank)));
     }

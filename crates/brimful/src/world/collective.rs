@@ -10,9 +10,9 @@ use super::message::TensorOutline;
 use super::{Turn, World, WorldError};
 use crate::Result;
 
-/// Where the numbers of channels begin on which a rank gives others its tensors; no other channel of a
-/// turn has one of them.
-const SPREAD: u32 = 1 << 29;
+/// Channels on which a rank gives others its tensors are numbered from 2^29 on; no other channel of a
+/// turn has one of these numbers.
+const FIRST_SPREAD_CHANNEL: u32 = 1 << 29;
 
 impl World {
     /// Leaves in each tensor the sum of all ranks' tensors at its place, which have the same shapes
@@ -26,8 +26,11 @@ impl World {
             return Ok(());
         }
         self.agree_on("what is summed", tensors)?;
-        let (turn, all) = (self.turn()?, self.everyone());
+        let turn = self.turn()?;
+        let all = self.everyone();
+        // Where this rank returns early, the others would wait for its part of the ring.
         let stopping = turn.stopping();
+        // Into memory of the host's, and back when all sums are there: a failure changes no tensor.
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
         let summing = flat.iter().zip(0..).map(|(flat, number)| turn.sum(&all, number, flat, None));
         for summing in summing.collect::<Result<Vec<_>>>()? {
@@ -88,7 +91,7 @@ impl World {
         own: &[Tensor],
     ) -> Result<Vec<Tensor>> {
         // A channel's number is that of its root: several may be spread in one turn.
-        let channel = SPREAD + root as u32;
+        let channel = FIRST_SPREAD_CHANNEL + root as u32;
         if root != self.rank() {
             let came = turn.inlet(root, channel, 1, None)?.take()?;
             return Ok(came.into_iter().flatten().flatten().collect());

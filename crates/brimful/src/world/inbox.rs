@@ -77,7 +77,8 @@ impl Inbox {
     }
 
     pub(super) fn open(&mut self, places: usize, memory: Option<Memory>) {
-        (self.places, self.memory) = (places.max(1), memory);
+        self.places = places.max(1);
+        self.memory = memory;
     }
 
     /// Lets the next parcel of one tensor be put into this one.
@@ -98,6 +99,7 @@ impl Inbox {
                     };
                     self.arriving.push_back(Incoming { outline, tensors, tickets, ahead });
                 }
+                // Kept for the thread that takes it: whoever moves messages on is not to blame.
                 Err(error) => {
                     self.refused = Some(error);
                     self.announced.push_front(parcel);
@@ -131,6 +133,7 @@ impl Inbox {
 
     /// The next parcel, if all of it is there.
     pub(super) fn take(&mut self) -> Option<Result<Tensors>> {
+        // What has arrived before memory ran out is whole, and comes first.
         if self.arriving.is_empty() {
             return self.refused.clone().map(Err);
         }

@@ -14,14 +14,14 @@ use super::ring::Ring;
 use super::waits::Wait;
 use crate::Result;
 
-/// How often messages are moved on for those that compute.
-const BUSY: Duration = Duration::from_millis(1);
-/// The same where a device is about to put something into the host's memory.
-const ABOUT_TO_COME: Duration = Duration::from_micros(100);
-/// And when there is nothing but signs of life.
-const IDLE: Duration = Duration::from_millis(10);
+/// While ranks work together, messages are moved on every millisecond, for those that compute.
+const BUSY_INTERVAL: Duration = Duration::from_millis(1);
+/// Every 100 µs where a device is about to put something into the host's memory, which sets out then.
+const DEVICE_INTERVAL: Duration = Duration::from_micros(100);
+/// Every 10 ms when there is nothing but signs of life.
+const IDLE_INTERVAL: Duration = Duration::from_millis(10);
 
-/// What is found by who waits.
+/// The result of one look at the messages by a waiting thread.
 pub(super) enum Look<T> {
     Found(T),
     /// Nothing yet.
@@ -41,8 +41,11 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn new(engine: Messenger) -> Arc<Self> {
-        let (engine, sums) = (Mutex::new(Some(engine)), Mutex::default());
-        Arc::new(Self { engine, sums, ends: AtomicBool::new(false) })
+        Arc::new(Self {
+            engine: Mutex::new(Some(engine)),
+            sums: Mutex::default(),
+            ends: AtomicBool::new(false),
+        })
     }
 
     /// Lets a sum begin when messages are moved on next.
@@ -59,6 +62,7 @@ impl Link {
         let mut engine = self.lock();
         let ended = || WorldError::NotStarted { reason: "it has ended".into() };
         let engine = engine.as_mut().ok_or_else(ended)?;
+        // Taken over by whoever has the lock next, and let go before `f`, which may copy for long.
         let mut begun = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         engine.rings.extend(begun.drain(..));
         drop(begun);
@@ -72,6 +76,7 @@ impl Link {
     ) -> Result<T> {
         let mut pause = Pause::default();
         loop {
+            // The lock is held for one look only: other threads, and the signs of life, need it too.
             let found = self.with(|engine| {
                 engine.progress();
                 let looked = look(engine);
@@ -102,9 +107,10 @@ impl Pause {
     fn rest(&mut self) {
         self.rests += 1;
         match self.rests {
+            // An answer of another rank takes some microseconds, in which a sleep would not even begin.
             ..=100 => thread::yield_now(),
             _ => thread::sleep(
-                Duration::from_micros(20).saturating_mul(self.rests - 100).min(BUSY / 5),
+                Duration::from_micros(20).saturating_mul(self.rests - 100).min(BUSY_INTERVAL / 5),
             ),
         }
     }
@@ -127,7 +133,8 @@ impl Pump {
     pub(super) fn start(
         start: impl FnOnce() -> Result<Messenger, WorldError> + Send + 'static,
     ) -> Result<Self> {
-        let ((begun, link), (ended, done)) = (channel(), channel());
+        let (begun, link) = channel();
+        let (ended, done) = channel();
         let run = move || {
             let link = start().map(Link::new);
             // Nobody is there to hear it only where the starter has panicked.
@@ -159,6 +166,7 @@ impl Drop for Pump {
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
+        // It may be resting for 10 ms, and all other ranks wait for this one's end.
         thread.thread().unpark();
         // The thread itself sees that ranks are gone; the end in order is MPI's own, which knows
         // of no limit.
@@ -186,6 +194,7 @@ fn pump(link: &Link, ended: &Sender<()>) {
         thread::park_timeout(rest);
     }
     let _ = ended.send(());
+    // Taken out of the lock: MPI's end waits for all ranks, and may wait for ever.
     let engine = link.lock().take();
     if let Some(engine) = engine.filter(|engine| !engine.is_broken()) {
         engine.into_wire().end();
@@ -196,8 +205,8 @@ fn pump(link: &Link, ended: &Sender<()>) {
 /// How long messages may rest.
 fn rest(engine: &Messenger) -> Duration {
     match (engine.expects_a_device(), engine.is_busy()) {
-        (true, _) => ABOUT_TO_COME,
-        (false, true) => BUSY,
-        (false, false) => IDLE,
+        (true, _) => DEVICE_INTERVAL,
+        (false, true) => BUSY_INTERVAL,
+        (false, false) => IDLE_INTERVAL,
     }
 }

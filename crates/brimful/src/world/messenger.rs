@@ -100,6 +100,7 @@ impl Messenger {
     }
 
     fn try_progress(&mut self) -> Result<(), WorldError> {
+        // Messages first: they announce what inboxes ask for below.
         while let Some((from, bytes)) = self.wire.told()? {
             self.pulse.heard(from, Instant::now());
             self.dispatch(from, Message::decode(&bytes)?)?;
@@ -126,6 +127,7 @@ impl Messenger {
             }
             Message::Tensors { channel, first, outline } => {
                 self.tell_apart(from, first, outline.count())?;
+                // Received all the same: MPI keeps a send, and its sender's memory, until it is taken.
                 if self.is_over(channel.turn) {
                     let tickets = inbox::discarded(&mut *self.wire, from, first, &outline)?;
                     self.forgotten.extend(tickets);
@@ -152,7 +154,7 @@ impl Messenger {
         Ok(())
     }
 
-    /// Gives a sign of life where it is time, and gives up who has given none.
+    /// Gives a sign of life where it is time, and declares ranks lost that have given none for too long.
     pub(super) fn watch(&mut self, now: Instant) {
         if self.broken.is_some() {
             return;
@@ -160,8 +162,11 @@ impl Messenger {
         if self.pulse.is_due(now) {
             self.tell_all(&Message::Beat { waits_for: self.waits.own() });
         }
-        let (me, left) = (self.rank, &self.left);
+        let me = self.rank;
+        let left = &self.left;
         if let Some((rank, silent)) = self.pulse.lost(now, |r| r != me && left[r].is_none()) {
+            // All ranks are told, so that all name the same one: those that wait for a rank that waits
+            // for the lost one would else blame it, some seconds later.
             let millis = silent.as_millis() as u64;
             self.tell_all(&Message::Lost { rank, silent: millis });
             self.broken = Some(self.lost(rank, silent));
@@ -176,6 +181,7 @@ impl Messenger {
     pub(super) fn wait_for(&mut self, wait: Wait) -> Result<(), WorldError> {
         self.check(wait)?;
         let (Wait::Rank(rank) | Wait::Message(rank)) = wait else { return Ok(()) };
+        // A rank that hangs still gives signs of life, by its pump: only the length of a wait tells.
         let Some((rank, waited)) = self.waits.waiting(rank, Instant::now()) else { return Ok(()) };
         self.tell_all(&Message::Hangs { rank, waited: waited.as_millis() as u64 });
         let error = self.hangs(rank, waited);
@@ -205,6 +211,7 @@ impl Messenger {
         if let Some(error) = self.broken.as_ref().or(self.confused.as_ref()) {
             return Err(error.clone());
         }
+        // A message that is under way arrives even if its sender has ended since.
         let Wait::Rank(rank) = wait else { return Ok(()) };
         let Some(words) = self.left[rank].clone() else { return Ok(()) };
         Err(WorldError::RankLeft { rank, host: self.hosts[rank].clone(), words })

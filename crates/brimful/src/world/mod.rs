@@ -96,10 +96,8 @@ impl World {
 
     /// A world of this process alone.
     pub fn alone() -> Self {
-        let (hosts, link) = (
-            vec![Alone.host()],
-            Link::new(Messenger::new(Box::new(Alone), PATIENCE, LONGEST_WAIT)),
-        );
+        let link = Link::new(Messenger::new(Box::new(Alone), PATIENCE, LONGEST_WAIT));
+        let hosts = vec![Alone.host()];
         Self(Arc::new(Membership { rank: 0, hosts, link, _pump: None }))
     }
 
@@ -113,6 +111,7 @@ impl World {
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
         let mut member = Arc::new(Membership { rank, hosts, link, _pump: Some(pump) });
+        // Before anything else: messages of another version may not even decode.
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
         let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
         let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();
@@ -132,7 +131,8 @@ impl World {
 
     /// This process's number among those on its machine, such as that of the device that is its own.
     pub fn rank_on_host(&self) -> usize {
-        let (hosts, rank) = (self.hosts(), self.rank());
+        let hosts = self.hosts();
+        let rank = self.rank();
         hosts[..rank].iter().filter(|host| **host == hosts[rank]).count()
     }
 

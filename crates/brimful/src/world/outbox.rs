@@ -50,6 +50,7 @@ impl Outbox {
 
     /// The next that can set out.
     pub(super) fn next(&mut self) -> Result<Option<Parcel>> {
+        // In order, though a later one may be ready: the receiver tells parcels apart by their order.
         let Some(parcel) = self.waiting.front() else { return Ok(None) };
         Ok(match is_reached(parcel.ready.as_ref())? {
             true => self.waiting.pop_front(),

@@ -31,6 +31,7 @@ impl Pulse {
 
     /// Whether it is time to give a sign; then it counts as given. Ten fit into the patience.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        // Ten, so that a few may be late under load before a rank is taken for dead.
         let due = now.duration_since(self.beaten) >= self.patience / 10;
         if due {
             self.beaten = now;
@@ -47,7 +48,8 @@ impl Pulse {
         let away = now.duration_since(self.looked);
         self.looked = now;
         if away > self.patience / 4 {
-            // This process itself did not run: what was said meanwhile is yet to be heard.
+            // This process itself did not run (a stopped job, a suspended machine): what was said
+            // meanwhile is yet to be heard, and nobody is to be blamed for the gap.
             self.heard.iter_mut().for_each(|heard| *heard += away);
             return None;
         }

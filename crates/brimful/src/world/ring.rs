@@ -75,12 +75,14 @@ impl Ring {
 
     /// Goes as far as what has come allows.
     pub(super) fn advance(&mut self, engine: &mut Messenger, channel: Channel) -> Result<()> {
+        // Looked at, not waited for: the lock is held here, and other sums may go on.
         if !is_reached(self.ready.as_ref())? {
             return Ok(());
         }
         self.ready = None;
         let n = self.ranks.len();
-        let (next, before) = (self.after(), self.before());
+        let next = self.after();
+        let before = self.before();
         while !self.is_done() {
             let adds = self.step < n - 1;
             // Once around for the sums, once more for all to have them.
@@ -88,6 +90,7 @@ impl Ring {
             let coming = (sent + n - 1) % n;
             if !self.begun {
                 let into = if adds { self.scratch_for(coming)? } else { self.part(coming)? };
+                // Straight into place: a copy of every gradient of every step would be felt.
                 let inbox = engine.inbox(before, channel);
                 inbox.open(1, None);
                 inbox.take_into(into);

@@ -96,7 +96,8 @@ impl Turn {
         tensor: &Tensor,
         ready: Option<Event>,
     ) -> Result<Summing> {
-        let (channel, flat) = (self.channel(number), tensor.f_detach()?.f_view([-1_i64])?);
+        let channel = self.channel(number);
+        let flat = tensor.f_detach()?.f_view([-1_i64])?;
         let ring = Ring::new(Arc::clone(ranks), self.0.rank, flat, ready)?;
         self.0.link.begin_sum(channel, ring);
         Ok(Summing { turn: self.clone(), channel })
@@ -153,6 +154,8 @@ impl Outlet {
     /// The same of tensors whose numbers are in the host's memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.turn.0;
+        // Packed without the lock, because it may copy from a device; and the originals are dropped, so
+        // that a sender that waits for a place does not keep their memory.
         let mut parcel = Some(Parcel::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
         let sent = link.wait(|engine| {
@@ -160,6 +163,7 @@ impl Outlet {
                 return Ok(Look::Found(false));
             }
             if engine.outstanding(self.to, self.channel) >= self.places {
+                // The receiver is not to blame for what this rank's own device has yet to compute.
                 let own = engine.is_computing(self.to, self.channel);
                 return Ok(Look::WaitFor(if own { Wait::Nobody } else { Wait::Rank(self.to) }));
             }
@@ -177,6 +181,7 @@ impl Inlet {
         let taken = link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
+            // What has come counts even in a turn that was stopped since: senders do not know yet.
             match inbox.take() {
                 Some(tensors) => tensors.map(|tensors| Look::Found(Some(tensors))),
                 None if engine.is_stopped(*number) => Ok(Look::Found(None)),

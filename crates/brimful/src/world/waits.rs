@@ -66,6 +66,7 @@ impl Waits {
 
     /// The rank at the end of those that wait for each other; this one if they wait in a circle.
     fn hanging(&self, rank: usize) -> usize {
+        // Along who waits for whom; one that waits for this rank would lead back here, and ends the chain.
         let next = |rank: &usize| self.others[*rank].filter(|next| *next != self.rank);
         let chain: Vec<usize> =
             std::iter::successors(Some(rank), next).take(self.others.len()).collect();

@@ -42,6 +42,7 @@ impl Ranks {
         let each = (first..).zip(devices);
         let each = each.flat_map(|(rank, devices)| std::iter::repeat_n(rank, *devices));
         let all: Vec<usize> = each.take(workers).collect();
+        // A rank without a worker would vote on steps that it has no part in, and hold none of the model.
         if all.last().is_none_or(|last| last + 1 < first + ranks) {
             return Err(WorldError::TooManyRanks { ranks, workers }.into());
         }
@@ -117,6 +118,7 @@ impl Ranks {
         if self.is_alone() {
             return Ok(own);
         }
+        // All ranks make the same call, those of other replicas with nothing: theirs are the same tensors.
         if self.replica() > 0 {
             self.world().gather(Vec::new())?;
             return Ok(own);

@@ -50,6 +50,7 @@ impl Ranks {
 
     /// The ties that start, or end, here, each with its number, which is no other channel's.
     fn ties_of(&self, end: fn(&Tie) -> usize) -> impl Iterator<Item = (u32, &Tie)> {
+        // Below 2^28 are the ways between stages and the buckets of gradients.
         (1 << 28..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))
     }
 }
@@ -64,6 +65,8 @@ pub(crate) fn gather(
 ) -> Result<()> {
     let first = ranks.here().start;
     let mut arriving: Vec<Vec<(String, Tensor)>> = (0..workers.len()).map(|_| Vec::new()).collect();
+    // All is sent before anything is taken, with a place for everything: two ranks that have copies of
+    // each other's variables would else wait for each other.
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
         let mut own = leaving[tie.copy - first].iter();
         let gradient = own.find(|(_, name, _)| *name == tie.name);
@@ -145,6 +148,7 @@ fn from_others(
 ) -> Result<Vec<(String, Tensor)>> {
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let value = changed.iter().find(|(name, _)| *name == tie.name);
+        // An empty parcel where it has not changed: the other rank cannot know, and waits for one.
         let value = value.map(|(_, value)| on_host(value)).transpose()?;
         turn.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }

@@ -62,6 +62,7 @@ pub(crate) fn run(
         }
         let parts = std::iter::once(&input.values).chain(&input.skips);
         for (gradients, leaves) in gradients.iter_mut().zip(parts) {
+            // Taken after each group, or the next group's would be added to it in the same leaf.
             gradients.push(leaves.iter().map(taken).collect::<Result<_>>()?);
         }
     }

@@ -57,6 +57,7 @@ impl WorkerRun {
         if let Some(outlet) = &ports.values_out {
             parcels.push((outlet, pack(&output.values)?));
         }
+        // The action ends here: a wait for a place is idle time, and the timeline is to show it.
         self.timeline.end(action)?;
         send(parcels)?;
         Ok(Output::Boundary(output))

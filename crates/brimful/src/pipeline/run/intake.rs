@@ -44,6 +44,7 @@ impl Intake {
         // Without a place: one is on its way while another is in use.
         let (outlet, inlet) = sync_channel(0);
         let copies = copies.clone();
+        // It ends by itself: when all is fed, or when the receiver is dropped with a failed step.
         thread::spawn(move || feed(ordered, &copies, &queued, &outlet));
         Ok(Self::Fed(inlet))
     }

@@ -166,11 +166,12 @@ impl WorkerRun {
             let output = self.run_lent(site, at, i, input.share())?;
             Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
         } else if self.ends_in_closure(at) {
+            // Nobody needs its first result: the loss is computed when it is run again.
             self.timeline.end(action)?;
             None
         } else {
             let output = self.run_for_now(site, at, i, &input)?;
-            // What has no graph now will have one then.
+            // It ran without a graph, so `requires_grad` says nothing; the recompute's output will have one.
             let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
             self.hand_on(site, at, action, output, traced)?;
@@ -185,6 +186,7 @@ impl WorkerRun {
         if !self.is_lent(at) {
             return Ok(site.run(at, input, self.pass(i, site)));
         }
+        // A layer that writes into its input would change the user's mini-batch, for every retry too.
         let lent = input.share();
         let before = Versions::of(lent.all());
         let output = site.run(at, input, self.pass(i, site));
@@ -236,6 +238,8 @@ impl WorkerRun {
                 Roots::of_boundary(output, gradients)
             }
         };
+        // Gradients are complete after the worker's last backward, of whatever stage: from then on they
+        // may set out to other replicas.
         let more = self.list[self.next..].iter().any(|action| action.kind == ActionKind::Backward);
         let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
         if !more {
@@ -245,6 +249,7 @@ impl WorkerRun {
         if site.refuses_gradients {
             self.norms[i] = accumulator.norm()?;
         }
+        // Before the neighbour may be waited for: a stage that waits keeps no activations.
         drop(output);
         self.timeline.end(action)?;
         self.hand_back(site, at, gradients)
@@ -263,6 +268,7 @@ impl WorkerRun {
     /// The terms of the micro-batch's loss, counted; none where the closure gives no loss.
     pub(crate) fn loss(&mut self, site: &Site, i: usize, values: &[Tensor]) -> Result<Vec<Term>> {
         let End::Closure(closure) = &mut self.job.end else { unreachable!("asked for before") };
+        // Seeding and drawing are one: stages on one accelerator share its generator.
         let _turn = site.turn();
         site.generator.seed(Draws::new(self.job.seed, self.job.first + i).seed(site.model_length));
         let Some(loss) = closure(i, values)? else { return Ok(Vec::new()) };

@@ -39,6 +39,7 @@ impl StageParcel {
         for tensor in tensors.iter_mut().flatten().flatten() {
             if tensor.device() != Device::Cpu {
                 sender = tensor.device();
+                // Page-locked, or the copy would make this thread wait for all of the device's work.
                 let host = transfer::room_for(tensor)?;
                 transfer::copy(&host, tensor)?;
                 *tensor = host.f_set_requires_grad(tensor.requires_grad())?;

@@ -92,7 +92,9 @@ pub(crate) fn wire(
     let mut wiring = Wiring { ranks, turn, memory, next: 0 };
     let mut ports: Vec<Ports> = layout.stages.iter().map(|_| Ports::default()).collect();
     for j in 1..ports.len() {
-        let (before, after) = (layout.stages[j - 1].worker, layout.stages[j].worker);
+        let before = layout.stages[j - 1].worker;
+        let after = layout.stages[j].worker;
+        // A worker that waited for a place in a channel to itself would wait for ever.
         let places = if before == after { all } else { actions.channel_capacity() };
         (ports[j - 1].values_out, ports[j].values_in) = wiring.way(before, after, places)?;
         (ports[j].gradients_out, ports[j - 1].gradients_in) = wiring.way(after, before, places)?;
@@ -131,6 +133,7 @@ impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
         to: usize,
         places: usize,
     ) -> Result<(Option<StageOutlet>, Option<StageInlet>)> {
+        // Counted even where neither end is here, so that all ranks give a way the same number.
         self.next += 1;
         Ok(match (self.ranks.has(from), self.ranks.has(to)) {
             (true, true) => {

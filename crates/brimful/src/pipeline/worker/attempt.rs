@@ -93,6 +93,7 @@ impl Worker {
         let parameters = if trains { self.parameters() } else { Vec::new() };
         let variables = &self.store.variables_;
         let undo = Undo::default();
+        // Something with no gradients, not nothing: it takes part in votes and sums as all others do.
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, 1.0, Vec::new()));
         self.spans = Vec::new();
         self.done(Vec::new(), tells).map_err(failed)
@@ -143,6 +144,7 @@ impl Worker {
         mut run: WorkerRun,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<WorkerRun, WorkerFailure> {
+        // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         run.execute(&mut self.site, wanted)?;
         Ok(run)
     }
@@ -164,6 +166,7 @@ impl Worker {
         if run.job.mode.trains() {
             self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
         }
+        // The run's graphs and inputs are dropped in here, before anything else needs memory.
         let (kept, outputs) = match oom::catch(|| self.keep_run(run)) {
             Ok(kept) => kept,
             Err(caught) => {
@@ -200,6 +203,7 @@ impl Worker {
 
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
         let usage = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;
+        // Of all mini-batches that wait for one commit.
         self.peak = usage.map(|usage| usage.peak).max(self.peak.filter(|_| self.window.is_some()));
         Ok(WorkerDone {
             report: tells.at_once.then(|| self.tell(tells.others)).transpose()?,

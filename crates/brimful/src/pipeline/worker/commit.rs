@@ -18,6 +18,7 @@ impl Worker {
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
         let Some(tried) = &mut self.tried else { return Err(Error::NothingAccumulated) };
         let mut report = tried.tell(self.non_finite, others)?;
+        // Every stage has run the same samples: one of them counts them.
         if !self.has_first_stage {
             report.samples = 0;
         }
@@ -57,6 +58,7 @@ impl Worker {
         for (name, gradient) in arriving {
             let Some(at) = places.get(name.as_str()) else { continue };
             let gradient = gradient.f_to_device(self.site.device)?;
+            // Into what is prepared, not into the parameters: the vote is still to come.
             match &gradients.0[*at] {
                 Some(sum) => foreach::add(&[sum.shallow_clone()], &[gradient], 1.0)?,
                 None => gradients.0[*at] = Some(gradient),
@@ -98,6 +100,7 @@ impl Worker {
     /// Leaves everything as it was before the mini-batch that is under way.
     pub(crate) fn undo(&mut self) -> Result<()> {
         if let Some((run, undo)) = self.open.take() {
+            // Its graphs first: what is put back below may need their memory.
             drop(run);
             undo.run()?;
         }

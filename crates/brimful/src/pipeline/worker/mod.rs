@@ -92,6 +92,26 @@ pub(crate) struct Worker {
     pub(crate) peak: Option<Bytes>,
 }
 
+impl Blueprint {
+    /// Builds the stages in this store.
+    fn stages(&self, store: &VarStore, generator: &Generator) -> Result<Vec<Stage>> {
+        let Self { layout, number, turn, seed, .. } = self;
+        let first = Draws::new(*seed, 0);
+        let mut stages = Vec::new();
+        for (id, plan) in layout.of_worker(*number) {
+            // Held for a whole stage: another worker of this accelerator would draw in between.
+            let _turn = turn.as_ref().map(taken);
+            // Each layer from a seed of its own: first values do not depend on the balance.
+            let built =
+                layout.layers.build_range_watched(&store.root(), plan.range.clone(), |position| {
+                    generator.seed(first.seed(position))
+                });
+            stages.push(Stage::new(id, built?, plan));
+        }
+        Ok(stages)
+    }
+}
+
 impl Site {
     /// Runs one of the stages.
     pub(crate) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
@@ -106,6 +126,7 @@ impl Site {
         input: Boundary,
         pass: StagePass<'_>,
     ) -> Result<Boundary> {
+        // Layers that do not know of steps would move their statistics at the second run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
         let output = run_again(|| self.run(at, input, pass));
@@ -128,17 +149,10 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, replica, device, turn, kind, seed, non_finite } = blueprint;
-        let (generator, first) = (Generator::new(device.device), Draws::new(*seed, 0));
+        let Blueprint { layout, number, replica, device, turn, kind, non_finite, .. } = blueprint;
+        let generator = Generator::new(device.device);
         let mut store = VarStore::new(device.device);
-        let mut stages = Vec::new();
-        for (id, plan) in layout.of_worker(*number) {
-            let _turn = turn.as_ref().map(taken);
-            let before = |position| generator.seed(first.seed(position));
-            let built =
-                layout.layers.build_range_watched(&store.root(), plan.range.clone(), before);
-            stages.push(Stage::new(id, built?, plan));
-        }
+        let stages = blueprint.stages(&store, &generator)?;
         if *kind != tch::Kind::Float {
             store.set_kind(*kind);
         }

@@ -40,8 +40,12 @@ impl VariableMark {
     /// None where changes are not counted: then it may have changed.
     fn of(tensor: &Tensor) -> Option<Self> {
         let version = tensor.f_internal_version().ok()?;
-        let (place, kind) = (tensor.data_ptr() as usize, tensor.kind());
-        Some(Self { place, version, kind, trained: tensor.requires_grad() })
+        Some(Self {
+            place: tensor.data_ptr() as usize,
+            version,
+            kind: tensor.kind(),
+            trained: tensor.requires_grad(),
+        })
     }
 }
 
@@ -172,8 +176,10 @@ impl Variables {
 
 /// Copies into each first tensor the numbers of the second.
 fn copy<'a>(pairs: impl Iterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
-    let (mut into, mut from) = (Vec::new(), Vec::new());
+    let mut into = Vec::new();
+    let mut from = Vec::new();
     for (own, value) in pairs {
+        // Without gradients: autograd refuses to write into a leaf that it trains.
         into.push(own.f_detach()?);
         from.push(value.f_detach()?);
     }

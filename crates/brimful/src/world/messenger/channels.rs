@@ -35,6 +35,7 @@ impl Messenger {
     pub(in crate::world) fn close(&mut self, turn: u64) {
         self.open.remove(&turn);
         self.stopped.remove(&turn);
+        // A failed turn may have left sums half-way; the next one must not find them.
         self.rings.retain(|channel, _| channel.turn != turn);
         let over: Vec<_> = self.inboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
         for key in over {
@@ -53,6 +54,7 @@ impl Messenger {
 
     /// Tells all ranks that a turn has failed here.
     pub(in crate::world) fn stop(&mut self, turn: u64) {
+        // Once: every rank that hears of it stops too, and would tell all others again.
         if self.stopped.insert(turn) {
             self.tell_all(&Message::Stop { turn });
         }
@@ -120,6 +122,7 @@ impl Messenger {
         first: u64,
         count: u64,
     ) -> Result<(), WorldError> {
+        // Numbers that are a whole round of tags apart look alike to MPI (32,768 of them at least).
         let before = (first + count).saturating_sub(self.wire.tags());
         if before <= self.oldest[from] {
             return Ok(());
@@ -157,6 +160,7 @@ impl Messenger {
     pub(super) fn advance_rings(&mut self) -> Result<(), WorldError> {
         let channels: Vec<Channel> = self.rings.keys().copied().collect();
         for channel in channels {
+            // Taken out, because it sends and receives by the messenger that it is a part of.
             let Some(mut ring) = self.rings.remove(&channel) else { continue };
             let advanced = ring.advance(self, channel);
             self.rings.insert(channel, ring);
