@@ -27,41 +27,56 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
     let name = &input.ident;
     let generics = with_bounds(input.generics.clone());
     let (parameters, arguments, conditions) = generics.split_for_impl();
-    let visit = fields.iter().map(Field::visit);
-    let map = fields.iter().map(Field::map);
-    let outline = fields.iter().map(Field::outline);
-    let blank = fields.iter().map(Field::blank);
+    let leaves = leaf_methods(&fields);
+    let forms = form_methods(&fields);
     Ok(quote! {
         #[automatically_derived]
         impl #parameters ::brimful::batch::Batch for #name #arguments #conditions {
-            fn visit<'__leaf>(
-                &'__leaf self,
-                __f: &mut dyn ::core::ops::FnMut(::brimful::batch::Leaf<'__leaf>),
-            ) {
-                #(#visit)*
-            }
-
-            fn map(
-                &self,
-                __f: &mut dyn ::core::ops::FnMut(
-                    ::brimful::batch::Leaf<'_>,
-                ) -> ::brimful::Result<::brimful::tch::Tensor>,
-            ) -> ::brimful::Result<Self> {
-                ::core::result::Result::Ok(Self { #(#map)* })
-            }
-
-            fn outline(
-                &self,
-                __f: &mut dyn ::core::ops::FnMut(&dyn ::core::fmt::Display),
-            ) {
-                #(#outline)*
-            }
-
-            fn blank() -> ::core::option::Option<Self> {
-                ::core::option::Option::Some(Self { #(#blank)* })
-            }
+            #leaves
+            #forms
         }
     })
+}
+
+/// The methods that go through the tensors.
+fn leaf_methods(fields: &[Field]) -> TokenStream {
+    let visit = fields.iter().map(Field::visit);
+    let map = fields.iter().map(Field::map);
+    quote! {
+        fn visit<'__leaf>(
+            &'__leaf self,
+            __f: &mut dyn ::core::ops::FnMut(::brimful::batch::Leaf<'__leaf>),
+        ) {
+            #(#visit)*
+        }
+
+        fn map(
+            &self,
+            __f: &mut dyn ::core::ops::FnMut(
+                ::brimful::batch::Leaf<'_>,
+            ) -> ::brimful::Result<::brimful::tch::Tensor>,
+        ) -> ::brimful::Result<Self> {
+            ::core::result::Result::Ok(Self { #(#map)* })
+        }
+    }
+}
+
+/// The methods that need no tensor.
+fn form_methods(fields: &[Field]) -> TokenStream {
+    let outline = fields.iter().map(Field::outline);
+    let blank = fields.iter().map(Field::blank);
+    quote! {
+        fn outline(
+            &self,
+            __f: &mut dyn ::core::ops::FnMut(&dyn ::core::fmt::Display),
+        ) {
+            #(#outline)*
+        }
+
+        fn blank() -> ::core::option::Option<Self> {
+            ::core::option::Option::Some(Self { #(#blank)* })
+        }
+    }
 }
 
 struct Field {
@@ -71,12 +86,14 @@ struct Field {
 
 impl Field {
     fn visit(&self) -> TokenStream {
-        let (member, f) = (&self.member, self.function());
+        let member = &self.member;
+        let f = self.function();
         quote!(::brimful::batch::Batch::visit(&self.#member, #f);)
     }
 
     fn map(&self) -> TokenStream {
-        let (member, f) = (&self.member, self.function());
+        let member = &self.member;
+        let f = self.function();
         quote!(#member: ::brimful::batch::Batch::map(&self.#member, #f)?,)
     }
 

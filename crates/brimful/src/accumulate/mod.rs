@@ -154,8 +154,8 @@ impl Accumulator {
     pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
         self.expect_groups(lenders.len());
         self.lent = true;
-        // Collected first: three kernels for all parameters, where one each would cost as much as the
-        // launches that a replay saves.
+        // Collected first: a few kernels for all parameters, where one each would cost the launches that
+        // a replay saves.
         let mut empty = Vec::new();
         let mut into = Vec::new();
         let mut from = Vec::new();

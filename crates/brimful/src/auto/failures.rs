@@ -2,11 +2,12 @@
 
 use super::decision::Why;
 
-/// After 100 steps without a failure, what failed once is tried again, once: a retry then costs 1 %.
+/// After 100 steps without a failure, what failed once is tried again, once: a failure
+/// then costs one step in 100.
 const CALM_STEPS: u32 = 100;
 /// Steps in a row in which the allocator emptied its cache before the size is lowered.
 const THRASHING_STEPS: u32 = 2;
-/// Free memory has changed where it differs by over 2 %: less is fragmentation.
+/// Free memory has changed where it differs by over 2 %: less comes and goes by itself.
 pub(super) const CHANGED: f64 = 0.02;
 
 /// The failures of one kind of mini-batch.

@@ -34,8 +34,8 @@ pub(crate) struct MemoryModel {
     floor: u64,
 }
 
-/// Two sizes give a slope only if the smaller is at most 3/4 of the larger: nearer ones differ by no
-/// more than an allocator's rounding.
+/// Two sizes give a slope only if the smaller is at most 3/4 of the larger: nearer ones may differ
+/// by no more than an allocator's rounding.
 const SLOPE_MAX_RATIO: f64 = 0.75;
 /// Needs of one size vary by up to an eighth, with what else happens to be in memory.
 const NOISE_FACTOR: f64 = 1.125;
@@ -200,8 +200,8 @@ pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line>
     nearest.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
     let (e, line) = nearest.first()?;
     let other = nearest.iter().find(|(other, line)| other != e && line.per_sample > 0.0);
-    // Two: attention's cost grows with the square of the length, and no layer's grows faster. A higher
-    // power would be noise, and would be extrapolated.
+    // Two: attention's cost grows with the square of the length, and no common layer's grows faster:
+    // a higher power would be noise, and would be extrapolated.
     let power = other.map_or(1.0, |(other, with)| {
         let power = (line.per_sample / with.per_sample).ln() / (*e as f64 / *other as f64).ln();
         if power.is_finite() { power.clamp(0.0, 2.0) } else { 1.0 }

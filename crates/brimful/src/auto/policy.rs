@@ -27,8 +27,8 @@ pub(crate) enum Goal {
 const FIRST_SIZE: usize = 2;
 /// Micro-batches in a timed trial: the first warms up, the other 2 are timed.
 const REPEATS: usize = 3;
-/// Each size of a climb is 32 times the last: every new shape costs a device seconds of choosing kernels,
-/// so few large steps are cheaper than many small ones.
+/// Each size of a climb is 32 times the last: for every new shape a device has to choose kernels, so few
+/// large steps are cheaper than many small ones.
 const CLIMB_FACTOR: usize = 32;
 /// Between two sizes less than 30 % apart no third is tried: their rates would not differ measurably.
 const MIN_GAP_FACTOR: f64 = 1.3;
@@ -276,7 +276,7 @@ impl Policy {
         let above = above.unwrap_or(top).min(top);
         let mut gaps = [(below, best), (best, above)];
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
-        // Half way by factors, not by samples: rates change with the logarithm of the size.
+        // Half way by factors, not by samples: sizes range over several orders of magnitude.
         let wide = gaps.into_iter().filter(|&gap| width(gap) > MIN_GAP_FACTOR);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
         let mut sizes =

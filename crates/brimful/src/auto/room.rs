@@ -6,7 +6,8 @@ use crate::memory::{self, Usage};
 
 /// 1 % of a device's or an arena's free memory is not planned with: allocators round up.
 const DEVICE_MARGIN: f64 = 0.01;
-/// 20 % of a machine's own memory, which other processes use too, and which kills instead of refusing.
+/// 20 % of a machine's own memory, which other processes use too, and whose end kills processes
+/// instead of refusing memory.
 const HOST_MARGIN: f64 = 0.2;
 
 /// What is free for a step, less what is `reserved` for later.

@@ -141,7 +141,7 @@ impl SizeWatch {
     /// shows, and whether others like it will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
         let current = || Ok::<_, Error>(self.first().usage()?.current.0);
-        // Asking the allocator takes its lock: only where the answer may be a new maximum.
+        // This runs at every micro-batch: the memory is asked only where there may be a new maximum.
         let beside = match &self.piece {
             Some(piece) if unseen.0 > piece.unseen => Some(current()? + unseen.0),
             _ => None,
@@ -185,7 +185,7 @@ impl SizeWatch {
         let mut trial = self.sizer.next_whole(&rooms, samples.max(1));
         let own = trial.size;
         trial.size = agree(own)?;
-        // A smaller size than this rank's own, so its own prediction holds no more.
+        // Users are to see that other ranks decided, and that this one's memory did not.
         if trial.size < own {
             trial.why = Why::Others;
         }

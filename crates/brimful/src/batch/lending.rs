@@ -94,7 +94,7 @@ pub(crate) fn copied<B: Batch>(micro_batch: &B) -> Result<B> {
 
 /// The same tensor in memory of its own.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
-    // A differentiable copy that keeps the memory format: `copy_` into a new tensor would lose both.
+    // `to` with `copy`: differentiable, and in the same order in memory.
     Ok(tensor.f_to_dtype(tensor.kind(), false, true)?)
 }
 

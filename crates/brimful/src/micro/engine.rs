@@ -23,6 +23,7 @@ impl Engine for MicroBatcher {
 
     fn seeding(&self, team: &Team, _training: bool) -> Seeding {
         match team.is_alone() {
+            // As a plain loop draws, so that a model trained without this library gives the same numbers.
             true => Seeding::Plain,
             false => Seeding::Step(vec![self.device]),
         }

@@ -75,6 +75,7 @@ impl Optimizer {
             self.replay.places = places;
             return Ok(false);
         }
+        // Not counted before: gradients that are made anew at every step lie elsewhere each time.
         self.replay.calm_steps += 1;
         if self.replay.captured.is_none() && !self.capture(device)? {
             return Ok(false);
@@ -149,7 +150,7 @@ impl Optimizer {
         let rates = self.groups.iter().map(rate).collect::<Result<Vec<_>>>()?;
         let tensors = rates.iter().map(|(tensor, _)| tensor.shallow_clone()).collect();
         let recorded = catch_unseen(|| {
-            // Not on the common stream, which cannot be captured while others use it.
+            // CUDA does not capture the default stream, which all threads use.
             let stream = Stream::urgent(device)?;
             let step = || {
                 let plan = self.prepare()?.with_rates(tensors);

@@ -32,6 +32,7 @@ impl<M: 'static> Replicas<M> {
             let f = Arc::clone(&f);
             this.spread(batch, this_try, true, move |replica, job| replica.train(job, &*f))
         })?;
+        // From steps that went well alone: a failed try tells how fast memory ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
         self.speeds.observe(step.shares.iter().copied().zip(times));
         Ok(step)

@@ -59,6 +59,7 @@ impl<M: 'static> Engine for Replicas<M> {
         let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
         let dtype = parameters(&self.store.variables_).first().map(Tensor::kind);
         let named = names(&self.store.variables_).into_list();
+        // Of all devices together: with one more of them, or one less, parts are of other lengths.
         let goal = format!("{:?}", self.state.size);
         Ok(Identity::new(&named, dtype, names_.join("+"), total, goal))
     }
@@ -84,6 +85,8 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn tell(&mut self, parts: &mut Parts, exchange: &Exchange) -> Result<Vec<PartReport>> {
+        // This is the caller's thread, whose memory account is no replica's: what is computed here from
+        // the sums belongs to the first one.
         let first = self.devices[0].memory();
         let _inside = first.as_ref().and_then(Memory::enter);
         self.state.tell(parts, exchange)

@@ -33,13 +33,16 @@ impl Mirror {
     /// Takes over values, kinds of number, and what is frozen.
     pub(super) fn take_over(&mut self) -> Result<()> {
         let _without = tch::no_grad_guard();
-        let (mut into, mut from) = (Vec::new(), Vec::new());
+        // Gathered, and copied by a few kernels: this runs before every step.
+        let mut into = Vec::new();
+        let mut from = Vec::new();
         for (own, first) in &mut self.pairs {
             let value = first.f_detach()?;
             if own.kind() == value.kind() {
                 into.push(own.f_detach()?);
                 from.push(value);
             } else {
+                // Another kind of number cannot be copied in place; captured graphs see the new address.
                 own.set_data(&value.f_to_device(own.device())?.f_detach_copy()?);
             }
             if own.requires_grad() != first.requires_grad() {

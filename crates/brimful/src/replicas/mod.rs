@@ -128,12 +128,7 @@ impl<M: 'static> Replicas<M> {
             preserving_generators(others, || Workers::spawn(&devices, builders.collect()))?;
         mirror::check_alike(&stores.iter().map(ModelOutline::of).collect::<Vec<_>>())?;
         let store = stores.swap_remove(0);
-        let first = (0..devices.len()).map(|_| mirror::named(&store)).collect();
-        let home = devices[0].device;
-        workers.each_or_error(first, move |replica, first| {
-            replica.follow(home, first);
-            Ok(())
-        })?;
+        follow_first(&workers, &store)?;
         Ok(Self {
             speeds: Speeds::even(devices.len()),
             workers,
@@ -169,6 +164,17 @@ impl<M: 'static> Replicas<M> {
     pub fn is_empty(&self) -> bool {
         self.devices.is_empty()
     }
+}
+
+/// Lets all replicas take over the variables of the first one, in this store, from now on.
+fn follow_first<M: 'static>(workers: &Workers<Replica<M>>, store: &VarStore) -> Result<()> {
+    let first = (0..workers.len()).map(|_| mirror::named(store)).collect();
+    let home = store.device();
+    workers.each_or_error(first, move |replica, first| {
+        replica.follow(home, first);
+        Ok(())
+    })?;
+    Ok(())
 }
 
 /// A store of the same variables.

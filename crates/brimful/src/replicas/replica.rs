@@ -186,6 +186,7 @@ impl<M> Replica<M> {
         let start = Instant::now();
         let mut cut = job.cut()?;
         let (batch, gradients) = job.batch;
+        // The loss was computed on the first replica's device.
         let gradients = gradients.on(self.store.device())?;
         let model = &self.model;
         let forward = |part| f(model, part);

@@ -97,7 +97,7 @@ fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     order.sort_by(|&a, &b| rest(b).total_cmp(&rest(a)));
     let left = samples.saturating_sub(shares.iter().sum());
     order.into_iter().cycle().take(left).for_each(|i| shares[i] += 1);
-    // The first replica commits for all, and a try needs samples to have a loss and a tally.
+    // What the others have done is added to the first replica's part: so it always has one.
     if samples > 0
         && shares[0] == 0
         && let Some(largest) = (0..shares.len()).rev().max_by_key(|&i| shares[i])

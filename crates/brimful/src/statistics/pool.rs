@@ -163,6 +163,7 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
     for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
         let pooled = pool(&alike, &group)?;
         let mut start = 0;
+        // Views of one tensor for all layers: nothing more is launched.
         for seen in &mut group {
             let channels = seen.running.mean.size1()?;
             let part = |whole: &Tensor| whole.f_narrow(0, start, channels);

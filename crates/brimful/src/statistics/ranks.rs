@@ -55,7 +55,7 @@ impl Pending {
             return Ok(());
         }
         self.pool()?;
-        // All layers in one message: hundreds of small ones would take longer than all gradients.
+        // All layers in one sum: each of its own would go round all ranks once more.
         let mut ids = Vec::new();
         for layer in layers.into_values() {
             let (Some(mean), Some(variance)) = (variable(&layer.mean), variable(&layer.variance))

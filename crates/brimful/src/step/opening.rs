@@ -87,6 +87,16 @@ impl StepHello {
         }
         Ok(())
     }
+
+    /// Samples of each replica, whose ranks all bring the same: the first of them counts.
+    fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<usize>> {
+        let firsts = all.iter().step_by(team.ranks_of_replica());
+        let samples: Vec<usize> = firsts.map(|hello| hello.samples).collect();
+        if samples.iter().all(|samples| *samples == 0) {
+            return Err(Error::EmptyBatch);
+        }
+        Ok(samples)
+    }
 }
 
 /// What all ranks have.
@@ -135,11 +145,7 @@ impl Opening {
         });
         let all = team.world.settle(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
         StepHello::check(&all, team)?;
-        let firsts = all.iter().step_by(team.ranks_of_replica());
-        let samples: Vec<usize> = firsts.map(|hello| hello.samples).collect();
-        if samples.iter().all(|samples| *samples == 0) {
-            return Err(Error::EmptyBatch);
-        }
+        let samples = StepHello::samples_of_replicas(&all, team)?;
         let replica = team.replica();
         Ok(Self {
             first: samples.iter().position(|samples| *samples > 0) == Some(replica),

@@ -49,6 +49,7 @@ impl World {
         if from >= self.size() {
             return Err(WorldError::NoRank { rank: from, size: self.size() }.into());
         }
+        // Compared first, because a difference found half-way would leave some ranks changed.
         self.agree_on("what is broadcast", tensors)?;
         let turn = self.turn()?;
         let stopping = turn.stopping();

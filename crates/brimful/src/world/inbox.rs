@@ -199,6 +199,7 @@ fn uncharged(outline: &TensorOutline) -> Result<Tensors, WorldError> {
 
 /// Keeps those that are not done.
 pub(super) fn still(tickets: &mut Vec<Ticket>, wire: &mut dyn Wire) -> Result<(), WorldError> {
+    // From the end, where removing is free; which of them is done first does not matter.
     while let Some(ticket) = tickets.last() {
         if !wire.is_done(*ticket)? {
             break;

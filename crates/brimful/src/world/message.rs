@@ -76,8 +76,11 @@ impl TensorOutline {
         let form = |tensor: &Tensor| {
             let kind = KINDS.iter().position(|(kind, _)| *kind == tensor.kind());
             let unknown = || WorldError::Message(format!("no {:?} can be sent", tensor.kind()));
-            let (size, traced) = (tensor.size(), tensor.requires_grad());
-            Ok::<_, Error>(Form { kind: kind.ok_or_else(unknown)?, size, traced })
+            Ok::<_, Error>(Form {
+                kind: kind.ok_or_else(unknown)?,
+                size: tensor.size(),
+                traced: tensor.requires_grad(),
+            })
         };
         let row = |row: &Vec<Option<Tensor>>| {
             row.iter().map(|tensor| tensor.as_ref().map(form).transpose()).collect()
@@ -92,6 +95,7 @@ impl TensorOutline {
 
     /// Makes sure that a parcel of this outline is just what the tensor has room for.
     pub(super) fn check_fits(&self, tensor: &Tensor) -> Result<(), WorldError> {
+        // MPI would write past the end of a tensor that is too short, or leave the rest of a longer one.
         let alone = vec![vec![Some(tensor.shallow_clone())]];
         let room = Self::of(&alone).map_err(|error| WorldError::Message(error.to_string()))?;
         let numbers = |outline: &Self| {

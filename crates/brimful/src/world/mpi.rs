@@ -44,6 +44,7 @@ impl Wire for MpiWire {
     }
 
     fn tell(&mut self, to: usize, bytes: Vec<u8>) -> Result<Ticket, WorldError> {
+        // A line of its own: a small message is not to be taken for the numbers of a tensor.
         let pending = self.mpi.send(MpiLine::Control, Buffer::Bytes(bytes), to, 0);
         self.keep(pending)
     }
@@ -68,6 +69,7 @@ impl Wire for MpiWire {
 
     fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError> {
         let Some(pending) = self.pending.get_mut(&ticket) else { return Ok(true) };
+        // Tested, never waited for: the lock is held, and a dead rank's message would never be done.
         let done = self.mpi.is_done(pending).map_err(failed)?;
         if done {
             self.pending.remove(&ticket);

@@ -135,8 +135,8 @@ impl Drop for Stopping {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        // Others may still need what is being computed. Where there is no world any more, nobody
-        // does.
+        // Others may still need what this rank's device is computing, though nobody here does: it is sent
+        // before the channels are closed. Where there is no world any more, nobody needs it.
         let _ = self.link.wait(|engine| match engine.is_computing_for(self.number) {
             true => Ok(Look::WaitFor(Wait::Nobody)),
             false => Ok(Look::Found(())),
@@ -181,7 +181,7 @@ impl Inlet {
         let taken = link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
-            // What has come counts even in a turn that was stopped since: senders do not know yet.
+            // What has come is given even in a turn that was stopped since; only who would wait is told.
             match inbox.take() {
                 Some(tensors) => tensors.map(|tensors| Look::Found(Some(tensors))),
                 None if engine.is_stopped(*number) => Ok(Look::Found(None)),

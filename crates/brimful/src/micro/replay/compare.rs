@@ -27,21 +27,7 @@ pub(super) fn verdict(
     replayed_loss: &Readout,
 ) -> Result<Verdict> {
     let tolerance = tolerance(kind);
-    let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
-    // What an eager run did not reach must come to nothing in a replay too.
-    let mut errors = Vec::new();
-    let mut into = Vec::new();
-    let mut what = Vec::new();
-    for (replayed, eager) in replayed.iter().flatten().zip(eager.iter().flatten()) {
-        errors.extend(share(replayed));
-        if let (Some(replayed), Some(eager)) = (share(replayed), share(eager)) {
-            into.push(replayed);
-            what.push(eager);
-        }
-    }
-    foreach::add(&into, &what, -1.0)?;
-    let sizes = norms(&what)?;
-    let errors = norms(&errors)?;
+    let (sizes, errors) = compared(eager, replayed)?;
     let expected = numbers(eager_loss.row())?;
     let got = numbers(replayed_loss.row())?;
 
@@ -60,6 +46,25 @@ pub(super) fn verdict(
         )),
         None => Verdict::Alike,
     })
+}
+
+/// The norms of the eager gradients, and those of what replayed ones differ by. The replayed ones are
+/// used up.
+fn compared(eager: &[Sum], replayed: &[Sum]) -> Result<(Vec<f64>, Vec<f64>)> {
+    let share = |gradient: &Option<Tensor>| gradient.as_ref().map(Tensor::shallow_clone);
+    // What an eager run did not reach must come to nothing in a replay too.
+    let mut errors = Vec::new();
+    let mut into = Vec::new();
+    let mut what = Vec::new();
+    for (replayed, eager) in replayed.iter().flatten().zip(eager.iter().flatten()) {
+        errors.extend(share(replayed));
+        if let (Some(replayed), Some(eager)) = (share(replayed), share(eager)) {
+            into.push(replayed);
+            what.push(eager);
+        }
+    }
+    foreach::add(&into, &what, -1.0)?;
+    Ok((norms(&what)?, norms(&errors)?))
 }
 
 /// The first operation that is another one, or has other numbers, in words.

@@ -113,10 +113,7 @@ impl Program {
         micro_batch: &B,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<Self> {
-        // Zeros, not the samples: what escapes the capture and is computed now will then differ.
-        let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
-        let mut inputs = Vec::new();
-        statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
+        let (statics, inputs) = statics_like(micro_batch)?;
         let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
         // Made here, because captured zeros would be written at every replay.
         let rows = Pending::for_the_same_layers()?;
@@ -222,6 +219,15 @@ impl Program {
         }
         Ok(self.graph.replay()?)
     }
+}
+
+/// What the graph reads in place of a micro-batch, and the tensors in it.
+fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
+    // Zeros, not the samples: what escapes the capture and is computed now will then differ.
+    let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
+    let mut inputs = Vec::new();
+    statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
+    Ok((statics, inputs))
 }
 
 /// Runs forward and backward on static inputs, from root gradients that are read from the device: a

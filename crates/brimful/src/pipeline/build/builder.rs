@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 use super::balance::{BalanceBy, Question};
 use super::layout::StageLayout;
 use super::roster::Roster;
-use crate::balance::BalanceError;
+use crate::balance::{Balance, BalanceError};
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
@@ -143,18 +143,9 @@ impl Builder {
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
         let brought = self.bring();
-        let alone = self.world.size() == 1;
-        let (replicas_here, replicas) = if alone { (self.replicas, 1) } else { (1, self.replicas) };
+        let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
-        let question = Question {
-            layers: &self.layers,
-            first: &devices[0],
-            limits: &roster.limits,
-            schedule: self.schedule,
-            recompute: self.recompute,
-            micro_batches: self.usual_micro_batches(roster.limits.len()),
-        };
-        let balance = roster.settle_balance(&question, &self.balance)?;
+        let balance = self.settle_balance(&roster, &devices[0])?;
         let workers = self.workers(balance.sizes().len(), roster.limits.len())?;
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
@@ -186,6 +177,25 @@ impl Builder {
             forwards: 0,
             state,
         })
+    }
+
+    /// How many replicas this process has, and how many the ranks make up: alone, a process has all on
+    /// its own devices.
+    fn replicas_here_and_of_ranks(&self) -> (usize, usize) {
+        if self.world.size() == 1 { (self.replicas, 1) } else { (1, self.replicas) }
+    }
+
+    /// The balance that all ranks take.
+    fn settle_balance(&self, roster: &Roster, first: &StageDevice) -> Result<Balance> {
+        let question = Question {
+            layers: &self.layers,
+            first,
+            limits: &roster.limits,
+            schedule: self.schedule,
+            recompute: self.recompute,
+            micro_batches: self.usual_micro_batches(roster.limits.len()),
+        };
+        roster.settle_balance(&question, &self.balance)
     }
 
     /// This rank's devices, and what all ranks must have in common.

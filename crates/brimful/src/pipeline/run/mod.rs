@@ -131,6 +131,7 @@ impl WorkerRun {
     ) -> Result<(), WorkerFailure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
             self.next += 1;
+            // A failure before the first layer must not be put down to the last action's.
             site.layer.set(None);
             let done = oom::catch(|| self.perform(site, action));
             done.map_err(|caught| failure(site, action, caught))?;

@@ -19,6 +19,7 @@ pub fn is_recomputing() -> bool {
 
 /// Runs a forward again: layers can tell, and running statistics do not count it.
 pub(crate) fn run_again<T>(f: impl FnOnce() -> T) -> T {
+    // For layers' own effects; BatchNorm of this library is kept from counting by `collect`.
     RECOMPUTING.set(true);
     // A panic goes on only after the step's own statistics are back in their place.
     let (_, result) = Pending::collect(true, || panic::catch_unwind(AssertUnwindSafe(f)));

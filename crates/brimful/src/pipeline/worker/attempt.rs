@@ -166,7 +166,7 @@ impl Worker {
         if run.job.mode.trains() {
             self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
         }
-        // The run's graphs and inputs are dropped in here, before anything else needs memory.
+        // The run's graphs and inputs end in here, before what follows needs memory.
         let (kept, outputs) = match oom::catch(|| self.keep_run(run)) {
             Ok(kept) => kept,
             Err(caught) => {

@@ -101,6 +101,8 @@ impl Messenger {
         parcel: Parcel,
     ) -> Result<Vec<Ticket>, WorldError> {
         let Parcel { outline, tensors, .. } = parcel;
+        // Numbered when it sets out, not when it was packed: a parcel that waits for its device may be
+        // overtaken by those of other channels.
         let first = self.sent[to];
         self.sent[to] += tensors.len() as u64;
         let announced = Message::Tensors { channel, first, outline }.encode()?;
