@@ -438,24 +438,6 @@ fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
 }
 
 #[test]
-fn a_closure_that_hides_out_of_memory_is_told_of() {
-    let _alone = alone();
-    let wide = Wide::new();
-    let arena = Arena::limited("hidden", 8 << 20).expect("a limit");
-    let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(Memory::Arena(arena));
-    let hiding = |x: Tensor| {
-        let huge = Tensor::f_zeros([100 << 20], (Kind::Float, Device::Cpu));
-        assert!(huge.is_err(), "it does not fit");
-        Loss::mean(wide.layers.forward_t(&x, true).square().mean(Kind::Float))
-    };
-    let log = logged(|| {
-        micro.backward(&Wide::batch(100, 64), hiding).expect("it goes on");
-        micro.backward(&Wide::batch(100, 64), hiding).expect("it goes on");
-    });
-    assert_eq!(log.matches("let it pass out-of-memory on").count(), 1, "{log}");
-}
-
-#[test]
 fn without_a_limit_the_machine_s_memory_is_the_budget() {
     let _alone = alone();
     let wide = Wide::new();

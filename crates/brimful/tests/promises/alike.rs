@@ -28,7 +28,7 @@ fn heavy() -> Layers {
 const STATE: u64 = 80 * 80 * 16;
 /// Room for the gradients, Adam's state and some samples, but not for all.
 const LIMIT: u64 = 700 << 10;
-const MANY: i64 = 4000;
+const MANY: i64 = 1000;
 
 fn heavy_engine(make: Make, world: &World, limit: u64, reserve: bool) -> Box<dyn Engine> {
     let setup = Setup::new(heavy, Size::Largest, world);
@@ -83,7 +83,8 @@ pub fn sizes_are_remembered(make: Make, world: &World) {
     let mut engine = start();
     let name = engine.name();
     let run = |engine: &mut dyn Engine| engine.backward(&batch, &MEAN.loss()).expect("a step");
-    let found = (0..4).map(|_| size(&run(&mut *engine))).last();
+    // Until it looks no further: a pipeline tries ever larger sizes for some steps.
+    let found = (0..10).map(|_| size(&run(&mut *engine))).last();
     drop(engine);
     let step = run(&mut *start());
     let why: Vec<Why> = step.decisions.iter().map(|decision| decision.why).collect();

@@ -60,6 +60,7 @@ const CALLS: [Call; 5] = [
     Call {
         name: "evaluate",
         run: |engine| engine.evaluate(&first(), &SEVERAL.loss()).map(drop),
+        stride: 3,
         ..BACKWARD
     },
     Call {
@@ -80,6 +81,7 @@ const CALLS: [Call; 5] = [
             engine.accumulate(&second(), &SEVERAL.loss())
         },
         run: |engine| engine.commit().map(drop),
+        stride: 2,
         ..BACKWARD
     },
 ];
