@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use brimful::Error;
 use brimful::balance::BalanceError;
+use brimful::memory::MemoryError;
 
 /// What `--help` and the man page say of the codes.
 pub const CODES: &str = "\
@@ -50,8 +51,10 @@ impl Exit {
             return Some(Self::WrongUse);
         }
         match cause.downcast_ref::<Error>()? {
-            Error::NoDevice { .. } | Error::LimitOfZero { .. } => Some(Self::WrongUse),
-            Error::DoesNotFit { .. } | Error::Balance(BalanceError::DoesNotFit { .. }) => {
+            Error::NoDevice(_) | Error::Memory(MemoryError::LimitOfZero { .. }) => {
+                Some(Self::WrongUse)
+            }
+            Error::DoesNotFit(_) | Error::Balance(BalanceError::DoesNotFit { .. }) => {
                 Some(Self::DoesNotFit)
             }
             error => error.out_of_memory().map(|_| Self::DoesNotFit),
@@ -114,7 +117,7 @@ mod tests {
 
     #[test]
     fn an_error_is_known_under_whatever_is_said_around_it() {
-        let zero = || Error::LimitOfZero { memory: "cpu".into() };
+        let zero = || Error::Memory(MemoryError::LimitOfZero { memory: "cpu".into() });
         assert_eq!(Exit::of(&anyhow!("a plain one")), Exit::Failed);
         assert_eq!(Exit::of(&wrong_use("--stages 0").context("it is so")), Exit::WrongUse);
         assert_eq!(Exit::of(&does_not_fit("too large")), Exit::DoesNotFit);

@@ -31,6 +31,7 @@
 //! padded where their sizes differ. For the same reason a `Vec` of numbers is not cut.
 
 mod containers;
+mod error;
 mod lending;
 
 use std::fmt::Display;
@@ -40,9 +41,10 @@ use tch::{Device, Tensor};
 
 pub use brimful_derive::Batch;
 pub use containers::Shared;
+pub use error::BatchError;
 pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
 
-use crate::{Error, Result};
+use crate::Result;
 
 /// All tensors of a batch, in the order of its leaves.
 pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
@@ -189,11 +191,11 @@ pub fn len<B: Batch>(batch: &B) -> Result<usize> {
         .map(|(position, leaf)| leaf_len(position, leaf.tensor()))
         .collect::<Result<Vec<usize>>>()?;
     match lengths.first() {
-        None => Err(Error::NothingToCut),
+        None => Err(BatchError::NothingToCut.into()),
         Some(first) if lengths.iter().any(|length| length != first) => {
-            Err(Error::LeafLengthsDiffer { lengths })
+            Err(BatchError::LeafLengthsDiffer { lengths }.into())
         }
-        Some(0) => Err(Error::EmptyBatch),
+        Some(0) => Err(BatchError::Empty.into()),
         Some(&first) => Ok(first),
     }
 }
@@ -246,14 +248,14 @@ fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
 
 fn leaf_len(position: usize, tensor: &Tensor) -> Result<usize> {
     let length = tensor.size().first().map(|&length| length as usize);
-    length.ok_or(Error::LeafOfOneNumber { leaf: position })
+    length.ok_or(BatchError::LeafOfOneNumber { leaf: position }.into())
 }
 
 fn slice_leaf(position: usize, tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     let length = leaf_len(position, tensor)?;
     if range.start > range.end || range.end > length {
         let Range { start, end } = *range;
-        return Err(Error::SliceOutsideBatch { start, end, leaf: position, length });
+        return Err(BatchError::SliceOutside { start, end, leaf: position, length }.into());
     }
     Ok(tensor.f_narrow(0, range.start as i64, range.len() as i64)?)
 }
@@ -284,12 +286,14 @@ fn join_leaves(tensors: &[Tensor]) -> Result<Tensor> {
 /// There is a part, and the others are like it.
 fn check_alike<B: Batch>(parts: &[B]) -> Result<()> {
     let mut outlines = parts.iter().map(full_outline);
-    let Some(first) = outlines.next() else { return Err(Error::NothingToJoin) };
+    let Some(first) = outlines.next() else { return Err(BatchError::NothingToJoin.into()) };
     for (part, other) in (1..).zip(outlines) {
         let mut positions = 0..first.len().max(other.len());
         if let Some(position) = positions.find(|&at| first.get(at) != other.get(at)) {
             let at = |lines: &[String]| lines.get(position).map_or("nothing", |l| l).to_owned();
-            return Err(Error::PartsDiffer { part, first: at(&first), other: at(&other) });
+            return Err(
+                BatchError::PartsDiffer { part, first: at(&first), other: at(&other) }.into()
+            );
         }
     }
     Ok(())

@@ -13,8 +13,22 @@ use std::ops::Range;
 
 use brimful_torch::cuda;
 use tch::Device;
+use thiserror::Error;
 
 use crate::{Error, Result};
+
+/// A device that is not here.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("there is no device '{asked}' here; there is {available}{hint}")]
+#[non_exhaustive]
+pub struct NoDevice {
+    /// The name that was asked for.
+    pub asked: String,
+    /// The names that there are.
+    pub available: String,
+    /// Why one may be missing, when that is known.
+    pub hint: String,
+}
 
 /// The device of this name: `cpu`, `cuda` (the first one) or `cuda:1`. Loads CUDA if need be.
 ///
@@ -68,5 +82,5 @@ fn no_device(asked: &str) -> Error {
     } else {
         ""
     };
-    Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
+    NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }.into()
 }

@@ -143,10 +143,10 @@ pub mod report;
 pub mod save;
 mod statistics;
 mod step;
-mod whole_file;
 pub mod workers;
 pub mod world;
 
+pub use accumulate::SparseGradient;
 pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 #[doc(inline)]
@@ -159,7 +159,7 @@ pub use micro::MicroBatcher;
 pub use pipeline::{Pipeline, is_recomputing};
 pub use random::Draws;
 pub use replicas::Replicas;
-pub use step::{NonFinite, Outcome, Size, Step, Timeline};
+pub use step::{NonFinite, Outcome, Size, Step, StepError, Timeline};
 /// The tch whose tensors this library takes.
 pub use tch;
 pub use world::World;

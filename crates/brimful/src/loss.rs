@@ -29,11 +29,15 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod error;
+
 use std::ops::{Add, Mul};
 
 use tch::{Kind, Tensor};
 
-use crate::{Error, Result};
+pub use error::LossError;
+
+use crate::Result;
 
 /// The loss of one micro-batch: terms, each with what it is a mean over.
 #[derive(Debug)]
@@ -119,16 +123,16 @@ impl Loss {
 impl Term {
     fn check(&self, index: usize, needs_gradient: bool) -> Result<()> {
         if self.value.numel() != 1 {
-            return Err(Error::LossNotScalar { term: index, shape: self.value.size() });
+            return Err(LossError::NotScalar { term: index, shape: self.value.size() }.into());
         }
         if needs_gradient && !self.value.requires_grad() {
-            return Err(Error::LossWithoutGradient { term: index });
+            return Err(LossError::WithoutGradient { term: index }.into());
         }
         match &self.over {
             Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight))
                 if weight.numel() != 1 =>
             {
-                Err(Error::WeightNotScalar { term: index, shape: weight.size() })
+                Err(LossError::WeightNotScalar { term: index, shape: weight.size() }.into())
             }
             _ => Ok(()),
         }

@@ -22,6 +22,7 @@
 //! buffers that an operation's helper threads allocate.
 
 mod devices;
+mod error;
 mod host;
 
 use brimful_torch::arena::{Account, ArenaGuard};
@@ -31,10 +32,11 @@ use brimful_torch::memory as torch_memory;
 use tch::Device;
 
 pub use devices::{DeviceInfo, devices};
+pub use error::MemoryError;
 pub use host::{HostMemory, host};
 
+use crate::Result;
 use crate::bytes::Bytes;
-use crate::{Error, Result};
 
 /// A CPU memory account with a name and, if wanted, a limit. Clones share it.
 #[derive(Debug, Clone)]
@@ -237,9 +239,10 @@ impl Memory {
 fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
     let memory = memory.to_owned();
     match bytes {
-        Some(0) => Err(Error::LimitOfZero { memory }),
+        Some(0) => Err(MemoryError::LimitOfZero { memory }.into()),
         Some(limit) if limit < in_use => {
-            Err(Error::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) })
+            Err(MemoryError::LimitBelowUse { memory, limit: Bytes(limit), in_use: Bytes(in_use) }
+                .into())
         }
         _ => Ok(()),
     }

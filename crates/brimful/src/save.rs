@@ -17,6 +17,9 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod error;
+mod whole_file;
+
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::File;
@@ -27,10 +30,11 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata as Header, TensorInfo};
 use tch::{Kind, Tensor};
 
-use crate::whole_file::{Beside, unwritable};
 use crate::{Error, Result};
 
-pub use crate::whole_file::replace;
+pub use error::SaveError;
+pub use whole_file::replace;
+use whole_file::{Beside, unwritable};
 
 /// Texts that go with the tensors: what was saved, and with which options.
 pub type Metadata = BTreeMap<String, String>;
@@ -193,9 +197,10 @@ fn read_tensor(file: &mut impl Read, path: &Path, name: &str, info: &TensorInfo)
 }
 
 fn unreadable(path: &Path, reason: impl Display) -> Error {
-    Error::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
+    SaveError::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
+        .into()
 }
 
 fn damaged(path: &Path, reason: String) -> Error {
-    Error::NotTensors { path: path.display().to_string(), reason }
+    SaveError::NotTensors { path: path.display().to_string(), reason }.into()
 }

@@ -7,6 +7,7 @@ mod support;
 use std::panic::{self, AssertUnwindSafe};
 
 use brimful::NonFinite;
+use brimful::StepError;
 use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, Replicas, Size};
 use support::state::{Net, state};
@@ -215,7 +216,7 @@ fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
     };
     let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)) * 2.0;
     let refused = |error: Error| {
-        assert_eq!(error, Error::TrainedChanged { samples: 4, then: 2, now: 1 });
+        assert_eq!(error, Error::Step(StepError::TrainedChanged { samples: 4, then: 2, now: 1 }));
     };
     let gradients = |[a, b]: [Tensor; 2]| [a.grad(), b.grad()].map(|g| g.double_value(&[0]));
 

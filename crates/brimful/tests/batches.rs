@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use brimful::batch::BatchError;
 use brimful::batch::{self, Leaf};
 use brimful::memory::Arena;
 use brimful::{Batch, Error, Shared, split};
@@ -193,8 +194,8 @@ fn map_replaces_the_leaves_in_the_order_of_visit() {
     assert_eq!(seen, sizes(&batch));
     assert_eq!(doubled.tokens, &batch.tokens * 2);
     assert_eq!(doubled.weights.1, &batch.weights.1 * 2);
-    let error = batch.map(&mut |_| Err(Error::EmptyBatch));
-    assert_eq!(error.err(), Some(Error::EmptyBatch));
+    let error = batch.map(&mut |_| Err(Error::Batch(BatchError::Empty)));
+    assert_eq!(error.err(), Some(Error::Batch(BatchError::Empty)));
 }
 
 #[test]
@@ -251,7 +252,10 @@ fn leaves_of_different_length_are_listed() {
          samples, and wrap what all micro-batches share in `Shared`"
     );
     let zero = (counted(&[0, 2]), counted(&[3]));
-    assert_eq!(batch::len(&zero), Err(Error::LeafLengthsDiffer { lengths: vec![0, 3] }));
+    assert_eq!(
+        batch::len(&zero),
+        Err(Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![0, 3] }))
+    );
 }
 
 #[test]
@@ -265,9 +269,9 @@ fn a_single_number_cannot_be_cut() {
 
 #[test]
 fn a_batch_of_nothing_is_refused() {
-    assert_eq!(batch::len(&counted(&[0, 4])), Err(Error::EmptyBatch));
-    assert_eq!(batch::len(&()), Err(Error::NothingToCut));
-    assert_eq!(batch::len(&Vec::<Tensor>::new()), Err(Error::NothingToCut));
+    assert_eq!(batch::len(&counted(&[0, 4])), Err(Error::Batch(BatchError::Empty)));
+    assert_eq!(batch::len(&()), Err(Error::Batch(BatchError::NothingToCut)));
+    assert_eq!(batch::len(&Vec::<Tensor>::new()), Err(Error::Batch(BatchError::NothingToCut)));
     assert_eq!(
         message(batch::len(&(Shared(counted(&[4])), 3.0))),
         "the batch has nothing to cut: give it a tensor that is not `Shared`"
@@ -285,17 +289,21 @@ fn samples_that_are_not_there_are_refused() {
     let backwards = Range { start: 3, end: 2 };
     assert!(matches!(
         batch::slice(&batch, backwards).err(),
-        Some(Error::SliceOutsideBatch { start: 3, end: 2, leaf: 0, length: 8 })
+        Some(Error::Batch(BatchError::SliceOutside { start: 3, end: 2, leaf: 0, length: 8 }))
     ));
     assert!(batch::slice(&batch, 0..usize::MAX).is_err());
 }
 
 #[test]
 fn parts_that_are_not_cuts_of_one_batch_are_refused() {
-    assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::NothingToJoin));
+    assert_eq!(batch::join(Vec::<Tensor>::new()), Err(Error::Batch(BatchError::NothingToJoin)));
     let x = || counted(&[2, 3]);
     let differing = |first: &str, other: &str| {
-        Some(Error::PartsDiffer { part: 1, first: first.into(), other: other.into() })
+        Some(Error::Batch(BatchError::PartsDiffer {
+            part: 1,
+            first: first.into(),
+            other: other.into(),
+        }))
     };
     let error = batch::join(vec![vec![x(), x()], vec![x()]]).err();
     assert_eq!(error, differing("a Vec of 2", "a Vec of 1"));

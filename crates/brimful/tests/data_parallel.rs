@@ -6,6 +6,8 @@ mod support;
 
 use std::panic::{self, AssertUnwindSafe};
 
+use brimful::StepError;
+use brimful::batch::BatchError;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
@@ -286,7 +288,7 @@ fn an_automatic_size_is_agreed_and_the_smallest_memory_decides() {
             arena.set_limit(Some(arena.current() + 500)).expect("a limit");
         }
         let error = micro.backward(&own, run).expect_err("not even one sample fits");
-        assert!(matches!(error, Error::DoesNotFit { .. }), "{error}");
+        assert!(matches!(error, Error::DoesNotFit(_)), "{error}");
     });
 }
 
@@ -315,10 +317,12 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
         differs(error, "a sample");
         let empty = numbers_there(&[4, 6], 0).narrow(0, 0, 0);
         let error = micro.backward(&empty, run).expect_err("no sample anywhere");
-        assert_eq!(error, Error::EmptyBatch);
-        let whole =
-            micro.backward_whole(&numbers_there(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
-        assert!(matches!(whole.expect_err("all in one"), Error::NotOverRanks { ranks: 2 }));
+        assert_eq!(error, Error::Batch(BatchError::Empty));
+        let whole = micro.backward_whole(&numbers_there(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
+        assert!(matches!(
+            whole.expect_err("all in one"),
+            Error::Step(StepError::NotOverRanks { ranks: 2 })
+        ));
         micro.backward(&numbers_there(&[4, 6], 0), run).expect("the next step");
     });
 }

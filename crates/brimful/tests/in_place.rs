@@ -4,6 +4,7 @@
 
 mod support;
 
+use brimful::batch::BatchError;
 use brimful::layers::Layers;
 use brimful::pipeline::StageDevice;
 use brimful::schedule::Recompute;
@@ -55,7 +56,11 @@ fn a_micro_batcher_refuses_before_the_mini_batch_has_changed() {
                     0 => micro.backward(batch, first),
                     _ => micro.backward(batch, second),
                 };
-                assert_eq!(result.expect_err(name), Error::BatchChanged { leaf }, "{size:?}");
+                assert_eq!(
+                    result.expect_err(name),
+                    Error::Batch(BatchError::Changed { leaf }),
+                    "{size:?}"
+                );
             });
         }
         unharmed("a window", |batch| assert_refused(micro.accumulate(batch, first), "a window"));

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use brimful::balance::{self, LayerCost, Profile};
+use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::{Error, Layers};
 use support::alone;
@@ -165,9 +166,9 @@ fn errors_name_the_layer() {
     let layers = perceptron().add("huge", linear(4096, 1 << 45));
     assert!(refused(&layers, &batch).contains("layer 'huge'"), "{}", refused(&layers, &batch));
     let empty = profile(&perceptron(), &Tensor::ones([0, 256], CPU));
-    assert_eq!(empty.expect_err("no samples"), Error::EmptyBatch);
+    assert_eq!(empty.expect_err("no samples"), Error::Batch(BatchError::Empty));
     let number = profile(&perceptron(), &Tensor::from(1.0));
-    assert_eq!(number.expect_err("no rows"), Error::LeafOfOneNumber { leaf: 0 });
+    assert_eq!(number.expect_err("no rows"), Error::Batch(BatchError::LeafOfOneNumber { leaf: 0 }));
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod support;
 
 use brimful::Error;
 use brimful::memory::Arena;
+use brimful::optim::OptimError;
 use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
 use support::{numbers, test_device};
@@ -627,7 +628,7 @@ fn options_that_make_no_sense_are_refused_with_the_numbers() {
         assert_eq!(error, format!("max_norm cannot be {bad}: give a number above 0"));
     }
     let none = opt.clip_gradient_norm(1.0).expect_err("no gradient");
-    assert_eq!(none, Error::NoGradient { parameters: 5 });
+    assert_eq!(none, Error::Optim(OptimError::NoGradient { parameters: 5 }));
 }
 
 #[test]

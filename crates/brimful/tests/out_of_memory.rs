@@ -3,7 +3,8 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` chooses the GPU; then with `--test-threads=1`, because all threads
 //! share its figures.
 
-use brimful::memory::{self, Arena, Memory};
+use brimful::device::NoDevice;
+use brimful::memory::{self, Arena, Memory, MemoryError};
 use brimful::oom::{self, Caught, OutOfMemory, Place};
 use brimful::{Bytes, Error, device};
 use tch::{Device, Kind, TchError, Tensor};
@@ -127,8 +128,8 @@ fn a_limit_makes_a_device_as_small_as_wanted_and_can_be_lifted() {
     drop(block(20).expect("it fits"));
 
     let refused = |bytes| memory.set_limit(Some(bytes)).expect_err("a limit that cannot be");
-    assert!(matches!(refused(0), Error::LimitOfZero { .. }));
-    assert!(matches!(refused(1 << 20), Error::LimitBelowUse { .. }));
+    assert!(matches!(refused(0), Error::Memory(MemoryError::LimitOfZero { .. })));
+    assert!(matches!(refused(1 << 20), Error::Memory(MemoryError::LimitBelowUse { .. })));
     assert_eq!(memory.usage().expect("usage").limit, usage.limit);
 
     memory.set_limit(Some(all.0)).expect("the old limit");
@@ -141,7 +142,7 @@ fn a_device_that_is_not_here_is_an_error_that_names_those_that_are() {
     for asked in ["cuda:99", "cuda:x", "tpu", ""] {
         let error = device::find(asked).expect_err(asked);
         assert!(
-            matches!(&error, Error::NoDevice { available, .. } if available.starts_with("cpu"))
+            matches!(&error, Error::NoDevice(NoDevice { available, .. }) if available.starts_with("cpu"))
         );
         assert!(error.to_string().starts_with(&format!("there is no device '{asked}' here")));
     }

@@ -8,7 +8,10 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Mutex;
 
 use brimful::NonFinite;
+use brimful::StepError;
+use brimful::batch::BatchError;
 use brimful::memory::Arena;
+use brimful::optim::OptimError;
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Cause, PipelineError, StageDevice};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
@@ -469,7 +472,7 @@ fn what_does_not_fit_is_not_loaded() {
     (U_NET.layers)().build(&store.root()).expect("built");
     let (tensors, metadata) = Optimizer::new(&store, Adam::new(0.2)).expect("one").state();
     let error = optimizer.load_state(&tensors, &metadata).expect_err("others");
-    assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
+    assert!(matches!(error, Error::Optim(OptimError::StateMismatch { .. })), "{error}");
     assert_eq!(optimizer.learning_rate(), 0.1);
 }
 
@@ -500,11 +503,20 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
         plain.optimizer.zero_grad().expect("cleared");
         assert_close(&pipe.variables().expect("variables"), &plain.values(), "groups");
     }
-    assert!(matches!(optimizer.set_group_learning_rate("no", 0.1), Err(Error::NoGroup { .. })));
-    assert!(matches!(optimizer.clip_gradient_norm(1.0), Err(Error::NoGradient { .. })));
-    assert!(matches!(optimizer.clip_gradient_norm(0.0), Err(Error::BadOption { .. })));
+    assert!(matches!(
+        optimizer.set_group_learning_rate("no", 0.1),
+        Err(Error::Optim(OptimError::NoGroup { .. }))
+    ));
+    assert!(matches!(
+        optimizer.clip_gradient_norm(1.0),
+        Err(Error::Optim(OptimError::NoGradient { .. }))
+    ));
+    assert!(matches!(
+        optimizer.clip_gradient_norm(0.0),
+        Err(Error::Optim(OptimError::BadOption { .. }))
+    ));
     let error = optimizer.group("empty", |_| false, Sgd::new(0.1)).expect_err("nobody");
-    assert!(matches!(error, Error::EmptyGroup { .. }), "{error}");
+    assert!(matches!(error, Error::Optim(OptimError::EmptyGroup { .. })), "{error}");
 }
 
 /// A name is taken wherever its members are, and a group is made on all devices or on none.
@@ -523,9 +535,9 @@ fn a_group_that_cannot_be_is_made_nowhere() {
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     optimizer.group("one", of(0), Sgd::new(0.1)).expect("a group");
     let error = optimizer.group("one", of(1), Sgd::new(0.2)).expect_err("the name is taken");
-    assert!(matches!(error, Error::BadGroup { .. }), "{error}");
+    assert!(matches!(error, Error::Optim(OptimError::BadGroup { .. })), "{error}");
     let error = optimizer.group("all", |_| true, Sgd::new(0.2)).expect_err("some are taken");
-    assert!(matches!(error, Error::BadGroup { .. }), "{error}");
+    assert!(matches!(error, Error::Optim(OptimError::BadGroup { .. })), "{error}");
     optimizer.group("two", of(1), Sgd::new(0.2)).expect("nothing of the others is left");
 }
 
@@ -676,12 +688,12 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let _turn = alone();
     let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
-    assert_eq!(error, Error::LeafLengthsDiffer { lengths: vec![4, 5] });
+    assert_eq!(error, Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![4, 5] }));
     // Who needs no target gives none.
     pipe.backward(&(MLP.input)(4), &(), |out: Tensor, ()| Loss::mean(out.sum(Kind::Double)))
         .expect("a step");
     let empty = Tensor::zeros([0, 4], DOUBLE);
-    assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::EmptyBatch);
+    assert_eq!(eval(&mut pipe, &empty, 1).expect_err("nothing"), Error::Batch(BatchError::Empty));
     let wide = Tensor::zeros([4, 9], DOUBLE);
     let error =
         pipe.backward(&wide, &(MLP.target)(4), MLP.loss).expect_err("9 columns").to_string();
@@ -741,7 +753,7 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     let strict = builder(layers(), 3).micro_batches(2).non_finite(NonFinite::RefuseGradients);
     let mut pipe = strict.build().expect("a pipeline");
     let error = pipe.backward(&x, &x, sum).expect_err("not finite");
-    assert_eq!(error, Error::NonFiniteGradient { micro_batch: 0 });
+    assert_eq!(error, Error::Step(StepError::NonFiniteGradient { micro_batch: 0 }));
     assert!(pipe.gradients().expect("gradients").is_empty());
 }
 

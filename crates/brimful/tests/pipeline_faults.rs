@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
 use brimful::oom::Place;
@@ -363,7 +364,7 @@ fn a_loss_that_fails_is_reported_as_it_was() {
         "stage 2 failed in the forward of micro-batch 0: it panicked: no loss"
     );
     let error = pipe.backward(&x, &x, |out: Tensor, _| Loss::mean(out.sum(Kind::Double) / 0.0));
-    assert!(matches!(error, Err(Error::NonFiniteLoss { .. })), "{error:?}");
+    assert!(matches!(error, Err(Error::Loss(LossError::NonFinite { .. }))), "{error:?}");
 }
 
 /// A failing last stage stops the others before they have run all that they could.

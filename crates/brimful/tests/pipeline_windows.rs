@@ -3,6 +3,8 @@
 
 mod support;
 
+use brimful::StepError;
+use brimful::batch::BatchError;
 use brimful::optim::Adam;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Error, Loss, Pipeline, Size};
@@ -178,7 +180,10 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
             let error = pipe.accumulate(&x.narrow(1, 0, 1), y, case.loss);
             assert!(error.is_err(), "{}", case.name);
             let error = pipe.accumulate(x, &y.narrow(0, 0, 1), case.loss);
-            assert!(matches!(error, Err(Error::LeafLengthsDiffer { .. })), "{error:?}");
+            assert!(
+                matches!(error, Err(Error::Batch(BatchError::LeafLengthsDiffer { .. }))),
+                "{error:?}"
+            );
         };
         fail(&mut pipe);
         accumulate(&mut pipe, case, 0, &window[..1], case.name);
@@ -203,12 +208,12 @@ fn what_has_no_place_in_a_window_is_refused() {
     tch::manual_seed(24);
     let mut pipe = builder(mlp(), 3).micro_batches(2).build().expect("a pipeline");
     let plain = Plain::of(&mlp(), &pipe);
-    assert_eq!(pipe.commit().expect_err("nothing"), Error::NothingAccumulated);
+    assert_eq!(pipe.commit().expect_err("nothing"), Error::Step(StepError::NothingAccumulated));
     let (x, y) = ((MLP.input)(6), (MLP.target)(6));
     pipe.accumulate(&x, &y, MLP.loss).expect("a mini-batch");
 
     // A whole step, in any of its forms.
-    let open = Error::WindowOpen { samples: 6 };
+    let open = Error::Step(StepError::WindowOpen { samples: 6 });
     assert_eq!(pipe.backward(&x, &y, MLP.loss).expect_err("a window is open"), open);
     let error = pipe.backward_whole(&x, |out| out.sum(Kind::Double)).expect_err("open");
     assert_eq!(error, open);
@@ -227,6 +232,9 @@ fn what_has_no_place_in_a_window_is_refused() {
     let expected = plain.backward(&MLP, &x, &y, Size::Count(1), None);
     assert!((step.loss - expected).abs() < 1e-10 && (evaluated - expected).abs() < 1e-10);
     assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "after all");
-    assert_eq!(pipe.commit().expect_err("nothing any more"), Error::NothingAccumulated);
+    assert_eq!(
+        pipe.commit().expect_err("nothing any more"),
+        Error::Step(StepError::NothingAccumulated)
+    );
     assert_eq!(pipe.output_device(), test_device());
 }

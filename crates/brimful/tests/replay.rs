@@ -6,6 +6,7 @@
 mod support;
 
 use brimful::NonFinite;
+use brimful::loss::LossError;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
@@ -335,7 +336,10 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
                 let _ = x.narrow(0, 14, 1).fill_(f64::NAN);
                 let closure = |(x, y, t): Samples| replayed.loss(&x, &y, &t);
                 let error = two.backward(&(x, y, tokens), closure).expect_err("not a number");
-                assert!(matches!(error, Error::NonFiniteLoss { micro_batch: 3, .. }), "{error}");
+                assert!(
+                    matches!(error, Error::Loss(LossError::NonFinite { micro_batch: 3, .. })),
+                    "{error}"
+                );
                 assert_eq!(format!("{before:?}"), format!("{:?}", replayed.state()));
             }
             one.backward(&samples, |(x, y, t): Samples| eager.loss(&x, &y, &t)).expect("a step");

@@ -4,6 +4,7 @@
 
 mod support;
 
+use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::pipeline::StageDevice;
@@ -343,7 +344,7 @@ fn bad_replicas_are_refused_with_what_would_help() {
     let empty = replicas
         .backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch))
         .expect_err("no sample");
-    assert_eq!(empty, Error::EmptyBatch);
+    assert_eq!(empty, Error::Batch(BatchError::Empty));
     let differ = replicas.backward(&batch(4), |net, (x, ..)| {
         let mean = net.logits(&x).mean(Kind::Double);
         let first = x.double_value(&[0, 0]) == numbers_there(&[4, 6], 100).double_value(&[0, 0]);

@@ -9,6 +9,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use brimful::StepError;
 use brimful::memory::Arena;
 use brimful::micro::Layout;
 use brimful::nn::batch_norm1d;
@@ -67,7 +68,7 @@ fn a_window_of_mini_batches_is_one_step() {
             assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
         }
         let error = replicas.backward(&whole, move |net, batch| micro(net, &batch));
-        let open = Error::WindowOpen { samples: 16 };
+        let open = Error::Step(StepError::WindowOpen { samples: 16 });
         assert_eq!(error.expect_err("between the parts of another"), open);
         let step = replicas.commit().expect(name);
         let off = (step.loss - expected.double_value(&[])).abs();
@@ -75,7 +76,10 @@ fn a_window_of_mini_batches_is_one_step() {
         assert_eq!((step.samples, step.shares.iter().sum()), (16, 16_usize));
         assert_gradients(name, &store, replicas.store());
     }
-    assert_eq!(replicas.commit().expect_err("nothing is there"), Error::NothingAccumulated);
+    assert_eq!(
+        replicas.commit().expect_err("nothing is there"),
+        Error::Step(StepError::NothingAccumulated)
+    );
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use brimful::Error;
+use brimful::save::SaveError;
 use brimful::save::{self, Metadata};
 use support::test_device;
 use tch::{Device, Kind, Tensor};
@@ -123,7 +124,7 @@ fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
     for length in 0..whole.len() {
         fs::write(&path, &whole[..length]).expect("cut");
         let error = save::read(&path).expect_err("cut off");
-        assert!(matches!(error, Error::NotTensors { .. }), "{length}: {error}");
+        assert!(matches!(error, Error::Save(SaveError::NotTensors { .. })), "{length}: {error}");
         assert!(error.to_string().contains(&format!("it has {length} bytes")), "{error}");
     }
     let header = whole.len() - 19;
@@ -134,7 +135,10 @@ fn a_file_cut_off_anywhere_or_changed_in_its_header_is_refused() {
             fs::write(&path, &damaged).expect("changed");
             // A changed name is another name; anything else must be noticed, and nothing may panic.
             if let Err(error) = save::read(&path) {
-                assert!(matches!(error, Error::NotTensors { .. }), "{place}: {error}");
+                assert!(
+                    matches!(error, Error::Save(SaveError::NotTensors { .. })),
+                    "{place}: {error}"
+                );
             }
         }
     }
@@ -171,11 +175,14 @@ fn what_cannot_be_written_leaves_the_old_file_and_nothing_else() {
     }
     let nowhere = folder.0.join("no such folder/x.safetensors");
     let error = save::write(&nowhere, &one(1.0), &Metadata::new()).expect_err("no folder");
-    assert!(matches!(error, Error::File { action: "write", .. }), "{error}");
+    assert!(matches!(error, Error::Save(SaveError::File { action: "write", .. })), "{error}");
     assert!(save::write("/", &one(1.0), &Metadata::new()).is_err());
     let error = save::read(&nowhere).expect_err("no file").to_string();
     assert!(error.starts_with("cannot read ") && error.contains("No such file"), "{error}");
-    assert!(matches!(save::read(&folder.0), Err(Error::File { .. } | Error::NotTensors { .. })));
+    assert!(matches!(
+        save::read(&folder.0),
+        Err(Error::Save(SaveError::File { .. }) | Error::Save(SaveError::NotTensors { .. }))
+    ));
 }
 
 /// Set for the process that has few file descriptors, to the file that it writes.

@@ -5,8 +5,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use brimful_torch::gradients::first_sparse;
 use tch::Tensor;
 use tch::nn::Variables;
+use thiserror::Error;
 
-use crate::{Error, Result};
+use crate::Result;
+
+/// A gradient that is not plain numbers, which cannot be summed over micro-batches.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "the gradient of '{parameter}' is sparse: nothing was changed; build its layer with \
+     `sparse: false`"
+)]
+#[non_exhaustive]
+pub struct SparseGradient {
+    /// The parameter's name.
+    pub parameter: String,
+}
 
 /// The variables of a model, from which parameters have their names.
 pub(crate) type Named = Arc<Mutex<Variables>>;
@@ -14,7 +27,7 @@ pub(crate) type Named = Arc<Mutex<Variables>>;
 /// All gradients that these parameters have must be dense. Nothing is read from a device.
 pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
     match first_sparse(parameters) {
-        Some(at) => Err(Error::SparseGradient { parameter: name_of(&parameters[at], named) }),
+        Some(at) => Err(SparseGradient { parameter: name_of(&parameters[at], named) }.into()),
         None => Ok(()),
     }
 }

@@ -19,6 +19,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn};
+pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense};
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
 use sums::{add_sum, own};

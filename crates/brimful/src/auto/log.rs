@@ -1,10 +1,11 @@
 //! What an automatic size did for a step: its decisions, and how often it had to be run again.
 
 use super::decision::Decision;
+use super::error::DoesNotFit;
 use super::sizer::{MemoryRoom, Sizer, tightest};
+use crate::Result;
 use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
-use crate::{Error, Result};
 
 /// A step's decisions so far.
 #[derive(Debug, Default)]
@@ -39,11 +40,8 @@ impl SizeLog {
         let failed = self.decisions.iter().filter(|decision| decision.failed);
         let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
         tried.dedup();
-        Err(Error::DoesNotFit {
-            tried,
-            needed: sizer.predict(1).map(Bytes),
-            available: Bytes(tightest(rooms)),
-            cause: Box::new(cause),
-        })
+        let needed = sizer.predict(1).map(Bytes);
+        let available = Bytes(tightest(rooms));
+        Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
     }
 }

@@ -36,6 +36,7 @@
 //! ```
 
 mod decision;
+mod error;
 mod failures;
 mod kind;
 mod log;
@@ -53,6 +54,7 @@ mod trial;
 mod watch;
 
 pub use decision::{Decision, Why};
+pub use error::DoesNotFit;
 pub(crate) use kind::{Kind, Use};
 pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;

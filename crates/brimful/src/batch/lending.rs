@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::Tensor;
 
 use super::Batch;
-use crate::{Error, Result};
+use super::BatchError;
+use crate::Result;
 
 /// Who has left what was lent as it was, known by its type. Clones know the same.
 #[derive(Debug, Clone, Default)]
@@ -83,7 +84,7 @@ impl Versions {
 
     /// Refuses if one of the same tensors was changed since.
     pub(crate) fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
-        self.changed(tensors).map_or(Ok(()), |leaf| Err(Error::BatchChanged { leaf }))
+        self.changed(tensors).map_or(Ok(()), |leaf| Err(BatchError::Changed { leaf }.into()))
     }
 }
 
@@ -103,6 +104,7 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
+    use crate::Error;
 
     #[test]
     fn the_first_borrower_that_changes_what_it_gets_is_refused_before_the_batch_has_changed() {
@@ -110,12 +112,13 @@ mod tests {
         let (mut lender, slice) = (Lender::default(), |start| batch.narrow(0, start, 2));
         let double = |mut x: Tensor| Ok(x.g_mul_scalar_(2.0));
         let error = lender.lend((batch.copy(), slice(0)), |(_, x)| double(x));
-        assert_eq!(error.expect_err("changed"), Error::BatchChanged { leaf: 1 });
+        assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 1 }));
         assert_eq!(batch, batch.ones_like());
         drop(lender.lend(slice(2), |x| Ok(x + 1.0)).expect("left as it was"));
         // Later ones are views: the change is seen, and told even if something else has failed.
-        let error = lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::EmptyBatch)));
-        assert_eq!(error.expect_err("changed"), Error::BatchChanged { leaf: 0 });
+        let error =
+            lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::Batch(BatchError::Empty))));
+        assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 0 }));
     }
 
     #[test]

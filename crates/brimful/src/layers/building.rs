@@ -6,9 +6,10 @@ use brimful_torch::meta;
 use tch::Device;
 use tch::nn::{Path, VarStore};
 
+use super::LayersError;
 use super::description::Description;
 use super::{Layers, Model};
-use crate::{Error, Result};
+use crate::Result;
 
 impl Layers {
     /// Builds the whole model under this path.
@@ -37,7 +38,8 @@ impl Layers {
     ) -> Result<Model> {
         let skips = self.skips()?;
         let Range { start, end } = range;
-        let list = self.list.get(range).ok_or(Error::LayerRange { start, end, len: self.len() })?;
+        let list =
+            self.list.get(range).ok_or(LayersError::Range { start, end, len: self.len() })?;
         let build = |(position, layer): (usize, &Description)| {
             before(position);
             layer.build(root, position, &skips)

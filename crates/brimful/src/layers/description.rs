@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tch::TchError;
 use tch::nn::Path;
 
+use super::LayersError;
 use super::model::{Layer, Module, PopFunction};
 use super::skips::{Name, Skip};
 use crate::oom::{self, Caught};
@@ -85,7 +86,7 @@ impl Description {
                 oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned())
             }
         };
-        Error::LayerBuild { layer: self.name.clone(), message }
+        LayersError::Build { layer: self.name.clone(), message }.into()
     }
 }
 

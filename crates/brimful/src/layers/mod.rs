@@ -43,6 +43,7 @@
 
 mod building;
 mod description;
+mod error;
 mod model;
 mod names;
 mod skips;
@@ -57,6 +58,7 @@ use tch::nn::{ModuleT, Path};
 
 use crate::Result;
 use description::{Description, Make};
+pub use error::LayersError;
 pub use model::Model;
 use model::{Function, Module};
 pub use skips::Skip;

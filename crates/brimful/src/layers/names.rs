@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use super::Description;
-use crate::{Error, Result};
+use super::LayersError;
+use crate::Result;
 
 /// Checks all names of a list, in order.
 pub(super) fn check(list: &[Description]) -> Result<()> {
@@ -12,7 +13,7 @@ pub(super) fn check(list: &[Description]) -> Result<()> {
         let name = layer.name.as_str();
         check_whole(position, name)?;
         if let Some(&first) = positions.get(name) {
-            return Err(Error::LayerTwice { name: name.into(), first, second: position });
+            return Err(LayersError::Twice { name: name.into(), first, second: position }.into());
         }
         check_shared(position, layer, &positions)?;
         positions.insert(name, position);
@@ -29,7 +30,7 @@ pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
 
 fn check_whole(position: usize, name: &str) -> Result<()> {
     match name.split('.').any(str::is_empty) {
-        true => Err(Error::LayerName { position, name: name.into() }),
+        true => Err(LayersError::Name { position, name: name.into() }.into()),
         false => Ok(()),
     }
 }
@@ -41,7 +42,8 @@ fn check_shared(
 ) -> Result<()> {
     match &layer.shares {
         Some(owner) if !earlier.contains_key(owner.as_str()) => {
-            Err(Error::LayerShares { position, name: layer.name.clone(), owner: owner.clone() })
+            Err(LayersError::Shares { position, name: layer.name.clone(), owner: owner.clone() }
+                .into())
         }
         _ => Ok(()),
     }
@@ -55,7 +57,7 @@ fn check_nesting(list: &[Description], positions: &HashMap<&str, usize>) -> Resu
         for outer in outers {
             if let Some(&first) = positions.get(outer) {
                 let (outer, inner) = (outer.into(), inner.into());
-                return Err(Error::LayerInside { outer, first, inner, second });
+                return Err(LayersError::Inside { outer, first, inner, second }.into());
             }
         }
     }

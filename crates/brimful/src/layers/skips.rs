@@ -2,8 +2,9 @@
 
 use tch::Tensor;
 
+use super::LayersError;
 use super::description::{Description, Make};
-use crate::{Error, Result};
+use crate::Result;
 
 /// A skip connection, its layers by position.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,18 +50,18 @@ pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
         let named = |name: String| skips.iter().position(|skip| list[skip.stash].name == name);
         let Some(found) = skip.candidates().find_map(named) else {
             let (name, skip) = (layer.name.clone(), skip.skip.clone());
-            return Err(Error::SkipUnknown { position, name, skip });
+            return Err(LayersError::SkipUnknown { position, name, skip }.into());
         };
         let stash = skips[found].stash;
         if stash > position {
             let (name, skip) = (layer.name.clone(), list[stash].name.clone());
-            return Err(Error::SkipTooEarly { position, name, skip, stash });
+            return Err(LayersError::SkipTooEarly { position, name, skip, stash }.into());
         }
         skips[found].pops.push(position);
     }
     match skips.iter().find(|skip| skip.pops.is_empty()) {
         Some(&Skip { stash, .. }) => {
-            Err(Error::SkipUnused { position: stash, skip: list[stash].name.clone() })
+            Err(LayersError::SkipUnused { position: stash, skip: list[stash].name.clone() }.into())
         }
         None => Ok(skips),
     }

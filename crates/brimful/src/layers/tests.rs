@@ -1,5 +1,6 @@
 //! Lists of layers: names, parts, sharing, counting, and what is refused.
 
+use super::LayersError;
 use super::*;
 use crate::Error;
 use crate::memory::Arena;
@@ -187,7 +188,7 @@ fn ranges_outside_the_list_are_refused() {
     for range in [3..8, 8..9, 5..4] {
         let Range { start, end } = range;
         let error = nested().build_range(&vs.root(), range).expect_err("no such range");
-        assert_eq!(error, Error::LayerRange { start, end, len: 7 });
+        assert_eq!(error, Error::Layers(LayersError::Range { start, end, len: 7 }));
     }
 }
 

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::meter::Meter;
+use crate::layers::LayersError;
 use crate::layers::{Model, Stashed};
 use crate::oom::{self, Caught};
 use crate::{Error, Result};
@@ -111,11 +112,12 @@ impl MeasuredLayer<'_> {
         run.map_err(|caught| match caught {
             Caught::OutOfMemory(oom) => oom.into(),
             Caught::Error(error) => error,
-            Caught::Panic(payload) => Error::LayerRun {
+            Caught::Panic(payload) => LayersError::Run {
                 layer: self.name.to_owned(),
                 shape,
                 message: oom::panic_words(&*payload).unwrap_or_else(|| "a panic".to_owned()),
-            },
+            }
+            .into(),
         })
     }
 

@@ -19,6 +19,7 @@ use crate::auto::Use;
 use crate::batch::{self, Batch};
 use crate::random::Randomness;
 use crate::statistics::Pending;
+use crate::step::StepError;
 use crate::step::{
     self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Tally,
     Tried, Try, Undo, as_leaves, parameters,
@@ -42,7 +43,7 @@ impl MicroBatcher {
     ) -> Result<Step<O>> {
         step::check_no_window(self)?;
         if !self.state.team.is_alone() {
-            return Err(Error::NotOverRanks { ranks: self.state.team.world.size() });
+            return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
         self.in_order(|this| {
             step::run(this, Brought::new(Use::TrainWhole, batch), |this, this_try| {

@@ -4,9 +4,28 @@ use std::borrow::Borrow;
 
 use tch::Tensor;
 use tch::nn::{self, Init};
+use thiserror::Error;
 
+use crate::Result;
+use crate::error::enumerate;
 use crate::statistics::{self, Running};
-use crate::{Error, Result};
+
+/// An input that a BatchNorm layer is not made for.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
+     second, but got the shape {shape:?}",
+    enumerate(dimensions)
+)]
+#[non_exhaustive]
+pub struct BatchNormError {
+    /// Numbers of dimensions that the layer takes.
+    pub dimensions: &'static [usize],
+    /// Its channels.
+    pub channels: i64,
+    /// The input's shape.
+    pub shape: Vec<i64>,
+}
 
 /// What a micro-batch does to running statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -108,7 +127,7 @@ impl BatchNorm {
         let shape = input.size();
         let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
-            return Err(Error::BatchNormInput { dimensions: self.dimensions, channels, shape });
+            return Err(BatchNormError { dimensions: self.dimensions, channels, shape }.into());
         }
         if !train || self.config.policy == BatchNormPolicy::Frozen {
             let Running { mean, variance, .. } = &self.running;

@@ -26,5 +26,6 @@
 mod batch_norm;
 
 pub use batch_norm::{
-    BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
+    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, batch_norm1d, batch_norm2d,
+    batch_norm3d,
 };

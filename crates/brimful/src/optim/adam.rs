@@ -5,8 +5,9 @@ use brimful_torch::optim::{self as fused, AdamState};
 use serde::{Deserialize, Serialize};
 
 use super::Method;
+use super::OptimError;
 use super::method::{self, Lists};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Adam: steps along the average gradient over the root of the average squared one. Weight decay
 /// is added to the gradient.
@@ -75,7 +76,8 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             return Ok(());
         }
         let remedy = "give two numbers of at least 0 and below 1";
-        Err(Error::BadOption { option: "betas", value: format!("({beta1}, {beta2})"), remedy })
+        Err(OptimError::BadOption { option: "betas", value: format!("({beta1}, {beta2})"), remedy }
+            .into())
     }
 
     pub(super) fn moments(&self) -> &'static [&'static str] {

@@ -3,8 +3,9 @@
 use brimful_torch::foreach;
 use tch::Tensor;
 
+use super::OptimError;
 use super::method::within;
-use crate::{Error, Result};
+use crate::Result;
 
 /// Keeps the divisor from zero, as in PyTorch.
 const EPS: f64 = 1e-6;
@@ -46,7 +47,7 @@ pub fn clip_gradient_norm<'a>(
     let parameters = all.len();
     let gradients: Vec<Tensor> = all.into_iter().filter(Tensor::defined).collect();
     if gradients.is_empty() {
-        return Err(Error::NoGradient { parameters });
+        return Err(OptimError::NoGradient { parameters }.into());
     }
     let norm = foreach::norm(&gradients)?;
     let factor =

@@ -5,8 +5,9 @@ use brimful_torch::optim::LearningRate;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
+use super::OptimError;
 use super::{Adam, AdamW, Sgd};
-use crate::{Error, Result};
+use crate::Result;
 
 /// How parameters are updated: by [`Sgd`], [`Adam`] or [`AdamW`], with their options.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -126,5 +127,9 @@ pub(super) fn within(
     good: bool,
     remedy: &'static str,
 ) -> Result<()> {
-    if good { Ok(()) } else { Err(Error::BadOption { option, value: value.to_string(), remedy }) }
+    if good {
+        Ok(())
+    } else {
+        Err(OptimError::BadOption { option, value: value.to_string(), remedy }.into())
+    }
 }

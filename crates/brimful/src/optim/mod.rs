@@ -31,6 +31,7 @@
 
 mod adam;
 mod clip;
+mod error;
 mod method;
 mod replay;
 mod saved;
@@ -41,6 +42,7 @@ mod step;
 pub use adam::{Adam, AdamW, AdamWith};
 pub use clip::{GradientNorm, clip_gradient_norm};
 pub(crate) use clip::{check_max_norm, clip_factor};
+pub use error::OptimError;
 pub use method::Method;
 pub use sgd::Sgd;
 
@@ -146,7 +148,7 @@ impl Optimizer {
         method: &Method,
     ) -> Result<()> {
         method.check()?;
-        let bad = |reason: String| Err(Error::BadGroup { group: name.into(), reason });
+        let bad = |reason: String| Err(OptimError::BadGroup { group: name.into(), reason }.into());
         if self.groups.iter().any(|group| group.name == name) {
             return bad("there is one of that name; choose another".into());
         }
@@ -234,12 +236,13 @@ impl Optimizer {
 
     fn no_group(&self, group: &str) -> Error {
         let known: Vec<_> = self.groups.iter().map(|group| group.name.as_str()).collect();
-        Error::NoGroup { group: group.into(), known: known.join(", ") }
+        OptimError::NoGroup { group: group.into(), known: known.join(", ") }.into()
     }
 
     fn no_member(&self, group: &str) -> Error {
         let first = self.parameters.first().map(|first| first.name.clone()).unwrap_or_default();
-        Error::EmptyGroup { group: group.into(), parameters: self.parameters.len(), first }
+        OptimError::EmptyGroup { group: group.into(), parameters: self.parameters.len(), first }
+            .into()
     }
 }
 
@@ -252,7 +255,9 @@ fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
     let mut names = HashSet::new();
     let mut places = HashMap::new();
     for (name, tensor) in named {
-        let bad = |reason: String| Err(Error::BadParameter { parameter: name.clone(), reason });
+        let bad = |reason: String| {
+            Err(OptimError::BadParameter { parameter: name.clone(), reason }.into())
+        };
         if !names.insert(name) {
             return bad("two have that name; give each its own".into());
         }

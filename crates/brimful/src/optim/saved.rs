@@ -11,6 +11,7 @@ use std::path::Path;
 
 use tch::Tensor;
 
+use super::OptimError;
 use super::state::{ParameterState, UNKNOWN_VERSION};
 use super::{Method, Optimizer, Parameter, ParameterGroup};
 use crate::save::{self, Metadata};
@@ -164,5 +165,5 @@ fn describe(tensor: &Tensor) -> String {
 }
 
 fn mismatch(name: &str, saved: String, here: String) -> Error {
-    Error::StateMismatch { name: name.into(), saved, here }
+    OptimError::StateMismatch { name: name.into(), saved, here }.into()
 }

@@ -5,8 +5,9 @@ use brimful_torch::optim as fused;
 use serde::{Deserialize, Serialize};
 
 use super::Method;
+use super::OptimError;
 use super::method::{self, Lists};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Stochastic gradient descent: *p ← p − rate · d*, where the direction *d* is the gradient, or with
 /// momentum a running sum of gradients.
@@ -72,7 +73,7 @@ impl Sgd {
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
             let value = format!("on with momentum {}, dampening {}", self.momentum, self.dampening);
             let remedy = "give it a momentum above 0 and no dampening";
-            return Err(Error::BadOption { option: "nesterov", value, remedy });
+            return Err(OptimError::BadOption { option: "nesterov", value, remedy }.into());
         }
         Ok(())
     }

@@ -9,10 +9,11 @@ use brimful_torch::foreach;
 use brimful_torch::optim::fits;
 use tch::{Device, Kind, Tensor};
 
+use super::OptimError;
 use super::method::Lists;
 use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
 /// space of all gradients at once would double their memory.
@@ -103,7 +104,9 @@ impl Optimizer {
         }
         if gradient.is_sparse() {
             let reason = "its gradient is sparse; make the layer's gradient dense".into();
-            return Err(Error::BadParameter { parameter: parameter.name.clone(), reason });
+            return Err(
+                OptimError::BadParameter { parameter: parameter.name.clone(), reason }.into()
+            );
         }
         let method = &self.groups[parameter.group].method;
         let old = parameter.state.as_ref();

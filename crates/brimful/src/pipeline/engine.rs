@@ -9,6 +9,7 @@ use tch::{Device, Tensor};
 use super::portion::{Portion, portions};
 use super::{Pipeline, ranks};
 use crate::auto::{Identity, Kind};
+use crate::batch::BatchError;
 use crate::bytes::Bytes;
 use crate::memory::{self, Memory};
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
@@ -20,7 +21,7 @@ use crate::step::{
     Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole, gradient_bytes, names,
 };
 use crate::workers::{StageDevice, WorkerError, Workers};
-use crate::{Error, Result, device};
+use crate::{Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
 /// with the workers.
@@ -221,7 +222,7 @@ impl Pipeline {
         mode: Mode,
         two_phases: bool,
     ) -> Result<TryPlan> {
-        let size = this_try.cut.size().ok_or(Error::NothingToCut)?;
+        let size = this_try.cut.size().ok_or(BatchError::NothingToCut)?;
         self.plan_for(this_try.opening, size, mode, two_phases)
     }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::batch::BatchError;
 use crate::loss::MicroBatchWeight;
 use crate::step::{BatchRole, Opening, Size};
 use crate::{Error, Result, split};
@@ -33,7 +34,7 @@ pub(crate) fn portions(
 ) -> Result<Vec<Portion>> {
     let cut = |samples: usize| match samples {
         0 => Ok(Vec::new()),
-        _ => size.cut(samples)?.ok_or(Error::NothingToCut),
+        _ => size.cut(samples)?.ok_or(Error::from(BatchError::NothingToCut)),
     };
     let mut first = 0;
     for samples in opening.before() {

@@ -7,6 +7,7 @@ use super::Replicas;
 use super::reduce::reduce;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
+use crate::batch::BatchError;
 use crate::batch::{self, Batch};
 use crate::oom::{self, Caught};
 use crate::step::{BatchRole, Parts, Size, Tried};
@@ -52,7 +53,7 @@ impl<M: 'static> Replicas<M> {
         let sums = parts.iter_mut().map(|part| mem::take(&mut part.sums)).collect();
         let (sums, addends) = Sums::of_replicas(sums);
         let mut parts = parts.into_iter();
-        let mut whole = parts.next().ok_or(Error::EmptyBatch)?;
+        let mut whole = parts.next().ok_or(BatchError::Empty)?;
         // The first replica's device holds all sums, and may run out here though every part has fitted.
         let joined = oom::catch(|| {
             reduce(&self.workers, addends)?;

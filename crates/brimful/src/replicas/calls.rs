@@ -7,6 +7,7 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::Batch;
+use crate::batch::BatchError;
 use crate::step::{self, Brought, Failed, Outcome, Parts, Step, Try};
 use crate::{Error, Result};
 
@@ -107,7 +108,7 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
         let shares = self.speeds.shares(opening.own());
-        let size = cut.size().ok_or(Error::NothingToCut)?;
+        let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
         let role = |replica| self.state.role(opening, replica, last);
         Ok(self.attempt(jobs(batch, &shares, size, role)?, &work)?)
     }

@@ -15,8 +15,10 @@ use super::Replicas;
 use super::attempt::jobs;
 use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
+use crate::batch::BatchError;
 use crate::batch::{self, Batch};
 use crate::oom::{self, Caught};
+use crate::step::StepError;
 use crate::step::{self, Brought, Failed, PartSeed, Parts, RowGradients, Step, Tried, Try};
 use crate::{Error, Result};
 
@@ -39,7 +41,7 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<Step<O>> {
         step::check_no_window(self)?;
         if !self.state.team.is_alone() {
-            return Err(Error::NotOverRanks { ranks: self.state.team.world.size() });
+            return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
@@ -57,7 +59,7 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
         let shares = self.speeds.shares(opening.own());
-        let size = cut.size().ok_or(Error::NothingToCut)?;
+        let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
         let parts = || jobs(batch, &shares, size, |replica| opening.role(replica));
         let outputs = self.outputs(parts()?, Arc::clone(forward))?;
         // The loss draws as if it were one more replica.

@@ -6,7 +6,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{Compared, Run, RunError};
-use crate::{Error, Result, save};
+use crate::save::SaveError;
+use crate::{Result, save};
 
 /// What every run file says of itself.
 const FORMAT: &str = "brimful run";
@@ -50,7 +51,7 @@ impl Run {
     /// should.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let name = path.as_ref().display().to_string();
-        let text = fs::read(path).map_err(|error| Error::File {
+        let text = fs::read(path).map_err(|error| SaveError::File {
             action: "read",
             path: name.clone(),
             reason: error.to_string(),

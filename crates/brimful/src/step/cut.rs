@@ -10,9 +10,10 @@ use tch::Device;
 use super::size::Size;
 use crate::auto::SizeWatch;
 use crate::batch::Batch;
+use crate::batch::BatchError;
 use crate::bytes::Bytes;
 use crate::copies::Copies;
-use crate::{Error, Result, feed};
+use crate::{Result, feed};
 
 /// A mini-batch on its way through a device.
 #[derive(Debug)]
@@ -57,7 +58,7 @@ impl Cut {
     pub(crate) fn given(samples: usize, size: Size) -> Result<Self> {
         let ranges = match samples {
             0 => Vec::new(),
-            _ => size.cut(samples)?.ok_or(Error::NothingToCut)?,
+            _ => size.cut(samples)?.ok_or(BatchError::NothingToCut)?,
         };
         let pieces = Pieces::Given { size, ranges };
         Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })

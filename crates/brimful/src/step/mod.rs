@@ -18,6 +18,7 @@
 
 mod caught;
 mod cut;
+mod error;
 mod opening;
 mod outcome;
 mod parts;
@@ -41,6 +42,7 @@ use tch::Device;
 
 pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
 pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
+pub use error::StepError;
 pub(crate) use opening::{Brought, Opening, described};
 pub use outcome::Outcome;
 pub(crate) use parts::{PartFigures, Parts};
@@ -58,10 +60,10 @@ pub(crate) use undo::Undo;
 pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves};
 
+use crate::Result;
 use crate::auto::{Goal, Identity, Kind, SizeLog, Sizes};
 use crate::memory::Memory;
 use crate::random::{Randomness, preserving_generators, with_step_seed};
-use crate::{Error, Result};
 use opening::OwnPart;
 use settle::settle;
 use sizing::{Ran, Warnings, until_it_fits};
@@ -309,7 +311,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     let start = Instant::now();
     let team = engine.state().team.clone();
     let window = check_trained(engine)
-        .and_then(|()| engine.state().window.take().ok_or(Error::NothingAccumulated));
+        .and_then(|()| engine.state().window.take().ok_or(StepError::NothingAccumulated.into()));
     let Window { tried, log, seed, before } = match window {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
@@ -339,7 +341,7 @@ pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
     match &engine.state().window {
         Some(window) => {
             let samples = E::lesson(&window.tried).sizes.iter().sum();
-            Err(Error::WindowOpen { samples })
+            Err(StepError::WindowOpen { samples }.into())
         }
         None => Ok(()),
     }

@@ -11,6 +11,7 @@ use super::settle::Team;
 use super::size::Size;
 use super::trained::Trained;
 use crate::auto::{Kind, Use};
+use crate::batch::BatchError;
 use crate::batch::{self, Batch};
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -93,7 +94,7 @@ impl StepHello {
         let firsts = all.iter().step_by(team.ranks_of_replica());
         let samples: Vec<usize> = firsts.map(|hello| hello.samples).collect();
         if samples.iter().all(|samples| *samples == 0) {
-            return Err(Error::EmptyBatch);
+            return Err(BatchError::Empty.into());
         }
         Ok(samples)
     }
@@ -127,7 +128,7 @@ impl Opening {
         let samples = match samples {
             // An epoch's last mini-batch may not suffice for all replicas: one without a sample takes
             // part with nothing, because the others wait for its share of the sums.
-            Err(Error::EmptyBatch) if team.replicas > 1 => Ok(0),
+            Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(0),
             other => other,
         };
         let hello = samples.and_then(|samples| {

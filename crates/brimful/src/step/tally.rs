@@ -3,8 +3,10 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use super::StepError;
+use crate::Result;
+use crate::loss::LossError;
 use crate::loss::{Loss, MicroBatchWeight, Over, Term, Weight};
-use crate::{Error, Result};
 
 /// What is refused because it is not a finite number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -113,7 +115,9 @@ impl Tally {
         }
         let same = |(line, term): (&TermTally, &Term)| line.over == TermOver::of(&term.over);
         if terms.len() != self.terms.len() || !self.terms.iter().zip(terms).all(same) {
-            return Err(Error::TermsDiffer { before: self.terms.len(), now: terms.len() });
+            return Err(
+                LossError::TermsDiffer { before: self.terms.len(), now: terms.len() }.into()
+            );
         }
         for (line, term) in self.terms.iter_mut().zip(terms) {
             line.parts.push(counted(term, part)?);
@@ -133,7 +137,7 @@ impl Tally {
         let before = self.terms.len();
         let now = later.terms.len();
         if before != now || !self.terms.iter().zip(&later.terms).all(same) {
-            return Err(Error::TermsDiffer { before, now });
+            return Err(LossError::TermsDiffer { before, now }.into());
         }
         Ok(())
     }
@@ -198,7 +202,9 @@ impl Tally {
                     Weight::Tensor(_) => next(),
                 };
                 if policy != NonFinite::Allow && !(value.is_finite() && weight.is_finite()) {
-                    return Err(Error::NonFiniteLoss { term: index, micro_batch, value, weight });
+                    return Err(
+                        LossError::NonFinite { term: index, micro_batch, value, weight }.into()
+                    );
                 }
                 let summand = if line.over == TermOver::Undivided { value } else { value * weight };
                 numerator += summand * factor;
@@ -207,7 +213,7 @@ impl Tally {
             counted.0.push(CountedTerm { over: line.over, numerator, denominator });
         }
         match (0..self.norms.len()).find(|_| !next().is_finite()) {
-            Some(micro_batch) => Err(Error::NonFiniteGradient { micro_batch }),
+            Some(micro_batch) => Err(StepError::NonFiniteGradient { micro_batch }.into()),
             None => Ok(counted),
         }
     }
@@ -301,7 +307,7 @@ impl Counted {
         let now = others.0.len();
         // None at all come from who had no sample, or is not the pipeline's last stage.
         if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
-            return Err(Error::TermsDiffer { before, now });
+            return Err(LossError::TermsDiffer { before, now }.into());
         }
         for (mine, theirs) in self.0.iter_mut().zip(others.0) {
             mine.numerator += theirs.numerator;
@@ -334,7 +340,9 @@ impl Totals {
         let CountedTerm { over, numerator, denominator } = *line;
         let divided = match over {
             TermOver::Nothing | TermOver::Once => numerator,
-            _ if denominator == 0.0 => return Err(Error::ZeroDenominator { term: index }),
+            _ if denominator == 0.0 => {
+                return Err(LossError::ZeroDenominator { term: index }.into());
+            }
             _ => numerator / denominator,
         };
         self.terms.push(divided);

@@ -5,15 +5,16 @@ use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
 use tch::nn::Variables;
 
+use super::StepError;
 use super::settle::{PartReport, Whole};
 use super::tally::{NonFinite, Tally, TermGroup, distinct};
 use super::trained::{Trained, names};
 use super::undo::Undo;
+use crate::Result;
 use crate::accumulate::{Finished, Named, Sums, check_dense};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
-use crate::{Error, Result};
 
 /// The number under which statistics are summed in a turn: buckets of gradients count from 0, and never
 /// reach 4,294,967,295.
@@ -92,11 +93,12 @@ impl Tried {
             return Ok(());
         }
         let count = |trained: &[bool]| trained.iter().filter(|trained| **trained).count();
-        Err(Error::TrainedChanged {
+        Err(StepError::TrainedChanged {
             samples: self.samples(),
             then: count(&self.trained),
             now: count(&now),
-        })
+        }
+        .into())
     }
 
     /// Makes its sums its own and its statistics ready to be added to those of the window, so that they

@@ -13,8 +13,9 @@ use std::ops::Range;
 
 use tch::{Device, Tensor};
 
+use super::StepError;
+use crate::Result;
 use crate::batch::{Batch, Leaf};
-use crate::{Error, Result};
 
 /// The outputs as leaves of a graph of their own, which the loss's backward ends at.
 pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
@@ -22,7 +23,7 @@ pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
     outputs.map(&mut |leaf| {
         count += 1;
         match leaf {
-            Leaf::Shared(_) => Err(Error::OutputNotRows { leaf: count - 1 }),
+            Leaf::Shared(_) => Err(StepError::OutputNotRows { leaf: count - 1 }.into()),
             Leaf::Cut(output) => {
                 let leaf = output.f_detach()?;
                 // Whole numbers, such as labels that were passed through, cannot have a gradient.
@@ -80,7 +81,7 @@ impl RowGradients {
         for (leaf, (output, gradient)) in leaves.into_iter().zip(self.0).enumerate() {
             let Some(gradient) = gradient.filter(|_| output.requires_grad()) else { continue };
             if output.size().first() != gradient.size().first() {
-                return Err(Error::OutputNotRows { leaf });
+                return Err(StepError::OutputNotRows { leaf }.into());
             }
             roots.push((output, gradient));
         }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Tensor};
 
+use crate::batch::BatchError;
 use crate::batch::{self, Batch, Lender};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::portion::Portion;
@@ -137,9 +138,9 @@ pub(crate) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usiz
     let input = batch::len(input)?;
     match batch::len(target) {
         Ok(target) if target != input => {
-            Err(Error::LeafLengthsDiffer { lengths: vec![input, target] })
+            Err(BatchError::LeafLengthsDiffer { lengths: vec![input, target] }.into())
         }
-        Ok(_) | Err(Error::NothingToCut) => Ok(input),
+        Ok(_) | Err(Error::Batch(BatchError::NothingToCut)) => Ok(input),
         Err(error) => Err(error),
     }
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::loss_fn::{Collected, joined};
+use crate::batch::BatchError;
 use crate::batch::{self, Batch};
 use crate::pipeline::ranks::Ranks;
 use crate::step::Exchange;
@@ -25,7 +26,7 @@ impl Ranks {
         if self.of_pipeline().len() == 1 {
             return match (joined(collected), blank) {
                 // A replica without a sample.
-                (Err(Error::NothingToJoin), Some(blank)) => Ok(blank),
+                (Err(Error::Batch(BatchError::NothingToJoin)), Some(blank)) => Ok(blank),
                 (outputs, _) => outputs,
             };
         }
@@ -43,7 +44,7 @@ impl Ranks {
         }
         let mut came = came.into_iter();
         form.map(&mut |_| {
-            let tensor = came.next().ok_or(Error::NothingToJoin)?;
+            let tensor = came.next().ok_or(BatchError::NothingToJoin)?;
             Ok(tensor.f_to_device(device)?)
         })
     }
@@ -93,7 +94,7 @@ fn rows(outputs: &[Tensor]) -> usize {
 fn some<O>(joined: Result<O>) -> Result<Option<O>> {
     match joined {
         Ok(outputs) => Ok(Some(outputs)),
-        Err(Error::NothingToJoin) => Ok(None),
+        Err(Error::Batch(BatchError::NothingToJoin)) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -6,6 +6,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::saved;
+use crate::optim::OptimError;
 use crate::optim::{self, Method, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::ranks::Ranks;
@@ -65,7 +66,7 @@ impl PipelineOptimizer {
         if chosen.iter().all(Vec::is_empty) {
             let all: Vec<String> = names.into_iter().flatten().collect();
             let first = all.first().cloned().unwrap_or_default();
-            return Err(Error::EmptyGroup { group: name, parameters: all.len(), first });
+            return Err(OptimError::EmptyGroup { group: name, parameters: all.len(), first }.into());
         }
         let chosen: Vec<Vec<String>> = chosen.drain(self.ranks.here()).collect();
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
@@ -123,7 +124,7 @@ impl PipelineOptimizer {
         let norms = self.ranks.of_workers("clip", norms)?;
         let parameters = norms.iter().map(|(count, _)| count).sum();
         if norms.iter().all(|(_, norm)| norm.is_none()) {
-            return Err(Error::NoGradient { parameters });
+            return Err(OptimError::NoGradient { parameters }.into());
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
@@ -161,8 +162,9 @@ impl PipelineOptimizer {
         let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker).set_group_learning_rate(&group, rate)
         })?;
-        let (known, unknown): (Vec<_>, Vec<_>) =
-            answers.into_iter().partition(|answer| !matches!(answer, Err(Error::NoGroup { .. })));
+        let (known, unknown): (Vec<_>, Vec<_>) = answers
+            .into_iter()
+            .partition(|answer| !matches!(answer, Err(Error::Optim(OptimError::NoGroup { .. }))));
         let anywhere = self.ranks.of_workers("learning rate", vec![!known.is_empty()])?;
         match unknown.into_iter().next() {
             Some(error) if !anywhere.contains(&true) => error,

@@ -8,9 +8,10 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::optimizer::{PipelineOptimizer, names, optimizer};
+use crate::Result;
+use crate::optim::OptimError;
 use crate::optim::Optimizer;
 use crate::save::{self, Metadata};
-use crate::{Error, Result};
 
 impl PipelineOptimizer {
     /// The whole state, as [`Optimizer::state`] gives it. In a world, all ranks call it: rank 0 gets
@@ -106,7 +107,12 @@ fn portions(
     let mut parts: Vec<State> = known.iter().map(|_| State::default()).collect();
     let of_parameter = |name: &str| known.iter().position(|known| known.parameters.contains(name));
     let left = |name: &str, saved: &str| {
-        Err(Error::StateMismatch { name: name.into(), saved: saved.into(), here: "missing".into() })
+        Err(OptimError::StateMismatch {
+            name: name.into(),
+            saved: saved.into(),
+            here: "missing".into(),
+        }
+        .into())
     };
     for (name, tensor) in tensors {
         let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);

@@ -7,16 +7,16 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::Worker;
+use crate::Result;
 use crate::pipeline::ranks::Leaving;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
-use crate::step::{PartReport, Tried, Whole};
-use crate::{Error, Result};
+use crate::step::{PartReport, StepError, Tried, Whole};
 
 impl Worker {
     /// What all have to know of what it has tried.
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
-        let Some(tried) = &mut self.tried else { return Err(Error::NothingAccumulated) };
+        let Some(tried) = &mut self.tried else { return Err(StepError::NothingAccumulated.into()) };
         let mut report = tried.tell(self.non_finite, others)?;
         // Every stage has run the same samples: one of them counts them.
         if !self.has_first_stage {

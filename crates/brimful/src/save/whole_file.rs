@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::SaveError;
 use crate::{Error, Result};
 
 /// Writes bytes in place of what the file held before, whole or not at all. What is no plain file,
@@ -99,5 +100,10 @@ fn refusal(path: &Path, reason: &io::Error) -> Error {
 }
 
 pub(crate) fn unwritable(path: &Path, reason: impl Display) -> Error {
-    Error::File { action: "write", path: path.display().to_string(), reason: reason.to_string() }
+    SaveError::File {
+        action: "write",
+        path: path.display().to_string(),
+        reason: reason.to_string(),
+    }
+    .into()
 }

@@ -1,0 +1,34 @@
+//! Memory that no size of the micro-batches is small enough for.
+
+use thiserror::Error;
+
+use crate::bytes::Bytes;
+use crate::error::enumerate;
+use crate::oom::OutOfMemory;
+
+/// Memory runs out whatever the size of the micro-batches.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "memory runs out even with a micro-batch of one sample ({}): {}{available} free; \
+     recompute activations, take a smaller model or number type, or spread the layers over \
+     more devices. The last report: {cause}",
+    tried_in_words(tried), needed.map(|needed| format!("about {needed} needed, ")).unwrap_or_default()
+)]
+#[non_exhaustive]
+pub struct DoesNotFit {
+    /// The sizes that were tried.
+    pub tried: Vec<usize>,
+    /// What one sample was expected to need, where that is known.
+    pub needed: Option<Bytes>,
+    /// What was free.
+    pub available: Bytes,
+    /// How the last try ended.
+    pub cause: Box<OutOfMemory>,
+}
+
+fn tried_in_words(sizes: &[usize]) -> String {
+    match sizes {
+        [] => "before the first one was run".into(),
+        sizes => format!("tried {}", enumerate(sizes)),
+    }
+}

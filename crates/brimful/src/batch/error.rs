@@ -1,0 +1,76 @@
+//! Why a batch cannot be cut, lent or joined.
+
+use thiserror::Error;
+
+use crate::error::enumerate;
+
+/// A batch that cannot be cut, lent or joined.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum BatchError {
+    /// A batch without samples.
+    #[error("the batch is empty: give it at least one sample")]
+    Empty,
+    /// What was lent to a closure or a layer is not what it was.
+    #[error(
+        "tensor {leaf} of a micro-batch was changed in place, but it is the mini-batch itself, which \
+         may be run again: make a new tensor (x / 255.0 instead of x /= 255.0), or change a copy"
+    )]
+    Changed {
+        /// Which of the mini-batch's tensors, counted from 0.
+        leaf: usize,
+    },
+    /// Leaves of a batch that do not have the same samples.
+    #[error(
+        "the leaves of a batch must have one length, but are {} long: give each the same samples, \
+         and wrap what all micro-batches share in `Shared`",
+        enumerate(lengths)
+    )]
+    LeafLengthsDiffer {
+        /// The lengths of the leaves that are cut, in the order of the fields.
+        lengths: Vec<usize>,
+    },
+    /// A leaf without a first dimension.
+    #[error(
+        "leaf {leaf} of the batch (counted from 0) is a single number, which cannot be cut: wrap \
+         it in `Shared`, or give it a value for each sample"
+    )]
+    LeafOfOneNumber {
+        /// The leaf's place, counted from 0.
+        leaf: usize,
+    },
+    /// A batch of shared values, or of none.
+    #[error("the batch has nothing to cut: give it a tensor that is not `Shared`")]
+    NothingToCut,
+    /// Samples that a leaf does not have.
+    #[error(
+        "samples {start}..{end} cannot be cut out of leaf {leaf} of the batch (counted from 0), \
+         which is {length} long: `batch::len` says how many there are"
+    )]
+    SliceOutside {
+        /// The first sample that was asked for.
+        start: usize,
+        /// The one after the last.
+        end: usize,
+        /// The leaf's place, counted from 0.
+        leaf: usize,
+        /// The samples that it has.
+        length: usize,
+    },
+    /// No part at all.
+    #[error("there is nothing to join: give at least one part")]
+    NothingToJoin,
+    /// Parts that are not cuts of one batch.
+    #[error(
+        "part {part} (counted from 0) cannot be joined to part 0: it has {other} where that has \
+         {first}; parts may differ in their samples alone, so make a number that differs a tensor"
+    )]
+    PartsDiffer {
+        /// The place of the part that is unlike the first.
+        part: usize,
+        /// What the first part has.
+        first: String,
+        /// What this part has in its stead.
+        other: String,
+    },
+}

@@ -1,0 +1,122 @@
+//! Why layers cannot be listed, built or run.
+
+use thiserror::Error;
+
+/// Layers that cannot be listed, built or run as asked.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LayersError {
+    /// A layer without a whole name.
+    #[error(
+        "layer {position} cannot be named '{name}': its variables are saved under that name, so \
+         give it one, without '.' at either end or two in a row"
+    )]
+    Name {
+        /// Its place in the list, from 0.
+        position: usize,
+        /// The name.
+        name: String,
+    },
+    /// Two layers of one name.
+    #[error("layers {first} and {second} are both named '{name}': rename one of them")]
+    Twice {
+        /// The name.
+        name: String,
+        /// The place of the first one, from 0.
+        first: usize,
+        /// The place of the second one.
+        second: usize,
+    },
+    /// A layer whose name lies inside another's.
+    #[error(
+        "layer {second}, '{inner}', lies inside layer {first}, '{outer}', so that their variables \
+         could have the same names: rename one of them"
+    )]
+    Inside {
+        /// The shorter name.
+        outer: String,
+        /// Its place in the list, from 0.
+        first: usize,
+        /// The longer name.
+        inner: String,
+        /// Its place in the list.
+        second: usize,
+    },
+    /// A layer that shares with one that is not there before it.
+    #[error(
+        "layer {position}, '{name}', shares the variables of '{owner}', which is not among the \
+         layers before it: put that one first, or correct the name"
+    )]
+    Shares {
+        /// Its place in the list, from 0.
+        position: usize,
+        /// Its name.
+        name: String,
+        /// The name of the layer that it would share with.
+        owner: String,
+    },
+    /// A pop of what nobody stashes.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \
+         one around it: add `.stash(\"{skip}\")` before it"
+    )]
+    SkipUnknown {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+    },
+    /// A pop that comes before its stash.
+    #[error(
+        "layer {position}, '{name}', pops '{skip}', which is stashed only later, by layer {stash}: \
+         move the stash before it"
+    )]
+    SkipTooEarly {
+        /// The layer's place in the list, counted from 0.
+        position: usize,
+        /// The layer's name.
+        name: String,
+        /// What it asks for.
+        skip: String,
+        /// The place of the stash.
+        stash: usize,
+    },
+    /// A stash that nobody pops.
+    #[error("layer {position} stashes '{skip}', which no layer pops: pop it, or remove it")]
+    SkipUnused {
+        /// The stash's place in the list, counted from 0.
+        position: usize,
+        /// Its name.
+        skip: String,
+    },
+    /// A range that is not in the list.
+    #[error("there are no layers {start} to {end}: the model has {len}")]
+    Range {
+        /// The first layer asked for.
+        start: usize,
+        /// The end of the range.
+        end: usize,
+        /// How many layers there are.
+        len: usize,
+    },
+    /// A layer whose building failed.
+    #[error("layer '{layer}' could not be built: {message}")]
+    Build {
+        /// The layer's name.
+        layer: String,
+        /// What the panic said.
+        message: String,
+    },
+    /// A layer whose forward failed.
+    #[error("layer '{layer}' could not be run on an input of shape {shape:?}: {message}")]
+    Run {
+        /// The layer's name.
+        layer: String,
+        /// The shape of its input.
+        shape: Vec<i64>,
+        /// What the panic said.
+        message: String,
+    },
+}
