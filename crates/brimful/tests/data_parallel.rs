@@ -318,7 +318,8 @@ fn ranks_with_different_models_samples_or_sizes_are_all_told() {
         let empty = numbers_there(&[4, 6], 0).narrow(0, 0, 0);
         let error = micro.backward(&empty, run).expect_err("no sample anywhere");
         assert_eq!(error, Error::Batch(BatchError::Empty));
-        let whole = micro.backward_whole(&numbers_there(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
+        let whole =
+            micro.backward_whole(&numbers_there(&[4, 6], 0), |x| x, |x| x.mean(Kind::Double));
         assert!(matches!(
             whole.expect_err("all in one"),
             Error::Step(StepError::NotOverRanks { ranks: 2 })

@@ -48,6 +48,7 @@ pub fn holds(make: Make, world: &World) {
 struct Watchdog(Option<(Sender<()>, thread::JoinHandle<()>)>);
 
 impl Watchdog {
+    #[allow(clippy::print_stderr, reason = "nobody else is left to say it")]
     fn new(what: String) -> Self {
         let (dropped, waiting) = channel::<()>();
         let thread = thread::spawn(move || {

@@ -1,7 +1,7 @@
 //! Transparent: a step leaves the loss, terms, gradients and running statistics of the plain model on
 //! the whole mini-batch, whatever its length and its cut.
 
-use brimful::{Error, Size, World};
+use brimful::{Error, Size, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
@@ -59,7 +59,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     let batch = samples(count, 20);
     let step = engine.backward_whole(&batch, OF_ALL);
     if !engine.has_whole() {
-        assert!(matches!(step.err(), Some(Error::NotOverRanks { .. })), "{what}");
+        assert!(matches!(step.err(), Some(Error::Step(StepError::NotOverRanks { .. }))), "{what}");
         return;
     }
     let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
