@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Named, TrainingEngine, check_model, named, names, put};
-use crate::setting::{accounts, loss, right, typed};
+use crate::setting::{accounts, loss, right, typed, within};
 
 /// A whole model on each device.
 #[derive(Debug)]
@@ -47,7 +47,11 @@ impl WholeModel {
         options: &TrainOptions,
     ) -> Result<Self> {
         let devices = options.devices(world, each)?;
-        let accounts = accounts(&devices, options.memory_limit)?;
+        let accounts = match devices[..] {
+            // The only one is called by its own name.
+            [only] => vec![within(Memory::of(only)?, options.memory_limit)?],
+            _ => accounts(&devices, options.memory_limit)?,
+        };
         let memory = accounts[0].clone();
         let runner = match each {
             1 => Runner::one(&layers, devices[0], memory.clone(), world, options)?,
