@@ -96,7 +96,10 @@ fn the_tightest_stage_decides() {
     arenas[1].set_limit(Some(arenas[1].current() + needed / 2)).expect("a limit");
     let less = step(&mut pipe).expect("a step");
     assert!(less.sizes[0] < SAMPLES as usize, "{:?}", less.sizes);
-    assert_eq!((less.decisions[0].why, less.retries), (Why::LessMemory, 0));
+    // How often it is tried is no promise: what a stage needs depends on whether the input of its next
+    // micro-batch has arrived yet.
+    assert_eq!(less.decisions[0].why, Why::LessMemory);
+    assert!(less.decisions.last().is_some_and(|last| !last.failed), "{:?}", less.decisions);
     assert_close("a tight stage", &expected.1, &gradients(&pipe));
 }
 
