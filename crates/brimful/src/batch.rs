@@ -42,6 +42,7 @@ use tch::{Device, Tensor};
 pub use brimful_derive::Batch;
 pub use containers::Shared;
 pub use error::BatchError;
+pub(crate) use error::enumerate;
 pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
 
 use crate::Result;

@@ -74,6 +74,11 @@ pub fn name(device: Device) -> String {
     }
 }
 
+/// `cpu+cuda:0`.
+pub(crate) fn names(devices: impl IntoIterator<Item = Device>) -> String {
+    devices.into_iter().map(name).collect::<Vec<_>>().join("+")
+}
+
 fn no_device(asked: &str) -> Error {
     let cuda_names = (0..cuda::device_count()).map(|index| name(Device::Cuda(index)));
     let available = std::iter::once("cpu".to_owned()).chain(cuda_names).collect::<Vec<_>>();

@@ -159,16 +159,6 @@ impl PartialEq for ClosureError {
     }
 }
 
-/// `8, 8 and 6`.
-pub(crate) fn enumerate(numbers: &[usize]) -> String {
-    let words: Vec<String> = numbers.iter().map(usize::to_string).collect();
-    match words.split_last() {
-        Some((last, [])) => last.clone(),
-        Some((last, others)) => format!("{} and {last}", others.join(", ")),
-        None => String::new(),
-    }
-}
-
 impl Error {
     /// An error of the user's closure: one of ours or of libtorch as it is, another in its own words.
     pub(crate) fn of_closure(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {

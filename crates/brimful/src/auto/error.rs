@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
+use crate::batch::enumerate;
 use crate::bytes::Bytes;
-use crate::error::enumerate;
 use crate::oom::OutOfMemory;
 
 /// Memory runs out whatever the size of the micro-batches.

@@ -2,8 +2,6 @@
 
 use thiserror::Error;
 
-use crate::error::enumerate;
-
 /// A batch that cannot be cut, lent or joined.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -73,4 +71,14 @@ pub enum BatchError {
         /// What this part has in its stead.
         other: String,
     },
+}
+
+/// `8, 8 and 6`.
+pub(crate) fn enumerate(numbers: &[usize]) -> String {
+    let words: Vec<String> = numbers.iter().map(usize::to_string).collect();
+    match words.split_last() {
+        Some((last, [])) => last.clone(),
+        Some((last, others)) => format!("{} and {last}", others.join(", ")),
+        None => String::new(),
+    }
 }

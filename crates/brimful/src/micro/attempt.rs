@@ -15,7 +15,7 @@ use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
+    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
     into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
@@ -43,7 +43,7 @@ impl MicroBatcher {
     ) -> Result<(Parts, R::Outputs), Failed> {
         let start = Instant::now();
         let Try { cut, opening, exchange } = this_try;
-        let role = self.state.role(opening, 0, last);
+        let role = step::role(self, opening, 0, last);
         let how = Attempt { role, closure, turn: exchange.summing().filter(|_| last) };
         let (tried, outputs) = oom::catch(|| self.attempt(batch, cut, how, f))?;
         Ok((self.as_parts(tried, start)?, outputs))

@@ -1,16 +1,14 @@
 //! One device as a kind of step engine: which memory it uses, and what becomes of what it has tried.
 
-use std::sync::Arc;
-
 use tch::Tensor;
 
 use super::MicroBatcher;
-use crate::auto::{Identity, Kind, Use};
+use crate::auto::{Kind, Use};
 use crate::bytes::Bytes;
-use crate::memory::{self, Arena, Memory};
+use crate::memory::{Arena, Memory};
 use crate::step::{
-    Engine, Exchange, Figures, Hints, Lesson, PartReport, Parts, Seeding, Size, StepState, Team,
-    Trained, Whole, gradient_bytes, names, parameters,
+    Engine, Hints, Parts, PartsEngine, Seeding, Size, StepState, Team, Trained, gradient_bytes,
+    names, parameters,
 };
 use crate::{Result, device};
 
@@ -21,7 +19,7 @@ impl Engine for MicroBatcher {
         &mut self.state
     }
 
-    fn seeding(&self, team: &Team, _training: bool) -> Seeding {
+    fn seeding(&self, team: &Team) -> Seeding {
         match team.is_alone() {
             // As a plain loop draws, so that a model trained without this library gives the same numbers.
             true => Seeding::Plain,
@@ -48,12 +46,12 @@ impl Engine for MicroBatcher {
         Ok(vec![if kind.is_training() { gradient_bytes(&self.variables) } else { 0 }])
     }
 
-    fn identity(&mut self) -> Result<Identity> {
-        let memory = memory::end_of(self.memory.as_ref())?;
-        let dtype = parameters(&self.variables).first().map(Tensor::kind);
-        let named = names(&self.variables).into_list();
-        let device = device::name(self.device);
-        Ok(Identity::new(&named, dtype, device, memory.0, format!("{:?}", self.state.size)))
+    fn named(&mut self) -> Result<Vec<(String, Tensor)>> {
+        Ok(names(&self.variables).into_list())
+    }
+
+    fn place(&self) -> String {
+        device::name(self.device)
     }
 
     fn kept_for_captures(&mut self, kind: &Kind) -> Result<Vec<u64>> {
@@ -67,49 +65,11 @@ impl Engine for MicroBatcher {
     fn drop_captures(&mut self) -> Result<()> {
         self.replay.clear()
     }
+}
 
-    fn tell(&mut self, parts: &mut Parts, exchange: &Exchange) -> Result<Vec<PartReport>> {
-        let _inside = self.memory.as_ref().and_then(Memory::enter);
-        self.state.tell(parts, exchange)
-    }
-
-    fn prepare(
-        &mut self,
-        parts: &mut Parts,
-        whole: &Arc<Whole>,
-        exchange: &Exchange,
-    ) -> Result<()> {
-        let _inside = self.memory.as_ref().and_then(Memory::enter);
-        parts.prepare(whole, exchange)
-    }
-
-    fn commit(&mut self, parts: &mut Parts) -> Result<()> {
-        parts.tried.commit()
-    }
-
-    fn undo(&mut self, parts: Parts) -> Result<()> {
-        parts.tried.undo.run()
-    }
-
-    fn make_lasting(&mut self, window: Option<&Parts>, parts: &mut Parts) -> Result<()> {
-        let _inside = self.memory.as_ref().and_then(Memory::enter);
-        parts.tried.make_lasting(window.map(|window| &window.tried))
-    }
-
-    fn extend(&mut self, window: Option<Parts>, later: Parts) -> Result<Parts> {
-        later.after(window)
-    }
-
-    fn check_trained(&mut self, window: &Parts) -> Result<()> {
-        window.tried.check_trained()
-    }
-
-    fn lesson(parts: &Parts) -> Lesson {
-        parts.lesson()
-    }
-
-    fn figures(&mut self, parts: &Parts, _whole: &Whole) -> Result<Figures> {
-        parts.report(self.memory.as_ref())
+impl PartsEngine for MicroBatcher {
+    fn home(&self) -> Option<Memory> {
+        self.memory.clone()
     }
 }
 

@@ -77,9 +77,7 @@ impl MicroBatcher {
     /// or [`AdamW`](crate::optim::AdamW), or what is their like elsewhere. The variables must have
     /// been made by now.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
-        let method = method.into();
-        let trained = parameters(&self.variables);
-        let bytes = trained.iter().map(|parameter| method.state_bytes(parameter)).sum();
+        let bytes = method.into().state_bytes(&parameters(&self.variables));
         self.state.reserved = vec![bytes];
         self
     }

@@ -7,7 +7,7 @@ use tch::nn::{self, Init};
 use thiserror::Error;
 
 use crate::Result;
-use crate::error::enumerate;
+use crate::batch::enumerate;
 use crate::statistics::{self, Running};
 
 /// An input that a BatchNorm layer is not made for.

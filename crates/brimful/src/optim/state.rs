@@ -67,8 +67,12 @@ impl Method {
         self.moments().len() as f64
     }
 
-    /// What the state of this parameter takes, which its first step makes.
-    pub(crate) fn state_bytes(&self, parameter: &Tensor) -> u64 {
+    /// What the state of these parameters takes, which their first step makes.
+    pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
+        parameters.into_iter().map(|parameter| self.bytes_of_one(parameter)).sum()
+    }
+
+    fn bytes_of_one(&self, parameter: &Tensor) -> u64 {
         let master = has_master(parameter, self);
         let size = if master { 4 } else { parameter.kind().elt_size_in_bytes() };
         let tensors = self.moments().len() + usize::from(master);

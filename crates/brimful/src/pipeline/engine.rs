@@ -8,17 +8,18 @@ use tch::{Device, Tensor};
 
 use super::portion::{Portion, portions};
 use super::{Pipeline, ranks};
-use crate::auto::{Identity, Kind};
+use crate::auto::Kind;
 use crate::batch::BatchError;
 use crate::bytes::Bytes;
-use crate::memory::{self, Memory};
+use crate::memory::Memory;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
 use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::Actions;
 use crate::statistics::Pending;
 use crate::step::{
-    BatchRole, Counted, Engine, Exchange, Failed, Figures, Lesson, Opening, PartReport, Seeding,
-    Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole, gradient_bytes, names,
+    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Lesson, Opening,
+    PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole,
+    gradient_bytes, names,
 };
 use crate::workers::{StageDevice, WorkerError, Workers};
 use crate::{Result, device};
@@ -51,9 +52,8 @@ impl Engine for Pipeline {
         &mut self.state
     }
 
-    fn seeding(&self, _team: &Team, training: bool) -> Seeding {
-        let devices = self.devices.iter().map(|device| device.device).collect();
-        if training { Seeding::Step(devices) } else { Seeding::Nothing(devices) }
+    fn seeding(&self, _team: &Team) -> Seeding {
+        Seeding::Step(self.seeded_devices())
     }
 
     fn begin(&mut self, devices: &[Device]) -> Result<bool> {
@@ -89,29 +89,28 @@ impl Engine for Pipeline {
         self.workers().all(|worker| Ok(gradient_bytes(&worker.store.variables_)))
     }
 
-    fn identity(&mut self) -> Result<Identity> {
-        let ends = self.devices.iter().map(|device| memory::end_of(device.memory().as_ref()));
-        let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
+    fn named(&mut self) -> Result<Vec<(String, Tensor)>> {
         let stores =
             self.workers().all(|worker| Ok(names(&worker.store.variables_).into_list()))?;
-        let variables: Vec<(String, Tensor)> = stores.into_iter().flatten().collect();
-        let dtype = variables.first().map(|(_, tensor)| tensor.kind());
-        let devices: Vec<String> = self.devices.iter().map(|d| device::name(d.device)).collect();
-        let Self { balance, schedule, recompute, .. } = self;
-        let place =
-            format!("{} of {balance}, {schedule}, recomputing {recompute}", devices.join("+"));
-        let goal = format!("{:?}", self.state.size);
-        Ok(Identity::new(&variables, dtype, place, total, goal))
+        Ok(stores.into_iter().flatten().collect())
     }
 
-    fn tell(&mut self, tried: &mut PipelineTried, exchange: &Exchange) -> Result<Vec<PartReport>> {
+    fn place(&self) -> String {
+        let devices = device::names(self.seeded_devices());
+        let Self { balance, schedule, recompute, .. } = self;
+        format!("{devices} of {balance}, {schedule}, recomputing {recompute}")
+    }
+}
+
+impl Attempted<Pipeline> for PipelineTried {
+    fn tell(&mut self, pipeline: &mut Pipeline, exchange: &Exchange) -> Result<Vec<PartReport>> {
         let others = exchange.team.replicas > 1;
-        let mut reports = match tried.reports.take() {
+        let mut reports = match self.reports.take() {
             Some(reports) => reports,
-            None => self.ask_all(tried, others)?,
+            None => pipeline.ask_all(self, others)?,
         };
         // All ranks have computed the same loss on all outputs: the first one's counts.
-        if let (Some((counted, groups)), 0) = (tried.loss.take(), exchange.team.world.rank()) {
+        if let (Some((counted, groups)), 0) = (self.loss.take(), exchange.team.world.rank()) {
             reports[0].counted = counted;
             reports[0].groups = groups;
         }
@@ -120,27 +119,26 @@ impl Engine for Pipeline {
 
     fn prepare(
         &mut self,
-        _tried: &mut PipelineTried,
+        pipeline: &mut Pipeline,
         whole: &Arc<Whole>,
         exchange: &Exchange,
     ) -> Result<()> {
-        let workers = self.workers();
-        let turns =
-            self.numbers().map(|number| self.ranks.summing(&exchange.turn, number)).collect();
+        let workers = pipeline.workers();
+        let ranks = &pipeline.ranks;
+        let turns = pipeline.numbers().map(|number| ranks.summing(&exchange.turn, number));
         let whole = Arc::clone(whole);
-        let leaving =
-            workers.each_or_error(turns, move |worker, turn| worker.prepare(&whole, turn))?;
-        ranks::gather(&workers, &self.ranks, &exchange.turn, leaving)
+        let leaving = workers
+            .each_or_error(turns.collect(), move |worker, turn| worker.prepare(&whole, turn))?;
+        ranks::gather(&workers, ranks, &exchange.turn, leaving)
     }
 
-    fn commit(&mut self, _tried: &mut PipelineTried) -> Result<()> {
-        self.workers().all(|worker| worker.commit()).map(drop)
+    fn commit(&mut self, pipeline: &mut Pipeline) -> Result<()> {
+        pipeline.workers().all(|worker| worker.commit()).map(drop)
     }
 
-    fn undo(&mut self, tried: PipelineTried) -> Result<()> {
-        let waits = tried.waits;
-        let undone = self.workers().all(move |worker| {
-            if waits {
+    fn undo(self, pipeline: &mut Pipeline) -> Result<()> {
+        let undone = pipeline.workers().all(move |worker| {
+            if self.waits {
                 worker.reopen();
             }
             worker.undo()
@@ -148,59 +146,48 @@ impl Engine for Pipeline {
         undone.map(drop)
     }
 
-    fn make_lasting(
-        &mut self,
-        _window: Option<&PipelineTried>,
-        _tried: &mut PipelineTried,
-    ) -> Result<()> {
-        self.workers().all(|worker| worker.make_lasting()).map(drop)
+    fn make_lasting(&mut self, pipeline: &mut Pipeline, _earlier: Option<&Self>) -> Result<()> {
+        pipeline.workers().all(|worker| worker.make_lasting()).map(drop)
     }
 
-    fn extend(
-        &mut self,
-        window: Option<PipelineTried>,
-        later: PipelineTried,
-    ) -> Result<PipelineTried> {
-        self.workers().all(|worker| worker.keep())?;
-        Ok(later.after(window))
-    }
-
-    fn check_trained(&mut self, _window: &PipelineTried) -> Result<()> {
-        self.workers().all(|worker| worker.check_trained()).map(drop)
-    }
-
-    fn lesson(tried: &PipelineTried) -> Lesson {
-        Lesson {
-            peaks: tried.peaks.clone(),
-            sizes: tried.sizes.clone(),
-            normalised: tried.normalised,
-            captured: false,
-        }
-    }
-
-    fn figures(&mut self, tried: &PipelineTried, whole: &Whole) -> Result<Figures> {
-        let timeline = Timeline { actions: Arc::clone(&tried.actions), spans: whole.spans.clone() };
-        Ok(Figures {
-            shares: tried.shares.clone(),
-            sizes: tried.sizes.clone(),
-            times: Vec::new(),
-            peaks: whole.peaks.clone(),
-            replayed: 0,
-            timeline: Some(timeline),
-        })
-    }
-}
-
-impl PipelineTried {
-    /// Adds it to earlier mini-batches.
-    fn after(self, earlier: Option<Self>) -> Self {
-        let Some(mut all) = earlier else { return Self { waits: true, ..self } };
+    fn after(self, pipeline: &mut Pipeline, earlier: Option<Self>) -> Result<Self> {
+        pipeline.workers().all(|worker| worker.keep())?;
+        let Some(mut all) = earlier else { return Ok(Self { waits: true, ..self }) };
         all.actions = self.actions;
         all.sizes.extend(self.sizes);
         all.shares.iter_mut().zip(self.shares).for_each(|(all, later)| *all += later);
         all.peaks.iter_mut().zip(self.peaks).for_each(|(all, later)| *all = (*all).max(later));
         all.normalised |= self.normalised;
-        all
+        Ok(all)
+    }
+
+    fn check_trained(&self, pipeline: &mut Pipeline) -> Result<()> {
+        pipeline.workers().all(|worker| worker.check_trained()).map(drop)
+    }
+
+    fn unit(&self) -> f64 {
+        self.unit
+    }
+
+    fn lesson(&self) -> Lesson {
+        Lesson {
+            peaks: self.peaks.clone(),
+            sizes: self.sizes.clone(),
+            normalised: self.normalised,
+            captured: false,
+        }
+    }
+
+    fn figures(&self, _pipeline: &mut Pipeline, whole: &Whole) -> Result<Figures> {
+        let timeline = Timeline { actions: Arc::clone(&self.actions), spans: whole.spans.clone() };
+        Ok(Figures {
+            shares: self.shares.clone(),
+            sizes: self.sizes.clone(),
+            times: Vec::new(),
+            peaks: whole.peaks.clone(),
+            replayed: 0,
+            timeline: Some(timeline),
+        })
     }
 }
 
@@ -233,11 +220,10 @@ impl Pipeline {
         mode: Mode,
         two_phases: bool,
     ) -> Result<TryPlan> {
-        let mut role = BatchRole { last: mode.is_last(), ..opening.role(0) };
-        if let Some(window) = self.state.window.as_ref().filter(|_| mode.trains()) {
-            // What follows goes on in the unit of the step's first mini-batch.
-            (role.unit, role.first) = (window.tried.unit, false);
-        }
+        let role = match mode.trains() {
+            true => step::role(self, opening, 0, mode.is_last()),
+            false => BatchRole { last: mode.is_last(), ..opening.role(0) },
+        };
         let portions = portions(opening, role, size, self.ranks.replicas_here)?;
         let mut actions = Vec::with_capacity(portions.len());
         for portion in &portions {

@@ -83,7 +83,7 @@ pub(super) fn jobs<B: Batch>(
     batch: &B,
     shares: &[Range<usize>],
     size: Size,
-    role: impl Fn(usize) -> BatchRole,
+    mut role: impl FnMut(usize) -> BatchRole,
 ) -> Result<Vec<Option<ReplicaJob<B>>>> {
     let job = |(replica, share): (usize, &Range<usize>)| {
         if share.is_empty() && replica > 0 {

@@ -109,7 +109,7 @@ impl<M: 'static> Replicas<M> {
         let Try { cut, opening, .. } = this_try;
         let shares = self.speeds.shares(opening.own());
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
-        let role = |replica| self.state.role(opening, replica, last);
-        Ok(self.attempt(jobs(batch, &shares, size, role)?, &work)?)
+        let jobs = jobs(batch, &shares, size, |replica| step::role(self, opening, replica, last))?;
+        Ok(self.attempt(jobs, &work)?)
     }
 }

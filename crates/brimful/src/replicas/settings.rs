@@ -54,9 +54,7 @@ impl<M: 'static> Replicas<M> {
     /// Keeps memory on the first device for the state that an optimizer makes at its first step, as
     /// [`MicroBatcher::reserve`] does.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
-        let method = method.into();
-        let trained = parameters(&self.store.variables_);
-        let bytes = trained.iter().map(|parameter| method.state_bytes(parameter)).sum();
+        let bytes = method.into().state_bytes(&parameters(&self.store.variables_));
         // With the first replica alone: the others take over its parameters.
         self.state.reserved = vec![bytes];
         self

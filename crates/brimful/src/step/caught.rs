@@ -59,15 +59,16 @@ impl From<Error> for Failed {
 pub(crate) struct ParkedPanic(Option<Box<dyn Any + Send>>);
 
 impl ParkedPanic {
-    /// The error that others are told; a panic is kept.
-    pub(crate) fn park(&mut self, caught: Caught<Error>) -> Error {
-        match caught {
+    /// Keeps a panic, of which the others are told its words.
+    pub(crate) fn park(&mut self, failed: Failed) -> Failed {
+        match *failed.cause {
             Caught::Panic(payload) => {
                 let message = panic_message(&*payload);
                 self.0 = Some(payload);
-                WorkerError::Panicked { message }.into()
+                let error = WorkerError::Panicked { message }.into();
+                Failed { cause: Box::new(Caught::Error(error)), ..failed }
             }
-            other => into_error(other),
+            cause => Failed { cause: Box::new(cause), ..failed },
         }
     }
 

@@ -16,6 +16,7 @@
 //! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: they bring how an attempt runs, and which
 //! memories it uses.
 
+mod attempted;
 mod caught;
 mod cut;
 mod error;
@@ -35,17 +36,17 @@ mod unmanaged;
 mod whole;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
-use tch::Device;
+use tch::{Device, Tensor};
 
+pub(crate) use attempted::Attempted;
 pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
 pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
 pub use error::StepError;
 pub(crate) use opening::{Brought, Opening, described};
 pub use outcome::Outcome;
-pub(crate) use parts::{PartFigures, Parts};
+pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{Step, Timeline};
 pub(crate) use role::{BatchRole, PartSeed};
@@ -61,9 +62,9 @@ pub(crate) use unmanaged::UnmanagedStatistics;
 pub(crate) use whole::{RowGradients, as_leaves};
 
 use crate::Result;
-use crate::auto::{Goal, Identity, Kind, SizeLog, Sizes};
+use crate::auto::{Goal, Kind, SizeLog, Sizes};
 use crate::memory::Memory;
-use crate::random::{Randomness, preserving_generators, with_step_seed};
+use crate::random::{Randomness, with_passing_seed, with_step_seed};
 use opening::OwnPart;
 use settle::settle;
 use sizing::{Ran, Warnings, until_it_fits};
@@ -71,7 +72,7 @@ use sizing::{Ran, Warnings, until_it_fits};
 /// A kind of engine, as a step sees it.
 pub(crate) trait Engine: Sized {
     /// What was run of a step and is not committed.
-    type Tried;
+    type Tried: Attempted<Self>;
 
     /// Whether the model itself is spread over ranks, so that all of them take part in every call.
     const SPREADS_MODEL: bool = false;
@@ -80,7 +81,7 @@ pub(crate) trait Engine: Sized {
     fn state(&mut self) -> &mut StepState<Self::Tried>;
 
     /// Where the random numbers of a step come from.
-    fn seeding(&self, team: &Team, training: bool) -> Seeding;
+    fn seeding(&self, team: &Team) -> Seeding;
 
     /// Gets ready for a mini-batch on these devices. Says whether something was changed that other
     /// ranks have copies of.
@@ -112,8 +113,11 @@ pub(crate) trait Engine: Sized {
     /// What a step of this kind needs at least in each memory.
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>>;
 
-    /// What automatic sizes that are remembered hold for.
-    fn identity(&mut self) -> Result<Identity>;
+    /// The model's variables, in the order of their names.
+    fn named(&mut self) -> Result<Vec<(String, Tensor)>>;
+
+    /// Where and how the model is run, in words: sizes that are remembered hold for that alone.
+    fn place(&self) -> String;
 
     /// Bytes of each memory that captured work keeps, or will need.
     fn kept_for_captures(&mut self, _kind: &Kind) -> Result<Vec<u64>> {
@@ -128,39 +132,6 @@ pub(crate) trait Engine: Sized {
     fn drop_captures(&mut self) -> Result<()> {
         Ok(())
     }
-
-    /// What has to be known of each of this rank's parts to commit them together.
-    fn tell(&mut self, tried: &mut Self::Tried, exchange: &Exchange) -> Result<Vec<PartReport>>;
-
-    /// Computes all that a commit needs.
-    fn prepare(
-        &mut self,
-        tried: &mut Self::Tried,
-        whole: &Arc<Whole>,
-        exchange: &Exchange,
-    ) -> Result<()>;
-
-    /// Lets it stand. Nothing is allocated.
-    fn commit(&mut self, tried: &mut Self::Tried) -> Result<()>;
-
-    /// Leaves everything as it was before.
-    fn undo(&mut self, tried: Self::Tried) -> Result<()>;
-
-    /// Makes it ready to wait beside earlier mini-batches of the same step, if it fits to them.
-    fn make_lasting(&mut self, window: Option<&Self::Tried>, tried: &mut Self::Tried)
-    -> Result<()>;
-
-    /// Adds a mini-batch that was made lasting to earlier ones of the same step. Nothing is allocated.
-    fn extend(&mut self, window: Option<Self::Tried>, later: Self::Tried) -> Result<Self::Tried>;
-
-    /// Refuses where other parameters are trained now than those that the window's sums are of.
-    fn check_trained(&mut self, window: &Self::Tried) -> Result<()>;
-
-    /// What the size is to learn from a try.
-    fn lesson(tried: &Self::Tried) -> Lesson;
-
-    /// What the report of a step says beside its loss.
-    fn figures(&mut self, tried: &Self::Tried, whole: &Whole) -> Result<Figures>;
 }
 
 /// Where the random numbers of a step come from.
@@ -171,8 +142,6 @@ pub(crate) enum Seeding {
     /// A seed of the step's own, drawn from the default generator; those of these devices are as
     /// before afterwards.
     Step(Vec<Device>),
-    /// No number is drawn; the generators of these devices are as before afterwards.
-    Nothing(Vec<Device>),
 }
 
 /// What every kind of engine is told, and what it knows from step to step.
@@ -228,7 +197,7 @@ impl<T> StepState<T> {
 
     /// Who takes part in what is each replica's own matter.
     fn own_team(&self, spreads_model: bool) -> Team {
-        if spreads_model { self.team.clone() } else { Team::alone() }
+        if spreads_model || self.team.is_alone() { self.team.clone() } else { Team::alone() }
     }
 }
 
@@ -272,7 +241,7 @@ fn run_with<E: Engine, O>(
     let training = brought.kind.is_training();
     let done = until_done(engine, team, brought, attempt, |engine, tried, exchange, start| {
         // Read before the commit, which consumes what was tried.
-        let lesson = E::lesson(&tried);
+        let lesson = tried.lesson();
         Ok((finish(engine, tried, exchange, start)?, lesson))
     })?;
     if training {
@@ -290,18 +259,19 @@ pub(crate) fn accumulate<E: Engine, O>(
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<O> {
     check_trained(engine)?;
-    let before = Randomness::now(Device::Cpu)?;
+    let is_first = engine.state().window.is_none();
+    let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose()?;
     // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
     let team = engine.state().own_team(E::SPREADS_MODEL);
     let done = until_done(engine, &team, brought, attempt, |engine, tried, exchange, start| {
-        let lesson = E::lesson(&tried);
+        let lesson = tried.lesson();
         keep(engine, tried, exchange, start)?;
         Ok(((), lesson))
     })?;
     if let Some(window) = &mut engine.state().window {
         window.log.extend(done.log);
         window.seed = window.seed.or(done.seed);
-        window.before.get_or_insert(before);
+        window.before = window.before.take().or(before);
     }
     Ok(done.outputs)
 }
@@ -319,11 +289,10 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
             // The other ranks are about to vote and would wait for this one: it votes too, with its
             // error, so that they undo their windows as it does.
             if let Some(window) = engine.state().window.take() {
-                engine.undo(window.tried)?;
+                window.tried.undo(engine)?;
                 window.before.map_or(Ok(()), |before| before.restore())?;
             }
-            let mut parked = ParkedPanic::default();
-            return Err(team.exchange()?.report_failure(error.into(), &mut parked, start));
+            return Err(team.exchange()?.report_failure(error.into(), start));
         }
     };
     let finished = finish(engine, tried, &team.exchange()?, start);
@@ -336,11 +305,27 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
     Ok(Step { seed, ..step }.with_log(log))
 }
 
+/// What this process's mini-batch, or one replica's part of it, is to a step that goes on with its
+/// commit, if it is the `last`.
+pub(crate) fn role<E: Engine>(
+    engine: &mut E,
+    opening: &Opening,
+    replica: usize,
+    last: bool,
+) -> BatchRole {
+    let role = BatchRole { last, ..opening.role(replica) };
+    match &engine.state().window {
+        // What follows goes on in the unit of the step's first mini-batch.
+        Some(window) => BatchRole { unit: window.tried.unit(), first: false, ..role },
+        None => role,
+    }
+}
+
 /// A whole step has no place between the parts of another.
 pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
     match &engine.state().window {
         Some(window) => {
-            let samples = E::lesson(&window.tried).sizes.iter().sum();
+            let samples = window.tried.lesson().sizes.iter().sum();
             Err(StepError::WindowOpen { samples }.into())
         }
         None => Ok(()),
@@ -350,7 +335,7 @@ pub(crate) fn check_no_window<E: Engine>(engine: &mut E) -> Result<()> {
 fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
     // Taken out for the time, because the engine is asked about it.
     let Some(window) = engine.state().window.take() else { return Ok(()) };
-    let checked = engine.check_trained(&window.tried);
+    let checked = window.tried.check_trained(engine);
     engine.state().window = Some(window);
     checked
 }
@@ -389,7 +374,7 @@ fn until_done<E: Engine, O, T>(
                     let (value, lesson) = end(engine, tried, &exchange, start)?;
                     Ok(Ran { value: (value, outputs), lesson })
                 }
-                Err(failed) => Err(exchange.report_failure(failed, &mut parked, start)),
+                Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
             }
         })?;
         let ((value, outputs), log) = ran;
@@ -406,10 +391,10 @@ fn seeded<E: Engine, T>(
     training: bool,
     f: impl FnOnce(&mut E, Option<u64>) -> Result<T>,
 ) -> Result<T> {
-    match engine.seeding(team, training) {
+    match engine.seeding(team) {
         Seeding::Plain => f(engine, None),
-        Seeding::Step(devices) => with_step_seed(devices, |seed| f(engine, Some(seed))),
-        Seeding::Nothing(devices) => preserving_generators(devices, || f(engine, None)),
+        Seeding::Step(devices) if training => with_step_seed(devices, |seed| f(engine, Some(seed))),
+        Seeding::Step(devices) => with_passing_seed(devices, |seed| f(engine, Some(seed))),
     }
 }
 
@@ -443,20 +428,20 @@ fn keep<E: Engine>(
 ) -> Result<()> {
     let window = engine.state().window.take();
     let earlier = window.as_ref().map(|window| &window.tried);
-    let lasting = caught(|| engine.make_lasting(earlier, &mut tried));
+    let lasting = caught(|| tried.make_lasting(engine, earlier));
     if let Err(error) = exchange.report(lasting, start) {
         // Earlier mini-batches stay: the caller may bring this one again, or commit without it.
         engine.state().window = window;
-        engine.undo(tried)?;
+        tried.undo(engine)?;
         return Err(error);
     }
     let kept = match window {
         None => {
-            let tried = engine.extend(None, tried)?;
+            let tried = tried.after(engine, None)?;
             Window { tried, log: SizeLog::default(), seed: None, before: None }
         }
         Some(Window { tried: earlier, log, seed, before }) => {
-            Window { tried: engine.extend(Some(earlier), tried)?, log, seed, before }
+            Window { tried: tried.after(engine, Some(earlier))?, log, seed, before }
         }
     };
     engine.state().window = Some(kept);
@@ -472,7 +457,7 @@ pub(crate) fn finish<E: Engine>(
 ) -> Result<Step> {
     let (tried, whole) = settle(engine, tried, exchange, start)?;
     let Figures { shares, sizes, times, peaks, replayed, timeline } =
-        engine.figures(&tried, &whole)?;
+        tried.figures(engine, &whole)?;
     Ok(Step {
         loss: whole.totals.loss,
         terms: whole.totals.terms.clone(),

@@ -1,13 +1,12 @@
 //! What replicas of one model have run of a step, put together; one device is a single replica.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::opening::Opening;
 use super::report::Figures;
-use super::role::BatchRole;
 use super::sizing::Lesson;
 use super::tried::Tried;
-use super::{Exchange, PartReport, StepState, Whole};
+use super::{Attempted, Engine, Exchange, PartReport, Whole};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
@@ -45,32 +44,42 @@ impl PartFigures {
     }
 }
 
-impl StepState<Parts> {
-    /// What this process's mini-batch, or one replica's part of it, is to a step that goes on with its
-    /// commit, if it is the `last`.
-    pub(crate) fn role(&self, opening: &Opening, replica: usize, last: bool) -> BatchRole {
-        let role = BatchRole { last, ..opening.role(replica) };
-        match &self.window {
-            // What follows goes on in the unit of the step's first mini-batch.
-            Some(window) => BatchRole { unit: window.tried.tried.unit, first: false, ..role },
-            None => role,
-        }
-    }
-
-    /// See [`Engine::tell`](super::Engine::tell).
-    pub(crate) fn tell(&self, parts: &mut Parts, exchange: &Exchange) -> Result<Vec<PartReport>> {
-        Ok(vec![parts.tried.tell(self.non_finite, exchange.team.replicas > 1)?])
-    }
+/// An engine whose replicas, or whose only device, have the whole model each.
+pub(crate) trait PartsEngine: Engine<Tried = Parts> {
+    /// The memory in which a step is settled: the first replica's.
+    fn home(&self) -> Option<Memory>;
 }
 
-impl Parts {
-    /// See [`Engine::prepare`](super::Engine::prepare).
-    pub(crate) fn prepare(&mut self, whole: &Whole, exchange: &Exchange) -> Result<()> {
+impl<E: PartsEngine> Attempted<E> for Parts {
+    fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
+        let home = engine.home();
+        // The caller's thread may be no replica's own: what is computed here belongs to the first one.
+        let _inside = home.as_ref().and_then(Memory::enter);
+        let policy = engine.state().non_finite;
+        Ok(vec![self.tried.tell(policy, exchange.team.replicas > 1)?])
+    }
+
+    fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
+        let home = engine.home();
+        let _inside = home.as_ref().and_then(Memory::enter);
         self.tried.prepare(whole, 0, exchange.summing().as_ref())
     }
 
-    /// Adds it to earlier mini-batches.
-    pub(crate) fn after(self, earlier: Option<Self>) -> Result<Self> {
+    fn commit(&mut self, _engine: &mut E) -> Result<()> {
+        self.tried.commit()
+    }
+
+    fn undo(self, _engine: &mut E) -> Result<()> {
+        self.tried.undo.run()
+    }
+
+    fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()> {
+        let home = engine.home();
+        let _inside = home.as_ref().and_then(Memory::enter);
+        self.tried.make_lasting(earlier.map(|earlier| &earlier.tried))
+    }
+
+    fn after(self, _engine: &mut E, earlier: Option<Self>) -> Result<Self> {
         let Some(mut earlier) = earlier else { return Ok(self) };
         earlier.tried.extend(self.tried)?;
         for (before, now) in earlier.figures.iter_mut().zip(self.figures) {
@@ -82,7 +91,15 @@ impl Parts {
         Ok(earlier)
     }
 
-    pub(crate) fn lesson(&self) -> Lesson {
+    fn check_trained(&self, _engine: &mut E) -> Result<()> {
+        self.tried.check_trained()
+    }
+
+    fn unit(&self) -> f64 {
+        self.tried.unit
+    }
+
+    fn lesson(&self) -> Lesson {
         Lesson {
             peaks: self.peaks(),
             sizes: self.tried.sizes.clone(),
@@ -91,13 +108,12 @@ impl Parts {
         }
     }
 
-    /// What the report of a step says of them, of which the first ran in this memory.
-    pub(crate) fn report(&self, first: Option<&Memory>) -> Result<Figures> {
+    fn figures(&self, engine: &mut E, _whole: &Whole) -> Result<Figures> {
         let figures = || self.figures.iter();
         let mut peaks = self.peaks();
-        if let (Some(memory), Some(Some(peak))) = (first, peaks.first_mut()) {
+        if let (Some(home), Some(Some(peak))) = (engine.home(), peaks.first_mut()) {
             // What a commit has needed comes on top of what its tries have.
-            *peak = (*peak).max(self.tried.peak).max(memory.usage()?.peak);
+            *peak = (*peak).max(self.tried.peak).max(home.usage()?.peak);
         }
         Ok(Figures {
             shares: figures().map(|part| part.map_or(0, |part| part.samples)).collect(),
@@ -108,7 +124,9 @@ impl Parts {
             timeline: None,
         })
     }
+}
 
+impl Parts {
     fn peaks(&self) -> Vec<Option<Bytes>> {
         self.figures.iter().map(|part| part.and_then(|part| part.peak)).collect()
     }

@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::Engine;
-use super::caught::{Failed, ParkedPanic, caught};
+use super::caught::{Failed, caught};
 use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
+use super::{Attempted, Engine};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::schedule::Span;
 use crate::statistics::ReportedLayer;
+use crate::workers::into_error;
 use crate::world::{Turn, World};
 use crate::{Error, Result};
 
@@ -84,30 +85,21 @@ impl Exchange {
         self.team.world.settle(what, result, at)
     }
 
-    /// Tells the others that this rank's try has come so far, of which there is nothing to tell yet.
-    pub(crate) fn report_success(&self, start: Instant) -> Result<()> {
-        self.report(Ok(()), start)
-    }
-
-    /// The same, or that it has come to nothing after all. It is the moment at which others tell of a
-    /// try that has failed.
+    /// Tells the others that this rank's try has come so far, of which there is nothing to tell yet; or
+    /// that it has come to nothing after all. It is the moment at which others tell of a try that has
+    /// failed.
     pub(crate) fn report(&self, done: Result<()>, start: Instant) -> Result<()> {
         let told = done.map(|()| Vec::<PartReport>::new());
         self.vote(LOSS, told, start.elapsed()).map(drop)
     }
 
     /// Tells the others that this rank's try has failed, and gives the error that came first.
-    pub(crate) fn report_failure(
-        &self,
-        failed: Failed,
-        parked: &mut ParkedPanic,
-        start: Instant,
-    ) -> Error {
+    pub(crate) fn report_failure(&self, failed: Failed, start: Instant) -> Error {
         let at = match failed.follows {
             true => Duration::MAX,
             false => failed.at.saturating_duration_since(start),
         };
-        let error = parked.park(*failed.cause);
+        let error = into_error(*failed.cause);
         match self.vote::<Vec<PartReport>>(LOSS, Err(error.clone()), at) {
             Err(first) => first,
             Ok(_) => error,
@@ -216,11 +208,11 @@ pub(crate) fn settle<E: Engine>(
     match agree(engine, &mut tried, exchange, start) {
         // From here on nothing may fail on one rank alone: the others commit at this moment.
         Ok(whole) => {
-            engine.commit(&mut tried)?;
+            tried.commit(engine)?;
             Ok((tried, whole))
         }
         Err(error) => {
-            engine.undo(tried)?;
+            tried.undo(engine)?;
             Err(error)
         }
     }
@@ -235,11 +227,11 @@ fn agree<E: Engine>(
 ) -> Result<Arc<Whole>> {
     // A rank that fails votes all the same, with its error: one that returned would leave the others
     // waiting. Hence `caught` and not `?`.
-    let told = caught(|| engine.tell(tried, exchange));
+    let told = caught(|| tried.tell(engine, exchange));
     let told = exchange.vote(LOSS, told, start.elapsed())?;
     let whole = Arc::new(Whole::of(told, exchange.team.replicas)?);
     // Preparing needs memory and may fail on some ranks only, so there is a second vote after it.
-    let prepared = caught(|| engine.prepare(tried, &whole, exchange));
+    let prepared = caught(|| tried.prepare(engine, &whole, exchange));
     exchange.vote("the gradients", prepared, start.elapsed())?;
     Ok(whole)
 }

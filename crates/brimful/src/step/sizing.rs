@@ -3,8 +3,9 @@
 
 use super::settle::Team;
 use super::{Cut, Engine, Size};
-use crate::auto::{Ending, FEW_SAMPLES, Kind, Peaks, SizeLog, SizeWatch, Sizer};
-use crate::{Error, Result};
+use crate::auto::{Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, Sizer};
+use crate::bytes::Bytes;
+use crate::{Error, Result, memory};
 
 /// What came of a try that has succeeded.
 #[derive(Debug)]
@@ -79,7 +80,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
 /// The size at work, with all that is known of this kind of mini-batch.
 fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<SizeWatch> {
     if let Some(path) = engine.state().remembered.take() {
-        let identity = engine.identity()?;
+        let identity = identity(engine)?;
         engine.state().sizes.remember(path, identity);
     }
     let floors = match engine.state().sizes.knows(kind) {
@@ -99,6 +100,17 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
     let memories: Vec<_> = memories.into_iter().zip(reserved).collect();
     Ok(SizeWatch::new(sizer, memories)?.rehearsing(rehearses))
+}
+
+/// What automatic sizes that are remembered hold for.
+fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
+    let ends = engine.memories().into_iter().map(|memory| memory::end_of(memory.as_ref()));
+    // Of all devices together: with one more of them, or one less, parts are of other lengths.
+    let total = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
+    let variables = engine.named()?;
+    let dtype = variables.iter().find(|(_, tensor)| tensor.requires_grad()).map(|(_, t)| t.kind());
+    let goal = format!("{:?}", engine.state().size);
+    Ok(Identity::new(&variables, dtype, engine.place(), total, goal))
 }
 
 /// One try of one size, which all ranks agree on.

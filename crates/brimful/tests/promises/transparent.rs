@@ -5,7 +5,7 @@ use brimful::{Error, Size, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use crate::kinds::{Drawing, Engine, Make};
+use crate::kinds::{Engine, Make};
 use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
     samples, state,
@@ -78,10 +78,7 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     let batch = samples(count, 30);
     let before = state(engine);
     let step = engine.evaluate(&batch, &SEVERAL.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
-    let after = state(engine);
-    // Who has seeds of his own draws one for an evaluation too.
-    let drawn = usize::from(engine.drawing() == Drawing::ByPart);
-    assert_same(&what, &before[..before.len() - drawn], &after[..after.len() - drawn]);
+    assert_same(&what, &before, &state(engine));
     let out = tch::no_grad(|| plain.model.forward_t(&batch.0, false));
     let terms = (SEVERAL.full)(&out, &batch.1);
     let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();

@@ -298,7 +298,7 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
     let Some(method) = method else { return Ok(Vec::new()) };
     workers.all(move |worker| {
         let owned = worker.variables.owned().filter(|variable| variable.trainable);
-        Ok(owned.map(|variable| method.state_bytes(&variable.tensor)).sum())
+        Ok(method.state_bytes(owned.map(|variable| &variable.tensor)))
     })
 }
 

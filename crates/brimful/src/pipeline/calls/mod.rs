@@ -16,7 +16,7 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
-use crate::step::{self, Brought, Failed, Outcome, Step, Try, described};
+use crate::step::{self, Attempted, Brought, Failed, Outcome, Step, Try, described};
 use crate::{Loss, Result};
 use loss_fn::{SharedLoss, common_len};
 
@@ -186,7 +186,7 @@ impl Pipeline {
         match self.ranks.outputs(exchange, last, self.output_device(), &collected) {
             Ok(outputs) => Ok((tried, outputs)),
             Err(error) => {
-                step::Engine::undo(self, tried)?;
+                tried.undo(self)?;
                 Err(error.into())
             }
         }

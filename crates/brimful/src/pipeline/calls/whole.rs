@@ -102,10 +102,8 @@ impl Pipeline {
             let plan = self.plan_for(&opening, self.state.size, mode, true)?;
             let exchange = team.exchange()?;
             let run = self.all_forwards(input, &plan, &exchange);
-            let (tensors, rows) = run.map_err(|failed| {
-                exchange.report_failure(failed, &mut step::ParkedPanic::default(), start)
-            })?;
-            if let Err(error) = exchange.report_success(start) {
+            let (tensors, rows) = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            if let Err(error) = exchange.report(Ok(()), start) {
                 self.workers().all(|worker| worker.undo())?;
                 return Err(error);
             }
@@ -130,9 +128,7 @@ impl Pipeline {
         let devices = self.seeded_devices();
         preserving_generators(devices, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
-            let tried = run.map_err(|failed| {
-                exchange.report_failure(failed, &mut step::ParkedPanic::default(), start)
-            })?;
+            let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
             let step = step::finish(self, tried, &exchange, start)?;
             Ok(Step { loss: f64::NAN, seed: opening.seed(), ..step })
         })
