@@ -5,8 +5,6 @@
 //! the difference of the mean accuracies is put beside twice its own standard error. The stages have
 //! a twin on one device with the same micro-batches, which tells the cut from the pipeline.
 
-use std::ops::ControlFlow;
-
 use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::memory::Memory;
@@ -128,7 +126,7 @@ impl ConvergenceOptions {
         let mut last = None;
         for number in 0..self.epochs {
             progress.turn(&title, "epoch", number, 0, self.epochs);
-            last = trainer.run_epoch(|_| ControlFlow::Continue(()))?;
+            last = Some(trainer.run_epoch()?);
             progress.advance(1);
         }
         progress.done();

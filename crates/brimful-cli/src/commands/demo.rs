@@ -1,7 +1,5 @@
 //! `brimful demo`: the whole training set as one mini-batch, in memory that a plain step exceeds.
 
-use std::ops::ControlFlow;
-
 use anyhow::{Result, bail};
 use brimful::Error;
 
@@ -20,7 +18,7 @@ pub(crate) fn run() -> Result<Exit> {
     line("1437 handwritten digits as one mini-batch, on a device of 8 MiB.")?;
     line("\nA plain step:")?;
     let plain = TrainOptions { micro_batches: Some(1), ..options.clone() };
-    let Err(error) = Trainer::new(&plain)?.run_epoch(|_| ControlFlow::Continue(())) else {
+    let Err(error) = Trainer::new(&plain)?.run_epoch() else {
         bail!("the plain step fitted: this build of libtorch needs less than expected");
     };
     match error.chain().find_map(|cause| cause.downcast_ref::<Error>()?.out_of_memory()) {

@@ -20,6 +20,11 @@ pub(crate) struct Examples {
 }
 
 impl Examples {
+    /// The samples of these numbers.
+    pub(crate) fn choose(&self, numbers: &Tensor) -> (Tensor, Tensor) {
+        (self.inputs.index_select(0, numbers), self.targets.index_select(0, numbers))
+    }
+
     /// How many samples there are.
     pub(crate) fn len(&self) -> usize {
         usize::try_from(self.inputs.size()[0]).unwrap_or(0)
@@ -35,6 +40,18 @@ pub enum Sample {
     Mask { shape: [i64; 3] },
     /// A sequence of token numbers; the targets are the same sequence, one token later.
     Sequence { length: i64, vocabulary: i64 },
+}
+
+impl Sample {
+    /// The same with sequences of this length, where it is one and a length is given.
+    pub(crate) fn with_length(self, length: Option<i64>) -> Self {
+        match (self, length) {
+            (Self::Sequence { vocabulary, .. }, Some(length)) => {
+                Self::Sequence { length, vocabulary }
+            }
+            (other, _) => other,
+        }
+    }
 }
 
 /// Examples to train on, others to test on, and what they are.

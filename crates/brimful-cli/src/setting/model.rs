@@ -110,16 +110,17 @@ impl ModelName {
     }
 
     /// The data of this name or at this path; made up, it is what the model takes.
-    pub(crate) fn data(self, name: &str, seed: u64) -> Result<Dataset> {
+    pub(crate) fn data(self, name: &str, sequence: Option<usize>, seed: u64) -> Result<Dataset> {
+        let sequence = sequence.map(|tokens| tokens as i64);
         match name {
             "digits" => data::digits(),
             "synthetic" => data::synthetic(&Synthetic {
-                sample: self.synthetic_sample(),
+                sample: self.synthetic_sample().with_length(sequence),
                 train: 512,
                 test: 128,
                 seed,
             }),
-            path => data::open(Path::new(path), SEQUENCE),
+            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE)),
         }
     }
 

@@ -9,6 +9,7 @@ use brimful::auto::{Decision, Why};
 use brimful::report::Record;
 use serde::Serialize;
 
+use super::trainer::Test;
 use super::{Epoch, TrainOptions, Trainer};
 use crate::output;
 use crate::progress::Progress;
@@ -36,6 +37,13 @@ struct EpochLine<'a> {
     done: bool,
 }
 
+#[derive(Serialize)]
+struct TestLine<'a> {
+    #[serde(flatten)]
+    test: &'a Test,
+    done: bool,
+}
+
 impl Display {
     /// Says what is going to be trained.
     pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Result<Self> {
@@ -44,12 +52,12 @@ impl Display {
         if !options.json && trainer.is_first() {
             output::line(&introduction)?;
         }
-        let samples = options.epochs * trainer.dataset().train.len();
+        let samples = trainer.samples_to_do();
         Ok(Self {
             progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
             speaks: trainer.is_first(),
             json: options.json,
-            epochs: options.epochs,
+            epochs: options.length.epochs,
             epoch: Cell::new(trainer.epoch() + 1),
             limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
             said: Cell::new(0),
@@ -68,16 +76,29 @@ impl Display {
     }
 
     /// An epoch is done.
-    pub(super) fn finished(&self, epoch: &Epoch, done: bool) -> Result<()> {
+    pub(super) fn finished(&self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
         self.epoch.set(epoch.epoch + 1);
         if !self.speaks {
             return Ok(());
         }
+        let done = trainer.is_over();
         if self.json {
             return output::line(&serde_json::to_string(&EpochLine { epoch, done })?);
         }
         self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
         output::line(&epoch.to_string())
+    }
+
+    /// A test in the midst of an epoch is done.
+    pub(super) fn tested(&self, test: &Test, trainer: &Trainer) -> Result<()> {
+        if !self.speaks {
+            return Ok(());
+        }
+        let done = trainer.is_over();
+        if self.json {
+            return output::line(&serde_json::to_string(&TestLine { test, done })?);
+        }
+        output::line(&test.to_string())
     }
 
     /// What an automatic size did: what was tried at first, what failed, and what was taken, where
@@ -127,6 +148,15 @@ fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
         dataset.test.len(),
         dataset.description
     ))
+}
+
+impl fmt::Display for Test {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { step, test_loss, test_accuracy, best } = self;
+        let accuracy = test_accuracy * 100.0;
+        let best = if *best { "  the best so far" } else { "" };
+        write!(f, "  step {step}  test loss {test_loss:.4}  accuracy {accuracy:5.1} %{best}")
+    }
 }
 
 impl fmt::Display for Epoch {

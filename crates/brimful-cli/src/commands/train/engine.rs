@@ -2,11 +2,15 @@
 //! what those have in common.
 
 use anyhow::{Context, Result, ensure};
-use brimful::device;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
+use brimful::{Layers, World, device};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
+
+use super::TrainOptions;
+use super::pipelined::Pipelined;
+use super::whole_model::WholeModel;
 
 /// Tensors with their names.
 pub(super) type Named = Vec<(String, Tensor)>;
@@ -16,8 +20,8 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// How far the next steps go.
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
 
-    /// Trains on one mini-batch of inputs and targets.
-    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record>;
+    /// Trains on mini-batches of inputs and targets, which make one step together.
+    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record>;
 
     /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
@@ -30,11 +34,28 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// Takes over what another run has saved. Nothing is changed if it does not fit.
     fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()>;
 
+    /// Gives variables of these names the values of these tensors, which have their shapes.
+    fn put(&mut self, model: Named) -> Result<()>;
+
     /// Where it trains, in words.
     fn place(&self) -> String;
 
     /// The devices whose peaks the steps tell, and where their memory ends.
     fn devices(&self) -> Result<Vec<report::Device>>;
+}
+
+/// The model's engine, as the options ask for it; `sample` gives a micro-batch to measure layers with.
+pub(super) fn build(
+    layers: Layers,
+    world: &World,
+    options: &TrainOptions,
+    sample: impl FnOnce() -> brimful::Result<Tensor>,
+) -> Result<Box<dyn TrainingEngine>> {
+    let whole = options.ranks.whole_models(world).filter(|_| options.stages.stages.is_none());
+    Ok(match whole {
+        Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
+        None => Box::new(Pipelined::new(layers, world, options, &sample()?)?),
+    })
 }
 
 /// The saved tensors must be the model's, all of them.

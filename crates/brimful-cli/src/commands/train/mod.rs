@@ -1,28 +1,33 @@
 //! `brimful train`: trains a model on data, in micro-batches, inside a memory limit.
 
 mod advice;
+mod checkpoints;
 mod display;
 mod engine;
+mod files;
+mod init;
+mod length;
 mod options;
 mod pipelined;
 mod ranks;
 mod rate;
+mod recipe;
 mod records;
 mod resume;
 mod running;
 mod saved;
 mod stages;
+mod tested;
 mod trainer;
 mod whole_model;
 
-use std::ops::ControlFlow;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::report::Ended;
 
-use crate::exit::{Exit, wrong_use};
+use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::{output, progress};
+use checkpoints::Checkpoints;
 use display::Display;
 use options::BatchSize;
 pub use options::TrainOptions;
@@ -33,11 +38,11 @@ pub use trainer::{Epoch, Trainer};
 /// Trains, and reports each epoch.
 pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     check(options)?;
-    let mut trainer = Trainer::new(options)?;
-    if let Some(path) = &options.resume {
-        saved::load(path, &mut trainer, options)
-            .with_context(|| format!("cannot go on from {}", path.display()))?;
+    if let Some(threads) = options.threads {
+        tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
     }
+    let mut trainer = Trainer::new(options)?;
+    begin(&mut trainer, options)?;
     let trained = train(&mut trainer, options);
     let ended = match &trained {
         Ok(Exit::Done) => Ended::Finished,
@@ -51,55 +56,81 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
     trained.and_then(|exit| written.map(|()| exit))
 }
 
-/// The epochs that are still to come, until somebody interrupts.
+/// Takes over the weights, or the whole run, that it is to begin with.
+fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
+    if let Some(path) = &options.files.resume {
+        saved::load(path, trainer, options)
+            .with_context(|| format!("cannot go on from {}", path.display()))?;
+    }
+    match &options.files.init {
+        Some(path) => init::load(path, options.files.init_partial, trainer),
+        None => Ok(()),
+    }
+}
+
+/// The steps that are still to come, until somebody interrupts.
 fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
-    let (interrupt, world) = (Interrupt::listen()?, trainer.world.clone());
+    let interrupt = Interrupt::listen()?;
     let display = Display::new(options, trainer)?;
-    while trainer.epoch() < options.epochs {
-        let mut exit = Ok(None);
-        let epoch = trainer.run_epoch(|step| {
-            display.step(step);
-            exit = ranks::asked(&world, &interrupt);
-            if matches!(exit, Ok(None)) {
-                ControlFlow::Continue(())
-            } else {
-                ControlFlow::Break(())
-            }
-        })?;
-        let exit = exit?;
-        if let Some(path) = &options.save {
-            saved::store(path, trainer, options)?;
+    let mut checkpoints = Checkpoints::new(options, trainer);
+    loop {
+        // First what an interrupted run may have left undone after its last step.
+        look(trainer, &display, &mut checkpoints, options)?;
+        if trainer.is_over() {
+            break;
         }
-        if let Some(epoch) = epoch {
-            display.finished(&epoch, trainer.epoch() == options.epochs)?;
-        }
-        if let Some(exit) = exit.filter(|_| trainer.epoch() < options.epochs) {
+        let step = trainer.step()?;
+        display.step(&step);
+        trainer.recorder.step(step);
+        if let Some(exit) = ranks::asked(&trainer.world, &interrupt)? {
+            checkpoints.save(trainer, options)?;
+            checkpoints.finish()?;
             drop(display);
             if trainer.is_first() {
-                let story = resume::story(trainer, options.save.as_deref());
+                let story = resume::story(trainer, options.files.save.as_deref());
                 progress::say(&format!("brimful: {story}"));
             }
             return Ok(exit);
         }
     }
+    checkpoints.finish()?;
     Ok(Exit::Done)
+}
+
+/// Tests and saves, where that is due after the last step.
+fn look(
+    trainer: &mut Trainer,
+    display: &Display,
+    checkpoints: &mut Checkpoints,
+    options: &TrainOptions,
+) -> Result<()> {
+    let ends_epoch = trainer.is_epoch_over();
+    let best = if ends_epoch {
+        let epoch = trainer.finish_epoch()?;
+        display.finished(&epoch, trainer)?;
+        trainer.tests.since_best == 0
+    } else if trainer.is_test_due() {
+        let test = trainer.test()?;
+        display.tested(&test, trainer)?;
+        test.best
+    } else {
+        false
+    };
+    if best {
+        checkpoints.save_best(trainer, options)?;
+    }
+    let steps = trainer.steps_done();
+    let due = ends_epoch || options.files.saves_after(steps) || trainer.is_over();
+    if due && steps > 0 { checkpoints.save(trainer, options) } else { Ok(()) }
 }
 
 /// Refuses what would fail later, after work was put into it.
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
-    if let Some(rate) = options.learning_rate {
-        ensure!(
-            rate.is_finite() && rate >= 0.0,
-            wrong_use(format!("--learning-rate {rate}: give it a number from 0 on"))
-        );
+    options.recipe.check()?;
+    options.files.check()?;
+    match &options.stages.trace {
+        Some(path) => output::check_place("trace", path),
+        None => Ok(()),
     }
-    let files = [
-        ("save", &options.save),
-        ("record", &options.record),
-        ("report", &options.report),
-        ("trace", &options.stages.trace),
-    ];
-    let mut given = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-    given.try_for_each(|(flag, path)| output::check_place(flag, path))
 }

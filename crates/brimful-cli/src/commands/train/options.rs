@@ -1,17 +1,17 @@
 //! The command line of `brimful train`.
 
-use std::path::PathBuf;
+use std::fmt;
 use std::str::FromStr;
 
 use anyhow::Result;
-use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::{Bytes, Size, World, device};
-use clap::{Args, ValueEnum};
-use serde::Serialize;
+use clap::Args;
 use tch::Device;
 
+use super::files::Files;
+use super::length::Length;
 use super::ranks::RankOptions;
-use super::rate::Decay;
+use super::recipe::Recipe;
 use super::stages::Stages;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
@@ -29,6 +29,9 @@ Examples:
                 --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
+  brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\
+                --learning-rate-decay cosine --eval-every 200 --save book.safetensors \\
+                --save-every 100 --keep best --log book.csv      a longer run, and its log
   brimful train --model resnet50 --replicas 4 --device cuda
                                                       on four cards, each with a part of every batch
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
@@ -39,14 +42,9 @@ pub struct TrainOptions {
     pub(crate) model: ModelName,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
     pub(crate) data: String,
-    /// What updates the parameters
-    #[arg(long, value_enum, default_value = "adamw")]
-    pub(crate) optimizer: OptimizerName,
-    /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
-    #[arg(long, value_name = "RATE")]
-    pub(crate) learning_rate: Option<f64>,
-    #[arg(long, value_enum, default_value = "none", help = words::LEARNING_RATE_DECAY)]
-    pub(crate) learning_rate_decay: Decay,
+    /// Tokens in a sequence of a text [default: 64]
+    #[arg(long, value_name = "N", value_parser = words::count)]
+    pub(crate) sequence: Option<usize>,
     /// Samples in a mini-batch: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,
@@ -69,26 +67,19 @@ pub struct TrainOptions {
     pub(crate) no_replay: bool,
     #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
     pub(crate) dtype: NumberType,
-    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
-    pub(crate) epochs: usize,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     pub(crate) seed: u64,
-    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
-    /// interrupted
-    #[arg(long, value_name = "FILE")]
-    pub(crate) save: Option<PathBuf>,
-    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
-    /// interruption
-    #[arg(long, value_name = "FILE")]
-    pub(crate) resume: Option<PathBuf>,
-    /// Write what happened to this file, for brimful report
-    #[arg(long, value_name = "FILE")]
-    pub(crate) record: Option<PathBuf>,
-    /// Write a page that any browser opens: what happened
-    #[arg(long, value_name = "FILE")]
-    pub(crate) report: Option<PathBuf>,
+    /// Threads that libtorch computes with on a CPU [default: one a core]
+    #[arg(long, value_name = "N", value_parser = words::count)]
+    pub(crate) threads: Option<usize>,
     #[arg(long, help = words::JSON_LINES)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) recipe: Recipe,
+    #[command(flatten)]
+    pub(crate) length: Length,
+    #[command(flatten)]
+    pub(crate) files: Files,
     #[command(flatten)]
     pub(crate) stages: Stages,
     #[command(flatten)]
@@ -117,25 +108,6 @@ impl TrainOptions {
             (None, Some(_)) => "cpu",
         }
     }
-
-    pub(super) fn method(&self) -> Method {
-        let rate = |default| self.learning_rate.unwrap_or(default);
-        match self.optimizer {
-            OptimizerName::Sgd => Sgd::new(rate(0.05)).momentum(0.9).into(),
-            OptimizerName::Adam => Adam::new(rate(1e-3)).into(),
-            OptimizerName::Adamw => AdamW::new(rate(1e-3)).into(),
-        }
-    }
-}
-
-/// What updates the parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum OptimizerName {
-    /// Stochastic gradient descent with momentum 0.9
-    Sgd,
-    Adam,
-    Adamw,
 }
 
 /// How many samples a step has.
@@ -143,6 +115,15 @@ pub(crate) enum OptimizerName {
 pub(crate) enum BatchSize {
     All,
     Samples(usize),
+}
+
+impl fmt::Display for BatchSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.write_str("all"),
+            Self::Samples(samples) => samples.fmt(f),
+        }
+    }
 }
 
 impl FromStr for BatchSize {

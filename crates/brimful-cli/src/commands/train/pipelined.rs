@@ -7,7 +7,7 @@ use brimful::memory::Memory;
 use brimful::pipeline::{BalanceBy, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
-use brimful::{Bytes, Layers, Loss, Pipeline, World};
+use brimful::{Bytes, Layers, Loss, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
@@ -20,6 +20,7 @@ use crate::setting::{accounts, loss, right, typed};
 pub(super) struct Pipelined {
     pipeline: Pipeline,
     optimizer: PipelineOptimizer,
+    clip_norm: Option<f64>,
     kind: Kind,
     place: StagePlaces,
     /// Where each device's memory ends.
@@ -59,22 +60,37 @@ impl Pipelined {
             .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
             .world(world)
             .replicas(replicas)
-            .balance(BalanceBy::by_time(&typed(sample, kind)).optimizer(options.method()))
+            .balance(BalanceBy::by_time(&typed(sample, kind)).optimizer(options.recipe.method()))
             .micro_batches(size)
             .schedule(stages.schedule)
             .recompute(stages.recompute)
             .kind(kind)
-            .reserve(options.method())
+            .reserve(options.recipe.method())
             .build()
             .context("the pipeline was not built")?;
-        let optimizer = pipeline.optimizer(options.method())?;
+        let optimizer = pipeline.optimizer(options.recipe.method())?;
         let schedule = stages.schedule.to_string();
         let limit = match devices[0] {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let place = StagePlaces { schedule, devices, ranks: world.size(), replicas };
-        Ok(Self { pipeline, optimizer, kind, place, limit })
+        let clip_norm = options.recipe.clip_norm;
+        Ok(Self { pipeline, optimizer, clip_norm, kind, place, limit })
+    }
+}
+
+impl Pipelined {
+    /// The gradient of all of these mini-batches together.
+    fn gradient(&mut self, batches: &[(Tensor, Tensor)]) -> brimful::Result<Step> {
+        let mean = |out: Tensor, y: &Tensor| Loss::mean(loss(&out, y));
+        if let [(x, y)] = batches {
+            return self.pipeline.backward(&typed(x, self.kind), y, mean);
+        }
+        for (x, y) in batches {
+            self.pipeline.accumulate(&typed(x, self.kind), y, mean)?;
+        }
+        self.pipeline.commit()
     }
 }
 
@@ -83,10 +99,12 @@ impl TrainingEngine for Pipelined {
         self.optimizer.set_learning_rate(rate)
     }
 
-    fn step(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<Record> {
+    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record> {
         let start = Instant::now();
-        let x = typed(&x, self.kind);
-        let step = self.pipeline.backward(&x, &y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+        let step = self.gradient(&batches)?;
+        if let Some(length) = self.clip_norm {
+            self.optimizer.clip_gradient_norm(length)?;
+        }
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
@@ -115,6 +133,10 @@ impl TrainingEngine for Pipelined {
             check_model(&here, &model)?;
         }
         self.optimizer.load_state(state, texts)?;
+        Ok(self.pipeline.set_variables(model)?)
+    }
+
+    fn put(&mut self, model: Named) -> Result<()> {
         Ok(self.pipeline.set_variables(model)?)
     }
 

@@ -31,17 +31,17 @@ fn settings(options: &TrainOptions, dataset: &Dataset) -> Vec<(&'static str, Str
         BatchSize::All => format!("all {}", dataset.train.len()),
         BatchSize::Samples(samples) => samples.to_string(),
     };
-    let method = options.method();
+    let method = options.recipe.method();
     let mut settings = vec![
         ("model", options.model.to_string()),
         ("data", format!("{} ({} samples)", options.data, dataset.train.len())),
         ("optimizer", method.name().to_owned()),
         ("learning rate", method.learning_rate().to_string()),
-        ("its decay", options.learning_rate_decay.to_string()),
+        ("its decay", options.recipe.learning_rate_decay.to_string()),
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
         ("number type", options.dtype.to_string()),
-        ("epochs", options.epochs.to_string()),
+        ("epochs", options.length.epochs.to_string()),
         ("seed", options.seed.to_string()),
     ];
     if let Some(limit) = options.memory_limit {
@@ -75,14 +75,14 @@ pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, render::measured_trace(&ran.spans).as_bytes())?;
     }
-    if options.record.is_none() && options.report.is_none() {
+    if options.files.record.is_none() && options.files.report.is_none() {
         return Ok(());
     }
     let run = recorder.run(ended);
-    if let Some(path) = &options.record {
+    if let Some(path) = &options.files.record {
         run.write(path)?;
     }
-    if let Some(path) = &options.report {
+    if let Some(path) = &options.files.report {
         page::write(path, &run)?;
     }
     Ok(())

@@ -1,5 +1,7 @@
 //! What an epoch has come to, step by step.
 
+use std::time::Duration;
+
 use brimful::Bytes;
 use brimful::auto::Decision;
 use brimful::report::Record;
@@ -15,6 +17,9 @@ pub(super) struct Running {
     pub(super) retries: usize,
     /// What changed about an automatic size, and why.
     pub(super) decisions: Vec<Decision>,
+    /// What this process has trained on, and how long it took.
+    samples: usize,
+    time: Duration,
 }
 
 impl Running {
@@ -23,9 +28,11 @@ impl Running {
         Self { steps, loss, ..Self::default() }
     }
 
-    /// One more step, on such a share of the epoch's samples.
-    pub(super) fn add(&mut self, step: &Record, share: f64) {
+    /// One more step, on such a share of the epoch's samples, that took so long with all around it.
+    pub(super) fn add(&mut self, step: &Record, share: f64, time: Duration) {
         self.steps += 1;
+        self.samples += step.samples;
+        self.time += time;
         self.loss += step.loss * share;
         self.peak = self.peak.max(step.peak());
         self.retries += step.retries;
@@ -35,6 +42,11 @@ impl Running {
                 self.decisions.push(decision.clone());
             }
         }
+    }
+
+    /// How fast it is; 0 where no step was run.
+    pub(super) fn samples_per_s(&self) -> f64 {
+        if self.samples == 0 { 0.0 } else { self.samples as f64 / self.time.as_secs_f64() }
     }
 
     /// The automatic size that was taken last.

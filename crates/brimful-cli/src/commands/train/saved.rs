@@ -1,15 +1,17 @@
 //! A training run in one safetensors file: the model under its own names, the optimizer's state
 //! beside it, and what the run was told.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::str::FromStr;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
+use super::engine::Named;
 use super::running::Running;
+use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 
 /// What the names of the optimizer's tensors and texts begin with.
@@ -21,35 +23,52 @@ const LOSS: &str = "loss";
 /// Of the first step.
 const LEARNING_RATE: &str = "learning-rate";
 
-/// Writes the run after its last finished step, whole or not at all; of several ranks, the first.
-pub(super) fn store(path: &Path, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
-    let (tensors, texts) = trainer.engine.optimizer_state()?;
-    let mut all = trainer.engine.variables()?;
-    all.extend(tensors.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
-    let mut metadata = told(options);
-    metadata.insert(EPOCH.into(), trainer.epoch.to_string());
-    metadata.insert(STEP.into(), trainer.running.steps.to_string());
-    // As it is read back, to the last bit.
-    metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
-    metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate.first));
-    metadata.extend(texts.into_iter().map(|(key, text)| (format!("{OPTIMIZER}{key}"), text)));
-    let written = if trainer.is_first() { save::write(path, &all, &metadata) } else { Ok(()) };
-    trainer.world.settle("save", written, Duration::ZERO)?;
-    Ok(())
+/// A run as it was after a step: its own copy, which later steps do not change.
+#[derive(Debug)]
+pub(super) struct SavedRun {
+    tensors: Named,
+    metadata: Metadata,
+}
+
+impl SavedRun {
+    /// The run after its last finished step. Of several ranks, all take part.
+    pub(super) fn of(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
+        let (state, texts) = trainer.engine.optimizer_state()?;
+        let state = state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor));
+        let tensors = trainer.engine.variables()?.into_iter().chain(state);
+        let tensors = tensors.map(|(name, tensor)| Ok((name, copied(&tensor)?)));
+        let mut metadata = told(options);
+        metadata.insert(EPOCH.into(), trainer.epoch.to_string());
+        metadata.insert(STEP.into(), trainer.running.steps.to_string());
+        // As it is read back, to the last bit.
+        metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
+        metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate.first));
+        metadata.extend(trainer.tests.told());
+        metadata.extend(texts.into_iter().map(|(key, text)| (format!("{OPTIMIZER}{key}"), text)));
+        Ok(Self { tensors: tensors.collect::<Result<_>>()?, metadata })
+    }
+
+    /// Writes it whole, or not at all.
+    pub(super) fn write(&self, path: &Path) -> brimful::Result<()> {
+        save::write(path, &self.tensors, &self.metadata)
+    }
+}
+
+/// On the host, in memory of its own.
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = tensor.f_detach()?;
+    let mut own = Tensor::f_empty(tensor.size(), (tensor.kind(), Device::Cpu))?;
+    own.f_copy_(&tensor)?;
+    Ok(own)
 }
 
 /// Takes a run over from its file. Nothing is changed if it does not fit.
 pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     let (tensors, metadata) = save::read(path)?;
-    for (key, now) in told(options) {
-        let then = metadata.get(&key).map_or("nothing", String::as_str);
-        ensure!(
-            then == now,
-            "it was made with --{key} {then}, but this run has {now}: say the same"
-        );
-    }
+    check_told(&metadata, options)?;
     let epoch = number(&metadata, EPOCH)?;
-    let rate = options.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
+    let given = options.recipe.learning_rate;
+    let rate = given.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
     let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
     ensure!(
         running.steps <= trainer.steps(),
@@ -57,6 +76,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         running.steps,
         trainer.steps()
     );
+    let tests = TestsSoFar::read(&metadata);
     let (state, model): (Vec<_>, Vec<_>) =
         tensors.into_iter().partition(|(name, _)| name.starts_with(OPTIMIZER));
     let strip = |name: String| name.strip_prefix(OPTIMIZER).map(str::to_owned);
@@ -65,7 +85,34 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
     let texts: Metadata =
         metadata.into_iter().filter_map(|(key, text)| Some((strip(key)?, text))).collect();
     trainer.engine.load(model, &state, &texts)?;
-    (trainer.epoch, trainer.running, trainer.rate.first) = (epoch, running, rate);
+    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
+    trainer.rate.first = rate;
+    Ok(())
+}
+
+/// The weights of a file that some run or other tool has saved, without what an optimizer has of them.
+pub(super) fn weights(path: &Path) -> Result<Named> {
+    let (tensors, _) = save::read(path)?;
+    Ok(tensors.into_iter().filter(|(name, _)| !name.starts_with(OPTIMIZER)).collect())
+}
+
+/// A run goes on as it began: with the same words.
+fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
+    let now = told(options);
+    let flags = FLAGS.iter().copied().chain(now.keys().map(String::as_str));
+    for flag in flags.collect::<BTreeSet<_>>() {
+        let shown = |text: Option<&String>| match text {
+            Some(text) => format!("--{flag} {text}"),
+            None => format!("no --{flag}"),
+        };
+        let (then, now) = (metadata.get(flag), now.get(flag));
+        ensure!(
+            then == now,
+            "it was made with {}, but this run has {}: say the same",
+            shown(then),
+            shown(now)
+        );
+    }
     Ok(())
 }
 
@@ -74,16 +121,23 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
     number.with_context(|| format!("it does not say its {key}: is it a file of --save?"))
 }
 
+/// The flags that a run may have been given or not, and that must be the same for it to go on.
+const FLAGS: [&str; 7] =
+    ["warmup", "weight-decay", "momentum", "clip-norm", "ema", "accumulate", "sequence"];
+
 /// What must be the same for a run to go on as it began.
 fn told(options: &TrainOptions) -> Metadata {
-    let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-    Metadata::from([
-        ("model".to_owned(), options.model.to_string()),
-        ("data".to_owned(), options.data.clone()),
-        ("optimizer".to_owned(), name(&options.optimizer)),
-        ("learning-rate-decay".to_owned(), options.learning_rate_decay.to_string()),
-        ("batch-size".to_owned(), name(&options.batch_size)),
-        ("dtype".to_owned(), options.dtype.to_string()),
-        ("seed".to_owned(), options.seed.to_string()),
-    ])
+    let recipe = &options.recipe;
+    let always = [
+        ("model", options.model.to_string()),
+        ("data", options.data.clone()),
+        ("optimizer", recipe.optimizer.to_string()),
+        ("learning-rate-decay", recipe.learning_rate_decay.to_string()),
+        ("batch-size", options.batch_size.to_string()),
+        ("dtype", options.dtype.to_string()),
+        ("seed", options.seed.to_string()),
+    ];
+    let sequence = options.sequence.map(|tokens| ("sequence", tokens.to_string()));
+    let told = always.into_iter().chain(recipe.told()).chain(sequence);
+    told.map(|(flag, text)| (flag.to_owned(), text)).collect()
 }

@@ -1,23 +1,24 @@
 //! The training loop: an epoch of steps, each one mini-batch, and a test.
 
 use std::mem;
-use std::ops::{ControlFlow, Range};
-use std::time::Instant;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
 use brimful::{Bytes, Size, World, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::engine::TrainingEngine;
-use super::pipelined::Pipelined;
+use super::engine::{self, TrainingEngine};
+use super::length::Length;
 use super::rate::Rate;
 use super::running::Running;
-use super::whole_model::WholeModel;
+use super::tested::TestsSoFar;
 use super::{BatchSize, TrainOptions, advice, records};
-use crate::data::{Dataset, Examples};
+use crate::data::{Dataset, Examples, Sample};
+use crate::exit::wrong_use;
 use crate::setting::DROPOUT;
 
 /// A model in training.
@@ -28,16 +29,20 @@ pub struct Trainer {
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
     dataset: Dataset,
-    /// The mini-batches of an epoch, near-equal.
-    batches: Vec<Range<usize>>,
+    /// The mini-batches of each step of an epoch: near-equal, but for those that the last step lacks.
+    windows: Vec<Vec<Range<usize>>>,
     size: Size,
     seed: u64,
     pub(super) rate: Rate,
+    length: Length,
     /// The size that was found, where it is automatic.
     found: Option<usize>,
     pub(super) epoch: usize,
     /// What the epoch that runs has come to so far.
     pub(super) running: Running,
+    /// The order of its samples, once it has begun.
+    order: Option<Tensor>,
+    pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
 }
 
@@ -58,10 +63,25 @@ pub struct Epoch {
     pub samples_per_s: f64,
 }
 
+/// What a test came to.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Test {
+    /// How many steps were before it.
+    pub(super) step: usize,
+    pub(super) test_loss: f64,
+    pub(super) test_accuracy: f64,
+    /// Whether no test before had so low a loss.
+    pub(super) best: bool,
+}
+
 impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
-        let dataset = options.model.data(&options.data, options.seed)?;
+        let dataset = options.model.data(&options.data, options.sequence, options.seed)?;
+        ensure!(
+            options.sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
+            wrong_use(format!("--sequence is for text, but --data {} is none", options.data))
+        );
         let layers = options.model.layers(&dataset.sample, DROPOUT)?;
         let batch_size = match options.batch_size {
             BatchSize::All => dataset.train.len(),
@@ -69,31 +89,30 @@ impl Trainer {
         };
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
-        let whole = options.ranks.whole_models(&world).filter(|_| options.stages.stages.is_none());
-        let engine: Box<dyn TrainingEngine> = match whole {
-            Some(each) => Box::new(WholeModel::new(layers, each, &world, options)?),
-            None => {
-                let samples = micro_batch_size(options.size(), batch_size);
-                let sample = batch::slice(&dataset.train.inputs, 0..samples)?;
-                Box::new(Pipelined::new(layers, &world, options, &sample)?)
-            }
+        let sample = || {
+            let samples = micro_batch_size(options.size(), batch_size);
+            batch::slice(&dataset.train.inputs, 0..samples)
         };
+        let engine = engine::build(layers, &world, options, sample)?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
         let batches = split::by_size(dataset.train.len(), batch_size)?;
-        let steps = options.epochs * batches.len();
-        let first = options.method().learning_rate();
+        let windows: Vec<_> =
+            batches.chunks(options.recipe.accumulate).map(<[Range<usize>]>::to_vec).collect();
         Ok(Self {
             engine,
             parts: options.ranks.parts(&world),
             world,
             dataset,
-            batches,
             size: options.size(),
             seed: options.seed,
-            rate: Rate::new(first, options.learning_rate_decay, steps),
+            rate: options.recipe.rate(options.length.steps(windows.len())),
+            windows,
+            length: options.length.clone(),
             found: None,
             epoch: 0,
             running: Running::default(),
+            order: None,
+            tests: TestsSoFar::default(),
             recorder,
         })
     }
@@ -109,67 +128,110 @@ impl Trainer {
 
     /// How many steps an epoch has.
     pub(crate) fn steps(&self) -> usize {
-        self.batches.len()
+        self.windows.len()
+    }
+
+    /// Steps that are done, of all epochs together.
+    pub(super) fn steps_done(&self) -> usize {
+        self.epoch * self.steps() + self.running.steps
     }
 
     /// Samples that were trained on, all epochs together.
     pub(super) fn samples_done(&self) -> usize {
-        let begun = self.batches.iter().take(self.running.steps).map(Range::len);
+        let begun = self.windows.iter().take(self.running.steps).flatten().map(Range::len);
         self.epoch * self.dataset.train.len() + begun.sum::<usize>()
     }
 
-    /// Trains on every sample once, and tests; or goes on where an epoch was broken off. `watch`
-    /// hears of every step, and may break the epoch off: then there is nothing to tell of it yet.
+    /// Samples that there are to train on, in all epochs together.
+    pub(super) fn samples_to_do(&self) -> usize {
+        let all = self.length.steps(self.steps());
+        let last = self.windows.iter().take(all % self.steps()).flatten().map(Range::len);
+        all / self.steps() * self.dataset.train.len() + last.sum::<usize>()
+    }
+
+    /// Whether all steps of the running epoch are done, and what they came to is to be told.
+    pub(super) fn is_epoch_over(&self) -> bool {
+        self.running.steps == self.steps()
+    }
+
+    /// Whether nothing is left to train.
+    pub(super) fn is_over(&self) -> bool {
+        self.steps_done() >= self.length.steps(self.steps()) || self.has_stopped_improving()
+    }
+
+    /// Whether the tests have ended the run before its time.
+    pub(super) fn has_stopped_improving(&self) -> bool {
+        self.tests.stopped_improving(self.length.stop_after)
+    }
+
+    /// Whether a test is due in the midst of an epoch: after the last step there is always one.
+    pub(super) fn is_test_due(&self) -> bool {
+        let steps = self.steps_done();
+        let due = self.length.tests_after(steps) || steps == self.length.steps(self.steps());
+        due && steps > 0 && self.tests.last != Some(steps)
+    }
+
+    /// Trains on every sample once, and tests; or goes on where an epoch was broken off.
+    pub fn run_epoch(&mut self) -> Result<Epoch> {
+        while !self.is_epoch_over() {
+            let step = self.step()?;
+            self.recorder.step(step);
+        }
+        self.finish_epoch()
+    }
+
+    /// Takes the next step of the epoch, which the caller records.
     ///
     /// The random numbers of an epoch's order and of every step come from seeds of their own, so
     /// that what is run again or broken off and gone on with is the same.
-    pub fn run_epoch(
-        &mut self,
-        mut watch: impl FnMut(&Record) -> ControlFlow<()>,
-    ) -> Result<Option<Epoch>> {
-        let (start, before) = (Instant::now(), self.samples_done());
-        let order = self.order();
-        for range in self.batches.clone().into_iter().skip(self.running.steps) {
-            tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
-            let steps = self.epoch * self.steps() + self.running.steps;
-            self.engine.set_learning_rate(self.rate.after(steps))?;
+    pub(super) fn step(&mut self) -> Result<Record> {
+        let start = Instant::now();
+        let order = match self.order.take() {
+            Some(order) => order,
+            None => self.new_order(),
+        };
+        tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
+        self.engine.set_learning_rate(self.rate.after(self.steps_done()))?;
+        let window = &self.windows[self.running.steps];
+        let batches = window.iter().map(|range| {
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);
-            let step = self.step(&chosen)?;
-            let flow = watch(&step);
-            self.note(step);
-            if flow.is_break() {
-                return Ok(None);
-            }
-        }
-        let rate = (self.samples_done() - before) as f64 / start.elapsed().as_secs_f64();
-        self.finish(rate).map(Some)
+            self.own_part(self.dataset.train.choose(&chosen))
+        });
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        let samples = window.iter().map(Range::len).max().unwrap_or_default();
+        let stepped = self.engine.step(batches);
+        let step = stepped.map_err(|error| advice::on(error, self.size, samples))?;
+        self.order = Some(order);
+        self.note(&step, start.elapsed());
+        Ok(step)
     }
 
     /// The samples in the order of this epoch.
-    fn order(&self) -> Tensor {
+    fn new_order(&self) -> Tensor {
         tch::manual_seed(seed_of(self.seed, self.epoch + 1, 0));
         Tensor::randperm(self.dataset.train.len() as i64, (Kind::Int64, Device::Cpu))
     }
 
-    fn note(&mut self, step: Record) {
+    fn note(&mut self, step: &Record, time: Duration) {
         let share = step.samples as f64 / self.dataset.train.len() as f64;
-        self.running.add(&step, share);
+        self.running.add(step, share, time);
         self.found = self.running.size().or(self.found);
-        self.recorder.step(step);
     }
 
-    fn finish(&mut self, samples_per_s: f64) -> Result<Epoch> {
-        let (test_loss, test_accuracy) = self.test()?;
-        self.recorder.test(test_loss, Some(test_accuracy));
+    /// Tests, and tells what the epoch came to, whose steps are all done.
+    pub(super) fn finish_epoch(&mut self) -> Result<Epoch> {
+        let Test { test_loss, test_accuracy, .. } = self.test()?;
+        let samples_per_s = self.running.samples_per_s();
         let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
+        self.order = None;
         Ok(Epoch {
             epoch: self.epoch,
             loss,
             test_loss,
             test_accuracy,
             micro_batch_size: (self.found)
-                .unwrap_or_else(|| micro_batch_size(self.size, self.batches[0].len())),
+                .unwrap_or_else(|| micro_batch_size(self.size, self.windows[0][0].len())),
             retries,
             decisions,
             peak_bytes: peak,
@@ -177,13 +239,13 @@ impl Trainer {
         })
     }
 
-    /// One step on the chosen samples.
-    fn step(&mut self, chosen: &Tensor) -> Result<Record> {
-        let Examples { inputs, targets } = &self.dataset.train;
-        let batch = (inputs.index_select(0, chosen), targets.index_select(0, chosen));
-        let (size, samples) = (self.size, chosen.numel());
-        let part = self.own_part(batch)?;
-        self.engine.step(part).map_err(|error| advice::on(error, size, samples))
+    /// Tests the model as it is now.
+    pub(super) fn test(&mut self) -> Result<Test> {
+        let (test_loss, test_accuracy) = self.judge()?;
+        self.recorder.test(test_loss, Some(test_accuracy));
+        let step = self.steps_done();
+        let best = self.tests.add(test_loss, step);
+        Ok(Test { step, test_loss, test_accuracy, best })
     }
 
     /// This rank's part of a mini-batch, which all ranks have.
@@ -197,7 +259,7 @@ impl Trainer {
     }
 
     /// The loss and the share of right answers on the test samples.
-    fn test(&mut self) -> Result<(f64, f64)> {
+    fn judge(&mut self) -> Result<(f64, f64)> {
         let Examples { inputs, targets } = &self.dataset.test;
         let part = self.own_part((inputs.shallow_clone(), targets.shallow_clone()))?;
         let (loss, right) = self.engine.test(part)?;

@@ -24,6 +24,7 @@ use crate::setting::{accounts, loss, right, typed, within};
 pub(super) struct WholeModel {
     runner: Runner,
     optimizer: Optimizer,
+    clip_norm: Option<f64>,
     devices: Vec<Device>,
     /// The first device's, where the optimizer's state is.
     memory: Memory,
@@ -59,9 +60,10 @@ impl WholeModel {
         };
         let _inside = memory.enter();
         let optimizer =
-            Optimizer::new(runner.store(), options.method())?.replay(!options.no_replay);
+            Optimizer::new(runner.store(), options.recipe.method())?.replay(!options.no_replay);
         let kind = options.dtype.kind();
-        Ok(Self { runner, optimizer, devices, memory, kind, ranks: world.size() })
+        let clip_norm = options.recipe.clip_norm;
+        Ok(Self { runner, optimizer, clip_norm, devices, memory, kind, ranks: world.size() })
     }
 }
 
@@ -80,7 +82,7 @@ impl Runner {
         store.set_kind(options.dtype.kind());
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
-            .reserve(options.method())
+            .reserve(options.recipe.method())
             .replay(device.is_cuda() && !options.no_replay)
             .layout(layout(device))
             .world(world)?;
@@ -107,7 +109,7 @@ impl Runner {
             .speeds(&vec![1.0; each])?
             .replay(device.is_cuda() && !options.no_replay)
             .layout(layout(device))
-            .reserve(options.method())
+            .reserve(options.recipe.method())
             .world(world)?;
         Ok(Self::Several(Box::new(replicas)))
     }
@@ -119,13 +121,28 @@ impl Runner {
         }
     }
 
-    fn backward(&mut self, batch: &(Tensor, Tensor), kind: Kind) -> brimful::Result<Step> {
+    /// The gradient of all of these mini-batches together.
+    fn backward(&mut self, batches: &[(Tensor, Tensor)], kind: Kind) -> brimful::Result<Step> {
         let mean = move |model: &Model, (x, y): (Tensor, Tensor)| {
             Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
         };
-        match self {
-            Self::One { micro, model, .. } => micro.backward(batch, |part| mean(model, part)),
-            Self::Several(replicas) => replicas.backward(batch, mean),
+        match (self, batches) {
+            (Self::One { micro, model, .. }, [batch]) => {
+                micro.backward(batch, |part| mean(model, part))
+            }
+            (Self::Several(replicas), [batch]) => replicas.backward(batch, mean),
+            (Self::One { micro, model, .. }, batches) => {
+                for batch in batches {
+                    micro.accumulate(batch, |part| mean(model, part))?;
+                }
+                micro.commit()
+            }
+            (Self::Several(replicas), batches) => {
+                for batch in batches {
+                    replicas.accumulate(batch, mean)?;
+                }
+                replicas.commit()
+            }
         }
     }
 
@@ -150,10 +167,15 @@ impl TrainingEngine for WholeModel {
         self.optimizer.set_learning_rate(rate)
     }
 
-    fn step(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<Record> {
+    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record> {
         let start = Instant::now();
-        let step = self.runner.backward(&batch, self.kind)?;
-        guard(&self.memory, || self.optimizer.step())?;
+        let step = self.runner.backward(&batches, self.kind)?;
+        guard(&self.memory, || {
+            if let Some(length) = self.clip_norm {
+                self.optimizer.clip_gradient_norm(length)?;
+            }
+            self.optimizer.step()
+        })?;
         self.optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
         if let Some(Some(first)) = record.peaks.first_mut() {
@@ -179,6 +201,10 @@ impl TrainingEngine for WholeModel {
     fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
         check_model(&self.variables()?, &model)?;
         self.optimizer.load_state(state, texts)?;
+        put(self.runner.store(), model)
+    }
+
+    fn put(&mut self, model: Named) -> Result<()> {
         put(self.runner.store(), model)
     }
 

@@ -1,0 +1,158 @@
+//! The files of `--save`: when they are written, by whom, and which are kept.
+//!
+//! A run is copied after its step and written while the next ones run. There is one writer at a time:
+//! the next save waits for it, and finds out what came of it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::Result;
+use brimful::World;
+
+use super::files::{Files, Keep};
+use super::saved::SavedRun;
+use super::{TrainOptions, Trainer};
+
+/// The saves of a run.
+#[derive(Debug)]
+pub(super) struct Checkpoints {
+    files: Files,
+    world: World,
+    writer: Option<JoinHandle<brimful::Result<()>>>,
+    /// After how many steps the last one was; none before the first.
+    last: Option<usize>,
+}
+
+impl Checkpoints {
+    pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Self {
+        // What it goes on from is there already.
+        let last = options.files.resume.as_ref().map(|_| trainer.steps_done());
+        Self { files: options.files.clone(), world: trainer.world.clone(), writer: None, last }
+    }
+
+    /// Saves the run as it is after its step, if that was not done.
+    pub(super) fn save(&mut self, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
+        let steps = trainer.steps_done();
+        if self.last == Some(steps) {
+            return Ok(());
+        }
+        self.last = Some(steps);
+        let Some(path) = self.files.save.clone() else { return Ok(()) };
+        let numbered = match self.files.keep {
+            Keep::Newest(count) => Some((beside(&path, &step_mark(steps)), count)),
+            Keep::Last | Keep::Best => None,
+        };
+        self.write(trainer, options, move |run| match numbered {
+            // The numbered one first: a run that is killed in between goes on from before it, and
+            // writes the same once more.
+            Some((file, count)) => {
+                run.write(&file)?;
+                replace_by_link(&file, &path).or_else(|_| run.write(&path))?;
+                remove_older(&path, steps, count);
+                Ok(())
+            }
+            None => run.write(&path),
+        })
+    }
+
+    /// Saves the run as the best so far, where those are kept.
+    pub(super) fn save_best(&mut self, trainer: &Trainer, options: &TrainOptions) -> Result<()> {
+        match &self.files.save {
+            Some(path) if self.files.keep == Keep::Best => {
+                let best = beside(path, "best");
+                self.write(trainer, options, move |run| run.write(&best))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits until everything is written. Of several ranks, all take part.
+    pub(super) fn finish(&mut self) -> Result<()> {
+        let written = match self.writer.take() {
+            Some(writer) => writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            None => Ok(()),
+        };
+        self.world.settle("save", written, Duration::ZERO)?;
+        Ok(())
+    }
+
+    /// Lets the first rank's writer write the run, once it has written the one before.
+    fn write(
+        &mut self,
+        trainer: &Trainer,
+        options: &TrainOptions,
+        write: impl FnOnce(&SavedRun) -> brimful::Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.finish()?;
+        let run = SavedRun::of(trainer, options)?;
+        if trainer.is_first() {
+            self.writer = Some(thread::spawn(move || write(&run)));
+        }
+        Ok(())
+    }
+}
+
+/// `model.step-40.safetensors` beside `model.safetensors`.
+fn beside(path: &Path, mark: &str) -> PathBuf {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some(extension) => path.with_extension(format!("{mark}.{extension}")),
+        None => path.with_added_extension(mark),
+    }
+}
+
+fn step_mark(steps: usize) -> String {
+    format!("step-{steps}")
+}
+
+/// Lets `path` be the same file, without a moment in which there is none.
+fn replace_by_link(file: &Path, path: &Path) -> std::io::Result<()> {
+    let link = path.with_added_extension("new");
+    // One that a killed run has left.
+    let _ = fs::remove_file(&link);
+    fs::hard_link(file, &link)?;
+    fs::rename(&link, path)?;
+    // Two names of one file are not renamed onto each other: the link stays.
+    let _ = fs::remove_file(&link);
+    Ok(())
+}
+
+/// Removes the numbered files of up to so many steps, but for the newest. One that stays does no harm.
+fn remove_older(path: &Path, steps: usize, keep: usize) {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let Ok(entries) = fs::read_dir(folder.unwrap_or(Path::new("."))) else { return };
+    let names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+    let is_there = |steps: &usize| {
+        let name = beside(path, &step_mark(*steps));
+        names.iter().any(|there| Some(there.as_os_str()) == name.file_name())
+    };
+    let older = (1..=steps).rev().filter(is_there).skip(keep);
+    older.for_each(|steps| drop(fs::remove_file(beside(path, &step_mark(steps)))));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_kept_beside_the_one_that_was_named() {
+        let named = |path| beside(Path::new(path), &step_mark(40));
+        assert_eq!(named("a/model.safetensors"), Path::new("a/model.step-40.safetensors"));
+        assert_eq!(named("model"), Path::new("model.step-40"));
+    }
+
+    #[test]
+    fn the_newest_files_stay() {
+        let folder = std::env::temp_dir().join(format!("brimful-kept-{}", std::process::id()));
+        fs::create_dir_all(&folder).expect("a folder");
+        let path = folder.join("m.safetensors");
+        for steps in [5, 20, 40, 60, 90] {
+            fs::write(beside(&path, &step_mark(steps)), b"").expect("written");
+        }
+        remove_older(&path, 60, 2);
+        let left = [5, 20, 40, 60, 90].map(|steps| beside(&path, &step_mark(steps)).exists());
+        fs::remove_dir_all(&folder).expect("removed");
+        assert_eq!(left, [false, false, true, true, true]);
+    }
+}

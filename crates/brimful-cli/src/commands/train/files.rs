@@ -1,0 +1,98 @@
+//! What a run reads besides its data, and what it leaves.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{Result, ensure};
+use clap::Args;
+
+use crate::exit::wrong_use;
+use crate::output;
+use crate::setting::words;
+
+/// The files of a run.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Files")]
+pub struct Files {
+    /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
+    /// interrupted
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
+    /// Write it after every so many steps too, while the next one runs
+    #[arg(long, value_name = "STEPS", value_parser = words::count, requires = "save")]
+    pub(crate) save_every: Option<usize>,
+    /// What to keep beside it: last (nothing), best (the one with the lowest test loss, FILE with
+    /// .best), or so many of the newest (FILE with .step-N)
+    #[arg(long, value_name = "last|best|N", default_value = "last", requires = "save")]
+    pub(crate) keep: Keep,
+    /// Go on from such a file; with a given --micro-batch, to the same parameters as without the
+    /// interruption
+    #[arg(long, value_name = "FILE")]
+    pub(crate) resume: Option<PathBuf>,
+    /// Begin with the weights of this safetensors file, by their names
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub(crate) init: Option<PathBuf>,
+    /// Take those that the model has in the same shape, and leave the others as they are
+    #[arg(long, requires = "init")]
+    pub(crate) init_partial: bool,
+    /// Write a line for each step to this CSV file as it runs
+    #[arg(long, value_name = "FILE")]
+    pub(crate) log: Option<PathBuf>,
+    /// Write what each step came to into this folder, for TensorBoard
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) events: Option<PathBuf>,
+    /// Write what happened to this file, for brimful report
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Write a page that any browser opens: what happened
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+impl Files {
+    /// Refuses files that could not be written in the end.
+    pub(super) fn check(&self) -> Result<()> {
+        let files = [
+            ("save", &self.save),
+            ("record", &self.record),
+            ("report", &self.report),
+            ("log", &self.log),
+        ];
+        let mut given = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+        given.try_for_each(|(flag, path)| output::check_place(flag, path))?;
+        if let Some(folder) = self.events.as_ref().filter(|folder| folder.exists()) {
+            let shown = folder.display();
+            ensure!(
+                folder.is_dir(),
+                wrong_use(format!("--events {shown}: it is a file: name a folder"))
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether the run is saved after so many steps, in the midst of an epoch.
+    pub(super) fn saves_after(&self, steps: usize) -> bool {
+        self.save_every.is_some_and(|every| steps.is_multiple_of(every))
+    }
+}
+
+/// What is kept beside the file of the last save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    Last,
+    Best,
+    Newest(usize),
+}
+
+impl FromStr for Keep {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            _ if text == "last" => Ok(Self::Last),
+            _ if text == "best" => Ok(Self::Best),
+            Ok(0) | Err(_) => Err("give last, best, or a number from 1 on".into()),
+            Ok(count) => Ok(Self::Newest(count)),
+        }
+    }
+}

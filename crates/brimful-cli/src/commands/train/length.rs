@@ -1,0 +1,35 @@
+//! How long a run trains, and how often it looks at the test set.
+
+use clap::Args;
+
+use crate::setting::words;
+
+/// When to test, and when to stop.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Length and tests")]
+pub struct Length {
+    #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    pub(crate) epochs: usize,
+    /// Stop after so many steps, if the epochs have more
+    #[arg(long, value_name = "STEPS", value_parser = words::count)]
+    pub(crate) max_steps: Option<usize>,
+    /// Test after every so many steps, besides after every epoch
+    #[arg(long, value_name = "STEPS", value_parser = words::count)]
+    pub(crate) eval_every: Option<usize>,
+    /// Stop when so many tests in a row had no lower loss than the best one before
+    #[arg(long, value_name = "TESTS", value_parser = words::count)]
+    pub(crate) stop_after: Option<usize>,
+}
+
+impl Length {
+    /// All steps, where an epoch has so many.
+    pub(super) fn steps(&self, in_epoch: usize) -> usize {
+        let all = self.epochs.saturating_mul(in_epoch);
+        self.max_steps.map_or(all, |most| most.min(all))
+    }
+
+    /// Whether there is a test after so many steps, in the midst of an epoch.
+    pub(super) fn tests_after(&self, steps: usize) -> bool {
+        self.eval_every.is_some_and(|every| steps.is_multiple_of(every))
+    }
+}

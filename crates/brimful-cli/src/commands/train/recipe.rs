@@ -1,0 +1,133 @@
+//! How parameters are updated: the optimizer, its rate, and what is done to gradients and weights.
+
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use brimful::optim::{Adam, AdamW, Method, Sgd};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::rate::{Decay, Rate};
+use crate::exit::wrong_use;
+use crate::setting::words;
+
+/// What a step does to the parameters.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Updates")]
+pub struct Recipe {
+    /// What updates the parameters
+    #[arg(long, value_enum, default_value = "adamw")]
+    pub(crate) optimizer: OptimizerName,
+    /// How far a step goes [default: 0.05 for sgd, 0.001 for the others]
+    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
+    pub(crate) learning_rate: Option<f64>,
+    #[arg(long, value_enum, default_value = "none", help = words::LEARNING_RATE_DECAY)]
+    pub(crate) learning_rate_decay: Decay,
+    /// Steps over which the learning rate rises to its full height at first
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub(crate) warmup: usize,
+    /// How strongly weights are drawn to 0; biases and norms are not [default: 0.01 for adamw, 0 for
+    /// the others]
+    #[arg(long, value_name = "W", allow_negative_numbers = true)]
+    pub(crate) weight_decay: Option<f64>,
+    /// How much of the last step goes into the next, of sgd [default: 0.9]
+    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    pub(crate) momentum: Option<f64>,
+    /// Shorten a step's gradient to this length where it is longer
+    #[arg(long, value_name = "LENGTH", allow_negative_numbers = true)]
+    pub(crate) clip_norm: Option<f64>,
+    /// Average the weights over the steps, the older by this factor a step, such as 0.999: tests, the
+    /// best file and predictions use the averages
+    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true)]
+    pub(crate) ema: Option<f64>,
+    /// Mini-batches that are run one after the other and make one step together
+    #[arg(long, value_name = "N", value_parser = words::count, default_value_t = 1)]
+    pub(crate) accumulate: usize,
+}
+
+impl Recipe {
+    /// Refuses numbers that no step can be made with.
+    pub(super) fn check(&self) -> Result<()> {
+        let from_0 = [
+            ("learning-rate", self.learning_rate),
+            ("weight-decay", self.weight_decay),
+            ("momentum", self.momentum),
+        ];
+        for (flag, number) in from_0 {
+            let is_right = number.is_none_or(|number| number.is_finite() && number >= 0.0);
+            let shown = number.unwrap_or_default();
+            ensure!(is_right, wrong_use(format!("--{flag} {shown}: give it a number from 0 on")));
+        }
+        if let Some(length) = self.clip_norm {
+            ensure!(
+                length.is_finite() && length > 0.0,
+                wrong_use(format!("--clip-norm {length}: give it a number above 0"))
+            );
+        }
+        if let Some(factor) = self.ema {
+            ensure!(
+                (0.0..1.0).contains(&factor),
+                wrong_use(format!(
+                    "--ema {factor}: give it a number from 0 to below 1, such as 0.999"
+                ))
+            );
+        }
+        ensure!(
+            self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
+            wrong_use("--momentum is for --optimizer sgd: the others have moments of their own")
+        );
+        Ok(())
+    }
+
+    /// The optimizer, with the weight decay of what is neither bias nor norm.
+    pub(super) fn method(&self) -> Method {
+        let rate = |default| self.learning_rate.unwrap_or(default);
+        let decay = |default| self.weight_decay.unwrap_or(default);
+        match self.optimizer {
+            OptimizerName::Sgd => Sgd::new(rate(0.05))
+                .momentum(self.momentum.unwrap_or(0.9))
+                .weight_decay(decay(0.0))
+                .into(),
+            OptimizerName::Adam => Adam::new(rate(1e-3)).weight_decay(decay(0.0)).into(),
+            OptimizerName::Adamw => AdamW::new(rate(1e-3)).weight_decay(decay(0.01)).into(),
+        }
+    }
+
+    /// The learning rate of every step of so many.
+    pub(super) fn rate(&self, steps: usize) -> Rate {
+        let first = self.method().learning_rate();
+        Rate::new(first, self.warmup, self.learning_rate_decay, steps)
+    }
+
+    /// What was said beyond the defaults, and must be the same for a run to go on as it began.
+    pub(super) fn told(&self) -> Vec<(&'static str, String)> {
+        let number = |number: Option<f64>| number.map(|number| number.to_string());
+        let count = |count: usize, default| (count != default).then(|| count.to_string());
+        let told = [
+            ("warmup", count(self.warmup, 0)),
+            ("weight-decay", number(self.weight_decay)),
+            ("momentum", number(self.momentum)),
+            ("clip-norm", number(self.clip_norm)),
+            ("ema", number(self.ema)),
+            ("accumulate", count(self.accumulate, 1)),
+        ];
+        told.into_iter().filter_map(|(flag, text)| Some((flag, text?))).collect()
+    }
+}
+
+impl fmt::Display for OptimizerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+    }
+}
+
+/// What updates the parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum OptimizerName {
+    /// Stochastic gradient descent, with momentum
+    Sgd,
+    Adam,
+    Adamw,
+}

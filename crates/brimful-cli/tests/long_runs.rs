@@ -1,0 +1,218 @@
+//! What longer runs need: weights to begin with, tests and saves by the step, an early end, and files
+//! that do not depend on how often the run was killed.
+
+mod program;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command as Process, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use brimful::save;
+use predicates::prelude::*;
+use program::{brimful, folder, names};
+use serde_json::Value;
+use tch::Tensor;
+
+/// A run on a CPU, in a folder.
+fn train(folder: &Path, line: &str) -> assert_cmd::assert::Assert {
+    let mut command = brimful();
+    command.current_dir(folder).args(["train", "--device", "cpu"]);
+    command.args(line.split_whitespace()).assert()
+}
+
+fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
+    let run = train(folder, &format!("{line} --json")).success();
+    let text = String::from_utf8(run.get_output().stdout.clone()).expect("text");
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+/// The model of a saved run.
+fn model(path: &Path) -> BTreeMap<String, Tensor> {
+    let (tensors, _) = save::read(path).expect("a saved run");
+    tensors.into_iter().filter(|(name, _)| !name.starts_with("optimizer.")).collect()
+}
+
+fn distance(one: &Path, other: &Path) -> f64 {
+    let (one, other) = (model(one), model(other));
+    assert_eq!(one.len(), other.len());
+    let far = |(name, tensor): (&String, &Tensor)| {
+        (tensor - &other[name]).abs().max().double_value(&[])
+    };
+    one.iter().map(far).fold(0.0, f64::max)
+}
+
+#[test]
+fn a_run_tests_by_the_step_and_ends_with_its_last_one() {
+    let folder = folder("by-the-step");
+    let lines = json_lines(&folder, "--batch-size 64 --max-steps 30 --eval-every 20");
+    // 23 steps an epoch: a test after 20, the epoch, and a last test after 30.
+    let steps: Vec<_> = lines.iter().map(|line| line["step"].as_u64()).collect();
+    assert_eq!(steps, [Some(20), None, Some(30)]);
+    assert_eq!(lines[1]["epoch"], 1);
+    let done: Vec<_> = lines.iter().map(|line| line["done"] == true).collect();
+    assert_eq!(done, [false, false, true]);
+}
+
+#[test]
+fn a_run_that_gets_no_better_stops_early() {
+    let folder = folder("no-better");
+    let lines = json_lines(&folder, "--learning-rate 0 --epochs 9 --stop-after 2");
+    assert_eq!(lines.len(), 3, "the best, and two that are no better");
+    assert_eq!(lines[2]["done"], true);
+}
+
+#[test]
+fn mini_batches_that_are_added_up_are_one() {
+    let folder = folder("added-up");
+    let line = "--data synthetic --epochs 1 --micro-batch 8 --optimizer sgd";
+    train(&folder, &format!("{line} --batch-size 64 --save whole")).success();
+    train(&folder, &format!("{line} --batch-size 16 --accumulate 4 --save parts")).success();
+    let far = distance(&folder.join("whole"), &folder.join("parts"));
+    assert!(far < 1e-5, "{far}");
+    train(&folder, &format!("{line} --batch-size 16 --accumulate 4 --stages 2 --save stages"))
+        .success();
+    let far = distance(&folder.join("whole"), &folder.join("stages"));
+    assert!(far < 1e-5, "{far}");
+}
+
+#[test]
+fn a_gradient_is_shortened_in_whole_models_and_in_pipelines() {
+    let folder = folder("shortened");
+    let line = "--max-steps 2 --optimizer sgd --momentum 0 --learning-rate 1 --micro-batch 32 --clip-norm 0.001";
+    train(&folder, &format!("{line} --save one")).success();
+    train(&folder, &format!("{line} --stages 2 --save two")).success();
+    train(&folder, "--max-steps 2 --learning-rate 0 --save first").success();
+    let moved = distance(&folder.join("first"), &folder.join("one"));
+    assert!(moved > 0.0 && moved <= 0.002, "{moved}");
+    let far = distance(&folder.join("one"), &folder.join("two"));
+    assert!(far < 1e-6, "{far}");
+}
+
+#[test]
+fn weights_of_a_file_are_what_a_run_begins_with() {
+    let folder = folder("begun");
+    train(&folder, "--max-steps 3 --save a.safetensors").success();
+    train(&folder, "--max-steps 1 --learning-rate 0 --seed 5 --init a.safetensors --save b").success();
+    assert_eq!(distance(&folder.join("a.safetensors"), &folder.join("b")), 0.0);
+    let line = "--model resnet18 --max-steps 1 --init a.safetensors";
+    train(&folder, line).code(2).stderr(
+        predicate::str::starts_with("brimful: --init a.safetensors: it lacks ")
+            .and(predicate::str::contains("--init-partial")),
+    );
+    train(&folder, &format!("{line} --init-partial"))
+        .code(2)
+        .stderr(predicate::str::contains("none of its weights is the model's"));
+    train(&folder, "--init a.safetensors --resume a.safetensors").code(2);
+}
+
+#[test]
+fn the_best_and_the_newest_files_are_kept() {
+    let folder = folder("kept");
+    let line = "--batch-size 64 --max-steps 40 --eval-every 10 --save-every 10";
+    train(&folder, &format!("{line} --keep 2 --save n.safetensors")).success();
+    train(&folder, &format!("{line} --keep best --save b.safetensors")).success();
+    let expected = [
+        "b.best.safetensors",
+        "b.safetensors",
+        "n.safetensors",
+        "n.step-30.safetensors",
+        "n.step-40.safetensors",
+    ];
+    assert_eq!(names(&folder), expected);
+    let (_, last) = save::read(folder.join("b.safetensors")).expect("a saved run");
+    let (_, best) = save::read(folder.join("b.best.safetensors")).expect("a saved run");
+    assert_eq!(last["best-step"], best["best-step"]);
+    train(&folder, "--keep best").code(2).stderr(predicate::str::contains("--save"));
+}
+
+#[test]
+fn what_a_run_was_told_must_be_told_again() {
+    let folder = folder("told");
+    train(&folder, "--max-steps 1 --clip-norm 1 --save a").success();
+    train(&folder, "--max-steps 2 --resume a").failure().stderr(predicate::str::contains(
+        "it was made with --clip-norm 1, but this run has no --clip-norm: say the same",
+    ));
+    train(&folder, "--max-steps 2 --clip-norm 1 --ema 0.9 --resume a").failure().stderr(
+        predicate::str::contains("it was made with no --ema, but this run has --ema 0.9"),
+    );
+}
+
+/// All that the program has for a longer run at once.
+const LONG: &str = "--batch-size 32 --max-steps 200 --micro-batch 8 --clip-norm 1 --warmup 20 \
+                    --ema 0.9 --accumulate 2 --eval-every 50 --save-every 20 --keep 3 \
+                    --learning-rate-decay cosine";
+
+struct LongRun {
+    folder: PathBuf,
+}
+
+impl LongRun {
+    fn new(name: &str) -> Self {
+        Self { folder: folder(name) }
+    }
+
+    fn start(&self, resume: bool) -> std::process::Child {
+        let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
+        process.current_dir(&self.folder).env_remove("LD_LIBRARY_PATH");
+        process.args(["train", "--device", "cpu", "--threads", "1"]);
+        process.args(LONG.split_whitespace()).args(["--save", "m.safetensors"]);
+        process.args(["--log", "log.csv", "--events", "events"]);
+        if resume {
+            process.args(["--resume", "m.safetensors"]);
+        }
+        process.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a run")
+    }
+
+    /// The log without what depends on time.
+    fn log(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.folder.join("log.csv")).expect("a log");
+        let column = |number: &usize| ![4, 5].contains(number);
+        let line = |line: &str| {
+            let values = line.split(',').enumerate().filter(|(number, _)| column(number));
+            values.map(|(_, value)| value).collect::<Vec<_>>().join(",")
+        };
+        text.lines().map(line).collect()
+    }
+}
+
+#[test]
+fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
+    let whole = LongRun::new("long-whole");
+    assert!(whole.start(false).wait().expect("an end").success());
+    let killed = LongRun::new("long-killed");
+    let file = killed.folder.join("m.safetensors");
+    for kill in 0..3 {
+        let mut run = killed.start(kill > 0);
+        while !file.exists() {
+            sleep(Duration::from_millis(2));
+        }
+        // Somewhere: the process number is as good as any.
+        sleep(Duration::from_millis(u64::from((run.id() * 37) % 400)));
+        run.kill().expect("killed");
+        run.wait().expect("gone");
+    }
+    assert!(killed.start(true).wait().expect("an end").success());
+    let expected = [
+        "events",
+        "log.csv",
+        "m.safetensors",
+        "m.step-160.safetensors",
+        "m.step-180.safetensors",
+        "m.step-200.safetensors",
+    ];
+    assert_eq!(names(&whole.folder), expected);
+    // What was being written at the kill may be left beside them, under another name.
+    let left: Vec<_> = names(&killed.folder)
+        .into_iter()
+        .filter(|name| !name.starts_with('.') && !name.ends_with(".new"))
+        .collect();
+    assert_eq!(left, expected);
+    for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {
+        let read = |run: &LongRun| save::read(run.folder.join(name)).expect("a saved run");
+        assert_eq!(read(&whole), read(&killed), "{name}");
+    }
+    assert_eq!(whole.log(), killed.log());
+}
