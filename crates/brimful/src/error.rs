@@ -1,6 +1,7 @@
 //! Everything that can go wrong, by the module that says what it was, with the numbers and the remedy.
 
 use std::error::Error as StdError;
+use std::fmt;
 use std::sync::Arc;
 
 use brimful_plan::balance::BalanceError;
@@ -30,7 +31,9 @@ use crate::workers::WorkerError;
 use crate::world::WorldError;
 
 /// What a call of this library can fail with.
-#[derive(Debug, Clone, PartialEq, Error)]
+///
+/// Its debug form is its message and those of its causes, as a `main` that returns it prints them.
+#[derive(Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Memory ran out.
@@ -148,6 +151,24 @@ pub enum Error {
     World(#[from] WorldError),
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut told = self.to_string();
+        f.write_str(&told)?;
+        let mut cause = self.source();
+        while let Some(error) = cause {
+            let words = error.to_string();
+            // Many messages end in that of their cause.
+            if !told.ends_with(&words) {
+                write!(f, "\n  because {words}")?;
+                told = words;
+            }
+            cause = error.source();
+        }
+        Ok(())
+    }
+}
+
 /// An error that a user's closure returned, as it was.
 #[derive(Debug, Clone, Error)]
 #[error(transparent)]
@@ -218,6 +239,21 @@ impl From<brimful_torch::TorchError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An error with a cause.
+    #[derive(Debug, Error)]
+    #[error("the shelf is empty")]
+    struct Outer(#[source] std::io::Error);
+
+    #[test]
+    fn a_main_that_returns_an_error_prints_its_message_with_the_remedy() {
+        let error = Error::from(OptimError::NoGradient { parameters: 3 });
+        let message = "none of the 3 parameters has a gradient: run backward first";
+        assert_eq!(format!("{error:?}"), message);
+        assert_eq!(format!("{error:#?}"), message);
+        let error = Error::of_closure(Outer(std::io::Error::other("nobody went shopping")));
+        assert_eq!(format!("{error:?}"), "the shelf is empty\n  because nobody went shopping");
+    }
 
     #[test]
     fn an_error_of_tch_keeps_its_sentence_and_loses_its_backtrace() {
