@@ -66,6 +66,24 @@ pub enum OptimError {
         /// What the optimizer has.
         here: String,
     },
+    /// Saved averages that belong to another model.
+    #[error(
+        "the saved averages do not fit: '{name}' is {saved} in them, but {here} here; load those that \
+         were saved with this model"
+    )]
+    AveragesMismatch {
+        /// What differs: a variable, or one of the texts.
+        name: String,
+        /// What the saved averages have.
+        saved: String,
+        /// What is here.
+        here: String,
+    },
+    /// Averages cannot follow weights in whose place they are.
+    #[error(
+        "the averages are in the place of the model's own weights: put those back with `swap_out` first"
+    )]
+    AveragesInPlace,
     /// Gradients were needed, and there are none.
     #[error("none of the {parameters} parameters has a gradient: run backward first")]
     NoGradient {

@@ -71,6 +71,15 @@ impl Method {
         }
     }
 
+    /// The same method, under which parameters do not shrink by themselves.
+    pub(super) fn without_decay(self) -> Self {
+        match self {
+            Self::Sgd(config) => config.weight_decay(0.0).into(),
+            Self::Adam(config) => config.weight_decay(0.0).into(),
+            Self::AdamW(config) => config.weight_decay(0.0).into(),
+        }
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         match self {
             Self::Sgd(config) => config.check(),

@@ -7,9 +7,8 @@
 //!
 //! let vs = nn::VarStore::new(Device::Cpu);
 //! let model = nn::linear(vs.root() / "layer", 4, 2, Default::default());
-//! let config = AdamW::new(1e-3);
-//! let mut opt = Optimizer::new(&vs, config)?;
-//! opt.group("decay-free", |name| name.ends_with("bias"), config.weight_decay(0.0))?;
+//! let mut opt = Optimizer::new(&vs, AdamW::new(1e-3).weight_decay(0.1))?;
+//! opt.decay_only_matrices()?;
 //!
 //! let x = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
 //! model.forward(&x).square().mean(Kind::Float).backward();
@@ -31,8 +30,11 @@
 
 mod adam;
 mod clip;
+mod ema;
 mod error;
 mod method;
+mod no_decay;
+mod rate_curve;
 mod replay;
 mod saved;
 mod sgd;
@@ -42,8 +44,11 @@ mod step;
 pub use adam::{Adam, AdamW, AdamWith};
 pub use clip::{GradientNorm, clip_gradient_norm};
 pub(crate) use clip::{check_max_norm, clip_factor};
+pub use ema::Ema;
 pub use error::OptimError;
 pub use method::Method;
+pub use no_decay::NO_DECAY_GROUP;
+pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
 
 use std::collections::{HashMap, HashSet};
@@ -252,15 +257,12 @@ fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
 }
 
 fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
-    let mut names = HashSet::new();
+    check_names(named)?;
     let mut places = HashMap::new();
     for (name, tensor) in named {
         let bad = |reason: String| {
             Err(OptimError::BadParameter { parameter: name.clone(), reason }.into())
         };
-        if !names.insert(name) {
-            return bad("two have that name; give each its own".into());
-        }
         if !matches!(tensor.kind(), Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) {
             return bad(format!("it is of kind {:?}; make it floating-point", tensor.kind()));
         }
@@ -277,6 +279,18 @@ fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn check_names(named: &[(String, Tensor)]) -> Result<()> {
+    let mut names = HashSet::new();
+    match named.iter().find(|(name, _)| !names.insert(name)) {
+        None => Ok(()),
+        Some((name, _)) => Err(OptimError::BadParameter {
+            parameter: name.clone(),
+            reason: "two have that name; give each its own".into(),
+        }
+        .into()),
+    }
 }
 
 /// Whether some elements are the same memory, as in an expanded tensor.

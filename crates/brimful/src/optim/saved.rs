@@ -39,7 +39,8 @@ impl Optimizer {
     }
 
     /// Takes over a state that [`Optimizer::state`] gave, with the learning rates and options that
-    /// its groups had. The parameters themselves are not in it.
+    /// its groups had. The parameters themselves are not in it. It is copied into the memory that
+    /// the caller has entered, as by [`guard`](crate::guard).
     ///
     /// # Errors
     /// When it is of other parameters, shapes, groups or methods: the first difference is named,

@@ -17,7 +17,7 @@ use crate::Result;
 
 /// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
 /// space of all gradients at once would double their memory.
-const SCRATCH_ELEMENTS: usize = 16 << 20;
+pub(super) const SCRATCH_ELEMENTS: usize = 16 << 20;
 /// Pieces of scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
 const ALIGNMENT: usize = 64;
 

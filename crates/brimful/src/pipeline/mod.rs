@@ -58,7 +58,7 @@ pub use build::{BalanceBy, Builder};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
 pub use run::is_recomputing;
-pub use state::PipelineOptimizer;
+pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::step::{Size, StepState};

@@ -84,6 +84,18 @@ impl PipelineOptimizer {
         made.map(drop)
     }
 
+    /// Takes the weight decay from every parameter of fewer than two dimensions.
+    ///
+    /// # Errors
+    /// As [`Optimizer::decay_only_matrices`].
+    pub fn decay_only_matrices(&mut self) -> Result<()> {
+        let workers = self.workers();
+        self.ranks.together("group", |_| {
+            workers.all(|worker| optimizer(worker).check_no_decay()).map(drop)
+        })?;
+        workers.all(|worker| optimizer(worker).decay_only_matrices()).map(drop)
+    }
+
     /// Updates every parameter that has a gradient, on all devices or on none.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use crate::Result;
 use crate::bytes::Bytes;
 use crate::copies::Copies;
 use crate::memory::Memory;
-use crate::optim::Optimizer;
+use crate::optim::{Ema, Optimizer};
 use crate::pipeline::build::StageLayout;
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
@@ -77,6 +77,7 @@ pub(crate) struct Worker {
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
     pub(crate) optimizer: Option<Optimizer>,
+    pub(crate) ema: Option<Ema>,
     pub(crate) non_finite: NonFinite,
     /// BatchNorm layers that do not know of steps, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
@@ -177,6 +178,7 @@ impl Worker {
             variables: Variables::of(&store, layout, *number, *replica),
             memory: device.memory(),
             optimizer: None,
+            ema: None,
             non_finite: *non_finite,
             unmanaged: UnmanagedStatistics::default(),
             store,

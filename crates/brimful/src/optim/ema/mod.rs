@@ -1,0 +1,168 @@
+//! Exponential averages of a model's weights, which often judge better than the last ones.
+//!
+//! ```
+//! use brimful::optim::{Ema, Optimizer, Sgd};
+//! use tch::{Device, Kind, Tensor, nn, nn::Module};
+//!
+//! let store = nn::VarStore::new(Device::Cpu);
+//! let model = nn::linear(store.root(), 4, 2, Default::default());
+//! let mut optimizer = Optimizer::new(&store, Sgd::new(0.1))?;
+//! let mut ema = Ema::new(&store, 0.999)?.warmup(true);
+//!
+//! let x = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+//! model.forward(&x).square().mean(Kind::Float).backward();
+//! optimizer.step()?;
+//! ema.update()?;
+//!
+//! ema.swap_in()?; // evaluate with the averages,
+//! ema.swap_out()?; // and train on with the model's own weights
+//! # Ok::<(), brimful::Error>(())
+//! ```
+
+mod saved;
+mod update;
+
+use brimful_torch::foreach;
+use brimful_torch::optim::fits;
+use tch::{Kind, Tensor, nn};
+
+use super::check_names;
+use super::method::within;
+use crate::Result;
+
+/// Averages of a model's variables over its steps: *average ← decay · average + (1 − decay) ·
+/// weight*.
+///
+/// An average of an f16 or bf16 weight is in f32. What gets no gradient, such as the running
+/// statistics of norms and frozen parameters, is not averaged but copied as it is. The averages are
+/// made in the memory that the caller has entered.
+#[derive(Debug)]
+pub struct Ema {
+    averages: Vec<Average>,
+    decay: f64,
+    warmup: bool,
+    /// How often the averages have followed the weights.
+    updates: u64,
+    /// The model's own values while the averages are in their place, in the order of the averages.
+    own: Option<Vec<Tensor>>,
+}
+
+/// One variable and its average.
+#[derive(Debug)]
+struct Average {
+    name: String,
+    variable: Tensor,
+    value: Tensor,
+}
+
+impl Ema {
+    /// Averages of the store's variables, which begin as what these are now. Variables that are
+    /// made later are not in it.
+    ///
+    /// # Errors
+    /// When the decay is not in 0..1, or memory runs out.
+    pub fn new(store: &nn::VarStore, decay: f64) -> Result<Self> {
+        Self::for_named(store.variables().into_iter().collect(), decay)
+    }
+
+    /// Averages of these variables.
+    ///
+    /// # Errors
+    /// When two have one name, the decay is not in 0..1, or memory runs out.
+    pub fn for_named(mut named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
+        check_decay(decay)?;
+        check_names(&named)?;
+        named.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let averages = tch::no_grad(|| named.into_iter().map(Average::of).collect::<Result<_>>())?;
+        Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
+    }
+
+    /// Begins with a smaller decay: that of update *t*, counted from 0, is at most
+    /// *(1 + t) / (10 + t)*, so that the first weights are soon forgotten.
+    #[must_use]
+    pub fn warmup(self, warmup: bool) -> Self {
+        Self { warmup, ..self }
+    }
+
+    pub(crate) fn set_warmup(&mut self, warmup: bool) {
+        self.warmup = warmup;
+    }
+
+    /// How often the averages have followed the weights.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// The averages with the names of their variables, in the order of the names.
+    pub fn averages(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.averages.iter().map(|average| (average.name.as_str(), &average.value))
+    }
+
+    /// Puts the averages in place of the model's own weights, which are kept until
+    /// [`Ema::swap_out`]; until then there is no update. Averages that are in place stay there.
+    ///
+    /// # Errors
+    /// When memory runs out; the model is as before then.
+    pub fn swap_in(&mut self) -> Result<()> {
+        if self.own.is_some() {
+            return Ok(());
+        }
+        let _no_grad = tch::no_grad_guard();
+        let variables = self.variables()?;
+        let own = variables.iter().map(|variable| Ok(variable.f_empty_like()?));
+        let own = own.collect::<Result<Vec<Tensor>>>()?;
+        foreach::copy(&own, &variables)?;
+        self.own = Some(own);
+        let values = self.averages.iter().map(|average| average.value.shallow_clone());
+        Ok(foreach::copy(&variables, &values.collect::<Vec<_>>())?)
+    }
+
+    /// Puts the model's own weights back, to the last bit. Weights that are in place stay there.
+    ///
+    /// # Errors
+    /// When libtorch refuses.
+    pub fn swap_out(&mut self) -> Result<()> {
+        let Some(own) = &self.own else { return Ok(()) };
+        let _no_grad = tch::no_grad_guard();
+        foreach::copy(&self.variables()?, own)?;
+        self.own = None;
+        Ok(())
+    }
+
+    /// The variables as tensors that autograd lets write into.
+    fn variables(&self) -> Result<Vec<Tensor>> {
+        self.averages.iter().map(|average| Ok(average.variable.f_detach()?)).collect()
+    }
+}
+
+impl Average {
+    fn of((name, variable): (String, Tensor)) -> Result<Self> {
+        let kind = match variable.kind() {
+            Kind::Half | Kind::BFloat16 => Kind::Float,
+            own => own,
+        };
+        let present = variable.f_detach()?;
+        let value = if kind == present.kind() {
+            let mut copy = present.f_empty_like()?;
+            copy.f_copy_(&present)?;
+            copy
+        } else {
+            present.f_to_kind(kind)?
+        };
+        Ok(Self { name, variable, value })
+    }
+
+    /// Whether it is averaged, not copied.
+    fn is_averaged(&self) -> bool {
+        self.variable.requires_grad()
+    }
+
+    /// Whether both are of one kind, on one device and laid out alike.
+    fn is_alike(&self) -> bool {
+        fits(&self.value, &self.variable)
+    }
+}
+
+fn check_decay(decay: f64) -> Result<()> {
+    within("decay", decay, (0.0..1.0).contains(&decay), "give a number of at least 0 and below 1")
+}

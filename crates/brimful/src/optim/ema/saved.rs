@@ -1,0 +1,118 @@
+//! Averages as named tensors and texts, to be saved beside the model.
+//!
+//! | what | where |
+//! | --- | --- |
+//! | the average of a variable | a tensor of the variable's name |
+//! | the decay, its warm-up, and how many updates there were | texts |
+
+use std::collections::BTreeMap;
+
+use brimful_torch::foreach;
+use tch::Tensor;
+
+use super::{Ema, check_decay};
+use crate::optim::OptimError;
+use crate::save::Metadata;
+use crate::{Error, Result};
+
+const FORMAT: (&str, &str) = ("format", "brimful weight averages 1");
+const DECAY: &str = "decay";
+const WARMUP: &str = "warmup";
+const UPDATES: &str = "updates";
+
+/// A saved state that fits.
+pub(crate) struct SavedEma {
+    /// In the order of the averages.
+    values: Vec<Tensor>,
+    decay: f64,
+    warmup: bool,
+    updates: u64,
+}
+
+impl Ema {
+    /// The whole state: averages by name, and texts for the rest. The tensors are the averages
+    /// themselves, which the next update changes.
+    pub fn state(&self) -> (Vec<(String, Tensor)>, Metadata) {
+        let averages = self.averages();
+        let tensors = averages.map(|(name, value)| (name.to_owned(), value.shallow_clone()));
+        let metadata = Metadata::from([
+            (FORMAT.0.to_owned(), FORMAT.1.to_owned()),
+            // As it is read back, to the last bit.
+            (DECAY.to_owned(), format!("{:?}", self.decay)),
+            (WARMUP.to_owned(), self.warmup.to_string()),
+            (UPDATES.to_owned(), self.updates.to_string()),
+        ]);
+        (tensors.collect(), metadata)
+    }
+
+    /// Takes over a state that [`Ema::state`] gave, with its decay.
+    ///
+    /// # Errors
+    /// When it is of other variables or shapes: the first difference is named, and nothing is
+    /// changed. So it is while the averages are in the place of the weights.
+    pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
+        let SavedEma { values, decay, warmup, updates } = self.read(tensors, metadata)?;
+        let averages: Vec<_> = self.averages.iter().map(|a| a.value.shallow_clone()).collect();
+        foreach::copy(&averages, &values)?;
+        (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
+        Ok(())
+    }
+
+    /// What a saved state comes to, if it fits.
+    pub(crate) fn read(
+        &self,
+        tensors: &[(String, Tensor)],
+        metadata: &Metadata,
+    ) -> Result<SavedEma> {
+        if self.own.is_some() {
+            return Err(OptimError::AveragesInPlace.into());
+        }
+        if metadata.get(FORMAT.0).map(String::as_str) != Some(FORMAT.1) {
+            let saved = metadata.get(FORMAT.0).map_or("nothing", String::as_str);
+            return Err(mismatch(FORMAT.0, format!("'{saved}'"), format!("'{}'", FORMAT.1)));
+        }
+        let decay = read(metadata, DECAY)?;
+        check_decay(decay)?;
+        Ok(SavedEma {
+            values: self.matching(tensors)?,
+            decay,
+            warmup: read(metadata, WARMUP)?,
+            updates: read(metadata, UPDATES)?,
+        })
+    }
+
+    /// The saved tensors in the order of the averages: all of them, and no others.
+    fn matching(&self, tensors: &[(String, Tensor)]) -> Result<Vec<Tensor>> {
+        let mut left: BTreeMap<&str, &Tensor> =
+            tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let mut found = Vec::new();
+        for (name, value) in self.averages() {
+            let saved = left.remove(name);
+            let saved = saved.ok_or_else(|| mismatch(name, "missing".into(), shape(value)))?;
+            if saved.size() != value.size() {
+                return Err(mismatch(name, shape(saved), shape(value)));
+            }
+            found.push(saved.shallow_clone());
+        }
+        match left.first_key_value() {
+            Some((name, tensor)) => Err(mismatch(name, shape(tensor), "missing".into())),
+            None => Ok(found),
+        }
+    }
+}
+
+fn read<T: std::str::FromStr>(metadata: &Metadata, key: &str) -> Result<T> {
+    let text = metadata.get(key);
+    text.and_then(|text| text.parse().ok()).ok_or_else(|| {
+        let saved = text.map_or("missing".to_owned(), |text| format!("'{text}'"));
+        mismatch(key, saved, "a number, or true or false".into())
+    })
+}
+
+fn shape(tensor: &Tensor) -> String {
+    format!("of shape {:?}", tensor.size())
+}
+
+fn mismatch(name: &str, saved: String, here: String) -> Error {
+    OptimError::AveragesMismatch { name: name.into(), saved, here }.into()
+}

@@ -1,0 +1,166 @@
+//! Averages of a pipeline's weights, each kept where its stage is.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
+
+use crate::Result;
+use crate::optim::{Ema, OptimError};
+use crate::pipeline::Pipeline;
+use crate::pipeline::ranks::Ranks;
+use crate::pipeline::worker::Worker;
+use crate::save::Metadata;
+use crate::workers::Workers;
+
+/// Averages of a pipeline's variables, as an [`Ema`] of all of them: its state has that one's form,
+/// and loads into one, or into a pipeline of any other balance. In a world, all ranks make every
+/// call.
+#[derive(Debug)]
+pub struct PipelineEma {
+    workers: Arc<Mutex<Workers<Worker>>>,
+    ranks: Ranks,
+}
+
+impl Pipeline {
+    /// Averages of all variables, which begin as what these are now, in the memory of their stages.
+    /// They take the place of earlier ones.
+    ///
+    /// # Errors
+    /// As [`Ema::new`].
+    pub fn ema(&mut self, decay: f64) -> Result<PipelineEma> {
+        let workers = self.workers();
+        self.ranks.together("averages", |_| {
+            let made = workers.all(move |worker| {
+                let owned = worker.variables.owned();
+                let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
+                worker.ema = Some(Ema::for_named(named, decay)?);
+                Ok(())
+            });
+            made.map(drop)
+        })?;
+        drop(workers);
+        Ok(PipelineEma { workers: Arc::clone(&self.workers), ranks: self.ranks.clone() })
+    }
+}
+
+impl PipelineEma {
+    /// Begins with a smaller decay, as [`Ema::warmup`].
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn warmup(self, warmup: bool) -> Result<Self> {
+        self.workers().all(move |worker| {
+            ema(worker).set_warmup(warmup);
+            Ok(())
+        })?;
+        Ok(self)
+    }
+
+    /// Lets the averages follow the weights, on all devices or on none.
+    ///
+    /// # Errors
+    /// As [`Ema::update`].
+    pub fn update(&mut self) -> Result<()> {
+        let workers = self.workers();
+        let mut scratch = Vec::new();
+        self.ranks.together("update averages", |_| {
+            scratch = workers.all(|worker| ema(worker).prepare())?;
+            Ok(())
+        })?;
+        workers.each_or_error(scratch, |worker, scratch| ema(worker).commit(&scratch)).map(drop)
+    }
+
+    /// Puts the averages in place of the model's own weights, on all devices or on none.
+    ///
+    /// # Errors
+    /// As [`Ema::swap_in`].
+    pub fn swap_in(&mut self) -> Result<()> {
+        let workers = self.workers();
+        let swapped = self.ranks.together("swap averages in", |_| {
+            workers.all(|worker| ema(worker).swap_in()).map(drop)
+        });
+        if swapped.is_err() {
+            workers.all(|worker| ema(worker).swap_out())?;
+        }
+        swapped.map(drop)
+    }
+
+    /// Puts the model's own weights back, to the last bit.
+    ///
+    /// # Errors
+    /// As [`Ema::swap_out`].
+    pub fn swap_out(&mut self) -> Result<()> {
+        self.workers().all(|worker| ema(worker).swap_out()).map(drop)
+    }
+
+    /// The whole state, as [`Ema::state`] gives it. In a world, rank 0 gets all of it, the others
+    /// their own parts.
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
+        let parts = self.workers().all(|worker| Ok(ema(worker).state()))?;
+        let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
+        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+        // All workers have the same texts.
+        Ok((self.ranks.gather(tensors)?, metadata.swap_remove(0)))
+    }
+
+    /// Takes over a state that [`PipelineEma::state`] or [`Ema::state`] gave.
+    ///
+    /// # Errors
+    /// As [`Ema::load_state`]; nothing is changed then.
+    pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
+        let workers = self.workers();
+        let names = workers.all(|worker| Ok(names(ema(worker))))?;
+        let names = self.ranks.of_workers("load averages", names)?;
+        let mut parts = portions(&names, tensors)?;
+        let parts: Vec<_> = parts.drain(self.ranks.here()).collect();
+        let with_texts = || {
+            let clone = |part: &Vec<(String, Tensor)>| {
+                let part = part.iter().map(|(name, value)| (name.clone(), value.shallow_clone()));
+                (part.collect::<Vec<_>>(), metadata.clone())
+            };
+            parts.iter().map(clone).collect::<Vec<_>>()
+        };
+        self.ranks.together("load averages", |_| {
+            let fits = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
+                ema(worker).read(&tensors, &metadata).map(drop)
+            });
+            fits.map(drop)
+        })?;
+        let loaded = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
+            ema(worker).load_state(&tensors, &metadata)
+        });
+        loaded.map(drop)
+    }
+
+    fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn ema(worker: &mut Worker) -> &mut Ema {
+    worker.ema.as_mut().expect("it was made on every worker")
+}
+
+fn names(ema: &Ema) -> Vec<String> {
+    ema.averages().map(|(name, _)| name.to_owned()).collect()
+}
+
+/// Each worker's part of all averages, of which nothing may be left.
+fn portions(
+    names: &[Vec<String>],
+    tensors: &[(String, Tensor)],
+) -> Result<Vec<Vec<(String, Tensor)>>> {
+    let mut parts: Vec<Vec<(String, Tensor)>> = names.iter().map(|_| Vec::new()).collect();
+    for (name, tensor) in tensors {
+        let Some(worker) = names.iter().position(|names| names.contains(name)) else {
+            let (saved, here) = ("there".into(), "missing".into());
+            return Err(OptimError::AveragesMismatch { name: name.clone(), saved, here }.into());
+        };
+        parts[worker].push((name.clone(), tensor.shallow_clone()));
+    }
+    Ok(parts)
+}
