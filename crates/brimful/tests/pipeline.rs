@@ -14,6 +14,7 @@ use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Cause, PipelineError, StageDevice};
+use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
 use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, eval, mlp};
@@ -464,7 +465,15 @@ fn what_does_not_fit_is_not_loaded() {
     let before: Vec<_> = before.map(|(name, value)| (name, value.copy())).collect();
     let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
     let error = pipe.set_variables(other.variables().expect("variables")).expect_err("others");
-    assert!(error.to_string().starts_with("'fc1.bias' is missing in the file"), "{error}");
+    let told = error.to_string();
+    let first = "'fc1.bias' is missing in the file, but of shape";
+    assert!(told.starts_with(first) && told.contains("'fc2.weight' is missing"), "{told}");
+    assert_close(&pipe.variables().expect("variables"), &before, "as before");
+    let unknown = before.iter().map(|(name, value)| (name.clone(), value + 1.0));
+    let unknown = unknown.chain([("fc9.bias".to_owned(), Tensor::ones([2], DOUBLE))]);
+    let error = pipe.set_variables(unknown.collect()).expect_err("one more");
+    let told = "'fc9.bias' is of shape [2] in the file, but missing in the model: load what was";
+    assert!(error.to_string().starts_with(told), "{error}");
     assert_close(&pipe.variables().expect("variables"), &before, "as before");
 
     let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
@@ -474,6 +483,30 @@ fn what_does_not_fit_is_not_loaded() {
     let error = optimizer.load_state(&tensors, &metadata).expect_err("others");
     assert!(matches!(error, Error::Optim(OptimError::StateMismatch { .. })), "{error}");
     assert_eq!(optimizer.learning_rate(), 0.1);
+}
+
+#[test]
+fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
+    let mut values = pipe.variables().expect("variables");
+    for (_, value) in &mut values {
+        *value = value.detach() + 1.0;
+    }
+    let expected: Vec<_> =
+        values.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
+    for beside in ["optimizer.fc1.bias.exp_avg", "ema.fc1.bias", "bn1.num_batches_tracked"] {
+        values.push((beside.to_owned(), Tensor::ones([3], DOUBLE)));
+    }
+    let name = format!("brimful-beside-{}.safetensors", std::process::id());
+    let file = std::env::temp_dir().join(name);
+    save::write(&file, &values, &Metadata::new()).expect("written");
+    pipe.load(&file).expect("loaded");
+    assert_close(&pipe.variables().expect("variables"), &expected, "pipeline");
+    let mut plain = Plain::of(&mlp(), &builder(mlp(), 1).build().expect("a pipeline"));
+    plain.store.load(&file).expect("loaded");
+    assert_close(&plain.values(), &expected, "store");
+    std::fs::remove_file(file).expect("removed");
 }
 
 #[test]

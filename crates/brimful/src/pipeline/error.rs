@@ -123,16 +123,10 @@ pub enum PipelineError {
         first: String,
     },
     /// Saved variables that are not the model's.
-    #[error(
-        "'{name}' is {saved} in the file, but {here} in the model: load what was saved from it"
-    )]
+    #[error("{}: load what was saved from this model", listed(differences))]
     Mismatch {
-        /// The variable.
-        name: String,
-        /// What the file has.
-        saved: String,
-        /// What the model has.
-        here: String,
+        /// For each variable that differs, what it is in the file and in the model.
+        differences: Vec<String>,
     },
     /// An input that is needed again and is not what it was.
     #[error(
@@ -193,5 +187,16 @@ impl Error {
             Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
             _ => None,
         }
+    }
+}
+
+/// So many differences are told of in one message.
+const LISTED: usize = 8;
+
+fn listed(differences: &[String]) -> String {
+    let told = differences.iter().take(LISTED).map(String::as_str).collect::<Vec<_>>().join("; ");
+    match differences.len().saturating_sub(LISTED) {
+        0 => told,
+        more => format!("{told}; and {more} more"),
     }
 }

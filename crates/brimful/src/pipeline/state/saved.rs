@@ -80,12 +80,13 @@ impl Pipeline {
         self.ranks.on_first("save", || save::write(path, &all, &Metadata::new()))
     }
 
-    /// Reads all variables from a file that a pipeline of any balance, or a plain model, has saved. In
-    /// a world, every rank reads it.
+    /// Reads all variables from a file that a pipeline of any balance, a plain model, or the program
+    /// has saved: an optimizer's state and PyTorch's counts of batches in it are passed over. In a
+    /// world, every rank reads it.
     ///
     /// # Errors
-    /// When the file cannot be read, or holds other variables than the model has; nothing is changed
-    /// then.
+    /// When the file cannot be read, or holds other variables than the model has, which are listed;
+    /// nothing is changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let mut read = None;
         self.ranks.together("load", |_| {
@@ -95,7 +96,7 @@ impl Pipeline {
         self.set_variables(read.unwrap_or_default())
     }
 
-    /// Gives all variables these values.
+    /// Gives all variables these values; what [`Pipeline::load`] passes over is so here.
     ///
     /// # Errors
     /// When they are not those of the model; nothing is changed then.
@@ -152,16 +153,35 @@ fn owned(workers: &Workers<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(
     Ok(all)
 }
 
-/// The values must be for these variables, all of them and no others.
+/// What the program's own files hold beside the model, by how the names begin.
+const BESIDE_THE_MODEL: [&str; 2] = ["optimizer.", "ema."];
+/// PyTorch's BatchNorm counts its batches under this name; nothing here needs the count.
+const BATCH_COUNT: &str = "num_batches_tracked";
+
+/// Whether a tensor may be in a file without being in the model.
+fn is_passed_over(name: &str) -> bool {
+    name.ends_with(BATCH_COUNT) || BESIDE_THE_MODEL.iter().any(|start| name.starts_with(start))
+}
+
+/// The values must be for these variables, all of them, and no others but those passed over.
 fn check(here: Vec<(String, Vec<i64>)>, saved: &[(String, Tensor)]) -> Result<()> {
     let here: BTreeMap<String, Vec<i64>> = here.into_iter().collect();
     let saved: BTreeMap<String, Vec<i64>> =
         saved.iter().map(|(name, tensor)| (name.clone(), tensor.size())).collect();
-    let mut names = here.keys().chain(saved.keys());
-    let Some(name) = names.find(|name| here.get(*name) != saved.get(*name)) else { return Ok(()) };
-    let describe = |list: &BTreeMap<String, Vec<i64>>| {
-        list.get(name).map_or("missing".to_owned(), |shape| format!("of shape {shape:?}"))
+    let describe = |shape: Option<&Vec<i64>>| {
+        shape.map_or("missing".to_owned(), |shape| format!("of shape {shape:?}"))
     };
-    let (saved, here) = (describe(&saved), describe(&here));
-    Err(PipelineError::Mismatch { name: name.clone(), saved, here }.into())
+    let differs = |name: &&String| {
+        here.get(*name) != saved.get(*name) && (here.contains_key(*name) || !is_passed_over(name))
+    };
+    let left_over = saved.keys().filter(|name| !here.contains_key(*name));
+    let differences = here.keys().chain(left_over).filter(differs).map(|name| {
+        let (saved, here) = (describe(saved.get(name)), describe(here.get(name)));
+        format!("'{name}' is {saved} in the file, but {here} in the model")
+    });
+    let differences: Vec<String> = differences.collect();
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(PipelineError::Mismatch { differences }.into()),
+    }
 }
