@@ -38,9 +38,8 @@ fn model(path: &Path) -> BTreeMap<String, Tensor> {
 fn distance(one: &Path, other: &Path) -> f64 {
     let (one, other) = (model(one), model(other));
     assert_eq!(one.len(), other.len());
-    let far = |(name, tensor): (&String, &Tensor)| {
-        (tensor - &other[name]).abs().max().double_value(&[])
-    };
+    let far =
+        |(name, tensor): (&String, &Tensor)| (tensor - &other[name]).abs().max().double_value(&[]);
     one.iter().map(far).fold(0.0, f64::max)
 }
 
@@ -95,7 +94,8 @@ fn a_gradient_is_shortened_in_whole_models_and_in_pipelines() {
 fn weights_of_a_file_are_what_a_run_begins_with() {
     let folder = folder("begun");
     train(&folder, "--max-steps 3 --save a.safetensors").success();
-    train(&folder, "--max-steps 1 --learning-rate 0 --seed 5 --init a.safetensors --save b").success();
+    train(&folder, "--max-steps 1 --learning-rate 0 --seed 5 --init a.safetensors --save b")
+        .success();
     assert_eq!(distance(&folder.join("a.safetensors"), &folder.join("b")), 0.0);
     let line = "--model resnet18 --max-steps 1 --init a.safetensors";
     train(&folder, line).code(2).stderr(
@@ -135,9 +135,9 @@ fn what_a_run_was_told_must_be_told_again() {
     train(&folder, "--max-steps 2 --resume a").failure().stderr(predicate::str::contains(
         "it was made with --clip-norm 1, but this run has no --clip-norm: say the same",
     ));
-    train(&folder, "--max-steps 2 --clip-norm 1 --ema 0.9 --resume a").failure().stderr(
-        predicate::str::contains("it was made with no --ema, but this run has --ema 0.9"),
-    );
+    train(&folder, "--max-steps 2 --clip-norm 1 --ema 0.9 --resume a")
+        .failure()
+        .stderr(predicate::str::contains("it was made with no --ema, but this run has --ema 0.9"));
 }
 
 /// All that the program has for a longer run at once.

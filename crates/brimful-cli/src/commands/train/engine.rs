@@ -1,6 +1,8 @@
 //! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
+use std::collections::HashMap;
+
 use anyhow::{Context, Result, ensure};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
@@ -15,6 +17,14 @@ use super::whole_model::WholeModel;
 /// Tensors with their names.
 pub(super) type Named = Vec<(String, Tensor)>;
 
+/// What is kept beside a model: what its optimizer knows, and the averages of its weights, if there
+/// are any.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub(super) optimizer: (Named, Metadata),
+    pub(super) averages: Option<(Named, Metadata)>,
+}
+
 /// A model, its optimizer, and where they are.
 pub(super) trait TrainingEngine: std::fmt::Debug {
     /// How far the next steps go.
@@ -26,16 +36,15 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
 
-    /// Parameters and statistics under the layers' names.
+    /// Parameters and statistics under the layers' names: what is done to them is done to the model. In a
+    /// pipeline over ranks, the first one gets copies of what others have.
     fn variables(&self) -> Result<Named>;
 
-    fn optimizer_state(&self) -> Result<(Named, Metadata)>;
+    /// What it keeps beside the model. Of several ranks, all take part.
+    fn kept(&self) -> Result<Kept>;
 
     /// Takes over what another run has saved. Nothing is changed if it does not fit.
-    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()>;
-
-    /// Gives variables of these names the values of these tensors, which have their shapes.
-    fn put(&mut self, model: Named) -> Result<()>;
+    fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
 
     /// Where it trains, in words.
     fn place(&self) -> String;
@@ -84,13 +93,13 @@ pub(super) fn named(store: &VarStore) -> Named {
     store.variables().into_iter().collect()
 }
 
-/// Gives a store's variables the values of those that have the same names.
-pub(super) fn put(store: &VarStore, model: Named) -> Result<()> {
+/// Gives variables the values of those that have the same names.
+pub(super) fn put(variables: Named, values: Named) -> Result<()> {
     let _without = tch::no_grad_guard();
-    let mut variables = store.variables();
-    for (name, tensor) in model {
-        if let Some(variable) = variables.get_mut(&name) {
-            variable.f_copy_(&tensor)?;
+    let mut values: HashMap<String, Tensor> = values.into_iter().collect();
+    for (name, mut variable) in variables {
+        if let Some(value) = values.remove(&name) {
+            variable.f_copy_(&value)?;
         }
     }
     Ok(())

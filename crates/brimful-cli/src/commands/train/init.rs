@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use tch::Tensor;
 
-use super::engine::Named;
+use super::engine::{self, Named};
 use super::{Trainer, saved};
 use crate::exit::wrong_use;
 use crate::progress;
@@ -19,25 +19,27 @@ const SHOWN: usize = 5;
 pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
     let weights = saved::weights(path)
         .with_context(|| format!("cannot begin with the weights of {}", path.display()))?;
-    let Sorted { fitting, differences } = Sorted::new(&trainer.engine.variables()?, weights);
-    if !differences.is_empty() {
-        let shown = path.display();
-        ensure!(
-            partial,
-            wrong_use(format!("--init {shown}: {differences}; --init-partial takes the others"))
-        );
-        ensure!(
-            !fitting.is_empty(),
-            wrong_use(format!("--init {shown}: none of its weights is the model's: {differences}"))
-        );
-        if trainer.is_first() {
-            let count = fitting.len();
-            progress::say(&format!(
-                "brimful: {count} weights of {shown} were taken; {differences}"
-            ));
+    let variables = trainer.engine.variables()?;
+    let Sorted { fitting, differences } = Sorted::new(&variables, weights);
+    let shown = path.display();
+    let refused = match (differences.as_str(), partial) {
+        ("", _) => None,
+        (_, false) => Some(format!("{differences}; --init-partial takes the others")),
+        (_, true) if fitting.is_empty() => {
+            Some(format!("none of its weights is the model's: {differences}"))
         }
+        (_, true) => None,
+    };
+    // Of a pipeline over ranks, the first one alone knows all variables.
+    let told = trainer.world.share("init", &refused.filter(|_| trainer.is_first()))?;
+    if let Some(reason) = told.into_iter().flatten().next() {
+        return Err(wrong_use(format!("--init {shown}: {reason}")));
     }
-    trainer.engine.put(fitting)
+    if trainer.is_first() && !differences.is_empty() {
+        let count = fitting.len();
+        progress::say(&format!("brimful: {count} weights of {shown} were taken; {differences}"));
+    }
+    engine::put(variables, fitting)
 }
 
 /// The weights of a file, as the model can use them.

@@ -4,14 +4,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use brimful::memory::Memory;
-use brimful::pipeline::{BalanceBy, PipelineOptimizer, StageDevice};
+use brimful::pipeline::{BalanceBy, PipelineEma, PipelineOptimizer, StageDevice};
 use brimful::report::{self, Record};
-use brimful::save::Metadata;
 use brimful::{Bytes, Layers, Loss, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Named, TrainingEngine, check_model, names};
+use super::engine::{Kept, Named, TrainingEngine, check_model, names};
 use crate::exit::wrong_use;
 use crate::setting::{accounts, loss, right, typed};
 
@@ -21,6 +20,8 @@ pub(super) struct Pipelined {
     pipeline: Pipeline,
     optimizer: PipelineOptimizer,
     clip_norm: Option<f64>,
+    /// Of the weights, where they are wanted.
+    averages: Option<PipelineEma>,
     kind: Kind,
     place: StagePlaces,
     /// Where each device's memory ends.
@@ -68,7 +69,10 @@ impl Pipelined {
             .reserve(options.recipe.method())
             .build()
             .context("the pipeline was not built")?;
-        let optimizer = pipeline.optimizer(options.recipe.method())?;
+        let mut optimizer = pipeline.optimizer(options.recipe.method())?;
+        optimizer.decay_only_matrices()?;
+        let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
+        let averages = averages.transpose()?;
         let schedule = stages.schedule.to_string();
         let limit = match devices[0] {
             Device::Cpu => limit,
@@ -76,7 +80,7 @@ impl Pipelined {
         };
         let place = StagePlaces { schedule, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
-        Ok(Self { pipeline, optimizer, clip_norm, kind, place, limit })
+        Ok(Self { pipeline, optimizer, clip_norm, averages, kind, place, limit })
     }
 }
 
@@ -92,6 +96,14 @@ impl Pipelined {
         }
         self.pipeline.commit()
     }
+
+    fn judge(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+        let x = typed(&x, self.kind);
+        let step = self
+            .pipeline
+            .evaluate(&x, &y, |out: Tensor, y| (Loss::mean(loss(&out, y)), right(&out, y)))?;
+        Ok((step.loss, step.outputs))
+    }
 }
 
 impl TrainingEngine for Pipelined {
@@ -106,37 +118,39 @@ impl TrainingEngine for Pipelined {
             self.optimizer.clip_gradient_norm(length)?;
         }
         self.optimizer.step()?;
+        self.averages.as_mut().map_or(Ok(()), PipelineEma::update)?;
         self.optimizer.zero_grad()?;
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
-    fn test(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
-        let x = typed(&x, self.kind);
-        let step = self
-            .pipeline
-            .evaluate(&x, &y, |out: Tensor, y| (Loss::mean(loss(&out, y)), right(&out, y)))?;
-        Ok((step.loss, step.outputs))
+    fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
+        self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_in)?;
+        let tested = self.judge(batch);
+        // Whether it failed or not: training goes on with the weights themselves.
+        self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_out)?;
+        tested
     }
 
     fn variables(&self) -> Result<Named> {
         Ok(self.pipeline.variables()?)
     }
 
-    fn optimizer_state(&self) -> Result<(Named, Metadata)> {
-        Ok(self.optimizer.state()?)
+    fn kept(&self) -> Result<Kept> {
+        let averages = self.averages.as_ref().map(PipelineEma::state).transpose()?;
+        Ok(Kept { optimizer: self.optimizer.state()?, averages })
     }
 
-    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
+    fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         let here = self.variables()?;
         // Of other ranks' variables the pipeline knows more.
         if self.place.ranks == 1 {
             check_model(&here, &model)?;
         }
+        let (state, texts) = &kept.optimizer;
         self.optimizer.load_state(state, texts)?;
-        Ok(self.pipeline.set_variables(model)?)
-    }
-
-    fn put(&mut self, model: Named) -> Result<()> {
+        if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
+            averages.load_state(state, texts)?;
+        }
         Ok(self.pipeline.set_variables(model)?)
     }
 

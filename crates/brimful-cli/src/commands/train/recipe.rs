@@ -3,11 +3,11 @@
 use std::fmt;
 
 use anyhow::{Result, ensure};
-use brimful::optim::{Adam, AdamW, Method, Sgd};
+use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::rate::{Decay, Rate};
+use super::rate::Decay;
 use crate::exit::wrong_use;
 use crate::setting::words;
 
@@ -93,10 +93,9 @@ impl Recipe {
         }
     }
 
-    /// The learning rate of every step of so many.
-    pub(super) fn rate(&self, steps: usize) -> Rate {
-        let first = self.method().learning_rate();
-        Rate::new(first, self.warmup, self.learning_rate_decay, steps)
+    /// The learning rate of every step of so many, from its full height.
+    pub(super) fn curve(&self, rate: f64, steps: usize) -> RateCurve {
+        self.learning_rate_decay.applied(RateCurve::new(rate).warmup(self.warmup), steps)
     }
 
     /// What was said beyond the defaults, and must be the same for a run to go on as it began.

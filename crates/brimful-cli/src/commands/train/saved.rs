@@ -9,13 +9,15 @@ use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
 use tch::{Device, Tensor};
 
-use super::engine::Named;
+use super::engine::{Kept, Named};
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 
 /// What the names of the optimizer's tensors and texts begin with.
 const OPTIMIZER: &str = "optimizer.";
+/// And those of the averages of weights.
+const AVERAGES: &str = "ema.";
 /// How many epochs are done, how many steps of the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
@@ -33,18 +35,21 @@ pub(super) struct SavedRun {
 impl SavedRun {
     /// The run after its last finished step. Of several ranks, all take part.
     pub(super) fn of(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
-        let (state, texts) = trainer.engine.optimizer_state()?;
-        let state = state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor));
-        let tensors = trainer.engine.variables()?.into_iter().chain(state);
-        let tensors = tensors.map(|(name, tensor)| Ok((name, copied(&tensor)?)));
+        let Kept { optimizer, averages } = trainer.engine.kept()?;
+        let mut tensors = trainer.engine.variables()?;
         let mut metadata = told(options);
+        let kept = [(OPTIMIZER, Some(optimizer)), (AVERAGES, averages)];
+        for (prefix, (state, texts)) in kept.into_iter().filter_map(|(p, kept)| Some((p, kept?))) {
+            tensors.extend(state.into_iter().map(|(name, t)| (format!("{prefix}{name}"), t)));
+            metadata.extend(texts.into_iter().map(|(key, text)| (format!("{prefix}{key}"), text)));
+        }
+        let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, copied(&tensor)?)));
         metadata.insert(EPOCH.into(), trainer.epoch.to_string());
         metadata.insert(STEP.into(), trainer.running.steps.to_string());
         // As it is read back, to the last bit.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
-        metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate.first));
+        metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(trainer.tests.told());
-        metadata.extend(texts.into_iter().map(|(key, text)| (format!("{OPTIMIZER}{key}"), text)));
         Ok(Self { tensors: tensors.collect::<Result<_>>()?, metadata })
     }
 
@@ -77,23 +82,33 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         trainer.steps()
     );
     let tests = TestsSoFar::read(&metadata);
-    let (state, model): (Vec<_>, Vec<_>) =
-        tensors.into_iter().partition(|(name, _)| name.starts_with(OPTIMIZER));
-    let strip = |name: String| name.strip_prefix(OPTIMIZER).map(str::to_owned);
-    let state: Vec<(String, Tensor)> =
-        state.into_iter().filter_map(|(name, tensor)| Some((strip(name)?, tensor))).collect();
-    let texts: Metadata =
-        metadata.into_iter().filter_map(|(key, text)| Some((strip(key)?, text))).collect();
-    trainer.engine.load(model, &state, &texts)?;
+    let averages = options.recipe.ema.map(|_| taken(AVERAGES, &tensors, &metadata));
+    let kept = Kept { optimizer: taken(OPTIMIZER, &tensors, &metadata), averages };
+    trainer.engine.load(model_alone(tensors), &kept)?;
     (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
-    trainer.rate.first = rate;
+    trainer.rate = rate;
     Ok(())
 }
 
 /// The weights of a file that some run or other tool has saved, without what an optimizer has of them.
 pub(super) fn weights(path: &Path) -> Result<Named> {
     let (tensors, _) = save::read(path)?;
-    Ok(tensors.into_iter().filter(|(name, _)| !name.starts_with(OPTIMIZER)).collect())
+    Ok(model_alone(tensors))
+}
+
+/// Tensors and texts whose names begin so, without that.
+fn taken(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata) {
+    let strip = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
+    let tensors = tensors.iter().filter_map(|(name, t)| Some((strip(name)?, t.shallow_clone())));
+    let texts = metadata.iter().filter_map(|(key, text)| Some((strip(key)?, text.clone())));
+    (tensors.collect(), texts.collect())
+}
+
+/// Without what is kept beside a model.
+fn model_alone(mut tensors: Named) -> Named {
+    let beside = [OPTIMIZER, AVERAGES];
+    tensors.retain(|(name, _)| !beside.iter().any(|prefix| name.starts_with(prefix)));
+    tensors
 }
 
 /// A run goes on as it began: with the same words.

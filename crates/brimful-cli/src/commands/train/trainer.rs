@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::engine::{self, TrainingEngine};
 use super::length::Length;
-use super::rate::Rate;
+use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{BatchSize, TrainOptions, advice, records};
@@ -33,7 +33,9 @@ pub struct Trainer {
     windows: Vec<Vec<Range<usize>>>,
     size: Size,
     seed: u64,
-    pub(super) rate: Rate,
+    /// The learning rate at its full height.
+    pub(super) rate: f64,
+    recipe: Recipe,
     length: Length,
     /// The size that was found, where it is automatic.
     found: Option<usize>,
@@ -105,7 +107,8 @@ impl Trainer {
             dataset,
             size: options.size(),
             seed: options.seed,
-            rate: options.recipe.rate(options.length.steps(windows.len())),
+            rate: options.recipe.method().learning_rate(),
+            recipe: options.recipe.clone(),
             windows,
             length: options.length.clone(),
             found: None,
@@ -171,6 +174,12 @@ impl Trainer {
         due && steps > 0 && self.tests.last != Some(steps)
     }
 
+    /// That of the next step.
+    pub(super) fn learning_rate(&self) -> f64 {
+        let curve = self.recipe.curve(self.rate, self.length.steps(self.steps()));
+        curve.at(self.steps_done())
+    }
+
     /// Trains on every sample once, and tests; or goes on where an epoch was broken off.
     pub fn run_epoch(&mut self) -> Result<Epoch> {
         while !self.is_epoch_over() {
@@ -191,7 +200,7 @@ impl Trainer {
             None => self.new_order(),
         };
         tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
-        self.engine.set_learning_rate(self.rate.after(self.steps_done()))?;
+        self.engine.set_learning_rate(self.learning_rate())?;
         let window = &self.windows[self.running.steps];
         let batches = window.iter().map(|range| {
             let chosen = order.narrow(0, range.start as i64, range.len() as i64);

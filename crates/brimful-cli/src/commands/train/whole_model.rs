@@ -7,16 +7,15 @@ use anyhow::{Context, Result};
 use brimful::layers::Model;
 use brimful::memory::Memory;
 use brimful::micro::Layout;
-use brimful::optim::Optimizer;
+use brimful::optim::{Ema, Optimizer};
 use brimful::pipeline::StageDevice;
 use brimful::report::{self, Record};
-use brimful::save::Metadata;
 use brimful::{Layers, Loss, MicroBatcher, Replicas, Step, World, guard};
 use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Named, TrainingEngine, check_model, named, names, put};
+use super::engine::{Kept, Named, TrainingEngine, check_model, named, names, put};
 use crate::setting::{accounts, loss, right, typed, within};
 
 /// A whole model on each device.
@@ -25,6 +24,8 @@ pub(super) struct WholeModel {
     runner: Runner,
     optimizer: Optimizer,
     clip_norm: Option<f64>,
+    /// Of the weights, where they are wanted.
+    averages: Option<Ema>,
     devices: Vec<Device>,
     /// The first device's, where the optimizer's state is.
     memory: Memory,
@@ -59,11 +60,15 @@ impl WholeModel {
             _ => Runner::several(layers, accounts, world, options)?,
         };
         let _inside = memory.enter();
-        let optimizer =
+        let mut optimizer =
             Optimizer::new(runner.store(), options.recipe.method())?.replay(!options.no_replay);
+        optimizer.decay_only_matrices()?;
+        let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
+        let averages = averages.transpose()?.map(|averages| averages.warmup(true));
         let kind = options.dtype.kind();
         let clip_norm = options.recipe.clip_norm;
-        Ok(Self { runner, optimizer, clip_norm, devices, memory, kind, ranks: world.size() })
+        let ranks = world.size();
+        Ok(Self { runner, optimizer, clip_norm, averages, devices, memory, kind, ranks })
     }
 }
 
@@ -174,7 +179,8 @@ impl TrainingEngine for WholeModel {
             if let Some(length) = self.clip_norm {
                 self.optimizer.clip_gradient_norm(length)?;
             }
-            self.optimizer.step()
+            self.optimizer.step()?;
+            self.averages.as_mut().map_or(Ok(()), Ema::update)
         })?;
         self.optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
@@ -186,26 +192,35 @@ impl TrainingEngine for WholeModel {
     }
 
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
-        let step = self.runner.evaluate(&batch, self.kind)?;
-        Ok((step.loss, step.outputs))
+        let Some(averages) = &mut self.averages else {
+            let step = self.runner.evaluate(&batch, self.kind)?;
+            return Ok((step.loss, step.outputs));
+        };
+        guard(&self.memory, || averages.swap_in())?;
+        let tested = self.runner.evaluate(&batch, self.kind);
+        // Whether it failed or not: training goes on with the weights themselves.
+        averages.swap_out()?;
+        tested.map(|step| (step.loss, step.outputs))
     }
 
     fn variables(&self) -> Result<Named> {
         Ok(named(self.runner.store()))
     }
 
-    fn optimizer_state(&self) -> Result<(Named, Metadata)> {
-        Ok(self.optimizer.state())
+    fn kept(&self) -> Result<Kept> {
+        let averages = self.averages.as_ref().map(Ema::state);
+        Ok(Kept { optimizer: self.optimizer.state(), averages })
     }
 
-    fn load(&mut self, model: Named, state: &Named, texts: &Metadata) -> Result<()> {
+    fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         check_model(&self.variables()?, &model)?;
-        self.optimizer.load_state(state, texts)?;
-        put(self.runner.store(), model)
-    }
-
-    fn put(&mut self, model: Named) -> Result<()> {
-        put(self.runner.store(), model)
+        let (state, texts) = &kept.optimizer;
+        // In the memory that the first step would make the state in: the limit counts it.
+        guard(&self.memory, || self.optimizer.load_state(state, texts))?;
+        if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
+            averages.load_state(state, texts)?;
+        }
+        put(self.variables()?, model)
     }
 
     fn place(&self) -> String {
