@@ -6,9 +6,10 @@
 //! `cuda/` becomes a shared object of its own, because it needs symbols that are there only where
 //! CUDA is. The library carries it as bytes and loads it at run time.
 
-use std::env;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::exit;
+use std::{env, fs};
 
 const SOURCES: [&str; 19] = [
     "bridge/arena.cpp",
@@ -38,10 +39,11 @@ fn main() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     if cfg!(feature = "doc-only") {
         // Pages can be written without libtorch; the object is named by the source all the same.
-        std::fs::write(cuda_object_path(), []).expect("cargo's folder can be written to");
+        fs::write(cuda_object_path(), []).expect("cargo's folder can be written to");
         return;
     }
     let include = headers();
+    show_libraries_to_cargo();
     compiler(&include).files(SOURCES).compile("brimful_bridge");
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
@@ -79,6 +81,23 @@ fn cuda_object(include: &Path) {
 
 fn cuda_object_path() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("brimful_cuda.so")
+}
+
+/// Lets `cargo run` and `cargo test` of every crate that uses this one load libtorch with nothing
+/// exported: cargo has programs look in the folders that build scripts name, where those are inside its
+/// own. So a link in there leads to the libraries, wherever these are.
+fn show_libraries_to_cargo() {
+    let linked = env::var_os("LIBTORCH").map(|root| Path::new(&root).join("lib"));
+    let linked = linked.or_else(|| env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from));
+    // The files themselves know their neighbours by relative paths, links to them do not.
+    let file = linked.and_then(|folder| folder.join("libtorch_cpu.so").canonicalize().ok());
+    let Some(libraries) = file.as_deref().and_then(Path::parent) else { return };
+    let shown = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("libtorch");
+    let _ = fs::remove_file(&shown);
+    if symlink(libraries, &shown).is_ok() {
+        // As a folder of Rust's own libraries, where the linker does not look.
+        println!("cargo:rustc-link-search=dependency={}", shown.display());
+    }
 }
 
 fn fail(message: &str) -> ! {
