@@ -10,6 +10,7 @@ use serde_json::Value;
 fn doctor_says_versions_devices_and_that_all_is_well() {
     brimful().arg("doctor").assert().success().stdout(
         predicate::str::contains("libtorch  2.11.0")
+            .and(predicate::str::contains("to build a crate of yours: export LIBTORCH=/"))
             .and(predicate::str::contains("cpu "))
             .and(predicate::str::contains("Nothing is wrong.")),
     );
@@ -21,6 +22,8 @@ fn doctor_speaks_json() {
         brimful().args(["doctor", "--json"]).assert().success().get_output().stdout.clone();
     let report: Value = serde_json::from_slice(&output).expect("one JSON object");
     assert_eq!(report["libtorch"], "2.11.0");
+    let folder = std::path::Path::new(report["libtorch_folder"].as_str().expect("a folder"));
+    assert!(folder.join("lib/libtorch.so").exists(), "{}", folder.display());
     let cpu = &report["devices"][0];
     assert_eq!(cpu["name"], "cpu");
     assert!(cpu["total_bytes"].as_u64() >= cpu["free_bytes"].as_u64());

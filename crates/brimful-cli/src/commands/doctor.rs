@@ -1,7 +1,7 @@
 //! `brimful doctor`: what this machine has, what is wrong with its set-up, and how to mend it.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 
 use anyhow::Result;
@@ -36,6 +36,8 @@ struct Diagnosis {
     brimful: &'static str,
     libtorch: String,
     library: Option<PathBuf>,
+    /// What `LIBTORCH` is to be where a crate elsewhere is built against the same libtorch.
+    libtorch_folder: Option<PathBuf>,
     cuda: Cuda,
     cpu_capability: Option<String>,
     cores: usize,
@@ -74,10 +76,12 @@ impl Diagnosis {
         let libtorch = libtorch::version().unwrap_or_else(|| "unknown".into());
         let rows = memory::devices()?.into_iter().map(DeviceRow::from).collect::<Vec<_>>();
         let problems = diagnose(&libtorch, &cuda, rows.len() - 1);
+        let library = libtorch::library_path();
         Ok(Self {
             brimful: env!("CARGO_PKG_VERSION"),
             libtorch,
-            library: libtorch::library_path(),
+            libtorch_folder: library.as_deref().and_then(libtorch_folder),
+            library,
             features: if cuda.loaded { vec!["cpu", "cuda"] } else { vec!["cpu"] },
             cuda,
             cpu_capability: libtorch::cpu_capability(),
@@ -104,6 +108,15 @@ impl From<memory::DeviceInfo> for DeviceRow {
         let (total_bytes, free_bytes) = (info.total, info.free);
         Self { name: info.name, model: info.model, total_bytes, free_bytes }
     }
+}
+
+/// The folder around the library that a crate can be built with: it has headers, and every library
+/// that tch links, even the empty `libtorch.so`.
+fn libtorch_folder(library: &Path) -> Option<PathBuf> {
+    let around = [library.to_owned(), library.canonicalize().ok()?];
+    let mut folders = around.iter().filter_map(|file| file.parent()?.parent()?.canonicalize().ok());
+    let needed = ["include/ATen/ATen.h", "lib/libtorch.so", "lib/libtorch_cpu.so"];
+    folders.find(|folder| needed.iter().all(|file| folder.join(file).exists()))
 }
 
 /// What is wrong, by what was found. A machine without a GPU has no fault.
@@ -139,6 +152,13 @@ impl fmt::Display for Diagnosis {
         writeln!(f, "brimful   {}", self.brimful)?;
         let library = self.library.as_deref().map_or_else(String::new, |p| p.display().to_string());
         writeln!(f, "libtorch  {}  {library}", self.libtorch)?;
+        if let Some(folder) = &self.libtorch_folder {
+            writeln!(
+                f,
+                "          to build a crate of yours: export LIBTORCH={}",
+                folder.display()
+            )?;
+        }
         writeln!(f, "cuda      {}", self.cuda)?;
         let vectors = self.cpu_capability.as_deref().unwrap_or("no vector instructions");
         writeln!(f, "threads   {} an operation, {} cores, {vectors}", self.threads, self.cores)?;
@@ -171,6 +191,7 @@ impl fmt::Display for Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn cuda(driver: Option<&str>, loaded: bool) -> Cuda {
         let error = (!loaded).then(|| "libcudnn.so.9: not found".to_owned());
@@ -181,6 +202,30 @@ mod tests {
     fn a_good_set_up_has_no_problem() {
         assert_eq!(diagnose("2.11.0", &cuda(None, false), 0), []);
         assert_eq!(diagnose("2.11.0", &cuda(Some("13.0"), true), 1), []);
+    }
+
+    #[test]
+    fn a_crate_elsewhere_is_built_with_the_folder_that_has_all_it_needs() {
+        let temporary = tempfile::tempdir().expect("a folder");
+        let root = temporary.path().canonicalize().expect("a folder");
+        for folder in ["whole/include/ATen", "whole/lib", "whole/runtime", "loaded/lib"] {
+            fs::create_dir_all(root.join(folder)).expect("a folder");
+        }
+        let files = [
+            "include/ATen/ATen.h",
+            "lib/libtorch.so",
+            "lib/libtorch_cpu.so",
+            "runtime/libtorch_cpu.so",
+        ];
+        for file in files {
+            fs::write(root.join("whole").join(file), "").expect("written");
+        }
+        fs::write(root.join("loaded/lib/libtorch_cpu.so"), "").expect("written");
+        let whole = Some(root.join("whole"));
+        let by_runtime = root.join("loaded/../whole/runtime/libtorch_cpu.so");
+        assert_eq!(libtorch_folder(&by_runtime), whole);
+        assert_eq!(libtorch_folder(&root.join("whole/lib/libtorch_cpu.so")), whole);
+        assert_eq!(libtorch_folder(&root.join("loaded/lib/libtorch_cpu.so")), None);
     }
 
     #[test]
