@@ -19,6 +19,8 @@ pub mod data;
 pub mod exit;
 mod interrupt;
 mod log;
+#[doc(hidden)]
+pub mod log_files;
 mod nearest;
 #[doc(hidden)]
 pub mod output;

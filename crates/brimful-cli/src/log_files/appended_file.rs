@@ -1,0 +1,102 @@
+//! A file that grows piece by piece, each of them whole, until it can no longer be written.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::progress;
+
+/// A file with whole pieces alone.
+#[derive(Debug)]
+pub(super) struct AppendedFile {
+    path: PathBuf,
+    /// None once a piece could not be written.
+    file: Option<File>,
+    /// Bytes in whole pieces.
+    length: u64,
+}
+
+impl AppendedFile {
+    /// An empty file, in place of what there was.
+    pub(super) fn empty(path: &Path) -> Result<Self> {
+        let file = File::create(path).with_context(|| unwritable(path))?;
+        Ok(Self { path: path.to_owned(), file: Some(file), length: 0 })
+    }
+
+    /// The file that is there, and what is in it; empty where there is none.
+    pub(super) fn existing(path: &Path) -> Result<(Self, Vec<u8>)> {
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).create(true).truncate(false);
+        let mut file = options.open(path).with_context(|| unwritable(path))?;
+        let mut bytes = Vec::new();
+        let read = file.read_to_end(&mut bytes);
+        read.with_context(|| format!("cannot read {}", path.display()))?;
+        let length = bytes.len() as u64;
+        Ok((Self { path: path.to_owned(), file: Some(file), length }, bytes))
+    }
+
+    /// Drops all but the first bytes.
+    pub(super) fn cut_back(&mut self, length: usize) -> Result<()> {
+        self.length = length as u64;
+        let Some(file) = &mut self.file else { return Ok(()) };
+        let cut = cut(file, self.length);
+        cut.with_context(|| unwritable(&self.path))
+    }
+
+    /// Adds a piece. Where that fails, the file ends with the piece before, this is said, and nothing
+    /// more is written: a training run is worth more than its log.
+    pub(super) fn append(&mut self, piece: &[u8]) {
+        let Some(file) = &mut self.file else { return };
+        match file.write_all(piece) {
+            Ok(()) => self.length += piece.len() as u64,
+            Err(error) => {
+                // What is no file, such as a pipe, has no end to be cut back to.
+                let _ = cut(file, self.length);
+                self.file = None;
+                progress::say(&format!(
+                    "brimful: {}: {error}: the run goes on without this log",
+                    unwritable(&self.path)
+                ));
+            }
+        }
+    }
+}
+
+fn cut(file: &mut File, length: u64) -> io::Result<()> {
+    file.set_len(length)?;
+    file.seek(SeekFrom::Start(length))?;
+    Ok(())
+}
+
+fn unwritable(path: &Path) -> String {
+    format!("cannot write {}", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_given_up() {
+        let mut full = AppendedFile::empty(Path::new("/dev/full")).expect("a device");
+        full.append(b"a line\n");
+        assert!(full.file.is_none());
+        full.append(b"another\n");
+        assert_eq!(full.length, 0);
+    }
+
+    #[test]
+    fn a_file_is_cut_back_and_grows_from_there() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("log");
+        AppendedFile::empty(&path).expect("a file").append(b"one two");
+        let (mut file, bytes) = AppendedFile::existing(&path).expect("a file");
+        assert_eq!(bytes, b"one two");
+        file.cut_back(4).expect("cut");
+        file.append(b"three");
+        assert_eq!(fs::read(&path).expect("read"), b"one three");
+    }
+}

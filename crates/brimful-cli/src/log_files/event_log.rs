@@ -1,0 +1,131 @@
+//! A folder that TensorBoard reads: an event a step, and one for every test.
+
+use std::fs;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, ensure};
+
+use super::appended_file::AppendedFile;
+use super::{StepFigures, TestFigures, tensorboard};
+use crate::exit::wrong_use;
+
+/// The only file of the folder: TensorBoard knows it by its name, and a resumed run finds it again.
+const FILE: &str = "events.out.tfevents.brimful";
+/// What a test's loss is called.
+const TEST_LOSS: &str = "test/loss";
+
+/// A folder of events.
+#[derive(Debug)]
+pub struct EventLog {
+    file: AppendedFile,
+    /// The step of the last test in it.
+    tested: Option<usize>,
+}
+
+impl EventLog {
+    /// A new file in this folder, which is made where there is none; or the file of the run that goes
+    /// on after step `resumed`, without what came later.
+    ///
+    /// # Errors
+    /// Where it cannot be opened, or holds something else.
+    pub fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
+        let made = fs::create_dir_all(folder);
+        made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
+        let path = folder.join(FILE);
+        let Some(last) = resumed else { return Ok(Self::new(AppendedFile::empty(&path)?)) };
+        let (mut file, bytes) = AppendedFile::existing(&path)?;
+        if bytes.is_empty() {
+            return Ok(Self::new(file));
+        }
+        let upto = |record: &&[u8]| tensorboard::step_of(record) <= last;
+        let kept: Vec<_> = tensorboard::records(&bytes).take_while(upto).collect();
+        ensure!(
+            !kept.is_empty(),
+            wrong_use(format!("{} holds no events: name another folder", path.display()))
+        );
+        file.cut_back(kept.iter().map(|record| record.len()).sum())?;
+        let tested = kept.iter().rev().find(|record| tensorboard::has(record, TEST_LOSS));
+        Ok(Self { file, tested: tested.map(|record| tensorboard::step_of(record)) })
+    }
+
+    fn new(mut file: AppendedFile) -> Self {
+        file.append(&tensorboard::first_record(now()));
+        Self { file, tested: None }
+    }
+
+    /// Adds a step.
+    pub fn step(&mut self, figures: &StepFigures) {
+        let values = [
+            ("train/loss", figures.loss),
+            ("train/learning_rate", figures.learning_rate),
+            ("train/epoch", figures.epoch as f64),
+            ("speed/samples_per_s", figures.samples_per_s),
+            ("memory/peak_bytes", figures.peak_bytes.0 as f64),
+            ("memory/micro_batch_size", figures.micro_batch_size as f64),
+            ("memory/retries", figures.retries as f64),
+        ];
+        self.file.append(&tensorboard::scalars(now(), figures.step, &values));
+    }
+
+    /// Adds a test, if it is not there yet.
+    pub fn test(&mut self, figures: &TestFigures) {
+        if self.tested.replace(figures.step) == Some(figures.step) {
+            return;
+        }
+        let values = [(TEST_LOSS, figures.loss), ("test/accuracy", figures.accuracy)];
+        self.file.append(&tensorboard::scalars(now(), figures.step, &values));
+    }
+}
+
+/// Seconds since 1970; a clock that stands before it says 0.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{step, test};
+    use super::*;
+
+    fn steps(folder: &Path) -> Vec<usize> {
+        let bytes = fs::read(folder.join(FILE)).expect("a file");
+        tensorboard::records(&bytes).map(tensorboard::step_of).collect()
+    }
+
+    #[test]
+    fn a_resumed_log_has_the_events_of_an_undisturbed_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let folder = folder.path().join("runs/first");
+        let mut log = EventLog::open(&folder, None).expect("a log");
+        for number in 1..=3 {
+            log.step(&step(number));
+        }
+        log.test(&test(3));
+        log.step(&step(4));
+        let mut log = EventLog::open(&folder, Some(3)).expect("a log");
+        log.test(&test(3));
+        log.step(&step(4));
+        log.test(&test(4));
+        // The first record tells of no step.
+        assert_eq!(steps(&folder), [0, 1, 2, 3, 3, 4, 4]);
+        EventLog::open(&folder, None).expect("a log");
+        assert_eq!(steps(&folder), [0]);
+    }
+
+    #[test]
+    fn a_broken_event_is_dropped_and_what_holds_no_events_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut log = EventLog::open(folder.path(), None).expect("a log");
+        log.step(&step(1));
+        log.step(&step(2));
+        let path = folder.path().join(FILE);
+        let bytes = fs::read(&path).expect("a file");
+        fs::write(&path, &bytes[..bytes.len() - 1]).expect("a killed run's last event");
+        EventLog::open(folder.path(), Some(9)).expect("a log").step(&step(2));
+        assert_eq!(steps(folder.path()), [0, 1, 2]);
+        fs::write(&path, "no events").expect("written");
+        let error = EventLog::open(folder.path(), Some(9)).expect_err("no events").to_string();
+        assert!(error.ends_with("holds no events: name another folder"), "{error}");
+    }
+}

@@ -1,0 +1,124 @@
+//! What a training run says of every step, in files that grow with it: a table, and TensorBoard's
+//! events.
+//!
+//! Each line is in the file as soon as its step is done. A run that goes on from a saved one cuts its
+//! logs back to the step it goes on from, so that it ends in the files of an undisturbed run, but for
+//! what depends on time. A log that can no longer be written, as on a full disk, ends with its last
+//! whole line; this is said once, and the run goes on without it.
+
+mod appended_file;
+mod event_log;
+mod step_log;
+mod tensorboard;
+
+use std::path::Path;
+
+use anyhow::Result;
+use brimful::Bytes;
+
+pub use event_log::EventLog;
+pub use step_log::StepLog;
+
+/// What one step came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepFigures {
+    /// Its number, from 1 on, over all epochs.
+    pub step: usize,
+    /// Its epoch, from 1 on.
+    pub epoch: usize,
+    /// The mini-batch's loss.
+    pub loss: f64,
+    /// How far it went.
+    pub learning_rate: f64,
+    /// How fast it was.
+    pub samples_per_s: f64,
+    /// The most memory in use on any device.
+    pub peak_bytes: Bytes,
+    /// The most samples in a micro-batch.
+    pub micro_batch_size: usize,
+    /// How often it was run again because memory had run out.
+    pub retries: usize,
+}
+
+/// What a test came to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TestFigures {
+    /// The step after which it was made.
+    pub step: usize,
+    /// The epoch of that step.
+    pub epoch: usize,
+    /// The mean loss of the test samples.
+    pub loss: f64,
+    /// The share of right answers, from 0 to 1.
+    pub accuracy: f64,
+}
+
+/// The logs that were asked for.
+#[derive(Debug, Default)]
+pub struct LogFiles {
+    table: Option<StepLog>,
+    events: Option<EventLog>,
+}
+
+impl LogFiles {
+    /// A table in the file `table`, and events in the folder `events`: new ones, or those of the run
+    /// that goes on after step `resumed`.
+    ///
+    /// # Errors
+    /// Where one cannot be opened, or is something else than a log to go on with.
+    pub fn open(
+        table: Option<&Path>,
+        events: Option<&Path>,
+        resumed: Option<usize>,
+    ) -> Result<Self> {
+        Ok(Self {
+            table: table.map(|path| StepLog::open(path, resumed)).transpose()?,
+            events: events.map(|folder| EventLog::open(folder, resumed)).transpose()?,
+        })
+    }
+
+    /// A step is done.
+    pub fn step(&mut self, figures: &StepFigures) {
+        if let Some(table) = &mut self.table {
+            table.step(figures);
+        }
+        if let Some(events) = &mut self.events {
+            events.step(figures);
+        }
+    }
+
+    /// A test is done. One that the logs have already, made before the run was broken off, is not
+    /// written twice.
+    pub fn test(&mut self, figures: &TestFigures) {
+        if let Some(table) = &mut self.table {
+            table.test(figures);
+        }
+        if let Some(events) = &mut self.events {
+            events.test(figures);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step with figures of its own.
+    pub(super) fn step(step: usize) -> StepFigures {
+        StepFigures {
+            step,
+            epoch: 1 + step / 4,
+            loss: 1.0 / step as f64,
+            learning_rate: 1e-3,
+            samples_per_s: 1234.56,
+            peak_bytes: Bytes(1 << 20),
+            micro_batch_size: 16,
+            retries: 0,
+        }
+    }
+
+    /// The test after a step.
+    pub(super) fn test(step: usize) -> TestFigures {
+        TestFigures { step, epoch: 1 + step / 4, loss: 0.5, accuracy: 0.75 }
+    }
+}

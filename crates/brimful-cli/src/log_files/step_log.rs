@@ -1,0 +1,158 @@
+//! A table of steps as comma-separated values: a line a step, and one for every test.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+
+use super::appended_file::AppendedFile;
+use super::{StepFigures, TestFigures};
+use crate::exit::wrong_use;
+
+/// A test has a line of its own, because the step's is written before it: what is not its is empty.
+const HEADER: &str = "step,epoch,loss,learning_rate,samples_per_s,peak_bytes,micro_batch_size,\
+                      retries,test_loss,test_accuracy\n";
+/// What stands between a test's epoch and its loss.
+const NOT_OF_A_TEST: &str = ",,,,,,,";
+
+/// A table of steps.
+#[derive(Debug)]
+pub struct StepLog {
+    file: AppendedFile,
+    /// The step of the last test in it.
+    tested: Option<usize>,
+}
+
+impl StepLog {
+    /// A new table, or the one of the run that goes on after step `resumed`, without what came later.
+    ///
+    /// # Errors
+    /// Where the file cannot be opened, or is no such table.
+    pub fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
+        let Some(last) = resumed else { return Self::new(AppendedFile::empty(path)?) };
+        let (mut file, bytes) = AppendedFile::existing(path)?;
+        let text = String::from_utf8_lossy(&bytes);
+        if text.is_empty() || HEADER.starts_with(&*text) {
+            file.cut_back(0)?;
+            return Self::new(file);
+        }
+        ensure!(
+            text.starts_with(HEADER),
+            wrong_use(format!("{} is no log of steps: name another file", path.display()))
+        );
+        let kept = kept(&text, last);
+        file.cut_back(kept.iter().map(|line| line.len()).sum())?;
+        let tested = kept.iter().rev().find(|line| line.contains(NOT_OF_A_TEST));
+        let tested = tested.and_then(|line| step_of(line));
+        Ok(Self { file, tested })
+    }
+
+    fn new(mut file: AppendedFile) -> Result<Self> {
+        file.append(HEADER.as_bytes());
+        Ok(Self { file, tested: None })
+    }
+
+    /// Adds a step.
+    pub fn step(&mut self, figures: &StepFigures) {
+        let StepFigures { step, epoch, loss, learning_rate, samples_per_s, .. } = figures;
+        let StepFigures { peak_bytes, micro_batch_size, retries, .. } = figures;
+        // Numbers that a resumed run has to come to again are written to the last digit.
+        let line = format!(
+            "{step},{epoch},{loss:?},{learning_rate:?},{samples_per_s:.1},{},{micro_batch_size},\
+             {retries},,\n",
+            peak_bytes.0
+        );
+        self.file.append(line.as_bytes());
+    }
+
+    /// Adds a test, if it is not there yet.
+    pub fn test(&mut self, figures: &TestFigures) {
+        let TestFigures { step, epoch, loss, accuracy } = figures;
+        if self.tested.replace(*step) == Some(*step) {
+            return;
+        }
+        let line = format!("{step},{epoch}{NOT_OF_A_TEST}{loss:?},{accuracy:?}\n");
+        self.file.append(line.as_bytes());
+    }
+}
+
+/// The header and the lines up to this step; one that was broken off is not among them.
+fn kept(text: &str, last: usize) -> Vec<&str> {
+    let header = text.split_inclusive('\n').take(1);
+    let whole =
+        |line: &&str| line.ends_with('\n') && step_of(line).is_some_and(|step| step <= last);
+    header.chain(text.split_inclusive('\n').skip(1).take_while(whole)).collect()
+}
+
+fn step_of(line: &str) -> Option<usize> {
+    line.split(',').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{step, test};
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn every_step_and_every_test_has_a_line() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("log.csv");
+        let mut log = StepLog::open(&path, None).expect("a log");
+        log.step(&step(2));
+        log.test(&test(2));
+        let text = fs::read_to_string(&path).expect("a log");
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[1..], ["2,1,0.5,0.001,1234.6,1048576,16,0,,", "2,1,,,,,,,0.5,0.75"]);
+        let columns = |line: &str| line.matches(',').count();
+        assert!(lines.iter().all(|line| columns(line) == columns(HEADER)), "{text}");
+    }
+
+    #[test]
+    fn a_resumed_log_ends_as_an_undisturbed_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [whole, broken] = ["whole.csv", "broken.csv"].map(|name| folder.path().join(name));
+        let run = |log: &mut StepLog, steps: std::ops::RangeInclusive<usize>| {
+            for number in steps {
+                log.step(&step(number));
+                if number % 4 == 0 {
+                    log.test(&test(number));
+                }
+            }
+        };
+        run(&mut StepLog::open(&whole, None).expect("a log"), 1..=10);
+        run(&mut StepLog::open(&broken, None).expect("a log"), 1..=9);
+        let text = fs::read_to_string(&broken).expect("a log");
+        fs::write(&broken, &text[..text.len() - 3]).expect("a killed run's last line");
+        let mut log = StepLog::open(&broken, Some(4)).expect("a log");
+        // The test after the last saved step is made again.
+        log.test(&test(4));
+        run(&mut log, 5..=10);
+        assert_eq!(
+            fs::read_to_string(&broken).expect("a log"),
+            fs::read_to_string(&whole).expect("a log")
+        );
+    }
+
+    #[test]
+    fn a_resumed_run_without_a_log_begins_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (name, before) in [("none", None), ("empty", Some("")), ("header", Some(&HEADER[..9]))]
+        {
+            let path = folder.path().join(name);
+            before.map(|text| fs::write(&path, text).expect("written"));
+            StepLog::open(&path, Some(3)).expect("a log").step(&step(4));
+            let text = fs::read_to_string(&path).expect("a log");
+            assert!(text.starts_with(HEADER) && text.contains("\n4,2,"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_log_is_left_alone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("thesis.tex");
+        fs::write(&path, "\\begin{document}").expect("written");
+        let error = StepLog::open(&path, Some(3)).expect_err("no log").to_string();
+        assert!(error.ends_with("is no log of steps: name another file"), "{error}");
+        assert_eq!(fs::read_to_string(&path).expect("there"), "\\begin{document}");
+    }
+}

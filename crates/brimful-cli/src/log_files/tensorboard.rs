@@ -1,0 +1,157 @@
+//! The format of TensorBoard's files: records with checksums, each of them an `Event` as protocol
+//! buffers write it. Of that there is what a scalar needs.
+
+/// What the first event of every file says.
+const FILE_VERSION: &str = "brain.Event:2";
+/// A record's length as 8 bytes and their checksum as 4 come before its data, a checksum after it.
+const HEAD_BYTES: usize = 12;
+const CHECKSUM_BYTES: usize = 4;
+
+/// The kinds of a field that are written here.
+const VARINT: u8 = 0;
+const EIGHT_BYTES: u8 = 1;
+const LENGTH_DELIMITED: u8 = 2;
+const FOUR_BYTES: u8 = 5;
+
+/// The record that a file begins with.
+pub(super) fn first_record(wall_time: f64) -> Vec<u8> {
+    let mut event = Vec::new();
+    put_field(&mut event, 1, EIGHT_BYTES, &wall_time.to_le_bytes());
+    put_text(&mut event, 3, FILE_VERSION.as_bytes());
+    record(&event)
+}
+
+/// The record of one step's scalars under their names.
+pub(super) fn scalars(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Vec<u8> {
+    let mut summary = Vec::new();
+    for (tag, value) in values {
+        let mut scalar = Vec::new();
+        put_text(&mut scalar, 1, tag.as_bytes());
+        put_field(&mut scalar, 2, FOUR_BYTES, &(*value as f32).to_le_bytes());
+        put_text(&mut summary, 1, &scalar);
+    }
+    let mut event = Vec::new();
+    put_field(&mut event, 1, EIGHT_BYTES, &wall_time.to_le_bytes());
+    put_field(&mut event, 2, VARINT, &varint(step as u64));
+    put_text(&mut event, 5, &summary);
+    record(&event)
+}
+
+/// The first record and those after it, each as a whole; what is broken ends them.
+pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = bytes;
+    std::iter::from_fn(move || {
+        let (one, after) = split_record(rest)?;
+        rest = after;
+        Some(one)
+    })
+}
+
+/// The step of a record that was written here; 0 where it tells of none.
+pub(super) fn step_of(record: &[u8]) -> usize {
+    let event = &record[HEAD_BYTES..record.len() - CHECKSUM_BYTES];
+    // The time comes first: a byte that names the field, and eight of its own.
+    match event.get(9..) {
+        Some([name, rest @ ..]) if *name == name_of(2, VARINT) => read_varint(rest),
+        _ => 0,
+    }
+}
+
+/// Whether a record has a scalar of this name.
+pub(super) fn has(record: &[u8], tag: &str) -> bool {
+    record.windows(tag.len()).any(|window| window == tag.as_bytes())
+}
+
+/// Data as a file has it, with its length and checksums.
+fn record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    [&length[..], &checksum(&length), data, &checksum(data)].concat()
+}
+
+/// The first record, and what follows it; none where it is cut off or its checksums are wrong.
+fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk::<8>()?;
+    let (stored, _) = rest.split_first_chunk::<CHECKSUM_BYTES>()?;
+    let data = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+    let whole = data.checked_add(HEAD_BYTES + CHECKSUM_BYTES)?;
+    let (record, after) = bytes.split_at_checked(whole)?;
+    let (data, last) = record[HEAD_BYTES..].split_last_chunk::<CHECKSUM_BYTES>()?;
+    (checksum(length) == *stored && checksum(data) == *last).then_some((record, after))
+}
+
+/// A CRC-32C, turned and moved so that data with checksums in it has other ones.
+fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
+    let masked = crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8);
+    masked.to_le_bytes()
+}
+
+/// The byte that a field begins with.
+fn name_of(field: u8, kind: u8) -> u8 {
+    field << 3 | kind
+}
+
+fn put_field(message: &mut Vec<u8>, field: u8, kind: u8, value: &[u8]) {
+    message.push(name_of(field, kind));
+    message.extend(value);
+}
+
+/// A text, or a message inside another.
+fn put_text(message: &mut Vec<u8>, field: u8, text: &[u8]) {
+    put_field(message, field, LENGTH_DELIMITED, &varint(text.len() as u64));
+    message.extend(text);
+}
+
+/// Seven bits a byte, the lowest first; all but the last byte have the eighth set.
+fn varint(mut number: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while number >= 0x80 {
+        bytes.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+    bytes
+}
+
+fn read_varint(bytes: &[u8]) -> usize {
+    let end = bytes.iter().position(|byte| byte & 0x80 == 0).unwrap_or(0);
+    bytes[..=end].iter().rev().fold(0, |number, byte| number << 7 | usize::from(byte & 0x7F))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_what_tensorboard_reads() {
+        // As TensorBoard's own writer makes it: length, checksum, data, checksum.
+        let event = [&[0x09][..], &1.5_f64.to_le_bytes(), &[0x1A, 13], b"brain.Event:2"].concat();
+        let made = first_record(1.5);
+        assert_eq!(made[..8], 24_u64.to_le_bytes());
+        assert_eq!(made[12..36], event);
+        assert_eq!(made.len(), 40);
+        let step = scalars(0.0, 300, &[("a", 1.0)]);
+        let expected =
+            [&[0x10, 0xAC, 0x02, 0x2A, 10, 0x0A, 8, 0x0A, 1, b'a', 0x15][..], &1_f32.to_le_bytes()];
+        assert_eq!(step[21..step.len() - 4], expected.concat());
+    }
+
+    #[test]
+    fn records_are_read_until_one_is_broken() {
+        let [first, second] = [first_record(2.0), scalars(2.0, 77, &[("train/loss", 0.25)])];
+        let both = [first.clone(), second.clone()].concat();
+        assert_eq!(records(&both).collect::<Vec<_>>(), [&first[..], &second[..]]);
+        assert_eq!((step_of(&first), step_of(&second)), (0, 77));
+        assert!(has(&second, "train/loss") && !has(&second, "test/loss"));
+        assert_eq!(records(&both[..both.len() - 1]).count(), 1);
+        let mut wrong = both.clone();
+        wrong[first.len() + 20] ^= 1;
+        assert_eq!(records(&wrong).count(), 1);
+    }
+
+    #[test]
+    fn numbers_of_any_length_come_back() {
+        for number in [0, 1, 127, 128, 300, 1 << 40] {
+            assert_eq!(read_varint(&varint(number)) as u64, number);
+        }
+    }
+}
