@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::command_line::CommandLine;
 use crate::commands::train::TrainOptions;
-use crate::commands::{self, completions, doctor, man, plan, report, verify};
+use crate::commands::{self, completions, doctor, generate, man, plan, predict, report, verify};
 use crate::exit::{CODES, Exit};
 
 /// Trains batches and models that are bigger than your device's memory.
@@ -52,6 +52,10 @@ pub enum BrimfulCommand {
     Demo,
     /// Train a model on data, in micro-batches, inside a memory limit.
     Train(TrainOptions),
+    /// Tell what a trained model answers, sample by sample.
+    Predict(predict::PredictOptions),
+    /// Write text with a trained GPT.
+    Generate(generate::GenerateOptions),
     /// Predict the time, the bubble and the memory of a step before anything runs.
     Plan(plan::PlanOptions),
     /// Make a page of a run: timeline, memory, sizes, loss and rate.
@@ -69,6 +73,8 @@ Examples:
   brimful demo                       a batch that does not fit, trained all the same
   brimful train --help               train a model on digits, images or text
   brimful train --config run.toml    the same, with flags from a file
+  brimful predict --help             what a trained model answers
+  brimful generate --help            text by a trained GPT
   brimful plan --help                predict time and memory of a pipeline before it runs
   brimful report run.json            a page of what happened
   brimful verify --model gpt         full and split gradients, side by side

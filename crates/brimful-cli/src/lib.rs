@@ -27,5 +27,6 @@ pub mod output;
 mod page;
 #[doc(hidden)]
 pub mod progress;
+mod saved_weights;
 #[doc(hidden)]
 pub mod setting;

@@ -20,9 +20,14 @@ pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
 /// Writes a line to standard output. A reader that has gone away, as `head` does, ends the program
 /// quietly.
 pub fn line(text: &str) -> Result<()> {
+    piece(&format!("{}\n", text.trim_end()))
+}
+
+/// Writes a text to standard output as it is, at once.
+pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
         let mut out = io::stdout().lock();
-        match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
             written => written.context("cannot write to standard output"),
         }

@@ -3,8 +3,10 @@
 pub(crate) mod completions;
 pub(crate) mod demo;
 pub(crate) mod doctor;
+pub(crate) mod generate;
 pub(crate) mod man;
 pub(crate) mod plan;
+pub(crate) mod predict;
 pub(crate) mod report;
 pub mod train;
 pub(crate) mod verify;
@@ -20,6 +22,8 @@ pub(crate) fn run(command: &BrimfulCommand) -> Result<Exit> {
         BrimfulCommand::Doctor(options) => doctor::run(options),
         BrimfulCommand::Demo => demo::run(),
         BrimfulCommand::Train(options) => train::run(options),
+        BrimfulCommand::Predict(options) => predict::run(options),
+        BrimfulCommand::Generate(options) => generate::run(options),
         BrimfulCommand::Plan(options) => plan::run(options),
         BrimfulCommand::Report(options) => report::run(options),
         BrimfulCommand::Verify(options) => verify::run(options),

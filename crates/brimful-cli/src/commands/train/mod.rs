@@ -30,6 +30,7 @@ use crate::{output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
 use options::BatchSize;
+pub(crate) use options::MicroBatch;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
 pub use rate::Decay;

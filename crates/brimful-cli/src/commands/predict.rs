@@ -1,0 +1,148 @@
+//! `brimful predict`: what a trained model answers, sample by sample.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use brimful::memory::Memory;
+use brimful::{Bytes, MicroBatcher};
+use clap::Args;
+use serde::Serialize;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::commands::train::MicroBatch;
+use crate::data::{Examples, Sample};
+use crate::exit::{Exit, wrong_use};
+use crate::output;
+use crate::saved_weights::SavedWeights;
+use crate::setting::{self, MODELS, ModelName, NumberType, typed, within, words};
+
+/// Options of `brimful predict`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful train --save digits.safetensors
+  brimful predict --weights digits.safetensors
+  brimful predict --weights digits.safetensors --json | jq 'select(.class != .target)'
+  brimful predict --model resnet18 --weights resnet18.ot --data ~/fashion-mnist -o answers.jsonl
+
+The samples are those that brimful train tests on.")]
+pub struct PredictOptions {
+    /// A file of brimful train --save, or a safetensors or .ot file with the model's names
+    #[arg(long, value_name = "FILE")]
+    weights: PathBuf,
+    #[arg(long, value_name = "NAME", help = format!("{MODELS} [default: as the file tells]"))]
+    model: Option<ModelName>,
+    #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
+    data: String,
+    /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
+    #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
+    micro_batch: MicroBatch,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
+    dtype: NumberType,
+    #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
+    seed: u64,
+    /// Print JSON instead of text: an object a line, one for each sample
+    #[arg(long)]
+    json: bool,
+    /// Write the JSON lines to this file, and print how many answers are right
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// What the model says of one sample.
+#[derive(Debug, PartialEq, Serialize)]
+struct Prediction {
+    /// Its number among the samples, from 0 on.
+    index: usize,
+    class: i64,
+    probability: f64,
+    target: i64,
+}
+
+/// Answers every sample.
+pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
+    if let Some(path) = &options.output {
+        output::check_place("output", path)?;
+    }
+    let predictions = predict(options)?;
+    if let Some(path) = &options.output {
+        output::file(path, &json_lines(&predictions)?)?;
+    } else if options.json {
+        output::line(&json_lines(&predictions)?)?;
+    } else {
+        predictions.iter().try_for_each(|one| output::line(&one.to_string()))?;
+    }
+    if !options.json {
+        output::line(&summary(&predictions))?;
+    }
+    Ok(Exit::Done)
+}
+
+fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
+    let weights = SavedWeights::read(&options.weights)?;
+    let name = weights.model(options.model)?;
+    let dataset = name.data(&options.data, options.seed)?;
+    ensure!(
+        matches!(dataset.sample, Sample::Image { .. }),
+        wrong_use("predict tells the class of images: for text there is brimful generate")
+    );
+    let layers = name.layers(&dataset.sample, 0.0);
+    let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
+    let device = setting::device(options.device.as_deref())?;
+    options.dtype.prepare(device)?;
+    let memory = within(Memory::of(device)?, options.memory_limit)?;
+    let _inside = memory.enter();
+    let mut store = VarStore::new(device);
+    let model = layers.build(&store.root())?;
+    let kind = options.dtype.kind();
+    store.set_kind(kind);
+    weights.put_into(&store, name)?;
+    let mut micro = MicroBatcher::new(&store, options.micro_batch.0).memory(memory.clone());
+    let Examples { inputs, targets } = dataset.test;
+    let likeliest = micro.map(&inputs, |x: Tensor| {
+        let logits = model.forward_t(&typed(&x, kind), false);
+        logits.softmax(-1, Kind::Float).max_dim(-1, false)
+    })?;
+    Prediction::all(likeliest, &targets)
+}
+
+impl Prediction {
+    /// The predictions in the order of the samples, of probabilities and classes.
+    fn all((probabilities, classes): (Tensor, Tensor), targets: &Tensor) -> Result<Vec<Self>> {
+        let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
+        let classes = Vec::<i64>::try_from(classes)?;
+        let targets = Vec::<i64>::try_from(targets)?;
+        let answers = classes.into_iter().zip(probabilities).zip(targets).enumerate();
+        let prediction =
+            |(index, ((class, probability), target))| Self { index, class, probability, target };
+        Ok(answers.map(prediction).collect())
+    }
+}
+
+fn json_lines(predictions: &[Prediction]) -> Result<String> {
+    let mut text = String::new();
+    for prediction in predictions {
+        text.extend([serde_json::to_string(prediction)?.as_str(), "\n"]);
+    }
+    Ok(text)
+}
+
+fn summary(predictions: &[Prediction]) -> String {
+    let right = predictions.iter().filter(|one| one.class == one.target).count();
+    let share = 100.0 * right as f64 / predictions.len().max(1) as f64;
+    format!("{right} of {} are right: {share:.1} %", predictions.len())
+}
+
+impl fmt::Display for Prediction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { index, class, probability, target } = self;
+        write!(f, "sample {index:>5}  class {class:>3}  {:5.1} %", probability * 100.0)?;
+        if class == target { Ok(()) } else { write!(f, "  wrong: it is {target}") }
+    }
+}

@@ -1,0 +1,115 @@
+//! The weights of a trained model, by name: from a file of `brimful train --save`, or from any other
+//! safetensors or `.ot` file whose tensors have the model's names.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use brimful::save::{self, Metadata};
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use crate::exit::wrong_use;
+use crate::setting::ModelName;
+
+/// What the names of an optimizer's tensors begin with in a file of `--save`.
+const OPTIMIZER: &str = "optimizer.";
+/// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
+const COUNTER: &str = "num_batches_tracked";
+/// How many names of tensors a complaint lists.
+const NAMES_LISTED: usize = 3;
+
+/// Tensors by name, and what their file says of them.
+#[derive(Debug)]
+pub(crate) struct SavedWeights {
+    path: PathBuf,
+    tensors: Vec<(String, Tensor)>,
+    metadata: Metadata,
+}
+
+impl SavedWeights {
+    /// Reads the model's tensors of a file.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let (mut tensors, metadata) = match path.extension().is_some_and(|end| end == "ot") {
+            true => {
+                let read = Tensor::load_multi(path);
+                let tensors = read.with_context(|| format!("cannot read {}", path.display()))?;
+                (tensors, Metadata::new())
+            }
+            false => save::read(path)?,
+        };
+        tensors.retain(|(name, _)| !name.starts_with(OPTIMIZER) && !name.ends_with(COUNTER));
+        Ok(Self { path: path.to_owned(), tensors, metadata })
+    }
+
+    /// The model that was asked for, or else the one that the file tells of.
+    pub(crate) fn model(&self, asked: Option<ModelName>) -> Result<ModelName> {
+        let path = self.path.display();
+        let told = self.metadata.get("model").and_then(|name| name.parse::<ModelName>().ok());
+        match (asked, told) {
+            (Some(asked), Some(told)) if asked != told => {
+                Err(wrong_use(format!("{path} was trained as --model {told}, not {asked}")))
+            }
+            (asked, told) => asked
+                .or(told)
+                .ok_or_else(|| wrong_use(format!("{path} does not tell its model: give --model"))),
+        }
+    }
+
+    /// The rows of a tensor, if there is one of this name.
+    pub(crate) fn rows(&self, name: &str) -> Option<i64> {
+        let (_, tensor) = self.tensors.iter().find(|(named, _)| named == name)?;
+        tensor.size().first().copied()
+    }
+
+    /// Gives every variable the tensor of its name. Nothing is changed if they do not go together.
+    pub(crate) fn put_into(&self, store: &VarStore, model: ModelName) -> Result<()> {
+        let mut variables = store.variables();
+        self.check(&variables, model)?;
+        let _without = tch::no_grad_guard();
+        for (name, tensor) in &self.tensors {
+            if let Some(variable) = variables.get_mut(name) {
+                variable.f_copy_(tensor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses names that only one of both has, and shapes that differ.
+    fn check(&self, variables: &HashMap<String, Tensor>, model: ModelName) -> Result<()> {
+        let path = self.path.display();
+        let names = self.tensors.iter().map(|(name, _)| name);
+        let left_over: Vec<_> = names.filter(|name| !variables.contains_key(*name)).collect();
+        ensure!(
+            left_over.is_empty(),
+            wrong_use(format!("{path} has {}, but {model} has not", listed(left_over)))
+        );
+        let saved = |name: &String| self.tensors.iter().any(|(named, _)| named == name);
+        let missing: Vec<_> = variables.keys().filter(|name| !saved(name)).collect();
+        ensure!(
+            missing.is_empty(),
+            wrong_use(format!("{path} has no {}, which {model} has", listed(missing)))
+        );
+        for (name, tensor) in &self.tensors {
+            let (theirs, ours) = (tensor.size(), variables[name].size());
+            ensure!(
+                theirs == ours,
+                wrong_use(format!(
+                    "{path}: {name} has the shape {theirs:?}, but {ours:?} in {model} for this data"
+                ))
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The first few names in their order, and how many more there are.
+fn listed(mut names: Vec<&String>) -> String {
+    names.sort();
+    let more = names.len().saturating_sub(NAMES_LISTED);
+    let first: Vec<&str> = names.iter().take(NAMES_LISTED).map(|name| name.as_str()).collect();
+    match more {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
+    }
+}
