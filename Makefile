@@ -11,7 +11,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
 WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
 
-CHECKS := format typos clippy test setup-test docs package licences miri
+CHECKS := format typos clippy test own-crate setup-test docs package licences miri
 
 .PHONY: help demo test check bench bench-peers mpi chromium clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
@@ -57,7 +57,7 @@ rust:
 	@command -v cargo >/dev/null || \
 		{ echo "make: no cargo: install Rust (rustup), and run this again" >&2; exit 1; }
 
-libtorch: rust
+libtorch: rust ## bring libtorch, as .libtorch: what crates elsewhere need
 	@scripts/libtorch
 
 format: rust
@@ -65,6 +65,10 @@ format: rust
 
 clippy: libtorch
 	cargo clippy --workspace --all-targets $(MPI) -- -D warnings
+
+# A crate elsewhere, by the guide's words; after `test`, which has compiled most of it.
+own-crate: libtorch
+	scripts/test-own-crate
 
 setup-test:
 	scripts/test-libtorch

@@ -51,10 +51,13 @@ fn doc_tests(page: &str) -> String {
             let hidden = setup.iter().map(|line| format!("# {line}\n"));
             tests.extend([line, "\n"]);
             tests.extend(hidden);
-            let shown = lines.by_ref().take_while(|line| *line != "```");
-            shown.for_each(|line| tests.extend([line, "\n"]));
-            // A snippet may use `?`.
-            tests += "# Ok::<(), Box<dyn std::error::Error>>(())\n```\n";
+            let shown: Vec<_> = lines.by_ref().take_while(|line| *line != "```").collect();
+            shown.iter().for_each(|line| tests.extend([line, "\n"]));
+            if !shown.iter().any(|line| line.starts_with("fn main")) {
+                // A snippet may use `?`.
+                tests += "# Ok::<(), Box<dyn std::error::Error>>(())\n";
+            }
+            tests += "```\n";
         }
     }
     tests
