@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-const UNITS: [(&str, u64); 9] = [
+const UNITS: [(&str, u64); 13] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
     ("MiB", 1 << 20),
@@ -16,9 +16,15 @@ const UNITS: [(&str, u64); 9] = [
     ("MB", 1_000_000),
     ("KB", 1_000),
     ("B", 1),
+    // One letter is binary, as dd, ls and containers have it.
+    ("T", 1 << 40),
+    ("G", 1 << 30),
+    ("M", 1 << 20),
+    ("K", 1 << 10),
 ];
 
-/// A number of bytes. Shown with a binary unit and three digits; parsed with any unit.
+/// A number of bytes. Shown with a binary unit and three digits; parsed with any unit: KB is 1000, KiB
+/// and K are 1024.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -27,7 +33,10 @@ pub struct Bytes(pub u64);
 
 /// A text that is not a number of bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("'{text}' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB")]
+#[error(
+    "'{text}' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB; units are \
+     B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or in short K, M, G, T (powers of 1024)"
+)]
 pub struct BytesError {
     /// The text.
     pub text: String,
@@ -86,6 +95,10 @@ mod tests {
             ("0", 0),
             (" 512 ", 512),
             ("7B", 7),
+            ("8M", 8 << 20),
+            ("2 k", 2 << 10),
+            ("1.5G", 3 << 29),
+            ("1T", 1 << 40),
         ];
         for (text, bytes) in cases {
             assert_eq!(text.parse::<Bytes>().ok(), Some(Bytes(bytes)), "{text}");
@@ -98,6 +111,8 @@ mod tests {
         {
             let error = text.parse::<Bytes>().expect_err(text).to_string();
             assert!(error.contains("such as 96MiB"), "{error}");
+            let missing = UNITS.iter().find(|(unit, _)| !error.contains(unit));
+            assert_eq!(missing, None, "{error}");
         }
     }
 
