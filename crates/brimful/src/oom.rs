@@ -38,6 +38,14 @@ pub struct OutOfMemory {
     pub message: String,
 }
 
+impl OutOfMemory {
+    /// By how much the request was too large, where all numbers are known.
+    pub(crate) fn lacking(&self) -> Option<Bytes> {
+        let wanted = self.in_use?.0.saturating_add(self.asked?.0);
+        Some(Bytes(wanted.saturating_sub(self.limit?.0)))
+    }
+}
+
 /// The memory that ran out.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

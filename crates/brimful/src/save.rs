@@ -94,7 +94,11 @@ pub fn write(
 pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)> {
     let path = path.as_ref();
     let file = File::open(path).map_err(|reason| unreadable(path, reason))?;
-    let length = file.metadata().map_err(|reason| unreadable(path, reason))?.len();
+    let found = file.metadata().map_err(|reason| unreadable(path, reason))?;
+    if found.is_dir() {
+        return Err(unreadable(path, "it is a folder: name a file in it"));
+    }
+    let length = found.len();
     let mut file = BufReader::new(file);
     let header = read_header(&mut file, path, length)?;
     let mut tensors = Vec::new();

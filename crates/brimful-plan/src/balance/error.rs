@@ -50,6 +50,21 @@ pub enum BalanceError {
         /// The time as given.
         value: f64,
     },
+    /// Two parts of a backward that are not the whole.
+    #[error(
+        "the backward of layer {layer} takes {backward}, but its parts {input_gradient} and \
+         {weight_gradient}: let them add up, or leave one out"
+    )]
+    BadHalves {
+        /// Which layer.
+        layer: usize,
+        /// The whole.
+        backward: f64,
+        /// The part that makes the gradient of the input.
+        input_gradient: f64,
+        /// The part that makes the gradients of the weights.
+        weight_gradient: f64,
+    },
     /// Times whose sum is no number.
     #[error("the layers' times add up to more than a number can hold: give them in a larger unit")]
     Overflow,

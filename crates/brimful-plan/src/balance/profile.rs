@@ -75,6 +75,15 @@ impl LayerCost {
         }
     }
 
+    /// Whether the two halves are the whole, but for rounding.
+    #[must_use]
+    pub fn halves_add_up(&self) -> bool {
+        /// One part in a million: what is left of a time that was written with seven digits.
+        const ROUNDING: f64 = 1e-6;
+        let (input, weight) = self.halves();
+        (input + weight - self.backward).abs() <= ROUNDING * self.backward
+    }
+
     fn times(&self) -> [(&'static str, f64); 5] {
         let (input, weight) = self.halves();
         [
@@ -88,16 +97,26 @@ impl LayerCost {
 }
 
 impl Profile {
-    /// Checks that every time is one.
+    /// Checks that every time is one, and that backwards are as long as their two halves.
     ///
     /// # Errors
-    /// With the first layer whose time is negative or no number.
+    /// With the first layer whose time is negative or no number, or whose halves do not add up.
     pub fn check(&self) -> Result<(), BalanceError> {
         for (layer, costs) in self.layers.iter().enumerate() {
             for (what, value) in costs.times() {
                 if !is_time(value) {
                     return Err(BalanceError::BadTime { layer, what, value });
                 }
+            }
+            if !costs.halves_add_up() {
+                let (input_gradient, weight_gradient) = costs.halves();
+                let backward = costs.backward;
+                return Err(BalanceError::BadHalves {
+                    layer,
+                    backward,
+                    input_gradient,
+                    weight_gradient,
+                });
             }
         }
         Ok(())

@@ -40,8 +40,10 @@ impl SizeLog {
         let failed = self.decisions.iter().filter(|decision| decision.failed);
         let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
         tried.dedup();
-        let needed = sizer.predict(1).map(Bytes);
         let available = Bytes(tightest(rooms));
+        // A prediction that what is free would do for is refuted: by this much at least.
+        let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
+        let needed = sizer.predict(1).max(refuted).map(Bytes);
         Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
     }
 }

@@ -8,7 +8,6 @@ use super::decision::{Decision, Why};
 use super::memory_model::{Line, MemoryModel};
 use super::policy::{Goal, Policy};
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
-use crate::bytes::Bytes;
 
 /// Layers such as batch normalisation want a micro-batch to be like its mini-batch: two or three
 /// samples may come out with gradients many times those of the others. So fewer than 8 are not trained
@@ -162,24 +161,12 @@ impl Sizer {
 
     /// Logs a decision, for people to see where it changes something.
     pub(crate) fn announce(&mut self, decision: &Decision) {
-        let Decision { size, micro_batches, why, available, .. } = *decision;
-        let bytes = |bytes: Option<Bytes>| bytes.map(|bytes| bytes.0);
-        let predicted = bytes(decision.predicted);
-        let measured = bytes(decision.measured);
-        let available = available.0;
-        macro_rules! log {
-            ($level:ident, $text:literal) => {
-                tracing::$level!(
-                    size, micro_batches, %why, ?predicted, ?measured, available, $text
-                )
-            };
-        }
         if decision.failed {
-            log!(warn, "memory ran out: the mini-batch is run again in smaller micro-batches");
-        } else if self.announced.replace(size) != Some(size) {
-            log!(info, "micro-batch size");
+            tracing::warn!("{decision}: the mini-batch is run again");
+        } else if self.announced.replace(decision.size) != Some(decision.size) {
+            tracing::info!("{decision}");
         } else {
-            log!(debug, "micro-batch size");
+            tracing::debug!("{decision}");
         }
     }
 

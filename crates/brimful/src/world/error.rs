@@ -97,7 +97,7 @@ pub enum WorldError {
     /// Ranks that cannot be dealt out.
     #[error(
         "{ranks} ranks cannot be divided into {replicas} replicas of as many ranks each: start a \
-         multiple of {replicas}"
+         multiple of {replicas}, as in mpirun -n {replicas}, or srun"
     )]
     DoesNotDivide {
         /// Ranks in the world.
