@@ -23,6 +23,7 @@ fn ends(arguments: &str, code: i32, says: &str) {
 fn every_exit_code_of_the_program_is_its_own() {
     ends("arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
     ends("--help", 0, "Exit codes:");
+    ends("--help", 0, "Examples:\n  brimful-bench ");
     ends("--version", 0, "brimful-bench ");
     ends("arena --config /no/such/file", 1, "brimful-bench: cannot read /no/such/file");
     ends("micro --repeats 0", 2, "0 is not in 1..");

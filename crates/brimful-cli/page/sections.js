@@ -33,7 +33,7 @@ function headFacts({ steps, tests, timelines, devices }) {
   const step = timelines.at(-1)?.measured ?? timelines[0]?.simulated;
   if (step) {
     const word = step === timelines.at(-1).measured ? "Last step" : "Step";
-    facts.push([word, time(step.makespan, step.unit, 3)], ["Its bubble", percent(step.bubble)]);
+    facts.push([word, time(step.makespan, step.unit, 3)], ["Bubble", percent(step.bubble)]);
   }
   const [, peak] = extent([0, ...steps.peaks.flat(), ...(step?.lanes ?? []).map((lane) => lane.peak_bytes)]);
   if (peak > 0) facts.push([devices.length > 1 ? "Peak of a device" : "Peak memory", bytes(peak)]);

@@ -9,6 +9,7 @@ use crate::command_line::CommandLine;
 use crate::commands::train::TrainOptions;
 use crate::commands::{self, completions, doctor, generate, man, plan, predict, report, verify};
 use crate::exit::{CODES, Exit};
+use crate::files;
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
@@ -101,6 +102,9 @@ impl CommandLine for BrimfulArgs {
     }
 
     fn run(&self) -> Result<Exit> {
+        let mut files = commands::files(&self.command);
+        files.extend(files::read("--config", self.global.config.as_ref()));
+        files::check(&files)?;
         commands::run(&self.command)
     }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use brimful::memory;
-use clap::Parser;
+use clap::{Arg, ArgAction, Command, Parser};
 
 use crate::args::Global;
 use crate::exit::Exit;
@@ -49,8 +49,18 @@ fn read<C: CommandLine>(words: Vec<OsString>) -> Result<C, Exit> {
 
 /// The command line, with the flags of the config that it names.
 fn parse<C: CommandLine>(words: Vec<OsString>) -> Result<C> {
-    let matches = config::matches(C::command(), words)?;
+    let matches = config::matches(taking_negative_numbers(C::command()), words)?;
     Ok(C::from_arg_matches(&matches)?)
+}
+
+/// Lets every flag take a negative number, to be refused as a value of its own and not as a word too
+/// many.
+fn taking_negative_numbers(command: Command) -> Command {
+    let taking = |arg: Arg| match arg.get_action() {
+        ArgAction::Set | ArgAction::Append => arg.allow_negative_numbers(true),
+        _ => arg,
+    };
+    command.mut_args(taking).mut_subcommands(taking_negative_numbers)
 }
 
 /// Prints the help that was asked for, or how the command line is wrong.

@@ -8,6 +8,7 @@
 
 #[doc(hidden)]
 pub mod args;
+mod calendar;
 #[doc(hidden)]
 pub mod command_line;
 #[doc(hidden)]
@@ -17,6 +18,7 @@ mod config;
 pub mod data;
 #[doc(hidden)]
 pub mod exit;
+mod files;
 mod interrupt;
 mod log;
 #[doc(hidden)]
@@ -30,3 +32,4 @@ pub mod progress;
 mod saved_weights;
 #[doc(hidden)]
 pub mod setting;
+mod shell;

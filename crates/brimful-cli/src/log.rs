@@ -1,9 +1,12 @@
-//! The library's log on standard error, above the bars: warnings, and with `--verbose` all else.
+//! The library's log on standard error, above the bars: warnings in words, and with `--verbose` all
+//! else as it is.
 
 use std::io::{self, Write};
 
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::fmt::{self, format};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::progress;
@@ -11,18 +14,32 @@ use crate::progress;
 /// Listens to the log from now on.
 pub(crate) fn listen(verbose: bool) {
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
-    let lines = tracing_subscriber::fmt::layer().without_time().with_ansi(false);
-    let lines = lines.with_target(verbose).with_writer(|| Aside);
     let ours = Targets::new().with_target("brimful", level);
+    let plain = fmt::layer().without_time().with_ansi(false);
+    let lines = if verbose {
+        plain.with_writer(|| Aside { before: "" }).boxed()
+    } else {
+        // What a warning knows besides its words is told as people would: no name = value.
+        let told = format::debug_fn(|out, field, value| match field.name() {
+            "message" => write!(out, "{value:?}"),
+            name => write!(out, "{}: {value:?}", name.replace('_', " ")),
+        });
+        let words = plain.with_level(false).with_target(false).fmt_fields(told.delimited("; "));
+        words.with_writer(|| Aside { before: "brimful: warning: " }).boxed()
+    };
     tracing_subscriber::registry().with(ours).with(lines).init();
 }
 
 /// Standard error, while no bar is in the way. A log line comes in one piece.
-struct Aside;
+struct Aside {
+    /// What every line begins with.
+    before: &'static str,
+}
 
 impl Write for Aside {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        progress::aside(|| io::stderr().write_all(line))?;
+        let whole = [self.before.as_bytes(), line.trim_ascii_start()].concat();
+        progress::aside(|| io::stderr().write_all(&whole))?;
         Ok(line.len())
     }
 

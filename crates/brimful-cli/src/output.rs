@@ -1,15 +1,14 @@
 //! What the program writes: reports to standard output, files, and what went wrong to standard error.
 
+use std::env;
 use std::fmt::{Display, Write as _};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
-use std::{env, fs};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::save;
 use serde::Serialize;
 
-use crate::exit::wrong_use;
 use crate::progress;
 
 /// Writes a report: a line of JSON where that is asked for, else its text.
@@ -37,19 +36,6 @@ pub(crate) fn piece(text: &str) -> Result<()> {
 /// Writes a file whole, or not at all.
 pub fn file(path: &Path, text: &str) -> Result<()> {
     Ok(save::replace(path, text.as_bytes())?)
-}
-
-/// Whether a file can come to be there, asked before hours of work are put into it.
-pub fn check_place(flag: &str, path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new("."));
-    let shown = path.display();
-    ensure!(
-        fs::metadata(folder).is_ok_and(|folder| folder.is_dir()),
-        wrong_use(format!("--{flag} {shown}: there is no folder {}", folder.display()))
-    );
-    ensure!(!path.is_dir(), wrong_use(format!("--{flag} {shown}: it is a folder: name a file")));
-    Ok(())
 }
 
 /// Whether what goes to standard output may be coloured.

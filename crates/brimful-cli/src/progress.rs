@@ -1,14 +1,13 @@
 //! How far a long work has come, on standard error: a bar on a terminal, elsewhere a line now and
 //! then.
 
-use std::cell::Cell;
-use std::fmt;
+use std::cell::{Cell, RefCell};
 use std::io::{self, Write};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressState, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 /// All bars of the process, so that lines can be written between them. Without a terminal none of
 /// them is drawn.
@@ -46,52 +45,65 @@ pub fn note(text: &str) {
 pub struct Progress {
     bar: ProgressBar,
     unit: &'static str,
+    /// What is being done.
+    doing: RefCell<String>,
     said: Cell<Instant>,
 }
 
 impl Progress {
     /// A work of so many units, shown from the start.
     pub fn new(length: usize, unit: &'static str) -> Self {
-        let bar = ProgressBar::new(length as u64).with_style(style(unit));
+        let bar = ProgressBar::new(length as u64).with_style(style());
         let quiet = QUIET.load(Ordering::Relaxed);
         let bar = if quiet { ProgressBar::hidden() } else { SCREEN.add(bar) };
-        if !bar.is_hidden() {
-            // A long step must not look like a stop.
-            bar.enable_steady_tick(Duration::from_millis(500));
+        let said = Cell::new(Instant::now());
+        let progress = Self { bar, unit, doing: RefCell::default(), said };
+        progress.show();
+        if !progress.bar.is_hidden() {
+            // A terminal that changes its width is followed within a long step too.
+            progress.bar.enable_steady_tick(Duration::from_millis(500));
         }
-        Self { bar, unit, said: Cell::new(Instant::now()) }
+        progress
     }
 
     /// The same from here on, where part of it was done before.
     pub(crate) fn starting_at(self, done: usize) -> Self {
         self.bar.set_position(done as u64);
         self.bar.reset_eta();
+        self.show();
         self
     }
 
     /// Says what is being done, or what there is to know besides rate and time.
     pub fn doing(&self, what: String) {
-        self.bar.set_message(what);
+        self.doing.replace(what);
+        self.show();
     }
 
     /// So many units more are done.
     pub fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
+        self.show();
         if self.said.get().elapsed() >= BETWEEN_LINES {
             self.said.set(Instant::now());
-            note(&self.line());
+            note(&self.line(" of "));
         }
     }
 
-    fn line(&self) -> String {
+    fn show(&self) {
+        self.bar.set_message(self.line("/"));
+    }
+
+    /// Count, rate, time left, and what is being done.
+    fn line(&self, of: &str) -> String {
         let Self { bar, unit, .. } = self;
         format!(
-            "{} of {} {unit}  {}  {} left  {}",
+            "{}{of}{} {unit}  {}  {} left  {}",
             bar.position(),
             bar.length().unwrap_or_default(),
             rate(bar.per_sec(), unit),
             rounded(bar.eta()),
-            bar.message()
+            self.doing.borrow()
         )
     }
 }
@@ -103,18 +115,10 @@ impl Drop for Progress {
     }
 }
 
-/// Bar, count, rate, time left, and what is said of the last unit.
-fn style(unit: &'static str) -> ProgressStyle {
-    let template = format!("{{bar:24}} {{pos}}/{{len}} {unit}  {{rate}}  {{left}} left  {{msg}}");
-    let style = ProgressStyle::with_template(&template).expect("the template is right");
-    // Writing to the bar's own text cannot fail.
-    let rate = move |state: &ProgressState, out: &mut dyn fmt::Write| {
-        let _ = out.write_str(&rate(state.per_sec(), unit));
-    };
-    let left = |state: &ProgressState, out: &mut dyn fmt::Write| {
-        let _ = out.write_str(&rounded(state.eta()));
-    };
-    style.with_key("rate", rate).with_key("left", left)
+/// A short bar and the line beside it, which ends where the terminal does: one that wraps could not be
+/// taken away again.
+fn style() -> ProgressStyle {
+    ProgressStyle::with_template("{bar:10} {wide_msg}").expect("the template is right")
 }
 
 /// A slow rate with digits behind the point.
@@ -147,7 +151,7 @@ mod tests {
         let progress = Progress::new(8, "samples");
         progress.doing("loss 0.1".into());
         progress.advance(4);
-        let line = progress.line();
+        let line = progress.line(" of ");
         assert!(line.starts_with("4 of 8 samples  "), "{line}");
         assert!(line.ends_with(" left  loss 0.1"), "{line}");
         assert_eq!(

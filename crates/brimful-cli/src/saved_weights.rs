@@ -12,8 +12,10 @@ use tch::nn::VarStore;
 use crate::exit::wrong_use;
 use crate::setting::ModelName;
 
-/// What the names of an optimizer's tensors begin with in a file of `--save`.
-const OPTIMIZER: &str = "optimizer.";
+/// What the names of an optimizer's tensors and texts begin with in a file of `--save`.
+pub(crate) const OPTIMIZER: &str = "optimizer.";
+/// And those of the averages of weights.
+pub(crate) const AVERAGES: &str = "ema.";
 /// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
 const COUNTER: &str = "num_batches_tracked";
 /// How many names of tensors a complaint lists.
@@ -30,7 +32,7 @@ pub(crate) struct SavedWeights {
 impl SavedWeights {
     /// Reads the model's tensors of a file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let (mut tensors, metadata) = match path.extension().is_some_and(|end| end == "ot") {
+        let (tensors, metadata) = match path.extension().is_some_and(|end| end == "ot") {
             true => {
                 let read = Tensor::load_multi(path);
                 let tensors = read.with_context(|| format!("cannot read {}", path.display()))?;
@@ -38,8 +40,15 @@ impl SavedWeights {
             }
             false => save::read(path)?,
         };
-        tensors.retain(|(name, _)| !name.starts_with(OPTIMIZER) && !name.ends_with(COUNTER));
+        let averages = taken(AVERAGES, &tensors);
+        // Averages are what the run was tested with: they are the better model.
+        let tensors = if averages.is_empty() { model_alone(tensors) } else { averages };
         Ok(Self { path: path.to_owned(), tensors, metadata })
+    }
+
+    /// All of them.
+    pub(crate) fn into_tensors(self) -> Vec<(String, Tensor)> {
+        self.tensors
     }
 
     /// The model that was asked for, or else the one that the file tells of.
@@ -101,6 +110,24 @@ impl SavedWeights {
         }
         Ok(())
     }
+}
+
+/// Those whose names begin so, without that.
+pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let taken = |(name, tensor): &(String, Tensor)| {
+        Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
+    };
+    tensors.iter().filter_map(taken).collect()
+}
+
+/// Without what is kept beside a model.
+pub(crate) fn model_alone(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+    let is_beside = |name: &str| {
+        [OPTIMIZER, AVERAGES].iter().any(|prefix| name.starts_with(prefix))
+            || name.ends_with(COUNTER)
+    };
+    tensors.retain(|(name, _)| !is_beside(name));
+    tensors
 }
 
 /// The first few names in their order, and how many more there are.

@@ -69,14 +69,14 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
 
 #[test]
 fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
-    let train = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB";
+    let train = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB --device cpu";
     brimful().args(train.split(' ')).assert().code(3).stderr(
         predicate::str::is_match(
             "^brimful: out of memory in arena 'cpu': .*; try --micro-batch 719\n$",
         )
         .expect("a pattern"),
     );
-    ends("train --memory-limit 200KiB", 3, "brimful: ");
+    ends("train --memory-limit 200KiB --device cpu", 3, "brimful: ");
     ends("plan -s 2 -m 4 --activations 3GiB --memory-limit 1GiB", 3, "");
 }
 
@@ -92,8 +92,7 @@ fn a_check_that_finds_a_fault_ends_with_4() {
 
 #[test]
 fn verbose_tells_the_causes_and_the_log() {
-    let train =
-        "train --verbose --epochs 1 --micro-batch 1437 --batch-size all --memory-limit 8MiB";
+    let train = "train --verbose --epochs 1 --micro-batch 1437 --batch-size all --memory-limit 8MiB --device cpu";
     brimful()
         .args(train.split(' '))
         .assert()

@@ -106,9 +106,13 @@ fn refuses_with_the_fix() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"brimful: the backward time of stage 0 is -1: it must be finite and not negative");
+    insta::assert_snapshot!(refusal("-s 4 -m 4 --backward -1"), @"
+    error: invalid value '-1' for '--backward <TIME>': give a number from 0 on
+
+    For more information, try '--help'.
+    ");
     insta::assert_snapshot!(refusal("-s 4 -m 4 --memory-limit 16Gigs"), @"
-    error: invalid value '16Gigs' for '--memory-limit <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB
+    error: invalid value '16Gigs' for '--memory-limit <BYTES>': '16Gigs' is not a number of bytes: write a number and a unit, such as 96MiB or 16 GB; units are B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or in short K, M, G, T (powers of 1024)
 
     For more information, try '--help'.
     ");

@@ -77,7 +77,10 @@ fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
 fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
     for (flags, words) in [
         (&["--stages", "2"][..], "--stages 2: 3 ranks in 1 replicas leave 3 ranks"),
-        (&["--replicas", "2"], "3 ranks cannot be divided into 2 replicas"),
+        (
+            &["--replicas", "2"],
+            "3 ranks cannot be divided into 2 replicas of as many ranks each: start a multiple of 2, as in mpirun -n 2",
+        ),
     ] {
         let output = train(Some(3), flags);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

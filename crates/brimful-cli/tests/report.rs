@@ -85,7 +85,7 @@ fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     train.assert().failure().stderr(one_line("out of memory in arena 'cpu'"));
     let run = Run::read(&run).expect("a run");
     let Ended::Failed(why) = &run.ended else { panic!("it {:?}", run.ended) };
-    assert!(why.starts_with("out of memory") && why.ends_with("; try --micro-batch 64"), "{why}");
+    assert!(why.starts_with("out of memory") && why.contains("the state of adamw"), "{why}");
     assert_eq!(run.steps.number, [1], "the first step, before the optimizer has its state");
     assert!(page.exists());
 }
@@ -164,8 +164,8 @@ fn a_page_that_cannot_be_written_leaves_nothing_behind() {
     let run = recorded(&folder);
     for (place, words) in [
         ("/dev/full", "cannot write '/dev/full': No space left on device (os error 28): make room"),
-        ("/no/such/folder/page.html", "(os error 2): make its folder first"),
-        (folder.to_str().expect("a path"), "Is a directory (os error 21): name a file in it"),
+        ("/no/such/folder/page.html", "there is no folder /no/such/folder"),
+        (folder.to_str().expect("a path"), "it is a folder: name a file"),
     ] {
         let mut report = brimful();
         report

@@ -16,9 +16,14 @@ const PATIENCE: Option<u64> = Some(60_000);
 const TRAIN: &str = "train --model gpt --device cpu --micro-batch 4 --data";
 
 fn on_a_terminal(arguments: &str) -> PtySession {
-    let mut process = Process::new(env!("CARGO_BIN_EXE_brimful"));
-    process.args(arguments.split_whitespace()).env_remove("LD_LIBRARY_PATH");
-    process.env("TERM", "xterm").env("COLUMNS", "160");
+    on_a_terminal_of(160, arguments)
+}
+
+fn on_a_terminal_of(columns: usize, arguments: &str) -> PtySession {
+    let mut process = Process::new("sh");
+    process.args(["-c", &format!(r#"stty cols {columns}; exec "$@""#), "sh"]);
+    process.arg(env!("CARGO_BIN_EXE_brimful"));
+    process.args(arguments.split_whitespace()).env_remove("LD_LIBRARY_PATH").env("TERM", "xterm");
     spawn_command(process, PATIENCE).expect("a terminal")
 }
 
@@ -40,6 +45,22 @@ fn progress_shows_rate_time_size_and_memory() {
     session.exp_regex("epoch +1  loss .* samples/s  peak").expect("the epoch's line");
     session.exp_eof().expect("the end");
     assert_eq!(exit_code(&session), 0);
+}
+
+/// What is drawn and cleared again must be a line, or the rest of it stays.
+#[test]
+fn the_progress_line_is_no_wider_than_a_narrow_terminal() {
+    const COLUMNS: usize = 40;
+    let arguments = "train --epochs 1 --device cpu --micro-batch 16";
+    let mut session = on_a_terminal_of(COLUMNS, arguments);
+    let all = session.exp_eof().expect("the end");
+    let drawn = all.split(['\r', '\n', '\u{1b}']).filter(|part| part.contains(" samples  "));
+    let drawn: Vec<&str> = drawn.filter(|part| part.contains('/')).collect();
+    assert!(!drawn.is_empty(), "{all:?}");
+    for line in drawn {
+        let columns = line.trim_start_matches(|c: char| c == '[' || c.is_ascii_uppercase());
+        assert!(columns.chars().count() <= COLUMNS, "{line:?}");
+    }
 }
 
 #[test]

@@ -46,9 +46,8 @@ fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {
 
 #[test]
 fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
-    let arguments =
-        ["train", "--batch-size", "all", "--micro-batch", "1437", "--memory-limit", "8MiB"];
-    brimful().args(arguments).assert().failure().stderr(
+    let arguments = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB --device cpu";
+    brimful().args(arguments.split(' ')).assert().failure().stderr(
         predicate::str::starts_with("brimful: out of memory in arena 'cpu'")
             .and(predicate::str::ends_with("limit 8388608; try --micro-batch 719\n"))
             .and(predicate::function(|text: &str| text.lines().count() == 1)),
@@ -69,10 +68,10 @@ fn replicas_learn_digits_in_a_memory_of_their_own_each() {
 
 #[test]
 fn a_stage_that_is_too_small_is_named_with_the_remedy() {
-    let arguments = ["train", "--stages", "2", "--micro-batches", "2", "--memory-limit", "1MiB"];
+    let arguments = "train --stages 2 --micro-batches 2 --memory-limit 1MiB --device cpu";
     // The planner has said so beforehand.
-    brimful().args(arguments).assert().failure().stderr(
-        predicate::str::starts_with(" WARN no balance fits by plan")
+    brimful().args(arguments.split(' ')).assert().failure().stderr(
+        predicate::str::starts_with("brimful: warning: no balance fits by plan")
             .and(predicate::str::contains("\nbrimful: stage "))
             .and(predicate::str::ends_with("; try --micro-batches 4\n"))
             .and(predicate::str::contains("out of memory in arena 'device").count(1))
@@ -138,8 +137,12 @@ fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     train("2", Some("one"), "replicated", &["--replicas", "3", "--micro-batch", "20"]);
     let (plain, told) = save::read(path("plain")).expect("plain");
     for other in ["staged", "replicated"] {
-        let (values, told_too) = save::read(path(other)).expect(other);
+        let (values, mut told_too) = save::read(path(other)).expect(other);
+        let loss = told_too.insert("best-test-loss".into(), told["best-test-loss"].clone());
         assert_eq!(told, told_too);
+        let losses = [Some(told["best-test-loss"].clone()), loss]
+            .map(|text| text.expect("a loss").parse::<f64>().expect("a number"));
+        assert!((losses[0] - losses[1]).abs() < 1e-9, "{losses:?}");
         for ((name, expected), (name_too, got)) in plain.iter().zip(&values) {
             assert_eq!(name, name_too);
             assert!(got.allclose(expected, 1e-9, 1e-9, false), "{other}: {name} differs");
@@ -176,7 +179,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
     brimful().args(["train", "--epochs", "1", "--save", save]).assert().success();
     let cases: [(&[&str], &str); 5] = [
         (&["train", "--resume", save, "--learning-rate-decay", "linear"], "decay none"),
-        (&["train", "--resume", save, "--seed", "1"], "was made with --seed 0, but this run has 1"),
+        (&["train", "--resume", save, "--seed", "1"], "was made with --seed 0, but this run has --seed 1"),
         (&["train", "--resume", save, "--model", "resnet18"], "--model mlp"),
         (&["train", "--resume", "/no/such/file"], "cannot go on from /no/such/file"),
         (&["train", "--resume", "/proc/version"], "/proc/version"),
@@ -205,10 +208,10 @@ fn nonsense_on_the_command_line_is_one_clear_error() {
         (&["train", "--micro-batch", "0"], "from 1 on, auto or largest"),
         (&["train", "--batch-size", "0"], "give a number from 1 on, or all"),
         (&["train", "--memory-limit", "much"], "such as 96MiB"),
-        (&["train", "--memory-limit", "0"], "limit of 0 bytes"),
+        (&["train", "--memory-limit", "0", "--device", "cpu"], "limit of 0 bytes"),
         (&["train", "--device", "cuda:99"], "there is no device 'cuda:99' here"),
         (&["train", "--model", "gpt"], "a gpt needs text"),
-        (&["train", "--learning-rate", "-1"], "unexpected argument"),
+        (&["train", "--learning-rate", "-1"], "--learning-rate -1: give it a number from 0 on"),
     ];
     for (arguments, expected) in cases {
         brimful().args(arguments).assert().failure().stderr(predicate::str::contains(expected));

@@ -15,6 +15,18 @@ use anyhow::Result;
 
 use crate::args::BrimfulCommand;
 use crate::exit::Exit;
+use crate::files::FlagFile;
+
+/// The files that a command reads and writes.
+pub(crate) fn files(command: &BrimfulCommand) -> Vec<FlagFile<'_>> {
+    match command {
+        BrimfulCommand::Train(options) => train::outputs::files(options),
+        BrimfulCommand::Predict(options) => options.files(),
+        BrimfulCommand::Plan(options) => options.files(),
+        BrimfulCommand::Report(options) => report::files(options),
+        _ => Vec::new(),
+    }
+}
 
 /// Runs one command.
 pub(crate) fn run(command: &BrimfulCommand) -> Result<Exit> {

@@ -14,6 +14,7 @@ use tch::{Kind, Tensor};
 use crate::commands::train::MicroBatch;
 use crate::data::{Examples, Sample};
 use crate::exit::{Exit, wrong_use};
+use crate::files::{self, FlagFile};
 use crate::output;
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, MODELS, ModelName, NumberType, typed, within, words};
@@ -55,6 +56,14 @@ pub struct PredictOptions {
     output: Option<PathBuf>,
 }
 
+impl PredictOptions {
+    /// The files that were given, each with its flag.
+    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+        let output = files::written("--output", self.output.as_ref());
+        output.into_iter().chain(files::read("--weights", Some(&self.weights))).collect()
+    }
+}
+
 /// What the model says of one sample.
 #[derive(Debug, PartialEq, Serialize)]
 struct Prediction {
@@ -67,9 +76,6 @@ struct Prediction {
 
 /// Answers every sample.
 pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
-    if let Some(path) = &options.output {
-        output::check_place("output", path)?;
-    }
     let predictions = predict(options)?;
     if let Some(path) = &options.output {
         output::file(path, &json_lines(&predictions)?)?;
@@ -87,7 +93,7 @@ pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
 fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let weights = SavedWeights::read(&options.weights)?;
     let name = weights.model(options.model)?;
-    let dataset = name.data(&options.data, options.seed)?;
+    let dataset = name.data(&options.data, None, options.seed)?;
     ensure!(
         matches!(dataset.sample, Sample::Image { .. }),
         wrong_use("predict tells the class of images: for text there is brimful generate")

@@ -7,6 +7,7 @@ use brimful::report::Run;
 use clap::Args;
 
 use crate::exit::Exit;
+use crate::files::{self, FlagFile};
 use crate::{output, page};
 
 /// Options of `brimful report`.
@@ -24,6 +25,13 @@ pub struct ReportOptions {
     /// The file to write: a page, which needs no network
     #[arg(long, short, value_name = "FILE", default_value = "report.html")]
     output: PathBuf,
+}
+
+/// The files that it reads and writes.
+pub(crate) fn files(options: &ReportOptions) -> Vec<FlagFile<'_>> {
+    let files =
+        [files::read("RUN", Some(&options.run)), files::written("-o", Some(&options.output))];
+    files.into_iter().flatten().collect()
 }
 
 /// Reads, checks, and writes the page.

@@ -36,13 +36,14 @@ pub struct VerifyOptions {
     #[arg(help = words::MICRO_BATCH)]
     micro_batch: usize,
     /// The largest relative error that passes for rounding [default: by the number type]
-    #[arg(long, value_name = "ERROR")]
+    #[arg(long, value_name = "ERROR", value_parser = words::not_negative)]
     tolerance: Option<f64>,
     #[arg(long, value_enum, default_value = "f64", help = words::DTYPE)]
     dtype: NumberType,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
+    #[arg(value_parser = words::seed)]
     seed: u64,
     #[arg(long, help = words::JSON)]
     json: bool,

@@ -33,10 +33,10 @@ fn split(text: &str, length: i64) -> Result<(Examples, Examples)> {
     // The shorter part needs a sequence, and one token more as its last target.
     ensure!(
         test as i64 > length,
-        "it has {} tokens, a tenth of which must hold a sequence of {length} and one more: take a \
-         longer text, or sequences of at most {}",
+        "it has {} bytes, but at least {} are needed, so that the tenth of it that is for testing holds \
+         a sequence of {length} and one more: take a longer text",
         tokens.len(),
-        test.saturating_sub(1)
+        10 * (length + 1)
     );
     let (train, test) = tokens.split_at(tokens.len() - test);
     Ok((cut(train, length), cut(test, length)))
@@ -87,9 +87,8 @@ mod tests {
     #[test]
     fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
         for (text, length, expected) in [
-            ("", 1, "it has 0 tokens"),
-            ("0123456789", 1, "at most 0"),
-            (&"x".repeat(40), 4, "it has 40 tokens, a tenth of which must hold a sequence of 4"),
+            ("", 1, "it has 0 bytes, but at least 20 are needed"),
+            (&"x".repeat(49), 4, "it has 49 bytes, but at least 50 are needed, so that the tenth"),
             ("abc", 0, "give at least 1"),
         ] {
             let error = load_once("short", text.as_bytes(), length);

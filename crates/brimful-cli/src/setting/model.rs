@@ -10,6 +10,7 @@ use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
 use crate::data::{self, Dataset, Sample, Synthetic};
+use crate::exit::wrong_use;
 use crate::nearest::did_you_mean;
 
 macro_rules! names {
@@ -58,6 +59,37 @@ const WORDS: [(&str, ModelName); 9] = [
     ("gpt2-xl", ModelName::Gpt2Xl),
 ];
 
+/// A family of models that are named by a word and two numbers.
+struct SizedFamily {
+    family: &'static str,
+    numbers: &'static str,
+    example: &'static str,
+    model: fn(usize, i64) -> ModelName,
+}
+
+const SIZED: [SizedFamily; 2] = [
+    SizedFamily {
+        family: "unet",
+        numbers: "unet:BxC (B blocks a cell, C channels)",
+        example: "unet:5x64",
+        model: |blocks, channels| ModelName::UNet { blocks, channels },
+    },
+    SizedFamily {
+        family: "amoebanet",
+        numbers: "amoebanet:LxF (L cells, F filters)",
+        example: "amoebanet:18x256",
+        model: |cells, filters| ModelName::AmoebaNet { cells, filters },
+    },
+];
+
+impl SizedFamily {
+    /// What is said where the numbers are missing, or are none.
+    fn wanted(&self) -> String {
+        let Self { numbers, example, .. } = self;
+        format!("two numbers follow the colon: {numbers}, as in {example}, with --data synthetic")
+    }
+}
+
 impl ModelName {
     /// The model for samples of this shape.
     pub fn layers(self, sample: &Sample, dropout: f64) -> Result<Layers> {
@@ -79,11 +111,10 @@ impl ModelName {
             Self::Resnet101 => residual(ResNet::resnet101(classes), shape),
             Self::AmoebaNet { cells, filters } => {
                 let channels = shape[0];
-                ensure!(channels == 3, "an amoebanet needs colour images, not {channels} channels");
+                ensure!(channels == 3, self.other_data());
                 AmoebaNet::new(cells, filters, classes).layers()?
             }
-            Self::UNet { .. } => bail!("a unet needs images with masks: give --data synthetic"),
-            _ => bail!("a gpt needs text: give --data a text file, or synthetic"),
+            _ => return Err(self.other_data()),
         })
     }
 
@@ -92,7 +123,7 @@ impl ModelName {
             Self::UNet { blocks, channels } => {
                 Ok(UNet { in_channels, dropout, ..UNet::new(blocks, channels) }.layers()?)
             }
-            other => bail!("{other} does not answer with masks: only a unet does"),
+            other => Err(other.other_data()),
         }
     }
 
@@ -103,9 +134,24 @@ impl ModelName {
             Self::Gpt2Medium => Gpt::gpt2_medium(),
             Self::Gpt2Large => Gpt::gpt2_large(),
             Self::Gpt2Xl => Gpt::gpt2_xl(),
-            _ => bail!(
-                "this model needs images: give --data digits, synthetic or a folder of IDX files"
+            _ => return Err(self.other_data()),
+        })
+    }
+
+    /// The error of data that the model does not take: names all that it does, so that nobody is sent
+    /// from one refusal to the next.
+    fn other_data(self) -> anyhow::Error {
+        wrong_use(match self {
+            Self::Mlp | Self::Resnet18 | Self::Resnet50 | Self::Resnet101 => format!(
+                "{self} needs images: give --data digits, synthetic or a folder of IDX files"
             ),
+            Self::AmoebaNet { .. } => {
+                "an amoebanet needs colour images, which --data synthetic alone has".into()
+            }
+            Self::UNet { .. } => {
+                "a unet needs images with masks, which --data synthetic alone has".into()
+            }
+            _ => "a gpt needs text: give --data a text file, or synthetic".into(),
         })
     }
 
@@ -157,21 +203,25 @@ impl FromStr for ModelName {
         if let Some((_, name)) = WORDS.iter().find(|(word, _)| *word == text) {
             return Ok(*name);
         }
+        if let Some(sized) = SIZED.iter().find(|sized| sized.family == text) {
+            bail!("{}", sized.wanted());
+        }
         let Some((family, numbers)) = text.split_once(':') else {
             let slip = did_you_mean(text, WORDS.iter().map(|(word, _)| *word));
             bail!("there is no such model: give one of {}{slip}", names!());
+        };
+        let Some(sized) = SIZED.iter().find(|sized| sized.family == family) else {
+            bail!("only unet and amoebanet are followed by numbers");
         };
         let pair = || {
             let (first, second) = numbers.split_once('x')?;
             Some((first.parse::<u16>().ok()?, second.parse::<u16>().ok()?))
         };
-        let (depth, width) = pair().context("two numbers follow the colon, as in unet:5x64")?;
-        let (depth, width) = (usize::from(depth), i64::from(width));
-        match family {
-            "unet" => Ok(Self::UNet { blocks: depth, channels: width }),
-            "amoebanet" => Ok(Self::AmoebaNet { cells: depth, filters: width }),
-            _ => bail!("only unet and amoebanet are followed by numbers"),
-        }
+        let (first, second) = pair().with_context(|| sized.wanted())?;
+        let model = (sized.model)(first.into(), second.into());
+        // A size that cannot be is told now, not once there is data.
+        model.layers(&model.synthetic_sample(), DROPOUT)?;
+        Ok(model)
     }
 }
 
@@ -211,7 +261,15 @@ mod tests {
         for (text, words) in [
             ("alexnet", "give one of mlp, resnet18"),
             ("resnet81", "did you mean 'resnet18'?"),
-            ("unet", "unet:BxC"),
+            (
+                "unet",
+                "unet:BxC (B blocks a cell, C channels), as in unet:5x64, with --data synthetic",
+            ),
+            ("amoebanet", "as in amoebanet:18x256, with --data synthetic"),
+            ("amoebanet:axb", "amoebanet:LxF (L cells, F filters), as in amoebanet:18x256"),
+            ("unet:1x4", "give it 2 or more"),
+            ("unet:2x5", "give it 2, 4, …"),
+            ("amoebanet:4x8", "give an AmoebaNet 3, 6, 9, …"),
             ("unet:5", "as in unet:5x64"),
             ("unet:5x-64", "as in unet:5x64"),
             ("mlp:5x64", "only unet and amoebanet"),

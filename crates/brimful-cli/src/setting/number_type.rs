@@ -8,6 +8,8 @@ use clap::ValueEnum;
 use serde::Serialize;
 use tch::{Device, Kind};
 
+use crate::exit::wrong_use;
+
 /// The type of the model's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -33,7 +35,7 @@ impl NumberType {
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure!(
             device != Device::Cpu || self != Self::Tf32,
-            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
+            wrong_use("tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU")
         );
         Ok(libtorch::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
     }

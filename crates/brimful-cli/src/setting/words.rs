@@ -2,6 +2,8 @@
 //!
 //! A command that has more to say says it after a colon, or in brackets where it is its default.
 
+use std::num::IntErrorKind;
+
 /// Of `--device`.
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
@@ -22,7 +24,7 @@ pub const MICRO_BATCH: &str = "Samples in a micro-batch";
 /// Of `--micro-batches`.
 pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
 /// Of `--memory-limit`.
-pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB or 16GB";
+pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
 /// Of `--stages`.
 pub const STAGES: &str =
     "Devices to cut the layers over, a stage on each: interleaved-V puts V stages on each";
@@ -45,8 +47,64 @@ pub const JSON_LINES: &str =
 
 /// Reads a number of things, of which there is at least one.
 pub fn count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("give a whole number from 1 on".into()),
-        Ok(count) => Ok(count),
+    let count = whole_number(text, 1, "give a whole number from 1 on")?;
+    usize::try_from(count).map_err(|_| too_large(usize::MAX as u64))
+}
+
+/// Reads a number of things, of which there may be none.
+pub fn count_or_none(text: &str) -> Result<usize, String> {
+    let count = whole_number(text, 0, "give a whole number from 0 on")?;
+    usize::try_from(count).map_err(|_| too_large(usize::MAX as u64))
+}
+
+/// Reads where random numbers start.
+pub fn seed(text: &str) -> Result<u64, String> {
+    whole_number(text, 0, "give a whole number from 0 on")
+}
+
+/// Reads a time to wait.
+pub fn seconds(text: &str) -> Result<u64, String> {
+    whole_number(text, 1, "give whole seconds from 1 on")
+}
+
+/// Reads a time, a factor or an error: a number that is not negative.
+pub fn not_negative(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "give a number from 0 on".into())
+}
+
+/// Reads a whole number; where it is below `least` or none at all, says what is `wanted`.
+pub(crate) fn whole_number(text: &str, least: u64, wanted: &str) -> Result<u64, String> {
+    match text.parse::<u64>() {
+        Ok(number) if number >= least => Ok(number),
+        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Err(too_large(u64::MAX)),
+        _ => Err(wanted.to_owned()),
+    }
+}
+
+fn too_large(most: u64) -> String {
+    format!("it is too large: give at most {most}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_too_large_is_told_from_one_too_small() {
+        let large = "it is too large: give at most 18446744073709551615";
+        assert_eq!(count("99999999999999999999"), Err(large.into()));
+        for small in ["0", "-1", "1.5", "many", ""] {
+            assert_eq!(count(small), Err("give a whole number from 1 on".into()), "{small}");
+        }
+        assert_eq!((count("7"), count_or_none("0"), seed("0")), (Ok(7), Ok(0), Ok(0)));
+    }
+
+    #[test]
+    fn a_number_that_is_negative_infinite_or_none_is_refused() {
+        assert_eq!(not_negative("0.5"), Ok(0.5));
+        for text in ["-1", "nan", "inf", "much"] {
+            assert_eq!(not_negative(text), Err("give a number from 0 on".into()), "{text}");
+        }
     }
 }

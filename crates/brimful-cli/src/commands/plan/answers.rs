@@ -8,13 +8,16 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
 use brimful::plan::{Misfit, PlanRow, PlannedStep, Request, misfits, plan};
-use brimful::schedule::{Actions, Costs, Recompute, Schedule, StageCost, simulate};
+use brimful::schedule::{ActionKind, Actions, Costs, Recompute, Schedule, StageCost, simulate};
 use serde::Serialize;
 
 use super::measure;
 use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use crate::config;
 use crate::exit::wrong_use;
+
+/// Time of a device's whole backward where none is given: twice that of a forward.
+const BACKWARD: f64 = 2.0;
 
 /// What is printed, drawn and traced.
 pub(super) struct Answers {
@@ -35,11 +38,11 @@ pub(super) struct PlanAnswer {
 }
 
 impl PlanAnswer {
-    /// What fits first, then by time, then by what is held.
+    /// What can be used first, then by time, then by what is held.
     fn rank(&self, other: &Self) -> Ordering {
-        let key = |answer: &Self| (!answer.line.fits, answer.line.makespan, answer.held());
-        let (a, b) = (key(self), key(other));
-        a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.total_cmp(&b.2))
+        (self.line.usefulness().cmp(&other.line.usefulness()))
+            .then(self.line.makespan.total_cmp(&other.line.makespan))
+            .then(self.held().total_cmp(&other.held()))
     }
 
     /// The most activations on any device, as a multiple of what one micro-batch keeps there.
@@ -63,6 +66,8 @@ pub(super) struct PlanLine {
     pub(super) bubble: f64,
     pub(super) peak_bytes: Vec<u64>,
     pub(super) fits: bool,
+    /// Whether a pipeline runs it: other schedules are simulated alone.
+    pub(super) runs: bool,
     /// Why it does not fit.
     pub(super) reason: Option<String>,
 }
@@ -72,6 +77,8 @@ pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     if let Some(profile) = profile(options)? {
         return from_profile(options, &profile);
     }
+    options.numbers.check()?;
+    check_limit(options, options.numbers.has_bytes())?;
     let mut shown = match &options.schedule_file {
         Some(path) => vec![from_file(options, path)?],
         None => from_numbers(options)?,
@@ -79,6 +86,17 @@ pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     shown.sort_by(|a, b| a.rank(b));
     let lines = shown.iter().map(|answer| answer.line.clone()).collect();
     Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false })
+}
+
+/// Refuses a limit that nothing could be over.
+fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
+    match options.memory_limit {
+        Some(limit) if !has_bytes => Err(wrong_use(format!(
+            "--memory-limit {limit} has nothing to be compared with: give --activations and \
+             --parameters, a --model, or a --profile with bytes"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The layers' costs, where they are asked for or given.
@@ -92,8 +110,12 @@ fn profile(options: &PlanOptions) -> Result<Option<Profile>> {
 }
 
 fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
+    let weighs = |layer: &LayerCost| layer.parameter_bytes + layer.activation_bytes > 0;
+    check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
-    let plan = plan(&request)?;
+    let mut plan = plan(&request)?;
+    // A stable order: the planner's own among those of one use.
+    plan.rows.sort_by_key(|row| PlanLine::of_row(row).usefulness());
     let best = |schedule| plan.rows.iter().position(|row| row.choice.schedule == schedule);
     let mut ranks: Vec<_> =
         request.schedules.iter().filter_map(|schedule| best(*schedule)).collect();
@@ -185,6 +207,7 @@ fn simulated(
         bubble: simulation.bubble(),
         peak_bytes: simulation.devices().iter().map(|device| device.peak_bytes).collect(),
         fits: misfits.is_empty(),
+        runs: is_run(&actions),
         reason: reason(&misfits),
     };
     Ok(PlanAnswer { line, step: PlannedStep { actions, costs, simulation } })
@@ -201,9 +224,21 @@ impl PlanLine {
             bubble: row.bubble,
             peak_bytes: row.peak_bytes.clone(),
             fits: row.fits,
+            runs: row.choice.schedule.is_executed(),
             reason: reason(&row.misfits),
         }
     }
+
+    /// What fits and is run comes before what only fits, and that before the rest.
+    fn usefulness(&self) -> (bool, bool) {
+        (!self.fits, !self.runs)
+    }
+}
+
+/// Whether no backward is split, which no pipeline runs.
+fn is_run(actions: &Actions) -> bool {
+    let is_half = |kind| matches!(kind, ActionKind::InputGradient | ActionKind::WeightGradient);
+    !actions.lists().iter().flatten().any(|action| is_half(action.kind))
 }
 
 fn reason(misfits: &[Misfit]) -> Option<String> {
@@ -216,20 +251,52 @@ fn reason(misfits: &[Misfit]) -> Option<String> {
 }
 
 impl PlainNumbers {
-    /// A device's numbers, shared by the stages that it holds.
-    fn stage_cost(&self, per_device: f64) -> StageCost {
-        let whole = LayerCost {
-            backward: self.backward,
+    /// Whether anything is said of bytes.
+    fn has_bytes(&self) -> bool {
+        self.activations.or(self.parameters).is_some()
+    }
+
+    /// Time of a device's whole backward.
+    pub(super) fn backward(&self) -> f64 {
+        let parts = self.input_gradient.zip(self.weight_gradient);
+        let sum = parts.map(|(input, weight)| input + weight);
+        self.backward.or(sum).unwrap_or(BACKWARD)
+    }
+
+    /// A device's numbers, as if it were one layer.
+    fn whole_device(&self) -> LayerCost {
+        LayerCost {
+            backward: self.backward(),
             input_gradient: self.input_gradient,
             weight_gradient: self.weight_gradient,
             ..LayerCost::default()
-        };
-        let [f, i, w] =
-            [self.forward, whole.halves().0, whole.halves().1].map(|time| time / per_device);
+        }
+    }
+
+    /// Refuses parts of a backward that are not the whole.
+    fn check(&self) -> Result<()> {
+        let device = self.whole_device();
+        let (input, weight) = device.halves();
+        ensure!(
+            device.halves_add_up(),
+            wrong_use(format!(
+                "--backward {} is not what --input-gradient {input} and --weight-gradient {weight} \
+                 add up to: leave one of them out",
+                device.backward
+            ))
+        );
+        Ok(())
+    }
+
+    /// A device's numbers, shared by the stages that it holds.
+    fn stage_cost(&self, per_device: f64) -> StageCost {
+        let whole = self.whole_device();
+        let (input, weight) = whole.halves();
+        let [f, i, w] = [self.forward, input, weight].map(|time| time / per_device);
         let share =
             |bytes: Option<Bytes>| (bytes.map_or(0, |bytes| bytes.0) as f64 / per_device) as u64;
         StageCost {
-            backward: self.backward / per_device,
+            backward: whole.backward / per_device,
             activation_bytes: share(self.activations),
             parameter_bytes: share(self.parameters),
             ..StageCost::new(f, i, w)

@@ -8,7 +8,6 @@ mod table;
 
 use anyhow::{Result, ensure};
 use brimful::plan::PlannedStep;
-use brimful::schedule::Schedule;
 use brimful::schedule::render::{self, Panel};
 
 use crate::exit::Exit;
@@ -48,8 +47,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
 
 /// What nobody should plan a training with.
 fn not_run(shown: &[PlanAnswer]) -> &'static str {
-    let is_planned_alone = |schedule: Schedule| !schedule.is_executed();
-    match shown.iter().any(|answer| answer.line.schedule.parse().is_ok_and(is_planned_alone)) {
+    match shown.iter().any(|answer| !answer.line.runs) {
         true => "\nZero-bubble schedules split the backward: they are simulated, not run yet.\n",
         false => "",
     }
@@ -69,7 +67,10 @@ fn grid(best: &PlanAnswer) -> String {
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * COLUMNS;
     let grid = || render::grid(actions).width(COLUMNS).color(output::colored()).to_string();
     match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
-        Some(grid) => format!("\n{}, one tick for each action:\n\n{grid}", best.line.schedule),
+        Some(grid) => {
+            let two = if best.line.runs { ", two for a whole backward (B)" } else { "" };
+            format!("\n{}, a tick for each action{two}:\n\n{grid}", best.line.schedule)
+        }
         None => "\nThe grid is too large for a terminal: use --svg or --trace.\n".to_owned(),
     }
 }

@@ -8,6 +8,7 @@ use brimful::plan::PlanDevice;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
+use crate::files::{self, FlagFile};
 use crate::setting::{self, MODELS, ModelName, words};
 
 /// Options of `brimful plan`.
@@ -29,7 +30,7 @@ pub struct PlanOptions {
     pub(super) schedule: Vec<ScheduleChoice>,
 
     /// Stages that each device holds in interleaved schedules without a number
-    #[arg(long, short = 'v', value_name = "V", default_value_t = 2)]
+    #[arg(long, short = 'v', value_name = "V", default_value_t = 2, value_parser = words::count)]
     pub(super) virtual_stages: usize,
 
     /// Which activations are computed again to save memory: never, except-last or always [default:
@@ -72,19 +73,19 @@ pub struct PlanOptions {
 #[command(next_help_heading = "Plain numbers")]
 pub(super) struct PlainNumbers {
     /// Time of a device's forward, in any unit.
-    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value_t = 1.0)]
+    #[arg(long, value_parser = words::not_negative, value_name = "TIME", default_value_t = 1.0)]
     pub(super) forward: f64,
 
-    /// Time of a device's whole backward.
-    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value_t = 2.0)]
-    pub(super) backward: f64,
+    /// Time of a device's whole backward [default: its two parts, or 2].
+    #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
+    pub(super) backward: Option<f64>,
 
     /// The part of the backward that the stage before waits for [default: half].
-    #[arg(long, allow_negative_numbers = true, value_name = "TIME")]
+    #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) input_gradient: Option<f64>,
 
     /// The part of the backward that can wait [default: the rest].
-    #[arg(long, allow_negative_numbers = true, value_name = "TIME")]
+    #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) weight_gradient: Option<f64>,
 
     /// Bytes that a device's forward keeps for the backward of one micro-batch.
@@ -120,7 +121,7 @@ pub(super) struct MeasuredModel {
 
     /// Bytes of optimizer state for each byte of parameters: 0 for SGD, 1 with momentum, 2 for
     /// Adam.
-    #[arg(long, value_name = "FACTOR", default_value_t = 0.0)]
+    #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_state: f64,
 }
 
@@ -155,6 +156,18 @@ A profile holds a list of layers; times are seconds a sample, sizes bytes a samp
       output_bytes = 802816";
 
 impl PlanOptions {
+    /// The files that it reads and writes.
+    pub(crate) fn files(&self) -> Vec<FlagFile<'_>> {
+        let files = [
+            files::written("--svg", self.svg.as_ref()),
+            files::written("--trace", self.trace.as_ref()),
+            files::written("--report", self.report.as_ref()),
+            files::read("--schedule-file", self.schedule_file.as_ref()),
+            files::read("--profile", self.measured.profile.as_ref()),
+        ];
+        files.into_iter().flatten().collect()
+    }
+
     /// A device as it was described; all are alike.
     pub(super) fn device(&self) -> PlanDevice {
         PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }

@@ -6,6 +6,7 @@ use brimful::schedule::Recompute;
 
 use super::answers::{PlanAnswer, PlanLine};
 use super::options::PlanOptions;
+use crate::{calendar, shell};
 
 /// The steps that the table shows, the best first.
 pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) -> Run {
@@ -14,7 +15,23 @@ pub(super) fn of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) 
     let mut setting = |name: &str, value: Option<String>| {
         run.settings.extend(value.map(|value| (name.to_owned(), value)));
     };
-    let measured = &options.measured;
+    let (measured, numbers) = (&options.measured, &options.numbers);
+    let schedules: Vec<String> = options.schedules().iter().map(ToString::to_string).collect();
+    setting("command", Some(shell::command()));
+    setting("started", Some(calendar::now()));
+    setting("devices", Some(devices.to_string()));
+    match &options.schedule_file {
+        Some(path) => setting("schedule", Some(path.display().to_string())),
+        None => setting("schedules", Some(schedules.join(", "))),
+    }
+    setting("micro-batches", options.micro_batches.map(|count| count.to_string()));
+    setting("recompute", options.recompute.map(|mode| mode.to_string()));
+    if !in_seconds {
+        setting("forward of a device", Some(numbers.forward.to_string()));
+        setting("backward of a device", Some(numbers.backward().to_string()));
+        setting("activations of a device", numbers.activations.map(|bytes| bytes.to_string()));
+        setting("parameters of a device", numbers.parameters.map(|bytes| bytes.to_string()));
+    }
     setting("model", measured.model.map(|model| model.to_string()));
     setting("profile", measured.profile.as_ref().map(|path| path.display().to_string()));
     setting("mini-batch", measured.batch_size.map(|samples| format!("{samples} samples")));

@@ -1,22 +1,165 @@
-//! The flag that mends a step that ran out of memory.
+//! What helps where a step failed, in the words of the command line.
 
 use std::error::Error as StdError;
 use std::fmt;
 
-use brimful::{Error, Size};
+use brimful::loss::LossError;
+use brimful::oom::OutOfMemory;
+use brimful::optim::Method;
+use brimful::pipeline::Cause;
+use brimful::{Bytes, Error, Size, StepError};
+use tch::Tensor;
+use tch::nn::VarStore;
 
-/// The library's error, with the flag that mends it where there is one.
-pub(super) fn on(cause: Error, size: Size, batch_size: usize) -> anyhow::Error {
-    let remedy = match size {
-        Size::Fixed(size) if size > 1 => format!("try --micro-batch {}", size.div_ceil(2)),
-        Size::Count(count) if count < batch_size => {
-            format!("try --micro-batches {}", (2 * count).min(batch_size))
+use crate::exit::does_not_fit;
+
+/// A step as it was tried.
+#[derive(Debug)]
+pub(super) struct FailedStep {
+    /// Counted from 1.
+    pub(super) epoch: usize,
+    /// Within the epoch, counted from 1.
+    pub(super) step: usize,
+    pub(super) size: Size,
+    pub(super) batch_size: usize,
+    pub(super) learning_rate: f64,
+    /// What a step needs whatever its size; not known of a model in stages.
+    pub(super) fixed: Option<FixedBytes>,
+}
+
+/// Bytes that a step needs whatever the size of its micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FixedBytes {
+    parameters: u64,
+    gradients: u64,
+    /// Of the optimizer.
+    state: u64,
+    /// The largest gradient, which is made beside the sum that it is added to.
+    largest_gradient: u64,
+    optimizer: &'static str,
+}
+
+impl FixedBytes {
+    /// Those of a model and its optimizer, once its state is there.
+    pub(super) fn of(store: &VarStore, method: &Method) -> Self {
+        let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        let trained = store.trainable_variables();
+        let gradients = trained.iter().map(bytes).sum();
+        Self {
+            parameters: store.variables().values().map(bytes).sum(),
+            gradients,
+            state: (gradients as f64 * method.state_factor()) as u64,
+            largest_gradient: trained.iter().map(bytes).max().unwrap_or(0),
+            optimizer: method.name(),
         }
-        _ => return cause.into(),
-    };
-    match cause.out_of_memory() {
-        Some(_) => Advised { cause, remedy }.into(),
-        None => cause.into(),
+    }
+
+    fn total(&self) -> u64 {
+        self.parameters + self.gradients + self.state + self.largest_gradient
+    }
+}
+
+impl fmt::Display for FixedBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [parameters, gradients, state, total] =
+            [self.parameters, self.gradients + self.largest_gradient, self.state, self.total()]
+                .map(Bytes);
+        write!(
+            f,
+            "parameters ({parameters}), gradients ({gradients}) and the state of {} ({state}) take \
+             {total}",
+            self.optimizer
+        )
+    }
+}
+
+impl FailedStep {
+    /// The library's error, with what mends it where that is known.
+    pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
+        if let Some(value) = not_finite(&cause) {
+            return self.of_numbers(&value);
+        }
+        if let Error::DoesNotFit(end) = &cause {
+            return match self.fixed_remedy(&end.cause) {
+                Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause)),
+                None => cause.into(),
+            };
+        }
+        let remedy = cause.out_of_memory().and_then(|oom| self.remedy(oom));
+        match remedy {
+            Some(remedy) => Advised { cause, remedy }.into(),
+            None => cause.into(),
+        }
+    }
+
+    fn of_numbers(&self, value: &str) -> anyhow::Error {
+        let Self { epoch, step, learning_rate, .. } = self;
+        anyhow::anyhow!(
+            "{value} in epoch {epoch}, step {step}: this step was not taken; lower --learning-rate (it \
+             is {learning_rate}), or look at the data"
+        )
+    }
+
+    fn remedy(&self, oom: &OutOfMemory) -> Option<String> {
+        self.fixed_remedy(oom).or_else(|| {
+            let size = self.micro_batch().filter(|size| *size > 1)?;
+            let smaller = self.most_that_fits(oom).unwrap_or(size).min(size.div_ceil(2));
+            Some(match self.size {
+                Size::Count(_) => {
+                    format!("try --micro-batches {}", self.batch_size.div_ceil(smaller))
+                }
+                _ => format!("try --micro-batch {smaller}"),
+            })
+        })
+    }
+
+    /// What is said where not even a single sample would fit.
+    fn fixed_remedy(&self, oom: &OutOfMemory) -> Option<String> {
+        let (fixed, limit) = (self.fixed?, oom.limit?);
+        let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
+        fits_none.then(|| {
+            format!(
+                "{fixed} whatever the size of the micro-batches, and the limit is {limit}: raise it, \
+                 take --optimizer sgd where its state is smaller, or cut the model by --stages"
+            )
+        })
+    }
+
+    /// The most samples in a micro-batch by what the one that failed needed; the same or fewer may
+    /// fail all the same, because it might have needed more later.
+    fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
+        let (fixed, limit, size) = (self.fixed?, oom.limit?, self.micro_batch()?);
+        let needed = oom.in_use?.0 + oom.asked?.0;
+        // The optimizer's state is made by its first step.
+        let is_first = (self.epoch, self.step) == (1, 1);
+        let there = fixed.total() - if is_first { fixed.state } else { 0 };
+        let each = needed.saturating_sub(there).div_ceil(size as u64);
+        let left = limit.0.saturating_sub(fixed.total());
+        left.checked_div(each).map(|most| most as usize)
+    }
+
+    /// Samples in a micro-batch, where that was given.
+    fn micro_batch(&self) -> Option<usize> {
+        match self.size {
+            Size::Fixed(size) => Some(size.min(self.batch_size)),
+            Size::Count(count) => Some(self.batch_size.div_ceil(count)),
+            _ => None,
+        }
+    }
+}
+
+/// What is not finite, in words.
+fn not_finite(error: &Error) -> Option<String> {
+    match error {
+        Error::Loss(LossError::NonFinite { value, .. }) => Some(format!("the loss is {value}")),
+        Error::Step(StepError::NonFiniteGradient { .. }) => {
+            Some("a gradient is infinite or no number".into())
+        }
+        Error::Stage(stage) => match &stage.cause {
+            Cause::Error(error) => not_finite(error),
+            _ => None,
+        },
+        _ => None,
     }
 }
 

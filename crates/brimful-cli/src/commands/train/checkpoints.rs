@@ -11,14 +11,14 @@ use std::time::Duration;
 use anyhow::Result;
 use brimful::World;
 
-use super::files::{Files, Keep};
+use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
 
 /// The saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
-    files: Files,
+    files: RunFiles,
     world: World,
     writer: Option<JoinHandle<brimful::Result<()>>>,
     /// After how many steps the last one was; none before the first.

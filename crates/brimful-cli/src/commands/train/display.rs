@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::trainer::Test;
 use super::{Epoch, TrainOptions, Trainer};
 use crate::output;
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 
 /// A bar on the terminal, a line an epoch on standard output.
 #[derive(Debug)]
@@ -51,6 +51,9 @@ impl Display {
         let introduction = introduce(options, trainer)?;
         if !options.json && trainer.is_first() {
             output::line(&introduction)?;
+        }
+        if trainer.is_first() && trainer.is_over() {
+            progress::say(&format!("brimful: nothing to do: {}", trainer.why_over()));
         }
         let samples = trainer.samples_to_do();
         Ok(Self {
@@ -112,10 +115,16 @@ impl Display {
         let failed = decisions.iter().filter(|decision| decision.failed);
         lines.extend(failed.map(|decision| format!("  memory ran out: {decision}")));
         let taken = decisions.iter().rfind(|decision| !is_try(decision));
-        if let Some(Decision { size, why, .. }) = taken
-            && self.said.replace(*size) != *size
-        {
-            lines.push(format!("  took micro-batches of {size}: {why}"));
+        match (taken, decisions.last()) {
+            (Some(Decision { size, why, .. }), _) => {
+                if self.said.replace(*size) != *size {
+                    lines.push(format!("  took micro-batches of {size}: {why}"));
+                }
+            }
+            (None, Some(Decision { size, .. })) if self.said.get() == 0 => {
+                lines.push(format!("  took {size} for now: too few steps to compare them all"));
+            }
+            _ => {}
         }
         lines
     }
@@ -152,7 +161,7 @@ fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
 
 impl fmt::Display for Test {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, test_loss, test_accuracy, best } = self;
+        let Self { step, test_loss, test_accuracy, best, .. } = self;
         let accuracy = test_accuracy * 100.0;
         let best = if *best { "  the best so far" } else { "" };
         write!(f, "  step {step}  test loss {test_loss:.4}  accuracy {accuracy:5.1} %{best}")

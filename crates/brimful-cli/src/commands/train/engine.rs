@@ -11,6 +11,7 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
+use super::advice::FixedBytes;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
 
@@ -45,6 +46,11 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
 
     /// Takes over what another run has saved. Nothing is changed if it does not fit.
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
+
+    /// What a step needs whatever the size of its micro-batches, where that is known.
+    fn fixed_bytes(&self) -> Option<FixedBytes> {
+        None
+    }
 
     /// Where it trains, in words.
     fn place(&self) -> String;

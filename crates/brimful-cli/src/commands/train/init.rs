@@ -7,17 +7,19 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use tch::Tensor;
 
+use super::Trainer;
 use super::engine::{self, Named};
-use super::{Trainer, saved};
 use crate::exit::wrong_use;
 use crate::progress;
+use crate::saved_weights::SavedWeights;
 
 /// How many names of a list are shown.
 const SHOWN: usize = 5;
 
 /// Gives the model the weights that the file has for it.
 pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
-    let weights = saved::weights(path)
+    let weights = SavedWeights::read(path)
+        .map(SavedWeights::into_tensors)
         .with_context(|| format!("cannot begin with the weights of {}", path.display()))?;
     let variables = trainer.engine.variables()?;
     let Sorted { fitting, differences } = Sorted::new(&variables, weights);
@@ -63,8 +65,6 @@ impl Sorted {
                 Some(own) => {
                     misshapen.push(format!("{name} {:?} (here {:?})", tensor.size(), own.size()));
                 }
-                // PyTorch's BatchNorm counts its batches, which nothing here needs.
-                None if name.ends_with("num_batches_tracked") => {}
                 None => left_over.push(name),
             }
         }
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn what_is_missing_left_over_or_of_another_shape_is_listed() {
         let model = named(&[("a", 1), ("b", 2), ("c", 3)]);
-        let weights = named(&[("b", 2), ("c", 4), ("d", 1), ("bn.num_batches_tracked", 1)]);
+        let weights = named(&[("b", 2), ("c", 4), ("d", 1)]);
         let Sorted { fitting, differences } = Sorted::new(&model, weights);
         assert_eq!(fitting.len(), 1);
         assert_eq!(differences, "it lacks a; it has d; of other shapes are c [4] (here [3])");

@@ -9,6 +9,7 @@ use crate::setting::words;
 #[command(next_help_heading = "Length and tests")]
 pub struct Length {
     #[arg(long, value_name = "N", default_value_t = 10, help = words::EPOCHS)]
+    #[arg(value_parser = words::count_or_none)]
     pub(crate) epochs: usize,
     /// Stop after so many steps, if the epochs have more
     #[arg(long, value_name = "STEPS", value_parser = words::count)]

@@ -4,16 +4,18 @@ mod advice;
 mod checkpoints;
 mod display;
 mod engine;
-mod files;
 mod init;
 mod length;
+mod logs;
 mod options;
+pub(crate) mod outputs;
 mod pipelined;
 mod ranks;
 mod rate;
 mod recipe;
 mod records;
 mod resume;
+mod run_files;
 mod running;
 mod saved;
 mod stages;
@@ -26,6 +28,7 @@ use brimful::report::Ended;
 
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
+use crate::log_files::LogFiles;
 use crate::{output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
@@ -74,14 +77,17 @@ fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
     let interrupt = Interrupt::listen()?;
     let display = Display::new(options, trainer)?;
     let mut checkpoints = Checkpoints::new(options, trainer);
+    let mut logs = logs::open(trainer, options)?;
     loop {
         // First what an interrupted run may have left undone after its last step.
-        look(trainer, &display, &mut checkpoints, options)?;
+        look(trainer, &display, &mut checkpoints, &mut logs, options)?;
         if trainer.is_over() {
             break;
         }
+        let learning_rate = trainer.learning_rate();
         let step = trainer.step()?;
         display.step(&step);
+        logs.step(&logs::figures(&step, learning_rate, trainer));
         trainer.recorder.step(step);
         if let Some(exit) = ranks::asked(&trainer.world, &interrupt)? {
             checkpoints.save(trainer, options)?;
@@ -103,22 +109,25 @@ fn look(
     trainer: &mut Trainer,
     display: &Display,
     checkpoints: &mut Checkpoints,
+    logs: &mut LogFiles,
     options: &TrainOptions,
 ) -> Result<()> {
     let ends_epoch = trainer.is_epoch_over();
-    let best = if ends_epoch {
-        let epoch = trainer.finish_epoch()?;
+    let mut test = None;
+    if ends_epoch {
+        let (epoch, tested) = trainer.finish_epoch()?;
         display.finished(&epoch, trainer)?;
-        trainer.tests.since_best == 0
+        test = Some(tested);
     } else if trainer.is_test_due() {
-        let test = trainer.test()?;
-        display.tested(&test, trainer)?;
-        test.best
-    } else {
-        false
-    };
-    if best {
-        checkpoints.save_best(trainer, options)?;
+        let tested = trainer.test()?;
+        display.tested(&tested, trainer)?;
+        test = Some(tested);
+    }
+    if let Some(test) = test {
+        logs.test(&test.figures());
+        if test.best {
+            checkpoints.save_best(trainer, options)?;
+        }
     }
     let steps = trainer.steps_done();
     let due = ends_epoch || options.files.saves_after(steps) || trainer.is_over();
@@ -129,9 +138,5 @@ fn look(
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
     options.recipe.check()?;
-    options.files.check()?;
-    match &options.stages.trace {
-        Some(path) => output::check_place("trace", path),
-        None => Ok(()),
-    }
+    options.files.check()
 }

@@ -8,10 +8,10 @@ use brimful::{Bytes, Size, World, device};
 use clap::Args;
 use tch::Device;
 
-use super::files::Files;
 use super::length::Length;
 use super::ranks::RankOptions;
 use super::recipe::Recipe;
+use super::run_files::RunFiles;
 use super::stages::Stages;
 use crate::setting::{self, MODELS, ModelName, NumberType, words};
 
@@ -23,8 +23,8 @@ Examples:
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
                                                       the whole training set as one mini-batch
   brimful train --model gpt --data book.txt --device cuda --dtype bf16
-  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB
-                                                      a model over four devices of 64 MiB each
+  brimful train --model gpt --data synthetic --stages 4 --micro-batches 16 --memory-limit 64MiB \\
+                --device cpu                              a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
                 --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --data ~/fashion-mnist --save model.safetensors
@@ -55,8 +55,8 @@ pub struct TrainOptions {
     #[arg(long, short = 'm', value_name = "M", value_parser = words::count)]
     #[arg(conflicts_with = "micro_batch", help = words::MICRO_BATCHES)]
     pub(crate) micro_batches: Option<usize>,
-    /// Memory of each device, such as 96MiB or 16GB: model, gradients and activations take no more.
-    /// Without --device, of a CPU; on a card, of all that shares it
+    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): model, gradients and activations take
+    /// no more; on a card, of all that shares it
     #[arg(long, value_name = "BYTES")]
     pub(crate) memory_limit: Option<Bytes>,
     #[arg(long, value_name = "NAME", help = words::DEVICES)]
@@ -68,6 +68,7 @@ pub struct TrainOptions {
     #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
     pub(crate) dtype: NumberType,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
+    #[arg(value_parser = words::seed)]
     pub(crate) seed: u64,
     /// Threads that libtorch computes with on a CPU [default: one a core]
     #[arg(long, value_name = "N", value_parser = words::count)]
@@ -79,7 +80,7 @@ pub struct TrainOptions {
     #[command(flatten)]
     pub(crate) length: Length,
     #[command(flatten)]
-    pub(crate) files: Files,
+    pub(crate) files: RunFiles,
     #[command(flatten)]
     pub(crate) stages: Stages,
     #[command(flatten)]
@@ -95,18 +96,10 @@ impl TrainOptions {
     /// The same for so many places in each rank, each device ready for the number type.
     pub(super) fn devices(&self, world: &World, each: usize) -> Result<Vec<Device>> {
         let before = world.rank_on_host();
-        let devices = device::spread(self.device_name(), before * each..(before + 1) * each)?;
+        let name = self.device.as_deref().unwrap_or_else(|| setting::best_devices());
+        let devices = device::spread(name, before * each..(before + 1) * each)?;
         devices.iter().try_for_each(|device| self.dtype.prepare(*device))?;
         Ok(devices)
-    }
-
-    /// What is limited without a word of where is a CPU: there limits of any size can be tried.
-    fn device_name(&self) -> &str {
-        match (&self.device, self.memory_limit) {
-            (Some(name), _) => name,
-            (None, None) => setting::best_devices(),
-            (None, Some(_)) => "cpu",
-        }
     }
 }
 
@@ -130,11 +123,11 @@ impl FromStr for BatchSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse() {
-            _ if text == "all" => Ok(Self::All),
-            Ok(0) | Err(_) => Err("give a number from 1 on, or all".into()),
-            Ok(samples) => Ok(Self::Samples(samples)),
+        if text == "all" {
+            return Ok(Self::All);
         }
+        let samples = words::whole_number(text, 1, "give a number from 1 on, or all")?;
+        Ok(Self::Samples(samples as usize))
     }
 }
 
@@ -146,11 +139,13 @@ impl FromStr for MicroBatch {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse() {
-            _ if text == "auto" => Ok(Self(Size::Auto)),
-            _ if text == "largest" => Ok(Self(Size::Largest)),
-            Ok(0) | Err(_) => Err("give a number from 1 on, auto or largest".into()),
-            Ok(samples) => Ok(Self(Size::Fixed(samples))),
-        }
+        Ok(Self(match text {
+            "auto" => Size::Auto,
+            "largest" => Size::Largest,
+            _ => {
+                let wanted = "give a number from 1 on, auto or largest";
+                Size::Fixed(words::whole_number(text, 1, wanted)? as usize)
+            }
+        }))
     }
 }

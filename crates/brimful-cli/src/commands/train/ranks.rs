@@ -26,11 +26,11 @@ pub struct RankOptions {
     pub(crate) replicas: usize,
     /// Seconds of silence after which a rank is given up
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = words::seconds)]
     pub(crate) patience: u64,
     /// Seconds after which a rank is given up that others wait for, although it gives signs of life
     #[arg(long, value_name = "SECONDS", default_value_t = 1800)]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = words::seconds)]
     pub(crate) longest_wait: u64,
 }
 

@@ -8,7 +8,7 @@ use brimful::{Size, libtorch, save};
 use super::engine::TrainingEngine;
 use super::{BatchSize, TrainOptions};
 use crate::data::Dataset;
-use crate::page;
+use crate::{calendar, page, shell};
 
 /// A recorder that knows what the run was told, and where it runs.
 pub(super) fn recorder(
@@ -33,11 +33,13 @@ fn settings(options: &TrainOptions, dataset: &Dataset) -> Vec<(&'static str, Str
     };
     let method = options.recipe.method();
     let mut settings = vec![
+        ("command", shell::command()),
+        ("started", calendar::now()),
         ("model", options.model.to_string()),
         ("data", format!("{} ({} samples)", options.data, dataset.train.len())),
         ("optimizer", method.name().to_owned()),
         ("learning rate", method.learning_rate().to_string()),
-        ("its decay", options.recipe.learning_rate_decay.to_string()),
+        ("learning rate decay", options.recipe.learning_rate_decay.to_string()),
         ("batch size", batch_size),
         ("micro-batch", size(options.size())),
         ("number type", options.dtype.to_string()),

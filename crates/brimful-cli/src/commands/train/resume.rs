@@ -4,6 +4,7 @@ use std::env;
 use std::path::Path;
 
 use super::Trainer;
+use crate::shell::quoted;
 
 /// Where the run stopped, and the command that goes on from there.
 pub(super) fn story(trainer: &Trainer, saved: Option<&Path>) -> String {
@@ -38,15 +39,6 @@ fn command(mut words: impl Iterator<Item = String>, file: &Path) -> String {
     kept.join(" ")
 }
 
-/// As a shell reads it.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=+./,:@%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -58,7 +50,6 @@ mod tests {
             command(words, Path::new("b c.safetensors"))
         };
         let expected = "brimful train --save 'b c.safetensors' --resume 'b c.safetensors'";
-        assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(
             told("brimful train --epochs 3"),
             "brimful train --epochs 3 --resume 'b c.safetensors'"

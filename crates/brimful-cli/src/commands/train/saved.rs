@@ -13,11 +13,8 @@ use super::engine::{Kept, Named};
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
+use crate::saved_weights::{AVERAGES, OPTIMIZER, model_alone, taken};
 
-/// What the names of the optimizer's tensors and texts begin with.
-const OPTIMIZER: &str = "optimizer.";
-/// And those of the averages of weights.
-const AVERAGES: &str = "ema.";
 /// How many epochs are done, how many steps of the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
@@ -82,33 +79,20 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         trainer.steps()
     );
     let tests = TestsSoFar::read(&metadata);
-    let averages = options.recipe.ema.map(|_| taken(AVERAGES, &tensors, &metadata));
-    let kept = Kept { optimizer: taken(OPTIMIZER, &tensors, &metadata), averages };
-    trainer.engine.load(model_alone(tensors), &kept)?;
+    let averages = options.recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
+    let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
+    trainer.engine.load(model_alone(tensors), &beside)?;
     (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
     trainer.rate = rate;
     Ok(())
 }
 
-/// The weights of a file that some run or other tool has saved, without what an optimizer has of them.
-pub(super) fn weights(path: &Path) -> Result<Named> {
-    let (tensors, _) = save::read(path)?;
-    Ok(model_alone(tensors))
-}
-
 /// Tensors and texts whose names begin so, without that.
-fn taken(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata) {
-    let strip = |name: &String| name.strip_prefix(prefix).map(str::to_owned);
-    let tensors = tensors.iter().filter_map(|(name, t)| Some((strip(name)?, t.shallow_clone())));
-    let texts = metadata.iter().filter_map(|(key, text)| Some((strip(key)?, text.clone())));
-    (tensors.collect(), texts.collect())
-}
-
-/// Without what is kept beside a model.
-fn model_alone(mut tensors: Named) -> Named {
-    let beside = [OPTIMIZER, AVERAGES];
-    tensors.retain(|(name, _)| !beside.iter().any(|prefix| name.starts_with(prefix)));
-    tensors
+fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata) {
+    let text = |(key, text): (&String, &String)| {
+        Some((key.strip_prefix(prefix)?.to_owned(), text.clone()))
+    };
+    (taken(prefix, tensors), metadata.iter().filter_map(text).collect())
 }
 
 /// A run goes on as it began: with the same words.
@@ -120,7 +104,11 @@ fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
             Some(text) => format!("--{flag} {text}"),
             None => format!("no --{flag}"),
         };
-        let (then, now) = (metadata.get(flag), now.get(flag));
+        // As a mini-batch's size was once written.
+        let plain =
+            |text: &String| text.trim_start_matches("samples(").trim_end_matches(')').into();
+        let then: Option<String> = metadata.get(flag).map(plain);
+        let (then, now) = (then.as_ref(), now.get(flag));
         ensure!(
             then == now,
             "it was made with {}, but this run has {}: say the same",

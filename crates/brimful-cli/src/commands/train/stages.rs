@@ -44,6 +44,13 @@ impl Stages {
             per_device > 0,
             wrong_use(format!("--schedule {schedule}: give it at least 1 stage"))
         );
+        ensure!(
+            schedule.is_executed(),
+            wrong_use(format!(
+                "--schedule {schedule} splits the backward, which is simulated but not executed yet: \
+                 choose gpipe, 1f1b or interleaved"
+            ))
+        );
         Ok(())
     }
 }

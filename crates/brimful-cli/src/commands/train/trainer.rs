@@ -11,14 +11,16 @@ use brimful::{Bytes, Size, World, batch, split};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use super::advice::FailedStep;
 use super::engine::{self, TrainingEngine};
 use super::length::Length;
 use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
-use super::{BatchSize, TrainOptions, advice, records};
+use super::{BatchSize, TrainOptions, records};
 use crate::data::{Dataset, Examples, Sample};
 use crate::exit::wrong_use;
+use crate::log_files::TestFigures;
 use crate::setting::DROPOUT;
 
 /// A model in training.
@@ -70,10 +72,21 @@ pub struct Epoch {
 pub(super) struct Test {
     /// How many steps were before it.
     pub(super) step: usize,
+    /// The epoch that they belong to, counted from 1.
+    #[serde(skip)]
+    epoch: usize,
     pub(super) test_loss: f64,
     pub(super) test_accuracy: f64,
     /// Whether no test before had so low a loss.
     pub(super) best: bool,
+}
+
+impl Test {
+    /// As a log tells of it.
+    pub(super) fn figures(&self) -> TestFigures {
+        let Self { step, epoch, test_loss, test_accuracy, .. } = *self;
+        TestFigures { step, epoch, loss: test_loss, accuracy: test_accuracy }
+    }
 }
 
 impl Trainer {
@@ -162,8 +175,30 @@ impl Trainer {
         self.steps_done() >= self.length.steps(self.steps()) || self.has_stopped_improving()
     }
 
+    /// Why nothing is left, and what would leave something.
+    pub(super) fn why_over(&self) -> String {
+        let Length { epochs, max_steps, .. } = self.length;
+        let steps = self.steps_done();
+        match (self.has_stopped_improving(), max_steps) {
+            (true, _) => {
+                let tests = self.tests.since_best;
+                format!("the last {tests} tests were no better than the best: raise --stop-after")
+            }
+            (_, Some(most)) if steps >= most => {
+                format!("{steps} steps are done already: raise --max-steps to go on")
+            }
+            _ => {
+                let done = self.epoch;
+                format!(
+                    "{done} epochs are done already, and --epochs is {epochs}: give a larger number \
+                     to go on"
+                )
+            }
+        }
+    }
+
     /// Whether the tests have ended the run before its time.
-    pub(super) fn has_stopped_improving(&self) -> bool {
+    fn has_stopped_improving(&self) -> bool {
         self.tests.stopped_improving(self.length.stop_after)
     }
 
@@ -186,7 +221,7 @@ impl Trainer {
             let step = self.step()?;
             self.recorder.step(step);
         }
-        self.finish_epoch()
+        Ok(self.finish_epoch()?.0)
     }
 
     /// Takes the next step of the epoch, which the caller records.
@@ -207,12 +242,22 @@ impl Trainer {
             self.own_part(self.dataset.train.choose(&chosen))
         });
         let batches = batches.collect::<Result<Vec<_>>>()?;
-        let samples = window.iter().map(Range::len).max().unwrap_or_default();
-        let stepped = self.engine.step(batches);
-        let step = stepped.map_err(|error| advice::on(error, self.size, samples))?;
+        let step = self.engine.step(batches).map_err(|error| self.failed_step().advise(error))?;
         self.order = Some(order);
         self.note(&step, start.elapsed());
         Ok(step)
+    }
+
+    fn failed_step(&self) -> FailedStep {
+        let window = &self.windows[self.running.steps];
+        FailedStep {
+            epoch: self.epoch + 1,
+            step: self.running.steps + 1,
+            size: self.size,
+            batch_size: window.iter().map(Range::len).max().unwrap_or_default(),
+            learning_rate: self.learning_rate(),
+            fixed: self.engine.fixed_bytes(),
+        }
     }
 
     /// The samples in the order of this epoch.
@@ -228,13 +273,14 @@ impl Trainer {
     }
 
     /// Tests, and tells what the epoch came to, whose steps are all done.
-    pub(super) fn finish_epoch(&mut self) -> Result<Epoch> {
-        let Test { test_loss, test_accuracy, .. } = self.test()?;
+    pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, Test)> {
+        let test = self.test()?;
+        let Test { test_loss, test_accuracy, .. } = test;
         let samples_per_s = self.running.samples_per_s();
         let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
         self.order = None;
-        Ok(Epoch {
+        let epoch = Epoch {
             epoch: self.epoch,
             loss,
             test_loss,
@@ -245,7 +291,8 @@ impl Trainer {
             decisions,
             peak_bytes: peak,
             samples_per_s,
-        })
+        };
+        Ok((epoch, test))
     }
 
     /// Tests the model as it is now.
@@ -254,7 +301,7 @@ impl Trainer {
         self.recorder.test(test_loss, Some(test_accuracy));
         let step = self.steps_done();
         let best = self.tests.add(test_loss, step);
-        Ok(Test { step, test_loss, test_accuracy, best })
+        Ok(Test { step, epoch: self.epoch + 1, test_loss, test_accuracy, best })
     }
 
     /// This rank's part of a mini-batch, which all ranks have.

@@ -15,6 +15,7 @@ use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
+use super::advice::FixedBytes;
 use super::engine::{Kept, Named, TrainingEngine, check_model, named, names, put};
 use crate::setting::{accounts, loss, right, typed, within};
 
@@ -31,6 +32,8 @@ pub(super) struct WholeModel {
     memory: Memory,
     kind: Kind,
     ranks: usize,
+    /// What a step needs whatever the size of its micro-batches.
+    fixed: FixedBytes,
 }
 
 /// Who runs the steps of this process.
@@ -67,8 +70,9 @@ impl WholeModel {
         let averages = averages.transpose()?.map(|averages| averages.warmup(true));
         let kind = options.dtype.kind();
         let clip_norm = options.recipe.clip_norm;
+        let fixed = FixedBytes::of(runner.store(), &options.recipe.method());
         let ranks = world.size();
-        Ok(Self { runner, optimizer, clip_norm, averages, devices, memory, kind, ranks })
+        Ok(Self { runner, optimizer, clip_norm, averages, devices, memory, kind, ranks, fixed })
     }
 }
 
@@ -221,6 +225,10 @@ impl TrainingEngine for WholeModel {
             averages.load_state(state, texts)?;
         }
         put(self.variables()?, model)
+    }
+
+    fn fixed_bytes(&self) -> Option<FixedBytes> {
+        Some(self.fixed)
     }
 
     fn place(&self) -> String {

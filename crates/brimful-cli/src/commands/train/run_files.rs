@@ -3,17 +3,17 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use clap::Args;
 
 use crate::exit::wrong_use;
-use crate::output;
+use crate::files::{self, FlagFile};
 use crate::setting::words;
 
 /// The files of a run.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Files")]
-pub struct Files {
+pub struct RunFiles {
     /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
     /// interrupted
     #[arg(long, value_name = "FILE")]
@@ -49,25 +49,27 @@ pub struct Files {
     pub(crate) report: Option<PathBuf>,
 }
 
-impl Files {
-    /// Refuses files that could not be written in the end.
-    pub(super) fn check(&self) -> Result<()> {
+impl RunFiles {
+    /// Those that were given, each with its flag.
+    pub(super) fn flag_files(&self) -> Vec<FlagFile<'_>> {
         let files = [
-            ("save", &self.save),
-            ("record", &self.record),
-            ("report", &self.report),
-            ("log", &self.log),
+            files::written("--save", self.save.as_ref()),
+            files::written("--log", self.log.as_ref()),
+            files::written("--record", self.record.as_ref()),
+            files::written("--report", self.report.as_ref()),
+            files::read("--resume", self.resume.as_ref()),
+            files::read("--init", self.init.as_ref()),
         ];
-        let mut given = files.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-        given.try_for_each(|(flag, path)| output::check_place(flag, path))?;
-        if let Some(folder) = self.events.as_ref().filter(|folder| folder.exists()) {
-            let shown = folder.display();
-            ensure!(
-                folder.is_dir(),
-                wrong_use(format!("--events {shown}: it is a file: name a folder"))
-            );
-        }
-        Ok(())
+        files.into_iter().flatten().collect()
+    }
+
+    /// Refuses a folder of events that is none.
+    pub(super) fn check(&self) -> Result<()> {
+        let file = self.events.as_ref().filter(|path| path.exists() && !path.is_dir());
+        file.map_or(Ok(()), |path| {
+            let shown = path.display();
+            Err(wrong_use(format!("--events {shown}: it is a file: name a folder")))
+        })
     }
 
     /// Whether the run is saved after so many steps, in the midst of an epoch.
@@ -88,11 +90,13 @@ impl FromStr for Keep {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse() {
-            _ if text == "last" => Ok(Self::Last),
-            _ if text == "best" => Ok(Self::Best),
-            Ok(0) | Err(_) => Err("give last, best, or a number from 1 on".into()),
-            Ok(count) => Ok(Self::Newest(count)),
-        }
+        Ok(match text {
+            "last" => Self::Last,
+            "best" => Self::Best,
+            _ => {
+                let wanted = "give last, best, or a number from 1 on";
+                Self::Newest(words::whole_number(text, 1, wanted)? as usize)
+            }
+        })
     }
 }

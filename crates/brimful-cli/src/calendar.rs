@@ -1,0 +1,57 @@
+//! The date and time of now, as people write them, in UTC.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const SECONDS_OF_A_DAY: u64 = 86_400;
+
+/// `2031-02-28 17:05 UTC`.
+pub(crate) fn now() -> String {
+    // A clock before 1970 is wrong anyhow.
+    written(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
+}
+
+/// So many seconds after the beginning of 1970.
+fn written(seconds: u64) -> String {
+    let (mut days, time) = (seconds / SECONDS_OF_A_DAY, seconds % SECONDS_OF_A_DAY);
+    let mut year = 1970;
+    while days >= days_of(year) {
+        days -= days_of(year);
+        year += 1;
+    }
+    let mut month = 0;
+    while days >= days_of_month(year, month) {
+        days -= days_of_month(year, month);
+        month += 1;
+    }
+    let (hour, minute) = (time / 3600, time / 60 % 60);
+    format!("{year}-{:02}-{:02} {hour:02}:{minute:02} UTC", month + 1, days + 1)
+}
+
+fn days_of(year: u64) -> u64 {
+    (0..12).map(|month| days_of_month(year, month)).sum()
+}
+
+/// The month is counted from 0.
+fn days_of_month(year: u64, month: usize) -> u64 {
+    let is_leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let february = if is_leap { 29 } else { 28 };
+    [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31][month]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let dates = [0, 951_782_399, 951_782_400, 1_709_251_199, 4_107_542_400].map(written);
+        let expected = [
+            "1970-01-01 00:00 UTC",
+            "2000-02-28 23:59 UTC",
+            "2000-02-29 00:00 UTC",
+            "2024-02-29 23:59 UTC",
+            "2100-03-01 00:00 UTC",
+        ];
+        assert_eq!(dates, expected);
+    }
+}
