@@ -83,6 +83,8 @@ impl Progress {
     /// So many units more are done.
     pub fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
+        // Rate and time left move on with the first, and are told by the second.
+        self.show();
         self.show();
         if self.said.get().elapsed() >= BETWEEN_LINES {
             self.said.set(Instant::now());
