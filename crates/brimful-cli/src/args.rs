@@ -52,7 +52,7 @@ pub enum BrimfulCommand {
     #[command(after_help = "Examples:\n  brimful demo")]
     Demo,
     /// Train a model on data, in micro-batches, inside a memory limit.
-    Train(TrainOptions),
+    Train(Box<TrainOptions>),
     /// Tell what a trained model answers, sample by sample.
     Predict(predict::PredictOptions),
     /// Write text with a trained GPT.
@@ -88,7 +88,7 @@ impl BrimfulArgs {
     /// With clap's own error, or where the words are another command's.
     pub fn training<'a>(words: impl Iterator<Item = &'a str>) -> Result<TrainOptions> {
         match Self::try_parse_from(words)?.command {
-            BrimfulCommand::Train(options) => Ok(options),
+            BrimfulCommand::Train(options) => Ok(*options),
             other => bail!("this is no training: {other:?}"),
         }
     }

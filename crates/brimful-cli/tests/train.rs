@@ -179,7 +179,10 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
     brimful().args(["train", "--epochs", "1", "--save", save]).assert().success();
     let cases: [(&[&str], &str); 5] = [
         (&["train", "--resume", save, "--learning-rate-decay", "linear"], "decay none"),
-        (&["train", "--resume", save, "--seed", "1"], "was made with --seed 0, but this run has --seed 1"),
+        (
+            &["train", "--resume", save, "--seed", "1"],
+            "was made with --seed 0, but this run has --seed 1",
+        ),
         (&["train", "--resume", save, "--model", "resnet18"], "--model mlp"),
         (&["train", "--resume", "/no/such/file"], "cannot go on from /no/such/file"),
         (&["train", "--resume", "/proc/version"], "/proc/version"),

@@ -34,9 +34,10 @@ fn split(text: &str, length: i64) -> Result<(Examples, Examples)> {
     ensure!(
         test as i64 > length,
         "it has {} bytes, but at least {} are needed, so that the tenth of it that is for testing holds \
-         a sequence of {length} and one more: take a longer text",
+         a sequence of {length} and one more: take a longer text, or --sequence {} at most",
         tokens.len(),
-        10 * (length + 1)
+        10 * (length + 1),
+        test.saturating_sub(1)
     );
     let (train, test) = tokens.split_at(tokens.len() - test);
     Ok((cut(train, length), cut(test, length)))

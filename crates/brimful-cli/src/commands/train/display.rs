@@ -116,10 +116,8 @@ impl Display {
         lines.extend(failed.map(|decision| format!("  memory ran out: {decision}")));
         let taken = decisions.iter().rfind(|decision| !is_try(decision));
         match (taken, decisions.last()) {
-            (Some(Decision { size, why, .. }), _) => {
-                if self.said.replace(*size) != *size {
-                    lines.push(format!("  took micro-batches of {size}: {why}"));
-                }
+            (Some(Decision { size, why, .. }), _) if self.said.replace(*size) != *size => {
+                lines.push(format!("  took micro-batches of {size}: {why}"));
             }
             (None, Some(Decision { size, .. })) if self.said.get() == 0 => {
                 lines.push(format!("  took {size} for now: too few steps to compare them all"));
