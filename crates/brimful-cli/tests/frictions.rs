@@ -94,7 +94,7 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
 }
 
 #[test]
-fn what_was_needed_is_never_less_than_what_was_free() {
+fn what_a_step_needs_whatever_its_size_is_named_where_nothing_fits() {
     for limit in ["1500kB", "2100kB"] {
         let train = format!("train --optimizer sgd --device cpu --epochs 1 --memory-limit {limit}");
         let run = brimful().args(train.split_whitespace()).assert().code(3);
@@ -112,7 +112,7 @@ fn a_resumed_run_with_nothing_to_do_says_so() {
     refused(
         &format!("train --device cpu --resume {file} --batch-size 64"),
         1,
-        "it was made with --batch-size 128, but this run has 64",
+        "it was made with --batch-size 128, but this run has --batch-size 64",
     );
 }
 

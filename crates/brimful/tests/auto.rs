@@ -211,7 +211,7 @@ fn running_out_is_known_under_whatever_is_said_around_it() {
         let step = micro.backward(&batch(), |x| forward(&x)).expect("it is run again");
         assert_eq!(step.retries, 1);
     });
-    for words in ["ran out: the mini-batch is run again", "outside a step", "before the first"] {
+    for words in ["free): the mini-batch is run again", "outside a step", "before the first"] {
         assert_eq!(log.matches(words).count(), 1, "{words}: {log}");
     }
 }
