@@ -16,7 +16,7 @@ Examples:
   brimful-bench compare ours.jsonl peers.jsonl
   brimful-bench compare ours.jsonl peers.jsonl --markdown > table.md")]
 pub(crate) struct CompareOptions {
-    /// JSON lines of `brimful-bench … --json` or --keep, and of the scripts in bench/peers
+    /// JSON lines of `brimful-bench … --json` or --into, and of the scripts in bench/peers
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Print Markdown

@@ -23,7 +23,7 @@ pub(crate) struct Output {
     json: bool,
     /// Keep the rows in this folder as they come (ours.jsonl), with their tables and a picture
     #[arg(long, value_name = "FOLDER")]
-    keep: Option<PathBuf>,
+    into: Option<PathBuf>,
 }
 
 /// Prints rows as they come, and keeps them for the last line.
@@ -46,8 +46,8 @@ impl Journal {
         output: &Output,
         facts: Value,
     ) -> Result<Self> {
-        let saved = output.keep.as_ref().map(open).transpose()?;
-        interrupt::keep_rows(output.keep.clone())?;
+        let saved = output.into.as_ref().map(open).transpose()?;
+        interrupt::keep_rows(output.into.clone())?;
         let environment = environment(device, facts)?;
         let device = device::name(device);
         if !output.json {

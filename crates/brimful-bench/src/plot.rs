@@ -14,7 +14,7 @@ use crate::results::Results;
 Examples:
   brimful-bench plot ours.jsonl peers.jsonl -o plot.svg")]
 pub(crate) struct PlotOptions {
-    /// JSON lines of `brimful-bench … --json` or --keep, and of the scripts in bench/peers
+    /// JSON lines of `brimful-bench … --json` or --into, and of the scripts in bench/peers
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// The file to write: an SVG

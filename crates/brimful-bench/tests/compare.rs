@@ -1,4 +1,4 @@
-//! `brimful-bench compare`, `plot` and `--keep`: rows of several programs, joined.
+//! `brimful-bench compare`, `plot` and `--into`: rows of several programs, joined.
 
 mod program;
 
@@ -96,7 +96,7 @@ fn a_saved_table_has_rows_tables_and_a_picture() {
     let folder = folder("saved");
     let arguments =
         ["micro", "--device", "cpu", "--model", "mlp", "--batch-size", "8", "--micro-batch"];
-    bench(&arguments).args(["4", "--repeats", "1", "--keep", text(&folder)]).assert().success();
+    bench(&arguments).args(["4", "--repeats", "1", "--into", text(&folder)]).assert().success();
     let rows = fs::read_to_string(folder.join("ours.jsonl")).expect("rows");
     let last: Value =
         rows.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a line");
@@ -116,7 +116,7 @@ fn an_interrupted_run_keeps_its_rows_and_says_so() {
     let work = ["pipeline", "--model", "mlp", "--micro-batches", "2", "--micro-batch", "2"];
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_brimful-bench"))
         .args(work)
-        .args(["--repeats", "1", "--stages", &stages, "--keep", text(&folder)])
+        .args(["--repeats", "1", "--stages", &stages, "--into", text(&folder)])
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()

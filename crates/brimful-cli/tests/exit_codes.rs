@@ -97,7 +97,7 @@ fn verbose_tells_the_causes_and_the_log() {
         .args(train.split(' '))
         .assert()
         .code(3)
-        .stderr(predicate::str::contains("\n  from ").and(predicate::str::contains("OutOfMemory")));
+        .stderr(predicate::str::contains("\n  from out of memory in arena 'cpu'"));
     let deadlock = "plan --schedule-file tests/data/deadlock.csv";
     ends(deadlock, 1, "device 1 waits in 1F1 for stage 0 (--verbose shows the rest)\n");
     ends(&format!("{deadlock} --verbose"), 1, "\ndevice 1    1F0  [1F1]");

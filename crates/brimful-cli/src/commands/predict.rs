@@ -51,7 +51,7 @@ pub struct PredictOptions {
     /// Print JSON instead of text: an object a line, one for each sample
     #[arg(long)]
     json: bool,
-    /// Write the JSON lines to this file, and print how many answers are right
+    /// The file to write: JSON lines; printed is how many answers are right
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
