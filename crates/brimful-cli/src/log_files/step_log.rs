@@ -139,7 +139,9 @@ mod tests {
         for (name, before) in [("none", None), ("empty", Some("")), ("header", Some(&HEADER[..9]))]
         {
             let path = folder.path().join(name);
-            before.map(|text| fs::write(&path, text).expect("written"));
+            if let Some(text) = before {
+                fs::write(&path, text).expect("written");
+            }
             StepLog::open(&path, Some(3)).expect("a log").step(&step(4));
             let text = fs::read_to_string(&path).expect("a log");
             assert!(text.starts_with(HEADER) && text.contains("\n4,2,"), "{text}");
