@@ -49,7 +49,7 @@ pub(crate) struct ConvergenceOptions {
     #[arg(long, value_name = "N", default_value_t = 1024)]
     #[arg(value_parser = words::count, help = words::BATCH_SIZE)]
     batch_size: usize,
-    /// Memory of each device, such as 96MiB or 16GB: of the contestant whose micro-batches are
+    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): of the contestant whose micro-batches are
     /// automatic, less than the mini-batch needs
     #[arg(long, default_value = "2GiB", value_name = "BYTES")]
     memory_limit: Bytes,

@@ -35,7 +35,7 @@ pub(crate) struct AutoOptions {
     model: ModelName,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
-    /// Memory of each device, such as 96MiB or 16GB: on CUDA, what the process may take of it
+    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB): on CUDA, what the process may take of it
     #[arg(long, value_delimiter = ',', value_name = "BYTES,…")]
     memory_limit: Vec<Bytes>,
     /// Samples in a mini-batch [default: by model and device]

@@ -40,7 +40,7 @@ pub(crate) struct MemoryOptions {
     /// Kinds of models whose largest is looked for
     #[arg(long, value_enum, value_delimiter = ',', default_value = "unet,amoebanet")]
     family: Vec<Family>,
-    /// Memory of each device, such as 96MiB or 16GB [default: 80MiB on the CPU, on CUDA what a card
+    /// Memory of each device, such as 96MiB, 16GB or 8G (GiB) [default: 80MiB on the CPU, on CUDA what a card
     /// has free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
