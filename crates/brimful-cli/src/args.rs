@@ -124,8 +124,12 @@ mod tests {
         let guide = include_str!("../../../guide/src/program.md");
         let readme = include_str!("../../../README.md");
         let line = |line: &'static str| {
-            line.strip_prefix("brimful ")
-                .or_else(|| line.strip_prefix("cargo run -p brimful-cli -- "))
+            let starts = [
+                "brimful ",
+                "cargo run -p brimful-cli -- ",
+                "cargo run --release -p brimful-cli -- ",
+            ];
+            starts.into_iter().find_map(|start| line.strip_prefix(start))
         };
         let given: Vec<_> = guide.lines().chain(readme.lines()).filter_map(line).collect();
         assert!(given.len() > 10, "{given:?}");
