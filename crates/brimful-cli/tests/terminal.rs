@@ -47,6 +47,16 @@ fn progress_shows_rate_time_size_and_memory() {
     assert_eq!(exit_code(&session), 0);
 }
 
+#[test]
+fn a_long_step_shows_how_far_it_is() {
+    let data = text(&folder("within"));
+    let one_step = "train --model gpt --device cpu --micro-batch 1 --batch-size all --epochs 1";
+    let mut session = on_a_terminal(&format!("{one_step} --data {data}"));
+    session.exp_regex("[^0-9]([1-9]|[1-4][0-9])/63 samples").expect("a part of the only step");
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 0);
+}
+
 /// What is drawn and cleared again must be a line, or the rest of it stays.
 #[test]
 fn the_progress_line_is_no_wider_than_a_narrow_terminal() {

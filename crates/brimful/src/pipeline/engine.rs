@@ -21,7 +21,7 @@ use crate::step::{
     PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole,
     gradient_bytes, names,
 };
-use crate::workers::{StageDevice, WorkerError, Workers};
+use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
@@ -79,7 +79,7 @@ impl Engine for Pipeline {
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {
-        self.devices.iter().map(StageDevice::memory).collect()
+        self.devices.iter().map(DeviceSpec::memory).collect()
     }
 
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
@@ -448,7 +448,7 @@ impl Pipeline {
     }
 
     /// The device of a worker of one of this process's pipelines.
-    pub(crate) fn device_of(&self, replica: usize, number: usize) -> &StageDevice {
+    pub(crate) fn device_of(&self, replica: usize, number: usize) -> &DeviceSpec {
         let here = self.ranks.here();
         &self.devices[replica * here.len() + number - here.start]
     }

@@ -18,7 +18,7 @@ use tch::Device;
 
 use crate::queued::{Queued, accelerators};
 use crate::{Error, Result, oom};
-pub use device::StageDevice;
+pub use device::DeviceSpec;
 pub(crate) use device::settled;
 pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
@@ -57,7 +57,7 @@ impl<T> Answer<T> {
 
 impl<W: 'static> Workers<W> {
     /// Starts a thread for each device, and waits until all have built their workers.
-    pub(crate) fn spawn<F>(devices: &[StageDevice], builders: Vec<F>) -> Result<Self>
+    pub(crate) fn spawn<F>(devices: &[DeviceSpec], builders: Vec<F>) -> Result<Self>
     where
         F: FnOnce() -> Result<W> + Send + 'static,
     {
@@ -173,7 +173,7 @@ impl<W> Drop for Workers<W> {
 
 /// A worker's thread, from its beginning to its end.
 fn work<W>(
-    device: &StageDevice,
+    device: &DeviceSpec,
     build: impl FnOnce() -> Result<W>,
     answer: &Sender<Result<()>>,
     commands: &Receiver<Command<W>>,

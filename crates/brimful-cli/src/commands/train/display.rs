@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::trainer::Test;
 use super::{Epoch, TrainOptions, Trainer};
 use crate::output;
-use crate::progress::{self, Progress};
+use crate::progress::{self, Progress, Ticker};
 
 /// A bar on the terminal, a line an epoch on standard output.
 #[derive(Debug)]
@@ -67,15 +67,21 @@ impl Display {
         })
     }
 
+    /// What counts the samples of a step that is still running.
+    pub(super) fn ticker(&self) -> Ticker {
+        self.progress.ticker()
+    }
+
     /// A step is done.
-    pub(super) fn step(&self, step: &Record) {
-        let Record { loss, samples, micro_batch, .. } = step;
+    pub(super) fn step(&self, step: &Record, samples_done: usize) {
+        let Record { loss, micro_batch, .. } = step;
         let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
-        self.progress.advance(*samples);
+        // Steps that were run again have counted some samples twice.
+        self.progress.reach(samples_done);
     }
 
     /// An epoch is done.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::balance::{BalanceBy, Question, limit};
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
 
@@ -32,8 +32,8 @@ impl<'a> Roster<'a> {
         world: &'a World,
         replicas: usize,
         replicas_here: usize,
-        brought: Result<(Vec<StageDevice>, String)>,
-    ) -> Result<(Vec<StageDevice>, Self)> {
+        brought: Result<(Vec<DeviceSpec>, String)>,
+    ) -> Result<(Vec<DeviceSpec>, Self)> {
         let told = brought.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),

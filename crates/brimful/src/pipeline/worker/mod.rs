@@ -25,7 +25,7 @@ use crate::pipeline::run::{Boundary, Stage, StagePass};
 use crate::random::{Draws, Generator};
 use crate::schedule::Span;
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 
 /// What a worker is made from.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ pub(crate) struct Blueprint {
     pub(crate) number: usize,
     /// Which of this process's pipelines it is of.
     pub(crate) replica: usize,
-    pub(crate) device: StageDevice,
+    pub(crate) device: DeviceSpec,
     /// Of workers that share an accelerator, and so its random numbers.
     pub(crate) turn: Option<Arc<Mutex<()>>>,
     pub(crate) kind: tch::Kind,
