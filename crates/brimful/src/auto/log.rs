@@ -52,7 +52,7 @@ impl SizeLog {
 mod tests {
     use super::super::{Goal, Why};
     use super::*;
-    use crate::error::Error;
+    use crate::Error;
     use crate::oom::Place;
 
     /// A single sample that ran out.

@@ -71,22 +71,17 @@ impl WholeModel {
         optimizer.decay_only_matrices()?;
         let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
         let averages = averages.transpose()?.map(|averages| averages.warmup(true));
-        let kind = options.dtype.kind();
-        let clip_norm = options.recipe.clip_norm;
-        let fixed = FixedBytes::of(runner.store(), &options.recipe.method());
-        let ranks = world.size();
-        let replays = devices[0].is_cuda() && !options.no_replay;
         Ok(Self {
-            replays,
+            kind: options.dtype.kind(),
+            clip_norm: options.recipe.clip_norm,
+            fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
+            replays: devices[0].is_cuda() && !options.no_replay,
+            ranks: world.size(),
             runner,
             optimizer,
-            clip_norm,
             averages,
             devices,
             memory,
-            kind,
-            ranks,
-            fixed,
         })
     }
 }
