@@ -132,6 +132,7 @@ impl Pipeline {
     /// # Errors
     /// When there are more than any step has.
     pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
+        // A list of the user's own (`set_actions`) stands here in place of the schedule's.
         if let Some(known) = self.actions.get(&micro_batches) {
             return Ok(Arc::clone(known));
         }

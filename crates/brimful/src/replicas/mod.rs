@@ -116,6 +116,8 @@ impl<M: 'static> Replicas<M> {
         let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();
         let build = Arc::new(build);
         let places = devices.iter().zip(&stores).enumerate();
+        // Each model is built on the thread that it stays on, because it need not be `Send`: of it,
+        // only the variables are shared with the caller.
         let builders = places.map(|(number, (device, store))| {
             let device = device.clone();
             let store = sharing(store);

@@ -223,6 +223,7 @@ impl<M> Replica<M> {
             }
             feed::moved(outputs, self.home)
         })?;
+        // After the loss has come from the device: before, it would be the time of the launches.
         let figures = self.micro.figures_of(&tried, start)?;
         Ok(PartDone { tried, outputs, figures })
     }

@@ -85,6 +85,7 @@ impl From<Memory> for DeviceSpec {
 /// The devices, each known to be there; CPUs that were not told their threads share the caller's.
 pub(crate) fn settled(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
+    // With all threads each, they would outnumber the cores and slow each other down many times.
     let share = (threads::threads() / cpus.max(1)).max(1);
     let settle = |mut stage: DeviceSpec| {
         stage.device = device::find(&device::name(stage.device))?;

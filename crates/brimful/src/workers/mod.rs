@@ -74,6 +74,7 @@ impl<W: 'static> Workers<W> {
             answers.push(built);
         }
         let accelerators = accelerators(devices.iter().map(|device| device.device));
+        // Before the answers are read: dropped by an error, it ends the threads and waits for them.
         let workers = Self { members, accelerators };
         let built: Vec<Result<()>> = answers
             .iter()
@@ -100,6 +101,7 @@ impl<W: 'static> Workers<W> {
         jobs: Vec<J>,
         f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Result<T>>> {
+        // All are asked before one is waited for: the workers of a pipeline wait for each other.
         let mut answers = Vec::with_capacity(jobs.len());
         for (d, job) in jobs.into_iter().enumerate() {
             let f = f.clone();
@@ -142,6 +144,7 @@ impl<W: 'static> Workers<W> {
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
+        // On this thread: which stream was entered is known to the thread that did.
         let before = Queued::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value =

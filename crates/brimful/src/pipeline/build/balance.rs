@@ -156,6 +156,7 @@ impl Question<'_> {
 
     /// What the layers cost on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
+        // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         balance::measure(self.layers, self.first.device, sample)
     }

@@ -142,6 +142,7 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not go together,
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
+        // Not `?`: a rank that cannot build tells the others, who wait for it in the handshake.
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
@@ -156,6 +157,8 @@ impl Builder {
         let seeded = devices.iter().map(|device| device.device).collect();
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
         ranks.tie(&workers)?;
+        // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
+        // the owner's values over before anything runs.
         ranks::spread(&workers, &ranks)?;
         let mut state = StepState::new(self.size);
         state.team = team;

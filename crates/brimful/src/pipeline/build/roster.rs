@@ -59,6 +59,7 @@ impl<'a> Roster<'a> {
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
         let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
+        // Cannot fail here: had this rank brought an error, `settle` would have returned one.
         Ok((brought?.0, roster))
     }
 
