@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 22] = [
+const SOURCES: [&str; 23] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
+    "bridge/batch_norm.cpp",
     "bridge/cuda.cpp",
     "bridge/cuda_object.cpp",
     "bridge/events.cpp",
@@ -38,10 +39,11 @@ const SOURCES: [&str; 22] = [
     "cuda/kernels/compiler.cpp",
 ];
 
-const CUDA_SOURCES: [&str; 9] = [
+const CUDA_SOURCES: [&str; 10] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
+    "cuda/kernels/batch_norm.cpp",
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
     "cuda/kernels/compiler.cpp",

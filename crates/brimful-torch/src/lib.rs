@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
+//! | [`batch_norm`] | BatchNorm with what follows it, in one |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`device`] | waiting for a device |
 //! | [`foreach`] | one operation on many tensors at once |
@@ -25,6 +26,7 @@
 
 pub mod arena;
 pub mod autograd;
+pub mod batch_norm;
 pub mod cuda;
 mod cuda_object;
 pub mod device;

@@ -2,6 +2,7 @@
 // throw: a KernelError where libtorch's own operations are to run instead.
 #pragma once
 
+#include "batch_norm.h"
 #include "card.h"
 #include "source.h"
 
@@ -19,6 +20,10 @@ extern "C" {
 struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::describe) describe;
   decltype(&brimful::kernels::pretend) pretend;
+  decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
+  decltype(&brimful::kernels::batch_norm_statistics) batch_norm_statistics;
+  decltype(&brimful::kernels::batch_norm_pool) batch_norm_pool;
+  decltype(&brimful::kernels::batch_norm_backward) batch_norm_backward;
 };
 
 }  // extern "C"

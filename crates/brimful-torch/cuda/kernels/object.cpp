@@ -17,6 +17,8 @@ extern "C" {
 
 extern const BrimfulKernelFunctions brimful_kernel_functions;
 const BrimfulKernelFunctions brimful_kernel_functions = {
-    brimful::kernels::describe, brimful::kernels::pretend};
+    brimful::kernels::describe,           brimful::kernels::pretend,
+    brimful::kernels::batch_norm_forward, brimful::kernels::batch_norm_statistics,
+    brimful::kernels::batch_norm_pool,    brimful::kernels::batch_norm_backward};
 
 }  // extern "C"
