@@ -5,12 +5,14 @@
 //! | --- | --- |
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
+//! | [`batch_norm`] | BatchNorm with what follows it, in one |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`device`] | waiting for a device |
 //! | [`foreach`] | one operation on many tensors at once |
 //! | [`gradients`] | gradients taken out of their parameters, into sums |
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`host`] | large blocks kept by the process that frees them |
+//! | [`kernels`] | kernels of our own, and a switch for them |
 //! | [`layout`] | numbers in memory with the channels last |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
@@ -24,6 +26,7 @@
 
 pub mod arena;
 pub mod autograd;
+pub mod batch_norm;
 pub mod cuda;
 mod cuda_object;
 pub mod device;
@@ -33,6 +36,7 @@ pub mod foreach;
 pub mod gradients;
 pub mod graph;
 pub mod host;
+pub mod kernels;
 pub mod layout;
 pub mod libtorch;
 pub mod memory;

@@ -1,4 +1,4 @@
-//! Layers that know of micro-batches: BatchNorm.
+//! Layers that know of micro-batches: BatchNorm, alone or with the ReLU that follows it.
 //!
 //! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
 //! not known before its last sample has been seen. What evaluation uses, the running statistics,
@@ -24,8 +24,9 @@
 //! ```
 
 mod batch_norm;
+pub mod kernels;
 
 pub use batch_norm::{
-    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, batch_norm1d, batch_norm2d,
-    batch_norm3d,
+    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
+    batch_norm2d, batch_norm3d, f_second_use, second_use,
 };

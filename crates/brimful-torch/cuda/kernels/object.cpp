@@ -1,0 +1,24 @@
+// The table by which the bridge finds what this folder can do.
+
+#include "functions.h"
+
+#include "compiler.h"
+#include "kernel.h"
+
+namespace brimful::kernels {
+
+std::string describe(int device) {
+  return "sm_" + std::to_string(architecture(device)) + ", NVRTC " + compiler_version();
+}
+
+}  // namespace brimful::kernels
+
+extern "C" {
+
+extern const BrimfulKernelFunctions brimful_kernel_functions;
+const BrimfulKernelFunctions brimful_kernel_functions = {
+    brimful::kernels::describe,           brimful::kernels::pretend,
+    brimful::kernels::batch_norm_forward, brimful::kernels::batch_norm_statistics,
+    brimful::kernels::batch_norm_pool,    brimful::kernels::batch_norm_backward};
+
+}  // extern "C"
