@@ -55,7 +55,7 @@ impl Case {
         let far = if self.mean == 0.0 { 1.0 } else { 100.0 };
         let count = self.shape[0] * self.shape[2] * self.shape[3];
         // Two numbers are normalised to ±1, whatever they are: what is left of them is rounding.
-        let few = if count < 4 { 200.0 } else { 1.0 };
+        let few: f64 = if count < 4 { 200.0 } else { 1.0 };
         match (self.kind, self.weights) {
             (Kind::BFloat16, _) => 2e-2,
             (Kind::Half, _) => 4e-3 * few.min(5.0),
@@ -476,13 +476,13 @@ fn threads_on_streams_of_their_own_do_not_disturb_each_other() {
     let device = test_device();
     let expected: Vec<_> = (0..4).map(|seed| stressed(device, seed)).collect();
     thread::scope(|scope| {
-        for (seed, expected) in expected.iter().enumerate() {
+        for (seed, expected) in expected.into_iter().enumerate() {
             scope.spawn(move || {
                 let stream = device.is_cuda().then(|| Stream::urgent(device).expect("a stream"));
                 let _inside = stream.map(|stream| stream.enter().expect("entered"));
                 for turn in 0..20 {
                     let ours = stressed(device, seed as i64);
-                    assert!(ours.equal(expected), "thread {seed}, turn {turn}");
+                    assert!(ours.equal(&expected), "thread {seed}, turn {turn}");
                 }
             });
         }

@@ -5,8 +5,9 @@
 
 mod support;
 
+use brimful::micro::Layout;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm2d, kernels, second_use};
-use brimful::{Layout, Loss, Size};
+use brimful::{Loss, Size};
 use support::{
     Named, alone, assert_within, logged, micro_batcher, numbers, numbers_there, test_device,
 };
