@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 19] = [
+const SOURCES: [&str; 20] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/cuda.cpp",
@@ -22,6 +22,7 @@ const SOURCES: [&str; 19] = [
     "bridge/gradients.cpp",
     "bridge/layout.cpp",
     "bridge/libtorch.cpp",
+    "bridge/linear_cross_entropy.cpp",
     "bridge/memory.cpp",
     "bridge/meta.cpp",
     "bridge/optim.cpp",

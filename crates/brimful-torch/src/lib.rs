@@ -12,6 +12,7 @@
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`host`] | large blocks kept by the process that frees them |
 //! | [`layout`] | numbers in memory with the channels last |
+//! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
@@ -35,6 +36,7 @@ pub mod graph;
 pub mod host;
 pub mod layout;
 pub mod libtorch;
+pub mod linear_cross_entropy;
 pub mod memory;
 pub mod meta;
 #[cfg(feature = "mpi")]
@@ -54,6 +56,11 @@ use tch::Tensor;
 
 fn raw(tensor: &Tensor) -> *const RawTensor {
     tensor.as_ptr().cast()
+}
+
+/// Null stands for none.
+fn raw_or_null(tensor: Option<&Tensor>) -> *const RawTensor {
+    tensor.map_or(std::ptr::null(), raw)
 }
 
 /// For calls that change what the tensor refers to, which tch's own do through `&Tensor` as well.
