@@ -4,14 +4,15 @@
 //! that of `LIBTORCH`, of an installed PyTorch, or a downloaded one, as torch-sys has it.
 //!
 //! `cuda/` becomes a shared object of its own, because it needs symbols that are there only where
-//! CUDA is. The library carries it as bytes and loads it at run time.
+//! CUDA is. The library carries it as bytes and loads it at run time. `kernels/` goes into both as text,
+//! to be compiled for the card at hand.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 20] = [
+const SOURCES: [&str; 23] = [
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/cuda.cpp",
@@ -20,6 +21,7 @@ const SOURCES: [&str; 20] = [
     "bridge/foreach.cpp",
     "bridge/generator.cpp",
     "bridge/gradients.cpp",
+    "bridge/kernels.cpp",
     "bridge/layout.cpp",
     "bridge/libtorch.cpp",
     "bridge/linear_cross_entropy.cpp",
@@ -32,11 +34,27 @@ const SOURCES: [&str; 20] = [
     "bridge/streams.cpp",
     "bridge/touched.cpp",
     "bridge/transfer.cpp",
+    // Neither needs CUDA to be there: the compiler serves on machines without a card too.
+    "cuda/kernels/cache.cpp",
+    "cuda/kernels/compiler.cpp",
+];
+
+const CUDA_SOURCES: [&str; 9] = [
+    "cuda/graph.cpp",
+    "cuda/memory.cpp",
+    "cuda/object.cpp",
+    "cuda/kernels/cache.cpp",
+    "cuda/kernels/card.cpp",
+    "cuda/kernels/compiler.cpp",
+    "cuda/kernels/driver.cpp",
+    "cuda/kernels/kernel.cpp",
+    "cuda/kernels/object.cpp",
 ];
 
 fn main() {
     println!("cargo:rerun-if-changed=bridge");
     println!("cargo:rerun-if-changed=cuda");
+    println!("cargo:rerun-if-changed=kernels");
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     if cfg!(feature = "doc-only") {
         // Pages can be written without libtorch; the object is named by the source all the same.
@@ -45,6 +63,7 @@ fn main() {
     }
     let include = headers();
     show_libraries_to_cargo();
+    write_kernel_sources();
     compiler(&include).files(SOURCES).compile("brimful_bridge");
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
@@ -63,7 +82,9 @@ fn compiler(include: &Path) -> cc::Build {
         .opt_level(2)
         // As system headers, so that libtorch's own warnings do not drown ours.
         .flag("-isystem")
-        .flag(include);
+        .flag(include)
+        .include(".")
+        .include(out_folder());
     build
 }
 
@@ -71,7 +92,7 @@ fn compiler(include: &Path) -> cc::Build {
 fn cuda_object(include: &Path) {
     let mut command = compiler(include).get_compiler().to_command();
     command.args(["-isystem", "cuda/headers", "-shared", "-s", "-Wl,-z,undefs"]);
-    command.args(["cuda/graph.cpp", "cuda/memory.cpp", "cuda/object.cpp"]);
+    command.args(CUDA_SOURCES);
     command.arg("-o").arg(cuda_object_path());
     match command.status() {
         Ok(status) if status.success() => {}
@@ -81,7 +102,52 @@ fn cuda_object(include: &Path) {
 }
 
 fn cuda_object_path() -> PathBuf {
-    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("brimful_cuda.so")
+    out_folder().join("brimful_cuda.so")
+}
+
+fn out_folder() -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"))
+}
+
+/// Writes `kernel_sources.h`: each `kernels/*.cu` as a raw string, with what it includes in it.
+fn write_kernel_sources() {
+    let mut names: Vec<_> = fs::read_dir("kernels")
+        .expect("the kernels are part of this package")
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.ends_with(".cu"))
+        .collect();
+    names.sort();
+    let mut header = String::from(
+        "#pragma once\n#include \"cuda/kernels/source.h\"\nnamespace brimful::kernels {\n",
+    );
+    let mut list = String::new();
+    for name in &names {
+        let constant = name.trim_end_matches(".cu");
+        let text = with_includes(Path::new("kernels"), name, &mut Vec::new());
+        header += &format!(
+            "inline constexpr Source {constant}_source{{\"{name}\", R\"KERNEL({text})KERNEL\"}};\n"
+        );
+        list += &format!("{constant}_source, ");
+    }
+    header += &format!("inline constexpr Source kSources[] = {{{list}}};\n}}\n");
+    fs::write(out_folder().join("kernel_sources.h"), header)
+        .expect("cargo's folder can be written to");
+}
+
+/// A file's text with its `#include "…"` lines replaced by those files, each once.
+fn with_includes(folder: &Path, name: &str, seen: &mut Vec<String>) -> String {
+    if seen.iter().any(|other| other == name) {
+        return String::new();
+    }
+    seen.push(name.to_owned());
+    let text = fs::read_to_string(folder.join(name))
+        .unwrap_or_else(|error| fail(&format!("kernels/{name}: {error}")));
+    let line = |line: &str| match line.strip_prefix("#include \"") {
+        Some(rest) => with_includes(folder, rest.trim_end_matches('"'), seen),
+        None if line == "#pragma once" => String::new(),
+        None => format!("{line}\n"),
+    };
+    text.lines().map(line).collect()
 }
 
 /// Lets `cargo run` and `cargo test` of every crate that uses this one load libtorch with nothing
@@ -93,7 +159,7 @@ fn show_libraries_to_cargo() {
     // The files themselves know their neighbours by relative paths, links to them do not.
     let file = linked.and_then(|folder| folder.join("libtorch_cpu.so").canonicalize().ok());
     let Some(libraries) = file.as_deref().and_then(Path::parent) else { return };
-    let shown = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("libtorch");
+    let shown = out_folder().join("libtorch");
     let _ = fs::remove_file(&shown);
     if symlink(libraries, &shown).is_ok() {
         // As a folder of Rust's own libraries, where the linker does not look.

@@ -1,6 +1,7 @@
 // Loads the shared object of cuda/, which this program carries as bytes, from memory.
 
 #include "guard.h"
+#include "kernels.h"
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -35,6 +36,9 @@ int32_t brimful_load_cuda_object(
     TORCH_CHECK(object != nullptr, dlerror());
     *out = dlsym(object, "brimful_cuda_functions");
     TORCH_CHECK(*out != nullptr, dlerror());
+    const void* kernels = dlsym(object, "brimful_kernel_functions");
+    TORCH_CHECK(kernels != nullptr, dlerror());
+    brimful::kernels::found(static_cast<const BrimfulKernelFunctions*>(kernels));
   });
 }
 

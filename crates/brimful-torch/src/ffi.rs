@@ -112,6 +112,24 @@ unsafe extern "C" {
     pub(crate) fn brimful_cpu_capability() -> *mut c_char;
     pub(crate) fn brimful_library_path() -> *mut c_char;
 
+    pub(crate) fn brimful_kernels_enabled() -> bool;
+    pub(crate) fn brimful_kernels_enable(on: bool);
+    pub(crate) fn brimful_kernels_refusals() -> *mut c_char;
+    pub(crate) fn brimful_kernels_describe(d: i32, out: *mut *mut c_char, m: Message) -> i32;
+    pub(crate) fn brimful_kernels_pretend(
+        multiprocessors: i32,
+        shared_bytes: u64,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_kernels_compile(
+        source: *const c_char,
+        defines: *const c_char,
+        architecture: i32,
+        from_cache: *mut bool,
+        bytes: *mut usize,
+        message: Message,
+    ) -> i32;
+
     pub(crate) fn brimful_arena_new(name: *const c_char) -> *mut RawArena;
     pub(crate) fn brimful_arena_drop(arena: *mut RawArena);
     pub(crate) fn brimful_arena_enter(arena: *mut RawArena) -> *mut RawStay;

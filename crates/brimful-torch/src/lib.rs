@@ -11,6 +11,7 @@
 //! | [`gradients`] | gradients taken out of their parameters, into sums |
 //! | [`graph`] | work on a CUDA stream, captured once and replayed |
 //! | [`host`] | large blocks kept by the process that frees them |
+//! | [`kernels`] | kernels of our own, and a switch for them |
 //! | [`layout`] | numbers in memory with the channels last |
 //! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
@@ -34,6 +35,7 @@ pub mod foreach;
 pub mod gradients;
 pub mod graph;
 pub mod host;
+pub mod kernels;
 pub mod layout;
 pub mod libtorch;
 pub mod linear_cross_entropy;

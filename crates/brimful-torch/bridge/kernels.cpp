@@ -1,0 +1,129 @@
+// The switch for kernels of our own, what became of them, and their compiler for those who ask.
+
+#include "kernels.h"
+
+#include "../cuda/kernels/compiler.h"
+#include "guard.h"
+#include "kernel_sources.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <sstream>
+
+using brimful::guarded;
+namespace kernels = brimful::kernels;
+
+namespace {
+
+std::atomic<const BrimfulKernelFunctions*> table{nullptr};
+
+bool asked_for() {
+  const char* asked = std::getenv("BRIMFUL_KERNELS");
+  return asked == nullptr || std::strcmp(asked, "off") != 0;
+}
+
+std::atomic<bool>& is_on() {
+  static std::atomic<bool> on{asked_for()};
+  return on;
+}
+
+struct Refusals {
+  std::mutex turn;
+  std::set<std::string> known;
+  std::string unsaid;
+  std::atomic<bool> news{false};
+};
+
+Refusals& refusals() {
+  static Refusals all;
+  return all;
+}
+
+const kernels::Source& source_named(const std::string& name) {
+  for (const auto& source : kernels::kSources) {
+    if (name == source.name) return source;
+  }
+  TORCH_CHECK(false, "there is no kernel source ", name);
+}
+
+std::vector<std::string> words(const char* text) {
+  std::istringstream in(text);
+  std::vector<std::string> all;
+  for (std::string word; in >> word;) all.push_back(word);
+  return all;
+}
+
+}  // namespace
+
+namespace brimful::kernels {
+
+void found(const BrimfulKernelFunctions* functions) noexcept { table = functions; }
+
+const BrimfulKernelFunctions* functions() noexcept { return table; }
+
+const BrimfulKernelFunctions* functions_for(const at::Tensor& tensor) noexcept {
+  return tensor.is_cuda() && is_on() ? table.load() : nullptr;
+}
+
+void refused(const std::string& why) noexcept {
+  try {
+    Refusals& all = refusals();
+    const std::lock_guard<std::mutex> alone(all.turn);
+    if (!all.known.insert(why).second) return;
+    if (!all.unsaid.empty()) all.unsaid += '\n';
+    all.unsaid += why;
+    all.news = true;
+  } catch (const std::exception&) {
+    // No memory to remember it: the work goes on all the same.
+  }
+}
+
+}  // namespace brimful::kernels
+
+extern "C" {
+
+bool brimful_kernels_enabled() noexcept { return is_on(); }
+
+void brimful_kernels_enable(bool on) noexcept { is_on() = on; }
+
+// What was refused since the last call, a line each; null where nothing was.
+char* brimful_kernels_refusals() noexcept {
+  Refusals& all = refusals();
+  if (!all.news.exchange(false)) return nullptr;
+  const std::lock_guard<std::mutex> alone(all.turn);
+  char* text = strdup(all.unsaid.c_str());
+  all.unsaid.clear();
+  return text;
+}
+
+int32_t brimful_kernels_describe(int32_t device, char** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto* functions = kernels::functions();
+    TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
+    *out = strdup(functions->describe(device).c_str());
+  });
+}
+
+int32_t brimful_kernels_pretend(
+    int32_t multiprocessors, uint64_t shared_bytes, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto* functions = kernels::functions();
+    TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
+    functions->pretend(multiprocessors, shared_bytes);
+  });
+}
+
+// Compiles a source, by its file's name, with these words defined.
+int32_t brimful_kernels_compile(
+    const char* source, const char* defines, int32_t architecture, bool* from_cache, size_t* bytes,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    const auto cubin = kernels::compiled(source_named(source), words(defines), architecture);
+    *from_cache = cubin.from_cache;
+    *bytes = cubin.bytes.size();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,18 @@
+// Compiled kernels on disk, so that each is compiled once a machine.
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace brimful::kernels {
+
+// 32 hexadecimal digits, from all that a compiled kernel depends on.
+std::string cache_key(const std::string& all);
+
+// Nothing where there is no such file, or it is damaged or another's.
+std::optional<std::string> read_cache(const std::string& key);
+
+// Does nothing where the folder cannot be written to: the kernel is compiled again next time.
+void write_cache(const std::string& key, const std::string& cubin) noexcept;
+
+}  // namespace brimful::kernels

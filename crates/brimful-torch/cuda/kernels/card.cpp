@@ -1,0 +1,79 @@
+// Asks the driver for a device's figures, once.
+
+#include "card.h"
+
+#include "driver.h"
+#include "source.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace brimful::kernels {
+
+namespace {
+
+// The driver's numbers of attributes.
+constexpr int kMultiprocessors = 16;
+constexpr int kMajor = 75;
+constexpr int kMinor = 76;
+constexpr int kSharedBytesPerBlock = 97;
+// Compute capability 8.0.
+constexpr int kMinArchitecture = 80;
+
+std::atomic<int> pretended_multiprocessors{0};
+std::atomic<size_t> pretended_shared_bytes{0};
+
+int attribute(int device, int number) {
+  int value = 0;
+  check_driver(driver().device_attribute(&value, number, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+Card ask(int ordinal) {
+  int device = 0;
+  check_driver(driver().device(&device, ordinal), "cuDeviceGet");
+  return {
+      attribute(device, kMultiprocessors),
+      static_cast<size_t>(attribute(device, kSharedBytesPerBlock)), attribute(device, kMajor),
+      attribute(device, kMinor)};
+}
+
+Card real_card(int device) {
+  static std::mutex turn;
+  static std::map<int, Card> known;
+  const std::lock_guard<std::mutex> alone(turn);
+  const auto found = known.find(device);
+  return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
+}
+
+}  // namespace
+
+Card card(int device) {
+  Card card = real_card(device);
+  if (const int fewer = pretended_multiprocessors) {
+    card.multiprocessors = std::min(card.multiprocessors, fewer);
+  }
+  if (const size_t less = pretended_shared_bytes) {
+    card.shared_bytes_per_block = std::min(card.shared_bytes_per_block, less);
+  }
+  return card;
+}
+
+int architecture(int device) {
+  const auto [multiprocessors, shared_bytes, major, minor] = card(device);
+  const int number = 10 * major + minor;
+  if (number >= kMinArchitecture) return number;
+  throw KernelError(
+      "compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+      " is below 8.0");
+}
+
+void pretend(int multiprocessors, size_t shared_bytes_per_block) {
+  pretended_multiprocessors = multiprocessors;
+  pretended_shared_bytes = shared_bytes_per_block;
+}
+
+}  // namespace brimful::kernels

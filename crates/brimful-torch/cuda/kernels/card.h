@@ -1,0 +1,24 @@
+// The figures of a device that grids, slots and shared memory follow.
+#pragma once
+
+#include <cstddef>
+
+namespace brimful::kernels {
+
+struct Card {
+  int multiprocessors;
+  size_t shared_bytes_per_block;
+  int major, minor;
+};
+
+// Those of the device, or of the smaller one that it is taken for. Throws a KernelError.
+Card card(int device);
+
+// What the device's kernels are compiled for, such as 90. Throws a KernelError below 80, the oldest
+// whose instructions they use.
+int architecture(int device);
+
+// Takes every device for a smaller one, for tests: a figure of nothing is the device's own.
+void pretend(int multiprocessors, size_t shared_bytes_per_block);
+
+}  // namespace brimful::kernels

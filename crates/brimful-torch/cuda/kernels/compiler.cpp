@@ -1,0 +1,180 @@
+// Looks for NVRTC, and has it compile a kernel.
+//
+// It lies beside libtorch's other CUDA libraries, which are in the program already: in their folder,
+// or in one of nvidia's packages next to it. Its own helper library must be there before it.
+
+#include "compiler.h"
+
+#include "cache.h"
+
+#include <dlfcn.h>
+#include <glob.h>
+#include <link.h>
+
+#include <algorithm>
+
+namespace brimful::kernels {
+
+namespace {
+
+using Program = void*;
+
+struct Nvrtc {
+  int (*version)(int*, int*);
+  int (*create)(
+      Program*, const char* text, const char* name, int, const char* const*, const char* const*);
+  int (*compile)(Program, int, const char* const*);
+  int (*destroy)(Program*);
+  int (*log_size)(Program, size_t*);
+  int (*log)(Program, char*);
+  int (*cubin_size)(Program, size_t*);
+  int (*cubin)(Program, char*);
+};
+
+std::vector<std::string> matches(const std::string& pattern) {
+  glob_t found{};
+  std::vector<std::string> paths;
+  if (glob(pattern.c_str(), 0, nullptr, &found) == 0) {
+    paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  }
+  globfree(&found);
+  return paths;
+}
+
+// The folder of a library that is in the program, if it is one of CUDA's.
+int add_folder(dl_phdr_info* info, size_t, void* folders) {
+  const std::string path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
+  const auto slash = path.rfind('/');
+  if (slash == std::string::npos) return 0;
+  const std::string file = path.substr(slash + 1);
+  for (const char* start : {"libtorch_cuda", "libcudart", "libcublas", "libcaffe2_nvrtc"}) {
+    if (file.rfind(start, 0) == 0) {
+      static_cast<std::vector<std::string>*>(folders)->push_back(path.substr(0, slash));
+      break;
+    }
+  }
+  return 0;
+}
+
+std::vector<std::string> places() {
+  std::vector<std::string> folders;
+  dl_iterate_phdr(&add_folder, &folders);
+  std::vector<std::string> all = folders;
+  for (const auto& folder : folders) {
+    for (const char* beside : {"/../../nvidia/*/lib", "/../../*/lib"}) {
+      const auto found = matches(folder + beside);
+      all.insert(all.end(), found.begin(), found.end());
+    }
+  }
+  return all;
+}
+
+void* open_in(const std::string& folder) {
+  const auto libraries = matches(folder + "/libnvrtc.so.*");
+  if (libraries.empty()) return nullptr;
+  for (const auto& helper : matches(folder + "/libnvrtc-builtins.so.*")) {
+    dlopen(helper.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  }
+  return dlopen(libraries.front().c_str(), RTLD_NOW);
+}
+
+void* open_library() {
+  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
+    if (void* library = dlopen(name, RTLD_NOW)) return library;
+  }
+  for (const auto& folder : places()) {
+    if (void* library = open_in(folder)) return library;
+  }
+  throw KernelError("NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries");
+}
+
+template <class Function>
+void look_up(void* library, const char* name, Function& into) {
+  into = reinterpret_cast<Function>(dlsym(library, name));
+  if (into == nullptr) throw KernelError(std::string("NVRTC has no ") + name);
+}
+
+Nvrtc load() {
+  void* library = open_library();
+  Nvrtc nvrtc{};
+  look_up(library, "nvrtcVersion", nvrtc.version);
+  look_up(library, "nvrtcCreateProgram", nvrtc.create);
+  look_up(library, "nvrtcCompileProgram", nvrtc.compile);
+  look_up(library, "nvrtcDestroyProgram", nvrtc.destroy);
+  look_up(library, "nvrtcGetProgramLogSize", nvrtc.log_size);
+  look_up(library, "nvrtcGetProgramLog", nvrtc.log);
+  look_up(library, "nvrtcGetCUBINSize", nvrtc.cubin_size);
+  look_up(library, "nvrtcGetCUBIN", nvrtc.cubin);
+  return nvrtc;
+}
+
+const Nvrtc& nvrtc() {
+  static const Nvrtc loaded = load();
+  return loaded;
+}
+
+void check(int failed, const char* what) {
+  if (failed != 0) throw KernelError(std::string(what) + " failed with " + std::to_string(failed));
+}
+
+// A program of NVRTC's, which is gone when it goes out of scope.
+class Compilation {
+ public:
+  explicit Compilation(const Source& source) {
+    check(
+        nvrtc().create(&program_, source.text, source.name, 0, nullptr, nullptr),
+        "nvrtcCreateProgram");
+  }
+  Compilation(const Compilation&) = delete;
+  Compilation& operator=(const Compilation&) = delete;
+  ~Compilation() { nvrtc().destroy(&program_); }
+
+  std::string run(const Source& source, const std::vector<std::string>& options) {
+    std::vector<const char*> words;
+    for (const auto& option : options) words.push_back(option.c_str());
+    if (nvrtc().compile(program_, static_cast<int>(words.size()), words.data()) != 0) {
+      throw KernelError(std::string(source.name) + " does not compile: " + log());
+    }
+    size_t size = 0;
+    check(nvrtc().cubin_size(program_, &size), "nvrtcGetCUBINSize");
+    std::string cubin(size, '\0');
+    check(nvrtc().cubin(program_, cubin.data()), "nvrtcGetCUBIN");
+    return cubin;
+  }
+
+ private:
+  std::string log() {
+    size_t size = 0;
+    if (nvrtc().log_size(program_, &size) != 0 || size == 0) return "no reason given";
+    std::string text(size, '\0');
+    nvrtc().log(program_, text.data());
+    text.resize(size - 1);
+    return text;
+  }
+
+  Program program_ = nullptr;
+};
+
+}  // namespace
+
+std::string compiler_version() {
+  int major = 0;
+  int minor = 0;
+  check(nvrtc().version(&major, &minor), "nvrtcVersion");
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+Cubin compiled(const Source& source, const std::vector<std::string>& defines, int architecture) {
+  std::vector<std::string> options = {
+      "--gpu-architecture=sm_" + std::to_string(architecture), "--std=c++17", "-default-device"};
+  for (const auto& define : defines) options.push_back("-D" + define);
+  std::string all = source.text + std::string("\n") + compiler_version();
+  for (const auto& option : options) all += "\n" + option;
+  const std::string key = cache_key(all);
+  if (auto kept = read_cache(key)) return {std::move(*kept), true};
+  std::string cubin = Compilation(source).run(source, options);
+  write_cache(key, cubin);
+  return {std::move(cubin), false};
+}
+
+}  // namespace brimful::kernels

@@ -1,0 +1,143 @@
+// Loads a kernel onto a device at first use, and launches it.
+
+#include "kernel.h"
+
+#include "compiler.h"
+#include "driver.h"
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <map>
+#include <mutex>
+
+namespace brimful::kernels {
+
+namespace {
+
+// The driver's number of a kernel's attribute, and how much it gives without being asked.
+constexpr int kMaxSharedBytes = 8;
+constexpr unsigned kSharedBytesUnasked = 48 << 10;
+// The driver's number of the capture mode in which a module may be loaded.
+constexpr int kRelaxed = 2;
+
+// Lets this thread do, while it captures, what is no part of the captured work.
+class Relaxed {
+ public:
+  Relaxed() { driver().exchange_capture_mode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+  ~Relaxed() { driver().exchange_capture_mode(&mode_); }
+
+ private:
+  int mode_ = kRelaxed;
+};
+
+void* load_module(
+    const Source& source, const std::vector<std::string>& defines, int device) {
+  static std::mutex turn;
+  static std::map<std::string, void*> modules;
+  std::string key = source.name + std::string("\n") + std::to_string(device);
+  for (const auto& define : defines) key += "\n" + define;
+  const std::lock_guard<std::mutex> alone(turn);
+  const auto found = modules.find(key);
+  if (found != modules.end()) return found->second;
+  const Cubin cubin = compiled(source, defines, architecture(device));
+  const Relaxed relaxed;
+  void* module = nullptr;
+  check_driver(driver().load_module(&module, cubin.bytes.data()), "cuModuleLoadData");
+  modules.emplace(std::move(key), module);
+  return module;
+}
+
+}  // namespace
+
+// A kernel on one device, or why it is not there.
+struct Kernel::Loaded {
+  void* function = nullptr;
+  std::string failure;
+  unsigned shared_bytes = kSharedBytesUnasked;
+  std::map<std::pair<unsigned, unsigned>, int> blocks;
+};
+
+struct Kernel::Devices {
+  std::mutex turn;
+  std::map<int, Loaded> loaded;
+};
+
+Kernel::Kernel(Source source, std::string function, std::vector<std::string> defines)
+    : source_(source),
+      function_(std::move(function)),
+      defines_(std::move(defines)),
+      devices_(std::make_unique<Devices>()) {}
+
+Kernel::~Kernel() = default;
+
+// With `devices_->turn` held.
+Kernel::Loaded& Kernel::loaded(int device) const {
+  const auto [place, is_new] = devices_->loaded.try_emplace(device);
+  Loaded& loaded = place->second;
+  if (is_new) {
+    try {
+      enter_context(device);
+      void* module = load_module(source_, defines_, device);
+      const int failed = driver().function(&loaded.function, module, function_.c_str());
+      check_driver(failed, "cuModuleGetFunction");
+    } catch (const KernelError& error) {
+      // It would fail again, after another second of compiling.
+      loaded.failure = error.what();
+    }
+  }
+  if (!loaded.failure.empty()) throw KernelError(function_ + ": " + loaded.failure);
+  return loaded;
+}
+
+namespace {
+
+void ask_for_shared_bytes(void* function, unsigned& asked, unsigned bytes) {
+  if (bytes <= asked) return;
+  const int failed =
+      driver().set_function_attribute(function, kMaxSharedBytes, static_cast<int>(bytes));
+  check_driver(failed, "cuFuncSetAttribute");
+  asked = bytes;
+}
+
+}  // namespace
+
+int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
+  const int device = c10::cuda::current_device();
+  const std::lock_guard<std::mutex> alone(devices_->turn);
+  Loaded& kernel = loaded(device);
+  const auto [place, is_new] = kernel.blocks.try_emplace({block, shared_bytes}, 0);
+  if (is_new) {
+    enter_context(device);
+    ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shared_bytes);
+    const int failed = driver().occupancy(
+        &place->second, kernel.function, static_cast<int>(block), shared_bytes);
+    check_driver(failed, "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  }
+  return place->second;
+}
+
+void Kernel::launch_raw(const Shape& shape, void* arguments) const {
+  const int device = c10::cuda::current_device();
+  enter_context(device);
+  void* function = nullptr;
+  {
+    const std::lock_guard<std::mutex> alone(devices_->turn);
+    Loaded& kernel = loaded(device);
+    ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shape.shared_bytes);
+    function = kernel.function;
+  }
+  void* stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+  void* all[] = {arguments};
+  const auto& [grid_x, grid_y, block, shared_bytes, cooperative] = shape;
+  const int failed =
+      cooperative ? driver().launch_cooperative(
+                        function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all)
+                  : driver().launch(
+                        function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all, nullptr);
+  check_driver(failed, cooperative ? "cuLaunchCooperativeKernel" : "cuLaunchKernel");
+}
+
+}  // namespace brimful::kernels

@@ -1,0 +1,51 @@
+// A kernel of our own: compiled for the device at hand at first use, launched on the current stream.
+//
+// A source includes what its arguments look like from a header that the C++ side includes too, so that
+// both see one struct. All throw a KernelError, upon which libtorch's own operations are to run.
+#pragma once
+
+#include "card.h"
+#include "source.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace brimful::kernels {
+
+// How a kernel is launched. The blocks of a cooperative launch all run at the same time, so that they
+// may wait for each other.
+struct Shape {
+  unsigned grid_x, grid_y, block;
+  unsigned shared_bytes;
+  bool cooperative;
+};
+
+class Kernel {
+ public:
+  // Nothing is compiled yet. Kernels of one source and the same defines share a module.
+  Kernel(Source source, std::string function, std::vector<std::string> defines);
+  ~Kernel();
+
+  // On the current stream of the current device, in a capture too.
+  template <class Arguments>
+  void launch(const Shape& shape, const Arguments& arguments) const {
+    launch_raw(shape, const_cast<Arguments*>(&arguments));
+  }
+
+  // How many blocks of this shape one multiprocessor of the current device runs at the same time.
+  int blocks_at_a_time(unsigned block, unsigned shared_bytes) const;
+
+ private:
+  struct Loaded;
+  Loaded& loaded(int device) const;
+  void launch_raw(const Shape& shape, void* arguments) const;
+
+  const Source source_;
+  const std::string function_;
+  const std::vector<std::string> defines_;
+  struct Devices;
+  std::unique_ptr<Devices> devices_;
+};
+
+}  // namespace brimful::kernels

@@ -1,0 +1,122 @@
+//! Kernels of our own: whether they are used, why not, and a switch.
+//!
+//! They are compiled for the card at hand when first used, by the compiler that comes with libtorch's
+//! CUDA libraries, and kept in the user's cache. Where one cannot be had, libtorch's own operations run.
+
+use std::ffi::CString;
+use std::fmt;
+use std::ptr;
+
+use tch::Device;
+
+use crate::error::{TorchError, call, take_string};
+use crate::{cuda_object, device, ffi};
+
+/// Whether a device's work runs in kernels of our own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum State {
+    /// It does: what they are compiled for, and by what.
+    Used(String),
+    /// They are switched off, by [`set_enabled`] or `BRIMFUL_KERNELS=off`.
+    Off,
+    /// It cannot, for this reason: libtorch's own operations run.
+    Unavailable(String),
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Used(how) => write!(f, "own kernels ({how})"),
+            Self::Off => f.write_str("libtorch's kernels: its own are switched off"),
+            Self::Unavailable(why) => write!(f, "libtorch's kernels: {why}"),
+        }
+    }
+}
+
+/// What would be used on this device.
+pub fn state(on: Device) -> State {
+    if !enabled() {
+        return State::Off;
+    }
+    match describe(on) {
+        Ok(how) => State::Used(how),
+        Err(error) => State::Unavailable(error.message),
+    }
+}
+
+fn describe(on: Device) -> Result<String, TorchError> {
+    if on == Device::Cpu {
+        return Err(TorchError::other("kernels are for CUDA"));
+    }
+    let number = device::number(on)?;
+    cuda_object::functions()?;
+    let mut out = ptr::null_mut();
+    // SAFETY: on success `out` is a string that is ours.
+    call(|message| unsafe { ffi::brimful_kernels_describe(number, &mut out, message) })?;
+    Ok(take_string(out).unwrap_or_default())
+}
+
+/// Whether kernels of our own are used where they can be, by all threads.
+pub fn enabled() -> bool {
+    // SAFETY: takes nothing.
+    unsafe { ffi::brimful_kernels_enabled() }
+}
+
+/// Switches them on or off, for all threads. Work that was captured before stays as it is.
+pub fn set_enabled(on: bool) {
+    // SAFETY: takes a plain value.
+    unsafe { ffi::brimful_kernels_enable(on) }
+}
+
+/// Why libtorch's own operations ran where a kernel of ours could have, since the last call; each
+/// cause is told once.
+pub fn refusals() -> Vec<String> {
+    // SAFETY: gives null or a string that is ours.
+    let text = take_string(unsafe { ffi::brimful_kernels_refusals() });
+    text.iter().flat_map(|text| text.lines()).map(str::to_owned).collect()
+}
+
+/// Takes every card for a smaller one, with so many multiprocessors and so many bytes of shared memory
+/// a block; nothing is the card's own. For tests.
+///
+/// # Errors
+/// Where there is no CUDA.
+pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError> {
+    cuda_object::functions()?;
+    // SAFETY: takes plain values.
+    call(|message| unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes, message) })
+}
+
+/// A compiled kernel family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CompiledKernel {
+    /// Whether it came out of the cache.
+    pub from_cache: bool,
+    /// Its length.
+    pub bytes: usize,
+}
+
+/// Compiles the kernels of a source file, such as `batch_norm.cu`, for an architecture such as 90, with
+/// these words defined, or takes them out of the cache. It needs the compiler, but no card.
+///
+/// # Errors
+/// Where NVRTC is not found, there is no such source, or it does not compile.
+pub fn compile(
+    source: &str,
+    defines: &[&str],
+    architecture: i32,
+) -> Result<CompiledKernel, TorchError> {
+    let text =
+        |text: String| CString::new(text).map_err(|error| TorchError::other(error.to_string()));
+    let source = text(source.to_owned())?;
+    let defines = text(defines.join(" "))?;
+    let mut compiled = CompiledKernel { from_cache: false, bytes: 0 };
+    // SAFETY: both are texts that end in NUL; the places for the answers are valid.
+    call(|message| unsafe {
+        let (from_cache, bytes) = (&mut compiled.from_cache, &mut compiled.bytes);
+        let (source, defines) = (source.as_ptr(), defines.as_ptr());
+        ffi::brimful_kernels_compile(source, defines, architecture, from_cache, bytes, message)
+    })?;
+    Ok(compiled)
+}
