@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 23] = [
+const SOURCES: [&str; 25] = [
+    "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/cuda.cpp",
@@ -27,6 +28,7 @@ const SOURCES: [&str; 23] = [
     "bridge/linear_cross_entropy.cpp",
     "bridge/memory.cpp",
     "bridge/meta.cpp",
+    "bridge/norm.cpp",
     "bridge/optim.cpp",
     "bridge/own_generator.cpp",
     "bridge/refusals.cpp",
@@ -39,15 +41,18 @@ const SOURCES: [&str; 23] = [
     "cuda/kernels/compiler.cpp",
 ];
 
-const CUDA_SOURCES: [&str; 9] = [
+const CUDA_SOURCES: [&str; 12] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
+    "cuda/kernels/activation.cpp",
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
     "cuda/kernels/compiler.cpp",
+    "cuda/kernels/cross_entropy.cpp",
     "cuda/kernels/driver.cpp",
     "cuda/kernels/kernel.cpp",
+    "cuda/kernels/norm.cpp",
     "cuda/kernels/object.cpp",
 ];
 

@@ -8,6 +8,7 @@
 // comes with the backward, which is then one multiplication.
 
 #include "guard.h"
+#include "kernel_tensors.h"
 #include "tensors.h"
 #include "version.h"
 
@@ -19,6 +20,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -76,10 +78,10 @@ Targets read(
   const auto targets = given.reshape({-1}).to(at::kLong);
   out.counted = targets.ne(settings.ignored);
   const auto is_class = targets.ge(0).logical_and_(targets.lt(classes));
-  out.index = targets.masked_fill(is_class.logical_not(), 0);
+  out.index = targets.masked_fill(is_class.logical_not(), 0).contiguous();
   auto weights = at::ones({targets.numel()}, targets.options().dtype(kind));
   if (class_weights.defined()) {
-    out.class_weights = class_weights.to(kind);
+    out.class_weights = class_weights.to(kind).contiguous();
     weights = out.class_weights.index_select(0, out.index);
   }
   weights.masked_fill_(is_class.logical_not_(), std::numeric_limits<double>::quiet_NaN());
@@ -140,6 +142,39 @@ at::Tensor row_losses(at::Tensor& logits, const Targets& targets, bool gradient)
   return losses.squeeze_(1).masked_fill_(targets.counted.logical_not(), 0);
 }
 
+template <class Number>
+const Number* pointer_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<Number>() : nullptr;
+}
+
+// The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
+bool row_losses_by_kernel(
+    at::Tensor& logits, const Targets& targets, bool gradient, at::Tensor& losses) {
+  if (!brimful::kernels::takes(logits)) return false;
+  const auto counted = targets.counted.const_data_ptr<bool>();
+  const CrossEntropyArguments arguments{
+      logits.mutable_data_ptr(),
+      reinterpret_cast<const long long*>(targets.index.const_data_ptr<int64_t>()),
+      reinterpret_cast<const unsigned char*>(counted),
+      targets.of_target.const_data_ptr<float>(),
+      pointer_or_null<float>(targets.of_all),
+      pointer_or_null<float>(targets.class_weights),
+      pointer_or_null<float>(targets.total),
+      losses.mutable_data_ptr<float>(),
+      logits.stride(0),
+      static_cast<int>(logits.size(1)),
+      gradient};
+  try {
+    const c10::DeviceGuard there(logits.device());
+    const auto kind = brimful::kernels::number_kind(logits);
+    brimful::kernels::functions()->cross_entropy(arguments, kind, logits.size(0));
+    return true;
+  } catch (const brimful::kernels::KernelError& error) {
+    brimful::kernels::refused(error.what());
+    return false;
+  }
+}
+
 // Rows of numbers, each beginning where a device's products like it.
 at::Tensor rows(int64_t count, int64_t width, const at::TensorOptions& options) {
   const bool on_device = !options.device().is_cpu();
@@ -148,9 +183,11 @@ at::Tensor rows(int64_t count, int64_t width, const at::TensorOptions& options) 
 }
 
 // The same number of tokens for nearly the same bytes, so that sums have the same order.
-int64_t tokens_in(int64_t chunk_bytes, int64_t classes, at::ScalarType kind, int64_t tokens) {
-  const auto element = static_cast<int64_t>(c10::elementSize(kind));
-  const auto row = classes * (is_half(kind) ? element + 4 : element);
+int64_t tokens_in(int64_t chunk_bytes, int64_t classes, const at::Tensor& hidden) {
+  const auto tokens = hidden.size(0);
+  const auto element = static_cast<int64_t>(hidden.element_size());
+  const bool copied = is_half(hidden.scalar_type()) && !brimful::kernels::takes(hidden);
+  const auto row = classes * (copied ? element + 4 : element);
   const auto most = std::max<int64_t>(chunk_bytes / std::max<int64_t>(row, 1), 1);
   if (most >= tokens) return std::max<int64_t>(tokens, 1);
   int64_t power = 1;
@@ -184,7 +221,7 @@ struct Head {
   void add(
       const at::Tensor& gradient, const at::Tensor& exact, const at::Tensor& hidden, bool first) {
     const int beta = first ? 0 : 1;
-    if (bias_sum.defined()) bias_sum.add_(exact.sum(0));
+    if (bias_sum.defined()) bias_sum.add_(exact.sum({0}, false, bias_sum.scalar_type()));
     if (!weight_sum.defined()) return;
     if (!is_half(hidden.scalar_type())) {
       at::addmm_out(weight_sum, weight_sum, gradient.t(), hidden, beta);
@@ -204,31 +241,47 @@ struct Done {
   at::Tensor bias;
 };
 
+// The room that chunks of logits are computed in.
+struct Room {
+  at::Tensor logits;
+  at::Tensor exact;  // undefined until a half's logits are wanted in f32
+
+  Room(int64_t tokens, int64_t classes, const at::Tensor& hidden)
+      : logits(rows(tokens, classes, hidden.options())) {}
+
+  // The logits of a chunk become their gradient; gives that in the kind of sums too, if it was made.
+  at::Tensor use(at::Tensor& chunk, const Targets& targets, bool gradient, at::Tensor losses) {
+    if (row_losses_by_kernel(chunk, targets, gradient, losses)) return chunk;
+    auto wide = chunk;
+    if (is_half(chunk.scalar_type())) {
+      const auto options = logits.options().dtype(at::kFloat);
+      if (!exact.defined()) exact = rows(logits.size(0), logits.size(1), options);
+      wide = exact.narrow(0, 0, chunk.size(0)).copy_(chunk);
+    }
+    losses.copy_(row_losses(wide, targets, gradient));
+    if (gradient && is_half(chunk.scalar_type())) chunk.copy_(wide);
+    return wide;
+  }
+};
+
 Done run(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
     const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
-  const auto kind = hidden.scalar_type();
-  const auto options = hidden.options().dtype(sum_kind(kind));
   const auto tokens = hidden.size(0);
-  const auto classes = weight.size(0);
-  const auto chunk = tokens_in(chunk_bytes, classes, kind, tokens);
+  const auto chunk = tokens_in(chunk_bytes, weight.size(0), hidden);
   Head head(weight, bias, wanted);
   Done done;
   if (wanted.hidden) done.hidden = at::empty_like(hidden);
-  auto losses = at::empty({tokens}, options);
-  auto room = rows(chunk, classes, hidden.options());
-  auto exact_room = is_half(kind) ? rows(chunk, classes, options) : room;
+  auto losses = at::empty({tokens}, targets.of_target.options());
+  Room room(chunk, weight.size(0), hidden);
   for (int64_t from = 0; from < tokens; from += chunk) {
     const auto count = std::min(chunk, tokens - from);
     const auto part = hidden.narrow(0, from, count);
-    auto logits = room.narrow(0, 0, count);
-    auto exact = exact_room.narrow(0, 0, count);
+    const auto of_part = rows_of(targets, from, count);
+    auto logits = room.logits.narrow(0, 0, count);
     head.logits_of(part, logits);
-    if (is_half(kind)) exact.copy_(logits);
-    const auto rows = row_losses(exact, rows_of(targets, from, count), wanted.any());
-    losses.narrow(0, from, count).copy_(rows);
+    const auto exact = room.use(logits, of_part, wanted.any(), losses.narrow(0, from, count));
     if (!wanted.any()) continue;
-    if (is_half(kind)) logits.copy_(exact);
     if (wanted.hidden) {
       auto gradient = done.hidden.narrow(0, from, count);
       at::mm_out(gradient, logits, weight);
@@ -257,9 +310,11 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType 
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   static at::Tensor forward(
       AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight,
-      const at::Tensor& bias, const Targets* targets, const Wanted& wanted, int64_t chunk_bytes) {
+      const std::optional<at::Tensor>& bias, const Targets* targets, const Wanted& wanted,
+      int64_t chunk_bytes) {
     const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
-    auto done = run(rows, weight.contiguous(), bias, *targets, wanted, chunk_bytes);
+    auto done = run(
+        rows, weight.contiguous(), bias.value_or(at::Tensor()), *targets, wanted, chunk_bytes);
     auto& saved = context->saved_data;
     if (wanted.hidden) saved["hidden"] = done.hidden.view(hidden.sizes());
     if (wanted.weight) saved["weight"] = done.weight;
@@ -320,8 +375,9 @@ int32_t brimful_linear_cross_entropy(
           *targets, weight->size(0), or_none(class_weights), settings,
           sum_kind(hidden->scalar_type()));
     }
-    auto sum =
-        LinearCrossEntropy::apply(*hidden, *weight, biases, &rows, wanted, settings.chunk_bytes);
+    const auto biases_or_none = brimful::kernels::optional(biases);
+    auto sum = LinearCrossEntropy::apply(
+        *hidden, *weight, biases_or_none, &rows, wanted, settings.chunk_bytes);
     *loss = new at::Tensor(std::move(sum));
     *divisor = new at::Tensor(rows.weight);
   });

@@ -290,6 +290,24 @@ unsafe extern "C" {
         message: Message,
     ) -> i32;
 
+    pub(crate) fn brimful_norm(
+        x: *const RawTensor,
+        residual: *const RawTensor,
+        weight: *const RawTensor,
+        bias: *const RawTensor,
+        eps: f64,
+        rms: bool,
+        sum: *mut *mut RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_activation(
+        x: *const RawTensor,
+        bias: *const RawTensor,
+        function: i32,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_linear_cross_entropy(
         hidden: *const RawTensor,
         weight: *const RawTensor,

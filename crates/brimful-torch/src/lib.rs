@@ -3,6 +3,7 @@
 //!
 //! | module | what it adds to tch |
 //! | --- | --- |
+//! | [`activation`] | a bias and an activation in one |
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
@@ -17,6 +18,7 @@
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
+//! | [`norm`] | LayerNorm and RMSNorm, with an addition before them |
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
@@ -24,6 +26,7 @@
 //! | [`threads`] | threads an operation, for one thread alone |
 //! | [`libtorch`] | which libtorch is running |
 
+pub mod activation;
 pub mod arena;
 pub mod autograd;
 pub mod cuda;
@@ -43,6 +46,7 @@ pub mod memory;
 pub mod meta;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod norm;
 pub mod optim;
 pub mod random;
 mod replaced;

@@ -5,7 +5,7 @@ use std::ptr;
 use tch::Tensor;
 
 use crate::error::{TorchError, call};
-use crate::{ffi, owned, raw, raw_or_null};
+use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
 /// What the layer and the loss are made of.
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +44,7 @@ pub fn linear_cross_entropy(
     head: LossHead<'_>,
 ) -> Result<SumAndDivisor, TorchError> {
     let LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes } = head;
+    cuda_object::load_for(hidden);
     let chunk_bytes = i64::try_from(chunk_bytes).unwrap_or(i64::MAX);
     let mut sum = ptr::null_mut();
     let mut divisor = ptr::null_mut();
