@@ -124,7 +124,7 @@ impl Answer {
         for ((name, found), (_, expected)) in self.0.iter().zip(&expected.0) {
             assert_eq!(found.size(), expected.size(), "{what}: {name}");
             let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
-            let scale = expected.abs().max().double_value(&[]).max(1e-3);
+            let scale = expected.abs().max().double_value(&[]).max(1e-2);
             let off = (&found - &expected).abs() / scale;
             let at = off.argmax(0, false).int64_value(&[]);
             let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
@@ -174,7 +174,9 @@ fn it_is_the_cross_entropy_of_the_logits_in_f64() {
 
 #[test]
 fn narrower_kinds_are_as_near_as_their_digits() {
-    for (kind, part) in [(Kind::Float, 2e-5), (Kind::BFloat16, 5e-2), (Kind::Half, 1e-2)] {
+    // A chunk of one place is a product with a vector, which a CPU sums up one number after the other:
+    // libtorch's own loss of one place is off by 2.4e-5 too.
+    for (kind, part) in [(Kind::Float, 5e-5), (Kind::BFloat16, 5e-2), (Kind::Half, 1e-2)] {
         for problem in problems() {
             let problem = problem.rounded_to(kind);
             let expected = problem.expected();
