@@ -12,10 +12,11 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 25] = [
+const SOURCES: [&str; 26] = [
     "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
+    "bridge/batch_norm.cpp",
     "bridge/cuda.cpp",
     "bridge/cuda_object.cpp",
     "bridge/events.cpp",
@@ -41,11 +42,12 @@ const SOURCES: [&str; 25] = [
     "cuda/kernels/compiler.cpp",
 ];
 
-const CUDA_SOURCES: [&str; 12] = [
+const CUDA_SOURCES: [&str; 13] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
     "cuda/kernels/activation.cpp",
+    "cuda/kernels/batch_norm.cpp",
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
     "cuda/kernels/compiler.cpp",

@@ -6,9 +6,9 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::pipeline::{BalanceBy, StageDevice};
+use brimful::pipeline::BalanceBy;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Loss, Pipeline, World, device};
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline, World, device};
 use brimful_cli::commands::train::RankOptions;
 use brimful_cli::setting::{self, ModelName, NumberType, loss, words};
 use brimful_torch::threads;
@@ -170,7 +170,7 @@ fn pipeline(
     };
     tch::manual_seed(0);
     Ok(Pipeline::builder(work.layers()?)
-        .devices(devices.iter().map(|device| StageDevice::from(*device).threads(1)))
+        .devices(devices.iter().map(|device| DeviceSpec::from(*device).threads(1)))
         .balance(balance)
         .schedule(options.schedule)
         .micro_batches(options.micro_batches as usize)

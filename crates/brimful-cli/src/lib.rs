@@ -23,6 +23,7 @@ mod interrupt;
 mod log;
 #[doc(hidden)]
 pub mod log_files;
+mod named;
 mod nearest;
 #[doc(hidden)]
 pub mod output;

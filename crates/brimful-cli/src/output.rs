@@ -22,6 +22,32 @@ pub fn line(text: &str) -> Result<()> {
     piece(&format!("{}\n", text.trim_end()))
 }
 
+/// Writes sentences to standard output: on a terminal, its end cuts no word.
+pub(crate) fn prose(text: &str) -> Result<()> {
+    let width = terminal_size::terminal_size_of(io::stdout()).map(|(width, _)| width.0.into());
+    match width {
+        Some(width) => {
+            line(&text.lines().map(|text| fitted(text, width)).collect::<Vec<_>>().join("\n"))
+        }
+        None => line(text),
+    }
+}
+
+/// A line cut at spaces; what follows a cut is set in.
+fn fitted(line: &str, width: usize) -> String {
+    let cut = line.char_indices().nth(width).and_then(|(end, next)| match next {
+        ' ' => Some(end),
+        _ => line[..end].rfind(' '),
+    });
+    match cut.filter(|cut| !line[..*cut].trim().is_empty()) {
+        Some(cut) => {
+            let rest = format!("    {}", line[cut..].trim_start());
+            format!("{}\n{}", line[..cut].trim_end(), fitted(&rest, width))
+        }
+        None => line.to_owned(),
+    }
+}
+
 /// Writes a text to standard output as it is, at once.
 pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
@@ -76,6 +102,15 @@ pub fn causes(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use anyhow::anyhow;
+
+    #[test]
+    fn lines_are_cut_at_words() {
+        assert_eq!(fitted("one two three", 13), "one two three");
+        assert_eq!(fitted("one two three", 12), "one two\n    three");
+        assert_eq!(fitted("one two three", 9), "one two\n    three");
+        assert_eq!(fitted("8×8 pixels, 10 classes", 11), "8×8 pixels,\n    10\n    classes");
+        assert_eq!(fitted("incomprehensibilities", 8), "incomprehensibilities");
+    }
 
     #[test]
     fn a_cause_is_said_once() {

@@ -1,10 +1,9 @@
 //! How far a long work has come, on standard error: a bar on a terminal, elsewhere a line now and
 //! then.
 
-use std::cell::{Cell, RefCell};
 use std::io::{self, Write};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -16,6 +15,8 @@ static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 static QUIET: AtomicBool = AtomicBool::new(false);
 /// How often a line is written where there is no terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
+/// How often a terminal is told of what is done within a step.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(200);
 
 /// Keeps progress to itself from now on.
 pub(crate) fn be_quiet() {
@@ -42,13 +43,7 @@ pub fn note(text: &str) {
 
 /// A work of known length.
 #[derive(Debug)]
-pub struct Progress {
-    bar: ProgressBar,
-    unit: &'static str,
-    /// What is being done.
-    doing: RefCell<String>,
-    said: Cell<Instant>,
-}
+pub struct Progress(Ticker);
 
 impl Progress {
     /// A work of so many units, shown from the start.
@@ -56,40 +51,99 @@ impl Progress {
         let bar = ProgressBar::new(length as u64).with_style(style());
         let quiet = QUIET.load(Ordering::Relaxed);
         let bar = if quiet { ProgressBar::hidden() } else { SCREEN.add(bar) };
-        let said = Cell::new(Instant::now());
-        let progress = Self { bar, unit, doing: RefCell::default(), said };
-        progress.show();
-        if !progress.bar.is_hidden() {
+        let now = Instant::now();
+        let shown = Mutex::new(Shown { doing: String::new(), told: now, said: now });
+        let ticker = Ticker { bar, unit, shown: Arc::new(shown) };
+        ticker.show();
+        if !ticker.bar.is_hidden() {
             // A terminal that changes its width is followed within a long step too.
-            progress.bar.enable_steady_tick(Duration::from_millis(500));
+            ticker.bar.enable_steady_tick(Duration::from_millis(500));
         }
-        progress
+        Self(ticker)
     }
 
     /// The same from here on, where part of it was done before.
     pub(crate) fn starting_at(self, done: usize) -> Self {
-        self.bar.set_position(done as u64);
-        self.bar.reset_eta();
-        self.show();
+        self.0.bar.set_position(done as u64);
+        self.0.bar.reset_eta();
+        self.0.show();
         self
+    }
+
+    /// What counts on from elsewhere, on any thread.
+    pub(crate) fn ticker(&self) -> Ticker {
+        self.0.clone()
     }
 
     /// Says what is being done, or what there is to know besides rate and time.
     pub fn doing(&self, what: String) {
-        self.doing.replace(what);
-        self.show();
+        self.0.shown().doing = what;
+        self.0.show();
     }
 
     /// So many units more are done.
     pub fn advance(&self, units: usize) {
+        self.0.bar.inc(units as u64);
+        self.0.tell();
+    }
+
+    /// So many units are done, whatever was counted on the way.
+    pub(crate) fn reach(&self, units: usize) {
+        self.0.bar.set_position(units as u64);
+        self.0.tell();
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.bar.finish_and_clear();
+        SCREEN.remove(&self.0.bar);
+    }
+}
+
+/// Counts what is done of a work.
+#[derive(Debug, Clone)]
+pub(crate) struct Ticker {
+    bar: ProgressBar,
+    unit: &'static str,
+    shown: Arc<Mutex<Shown>>,
+}
+
+/// What is known besides the count.
+#[derive(Debug)]
+struct Shown {
+    /// What is being done.
+    doing: String,
+    /// When it was put on the terminal last.
+    told: Instant,
+    /// When a line was written last.
+    said: Instant,
+}
+
+impl Ticker {
+    /// So many units more are done.
+    pub(crate) fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
+        // This runs at every micro-batch: nobody can read a line that changes more often.
+        if self.shown().told.elapsed() >= BETWEEN_LOOKS {
+            self.tell();
+        }
+    }
+
+    fn tell(&self) {
+        self.shown().told = Instant::now();
         // Rate and time left move on with the first, and are told by the second.
         self.show();
         self.show();
-        if self.said.get().elapsed() >= BETWEEN_LINES {
-            self.said.set(Instant::now());
+        let is_due = self.shown().said.elapsed() >= BETWEEN_LINES;
+        if is_due {
+            self.shown().said = Instant::now();
             note(&self.line(" of "));
         }
+    }
+
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.shown.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn show(&self) {
@@ -105,15 +159,8 @@ impl Progress {
             bar.length().unwrap_or_default(),
             rate(bar.per_sec(), unit),
             rounded(bar.eta()),
-            self.doing.borrow()
+            self.shown().doing
         )
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
-        SCREEN.remove(&self.bar);
     }
 }
 
@@ -153,7 +200,7 @@ mod tests {
         let progress = Progress::new(8, "samples");
         progress.doing("loss 0.1".into());
         progress.advance(4);
-        let line = progress.line(" of ");
+        let line = progress.0.line(" of ");
         assert!(line.starts_with("4 of 8 samples  "), "{line}");
         assert!(line.ends_with(" left  loss 0.1"), "{line}");
         assert_eq!(

@@ -1,15 +1,15 @@
 //! The weights of a trained model, by name: from a file of `brimful train --save`, or from any other
 //! safetensors or `.ot` file whose tensors have the model's names.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::save::{self, Metadata};
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::exit::wrong_use;
+use crate::named::{self, Comparison, Named};
 use crate::setting::ModelName;
 
 /// What the names of an optimizer's tensors and texts begin with in a file of `--save`.
@@ -18,14 +18,12 @@ pub(crate) const OPTIMIZER: &str = "optimizer.";
 pub(crate) const AVERAGES: &str = "ema.";
 /// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
 const COUNTER: &str = "num_batches_tracked";
-/// How many names of tensors a complaint lists.
-const NAMES_LISTED: usize = 3;
 
 /// Tensors by name, and what their file says of them.
 #[derive(Debug)]
 pub(crate) struct SavedWeights {
     path: PathBuf,
-    tensors: Vec<(String, Tensor)>,
+    tensors: Named,
     metadata: Metadata,
 }
 
@@ -47,7 +45,7 @@ impl SavedWeights {
     }
 
     /// All of them.
-    pub(crate) fn into_tensors(self) -> Vec<(String, Tensor)> {
+    pub(crate) fn into_tensors(self) -> Named {
         self.tensors
     }
 
@@ -72,48 +70,19 @@ impl SavedWeights {
     }
 
     /// Gives every variable the tensor of its name. Nothing is changed if they do not go together.
-    pub(crate) fn put_into(&self, store: &VarStore, model: ModelName) -> Result<()> {
-        let mut variables = store.variables();
-        self.check(&variables, model)?;
-        let _without = tch::no_grad_guard();
-        for (name, tensor) in &self.tensors {
-            if let Some(variable) = variables.get_mut(name) {
-                variable.f_copy_(tensor)?;
-            }
+    pub(crate) fn put_into(self, store: &VarStore, model: ModelName) -> Result<()> {
+        let variables: Named = store.variables().into_iter().collect();
+        let compared = Comparison::new(&variables, self.tensors);
+        if let Some(differences) = compared.differences() {
+            let path = self.path.display();
+            return Err(wrong_use(format!("{path} does not go with {model}: {differences}")));
         }
-        Ok(())
-    }
-
-    /// Refuses names that only one of both has, and shapes that differ.
-    fn check(&self, variables: &HashMap<String, Tensor>, model: ModelName) -> Result<()> {
-        let path = self.path.display();
-        let names = self.tensors.iter().map(|(name, _)| name);
-        let left_over: Vec<_> = names.filter(|name| !variables.contains_key(*name)).collect();
-        ensure!(
-            left_over.is_empty(),
-            wrong_use(format!("{path} has {}, but {model} has not", listed(left_over)))
-        );
-        let saved = |name: &String| self.tensors.iter().any(|(named, _)| named == name);
-        let missing: Vec<_> = variables.keys().filter(|name| !saved(name)).collect();
-        ensure!(
-            missing.is_empty(),
-            wrong_use(format!("{path} has no {}, which {model} has", listed(missing)))
-        );
-        for (name, tensor) in &self.tensors {
-            let (theirs, ours) = (tensor.size(), variables[name].size());
-            ensure!(
-                theirs == ours,
-                wrong_use(format!(
-                    "{path}: {name} has the shape {theirs:?}, but {ours:?} in {model} for this data"
-                ))
-            );
-        }
-        Ok(())
+        named::put(variables, compared.fitting)
     }
 }
 
 /// Those whose names begin so, without that.
-pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     let taken = |(name, tensor): &(String, Tensor)| {
         Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
     };
@@ -121,22 +90,11 @@ pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Vec<(String, 
 }
 
 /// Without what is kept beside a model.
-pub(crate) fn model_alone(mut tensors: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
+pub(crate) fn model_alone(mut tensors: Named) -> Named {
     let is_beside = |name: &str| {
         [OPTIMIZER, AVERAGES].iter().any(|prefix| name.starts_with(prefix))
             || name.ends_with(COUNTER)
     };
     tensors.retain(|(name, _)| !is_beside(name));
     tensors
-}
-
-/// The first few names in their order, and how many more there are.
-fn listed(mut names: Vec<&String>) -> String {
-    names.sort();
-    let more = names.len().saturating_sub(NAMES_LISTED);
-    let first: Vec<&str> = names.iter().take(NAMES_LISTED).map(|name| name.as_str()).collect();
-    match more {
-        0 => first.join(", "),
-        more => format!("{} and {more} more", first.join(", ")),
-    }
 }

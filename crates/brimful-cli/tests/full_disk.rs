@@ -61,3 +61,22 @@ fn a_model_that_outgrows_the_disk_leaves_the_old_file() {
     assert_eq!(names(&folder), ["model.safetensors"]);
     assert_eq!(fs::read_to_string(&model).expect("still there"), "the old one");
 }
+
+#[test]
+fn a_log_that_outgrows_the_disk_ends_with_a_whole_line_and_the_run_goes_on() {
+    let folder = folder("full-disk-log");
+    let (log, events) = (folder.join("steps.csv"), folder.join("events"));
+    // Two blocks of 512 bytes hold some of the lines.
+    let line = format!(
+        "ulimit -f 2; exec \"$0\" train --epochs 1 --batch-size 32 --device cpu --log {} --events {}",
+        log.display(),
+        events.display()
+    );
+    let (code, said) = shell(&line);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.matches("the run goes on without this log").count(), 2, "{said}");
+    let log = fs::read_to_string(&log).expect("a log");
+    assert!(log.ends_with('\n') && log.lines().count() > 3, "{log}");
+    let columns: Vec<usize> = log.lines().map(|line| line.split(',').count()).collect();
+    assert!(columns.iter().all(|count| *count == columns[0]), "{log}");
+}

@@ -42,7 +42,19 @@ fn progress_shows_rate_time_size_and_memory() {
     let seen = "[0-9]+/[0-9]+ samples  [0-9.]+ samples/s  [0-9]+ s left  epoch 1/1  micro-batch 4  \
                 [0-9.]+ MiB of 1.00 GiB  loss [0-9.]+";
     session.exp_regex(seen).expect("a bar");
-    session.exp_regex("epoch +1  loss .* samples/s  peak").expect("the epoch's line");
+    session
+        .exp_regex("epoch +1  loss .* % right .* samples/s  [0-9.]+ MiB")
+        .expect("the epoch's line");
+    session.exp_eof().expect("the end");
+    assert_eq!(exit_code(&session), 0);
+}
+
+#[test]
+fn a_long_step_shows_how_far_it_is() {
+    let data = text(&folder("within"));
+    let one_step = "train --model gpt --device cpu --micro-batch 1 --batch-size all --epochs 1";
+    let mut session = on_a_terminal(&format!("{one_step} --data {data}"));
+    session.exp_regex("[^0-9]([1-9]|[1-4][0-9])/63 samples").expect("a part of the only step");
     session.exp_eof().expect("the end");
     assert_eq!(exit_code(&session), 0);
 }

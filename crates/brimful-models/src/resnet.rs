@@ -4,6 +4,7 @@
 //! 3×3 convolution, as in torchvision. Each residual block is one layer.
 
 use brimful::Layers;
+use brimful::nn::{BatchNorm, second_use};
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
@@ -77,8 +78,8 @@ impl ResNet {
         Self { in_channels, stem: Stem::Small, ..self }
     }
 
-    /// The network as a list: `conv1`, `bn1` (with its ReLU), `maxpool` for a large stem, the
-    /// blocks `layer1.0` to `layer4.…`, `avgpool`, `flatten`, `fc`.
+    /// The network as a list: `conv1`, `bn1` (with its ReLU, and a large stem's pooling), the blocks
+    /// `layer1.0` to `layer4.…`, `avgpool`, `flatten`, `fc`.
     pub fn layers(&self) -> Layers {
         let features = 512 * self.expansion();
         let classes = self.classes;
@@ -94,10 +95,11 @@ impl ResNet {
     fn stem_layers(&self) -> Layers {
         let (channels, large) = (self.in_channels, self.stem == Stem::Large);
         let (kernel, stride) = if large { (7, 2) } else { (3, 1) };
-        let layers = Layers::new()
-            .add("conv1", move |p| conv(p, channels, 64, kernel, stride))
-            .add("bn1", |p| NormRelu(batch_norm2d(p, 64)));
-        if large { layers.add_fn("maxpool", halve) } else { layers }
+        let layers = Layers::new().add("conv1", move |p| conv(p, channels, 64, kernel, stride));
+        match large {
+            true => layers.add("bn1", |p| NormPool(batch_norm2d(p, 64))),
+            false => layers.add("bn1", |p| batch_norm2d(p, 64).with_relu()),
+        }
     }
 
     /// One of the four groups: its first block changes the size, the others keep it.
@@ -135,9 +137,9 @@ struct ResidualShape {
 /// A residual block: convolutions beside a shortcut.
 #[derive(Debug)]
 struct ResidualBlock {
-    convolutions: Vec<(nn::Conv2D, Box<dyn ModuleT>)>,
+    convolutions: Vec<(nn::Conv2D, BatchNorm)>,
     /// A 1×1 convolution where the entry and the exit differ in shape.
-    downsample: Option<(nn::Conv2D, Box<dyn ModuleT>)>,
+    downsample: Option<(nn::Conv2D, BatchNorm)>,
 }
 
 impl ResidualBlock {
@@ -160,12 +162,12 @@ impl ResidualBlock {
         let out = convolutions[convolutions.len() - 1].1;
         let convolutions = convolutions.iter().zip(1..).map(|(&(from, to, kernel, stride), n)| {
             let conv = conv(&(path / format!("conv{n}")), from, to, kernel, stride);
-            (conv, boxed_norm(&(path / format!("bn{n}")), to))
+            (conv, batch_norm2d(&(path / format!("bn{n}")), to))
         });
         let convolutions = convolutions.collect();
         let downsample = (stride != 1 || channels != out).then(|| {
             let path = path / "downsample";
-            (conv(&(&path / 0), channels, out, 1, stride), boxed_norm(&(&path / 1), out))
+            (conv(&(&path / 0), channels, out, 1, stride), batch_norm2d(&(&path / 1), out))
         });
         Self { convolutions, downsample }
     }
@@ -173,35 +175,28 @@ impl ResidualBlock {
 
 impl ModuleT for ResidualBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        let normed = |(conv, norm): &(nn::Conv2D, Box<dyn ModuleT>), x: &Tensor| {
-            norm.forward_t(&conv.forward(x), train)
-        };
+        let shortcut = second_use(x);
         let (last, first) = self.convolutions.split_last().expect("a block has convolutions");
-        let inner = first.iter().fold(x.shallow_clone(), |x, part| normed(part, &x).relu_());
-        let mut out = normed(last, &inner);
-        // In place: nobody else needs a normalisation's output, and it is as large as the input.
-        out += match &self.downsample {
-            Some(shortcut) => normed(shortcut, x),
-            None => x.shallow_clone(),
-        };
-        out.relu_()
+        let inner = first
+            .iter()
+            .fold(x.shallow_clone(), |x, (conv, norm)| norm.forward_relu(&conv.forward(&x), train));
+        let (conv, norm) = last;
+        let out = conv.forward(&inner);
+        match &self.downsample {
+            Some((conv, other)) => {
+                norm.forward_join_relu(&out, other, &conv.forward(&shortcut), train)
+            }
+            None => norm.forward_add_relu(&out, &shortcut, train),
+        }
     }
 }
 
-/// A normalisation and a ReLU in the place of its output, which nobody else needs.
+/// A normalisation, a ReLU and a pooling of stride 2.
 #[derive(Debug)]
-struct NormRelu<M>(M);
+struct NormPool(BatchNorm);
 
-impl<M: ModuleT> ModuleT for NormRelu<M> {
+impl ModuleT for NormPool {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        self.0.forward_t(x, train).relu_()
+        self.0.forward_relu_pool(x, train)
     }
-}
-
-fn boxed_norm(path: &Path, channels: i64) -> Box<dyn ModuleT> {
-    Box::new(batch_norm2d(path, channels))
-}
-
-fn halve(x: &Tensor) -> Tensor {
-    x.max_pool2d([3, 3], [2, 2], [1, 1], [1, 1], false)
 }

@@ -5,9 +5,8 @@ use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::layers::Model;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
 use brimful_models::{AmoebaNet, UNet};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -24,7 +23,7 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn pipeline(layers: &Layers, balance: &[usize], m: usize, recompute: Recompute) -> Pipeline {
-    let devices = balance.iter().map(|_| StageDevice::cpu().threads(1));
+    let devices = balance.iter().map(|_| DeviceSpec::cpu().threads(1));
     Pipeline::builder(layers.clone())
         .devices(devices)
         .balance(balance.to_vec())

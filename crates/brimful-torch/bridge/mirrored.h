@@ -11,6 +11,10 @@
 #define BRIMFUL_SIZE(type, size) \
   static_assert(sizeof(type) == (size), #type " is of another size in src/ffi.rs")
 
+namespace at {
+class Tensor;
+}
+
 extern "C" {
 
 // An accelerator's memory, in bytes; retries and refusals are counts.
@@ -61,5 +65,30 @@ BRIMFUL_FIELD(BrimfulAdam, weight_decay, 32);
 BRIMFUL_FIELD(BrimfulAdam, amsgrad, 40);
 BRIMFUL_FIELD(BrimfulAdam, decoupled, 41);
 BRIMFUL_SIZE(BrimfulAdam, 48);
+
+// A BatchNorm and its input; what it has not is null.
+struct BrimfulNorm {
+  const at::Tensor *x, *weight, *bias, *running_mean, *running_variance;
+  double momentum, eps;
+  bool training;
+};
+BRIMFUL_FIELD(BrimfulNorm, x, 0);
+BRIMFUL_FIELD(BrimfulNorm, weight, 8);
+BRIMFUL_FIELD(BrimfulNorm, bias, 16);
+BRIMFUL_FIELD(BrimfulNorm, running_mean, 24);
+BRIMFUL_FIELD(BrimfulNorm, running_variance, 32);
+BRIMFUL_FIELD(BrimfulNorm, momentum, 40);
+BRIMFUL_FIELD(BrimfulNorm, eps, 48);
+BRIMFUL_FIELD(BrimfulNorm, training, 56);
+BRIMFUL_SIZE(BrimfulNorm, 64);
+
+// What is added before a ReLU: a tensor, or the output of another BatchNorm; or neither.
+struct BrimfulAddend {
+  const at::Tensor* tensor;
+  const BrimfulNorm* norm;
+};
+BRIMFUL_FIELD(BrimfulAddend, tensor, 0);
+BRIMFUL_FIELD(BrimfulAddend, norm, 8);
+BRIMFUL_SIZE(BrimfulAddend, 16);
 
 }  // extern "C"

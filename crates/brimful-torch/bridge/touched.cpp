@@ -4,6 +4,8 @@
 // libtorch calls back before each operation of a thread that has asked for it, as it does for its
 // profilers. What an operation writes to is marked in its schema, running statistics excepted.
 
+#include "touched.h"
+
 #include "draws.h"
 #include "guard.h"
 #include "version.h"
@@ -132,6 +134,19 @@ at::Tensor bytes_of(c10::intrusive_ptr<c10::StorageImpl> impl) {
 }
 
 }  // namespace
+
+void brimful::tell(
+    const char* name, std::initializer_list<double> numbers,
+    std::initializer_list<at::Tensor> read, std::initializer_list<at::Tensor> written) {
+  if (innermost == nullptr) return;
+  std::ostringstream line;
+  line.precision(17);
+  line << name;
+  for (const double number : numbers) line << ' ' << number;
+  innermost->lines.push_back(line.str());
+  for (const auto& tensor : read) innermost->add(tensor, false);
+  for (const auto& tensor : written) innermost->add(tensor, true);
+}
 
 extern "C" {
 

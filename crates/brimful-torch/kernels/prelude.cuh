@@ -72,8 +72,8 @@ struct F32 {
   static DEVICE float narrow(float v) { return v; }
 };
 
-// What a thread reads at once: WIDTH numbers, 16 bytes or a single one.
-template <class Kind, int WIDTH>
+// What a thread reads at once: N numbers, 16 bytes or a single one.
+template <class Kind, int N>
 struct Packed;
 
 template <class Kind>

@@ -80,6 +80,32 @@ mirrored!(
     learning_rate: 0, beta1: 8, beta2: 16, eps: 24, weight_decay: 32, amsgrad: 40, decoupled: 41
 );
 
+/// A BatchNorm and its input; what it has not is null.
+#[repr(C)]
+pub(crate) struct RawNorm {
+    pub(crate) x: *const RawTensor,
+    pub(crate) weight: *const RawTensor,
+    pub(crate) bias: *const RawTensor,
+    pub(crate) running_mean: *const RawTensor,
+    pub(crate) running_variance: *const RawTensor,
+    pub(crate) momentum: f64,
+    pub(crate) eps: f64,
+    pub(crate) training: bool,
+}
+mirrored!(
+    RawNorm, 64 bytes,
+    x: 0, weight: 8, bias: 16, running_mean: 24, running_variance: 32, momentum: 40, eps: 48,
+    training: 56
+);
+
+/// What is added before a ReLU: a tensor, or the output of another BatchNorm; or neither.
+#[repr(C)]
+pub(crate) struct RawAddend {
+    pub(crate) tensor: *const RawTensor,
+    pub(crate) norm: *const RawNorm,
+}
+mirrored!(RawAddend, 16 bytes, tensor: 0, norm: 8);
+
 /// What `cuda/*.cpp` can do, once it is loaded.
 #[repr(C)]
 #[derive(Debug)]
@@ -127,6 +153,24 @@ unsafe extern "C" {
         architecture: i32,
         from_cache: *mut bool,
         bytes: *mut usize,
+        message: Message,
+    ) -> i32;
+
+    pub(crate) fn brimful_batch_norm(
+        norm: *const RawNorm,
+        addend: *const RawAddend,
+        relu: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_batch_norm_pool(
+        norm: *const RawNorm,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_second_use(
+        tensor: *const RawTensor,
+        out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
 

@@ -27,8 +27,8 @@ pub enum State {
 impl fmt::Display for State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Used(how) => write!(f, "own kernels ({how})"),
-            Self::Off => f.write_str("libtorch's kernels: its own are switched off"),
+            Self::Used(how) => write!(f, "kernels of our own ({how})"),
+            Self::Off => f.write_str("libtorch's kernels: our own are switched off"),
             Self::Unavailable(why) => write!(f, "libtorch's kernels: {why}"),
         }
     }

@@ -6,6 +6,7 @@
 //! | [`activation`] | a bias and an activation in one |
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
+//! | [`batch_norm`] | BatchNorm with what follows it, in one |
 //! | [`cuda`] | CUDA loaded at run time, where it is present |
 //! | [`device`] | waiting for a device |
 //! | [`foreach`] | one operation on many tensors at once |
@@ -29,6 +30,7 @@
 pub mod activation;
 pub mod arena;
 pub mod autograd;
+pub mod batch_norm;
 pub mod cuda;
 mod cuda_object;
 pub mod device;

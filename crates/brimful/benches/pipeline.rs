@@ -7,9 +7,8 @@
 use std::hint::black_box;
 use std::time::Duration;
 
-use brimful::pipeline::StageDevice;
 use brimful::schedule::Schedule;
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -41,7 +40,7 @@ fn executing(c: &mut Criterion) {
     });
     for stages in [1, 2, 4] {
         let mut pipe = Pipeline::builder(empty(stages))
-            .devices((0..stages).map(|_| StageDevice::cpu().threads(1)))
+            .devices((0..stages).map(|_| DeviceSpec::cpu().threads(1)))
             .micro_batches(MICRO_BATCHES)
             .schedule(Schedule::OneFOneB)
             .build()

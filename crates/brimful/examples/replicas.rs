@@ -4,8 +4,7 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::optim::{Optimizer, Sgd};
-use brimful::pipeline::StageDevice;
-use brimful::{Loss, MicroBatcher, Replicas, Result, Size};
+use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Result, Size};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -23,7 +22,7 @@ fn loss(model: &nn::Sequential, x: &Tensor, y: &Tensor) -> Loss {
 fn main() -> Result<()> {
     // On a GPU machine: [Device::Cuda(0), Device::Cuda(1)]. The second one here counts as slower.
     tch::manual_seed(0);
-    let devices = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1)];
+    let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
     let mut replicas = Replicas::new(devices, Size::Fixed(32), build)?.speeds(&[2.0, 1.0])?;
     let mut optimizer = Optimizer::new(replicas.store(), Sgd::new(0.1).momentum(0.9))?;
 

@@ -5,9 +5,8 @@
 
 use brimful::memory::Arena;
 use brimful::optim::Sgd;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::{Schedule, render};
-use brimful::{Layers, Loss, Pipeline};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -22,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let x = Tensor::randn([64, 32], (Kind::Float, Device::Cpu));
     let y = Tensor::randint(10, [64], (Kind::Int64, Device::Cpu));
 
-    let device = |name| StageDevice::cpu().threads(1).arena(Arena::new(name));
+    let device = |name| DeviceSpec::cpu().threads(1).arena(Arena::new(name));
     let mut pipe = Pipeline::builder(layers.clone())
         .devices([device("stage 0"), device("stage 1")]) // on a GPU machine: Device::Cuda(0), …
         .balance([2, 3])

@@ -251,7 +251,7 @@ mod tests {
     /// An error with a cause.
     #[derive(Debug, Error)]
     #[error("the shelf is empty")]
-    struct Outer(#[source] std::io::Error);
+    struct EmptyShelf(#[source] std::io::Error);
 
     #[test]
     fn a_main_that_returns_an_error_prints_its_message_with_the_remedy() {
@@ -259,7 +259,7 @@ mod tests {
         let message = "none of the 3 parameters has a gradient: run backward first";
         assert_eq!(format!("{error:?}"), message);
         assert_eq!(format!("{error:#?}"), message);
-        let error = Error::of_closure(Outer(std::io::Error::other("nobody went shopping")));
+        let error = Error::of_closure(EmptyShelf(std::io::Error::other("nobody went shopping")));
         assert_eq!(format!("{error:?}"), "the shelf is empty\n  because nobody went shopping");
     }
 

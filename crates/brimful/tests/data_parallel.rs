@@ -11,9 +11,8 @@ use brimful::batch::BatchError;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Method, Optimizer, Sgd};
-use brimful::pipeline::StageDevice;
 use brimful::world::WorldError;
-use brimful::{Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
+use brimful::{DeviceSpec, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM,
     assert_gradients, batch, clear, distance, losses, plain,
@@ -390,7 +389,7 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
 /// Two of each rank: on the device that is tested, and on a CPU.
 fn replicas(world: &World) -> Replicas<Classifier> {
     tch::manual_seed(1);
-    let devices = [test_device(), Device::Cpu].map(|d| StageDevice::from(d).threads(1));
+    let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
     let replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
     let mut replicas = replicas.world(world).expect("one model");
     replicas.store_mut().double();
@@ -477,7 +476,7 @@ fn replicas_of_several_ranks_are_one_step() {
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
     in_ranks(2, |world| {
         let build = |root: &nn::Path| (root.ones("both", &[]), root.ones("later", &[]));
-        let devices = [StageDevice::from(test_device()), StageDevice::cpu()];
+        let devices = [DeviceSpec::from(test_device()), DeviceSpec::cpu()];
         let devices = devices.map(|device| device.threads(1));
         let replicas = Replicas::new(devices, Size::Fixed(1), build).expect("replicas");
         let mut replicas = replicas.world(&world).expect("a world");

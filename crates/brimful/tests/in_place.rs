@@ -6,9 +6,8 @@ mod support;
 
 use brimful::batch::BatchError;
 use brimful::layers::Layers;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::Recompute;
-use brimful::{Error, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use support::{alone, test_device};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
@@ -125,7 +124,7 @@ fn copies_from_another_device_may_be_changed() {
 #[test]
 fn replicas_refuse_before_the_mini_batch_has_changed() {
     let _alone = alone();
-    let devices = [test_device()].map(StageDevice::from);
+    let devices = [test_device()].map(DeviceSpec::from);
     for size in [Size::Fixed(4), Size::Auto] {
         let build = |root: &nn::Path| nn::linear(root, 4, 2, Default::default());
         let mut replicas = Replicas::new(devices.clone(), size, build).expect("replicas");

@@ -13,10 +13,10 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::pipeline::{BalanceBy, Cause, PipelineError, StageDevice};
+use brimful::pipeline::{BalanceBy, Cause, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
-use brimful::{Batch, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
+use brimful::{Batch, DeviceSpec, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
 use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, eval, mlp};
 use support::{alone, assert_close, test_device};
 use tch::nn::{self, ModuleT};
@@ -679,7 +679,7 @@ fn what_cannot_be_built_is_refused_with_numbers() {
     let error = |builder: brimful::pipeline::Builder| {
         builder.build().expect_err("something is wrong").to_string()
     };
-    let cpus = |n| (0..n).map(|_| StageDevice::cpu());
+    let cpus = |n| (0..n).map(|_| DeviceSpec::cpu());
     let base = || Pipeline::builder(mlp()).devices(cpus(2));
     let cases = [
         (error(Pipeline::builder(Layers::new())), "the model has no layer: add at least one"),

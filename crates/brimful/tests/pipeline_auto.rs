@@ -6,9 +6,8 @@ mod support;
 
 use brimful::auto::Why;
 use brimful::memory::Arena;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Error, Layers, Loss, Pipeline, Size};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size};
 use support::alone;
 use support::pipeline_cases::eval;
 use tch::{Device, Kind, Tensor, nn};
@@ -28,7 +27,7 @@ fn layers() -> Layers {
 fn pipeline(size: impl Into<Size>, arenas: &[Arena; 2]) -> Pipeline {
     tch::manual_seed(7);
     Pipeline::builder(layers())
-        .devices(arenas.clone().map(StageDevice::from))
+        .devices(arenas.clone().map(DeviceSpec::from))
         .balance([2, 3])
         .micro_batches(size.into())
         .schedule(Schedule::OneFOneB)

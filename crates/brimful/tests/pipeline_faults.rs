@@ -14,9 +14,9 @@ use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
 use brimful::oom::Place;
-use brimful::pipeline::{Cause, StageDevice, StageError};
+use brimful::pipeline::{Cause, StageError};
 use brimful::schedule::{ActionKind, Recompute, Schedule};
-use brimful::{Error, Layers, Loss, Pipeline, is_recomputing};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, is_recomputing};
 use support::pipeline_cases::eval;
 use support::{alone, assert_close, assert_threads, threads};
 use tch::nn;
@@ -99,7 +99,7 @@ fn layers() -> Layers {
 }
 
 fn pipeline(schedule: Schedule, recompute: Recompute, arenas: &[Arena]) -> Pipeline {
-    let device = |arena: &Arena| StageDevice::cpu().threads(1).arena(arena.clone());
+    let device = |arena: &Arena| DeviceSpec::cpu().threads(1).arena(arena.clone());
     Pipeline::builder(layers())
         .devices(arenas.iter().map(device))
         .balance([5, 4, 5])
@@ -380,7 +380,7 @@ fn the_others_stop_as_soon_as_they_can() {
         })
         .add_fn("fails", |_| panic!("at once"));
     let mut pipe = Pipeline::builder(layers)
-        .devices((0..3).map(|_| StageDevice::cpu().threads(1)))
+        .devices((0..3).map(|_| DeviceSpec::cpu().threads(1)))
         .micro_batches(64)
         .build()
         .expect("a pipeline");

@@ -7,9 +7,8 @@ mod support;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Error, Layers, Loss, Pipeline, Size};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size};
 use support::alone;
 use tch::nn;
 use tch::{Device, Kind, Tensor};
@@ -31,7 +30,7 @@ fn layers(stages: usize) -> Layers {
 }
 
 fn pipeline(arenas: &[Arena], schedule: Schedule, recompute: Recompute) -> Pipeline {
-    let device = |arena: &Arena| StageDevice::cpu().threads(1).arena(arena.clone());
+    let device = |arena: &Arena| DeviceSpec::cpu().threads(1).arena(arena.clone());
     Pipeline::builder(layers(STAGES))
         .devices(arenas.iter().map(device))
         .schedule(schedule)

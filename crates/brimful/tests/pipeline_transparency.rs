@@ -4,9 +4,8 @@
 mod support;
 
 use brimful::optim::Adam;
-use brimful::pipeline::StageDevice;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Loss, Pipeline, Size};
+use brimful::{DeviceSpec, Loss, Pipeline, Size};
 use support::pipeline_cases::{CNN, Case, GPT, MLP, Plain, U_NET, builder, eval};
 use support::{alone, assert_close, test_device};
 use tch::nn::ModuleT;
@@ -163,7 +162,7 @@ fn a_mix_of_devices() {
         for recompute in Recompute::ALL {
             let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
             let pipe = builder((case.layers)(), 0)
-                .devices(devices.map(|device| StageDevice::from(device).threads(1)))
+                .devices(devices.map(|device| DeviceSpec::from(device).threads(1)))
                 .recompute(recompute)
                 .micro_batches(4)
                 .build()

@@ -9,8 +9,7 @@ mod support;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use brimful::pipeline::StageDevice;
-use brimful::{Loss, MicroBatcher, Replicas, Size};
+use brimful::{DeviceSpec, Loss, MicroBatcher, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
 use support::{alone, numbers_there, test_device};
 use tch::nn::{self, Module, ModuleT};
@@ -176,7 +175,7 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
 
 /// The same model in replicas, on the device that is tested.
 fn replicated() -> Replicas<(nn::Linear, nn::Linear)> {
-    let device = StageDevice::from(test_device());
+    let device = DeviceSpec::from(test_device());
     let mut replicas = Replicas::new([device], Size::Fixed(4), layers).expect("replicas");
     replicas.store_mut().double();
     fill(replicas.store());
@@ -451,7 +450,7 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
         let one = nn::linear(root / "one", 64, 4096, Default::default());
         (one, nn::linear(root / "two", 4096, 64, Default::default()))
     };
-    let device = || [StageDevice::from(test_device())];
+    let device = || [DeviceSpec::from(test_device())];
     let mut needs = Vec::new();
     for replay in [false, true] {
         let replicas = Replicas::new(device(), Size::Largest, wide).expect("replicas");

@@ -7,9 +7,8 @@ mod support;
 use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
-use brimful::pipeline::StageDevice;
 use brimful::replicas::ReplicasError;
-use brimful::{Draws, Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Draws, Error, Loss, Replicas, Size};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
     batch, clear, distance, losses, plain,
@@ -22,14 +21,14 @@ fn net(root: &nn::Path) -> Classifier {
     Classifier::after(nn::seq_t(), root)
 }
 
-fn cpus(replicas: usize) -> Vec<StageDevice> {
-    (0..replicas).map(|_| StageDevice::cpu().threads(1)).collect()
+fn cpus(replicas: usize) -> Vec<DeviceSpec> {
+    (0..replicas).map(|_| DeviceSpec::cpu().threads(1)).collect()
 }
 
 /// The device that is tested, and CPUs beside it: no accelerator can be named twice.
-fn devices(replicas: usize) -> Vec<StageDevice> {
+fn devices(replicas: usize) -> Vec<DeviceSpec> {
     let mut devices = cpus(replicas);
-    devices[0] = StageDevice::from(test_device()).threads(1);
+    devices[0] = DeviceSpec::from(test_device()).threads(1);
     devices
 }
 

@@ -14,8 +14,7 @@ use brimful::memory::Arena;
 use brimful::micro::Layout;
 use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
-use brimful::pipeline::StageDevice;
-use brimful::{Error, Loss, Replicas, Size, auto::Why};
+use brimful::{DeviceSpec, Error, Loss, Replicas, Size, auto::Why};
 use support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, batch, clear, distance,
     plain,
@@ -29,8 +28,8 @@ fn net(root: &nn::Path) -> Classifier {
 }
 
 /// The device that is tested, and a CPU beside it.
-fn devices() -> [StageDevice; 2] {
-    [test_device(), Device::Cpu].map(|device| StageDevice::from(device).threads(1))
+fn devices() -> [DeviceSpec; 2] {
+    [test_device(), Device::Cpu].map(|device| DeviceSpec::from(device).threads(1))
 }
 
 fn replicated(size: Size) -> Replicas<Classifier> {
@@ -149,7 +148,7 @@ fn noisy(root: &nn::Path) -> nn::SequentialT {
 fn a_loss_on_all_outputs_counts_statistics_once_and_draws_the_same_twice() {
     let _alone = alone();
     tch::manual_seed(3);
-    let cpus = (0..2).map(|_| StageDevice::cpu().threads(1));
+    let cpus = (0..2).map(|_| DeviceSpec::cpu().threads(1));
     let mut replicas = Replicas::new(cpus, Size::Fixed(4), noisy).expect("replicas");
     replicas.store_mut().double();
     let x = batch(16).0.to_device(Device::Cpu);
@@ -270,7 +269,7 @@ fn wide(root: &nn::Path) -> nn::Linear {
 /// Replicas of which one has so much memory.
 fn tight(limit: u64) -> Replicas<nn::Linear> {
     let arena = Arena::limited("first", limit).expect("a limit");
-    let devices = [StageDevice::cpu().threads(1).arena(arena), StageDevice::cpu().threads(1)];
+    let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
     let replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
     replicas.speeds(&[1.0, 1.0]).expect("one each")
 }

@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use brimful::NonFinite;
 use brimful::memory::Arena;
-use brimful::pipeline::StageDevice;
-use brimful::{Error, Loss, Replicas, Size};
+use brimful::{DeviceSpec, Error, Loss, Replicas, Size};
 use support::state::{dropout_layers, state_of};
 use support::{alone, assert_same, assert_threads};
 use tch::nn::{self, Module, ModuleT};
@@ -30,7 +29,7 @@ fn loss(net: &nn::SequentialT, x: &Tensor) -> Loss {
 /// Replicas in these arenas, whose parameters have gradients already.
 fn replicas(arenas: &[Arena], size: Size) -> Replicas<nn::SequentialT> {
     tch::manual_seed(1);
-    let devices = arenas.iter().map(|arena| StageDevice::cpu().threads(1).arena(arena.clone()));
+    let devices = arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()));
     let mut replicas = Replicas::new(devices, size, dropout_layers).expect("replicas");
     replicas.store_mut().double();
     replicas.backward(&batch(), |net, x| loss(net, &x)).expect("an earlier step");
@@ -128,7 +127,7 @@ fn wide(root: &nn::Path) -> nn::Linear {
 fn the_smallest_memory_decides_for_all() {
     let _alone = alone();
     let small = Arena::limited("small", 2 << 20).expect("a limit");
-    let devices = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(small)];
+    let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(small)];
     let mut replicas = Replicas::new(devices, Size::Largest, wide).expect("replicas");
     let x = Tensor::randn([2048, 300], (Kind::Float, Device::Cpu));
     let run = |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
@@ -142,8 +141,7 @@ fn the_smallest_memory_decides_for_all() {
     assert!(last < 1024, "1024 samples do not fit 2 MiB");
 
     let tiny = Arena::limited("tiny", 2 << 20).expect("a limit");
-    let devices =
-        [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1).arena(tiny.clone())];
+    let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(tiny.clone())];
     let mut replicas = Replicas::new(devices, Size::Auto, wide).expect("replicas");
     let before = state_of(replicas.store());
     tiny.set_limit(Some(tiny.current() + 1000)).expect("a limit");
@@ -224,7 +222,7 @@ fn threads_end_with_their_replicas() {
         assert!(builds.fetch_add(1, Ordering::SeqCst) == 0, "no second model");
         wide(root)
     };
-    let cpus = [StageDevice::cpu().threads(1), StageDevice::cpu().threads(1)];
+    let cpus = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
     let error = Replicas::new(cpus, Size::Fixed(1), broken).expect_err("it cannot be built");
     assert!(error.to_string().contains("no second model"), "{error}");
     assert_threads(0);
@@ -235,7 +233,7 @@ fn sums_do_not_depend_on_the_threads_timing() {
     let _alone = alone();
     let run = |slow: usize| {
         tch::manual_seed(1);
-        let cpus = (0..3).map(|_| StageDevice::cpu().threads(1));
+        let cpus = (0..3).map(|_| DeviceSpec::cpu().threads(1));
         let replicas = Replicas::new(cpus, Size::Fixed(2), dropout_layers).expect("replicas");
         let mut replicas = replicas.speeds(&[1.0; 3]).expect("speeds");
         let starts: Vec<f64> = (0..3).map(|r| batch().double_value(&[4 * r, 0])).collect();

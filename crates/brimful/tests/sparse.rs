@@ -4,8 +4,7 @@
 
 mod support;
 
-use brimful::pipeline::StageDevice;
-use brimful::{Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::autograd::set_gradient;
 use support::{alone, test_device};
 use tch::nn::{self, Module, ModuleT};
@@ -98,7 +97,7 @@ fn one_that_is_there_already_is_refused_too() {
 #[test]
 fn replicas_refuse_them_by_name() {
     let _alone = alone();
-    let devices = [StageDevice::from(test_device()).threads(1), StageDevice::cpu().threads(1)];
+    let devices = [DeviceSpec::from(test_device()).threads(1), DeviceSpec::cpu().threads(1)];
     let mut replicas = Replicas::new(devices, Size::Fixed(2), net).expect("replicas");
     let before = with_gradients(replicas.store());
     let error = replicas.backward(&words(), |net, x| loss(net, &x)).expect_err("sparse");
@@ -111,7 +110,7 @@ fn a_pipeline_refuses_them_by_name() {
     let _alone = alone();
     let linear = |p: &nn::Path| nn::linear(p, WIDTH, WIDTH, Default::default());
     let layers = Layers::new().add("b", table).add("c", linear).add("d", linear);
-    let device = || StageDevice::from(test_device()).threads(1);
+    let device = || DeviceSpec::from(test_device()).threads(1);
     let mut pipe = Pipeline::builder(layers)
         .devices([device(), device()])
         .micro_batches(3)

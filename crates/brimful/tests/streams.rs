@@ -5,8 +5,7 @@
 
 mod support;
 
-use brimful::pipeline::StageDevice;
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
 use brimful_torch::device::synchronize;
 use brimful_torch::memory::device_memory;
 use brimful_torch::stream::Stream;
@@ -70,7 +69,7 @@ fn a_pipeline_waits_for_inputs_and_targets() {
         tch::manual_seed(1);
         let layers = Layers::new().add("one", linear).add("two", linear);
         let mut pipe = Pipeline::builder(layers)
-            .devices(devices.map(|device| StageDevice::from(device).threads(1)))
+            .devices(devices.map(|device| DeviceSpec::from(device).threads(1)))
             .kind(Kind::Double)
             .micro_batches(3)
             .build()
@@ -114,7 +113,7 @@ fn replicas_wait_for_a_batch() {
     for devices in [vec![test_device(), Device::Cpu], vec![Device::Cpu, Device::Cpu]] {
         tch::manual_seed(1);
         let what = format!("{devices:?}");
-        let devices = devices.into_iter().map(|device| StageDevice::from(device).threads(1));
+        let devices = devices.into_iter().map(|device| DeviceSpec::from(device).threads(1));
         let build = |root: &nn::Path| nn::linear(root, WIDTH, WIDTH, Default::default());
         let mut replicas = Replicas::new(devices, Size::Fixed(2), build).expect("replicas");
         replicas.store_mut().double();

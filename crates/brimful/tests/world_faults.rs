@@ -15,9 +15,9 @@ use std::{env, fs};
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{PipelineOptimizer, StageDevice};
+use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
-use brimful::{Error, Layers, Loss, Pipeline, World, save};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, World, save};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::assert_close;
 use support::pipeline_cases::GPT;
@@ -53,7 +53,7 @@ fn model() -> Layers {
 /// The model over three ranks.
 fn three_stages(world: &World) -> Pipeline {
     Pipeline::builder(model())
-        .devices([StageDevice::cpu().threads(1)])
+        .devices([DeviceSpec::cpu().threads(1)])
         .balance([2, 2, 2])
         .kind(Kind::Double)
         .micro_batches(4)
@@ -101,7 +101,7 @@ fn memory_that_runs_out_in_one_rank_is_everyones_error() {
     in_ranks(2, |world| {
         let arena = Arena::new("cpu");
         let mut pipe = Pipeline::builder(model())
-            .devices([StageDevice::cpu().threads(1).arena(arena.clone())])
+            .devices([DeviceSpec::cpu().threads(1).arena(arena.clone())])
             .balance([3, 3])
             .kind(Kind::Double)
             .micro_batches(4)
@@ -143,7 +143,7 @@ fn train(world: &World, folder: &Path) -> brimful::Result<()> {
     let file = folder.join(FILE);
     tch::manual_seed(11);
     let mut pipe = Pipeline::builder((GPT.layers)())
-        .devices([StageDevice::cpu().threads(1)])
+        .devices([DeviceSpec::cpu().threads(1)])
         .kind(Kind::Double)
         .micro_batches(3)
         .world(world)

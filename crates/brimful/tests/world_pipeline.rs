@@ -10,10 +10,10 @@ use std::path::PathBuf;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{Builder, PipelineOptimizer, StageDevice};
+use brimful::pipeline::{Builder, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use brimful_torch::autograd::set_gradient;
 use support::pipeline_cases::{CASES, Case, GPT, MLP, Plain, U_NET, eval};
 use support::ranks::in_ranks;
@@ -26,7 +26,7 @@ const INTERLEAVED: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 /// A pipeline in f64 over a world, of so many devices in each rank.
 fn builder(case: &Case, world: &World, devices: usize) -> Builder {
     Pipeline::builder((case.layers)())
-        .devices((0..devices).map(|_| StageDevice::from(test_device()).threads(1)))
+        .devices((0..devices).map(|_| DeviceSpec::from(test_device()).threads(1)))
         .kind(Kind::Double)
         .world(world)
 }
@@ -429,7 +429,7 @@ fn traffic_is_what_the_cut_needs() {
             .add("in", |p| nn::linear(p, 16, 256, Default::default()))
             .add("out", |p| nn::linear(p, 256, 4, Default::default()));
         let mut pipe = Pipeline::builder(layers)
-            .devices([StageDevice::cpu().threads(1)])
+            .devices([DeviceSpec::cpu().threads(1)])
             .micro_batches(4)
             .world(&world)
             .build()
@@ -457,7 +457,7 @@ fn automatic_sizes_are_agreed() {
             .add_fn("tanh_too", |x| x.tanh())
             .add("out", |p| nn::linear(p, 64, 4, Default::default()));
         let mut pipe = Pipeline::builder(layers)
-            .devices([StageDevice::cpu().threads(1).arena(arena)])
+            .devices([DeviceSpec::cpu().threads(1).arena(arena)])
             .micro_batches(Size::Largest)
             .world(&world)
             .build()

@@ -5,8 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use brimful::NonFinite;
 use brimful::memory::Memory;
-use brimful::pipeline::StageDevice;
-use brimful::{Bytes, Loss, Pipeline};
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::exit;
 use brimful_cli::setting::{accounts, loss};
 use tch::{Device, Tensor};
@@ -77,7 +76,7 @@ impl TrialDevices {
         let work = &found.work;
         let memories = self.memories(found.row.balance.sizes().len())?;
         let mut pipeline = Pipeline::builder(work.layers()?)
-            .devices(memories.iter().cloned().map(StageDevice::from))
+            .devices(memories.iter().cloned().map(DeviceSpec::from))
             .plan(&found.row)
             // Hundreds of normalisations in a row diverge in a step, which costs no memory.
             .non_finite(NonFinite::Allow)

@@ -6,10 +6,9 @@ use anyhow::Result;
 use brimful::Step;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
-use brimful::pipeline::StageDevice;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
 use brimful::schedule::{Actions, Costs, simulate};
-use brimful::{Bytes, Loss, Pipeline};
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::setting::loss;
 use tch::{Device, Tensor};
 
@@ -48,7 +47,7 @@ impl Runner {
         request.recompute = vec![choice.recompute];
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::PlannedStep::new(&request, &row)?;
-        let devices = devices.iter().map(|device| StageDevice::from(*device).threads(1));
+        let devices = devices.iter().map(|device| DeviceSpec::from(*device).threads(1));
         let mut pipeline = Pipeline::builder(work.layers()?).devices(devices).plan(&row).build()?;
         let share = |(name, value): &(String, Tensor)| (name.clone(), value.shallow_clone());
         pipeline.set_variables(parameters.iter().map(share).collect())?;
@@ -81,7 +80,7 @@ impl Runner {
             self.peaks = self.typical().map(|step| step.peaks.clone()).unwrap_or_default();
             return Ok(());
         }
-        let device = |number| StageDevice::from(Arena::new(&format!("stage {number}"))).threads(1);
+        let device = |number| DeviceSpec::from(Arena::new(&format!("stage {number}"))).threads(1);
         let devices = (0..self.stages).map(device);
         let builder = Pipeline::builder(self.work.layers()?).devices(devices).plan(&self.row);
         self.peaks = step(&mut builder.build()?, batch)?.0.peaks;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use anyhow::Result;
+use brimful::nn::kernels;
 use brimful::{Bytes, libtorch, memory};
 use clap::Args;
 use serde::Serialize;
@@ -62,6 +63,8 @@ struct DeviceRow {
     model: String,
     total_bytes: Bytes,
     free_bytes: Bytes,
+    /// Whose kernels run on a GPU, and why.
+    kernels: Option<String>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -106,7 +109,8 @@ impl Cuda {
 impl From<memory::DeviceInfo> for DeviceRow {
     fn from(info: memory::DeviceInfo) -> Self {
         let (total_bytes, free_bytes) = (info.total, info.free);
-        Self { name: info.name, model: info.model, total_bytes, free_bytes }
+        let kernels = info.device.is_cuda().then(|| kernels::state(info.device).to_string());
+        Self { name: info.name, model: info.model, total_bytes, free_bytes, kernels }
     }
 }
 
@@ -165,8 +169,11 @@ impl fmt::Display for Diagnosis {
         writeln!(f, "features  {}\n", self.features.join(", "))?;
         writeln!(f, "{:<8}  {:>9}  {:>9}  model", "device", "total", "free")?;
         for row in &self.devices {
-            let DeviceRow { name, model, total_bytes, free_bytes } = row;
+            let DeviceRow { name, model, total_bytes, free_bytes, kernels } = row;
             writeln!(f, "{name:<8}  {total_bytes:>9}  {free_bytes:>9}  {model}")?;
+            if let Some(kernels) = kernels {
+                writeln!(f, "          {kernels}")?;
+            }
         }
         if self.problems.is_empty() {
             return writeln!(f, "\nNothing is wrong.");

@@ -99,10 +99,10 @@ impl Operation {
             Self::Same => state.value.shallow_clone(),
             Self::Pool { kind, stride } => kind.apply(&state.value, *stride),
             Self::Convolve(steps) => {
-                let (first, others) = steps.split_first().expect("a convolution has a step");
-                let first = first.forward(state.rectified(), train);
-                // In place: nobody else needs a normalisation's output.
-                others.iter().fold(first, |mut x, step| step.forward(&x.relu_(), train))
+                let (last, others) = steps.split_last().expect("a convolution has a step");
+                let x = state.rectified().shallow_clone();
+                let x = others.iter().fold(x, |x, step| step.forward_relu(&x, train));
+                last.forward(&x, train)
             }
         }
     }
@@ -139,6 +139,10 @@ impl ConvNorm {
 
     pub(super) fn forward(&self, x: &Tensor, train: bool) -> Tensor {
         self.norm.forward_t(&self.conv.forward(x), train)
+    }
+
+    fn forward_relu(&self, x: &Tensor, train: bool) -> Tensor {
+        self.norm.forward_relu(&self.conv.forward(x), train)
     }
 }
 

@@ -6,6 +6,7 @@
 #include "../../kernels/column_sums_arguments.h"
 #include "../../kernels/cross_entropy_arguments.h"
 #include "../../kernels/norm_arguments.h"
+#include "batch_norm.h"
 #include "card.h"
 #include "source.h"
 
@@ -50,6 +51,10 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::column_sums) column_sums;
   decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
   decltype(&brimful::kernels::activation) activation;
+  decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
+  decltype(&brimful::kernels::batch_norm_statistics) batch_norm_statistics;
+  decltype(&brimful::kernels::batch_norm_pool) batch_norm_pool;
+  decltype(&brimful::kernels::batch_norm_backward) batch_norm_backward;
 };
 
 }  // extern "C"

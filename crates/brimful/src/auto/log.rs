@@ -47,3 +47,45 @@ impl SizeLog {
         Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Goal, Why};
+    use super::*;
+    use crate::Error;
+    use crate::oom::Place;
+
+    /// A single sample that ran out.
+    fn single(available: Bytes) -> Decision {
+        Decision {
+            size: 1,
+            micro_batches: 1,
+            why: Why::BackOff,
+            predicted: None,
+            measured: None,
+            available,
+            failed: true,
+        }
+    }
+
+    #[test]
+    fn what_is_said_to_be_needed_is_more_than_what_was_free() {
+        let rooms = [MemoryRoom { available: 971, budget: 971 }];
+        // A step is known to need 723 bytes at least, which are there: yet it fails.
+        let sizer = Sizer::new(Goal::Fastest, &[723]);
+        let cause = OutOfMemory {
+            place: Place::Arena("test".into()),
+            asked: Some(Bytes(200)),
+            in_use: Some(Bytes(1900)),
+            limit: Some(Bytes(2000)),
+            message: String::new(),
+        };
+        let mut log = SizeLog::default();
+        log.failed(vec![single(Bytes(971))], &sizer, &rooms, cause.clone()).expect("once is luck");
+        let failed = log.failed(vec![single(Bytes(971))], &sizer, &rooms, cause);
+        let Err(Error::DoesNotFit(DoesNotFit { needed, available, .. })) = failed else {
+            panic!("{failed:?}");
+        };
+        assert_eq!((needed, available), (Some(Bytes(971 + 100)), Bytes(971)));
+    }
+}

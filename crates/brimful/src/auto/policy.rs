@@ -178,6 +178,12 @@ impl Policy {
         self.choose(size, now)
     }
 
+    /// Other ranks take no more: then that is the size there is to be found, though more might fit here,
+    /// and what is remembered of it.
+    pub(crate) fn overruled(&mut self, size: usize, available: u64) {
+        self.chosen = Some(Chosen { size, available });
+    }
+
     /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something
     /// else is measured in whole steps.
     pub(crate) fn hold(&mut self, held: bool) {

@@ -120,6 +120,11 @@ impl Sizer {
         trial
     }
 
+    /// See [`Policy::overruled`].
+    pub(super) fn overruled(&mut self, size: usize, rooms: &[MemoryRoom]) {
+        self.policy.overruled(size, tightest(rooms));
+    }
+
     /// See [`Policy::hold`].
     pub(crate) fn hold(&mut self, held: bool) {
         self.policy.hold(held);

@@ -188,6 +188,7 @@ impl SizeWatch {
         // Users are to see that other ranks decided, and that this one's memory did not.
         if trial.size < own {
             trial.why = Why::Others;
+            self.sizer.overruled(trial.size, &rooms);
         }
         let ranges = split::by_size(samples.max(1), trial.size)?;
         self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));

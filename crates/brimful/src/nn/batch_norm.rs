@@ -2,12 +2,14 @@
 
 use std::borrow::Borrow;
 
+use brimful_torch::batch_norm::{self, Addend, NormInput, batch_norm, batch_norm_relu_pool};
 use tch::Tensor;
 use tch::nn::{self, Init};
 use thiserror::Error;
 
 use crate::Result;
 use crate::batch::enumerate;
+use crate::nn::kernels::tell_refusals;
 use crate::statistics::{self, Running};
 
 /// An input that a BatchNorm layer is not made for.
@@ -124,6 +126,109 @@ impl BatchNorm {
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        let movement = self.movement(input, train)?;
+        joined(&self.over(input, &movement), Addend::Nothing, false)
+    }
+
+    /// The same and a ReLU, in one where there are kernels for it.
+    ///
+    /// # Errors
+    /// As [`f_forward_t`](Self::f_forward_t).
+    pub fn f_forward_relu(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        let movement = self.movement(input, train)?;
+        joined(&self.over(input, &movement), Addend::Nothing, true)
+    }
+
+    /// Normalises `input`, adds `residual` and lets ReLU have the sum, in one where there are kernels
+    /// for it.
+    ///
+    /// # Errors
+    /// As [`f_forward_t`](Self::f_forward_t), and when the shapes differ.
+    pub fn f_forward_add_relu(
+        &self,
+        input: &Tensor,
+        residual: &Tensor,
+        train: bool,
+    ) -> Result<Tensor> {
+        let movement = self.movement(input, train)?;
+        joined(&self.over(input, &movement), Addend::Tensor(residual), true)
+    }
+
+    /// Normalises `input`, adds what `other` makes of `other_input` and lets ReLU have the sum, in one
+    /// where there are kernels for it.
+    ///
+    /// # Errors
+    /// As [`f_forward_t`](Self::f_forward_t), and when the shapes differ.
+    pub fn f_forward_join_relu(
+        &self,
+        input: &Tensor,
+        other: &Self,
+        other_input: &Tensor,
+        train: bool,
+    ) -> Result<Tensor> {
+        let movement = self.movement(input, train)?;
+        let other_movement = other.movement(other_input, train)?;
+        let addend = Addend::Normed(other.over(other_input, &other_movement));
+        joined(&self.over(input, &movement), addend, true)
+    }
+
+    /// Normalises `input`, then ReLU and a pooling of 3×3, stride 2 and padding 1, in one where there
+    /// are kernels for it: what pictures of 224×224 enter a residual network by.
+    ///
+    /// # Errors
+    /// As [`f_forward_t`](Self::f_forward_t), and when the input is no picture.
+    pub fn f_forward_relu_pool(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        let movement = self.movement(input, train)?;
+        let out = batch_norm_relu_pool(&self.over(input, &movement))?;
+        tell_refusals();
+        Ok(out)
+    }
+
+    /// As [`f_forward_relu`](Self::f_forward_relu).
+    ///
+    /// # Panics
+    /// On its errors.
+    pub fn forward_relu(&self, input: &Tensor, train: bool) -> Tensor {
+        or_panic(self.f_forward_relu(input, train))
+    }
+
+    /// As [`f_forward_add_relu`](Self::f_forward_add_relu).
+    ///
+    /// # Panics
+    /// On its errors.
+    pub fn forward_add_relu(&self, input: &Tensor, residual: &Tensor, train: bool) -> Tensor {
+        or_panic(self.f_forward_add_relu(input, residual, train))
+    }
+
+    /// As [`f_forward_join_relu`](Self::f_forward_join_relu).
+    ///
+    /// # Panics
+    /// On its errors.
+    pub fn forward_join_relu(
+        &self,
+        input: &Tensor,
+        other: &Self,
+        other_input: &Tensor,
+        train: bool,
+    ) -> Tensor {
+        or_panic(self.f_forward_join_relu(input, other, other_input, train))
+    }
+
+    /// As [`f_forward_relu_pool`](Self::f_forward_relu_pool).
+    ///
+    /// # Panics
+    /// On its errors.
+    pub fn forward_relu_pool(&self, input: &Tensor, train: bool) -> Tensor {
+        or_panic(self.f_forward_relu_pool(input, train))
+    }
+
+    /// The layer and a ReLU behind it as one module.
+    pub fn with_relu(self) -> BatchNormRelu {
+        BatchNormRelu { norm: self }
+    }
+
+    /// Where the statistics of this input come from and go to.
+    fn movement(&self, input: &Tensor, train: bool) -> Result<Movement> {
         let shape = input.size();
         let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
@@ -131,7 +236,8 @@ impl BatchNorm {
         }
         if !train || self.config.policy == BatchNormPolicy::Frozen {
             let Running { mean, variance, .. } = &self.running;
-            return self.normalise(input, Some(mean), Some(variance), false, 0.0);
+            let running = Some((mean.shallow_clone(), variance.shallow_clone()));
+            return Ok(Movement { running, training: false, momentum: 0.0 });
         }
         let target = match self.config.policy {
             BatchNormPolicy::Deferred => {
@@ -140,31 +246,76 @@ impl BatchNorm {
             }
             _ => statistics::at_once(&self.running)?,
         };
-        match target {
-            None => self.normalise(input, None, None, true, 0.0),
+        Ok(match target {
+            None => Movement { running: None, training: true, momentum: 0.0 },
             Some((mean, variance, momentum)) => {
-                self.normalise(input, Some(&mean), Some(&variance), true, momentum)
+                Movement { running: Some((mean, variance)), training: true, momentum }
             }
-        }
+        })
     }
 
-    fn normalise(
-        &self,
-        input: &Tensor,
-        mean: Option<&Tensor>,
-        variance: Option<&Tensor>,
-        train: bool,
-        momentum: f64,
-    ) -> Result<Tensor> {
-        let (weight, bias) = (self.weight.as_ref(), self.bias.as_ref());
-        let eps = self.config.eps;
-        Ok(Tensor::f_batch_norm(input, weight, bias, mean, variance, train, momentum, eps, true)?)
+    fn over<'a>(&'a self, x: &'a Tensor, movement: &'a Movement) -> NormInput<'a> {
+        NormInput {
+            x,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref(),
+            running: movement.running.as_ref().map(|(mean, variance)| (mean, variance)),
+            training: movement.training,
+            momentum: movement.momentum,
+            eps: self.config.eps,
+        }
     }
+}
+
+/// What one input does to running statistics: those that it moves, or that normalise it.
+struct Movement {
+    running: Option<(Tensor, Tensor)>,
+    training: bool,
+    momentum: f64,
+}
+
+fn joined(norm: &NormInput<'_>, addend: Addend<'_>, relu: bool) -> Result<Tensor> {
+    let out = batch_norm(norm, addend, relu)?;
+    tell_refusals();
+    Ok(out)
+}
+
+/// The same numbers for a second use of them, such as a shortcut: where they are a BatchNorm's, the
+/// gradients of both uses are added in its own backward; elsewhere it is the tensor itself.
+///
+/// # Errors
+/// When there is no memory for it.
+pub fn f_second_use(tensor: &Tensor) -> Result<Tensor> {
+    Ok(batch_norm::second_use(tensor)?)
+}
+
+/// As [`f_second_use`].
+///
+/// # Panics
+/// On its errors.
+pub fn second_use(tensor: &Tensor) -> Tensor {
+    or_panic(f_second_use(tensor))
+}
+
+fn or_panic(result: Result<Tensor>) -> Tensor {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A BatchNorm layer with a ReLU behind it, in one where there are kernels for it.
+#[derive(Debug)]
+pub struct BatchNormRelu {
+    norm: BatchNorm,
 }
 
 impl nn::ModuleT for BatchNorm {
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
-        self.f_forward_t(input, train).unwrap_or_else(|error| panic!("{error}"))
+        or_panic(self.f_forward_t(input, train))
+    }
+}
+
+impl nn::ModuleT for BatchNormRelu {
+    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
+        self.norm.forward_relu(input, train)
     }
 }
 

@@ -1,5 +1,5 @@
-//! Layers: BatchNorm that knows of micro-batches, norms and activations of transformers in one pass each, and a
-//! head with its loss.
+//! Layers: BatchNorm that knows of micro-batches, alone or with the ReLU that follows it; norms and
+//! activations of transformers in one pass each; a head with its loss.
 //!
 //! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
 //! not known before its last sample has been seen. What evaluation uses, the running statistics,
@@ -26,13 +26,14 @@
 
 mod activation;
 mod batch_norm;
+pub mod kernels;
 mod linear_cross_entropy;
 mod norm;
 
 pub use activation::{Gelu, bias_gelu, bias_swiglu};
 pub use batch_norm::{
-    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, batch_norm1d, batch_norm2d,
-    batch_norm3d,
+    BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
+    batch_norm2d, batch_norm3d, f_second_use, second_use,
 };
 pub use linear_cross_entropy::{
     LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,

@@ -21,7 +21,7 @@ use crate::step::{
     PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole,
     gradient_bytes, names,
 };
-use crate::workers::{StageDevice, WorkerError, Workers};
+use crate::workers::{DeviceSpec, WorkerError, Workers};
 use crate::{Result, device};
 
 /// A mini-batch that all workers of this process have run, or several; what commits or undoes it is
@@ -57,6 +57,7 @@ impl Engine for Pipeline {
     }
 
     fn begin(&mut self, devices: &[Device]) -> Result<bool> {
+        // Workers drop their open runs where they begin another: `backward_from` must be refused.
         self.open = None;
         let mut workers = self.workers();
         workers.involve(devices.iter().copied());
@@ -79,7 +80,7 @@ impl Engine for Pipeline {
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {
-        self.devices.iter().map(StageDevice::memory).collect()
+        self.devices.iter().map(DeviceSpec::memory).collect()
     }
 
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
@@ -138,6 +139,8 @@ impl Attempted<Pipeline> for PipelineTried {
 
     fn undo(self, pipeline: &mut Pipeline) -> Result<()> {
         let undone = pipeline.workers().all(move |worker| {
+            // `undo` leaves a worker's window alone, because a mini-batch that fails must not take
+            // earlier ones with it; a window that is itself given up becomes what was tried last.
             if self.waits {
                 worker.reopen();
             }
@@ -220,6 +223,7 @@ impl Pipeline {
         mode: Mode,
         two_phases: bool,
     ) -> Result<TryPlan> {
+        // An evaluation amid a window's mini-batches is no part of it, and has a unit of its own.
         let role = match mode.trains() {
             true => step::role(self, opening, 0, mode.is_last()),
             false => BatchRole { last: mode.is_last(), ..opening.role(0) },
@@ -227,6 +231,7 @@ impl Pipeline {
         let portions = portions(opening, role, size, self.ranks.replicas_here)?;
         let mut actions = Vec::with_capacity(portions.len());
         for portion in &portions {
+            // There is no list of nothing: who has no sample has the shortest, and runs none of it.
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
                 true => Arc::new(listed.in_two_phases(self.recompute)?),
@@ -321,6 +326,7 @@ impl Pipeline {
             if done.is_ok() {
                 stopping.all_went_well();
             }
+            // Not as an error, which would be dated when it is read: a failure brings its own time.
             Ok(done)
         });
         let done = answers.map_err(Failed::from).and_then(first_failure);
@@ -423,10 +429,12 @@ impl Pipeline {
         let mut ports: Vec<_> = ports.into_iter().map(Some).collect();
         let mut inputs = Some(inputs);
         let mut end = Some(end);
+        // Gradients of a window set out at its commit: no mini-batch of it is known to be the last.
         let sums = plan.mode == Mode::Train { last: true };
         let job = |number| Job {
             actions: Arc::clone(actions),
             ports: (self.layout.of_worker(number))
+                // Moved: whoever else held an end would keep a failed worker's neighbours waiting.
                 .filter_map(|(stage, _)| ports[stage.index()].take())
                 .collect(),
             inputs: (inputs.take_if(|_| number == self.layout.first_worker())).unwrap_or_default(),
@@ -448,7 +456,7 @@ impl Pipeline {
     }
 
     /// The device of a worker of one of this process's pipelines.
-    pub(crate) fn device_of(&self, replica: usize, number: usize) -> &StageDevice {
+    pub(crate) fn device_of(&self, replica: usize, number: usize) -> &DeviceSpec {
         let here = self.ranks.here();
         &self.devices[replica * here.len() + number - here.start]
     }
@@ -476,6 +484,7 @@ fn first_failure(
     }
     match (first, stopped) {
         (Some(failed), _) => Err(failed),
+        // The failure is another rank's, whose error takes the place of this one in the vote.
         (None, Some(worker)) => Err(Failed::stopped(WorkerError::Gone { worker }.into())),
         (None, None) => Ok(all),
     }

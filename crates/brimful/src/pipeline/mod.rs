@@ -6,9 +6,8 @@
 //!
 //! ```
 //! use brimful::optim::Sgd;
-//! use brimful::pipeline::StageDevice;
 //! use brimful::schedule::Schedule;
-//! use brimful::{Layers, Loss, Pipeline};
+//! use brimful::{DeviceSpec, Layers, Loss, Pipeline};
 //! use tch::{Device, Kind, Tensor, nn};
 //!
 //! let layers = Layers::new()
@@ -16,7 +15,7 @@
 //!     .add_fn("relu", |x| x.relu())
 //!     .add("output", |p| nn::linear(p, 8, 3, Default::default()));
 //! let mut pipe = Pipeline::builder(layers)
-//!     .devices([StageDevice::cpu(), StageDevice::cpu()])
+//!     .devices([DeviceSpec::cpu(), DeviceSpec::cpu()])
 //!     .balance([2, 1])
 //!     .micro_batches(4)
 //!     .schedule(Schedule::OneFOneB)
@@ -53,7 +52,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
 
-pub use crate::workers::StageDevice;
 pub use build::{BalanceBy, Builder};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
@@ -62,7 +60,7 @@ pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::schedule::{Actions, Recompute, Schedule};
 use crate::step::{Size, StepState};
-use crate::workers::Workers;
+use crate::workers::{DeviceSpec, Workers};
 use crate::{Layers, Result};
 use build::StageLayout;
 use calls::OpenForward;
@@ -80,7 +78,7 @@ pub struct Pipeline {
     layout: Arc<StageLayout>,
     ranks: Ranks,
     /// Of this process, those of its first pipeline first.
-    devices: Vec<StageDevice>,
+    devices: Vec<DeviceSpec>,
     balance: crate::balance::Balance,
     schedule: Schedule,
     recompute: Recompute,
@@ -104,7 +102,7 @@ impl Pipeline {
     }
 
     /// The devices that have a stage, in the order of the schedule; in a world, those of this rank.
-    pub fn devices(&self) -> &[StageDevice] {
+    pub fn devices(&self) -> &[DeviceSpec] {
         &self.devices
     }
 
@@ -134,6 +132,7 @@ impl Pipeline {
     /// # Errors
     /// When there are more than any step has.
     pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
+        // A list of the user's own (`set_actions`) stands here in place of the schedule's.
         if let Some(known) = self.actions.get(&micro_batches) {
             return Ok(Arc::clone(known));
         }

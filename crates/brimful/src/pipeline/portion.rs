@@ -36,6 +36,7 @@ pub(crate) fn portions(
         0 => Ok(Vec::new()),
         _ => size.cut(samples)?.ok_or(Error::from(BatchError::NothingToCut)),
     };
+    // Counted on through all replicas: two micro-batches of one number would draw the same.
     let mut first = 0;
     for samples in opening.before() {
         first += cut(*samples)?.len();

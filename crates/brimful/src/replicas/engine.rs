@@ -9,7 +9,7 @@ use crate::memory::Memory;
 use crate::step::{
     Engine, Hints, Parts, PartsEngine, Seeding, StepState, Team, Trained, gradient_bytes, names,
 };
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::{Result, device};
 
 impl<M: 'static> Engine for Replicas<M> {
@@ -40,7 +40,7 @@ impl<M: 'static> Engine for Replicas<M> {
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {
-        self.devices.iter().map(StageDevice::memory).collect()
+        self.devices.iter().map(DeviceSpec::memory).collect()
     }
 
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {

@@ -3,7 +3,7 @@
 use tch::Device;
 use thiserror::Error;
 
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::{Result, device};
 
 /// Replicas that cannot be built.
@@ -56,11 +56,11 @@ pub enum ReplicasError {
 }
 
 /// There is a device, and no accelerator twice.
-pub(super) fn check(devices: &[StageDevice]) -> Result<()> {
+pub(super) fn check(devices: &[DeviceSpec]) -> Result<()> {
     if devices.is_empty() {
         return Err(ReplicasError::NoDevices.into());
     }
-    for (index, StageDevice { device, .. }) in devices.iter().enumerate() {
+    for (index, DeviceSpec { device, .. }) in devices.iter().enumerate() {
         let before = devices[..index].iter().any(|other| other.device == *device);
         if *device != Device::Cpu && before {
             return Err(ReplicasError::SameDevice { device: device::name(*device) }.into());

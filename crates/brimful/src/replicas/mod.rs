@@ -68,7 +68,7 @@ pub use error::ReplicasError;
 use crate::Result;
 use crate::random::preserving_generators;
 use crate::step::{Parts, Size, StepState};
-use crate::workers::{StageDevice, Workers, settled};
+use crate::workers::{DeviceSpec, Workers, settled};
 use mirror::ModelOutline;
 use replica::Replica;
 use settings::Setting;
@@ -77,7 +77,7 @@ use shares::Speeds;
 /// A model on several devices. Dropped, it waits until its threads have ended.
 pub struct Replicas<M> {
     workers: Workers<Replica<M>>,
-    devices: Vec<StageDevice>,
+    devices: Vec<DeviceSpec>,
     store: VarStore,
     speeds: Speeds,
     /// Whether micro-batches are to be replayed.
@@ -96,14 +96,14 @@ impl<M: 'static> Replicas<M> {
     /// Builds the model on every device, each on a thread of its own, where it stays.
     ///
     /// A CPU can be given several times, with threads and a memory account of its own each time
-    /// ([`StageDevice`]); an accelerator once. The first values of the parameters are those that the
+    /// ([`DeviceSpec`]); an accelerator once. The first values of the parameters are those that the
     /// plain model would have on the first device. A size, be it a number of samples or of
     /// micro-batches, is that of each replica's part.
     ///
     /// # Errors
     /// When there is no device, one is not here or is given twice, the model cannot be built, or
     /// `build` does not build the same model everywhere.
-    pub fn new<D: Into<StageDevice>>(
+    pub fn new<D: Into<DeviceSpec>>(
         devices: impl IntoIterator<Item = D>,
         size: Size,
         build: impl Fn(&Path<'_>) -> M + Send + Sync + 'static,
@@ -111,11 +111,13 @@ impl<M: 'static> Replicas<M> {
         let mut devices = settled(devices.into_iter().map(Into::into).collect())?;
         error::check(&devices)?;
         if size.cut(1)?.is_none() {
-            devices = devices.into_iter().map(StageDevice::counted).collect();
+            devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();
         let build = Arc::new(build);
         let places = devices.iter().zip(&stores).enumerate();
+        // Each model is built on the thread that it stays on, because it need not be `Send`: of it,
+        // only the variables are shared with the caller.
         let builders = places.map(|(number, (device, store))| {
             let device = device.clone();
             let store = sharing(store);

@@ -14,7 +14,7 @@ use crate::random::Generator;
 use crate::step::{
     BatchRole, Cut, Engine, Outcome, PartFigures, PartSeed, RowGradients, Size, Tried,
 };
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 
 /// A model and what runs it.
@@ -64,7 +64,7 @@ impl<M> Replica<M> {
     pub(super) fn build(
         number: usize,
         store: VarStore,
-        device: &StageDevice,
+        device: &DeviceSpec,
         build: impl Fn(&Path<'_>) -> M,
     ) -> Result<Self> {
         // The first one draws its parameters as the plain model does. What others draw is replaced,
@@ -223,6 +223,7 @@ impl<M> Replica<M> {
             }
             feed::moved(outputs, self.home)
         })?;
+        // After the loss has come from the device: before, it would be the time of the launches.
         let figures = self.micro.figures_of(&tried, start)?;
         Ok(PartDone { tried, outputs, figures })
     }

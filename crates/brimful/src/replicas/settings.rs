@@ -103,6 +103,7 @@ impl<M: 'static> Replicas<M> {
     }
 
     fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {
+        // Told at the next step: a thread may have ended, and `replay` or `layout` cannot say so.
         self.settings.push(Box::new(setting));
         self
     }

@@ -12,22 +12,22 @@ use crate::{Result, device};
 /// if wanted, an [`Arena`] that counts and limits its memory:
 ///
 /// ```
+/// use brimful::DeviceSpec;
 /// use brimful::memory::Arena;
-/// use brimful::pipeline::StageDevice;
 ///
 /// let small = Arena::limited("stage 0", 64 << 20)?;
-/// let device = StageDevice::cpu().threads(2).arena(small);
+/// let device = DeviceSpec::cpu().threads(2).arena(small);
 /// # Ok::<(), brimful::Error>(())
 /// ```
 #[derive(Debug, Clone)]
 #[must_use]
-pub struct StageDevice {
+pub struct DeviceSpec {
     pub(crate) device: Device,
     pub(crate) threads: Option<usize>,
     pub(crate) arena: Option<Arena>,
 }
 
-impl StageDevice {
+impl DeviceSpec {
     /// A CPU. Unless told otherwise, CPU devices share the caller's threads evenly.
     pub fn cpu() -> Self {
         Device::Cpu.into()
@@ -61,19 +61,19 @@ impl StageDevice {
     }
 }
 
-impl From<Device> for StageDevice {
+impl From<Device> for DeviceSpec {
     fn from(device: Device) -> Self {
         Self { device, threads: None, arena: None }
     }
 }
 
-impl From<Arena> for StageDevice {
+impl From<Arena> for DeviceSpec {
     fn from(arena: Arena) -> Self {
         Self::cpu().arena(arena)
     }
 }
 
-impl From<Memory> for StageDevice {
+impl From<Memory> for DeviceSpec {
     fn from(memory: Memory) -> Self {
         match memory {
             Memory::Arena(arena) => arena.into(),
@@ -83,10 +83,11 @@ impl From<Memory> for StageDevice {
 }
 
 /// The devices, each known to be there; CPUs that were not told their threads share the caller's.
-pub(crate) fn settled(devices: Vec<StageDevice>) -> Result<Vec<StageDevice>> {
+pub(crate) fn settled(devices: Vec<DeviceSpec>) -> Result<Vec<DeviceSpec>> {
     let cpus = devices.iter().filter(|device| device.device == Device::Cpu).count();
+    // With all threads each, they would outnumber the cores and slow each other down many times.
     let share = (threads::threads() / cpus.max(1)).max(1);
-    let settle = |mut stage: StageDevice| {
+    let settle = |mut stage: DeviceSpec| {
         stage.device = device::find(&device::name(stage.device))?;
         if stage.device == Device::Cpu {
             stage.threads.get_or_insert(share);

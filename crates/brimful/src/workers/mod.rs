@@ -18,7 +18,7 @@ use tch::Device;
 
 use crate::queued::{Queued, accelerators};
 use crate::{Error, Result, oom};
-pub use device::StageDevice;
+pub use device::DeviceSpec;
 pub(crate) use device::settled;
 pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
@@ -57,7 +57,7 @@ impl<T> Answer<T> {
 
 impl<W: 'static> Workers<W> {
     /// Starts a thread for each device, and waits until all have built their workers.
-    pub(crate) fn spawn<F>(devices: &[StageDevice], builders: Vec<F>) -> Result<Self>
+    pub(crate) fn spawn<F>(devices: &[DeviceSpec], builders: Vec<F>) -> Result<Self>
     where
         F: FnOnce() -> Result<W> + Send + 'static,
     {
@@ -74,6 +74,7 @@ impl<W: 'static> Workers<W> {
             answers.push(built);
         }
         let accelerators = accelerators(devices.iter().map(|device| device.device));
+        // Before the answers are read: dropped by an error, it ends the threads and waits for them.
         let workers = Self { members, accelerators };
         let built: Vec<Result<()>> = answers
             .iter()
@@ -100,6 +101,7 @@ impl<W: 'static> Workers<W> {
         jobs: Vec<J>,
         f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Result<T>>> {
+        // All are asked before one is waited for: the workers of a pipeline wait for each other.
         let mut answers = Vec::with_capacity(jobs.len());
         for (d, job) in jobs.into_iter().enumerate() {
             let f = f.clone();
@@ -142,6 +144,7 @@ impl<W: 'static> Workers<W> {
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
+        // On this thread: which stream was entered is known to the thread that did.
         let before = Queued::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value =
@@ -173,7 +176,7 @@ impl<W> Drop for Workers<W> {
 
 /// A worker's thread, from its beginning to its end.
 fn work<W>(
-    device: &StageDevice,
+    device: &DeviceSpec,
     build: impl FnOnce() -> Result<W>,
     answer: &Sender<Result<()>>,
     commands: &Receiver<Command<W>>,

@@ -96,8 +96,9 @@ pub enum WorldError {
     },
     /// Ranks that cannot be dealt out.
     #[error(
-        "{ranks} ranks cannot be divided into {replicas} replicas of as many ranks each: start a \
-         multiple of {replicas}, as in mpirun -n {replicas}, or srun"
+        "{ranks} rank{} cannot be divided into {replicas} replicas of as many ranks each: start a \
+         multiple of {replicas}, as in mpirun -n {replicas}, or srun",
+        if *ranks == 1 { "" } else { "s" }
     )]
     DoesNotDivide {
         /// Ranks in the world.

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::Adam;
-use brimful::pipeline::StageDevice;
-use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split};
+use brimful::{
+    DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
+};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -140,8 +141,8 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("memory {number}"))).collect()
 }
 
-fn on_cpus(arenas: &[Arena]) -> impl Iterator<Item = StageDevice> {
-    arenas.iter().map(|arena| StageDevice::cpu().threads(1).arena(arena.clone()))
+fn on_cpus(arenas: &[Arena]) -> impl Iterator<Item = DeviceSpec> {
+    arenas.iter().map(|arena| DeviceSpec::cpu().threads(1).arena(arena.clone()))
 }
 
 /// The model itself is there already.

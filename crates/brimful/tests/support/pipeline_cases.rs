@@ -6,8 +6,8 @@ use std::ops::Range;
 use brimful::layers::Model;
 use brimful::nn::batch_norm2d;
 use brimful::optim::{Adam, Optimizer};
-use brimful::pipeline::{Builder, StageDevice};
-use brimful::{Batch, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
+use brimful::pipeline::Builder;
+use brimful::{Batch, DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size, split};
 use tch::nn::{self, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -169,7 +169,7 @@ fn token_loss(out: Tensor, y: &Tensor) -> Loss {
 
 /// A pipeline in f64 on the device that is tested, of one thread for each worker.
 pub fn builder(layers: Layers, devices: usize) -> Builder {
-    let device = |_| StageDevice::from(test_device()).threads(1);
+    let device = |_| DeviceSpec::from(test_device()).threads(1);
     Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
 }
 

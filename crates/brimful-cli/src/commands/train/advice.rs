@@ -118,9 +118,13 @@ impl FailedStep {
         let (fixed, limit) = (self.fixed?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
+            let smaller = match fixed.state {
+                0 => "",
+                _ => "take --optimizer sgd, which keeps less, ",
+            };
             format!(
                 "{fixed} whatever the size of the micro-batches, and the limit is {limit}: raise it, \
-                 take --optimizer sgd where its state is smaller, or cut the model by --stages"
+                 {smaller}or cut the model by --stages"
             )
         })
     }

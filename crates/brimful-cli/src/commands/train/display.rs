@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::trainer::Test;
 use super::{Epoch, TrainOptions, Trainer};
 use crate::output;
-use crate::progress::{self, Progress};
+use crate::progress::{self, Progress, Ticker};
 
 /// A bar on the terminal, a line an epoch on standard output.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Display {
         // All ranks have a part in what is known of the model.
         let introduction = introduce(options, trainer)?;
         if !options.json && trainer.is_first() {
-            output::line(&introduction)?;
+            output::prose(&introduction)?;
         }
         if trainer.is_first() && trainer.is_over() {
             progress::say(&format!("brimful: nothing to do: {}", trainer.why_over()));
@@ -67,15 +67,21 @@ impl Display {
         })
     }
 
+    /// What counts the samples of a step that is still running.
+    pub(super) fn ticker(&self) -> Ticker {
+        self.progress.ticker()
+    }
+
     /// A step is done.
-    pub(super) fn step(&self, step: &Record) {
-        let Record { loss, samples, micro_batch, .. } = step;
+    pub(super) fn step(&self, step: &Record, samples_done: usize) {
+        let Record { loss, micro_batch, .. } = step;
         let (epoch, epochs, peak) = (self.epoch.get(), self.epochs, step.peak());
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
-        self.progress.advance(*samples);
+        // Steps that were run again have counted some samples twice.
+        self.progress.reach(samples_done);
     }
 
     /// An epoch is done.
@@ -88,8 +94,8 @@ impl Display {
         if self.json {
             return output::line(&serde_json::to_string(&EpochLine { epoch, done })?);
         }
-        self.sizing(&epoch.decisions).iter().try_for_each(|text| output::line(text))?;
-        output::line(&epoch.to_string())
+        self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
+        output::prose(&epoch.to_string())
     }
 
     /// A test in the midst of an epoch is done.
@@ -101,7 +107,7 @@ impl Display {
         if self.json {
             return output::line(&serde_json::to_string(&TestLine { test, done })?);
         }
-        output::line(&test.to_string())
+        output::prose(&test.to_string())
     }
 
     /// What an automatic size did: what was tried at first, what failed, and what was taken, where
@@ -162,7 +168,7 @@ impl fmt::Display for Test {
         let Self { step, test_loss, test_accuracy, best, .. } = self;
         let accuracy = test_accuracy * 100.0;
         let best = if *best { "  the best so far" } else { "" };
-        write!(f, "  step {step}  test loss {test_loss:.4}  accuracy {accuracy:5.1} %{best}")
+        write!(f, "  step {step}  test {test_loss:.4}  {accuracy:5.1} % right{best}")
     }
 }
 
@@ -172,8 +178,9 @@ impl fmt::Display for Epoch {
         let peak: &Bytes = peak_bytes;
         write!(
             f,
-            "epoch {epoch:>3}  loss {loss:.4}  test loss {test_loss:.4}  accuracy {:5.1} %  \
-             {samples_per_s:6.0} samples/s  peak {peak}",
+            // No wider than 80 columns: a narrow terminal shows an epoch in a line too.
+            "epoch {epoch:>3}  loss {loss:.4}  test {test_loss:.4}  {:5.1} % right  \
+             {samples_per_s:5.0} samples/s  {peak}",
             test_accuracy * 100.0
         )
     }

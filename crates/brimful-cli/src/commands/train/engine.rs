@@ -1,9 +1,7 @@
 //! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
-use std::collections::HashMap;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::{Layers, World, device};
@@ -14,9 +12,8 @@ use super::TrainOptions;
 use super::advice::FixedBytes;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
-
-/// Tensors with their names.
-pub(super) type Named = Vec<(String, Tensor)>;
+use crate::named::{Comparison, Named};
+use crate::progress::Ticker;
 
 /// What is kept beside a model: what its optimizer knows, and the averages of its weights, if there
 /// are any.
@@ -31,8 +28,13 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// How far the next steps go.
     fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
 
-    /// Trains on mini-batches of inputs and targets, which make one step together.
-    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record>;
+    /// Trains on mini-batches of inputs and targets, which make one step together; `ticker` counts
+    /// samples as their loss is known.
+    fn step(
+        &mut self,
+        batches: Vec<(Tensor, Tensor)>,
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<Record>;
 
     /// The loss of these samples and of all other ranks', and which of this rank's answers are right.
     fn test(&mut self, batch: (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)>;
@@ -75,23 +77,11 @@ pub(super) fn build(
 
 /// The saved tensors must be the model's, all of them.
 pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
-    ensure!(
-        here.len() == saved.len(),
-        "it has {} tensors of a model, but this one has {}",
-        saved.len(),
-        here.len()
-    );
-    for (name, tensor) in saved {
-        let mine = here.iter().find(|(mine, _)| mine == name);
-        let (_, mine) = mine.with_context(|| format!("the model has no {name}"))?;
-        ensure!(
-            mine.size() == tensor.size(),
-            "{name} has the shape {:?} in it, but {:?} in the model",
-            tensor.size(),
-            mine.size()
-        );
+    let saved = saved.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    match Comparison::new(here, saved.collect()).differences() {
+        Some(differences) => bail!("it is of another model: {differences}"),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// A store's variables with their names.
@@ -99,16 +89,11 @@ pub(super) fn named(store: &VarStore) -> Named {
     store.variables().into_iter().collect()
 }
 
-/// Gives variables the values of those that have the same names.
-pub(super) fn put(variables: Named, values: Named) -> Result<()> {
-    let _without = tch::no_grad_guard();
-    let mut values: HashMap<String, Tensor> = values.into_iter().collect();
-    for (name, mut variable) in variables {
-        if let Some(value) = values.remove(&name) {
-            variable.f_copy_(&value)?;
-        }
+/// A micro-batch with these targets was run.
+pub(super) fn count(ticker: Option<&Ticker>, targets: &Tensor) {
+    if let Some(ticker) = ticker {
+        ticker.advance(targets.size().first().map_or(1, |samples| *samples as usize));
     }
-    Ok(())
 }
 
 /// The devices' names, each once.

@@ -85,8 +85,8 @@ fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
             break;
         }
         let learning_rate = trainer.learning_rate();
-        let step = trainer.step()?;
-        display.step(&step);
+        let step = trainer.step(Some(display.ticker()))?;
+        display.step(&step, trainer.samples_done());
         logs.step(&logs::figures(&step, learning_rate, trainer));
         trainer.recorder.step(step);
         if let Some(exit) = ranks::asked(&trainer.world, &interrupt)? {

@@ -110,6 +110,16 @@ pub(crate) enum BatchSize {
     Samples(usize),
 }
 
+impl BatchSize {
+    /// The samples of a mini-batch, of so many that there are.
+    pub(super) fn of(self, samples: usize) -> usize {
+        match self {
+            Self::All => samples,
+            Self::Samples(wanted) => wanted.min(samples),
+        }
+    }
+}
+
 impl fmt::Display for BatchSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

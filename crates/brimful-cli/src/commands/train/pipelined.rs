@@ -4,14 +4,16 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use brimful::memory::Memory;
-use brimful::pipeline::{BalanceBy, PipelineEma, PipelineOptimizer, StageDevice};
+use brimful::pipeline::{BalanceBy, PipelineEma, PipelineOptimizer};
 use brimful::report::{self, Record};
-use brimful::{Bytes, Layers, Loss, Pipeline, Step, World};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Kept, Named, TrainingEngine, check_model, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, names};
 use crate::exit::wrong_use;
+use crate::named::Named;
+use crate::progress::Ticker;
 use crate::setting::{accounts, loss, right, typed};
 
 /// A model over several devices.
@@ -50,15 +52,9 @@ impl Pipelined {
         let limit = options.memory_limit;
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
-        let (count, wanted) = (layers.len(), stages.count());
-        ensure!(
-            wanted <= count,
-            wrong_use(format!(
-                "{wanted} stages need as many layers, but the model has {count}: lower --stages"
-            ))
-        );
+        check_stages(stages.count(), layers.len())?;
         let mut pipeline = Pipeline::builder(layers)
-            .devices(accounts(&devices, limit)?.into_iter().map(StageDevice::from))
+            .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
             .replicas(replicas)
             .balance(BalanceBy::by_time(&typed(sample, kind)).optimizer(options.recipe.method()))
@@ -84,15 +80,33 @@ impl Pipelined {
     }
 }
 
+/// Every stage needs a layer.
+fn check_stages(stages: usize, layers: usize) -> Result<()> {
+    ensure!(
+        stages <= layers,
+        wrong_use(format!(
+            "{stages} stages need as many layers, but the model has {layers}: lower --stages"
+        ))
+    );
+    Ok(())
+}
+
 impl Pipelined {
     /// The gradient of all of these mini-batches together.
-    fn gradient(&mut self, batches: &[(Tensor, Tensor)]) -> brimful::Result<Step> {
-        let mean = |out: Tensor, y: &Tensor| Loss::mean(loss(&out, y));
+    fn gradient(
+        &mut self,
+        batches: &[(Tensor, Tensor)],
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<Step> {
+        let mean = move |out: Tensor, y: &Tensor| {
+            count(ticker.as_ref(), y);
+            Loss::mean(loss(&out, y))
+        };
         if let [(x, y)] = batches {
             return self.pipeline.backward(&typed(x, self.kind), y, mean);
         }
         for (x, y) in batches {
-            self.pipeline.accumulate(&typed(x, self.kind), y, mean)?;
+            self.pipeline.accumulate(&typed(x, self.kind), y, mean.clone())?;
         }
         self.pipeline.commit()
     }
@@ -111,9 +125,13 @@ impl TrainingEngine for Pipelined {
         self.optimizer.set_learning_rate(rate)
     }
 
-    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record> {
+    fn step(
+        &mut self,
+        batches: Vec<(Tensor, Tensor)>,
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<Record> {
         let start = Instant::now();
-        let step = self.gradient(&batches)?;
+        let step = self.gradient(&batches, ticker)?;
         if let Some(length) = self.clip_norm {
             self.optimizer.clip_gradient_norm(length)?;
         }

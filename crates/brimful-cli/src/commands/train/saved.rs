@@ -9,10 +9,11 @@ use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
 use tch::{Device, Tensor};
 
-use super::engine::{Kept, Named};
+use super::engine::Kept;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
+use crate::named::Named;
 use crate::saved_weights::{AVERAGES, OPTIMIZER, model_alone, taken};
 
 /// How many epochs are done, how many steps of the next one, and their part of its loss.

@@ -17,10 +17,11 @@ use super::length::Length;
 use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
-use super::{BatchSize, TrainOptions, records};
+use super::{TrainOptions, records};
 use crate::data::{Dataset, Examples, Sample};
 use crate::exit::wrong_use;
 use crate::log_files::TestFigures;
+use crate::progress::Ticker;
 use crate::setting::DROPOUT;
 
 /// A model in training.
@@ -98,10 +99,7 @@ impl Trainer {
             wrong_use(format!("--sequence is for text, but --data {} is none", options.data))
         );
         let layers = options.model.layers(&dataset.sample, DROPOUT)?;
-        let batch_size = match options.batch_size {
-            BatchSize::All => dataset.train.len(),
-            BatchSize::Samples(samples) => samples.min(dataset.train.len()),
-        };
+        let batch_size = options.batch_size.of(dataset.train.len());
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
         let sample = || {
@@ -218,17 +216,18 @@ impl Trainer {
     /// Trains on every sample once, and tests; or goes on where an epoch was broken off.
     pub fn run_epoch(&mut self) -> Result<Epoch> {
         while !self.is_epoch_over() {
-            let step = self.step()?;
+            let step = self.step(None)?;
             self.recorder.step(step);
         }
         Ok(self.finish_epoch()?.0)
     }
 
-    /// Takes the next step of the epoch, which the caller records.
+    /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it
+    /// runs.
     ///
     /// The random numbers of an epoch's order and of every step come from seeds of their own, so
     /// that what is run again or broken off and gone on with is the same.
-    pub(super) fn step(&mut self) -> Result<Record> {
+    pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
         let order = match self.order.take() {
             Some(order) => order,
@@ -242,7 +241,10 @@ impl Trainer {
             self.own_part(self.dataset.train.choose(&chosen))
         });
         let batches = batches.collect::<Result<Vec<_>>>()?;
-        let step = self.engine.step(batches).map_err(|error| self.failed_step().advise(error))?;
+        // One rank's samples are not the step's.
+        let ticker = ticker.filter(|_| self.parts == 1);
+        let step =
+            self.engine.step(batches, ticker).map_err(|error| self.failed_step().advise(error))?;
         self.order = Some(order);
         self.note(&step, start.elapsed());
         Ok(step)

@@ -8,15 +8,16 @@ use brimful::layers::Model;
 use brimful::memory::Memory;
 use brimful::micro::Layout;
 use brimful::optim::{Ema, Optimizer};
-use brimful::pipeline::StageDevice;
 use brimful::report::{self, Record};
-use brimful::{Layers, Loss, MicroBatcher, Replicas, Step, World, guard};
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Replicas, Step, World, guard};
 use tch::nn::{ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::engine::{Kept, Named, TrainingEngine, check_model, named, names, put};
+use super::engine::{Kept, TrainingEngine, check_model, count, named, names};
+use crate::named::{Named, put};
+use crate::progress::Ticker;
 use crate::setting::{accounts, loss, right, typed, within};
 
 /// A whole model on each device.
@@ -31,6 +32,8 @@ pub(super) struct WholeModel {
     /// The first device's, where the optimizer's state is.
     memory: Memory,
     kind: Kind,
+    /// Whether micro-batches may be replayed.
+    replays: bool,
     ranks: usize,
     /// What a step needs whatever the size of its micro-batches.
     fixed: FixedBytes,
@@ -68,11 +71,18 @@ impl WholeModel {
         optimizer.decay_only_matrices()?;
         let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
         let averages = averages.transpose()?.map(|averages| averages.warmup(true));
-        let kind = options.dtype.kind();
-        let clip_norm = options.recipe.clip_norm;
-        let fixed = FixedBytes::of(runner.store(), &options.recipe.method());
-        let ranks = world.size();
-        Ok(Self { runner, optimizer, clip_norm, averages, devices, memory, kind, ranks, fixed })
+        Ok(Self {
+            kind: options.dtype.kind(),
+            clip_norm: options.recipe.clip_norm,
+            fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
+            replays: devices[0].is_cuda() && !options.no_replay,
+            ranks: world.size(),
+            runner,
+            optimizer,
+            averages,
+            devices,
+            memory,
+        })
     }
 }
 
@@ -105,7 +115,7 @@ impl Runner {
         options: &TrainOptions,
     ) -> Result<Self> {
         let each = accounts.len();
-        let accounts = accounts.into_iter().map(StageDevice::from);
+        let accounts = accounts.into_iter().map(DeviceSpec::from);
         // Replicas tell a panic's words, and know one that is about memory.
         let build =
             move |root: &Path<'_>| layers.build(root).unwrap_or_else(|error| panic!("{error}"));
@@ -131,8 +141,14 @@ impl Runner {
     }
 
     /// The gradient of all of these mini-batches together.
-    fn backward(&mut self, batches: &[(Tensor, Tensor)], kind: Kind) -> brimful::Result<Step> {
+    fn backward(
+        &mut self,
+        batches: &[(Tensor, Tensor)],
+        kind: Kind,
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<Step> {
         let mean = move |model: &Model, (x, y): (Tensor, Tensor)| {
+            count(ticker.as_ref(), &y);
             Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
         };
         match (self, batches) {
@@ -148,7 +164,7 @@ impl Runner {
             }
             (Self::Several(replicas), batches) => {
                 for batch in batches {
-                    replicas.accumulate(batch, mean)?;
+                    replicas.accumulate(batch, mean.clone())?;
                 }
                 replicas.commit()
             }
@@ -176,9 +192,15 @@ impl TrainingEngine for WholeModel {
         self.optimizer.set_learning_rate(rate)
     }
 
-    fn step(&mut self, batches: Vec<(Tensor, Tensor)>) -> brimful::Result<Record> {
+    fn step(
+        &mut self,
+        batches: Vec<(Tensor, Tensor)>,
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<Record> {
         let start = Instant::now();
-        let step = self.runner.backward(&batches, self.kind)?;
+        // What is replayed calls no closure, and its closure is to do nothing on the host.
+        let ticker = ticker.filter(|_| !self.replays);
+        let step = self.runner.backward(&batches, self.kind, ticker)?;
         guard(&self.memory, || {
             if let Some(length) = self.clip_norm {
                 self.optimizer.clip_gradient_norm(length)?;

@@ -10,7 +10,7 @@ use crate::memory::Memory;
 use crate::optim::Method;
 use crate::plan::{self, Misfit, Request};
 use crate::schedule::{DeviceId, Recompute, Schedule, StageId};
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::{Layers, Result};
 
 /// How the layers are cut into stages: given, or found by measuring them.
@@ -88,7 +88,7 @@ impl From<Choice> for BalanceBy {
 pub(crate) struct Question<'a> {
     pub(crate) layers: &'a Layers,
     /// The device that layers are measured on.
-    pub(crate) first: &'a StageDevice,
+    pub(crate) first: &'a DeviceSpec,
     /// Where each device's memory ends, if that is known.
     pub(crate) limits: &'a [Option<u64>],
     pub(crate) schedule: Schedule,
@@ -156,6 +156,7 @@ impl Question<'_> {
 
     /// What the layers cost on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
+        // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         balance::measure(self.layers, self.first.device, sample)
     }
@@ -168,7 +169,7 @@ fn leaves(sample: &impl Batch) -> Vec<Tensor> {
 }
 
 /// Where the device's memory ends, if that is known.
-pub(crate) fn limit(device: &StageDevice) -> Option<u64> {
+pub(crate) fn limit(device: &DeviceSpec) -> Option<u64> {
     match device.memory()? {
         Memory::Arena(arena) => arena.limit(),
         accelerator => accelerator.usage().ok()?.available.map(|bytes| bytes.0),

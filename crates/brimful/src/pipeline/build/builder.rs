@@ -20,7 +20,7 @@ use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
 use crate::schedule::{Recompute, Schedule};
 use crate::step::{NonFinite, Size, StepState, Team};
-use crate::workers::{StageDevice, Workers, settled};
+use crate::workers::{DeviceSpec, Workers, settled};
 use crate::{Layers, Result, World};
 
 /// A pipeline that is not built yet.
@@ -28,7 +28,7 @@ use crate::{Layers, Result, World};
 #[must_use]
 pub struct Builder {
     layers: Layers,
-    devices: Vec<StageDevice>,
+    devices: Vec<DeviceSpec>,
     balance: BalanceBy,
     size: Size,
     schedule: Schedule,
@@ -45,7 +45,7 @@ impl Builder {
     pub(crate) fn new(layers: Layers) -> Self {
         Self {
             layers,
-            devices: vec![StageDevice::cpu()],
+            devices: vec![DeviceSpec::cpu()],
             balance: BalanceBy::default(),
             size: Size::Count(1),
             schedule: Schedule::OneFOneB,
@@ -61,7 +61,7 @@ impl Builder {
 
     /// The devices, in the order of the stages: one worker thread each. One that no stage needs is
     /// left out. The default is one CPU.
-    pub fn devices<D: Into<StageDevice>>(self, devices: impl IntoIterator<Item = D>) -> Self {
+    pub fn devices<D: Into<DeviceSpec>>(self, devices: impl IntoIterator<Item = D>) -> Self {
         Self { devices: devices.into_iter().map(Into::into).collect(), ..self }
     }
 
@@ -142,6 +142,7 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not go together,
     /// a device is not here, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
+        // Not `?`: a rank that cannot build tells the others, who wait for it in the handshake.
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
@@ -156,6 +157,8 @@ impl Builder {
         let seeded = devices.iter().map(|device| device.device).collect();
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
         ranks.tie(&workers)?;
+        // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
+        // the owner's values over before anything runs.
         ranks::spread(&workers, &ranks)?;
         let mut state = StepState::new(self.size);
         state.team = team;
@@ -186,7 +189,7 @@ impl Builder {
     }
 
     /// The balance that all ranks take.
-    fn settle_balance(&self, roster: &Roster, first: &StageDevice) -> Result<Balance> {
+    fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<Balance> {
         let question = Question {
             layers: &self.layers,
             first,
@@ -199,11 +202,11 @@ impl Builder {
     }
 
     /// This rank's devices, and what all ranks must have in common.
-    fn bring(&self) -> Result<(Vec<StageDevice>, String)> {
+    fn bring(&self) -> Result<(Vec<DeviceSpec>, String)> {
         self.check()?;
         let mut devices = settled(self.devices.clone())?;
         if self.size.cut(1)?.is_none() {
-            devices = devices.into_iter().map(StageDevice::counted).collect();
+            devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let Self { schedule, recompute, kind, size, replicas, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
@@ -257,7 +260,7 @@ impl Builder {
 /// What this rank's workers are made for.
 struct Staff<'a> {
     layout: &'a Arc<StageLayout>,
-    devices: &'a [StageDevice],
+    devices: &'a [DeviceSpec],
     ranks: &'a Ranks,
 }
 
@@ -267,7 +270,7 @@ impl Staff<'_> {
         let Self { layout, devices, ranks } = self;
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
-        let blueprint = |(at, (device, turn)): (usize, (&StageDevice, _))| Blueprint {
+        let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
             number: here.start + at % here.len(),
             replica: at / here.len(),
@@ -287,7 +290,7 @@ impl Staff<'_> {
 }
 
 /// The devices that have a worker, of each pipeline of this process.
-fn used(devices: Vec<StageDevice>, replicas: usize, workers: usize) -> Vec<StageDevice> {
+fn used(devices: Vec<DeviceSpec>, replicas: usize, workers: usize) -> Vec<DeviceSpec> {
     let each = devices.len() / replicas;
     let used = devices.into_iter().enumerate().filter(|(at, _)| at % each < workers);
     used.map(|(_, device)| device).collect()
@@ -303,9 +306,9 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
 }
 
 /// A lock for each accelerator that several workers share.
-fn turns(devices: &[StageDevice]) -> Vec<Option<Arc<Mutex<()>>>> {
+fn turns(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
     let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
-    let shared = |device: &StageDevice| {
+    let shared = |device: &DeviceSpec| {
         let others = devices.iter().filter(|other| other.device == device.device).count();
         (device.device != Device::Cpu && others > 1)
             .then(|| Arc::clone(locks.entry(crate::device::name(device.device)).or_default()))

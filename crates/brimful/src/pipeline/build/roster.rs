@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::balance::{BalanceBy, Question, limit};
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
 
@@ -32,8 +32,8 @@ impl<'a> Roster<'a> {
         world: &'a World,
         replicas: usize,
         replicas_here: usize,
-        brought: Result<(Vec<StageDevice>, String)>,
-    ) -> Result<(Vec<StageDevice>, Self)> {
+        brought: Result<(Vec<DeviceSpec>, String)>,
+    ) -> Result<(Vec<DeviceSpec>, Self)> {
         let told = brought.as_ref().map(|(devices, common)| RosterHello {
             common: common.clone(),
             limits: devices.iter().map(limit).collect(),
@@ -59,6 +59,7 @@ impl<'a> Roster<'a> {
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
         let roster = Self { world, limits, devices: devices[..ranks].to_vec() };
+        // Cannot fail here: had this rank brought an error, `settle` would have returned one.
         Ok((brought?.0, roster))
     }
 

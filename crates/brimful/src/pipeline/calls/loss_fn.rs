@@ -104,10 +104,12 @@ impl<F> SharedLoss<F> {
         let loss = Arc::clone(&self.0);
         let mut lender = Lender::default();
         Ok(Box::new(move |i: usize, values: &[Tensor]| {
+            // Not before it is needed: all at once, targets would fill the last stage's device.
             let target = feed::moved(&targets[i], device)?;
             let values = values.iter().map(Tensor::shallow_clone).collect();
             let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
             let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
+            // Kept until the step is over: its graph would keep the micro-batch's activations.
             given.put(i, output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?);
             Ok(loss)
         }))

@@ -177,6 +177,7 @@ impl Pipeline {
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;
         let last = self.layout.last_worker();
+        // Every rank makes the closure; without the last stage it never runs: any device will do.
         let device = |replica| match self.ranks.has(last) {
             true => self.device_of(replica, last).device,
             false => Device::Cpu,

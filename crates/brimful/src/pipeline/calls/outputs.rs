@@ -30,6 +30,7 @@ impl Ranks {
                 (outputs, _) => outputs,
             };
         }
+        // The type alone tells that there is no tensor: so all ranks leave the exchange out alike.
         if let Some(empty) = blank.as_ref().filter(|blank| leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
@@ -39,6 +40,7 @@ impl Ranks {
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
         let ranks: Vec<usize> = self.of_pipeline().collect();
         let came = self.world().spread_in(&exchange.turn, self.of(last), &ranks, &tensors)?;
+        // Without a sample the last stage's rank sends an empty list, for which the others wait.
         if came.is_empty() {
             return Ok(form);
         }

@@ -38,6 +38,7 @@ impl Pipeline {
         if let Some(&action) = all.find(|action| halves(action.kind)) {
             return Err(PipelineError::SplitBackward { action }.into());
         }
+        // Lists are found by their number of micro-batches: with another size, it would not be run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
         Ok(())

@@ -103,6 +103,7 @@ impl Pipeline {
             let exchange = team.exchange()?;
             let run = self.all_forwards(input, &plan, &exchange);
             let (tensors, rows) = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            // Another rank has failed, whose gradients will never come: the graphs are dropped now.
             if let Err(error) = exchange.report(Ok(()), start) {
                 self.workers().all(|worker| worker.undo())?;
                 return Err(error);
@@ -126,6 +127,7 @@ impl Pipeline {
             open.ok_or(PipelineError::OldOutputs)?;
         let gradients = RowGradients::of(&outputs.tensors);
         let devices = self.seeded_devices();
+        // No new seed: a recompute draws by the forward's, which the workers' runs have kept.
         preserving_generators(devices, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
@@ -174,6 +176,7 @@ impl Pipeline {
         let exchange = this_try.exchange;
         let plan = self.plan(&this_try, Mode::Train { last: true }, true)?;
         let (tensors, rows) = self.all_forwards(input, &plan, exchange)?;
+        // Forwards are counted from 1: `backward_from` refuses these, whose backward is run here.
         let outputs = Outputs { tensors, number: 0 };
         let (counted, gradients) = match oom::catch(|| self.loss_of(&outputs, loss)) {
             Ok(found) => found,
@@ -184,6 +187,7 @@ impl Pipeline {
         };
         let mut tried = self.all_backwards(&plan, &gradients, &rows, exchange)?;
         tried.loss = Some(counted);
+        // Leaves would keep their gradients, as large as the outputs, while the caller has them.
         let tensors = outputs.tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>();
         let tensors = tensors.map_err(Error::from)?;
         Ok((tried, Outputs { tensors, ..outputs }))
@@ -216,6 +220,7 @@ impl Pipeline {
         loss: &mut impl FnMut(&Outputs) -> Tensor,
     ) -> Result<((Counted, Vec<TermGroup>), RowGradients)> {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
+        // Before the backward, which a loss that is refused is spared.
         let counted = tally.read(self.state.non_finite)?;
         loss.f_backward()?;
         Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.tensors)))

@@ -116,6 +116,7 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
             follow(workers, &all)
         })?;
     }
+    // Only when all have followed: after a failure, the next step finds the same changes again.
     let noted = workers.all(|worker| {
         worker.variables.followed();
         Ok(())

@@ -35,6 +35,8 @@ impl Roots {
         let parts = std::iter::once(&output.values).chain(&output.skips);
         for (values, gradients) in parts.zip(gradients) {
             for (roots, gradients) in groups.iter_mut().zip(gradients) {
+                // A forward that is run again had no graph, and guessed what would be traced: some
+                // of these gradients come for values that have none either.
                 let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
                 let pairs = pairs.filter_map(|(value, gradient)| {
                     gradient.map(|gradient| (value.shallow_clone(), gradient))
@@ -54,6 +56,7 @@ pub(crate) fn run(
 ) -> Result<Vec<Tensors>> {
     let groups = roots.groups;
     accumulator.expect_groups(groups.len());
+    // Of those with roots: it frees the graph, which an empty group behind it could not.
     let last = groups.iter().rposition(|roots| !roots.is_empty());
     let mut gradients: Vec<Tensors> = (0..=input.skips.len()).map(|_| Vec::new()).collect();
     for (group, roots) in groups.iter().enumerate() {

@@ -54,6 +54,7 @@ impl WorkerRun {
                 parcels.push((outlet, pack(values)?));
             }
         }
+        // After the skips, which never wait for a place: they are on their way while this waits.
         if let Some(outlet) = &ports.values_out {
             parcels.push((outlet, pack(&output.values)?));
         }

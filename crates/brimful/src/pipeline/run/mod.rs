@@ -105,6 +105,7 @@ impl WorkerRun {
         let device = worker.site.device;
         let timeline = ActionClock::new(device, worker.memory.as_ref(), job.start, list.len())?;
         let enters = |a: &&Action| a.kind == ActionKind::Forward && a.stage.index() == 0;
+        // Fed inputs are taken as they come, so they set out in the order that the list has.
         let order = list.iter().filter(enters).map(|action| action.micro_batch.index());
         let inputs = std::mem::take(&mut job.inputs);
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
@@ -130,6 +131,7 @@ impl WorkerRun {
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(), WorkerFailure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
+            // Before the action is done: a backward looks for others behind it.
             self.next += 1;
             // A failure before the first layer must not be put down to the last action's.
             site.layer.set(None);
@@ -212,6 +214,7 @@ impl WorkerRun {
         self.timeline.begin()?;
         let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
         let input = kept.input.share();
+        // Where a closure follows, no forward was run: this is the first, and statistics count it.
         let output = if self.ends_in_closure(at) {
             let output = self.run_lent(site, at, i, input)?;
             Output::Terms(self.loss(site, i, &output.values)?)

@@ -42,6 +42,7 @@ impl ActionClock {
         };
         let origin = match device {
             Device::Cpu => Moment::Host(start),
+            // Events tell the time since another event alone: the host's `start` is none.
             device => Moment::now(device)?,
         };
         Ok(Self { device, arena, origin, begun: None, spans: Vec::with_capacity(actions) })

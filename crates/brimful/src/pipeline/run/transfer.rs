@@ -34,6 +34,7 @@ impl StageParcel {
     /// The tensors in the host's memory, from where they go to another rank, and when they are
     /// there: the device copies them after its work so far, and nobody waits.
     pub(crate) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
+        // Without its event: this thread packed it, and the copy comes next in the same stream.
         let Self { mut tensors, .. } = self;
         let mut sender = Device::Cpu;
         for tensor in tensors.iter_mut().flatten().flatten() {

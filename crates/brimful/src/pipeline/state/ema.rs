@@ -124,6 +124,7 @@ impl PipelineEma {
             };
             parts.iter().map(clone).collect::<Vec<_>>()
         };
+        // Read twice: it must fit everywhere before anything is changed anywhere.
         self.ranks.together("load averages", |_| {
             let fits = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
                 ema(worker).read(&tensors, &metadata).map(drop)

@@ -70,6 +70,7 @@ impl PipelineOptimizer {
         }
         let chosen: Vec<Vec<String>> = chosen.drain(self.ranks.here()).collect();
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
+        // Checked on all workers before it is made on one, or a refusal would leave it half made.
         self.ranks.together("group", |_| {
             let group = name.clone();
             let checked = workers.each_or_error(chosen.clone(), move |worker, chosen| {

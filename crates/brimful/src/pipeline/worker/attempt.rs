@@ -42,6 +42,7 @@ type Unmanaged = Vec<(Tensor, Tensor)>;
 impl Worker {
     /// Runs a whole mini-batch, and keeps what commits or undoes it.
     pub(crate) fn attempt(&mut self, job: Job, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
+        // On this thread, not the caller's: whether graphs are made is a setting of each thread.
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
@@ -100,6 +101,7 @@ impl Worker {
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
+        // A forward that nobody came back to holds its graphs: they would count in this run's peak.
         self.undo().and_then(|()| self.prepared_run(job)).map_err(failed)
     }
 
@@ -176,6 +178,7 @@ impl Worker {
         };
         let KeptRun { parameters, sums, unit, sizes } = kept;
         let variables = &self.store.variables_;
+        // Before it is told of: where that fails, `undo` finds here what is to be put back.
         self.tried = Some(Tried::new(parameters, variables, sums, undo, unit, sizes));
         oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
             let undone = self.undo().err();
@@ -186,6 +189,7 @@ impl Worker {
     /// What remains of a run that has come to its end.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
         let WorkerRun { accumulator, mut tally, outputs, timeline, norms, job, .. } = run;
+        // By micro-batch, in whatever order their backwards ran: a refusal names the number.
         for norm in norms {
             tally.add_norm(norm)?;
         }

@@ -38,6 +38,7 @@ impl Worker {
         let Some((_, gradients)) = tried.prepared() else { return Ok(Vec::new()) };
         let mut leaving = Vec::new();
         for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
+            // Taken out: the commit would leave it in the copy, and only the owner is to have it.
             if !self.variables.owns(variable)
                 && let Some(gradient) = gradient.take()
             {
@@ -76,6 +77,7 @@ impl Worker {
         let own = self.variables.all().map(|v| (v.tensor.data_ptr(), v.name.as_str()));
         let own: HashMap<_, &str> = own.collect();
         let twins: HashMap<&str, &Tensor> = twins.iter().map(|(n, t)| (n.as_str(), t)).collect();
+        // Taken out: filed under the owner's variables, they would move those from here as well.
         let mut statistics = std::mem::take(&mut tried.undo.statistics);
         statistics.hand_to(|tensor| {
             let name = own.get(&tensor.data_ptr())?;

@@ -25,7 +25,7 @@ use crate::pipeline::run::{Boundary, Stage, StagePass};
 use crate::random::{Draws, Generator};
 use crate::schedule::Span;
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
-use crate::workers::StageDevice;
+use crate::workers::DeviceSpec;
 
 /// What a worker is made from.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ pub(crate) struct Blueprint {
     pub(crate) number: usize,
     /// Which of this process's pipelines it is of.
     pub(crate) replica: usize,
-    pub(crate) device: StageDevice,
+    pub(crate) device: DeviceSpec,
     /// Of workers that share an accelerator, and so its random numbers.
     pub(crate) turn: Option<Arc<Mutex<()>>>,
     pub(crate) kind: tch::Kind,
@@ -116,6 +116,7 @@ impl Blueprint {
 impl Site {
     /// Runs one of the stages.
     pub(crate) fn run(&self, at: usize, input: Boundary, pass: StagePass<'_>) -> Boundary {
+        // Held until all is launched, not computed: a kernel gets its random state at its launch.
         let _turn = self.turn();
         self.stages[at].run(input, pass)
     }
@@ -151,6 +152,7 @@ impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
         let Blueprint { layout, number, replica, device, turn, kind, non_finite, .. } = blueprint;
+        // Before the layers, which on a CPU would else draw from the one that all threads share.
         let generator = Generator::new(device.device);
         let mut store = VarStore::new(device.device);
         let stages = blueprint.stages(&store, &generator)?;
@@ -160,6 +162,7 @@ impl Worker {
         let site = Site {
             device: device.device,
             stages,
+            // Two, each with streams: a neighbour's gradient must not queue behind the next inputs.
             dock: Copies::new(device.device),
             inputs: Copies::new(device.device),
             generator,

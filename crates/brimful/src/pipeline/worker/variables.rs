@@ -71,6 +71,7 @@ impl Variables {
         let positions: HashMap<&str, usize> =
             layout.layers.names().enumerate().map(|(position, name)| (name, position)).collect();
         let owner = |name: &str| {
+            // Layers' names may have dots, but none is inside another: at most one is found.
             let mut layers = name.match_indices('.').map(|(dot, _)| &name[..dot]);
             let position = layers.find_map(|layer| positions.get(layer));
             position.map_or(worker, |position| layout.worker_of(*position))
@@ -83,6 +84,7 @@ impl Variables {
             name,
         };
         let mut list: Vec<_> = store.variables().into_iter().map(variable).collect();
+        // The store has no order: replicas match gradients by place, and `find` searches by halves.
         list.sort_by(|a, b| a.name.cmp(&b.name));
         Self { worker, replica, list, shared: Vec::new() }
     }
@@ -100,6 +102,7 @@ impl Variables {
         // What a copy's own running statistics have come to is no change of the owner's.
         let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
+            // Two marks of what is not counted are equal, and tell nothing.
             !trainable || seen.is_none() || *seen != VariableMark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
@@ -158,6 +161,7 @@ impl Variables {
             if own.kind() == owner.kind() {
                 alike.push((own.shallow_clone(), owner));
             } else {
+                // Copied, because on one device `to_device` gives the owner's own memory.
                 let value = owner.f_detach()?.f_to_device(own.device())?.f_detach_copy()?;
                 tch::no_grad(|| own.set_data(&value));
             }

@@ -1,0 +1,437 @@
+// BatchNorm with what follows it, ReLU and perhaps an addition or a pooling: in kernels of our own where
+// they can be had, else by libtorch's operations, in place where nobody else needs the numbers.
+
+#include "../cuda/kernels/batch_norm.h"
+
+#include "guard.h"
+#include "kernels.h"
+#include "mirrored.h"
+#include "tensors.h"
+#include "touched.h"
+#include "version.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <optional>
+#include <utility>
+
+using brimful::guarded;
+using namespace brimful::kernels;
+using torch::autograd::variable_list;
+
+BRIMFUL_READ_AGAIN(
+    "torch::autograd::Node, set_history and set_gradient_edge, and how generated nodes keep and "
+    "release what they save");
+
+namespace {
+
+at::Tensor given(const at::Tensor* tensor) { return tensor == nullptr ? at::Tensor() : *tensor; }
+
+Norm norm_of(const BrimfulNorm& raw) {
+  return {
+      *raw.x, given(raw.weight), given(raw.bias), given(raw.running_mean),
+      given(raw.running_variance), raw.training, raw.momentum, raw.eps};
+}
+
+at::MemoryFormat channels_last(const at::Tensor& x) {
+  if (x.dim() == 4) return at::MemoryFormat::ChannelsLast;
+  return x.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::Contiguous;
+}
+
+// A row of numbers a channel, of f32 or the input's kind, or none.
+bool serves(const at::Tensor& of_channels, const at::Tensor& x) {
+  if (!of_channels.defined()) return true;
+  return of_channels.device() == x.device() && of_channels.is_contiguous() &&
+         of_channels.dim() == 1 && of_channels.numel() == x.size(1) &&
+         (of_channels.scalar_type() == at::kFloat || of_channels.scalar_type() == x.scalar_type());
+}
+
+bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return !a.defined() || !b.defined() || a.scalar_type() == b.scalar_type();
+}
+
+// Whether the kernels are made for such a BatchNorm.
+bool suits(const Norm& norm) {
+  const auto& x = norm.x;
+  const bool kind = x.scalar_type() == at::kFloat || brimful::is_half(x.scalar_type());
+  const bool shape = x.dim() == 2 || x.dim() == 4 || x.dim() == 5;
+  if (!kind || !shape || x.numel() == 0 || !x.is_contiguous(channels_last(x))) return false;
+  const bool has_running = norm.running_mean.defined() && norm.running_variance.defined();
+  return (norm.training || has_running) && serves(norm.weight, x) && serves(norm.bias, x) &&
+         serves(norm.running_mean, x) && serves(norm.running_variance, x) &&
+         same_kind(norm.weight, norm.bias) && same_kind(norm.running_mean, norm.running_variance);
+}
+
+bool is_like(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+// Dense and channels last, at an address that vectors can be read from.
+at::Tensor laid_out(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  const at::Tensor dense = tensor.contiguous(channels_last(tensor));
+  const bool aligned = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
+  return aligned ? dense : dense.clone(channels_last(tensor));
+}
+
+bool wants_gradient(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+bool any_wants_gradient(const Norm& norm) {
+  return wants_gradient(norm.x) || wants_gradient(norm.weight) || wants_gradient(norm.bias);
+}
+
+// A row of what the forward has found of each channel, shaped to be broadcast over x.
+at::Tensor row_of(const at::Tensor& saved, int64_t row, const at::Tensor& x) {
+  std::vector<int64_t> shape(x.dim(), 1);
+  shape[1] = x.size(1);
+  return saved.narrow(0, row * x.size(1), x.size(1)).view(shape);
+}
+
+std::vector<int64_t> all_but_channels(const at::Tensor& x) {
+  std::vector<int64_t> dims = {0};
+  for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
+  return dims;
+}
+
+struct PlainGradients {
+  at::Tensor dx, d_weight, d_bias;
+};
+
+// One BatchNorm's gradients by libtorch's operations.
+PlainGradients plain_gradients(
+    const at::Tensor& dz, const at::Tensor& x, const at::Tensor& saved, bool training) {
+  const auto dims = all_but_channels(x);
+  const auto mean = row_of(saved, 0, x);
+  const auto deviation = row_of(saved, 1, x);
+  const auto scale = row_of(saved, 2, x);
+  const auto normed = (x.to(at::kFloat) - mean) * deviation;
+  const auto sum = dz.sum(dims, true);
+  const auto product = (dz * normed).sum(dims, true);
+  auto dx = dz;
+  if (training) {
+    const double count = static_cast<double>(x.numel() / x.size(1));
+    dx = dz - sum / count - normed * (product / count);
+  }
+  return {(dx * scale).to(x.scalar_type()), product.view({-1}), sum.view({-1})};
+}
+
+// The bits of a mask as ones and zeros of x's shape.
+at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
+  const int64_t width = x.numel() / mask.numel();
+  const auto bits = at::arange(width, mask.options());
+  const auto all = mask.unsqueeze(1).bitwise_right_shift(bits).bitwise_and(1);
+  return at::empty_like(x, x.options().dtype(at::kByte)).as_strided({x.numel()}, {1}).copy_(
+      all.reshape({-1})).as_strided(x.sizes(), x.strides());
+}
+
+// What the kernel would have given, where it cannot be had after all.
+NormGradients plain_backward(const NormGradient& in) {
+  TORCH_CHECK(!in.pooled, "the backward of BatchNorm with pooling needs the kernel of its forward");
+  auto dz = in.dy.to(at::kFloat);
+  if (in.more_dy.defined()) dz = dz + in.more_dy;
+  if (in.relu && in.mask.defined()) {
+    dz = dz * unpacked(in.mask, in.x);
+  } else if (in.relu) {
+    const auto scale = row_of(in.saved, 2, in.x);
+    const auto y = (in.x.to(at::kFloat) - row_of(in.saved, 0, in.x)) * scale;
+    dz = at::where(y + row_of(in.saved, 3, in.x) <= 0, at::zeros({}, dz.options()), dz);
+  }
+  const auto like = [](const at::Tensor& gradient, const at::Tensor& wanted) {
+    return wanted.defined() ? gradient.to(wanted.scalar_type()) : at::Tensor();
+  };
+  NormGradients out;
+  const auto own = plain_gradients(dz, in.x, in.saved, in.training);
+  out.dx = own.dx;
+  out.d_weight = like(own.d_weight, in.weight);
+  out.d_bias = like(own.d_bias, in.bias);
+  if (in.keeps_residual) out.d_residual = dz.to(in.x.scalar_type());
+  if (!in.other_x.defined()) return out;
+  const auto other = plain_gradients(dz, in.other_x, in.other_saved, in.training);
+  out.other_dx = other.dx;
+  out.other_d_weight = like(other.d_weight, in.other_weight);
+  out.other_d_bias = like(other.d_bias, in.other_bias);
+  return out;
+}
+
+NormGradients gradients_of(const NormGradient& in) {
+  try {
+    if (const auto* functions = brimful::kernels::functions()) {
+      return functions->batch_norm_backward(in);
+    }
+  } catch (const KernelError& error) {
+    refused(std::string("the backward of BatchNorm: ") + error.what());
+  }
+  return plain_backward(in);
+}
+
+// The node of the graph. It has two outputs, which are the same numbers: whoever uses an output twice
+// may use both, and their gradients are then added in the backward's own pass.
+struct BatchNormNode final : torch::autograd::Node {
+  // The edges, in this order.
+  enum Input { kX, kWeight, kBias, kAddend, kOtherWeight, kOtherBias };
+
+  std::string name() const override { return "BrimfulBatchNormBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    released = true;
+    x.reset_data();
+    other_x.reset_data();
+    saved.reset();
+    other_saved.reset();
+    mask.reset();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(),
+        "BatchNorm in a kernel of ours has no second derivative: switch the kernels off "
+        "(BRIMFUL_KERNELS=off)");
+    variable_list out(num_outputs());
+    at::Tensor dy = gradients[0];
+    at::Tensor more_dy = gradients[1];
+    if (!dy.defined()) std::swap(dy, more_dy);
+    if (!dy.defined()) return out;
+    // A pooling's gradient is gathered, from one tensor.
+    if (pooled && more_dy.defined()) dy = dy + std::exchange(more_dy, {});
+    give(gradients_of(gradient(laid_out(dy), laid_out(more_dy))), out);
+    return out;
+  }
+
+  at::Tensor if_wanted(const at::Tensor& like, Input input) const {
+    return like.defined() && task_should_compute_output(input) ? like : at::Tensor();
+  }
+
+  NormGradient gradient(at::Tensor dy, at::Tensor more_dy) {
+    NormGradient in{};
+    in.dy = std::move(dy);
+    in.more_dy = std::move(more_dy);
+    in.x = x.unpack(shared_from_this());
+    in.saved = saved;
+    in.mask = mask;
+    in.training = training;
+    in.relu = relu;
+    in.pooled = pooled;
+    in.weight = if_wanted(weight_like, kWeight);
+    in.bias = if_wanted(bias_like, kBias);
+    if (!other_saved.defined()) {
+      in.keeps_residual = has_addend && task_should_compute_output(kAddend);
+      return in;
+    }
+    in.other_x = other_x.unpack(shared_from_this());
+    in.other_saved = other_saved;
+    in.other_weight = if_wanted(other_weight_like, kOtherWeight);
+    in.other_bias = if_wanted(other_bias_like, kOtherBias);
+    return in;
+  }
+
+  void give(NormGradients&& all, variable_list& out) const {
+    out[kX] = std::move(all.dx);
+    out[kWeight] = std::move(all.d_weight);
+    out[kBias] = std::move(all.d_bias);
+    out[kAddend] = other_saved.defined() ? std::move(all.other_dx) : std::move(all.d_residual);
+    out[kOtherWeight] = std::move(all.other_d_weight);
+    out[kOtherBias] = std::move(all.other_d_bias);
+  }
+
+  torch::autograd::SavedVariable x, other_x;
+  at::Tensor saved, other_saved, mask;
+  // For what a gradient is to be like, not for their numbers.
+  at::Tensor weight_like, bias_like, other_weight_like, other_bias_like;
+  bool training = false, relu = false, has_addend = false, pooled = false, released = false;
+};
+
+// A parameter, for its kind, shape and device.
+at::Tensor like_of(const at::Tensor& parameter) {
+  return parameter.defined() ? parameter.detach() : at::Tensor();
+}
+
+// The other BatchNorm under the same sum, or a tensor, or nothing.
+struct Beside {
+  at::Tensor tensor;
+  std::optional<Norm> norm;
+  at::Tensor saved;
+
+  at::Tensor input() const { return norm ? norm->x : tensor; }
+  bool wants_gradient() const {
+    return norm ? any_wants_gradient(*norm) : ::wants_gradient(tensor);
+  }
+};
+
+// Puts the node behind y.
+void attach(
+    const at::Tensor& y, const Norm& norm, const Beside& beside, Normed&& out, bool relu,
+    bool pooled) {
+  const std::shared_ptr<BatchNormNode> node(
+      new BatchNormNode(), torch::autograd::deleteNode);
+  const auto none = at::Tensor();
+  node->set_next_edges(torch::autograd::collect_next_edges(
+      norm.x, norm.weight, norm.bias, beside.input(), beside.norm ? beside.norm->weight : none,
+      beside.norm ? beside.norm->bias : none));
+  node->x = torch::autograd::SavedVariable(norm.x, false);
+  node->saved = std::move(out.saved);
+  node->mask = std::move(out.mask);
+  node->weight_like = like_of(norm.weight);
+  node->bias_like = like_of(norm.bias);
+  node->training = norm.training;
+  node->relu = relu;
+  node->pooled = pooled;
+  node->has_addend = beside.input().defined();
+  if (beside.norm) {
+    node->other_x = torch::autograd::SavedVariable(beside.norm->x, false);
+    node->other_saved = beside.saved;
+    node->other_weight_like = like_of(beside.norm->weight);
+    node->other_bias_like = like_of(beside.norm->bias);
+  }
+  torch::autograd::set_history(y, node);
+  // The second output.
+  node->add_input_metadata(y);
+}
+
+void tell_of(const char* name, const Norm& norm) {
+  brimful::tell(
+      name,
+      {double(norm.training), norm.momentum, norm.eps}, {norm.x, norm.weight, norm.bias},
+      {norm.running_mean, norm.running_variance});
+}
+
+at::Tensor by_kernels(
+    const BrimfulKernelFunctions& functions, const Norm& norm, Beside beside, bool relu) {
+  const bool graph =
+      at::GradMode::is_enabled() && (any_wants_gradient(norm) || beside.wants_gradient());
+  Normed out;
+  {
+    const at::NoGradGuard untracked;
+    Addend addend;
+    if (beside.norm) {
+      tell_of("brimful::batch_norm_statistics", *beside.norm);
+      beside.saved = functions.batch_norm_statistics(*beside.norm);
+      addend = {beside.norm->x, beside.saved};
+    } else if (beside.tensor.defined()) {
+      addend.tensor = laid_out(beside.tensor);
+    }
+    tell_of("brimful::batch_norm", norm);
+    brimful::tell("brimful::relu", {double(relu)}, {beside.tensor}, {});
+    out = functions.batch_norm_forward(norm, addend, relu, graph);
+  }
+  at::Tensor y = out.y;
+  if (graph) attach(y, norm, beside, std::move(out), relu, false);
+  return y;
+}
+
+at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const Norm& norm) {
+  Normed out;
+  {
+    const at::NoGradGuard untracked;
+    tell_of("brimful::batch_norm_pool", norm);
+    out = functions.batch_norm_pool(norm.x, functions.batch_norm_statistics(norm));
+  }
+  at::Tensor y = out.y;
+  if (at::GradMode::is_enabled() && any_wants_gradient(norm)) {
+    attach(y, norm, {}, std::move(out), true, true);
+  }
+  return y;
+}
+
+at::Tensor by_libtorch(const Norm& norm) {
+  return at::batch_norm(
+      norm.x, norm.weight, norm.bias, norm.running_mean, norm.running_variance, norm.training,
+      norm.momentum, norm.eps, true);
+}
+
+// In place: nobody else needs a normalisation's output, and it is as large as the input.
+at::Tensor by_libtorch(const Norm& norm, const Beside& beside, bool relu) {
+  at::Tensor y = by_libtorch(norm);
+  if (beside.norm) y.add_(by_libtorch(*beside.norm));
+  if (beside.tensor.defined()) y.add_(beside.tensor);
+  return relu ? y.relu_() : y;
+}
+
+at::Tensor pooled_by_libtorch(const Norm& norm) {
+  return at::max_pool2d(by_libtorch(norm).relu_(), {3, 3}, {2, 2}, {1, 1});
+}
+
+bool suits(const Norm& norm, const Beside& beside) {
+  if (!suits(norm)) return false;
+  if (beside.norm) {
+    return suits(*beside.norm) && is_like(norm.x, beside.norm->x);
+  }
+  return !beside.tensor.defined() || is_like(norm.x, beside.tensor);
+}
+
+// Runs `own` if the kernels are there, and says so where one fails.
+template <class Own>
+std::optional<at::Tensor> if_possible(const at::Tensor& x, bool suited, Own&& own) {
+  const auto* functions = suited ? functions_for(x) : nullptr;
+  if (functions == nullptr) return std::nullopt;
+  try {
+    return own(*functions);
+  } catch (const KernelError& error) {
+    refused(std::string("BatchNorm: ") + error.what());
+    return std::nullopt;
+  }
+}
+
+at::Tensor batch_norm(const Norm& norm, Beside beside, bool relu) {
+  // The two in one are for training, where both have statistics to find.
+  if (beside.norm && !(norm.training && beside.norm->training)) {
+    beside.tensor = batch_norm(*beside.norm, {}, false);
+    beside.norm.reset();
+  }
+  const auto own = if_possible(norm.x, suits(norm, beside), [&](const auto& functions) {
+    return by_kernels(functions, norm, beside, relu);
+  });
+  return own ? *own : by_libtorch(norm, beside, relu);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t brimful_batch_norm(
+    const BrimfulNorm* raw, const BrimfulAddend* addend, bool relu, at::Tensor** out,
+    char** message) noexcept {
+  return guarded(message, [&] {
+    Beside beside{given(addend->tensor), std::nullopt, at::Tensor()};
+    if (addend->norm != nullptr) beside.norm = norm_of(*addend->norm);
+    *out = new at::Tensor(batch_norm(norm_of(*raw), std::move(beside), relu));
+  });
+}
+
+// ReLU and a pooling of 3×3, stride 2 and padding 1 behind it.
+int32_t brimful_batch_norm_pool(
+    const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const Norm norm = norm_of(*raw);
+    const bool suited = norm.training && norm.x.dim() == 4 && suits(norm);
+    const auto own = if_possible(norm.x, suited, [&](const auto& functions) {
+      return pooled_by_kernels(functions, norm);
+    });
+    *out = new at::Tensor(own ? *own : pooled_by_libtorch(norm));
+  });
+}
+
+// The same numbers for a second use of them. Where they come out of a node of ours, the gradients of
+// both uses meet in its backward's own pass; elsewhere it is the tensor itself.
+int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto edge = torch::autograd::impl::gradient_edge(*tensor);
+    const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
+    if (!ours || edge.input_nr != 0 || !at::GradMode::is_enabled()) {
+      *out = new at::Tensor(*tensor);
+      return;
+    }
+    at::Tensor second = tensor->detach();
+    torch::autograd::impl::set_gradient_edge(second, {edge.function, 1});
+    *out = new at::Tensor(second);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,422 @@
+// Chooses grids and shared memory for BatchNorm's kernels, and launches them: one cooperative launch
+// where all blocks fit on the card at the same time, else two plain ones.
+
+#include "batch_norm.h"
+
+#include "../../bridge/tensors.h"
+#include "../../kernels/batch_norm_arguments.h"
+#include "kernel.h"
+#include "kernel_sources.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+
+namespace brimful::kernels {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+// A slice is 64 channels of vectors, or 32 of single numbers.
+constexpr int kSliceChannels = 64;
+constexpr int kSliceNumbers = 32;
+// Blocks a multiprocessor, of launches whose blocks need not run at the same time.
+constexpr int kPlainBlocks = 2;
+// Vectors are numbered in 32 bits.
+constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max();
+
+constexpr const char* kKinds[] = {"F32", "Bf16", "F16"};
+
+// As in kernels/prelude.cuh.
+int kind_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.scalar_type() == at::kFloat) return 0;
+  return tensor.scalar_type() == at::kBFloat16 ? 1 : 2;
+}
+
+bool is_aligned(const at::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+// How a tensor is read: its kind, numbers at once, and lanes side by side.
+struct Reading {
+  int kind, width, lanes;
+  int rows, channels;
+
+  Reading(const at::Tensor& x, bool aligned) : kind(kind_of(x)) {
+    const int64_t all = x.numel();
+    const int64_t in_rows = x.size(1);
+    const int vector = x.element_size() == 4 ? 4 : 8;
+    width = aligned && in_rows % vector == 0 ? vector : 1;
+    if (all / width >= kMaxVectors) throw KernelError("2^31 vectors and more are libtorch's");
+    channels = static_cast<int>(in_rows);
+    rows = static_cast<int>(all / in_rows);
+    const int most = width == 1 ? kSliceNumbers : kSliceChannels / width;
+    for (lanes = 1; lanes < most && lanes < channels / width;) lanes *= 2;
+  }
+
+  int slice_channels() const { return lanes * width; }
+  int slices() const { return (channels + slice_channels() - 1) / slice_channels(); }
+  int rows_a_step() const { return kThreads / lanes; }
+  // Of what a block keeps of one tensor, for one step.
+  size_t slot_bytes() const { return size_t{kThreads} * width * (kind == 0 ? 4 : 2); }
+
+  std::vector<std::string> defines() const {
+    return {
+        std::string("KIND=") + kKinds[kind], "WIDTH=" + std::to_string(width),
+        "LANES=" + std::to_string(lanes), "THREADS=" + std::to_string(kThreads)};
+  }
+};
+
+// A kernel, by its source, its function and everything it is compiled with.
+const Kernel& kernel(
+    const Source& source, const char* function, const Reading& reading,
+    const std::vector<std::string>& words) {
+  static std::mutex turn;
+  static std::map<std::string, Kernel> all;
+  auto defines = reading.defines();
+  defines.insert(defines.end(), words.begin(), words.end());
+  std::string key = function;
+  for (const auto& define : defines) key += ' ' + define;
+  const std::lock_guard<std::mutex> alone(turn);
+  const auto found = all.find(key);
+  if (found != all.end()) return found->second;
+  return all.try_emplace(key, source, function, defines).first->second;
+}
+
+// How the rows are shared out.
+struct Plan {
+  int blocks, chunk, slots;
+  unsigned shared_bytes;
+  bool cooperative;
+};
+
+Plan shared_out(const Reading& reading, int blocks) {
+  const int even = (reading.rows + blocks - 1) / blocks;
+  const int chunk = std::max(even, std::min(reading.rows_a_step(), reading.rows));
+  return {(reading.rows + chunk - 1) / chunk, chunk, 0, 0, false};
+}
+
+// `fixed_bytes` are the kernel's own, `tensors` how many it keeps of.
+Plan whole_plan(const Reading& reading, const Card& card, size_t fixed_bytes, int tensors) {
+  Plan plan = shared_out(reading, std::max(1, card.multiprocessors / reading.slices()));
+  plan.cooperative = reading.slices() <= card.multiprocessors;
+  const size_t room = card.shared_bytes_per_block;
+  if (room < fixed_bytes) throw KernelError("too little shared memory");
+  const size_t slot = tensors * reading.slot_bytes();
+  const int steps = (plan.chunk + reading.rows_a_step() - 1) / reading.rows_a_step();
+  plan.slots = static_cast<int>(std::min<size_t>((room - fixed_bytes) / slot, steps));
+  plan.shared_bytes = static_cast<unsigned>(fixed_bytes + plan.slots * slot);
+  return plan;
+}
+
+Plan plain_plan(const Reading& reading, const Card& card, size_t fixed_bytes) {
+  const int most = kPlainBlocks * card.multiprocessors / reading.slices();
+  Plan plan = shared_out(reading, std::max(1, most));
+  plan.shared_bytes = static_cast<unsigned>(fixed_bytes);
+  return plan;
+}
+
+size_t rounded(size_t floats) { return (floats * sizeof(float) + 15) / 16 * 16; }
+
+// The sizes of `Shared` in the sources.
+size_t forward_bytes(const Reading& reading) {
+  const size_t channels = reading.slice_channels();
+  return rounded(kWarps * 2 * channels + 2 * kThreads + kThreads + 3 * channels);
+}
+
+size_t backward_bytes(const Reading& reading, int norms) {
+  const size_t channels = reading.slice_channels();
+  const size_t sums = 1 + norms;
+  return rounded(kWarps * sums * channels + sums * kThreads + 3 * norms * channels);
+}
+
+Shape shape_of(const Reading& reading, const Plan& plan, int blocks) {
+  return {
+      static_cast<unsigned>(reading.slices()), static_cast<unsigned>(blocks), kThreads,
+      plan.shared_bytes, plan.cooperative};
+}
+
+// Whether all blocks of the plan run at the same time.
+bool fits(const Kernel& kernel, const Plan& plan) {
+  return plan.cooperative && kernel.blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
+}
+
+template <class Arguments>
+void set_rows(Arguments& arguments, const Reading& reading, const Plan& plan) {
+  arguments.rows = reading.rows;
+  arguments.channels = reading.channels;
+  arguments.blocks = plan.blocks;
+  arguments.chunk = plan.chunk;
+  arguments.slots = plan.slots;
+}
+
+at::Tensor numbers(const at::Tensor& like, int64_t count) {
+  return at::empty({count}, like.options().dtype(at::kFloat).memory_format(std::nullopt));
+}
+
+at::Tensor partials_of(
+    const at::Tensor& like, const Reading& reading, const Plan& plan, int kinds) {
+  const int64_t blocks = int64_t{plan.blocks} * reading.slices();
+  return numbers(like, blocks * kinds * reading.slice_channels());
+}
+
+const void* read_from(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
+}
+
+void* write_to(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
+const float* read_floats(const at::Tensor& tensor) {
+  return static_cast<const float*>(read_from(tensor));
+}
+
+float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
+
+std::string word(const char* name, int value) {
+  return std::string(name) + "=" + std::to_string(value);
+}
+
+// The forward's kernels, which differ in what they do of it.
+struct Forward {
+  const Reading reading;
+  std::string relu, residual;
+  BatchNormForward arguments{};
+
+  const Kernel& pass(const char* name) const {
+    return kernel(
+        batch_norm_forward_source, "batch_norm_forward", reading,
+        {std::string("PASS=") + name, relu, residual});
+  }
+
+  void launch(const char* name, const Plan& plan, int blocks) {
+    pass(name).launch(shape_of(reading, plan, blocks), arguments);
+  }
+
+  // `whole` in one launch, or the halves in two.
+  void run(const at::Tensor& x, const char* whole, const char* second, bool keeps) {
+    const Card figures = card(x.get_device());
+    const size_t bytes = forward_bytes(reading);
+    Plan plan = whole_plan(reading, figures, bytes, 1);
+    if (!keeps) {
+      plan.slots = 0;
+      plan.shared_bytes = static_cast<unsigned>(bytes);
+    }
+    const bool at_once = fits(pass(whole), plan);
+    if (!at_once) plan = plain_plan(reading, figures, bytes);
+    const at::Tensor partials = partials_of(x, reading, plan, 2);
+    arguments.partials = write_floats(partials);
+    set_rows(arguments, reading, plan);
+    if (at_once) return launch(whole, plan, plan.blocks);
+    launch("FIRST_HALF", plan, plan.blocks);
+    launch(second, plan, keeps ? plan.blocks : 1);
+  }
+
+  void run_fixed(const at::Tensor& x) {
+    const Plan plan = plain_plan(reading, card(x.get_device()), forward_bytes(reading));
+    set_rows(arguments, reading, plan);
+    launch("FIXED", plan, plan.blocks);
+  }
+};
+
+void set_norm(BatchNormForward& arguments, const Norm& norm, const at::Tensor& saved) {
+  arguments.x = read_from(norm.x);
+  arguments.weight = read_from(norm.weight);
+  arguments.bias = read_from(norm.bias);
+  arguments.running_mean = write_to(norm.running_mean);
+  arguments.running_variance = write_to(norm.running_variance);
+  arguments.saved = write_floats(saved);
+  arguments.weight_kind = kind_of(norm.weight.defined() ? norm.weight : norm.bias);
+  arguments.running_kind = kind_of(norm.running_mean);
+  arguments.eps = static_cast<float>(norm.eps);
+  arguments.momentum = static_cast<float>(norm.momentum);
+}
+
+}  // namespace
+
+Normed batch_norm_forward(const Norm& norm, const Addend& addend, bool relu, bool for_backward) {
+  const c10::DeviceGuard on(norm.x.device());
+  const Reading reading(norm.x, is_aligned(norm.x) && is_aligned(addend.tensor));
+  const int residual = !addend.tensor.defined() ? 0 : addend.saved.defined() ? 2 : 1;
+  Normed out;
+  out.y = at::empty_like(norm.x);
+  if (for_backward) out.saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  if (for_backward && relu && residual != 0) {
+    out.mask = at::empty(
+        {norm.x.numel() / reading.width},
+        norm.x.options().dtype(at::kByte).memory_format(std::nullopt));
+  }
+  Forward forward{reading, word("RELU", relu), word("RESIDUAL", residual)};
+  set_norm(forward.arguments, norm, out.saved);
+  forward.arguments.residual = read_from(addend.tensor);
+  forward.arguments.residual_saved = read_floats(addend.saved);
+  forward.arguments.y = write_to(out.y);
+  forward.arguments.mask = static_cast<unsigned char*>(write_to(out.mask));
+  if (norm.training) {
+    forward.run(norm.x, "WHOLE", "SECOND_HALF", true);
+  } else {
+    forward.run_fixed(norm.x);
+  }
+  return out;
+}
+
+at::Tensor batch_norm_statistics(const Norm& norm) {
+  const c10::DeviceGuard on(norm.x.device());
+  const Reading reading(norm.x, is_aligned(norm.x));
+  const at::Tensor saved = numbers(norm.x, 4 * int64_t{reading.channels});
+  Forward forward{reading, word("RELU", 0), word("RESIDUAL", 0)};
+  set_norm(forward.arguments, norm, saved);
+  forward.run(norm.x, "STATISTICS", "FINISH", false);
+  return saved;
+}
+
+namespace {
+
+at::Tensor like_or_none(const at::Tensor& like) {
+  return like.defined() ? at::empty_like(like) : at::Tensor();
+}
+
+struct Backward {
+  const Reading reading;
+  std::vector<std::string> words;
+  int norms;
+  BatchNormBackward arguments{};
+
+  const Kernel& pass(const char* name) const {
+    auto all = words;
+    all.push_back(std::string("PASS=") + name);
+    return kernel(batch_norm_backward_source, "batch_norm_backward", reading, all);
+  }
+
+  void launch(const char* name, const Plan& plan) {
+    pass(name).launch(shape_of(reading, plan, plan.blocks), arguments);
+  }
+
+  void run(const at::Tensor& x) {
+    const Card figures = card(x.get_device());
+    const size_t bytes = backward_bytes(reading, norms);
+    Plan plan = whole_plan(reading, figures, bytes, 1 + norms);
+    const bool at_once = fits(pass("WHOLE"), plan);
+    if (!at_once) plan = plain_plan(reading, figures, bytes);
+    const at::Tensor partials = partials_of(x, reading, plan, 1 + norms);
+    arguments.partials = write_floats(partials);
+    set_rows(arguments, reading, plan);
+    if (at_once) return launch("WHOLE", plan);
+    launch("FIRST_HALF", plan);
+    launch("SECOND_HALF", plan);
+  }
+
+  // No sums over the rows are needed.
+  void run_fixed(const at::Tensor& x) {
+    const Plan plan =
+        plain_plan(reading, card(x.get_device()), backward_bytes(reading, norms));
+    set_rows(arguments, reading, plan);
+    launch("FIXED", plan);
+  }
+};
+
+NormGradients room_for(const NormGradient& in) {
+  NormGradients out;
+  out.dx = at::empty_like(in.x);
+  out.d_weight = like_or_none(in.weight);
+  out.d_bias = like_or_none(in.bias);
+  if (in.keeps_residual) out.d_residual = at::empty_like(in.x);
+  if (!in.other_x.defined()) return out;
+  out.other_dx = at::empty_like(in.other_x);
+  out.other_d_weight = like_or_none(in.other_weight);
+  out.other_d_bias = like_or_none(in.other_bias);
+  return out;
+}
+
+void set_tensors(BatchNormBackward& a, const NormGradient& in, const NormGradients& out) {
+  a.x = read_from(in.x);
+  a.dy = read_from(in.dy);
+  a.more_dy = read_from(in.more_dy);
+  a.mask = static_cast<const unsigned char*>(read_from(in.mask));
+  a.saved = read_floats(in.saved);
+  a.dx = write_to(out.dx);
+  a.d_residual = write_to(out.d_residual);
+  a.other_x = read_from(in.other_x);
+  a.other_saved = read_floats(in.other_saved);
+  a.other_dx = write_to(out.other_dx);
+  a.d_weight = write_to(out.d_weight);
+  a.d_bias = write_to(out.d_bias);
+  a.other_d_weight = write_to(out.other_d_weight);
+  a.other_d_bias = write_to(out.other_d_bias);
+  a.weight_kind = kind_of(in.weight.defined() ? in.weight : in.bias);
+  a.other_weight_kind = kind_of(in.other_weight.defined() ? in.other_weight : in.other_bias);
+  a.training = in.training;
+}
+
+// Of pictures, not volumes.
+void set_pooling(BatchNormBackward& a, const NormGradient& in) {
+  a.height = static_cast<int>(in.x.size(2));
+  a.width = static_cast<int>(in.x.size(3));
+  a.pooled_height = static_cast<int>(in.dy.size(2));
+  a.pooled_width = static_cast<int>(in.dy.size(3));
+}
+
+}  // namespace
+
+NormGradients batch_norm_backward(const NormGradient& in) {
+  const c10::DeviceGuard on(in.x.device());
+  // With bits of a mask, the vectors are those of the forward.
+  const bool by_bits = in.mask.defined() && !in.pooled;
+  const bool aligned = is_aligned(in.x) && is_aligned(in.dy) && is_aligned(in.more_dy) &&
+                       is_aligned(in.other_x);
+  const bool single = by_bits && in.mask.numel() == in.x.numel();
+  const Reading reading(in.x, aligned && !single);
+  if (by_bits && in.mask.numel() * reading.width != in.x.numel()) {
+    throw KernelError("a gradient is not aligned as the input was");
+  }
+  const bool other = in.other_x.defined();
+  Backward backward{
+      reading,
+      {word("MASK", !in.relu ? 0 : by_bits ? 2 : 1), word("MORE", in.more_dy.defined()),
+       word("KEEP", in.keeps_residual), word("OTHER", other), word("POOL", in.pooled)},
+      other ? 2 : 1};
+  const NormGradients out = room_for(in);
+  set_tensors(backward.arguments, in, out);
+  if (in.pooled) set_pooling(backward.arguments, in);
+  const bool sums = in.training || in.weight.defined() || in.bias.defined() ||
+                    in.other_weight.defined() || in.other_bias.defined();
+  sums ? backward.run(in.x) : backward.run_fixed(in.x);
+  return out;
+}
+
+Normed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
+  const c10::DeviceGuard on(x.device());
+  const Reading reading(x, is_aligned(x));
+  const auto pooled = [](int64_t size) { return (size - 1) / 2 + 1; };
+  Normed out;
+  out.y = at::empty(
+      {x.size(0), x.size(1), pooled(x.size(2)), pooled(x.size(3))},
+      x.options().memory_format(at::MemoryFormat::ChannelsLast));
+  out.saved = saved;
+  out.mask =
+      at::empty({out.y.numel()}, x.options().dtype(at::kByte).memory_format(std::nullopt));
+  BatchNormPool arguments{};
+  arguments.x = read_from(x);
+  arguments.saved = read_floats(saved);
+  arguments.y = write_to(out.y);
+  arguments.place = static_cast<unsigned char*>(write_to(out.mask));
+  arguments.total = static_cast<int>(out.y.numel() / reading.width);
+  arguments.channels = reading.channels;
+  arguments.height = static_cast<int>(x.size(2));
+  arguments.width = static_cast<int>(x.size(3));
+  arguments.pooled_height = static_cast<int>(out.y.size(2));
+  arguments.pooled_width = static_cast<int>(out.y.size(3));
+  constexpr unsigned kPoolThreads = 256;
+  const unsigned blocks = (arguments.total + kPoolThreads - 1) / kPoolThreads;
+  kernel(batch_norm_pool_source, "batch_norm_pool", reading, {})
+      .launch(Shape{blocks, 1, kPoolThreads, 0, false}, arguments);
+  return out;
+}
+
+}  // namespace brimful::kernels

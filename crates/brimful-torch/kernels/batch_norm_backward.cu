@@ -1,0 +1,320 @@
+// The backward of BatchNorm, ReLU and the addition before it, channels last.
+//
+//   dy (+ more_dy), or gathered from a pooling's ─┐
+//   mask: from x, or the forward's bits ──────────┴─ dz ─┬─ d_residual
+//   x ─────────────────── Σ dz, Σ dz·(x − mean) of the block's rows ─ partials ─ barrier ─ of all rows
+//       └─ x and dz kept in shared memory as far as it goes ───────────────────┐  └─ d_weight, d_bias
+//   dx = scale · (dz − mean of dz − x̂ · mean of dz·x̂) ────────────────────────┘
+//
+// Another BatchNorm's input under the same sum (other_x) has the same dz, and gets its gradients too.
+//
+// MASK: 0 no ReLU, 1 found again from x, 2 the forward's bits. MORE, KEEP (write d_residual), OTHER,
+// POOL: 0, 1.
+#include "batch_norm_common.cuh"
+
+typedef BatchNormBackward Arguments;
+// Sums a channel: of dz, of dz·(x − mean), of dz·(other_x − its mean).
+enum { kSums = 2 + OTHER, kNorms = 1 + OTHER, kTensors = 2 + OTHER, kLoads = OTHER || POOL ? 2 : 4 };
+
+struct Shared {
+  float warps[kWarps][kSums][kChannels];
+  float groups[kGroups][kSums][kChannels];
+  // dx = a·dz + b·(x − mean) + c
+  float a[kNorms][kChannels], b[kNorms][kChannels], c[kNorms][kChannels];
+};
+
+// What a thread needs to know of its channels before the sums.
+struct Known {
+  float mean[WIDTH], scale[WIDTH], bias[WIDTH], other_mean[WIDTH];
+};
+
+DEVICE void known_channels(const Arguments& a, const Place& p, Known& own) {
+  own_of_all(p, a.saved, own.mean);
+  if (MASK == 1) {
+    own_of_all(p, a.saved + 2 * a.channels, own.scale);
+    own_of_all(p, a.saved + 3 * a.channels, own.bias);
+  }
+  if (OTHER) own_of_all(p, a.other_saved, own.other_mean);
+}
+
+// What is read for one vector.
+struct Read {
+  Word x, dy, more, other;
+  u32 mask;
+};
+
+DEVICE void read(const Arguments& a, u32 at, Read& r) {
+  r.x = Pack::load(static_cast<const Word*>(a.x) + at);
+  if (!POOL) r.dy = Pack::load(static_cast<const Word*>(a.dy) + at);
+  if (MORE) r.more = Pack::load(static_cast<const Word*>(a.more_dy) + at);
+  if (OTHER) r.other = Pack::load(static_cast<const Word*>(a.other_x) + at);
+  if (MASK == 2) r.mask = a.mask[at];
+}
+
+// As many bytes at once as a vector has numbers.
+DEVICE u64 load_places(const u8* from) {
+  if (WIDTH == 8) return *reinterpret_cast<const u64*>(from);
+  if (WIDTH == 4) return *reinterpret_cast<const u32*>(from);
+  return *from;
+}
+
+// The gradient of a 3×3 pooling of stride 2 and padding 1 at one row of its input: from the windows
+// that had their maximum there, at most four.
+DEVICE void gather(const Arguments& a, const Place& p, int row, float* d) {
+  const u32 w = row % a.width, h = row / a.width % a.height, n = row / a.width / a.height;
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) d[j] = 0.f;
+#pragma unroll
+  for (u32 window = 0; window < 4; window++) {
+    const u32 down = window / 2, right = window % 2;
+    const u32 y = h / 2 + down, x = w / 2 + right;
+    // An even row is in one row of windows, an odd one in two.
+    if ((down && !(h & 1)) || (right && !(w & 1))) continue;
+    if (y >= static_cast<u32>(a.pooled_height) || x >= static_cast<u32>(a.pooled_width)) continue;
+    const u32 at = ((n * a.pooled_height + y) * a.pooled_width + x) * p.vectors + p.vector;
+    const u32 here = (h + 1 - 2 * y) * 3 + (w + 1 - 2 * x);
+    float g[WIDTH];
+    Pack::unpack(static_cast<const Word*>(a.dy)[at], g);
+    const u64 places = load_places(a.mask + static_cast<u64>(at) * WIDTH);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+      if (((places >> (8 * j)) & 255) == here) d[j] += g[j];
+    }
+  }
+}
+
+// The gradient under the ReLU.
+DEVICE void under_relu(
+    const Arguments& a, const Place& p, const Known& own, const Read& r, int row, const float* x,
+    float* dz) {
+  if (POOL) {
+    gather(a, p, row, dz);
+  } else {
+    Pack::unpack(r.dy, dz);
+  }
+  if (MORE) {
+    float more[WIDTH];
+    Pack::unpack(r.more, more);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) dz[j] += more[j];
+  }
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) {
+    bool passes = true;
+    if (MASK == 1) passes = !(fmaf(x[j] - own.mean[j], own.scale[j], own.bias[j]) <= 0.f);
+    if (MASK == 2) passes = (r.mask >> j) & 1;
+    dz[j] = passes ? dz[j] : 0.f;
+  }
+  // Rounded as it is kept, so that both halves see the same.
+  Pack::unpack(Pack::pack(dz), dz);
+}
+
+DEVICE void add_vector(
+    const Known& own, const float* x, const Word& other, const float* dz,
+    float (&sums)[kSums][WIDTH]) {
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) {
+    sums[0][j] += dz[j];
+    sums[1][j] = fmaf(dz[j], x[j] - own.mean[j], sums[1][j]);
+  }
+  if (OTHER) {
+    float v[WIDTH];
+    Pack::unpack(other, v);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+      sums[kSums - 1][j] = fmaf(dz[j], v[j] - own.other_mean[j], sums[kSums - 1][j]);
+    }
+  }
+}
+
+DEVICE void keep(Word* kept, int slots, int step, const Read& r, const Word& dz) {
+  *slot_of(kept, slots, 0, step) = r.x;
+  *slot_of(kept, slots, 1, step) = dz;
+  if (OTHER) *slot_of(kept, slots, kTensors - 1, step) = r.other;
+}
+
+DEVICE void thread_sums(
+    const Arguments& a, const Place& p, const Known& own, Word* kept, int slots,
+    float (&sums)[kSums][WIDTH]) {
+#pragma unroll
+  for (int k = 0; k < kSums; k++)
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) sums[k][j] = 0.f;
+  for (int step = 0; step < p.steps; step += kLoads) {
+    Read r[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) {
+      const int row = row_at(p, step + u);
+      if (has(p, row)) read(a, index_of(p, row), r[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) {
+      const int row = row_at(p, step + u);
+      if (!has(p, row)) continue;
+      float x[WIDTH], dz[WIDTH];
+      Pack::unpack(r[u].x, x);
+      under_relu(a, p, own, r[u], row, x, dz);
+      add_vector(own, x, r[u].other, dz, sums);
+      const Word packed = Pack::pack(dz);
+      if (KEEP) static_cast<Word*>(a.d_residual)[index_of(p, row)] = packed;
+      if (step + u < slots) keep(kept, slots, step + u, r[u], packed);
+    }
+  }
+}
+
+DEVICE void first_half(
+    const Arguments& a, const Place& p, const Known& own, Shared& s, Word* kept, int slots) {
+  float sums[kSums][WIDTH];
+  thread_sums(a, p, own, kept, slots, sums);
+#pragma unroll
+  for (int k = 0; k < kSums; k++)
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+#pragma unroll
+      for (int across = LANES; across < 32; across <<= 1) sums[k][j] += from_lane(sums[k][j], across);
+      if (threadIdx.x % 32 < LANES) s.warps[threadIdx.x / 32][k][p.lane * WIDTH + j] = sums[k][j];
+    }
+  __syncthreads();
+  float* partials = a.partials + partials_at(p, p.block, kSums);
+  for (int i = threadIdx.x; i < kSums * kChannels; i += THREADS) {
+    float sum = 0.f;
+    for (int w = 0; w < kWarps; w++) sum += s.warps[w][i / kChannels][i % kChannels];
+    partials[i] = sum;
+  }
+}
+
+// The sums over all rows, in the threads of the first kChannels.
+DEVICE void all_sums(const Arguments& a, const Place& p, Shared& s, float (&sums)[kSums]) {
+  const int c = threadIdx.x % kChannels;
+  const int group = threadIdx.x / kChannels;
+#pragma unroll
+  for (int k = 0; k < kSums; k++) sums[k] = 0.f;
+#pragma unroll 4
+  for (int b = group; b < p.blocks; b += kGroups) {
+    const float* partials = a.partials + partials_at(p, b, kSums) + c;
+#pragma unroll
+    for (int k = 0; k < kSums; k++) sums[k] += load_shared_by_blocks(partials + k * kChannels);
+  }
+#pragma unroll
+  for (int k = 0; k < kSums; k++) s.groups[group][k][c] = sums[k];
+  __syncthreads();
+  if (threadIdx.x >= kChannels) return;
+  const int used = p.blocks < kGroups ? p.blocks : kGroups;
+  for (int g = 1; g < used; g++)
+#pragma unroll
+    for (int k = 0; k < kSums; k++) sums[k] += s.groups[g][k][c];
+}
+
+// One BatchNorm's coefficients, and the gradients of its weight and bias.
+DEVICE void finish_norm(
+    const Arguments& a, const Place& p, Shared& s, int norm, float sum, float product) {
+  const int channel = p.slice * kChannels + threadIdx.x;
+  const float* saved = norm ? a.other_saved : a.saved;
+  const float deviation = saved[a.channels + channel];
+  const float scale = saved[2 * a.channels + channel];
+  const float share = a.training ? 1.f / a.rows : 0.f;
+  s.a[norm][threadIdx.x] = scale;
+  s.b[norm][threadIdx.x] = -scale * deviation * deviation * product * share;
+  s.c[norm][threadIdx.x] = -scale * sum * share;
+  if (p.block != 0) return;
+  void* d_weight = norm ? a.other_d_weight : a.d_weight;
+  void* d_bias = norm ? a.other_d_bias : a.d_bias;
+  const int kind = norm ? a.other_weight_kind : a.weight_kind;
+  if (d_weight != nullptr) store_number(d_weight, channel, kind, product * deviation);
+  if (d_bias != nullptr) store_number(d_bias, channel, kind, sum);
+}
+
+DEVICE void finish(const Arguments& a, const Place& p, Shared& s) {
+  float sums[kSums];
+  // With fixed statistics and no gradient of a weight wanted, no sums are made.
+  if (PASS != FIXED) {
+    all_sums(a, p, s, sums);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kSums; k++) sums[k] = 0.f;
+  }
+  if (threadIdx.x >= kChannels || p.slice * kChannels + threadIdx.x >= a.channels) return;
+  finish_norm(a, p, s, 0, sums[0], sums[1]);
+  if (OTHER) finish_norm(a, p, s, kNorms - 1, sums[0], sums[kSums - 1]);
+}
+
+// One BatchNorm's dx, of one vector.
+DEVICE void write_dx(
+    const Place& p, const Shared& s, int norm, const Word& x, const float* mean, const float* dz,
+    Word* dx) {
+  float v[WIDTH], a[WIDTH], b[WIDTH], c[WIDTH];
+  own_channels(p, s.a[norm], a);
+  own_channels(p, s.b[norm], b);
+  own_channels(p, s.c[norm], c);
+  Pack::unpack(x, v);
+#pragma unroll
+  for (int j = 0; j < WIDTH; j++) v[j] = fmaf(a[j], dz[j], fmaf(b[j], v[j] - mean[j], c[j]));
+  *dx = Pack::pack(v);
+}
+
+// Reads a vector again: from shared memory, with dz ready; or as in the first half, unless that has
+// left dz.
+DEVICE void read_again(
+    const Arguments& a, u32 at, Word* kept, int slots, int step, bool has_left, Read& r) {
+  if (step < slots) {
+    r.x = *slot_of(kept, slots, 0, step);
+    r.dy = *slot_of(kept, slots, 1, step);
+    if (OTHER) r.other = *slot_of(kept, slots, kTensors - 1, step);
+  } else if (has_left) {
+    r.x = Pack::load(static_cast<const Word*>(a.x) + at);
+    r.dy = Pack::load(static_cast<const Word*>(a.d_residual) + at);
+    if (OTHER) r.other = Pack::load(static_cast<const Word*>(a.other_x) + at);
+  } else {
+    read(a, at, r);
+  }
+}
+
+DEVICE void second_half(
+    const Arguments& a, const Place& p, const Known& own, const Shared& s, Word* kept, int slots) {
+  const bool has_left = KEEP && PASS != FIXED;
+  const int blocks_of_steps = (p.steps + kLoads - 1) / kLoads;
+  for (int step = (blocks_of_steps - 1) * kLoads; step >= 0; step -= kLoads) {
+    Read r[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) {
+      const int row = row_at(p, step + u);
+      if (has(p, row)) read_again(a, index_of(p, row), kept, slots, step + u, has_left, r[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; u++) {
+      const int row = row_at(p, step + u);
+      if (!has(p, row)) continue;
+      const u32 at = index_of(p, row);
+      float dz[WIDTH];
+      if (has_left || step + u < slots) {
+        Pack::unpack(r[u].dy, dz);
+      } else {
+        float x[WIDTH];
+        Pack::unpack(r[u].x, x);
+        under_relu(a, p, own, r[u], row, x, dz);
+        if (KEEP) static_cast<Word*>(a.d_residual)[at] = Pack::pack(dz);
+      }
+      write_dx(p, s, 0, r[u].x, own.mean, dz, static_cast<Word*>(a.dx) + at);
+      if (OTHER) {
+        write_dx(
+            p, s, kNorms - 1, r[u].other, own.other_mean, dz, static_cast<Word*>(a.other_dx) + at);
+      }
+    }
+  }
+}
+
+KERNEL void __launch_bounds__(THREADS, 1) batch_norm_backward(const Arguments a) {
+  SHARED_WORDS(words);
+  Shared& s = *reinterpret_cast<Shared*>(words);
+  Word* kept = reinterpret_cast<Word*>(words + (sizeof(Shared) + 15) / 16);
+  const Place p = place(a);
+  const int slots = PASS == WHOLE ? a.slots : 0;
+  Known own;
+  known_channels(a, p, own);
+  if (PASS == FIRST_HALF || PASS == WHOLE) first_half(a, p, own, s, kept, slots);
+  if (PASS == WHOLE) grid_barrier();
+  if (PASS == FIRST_HALF) return;
+  finish(a, p, s);
+  __syncthreads();
+  second_half(a, p, own, s, kept, slots);
+}

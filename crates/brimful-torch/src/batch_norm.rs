@@ -1,0 +1,112 @@
+//! BatchNorm with what follows it: an addition, ReLU, a pooling. In kernels of our own where they can be
+//! had, else by libtorch's operations; the numbers are the same up to rounding.
+
+use std::ptr;
+
+use tch::Tensor;
+
+use crate::error::{TorchError, call};
+use crate::ffi::{self, RawAddend, RawNorm};
+use crate::{cuda_object, owned, raw};
+
+/// A BatchNorm and its input, with the channels second.
+#[derive(Debug, Clone, Copy)]
+pub struct NormInput<'a> {
+    /// What is normalised.
+    pub x: &'a Tensor,
+    /// Ones without it.
+    pub weight: Option<&'a Tensor>,
+    /// Zeros without it.
+    pub bias: Option<&'a Tensor>,
+    /// The running mean and variance: what normalises in evaluation, and is moved in training.
+    pub running: Option<(&'a Tensor, &'a Tensor)>,
+    /// Whether the batch's own statistics normalise.
+    pub training: bool,
+    /// How far the running statistics move.
+    pub momentum: f64,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+/// What is added to a BatchNorm's output, before the ReLU.
+#[derive(Debug, Clone, Copy)]
+pub enum Addend<'a> {
+    /// Nothing.
+    Nothing,
+    /// A tensor of the same shape.
+    Tensor(&'a Tensor),
+    /// The output of another BatchNorm.
+    Normed(NormInput<'a>),
+}
+
+/// Normalises, adds, and lets ReLU have it if asked to.
+///
+/// # Errors
+/// When libtorch refuses, or memory runs out.
+pub fn batch_norm(
+    norm: &NormInput<'_>,
+    addend: Addend<'_>,
+    relu: bool,
+) -> Result<Tensor, TorchError> {
+    load_kernels(norm.x);
+    let other = match addend {
+        Addend::Normed(other) => Some(raw_norm(&other)),
+        _ => None,
+    };
+    let tensor = match addend {
+        Addend::Tensor(tensor) => raw(tensor),
+        _ => ptr::null(),
+    };
+    let addend = RawAddend { tensor, norm: other.as_ref().map_or(ptr::null(), ptr::from_ref) };
+    let norm = raw_norm(norm);
+    let mut out = ptr::null_mut();
+    // SAFETY: all tensors are valid or null; on success `out` is a new tensor that is ours.
+    call(|message| unsafe { ffi::brimful_batch_norm(&norm, &addend, relu, &mut out, message) })?;
+    Ok(owned(out))
+}
+
+/// Normalises, then ReLU and a pooling of 3×3, stride 2 and padding 1.
+///
+/// # Errors
+/// When libtorch refuses, or memory runs out.
+pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> {
+    load_kernels(norm.x);
+    let norm = raw_norm(norm);
+    let mut out = ptr::null_mut();
+    // SAFETY: as above.
+    call(|message| unsafe { ffi::brimful_batch_norm_pool(&norm, &mut out, message) })?;
+    Ok(owned(out))
+}
+
+/// The same numbers for a second use of them. Where they are what [`batch_norm`] has given, the
+/// gradients of both uses are added in its backward's own pass; elsewhere it is the tensor itself.
+///
+/// # Errors
+/// When there is no memory for it.
+pub fn second_use(tensor: &Tensor) -> Result<Tensor, TorchError> {
+    let mut out = ptr::null_mut();
+    // SAFETY: the tensor is valid; on success `out` is a new tensor that is ours.
+    call(|message| unsafe { ffi::brimful_second_use(raw(tensor), &mut out, message) })?;
+    Ok(owned(out))
+}
+
+/// Makes the kernels known to the bridge; without them it does without.
+fn load_kernels(x: &Tensor) {
+    if x.device().is_cuda() {
+        let _ = cuda_object::functions();
+    }
+}
+
+fn raw_norm(norm: &NormInput<'_>) -> RawNorm {
+    let or_null = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), raw);
+    RawNorm {
+        x: raw(norm.x),
+        weight: or_null(norm.weight),
+        bias: or_null(norm.bias),
+        running_mean: or_null(norm.running.map(|(mean, _)| mean)),
+        running_variance: or_null(norm.running.map(|(_, variance)| variance)),
+        momentum: norm.momentum,
+        eps: norm.eps,
+        training: norm.training,
+    }
+}

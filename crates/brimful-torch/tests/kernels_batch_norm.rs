@@ -1,0 +1,529 @@
+//! BatchNorm with an addition, ReLU and a pooling, against the same in f64 on the CPU: values, gradients
+//! and running statistics, over shapes that divide nothing, kinds of numbers and pretended small cards.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, where kernels of our own run; elsewhere
+//! libtorch's operations do.
+
+mod test_device;
+
+use std::thread;
+
+use brimful_torch::batch_norm::{Addend, NormInput, batch_norm, batch_norm_relu_pool, second_use};
+use brimful_torch::graph::{Pool, record};
+use brimful_torch::layout::laid_out;
+use brimful_torch::stream::Stream;
+use brimful_torch::touched::touched;
+use brimful_torch::{TorchError, autograd, kernels, memory};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
+
+const EPS: f64 = 1e-5;
+const MOMENTUM: f64 = 0.1;
+/// Sums this near to where ReLU bends get no gradient: f64 and f32 may be on either side.
+const BEND: f64 = 2e-2;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Beside {
+    Nothing,
+    Tensor,
+    Normed,
+    /// The output is used twice, so that two gradients come back.
+    TensorAndSecondUse,
+    Pooled,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    shape: [i64; 4],
+    kind: Kind,
+    /// Of weights and running statistics.
+    weights: Kind,
+    beside: Beside,
+    relu: bool,
+    training: bool,
+    mean: f64,
+}
+
+impl Case {
+    fn new(shape: [i64; 4], kind: Kind, beside: Beside) -> Self {
+        Self { shape, kind, weights: Kind::Float, beside, relu: true, training: true, mean: 0.0 }
+    }
+
+    /// Relative to the largest number of a tensor.
+    fn tolerance(&self) -> f64 {
+        // An f32 near 10,000 has three digits behind the point.
+        let far = if self.mean == 0.0 { 1.0 } else { 100.0 };
+        let count = self.shape[0] * self.shape[2] * self.shape[3];
+        // Two numbers are normalised to ±1, whatever they are: what is left of them is rounding.
+        let few = if count < 4 { 200.0 } else { 1.0 };
+        match (self.kind, self.weights) {
+            (Kind::BFloat16, _) => 2e-2,
+            (Kind::Half, _) => 4e-3 * few.min(5.0),
+            (_, Kind::Float) => 2e-5 * far * few,
+            _ => 2e-2,
+        }
+    }
+}
+
+/// Numbers between -1 and 1 that look random.
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let count = shape.iter().product::<i64>();
+    let index = Tensor::arange(count, (Kind::Double, Device::Cpu)) + seed as f64;
+    (index.square() * 12.9898).sin().view(shape)
+}
+
+/// All that a case starts from, in f64 on the CPU, rounded as the device will have it.
+struct Start {
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    beside: Tensor,
+    beside_weight: Tensor,
+    beside_bias: Tensor,
+    gradient: Tensor,
+    more_gradient: Tensor,
+}
+
+impl Start {
+    fn of(case: &Case) -> Self {
+        let [_, channels, ..] = case.shape;
+        let rounded = |tensor: Tensor, kind: Kind| tensor.to_kind(kind).to_kind(Kind::Double);
+        let row = |seed, around: f64| rounded(numbers(&[channels], seed) + around, case.weights);
+        let whole = |seed| rounded(numbers(&case.shape, seed), case.kind);
+        Self {
+            x: rounded(numbers(&case.shape, 1) * 1.5 + case.mean, case.kind),
+            weight: row(2, 1.5),
+            bias: row(3, 0.0),
+            mean: row(4, 0.0),
+            variance: row(5, 2.0),
+            beside: whole(6),
+            beside_weight: row(7, 1.5),
+            beside_bias: row(8, 0.0),
+            gradient: whole(9),
+            more_gradient: whole(10),
+        }
+    }
+}
+
+/// What comes out, by name.
+type Outcome = Vec<(&'static str, Tensor)>;
+
+/// One run of a case, on a device and in a kind.
+struct Run<'a> {
+    case: &'a Case,
+    start: &'a Start,
+    device: Device,
+    kind: Kind,
+    weights: Kind,
+}
+
+impl Run<'_> {
+    fn there(&self, tensor: &Tensor, kind: Kind) -> Tensor {
+        let there = tensor.to_kind(kind).to_device(self.device);
+        match there.dim() {
+            4 => laid_out(&there, true).expect("four dimensions"),
+            _ => there.copy(),
+        }
+    }
+
+    fn outcome(&self) -> Outcome {
+        let Self { case, start, kind, weights, .. } = *self;
+        let leaf = |tensor, kind| self.there(tensor, kind).detach().set_requires_grad(true);
+        let (x, beside) = (leaf(&start.x, kind), leaf(&start.beside, kind));
+        let (weight, bias) = (leaf(&start.weight, weights), leaf(&start.bias, weights));
+        let beside_weight = leaf(&start.beside_weight, weights);
+        let beside_bias = leaf(&start.beside_bias, weights);
+        let running = [&start.mean, &start.variance].map(|t| self.there(t, weights));
+        let beside_running = [&start.mean, &start.variance].map(|t| self.there(t, weights));
+        let norm = norm_of(case, &x, &weight, &bias, &running);
+        let other = norm_of(case, &beside, &beside_weight, &beside_bias, &beside_running);
+        let y = match case.beside {
+            Beside::Nothing => batch_norm(&norm, Addend::Nothing, case.relu),
+            Beside::Tensor | Beside::TensorAndSecondUse => {
+                batch_norm(&norm, Addend::Tensor(&beside), case.relu)
+            }
+            Beside::Normed => batch_norm(&norm, Addend::Normed(other), case.relu),
+            Beside::Pooled => batch_norm_relu_pool(&norm),
+        };
+        let y = y.unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        self.backward(&y);
+        let mut all = vec![("y", y.detach()), ("mean", running[0].copy())];
+        all.extend([("variance", running[1].copy()), ("dx", x.grad())]);
+        all.extend([("d_weight", weight.grad()), ("d_bias", bias.grad())]);
+        if matches!(case.beside, Beside::Tensor | Beside::TensorAndSecondUse | Beside::Normed) {
+            all.push(("d_beside", beside.grad()));
+        }
+        if case.beside == Beside::Normed {
+            all.extend([("beside's d_weight", beside_weight.grad())]);
+            all.extend([("beside's d_bias", beside_bias.grad())]);
+            all.extend([("beside's variance", beside_running[1].copy())]);
+        }
+        all
+    }
+
+    fn backward(&self, y: &Tensor) {
+        let Self { case, start, kind, .. } = *self;
+        let gradient = start.gradient.f_mul(&away_from_the_bend(case, start)).expect("a product");
+        let gradient = self.there(&fitted(&gradient, y), kind);
+        let result = match case.beside {
+            Beside::TensorAndSecondUse => {
+                let more = &start.more_gradient * away_from_the_bend(case, start);
+                let second = second_use(y).expect("an alias");
+                let more = self.there(&more, kind);
+                autograd::backward(&[y, &second], &[Some(&gradient), Some(&more)], false)
+            }
+            _ => autograd::backward(&[y], &[Some(&gradient)], false),
+        };
+        result.unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    }
+}
+
+fn norm_of<'a>(
+    case: &Case,
+    x: &'a Tensor,
+    weight: &'a Tensor,
+    bias: &'a Tensor,
+    running: &'a [Tensor; 2],
+) -> NormInput<'a> {
+    NormInput {
+        x,
+        weight: Some(weight),
+        bias: Some(bias),
+        running: Some((&running[0], &running[1])),
+        training: case.training,
+        momentum: MOMENTUM,
+        eps: EPS,
+    }
+}
+
+/// A pooled output has a smaller gradient.
+fn fitted(gradient: &Tensor, y: &Tensor) -> Tensor {
+    let [_, _, height, width] = y.size()[..] else { panic!("a picture") };
+    gradient.narrow(2, 0, height).narrow(3, 0, width)
+}
+
+/// Ones, and zeros where the sum before the ReLU is near nothing.
+fn away_from_the_bend(case: &Case, start: &Start) -> Tensor {
+    if case.beside == Beside::Pooled {
+        return Tensor::ones(case.shape, (Kind::Double, Device::Cpu));
+    }
+    let none = None::<&Tensor>;
+    let normed = |x: &Tensor, weight: &Tensor, bias: &Tensor| {
+        let running = (!case.training).then(|| (&start.mean, &start.variance));
+        let (mean, variance) = (running.map(|r| r.0).or(none), running.map(|r| r.1).or(none));
+        let (w, b) = (Some(weight), Some(bias));
+        Tensor::batch_norm(x, w, b, mean, variance, case.training, 0.0, EPS, false)
+    };
+    let mut sum = normed(&start.x, &start.weight, &start.bias);
+    match case.beside {
+        Beside::Tensor | Beside::TensorAndSecondUse => sum += &start.beside,
+        Beside::Normed => {
+            sum += normed(&start.beside, &start.beside_weight, &start.beside_bias);
+        }
+        _ => {}
+    }
+    sum.abs().ge(BEND).to_kind(Kind::Double)
+}
+
+fn check(case: &Case) {
+    let start = Start::of(case);
+    let run = |device, kind, weights| Run { case, start: &start, device, kind, weights }.outcome();
+    let exact = run(Device::Cpu, Kind::Double, Kind::Double);
+    let (ours, seen) =
+        touched(|| run(test_device(), case.kind, case.weights)).expect("a list of operations");
+    assert_eq!(kernels::refusals(), Vec::<String>::new(), "{case:?}");
+    if test_device().is_cuda() && case.shape.iter().product::<i64>() > 0 {
+        let own = seen.operations.iter().any(|line| line.starts_with("brimful::batch_norm"));
+        assert!(own, "{case:?}: no kernel of ours in {:?}", seen.operations);
+    }
+    for ((name, ours), (_, exact)) in ours.iter().zip(&exact) {
+        assert_near(case, name, ours, exact);
+    }
+    let again = run(test_device(), case.kind, case.weights);
+    for ((name, first), (_, second)) in ours.iter().zip(&again) {
+        assert!(first.equal(second), "{case:?}: two runs differ in {name}");
+    }
+}
+
+fn assert_near(case: &Case, name: &str, ours: &Tensor, exact: &Tensor) {
+    assert_eq!(ours.size(), exact.size(), "{case:?}: {name}");
+    let ours = ours.to_device(Device::Cpu).to_kind(Kind::Double).contiguous().view([-1]);
+    let exact = exact.contiguous().view([-1]);
+    let scale = exact.abs().max().double_value(&[]).max(1.0);
+    let off = (&ours - &exact).abs();
+    // A NaN is as far off as can be, unless both are.
+    let both = ours.isnan().logical_and(&exact.isnan());
+    let off = off.nan_to_num(f64::INFINITY, None::<f64>, None::<f64>).masked_fill(&both, 0.0);
+    let worst = off.argmax(None::<i64>, false).int64_value(&[]);
+    let distance = off.double_value(&[worst]);
+    assert!(
+        distance <= case.tolerance() * scale,
+        "{case:?}: {name}[{worst}] is {}, in f64 {}; the largest is {scale}",
+        ours.double_value(&[worst]),
+        exact.double_value(&[worst])
+    );
+}
+
+/// Rows that divide nothing, one row, one channel, channels that are no vectors, many of them.
+const SHAPES: [[i64; 4]; 10] = [
+    [2, 64, 5, 7],
+    [3, 8, 9, 11],
+    [2, 24, 6, 5],
+    [1, 1, 13, 17],
+    [5, 3, 4, 4],
+    [4, 130, 3, 3],
+    [2, 1000, 2, 3],
+    [1, 33, 1, 2],
+    [7, 2048, 1, 1],
+    [16, 64, 28, 28],
+];
+
+const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
+
+/// The CPU's libtorch computes the same in every kind, slowly; f32 will do there.
+fn kinds() -> &'static [Kind] {
+    if test_device().is_cuda() { &KINDS } else { &KINDS[..1] }
+}
+
+#[test]
+fn training_is_as_in_f64() {
+    for &kind in kinds() {
+        for shape in SHAPES {
+            for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
+                check(&Case::new(shape, kind, beside));
+            }
+        }
+    }
+}
+
+#[test]
+fn without_a_relu_too() {
+    for &kind in kinds() {
+        for shape in [[2, 64, 5, 7], [5, 3, 4, 4]] {
+            check(&Case { relu: false, ..Case::new(shape, kind, Beside::Nothing) });
+        }
+    }
+}
+
+#[test]
+fn evaluation_is_as_in_f64() {
+    for &kind in kinds() {
+        for shape in SHAPES {
+            for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
+                check(&Case { training: false, ..Case::new(shape, kind, beside) });
+            }
+        }
+    }
+}
+
+#[test]
+fn two_gradients_of_one_output_are_added() {
+    for &kind in kinds() {
+        for shape in [[2, 64, 5, 7], [5, 3, 4, 4], [16, 256, 14, 14]] {
+            check(&Case::new(shape, kind, Beside::TensorAndSecondUse));
+        }
+    }
+}
+
+#[test]
+fn a_pooling_is_as_in_f64() {
+    // In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
+    for shape in [[2, 64, 8, 8], [2, 64, 7, 9], [3, 3, 5, 6], [1, 8, 1, 1], [4, 64, 2, 3]] {
+        check(&Case::new(shape, Kind::Float, Beside::Pooled));
+    }
+}
+
+#[test]
+fn weights_may_be_as_narrow_as_the_input() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    for kind in [Kind::BFloat16, Kind::Half] {
+        for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
+            check(&Case { weights: kind, ..Case::new([2, 64, 5, 7], kind, beside) });
+        }
+    }
+}
+
+#[test]
+fn means_far_from_zero_do_not_cancel() {
+    for shape in [[2, 64, 5, 7], [5, 3, 4, 4], [16, 64, 28, 28]] {
+        check(&Case { mean: 1e4, ..Case::new(shape, Kind::Float, Beside::Nothing) });
+    }
+}
+
+#[test]
+fn small_cards_give_the_same() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    for (multiprocessors, shared) in [(8, 48 << 10), (20, 100 << 10), (1, 48 << 10)] {
+        kernels::pretend(multiprocessors, shared).expect("CUDA");
+        for kind in KINDS {
+            for shape in [[2, 64, 5, 7], [2, 1000, 2, 3], [16, 64, 28, 28], [5, 3, 4, 4]] {
+                for beside in [Beside::Nothing, Beside::Tensor, Beside::Normed] {
+                    check(&Case::new(shape, kind, beside));
+                }
+            }
+        }
+    }
+    kernels::pretend(0, 0).expect("CUDA");
+}
+
+/// A BatchNorm without weights over `x`, and a ReLU.
+fn plain(x: &Tensor, training: bool, running: Option<(&Tensor, &Tensor)>) -> Tensor {
+    let norm =
+        NormInput { x, weight: None, bias: None, running, training, momentum: 1.0, eps: EPS };
+    batch_norm(&norm, Addend::Nothing, true).expect("normalised")
+}
+
+fn plain_in_f64(x: &Tensor) -> Tensor {
+    let (x, none) = (x.to_kind(Kind::Double).to_device(Device::Cpu), None::<&Tensor>);
+    Tensor::batch_norm(&x, none, none, none, none, true, 0.0, EPS, false).relu()
+}
+
+#[test]
+fn infinities_and_nans_are_where_libtorch_has_them() {
+    let x = numbers(&[2, 8, 5, 7], 1).to_kind(Kind::Float);
+    let _ = x.narrow(1, 1, 1).narrow(2, 3, 1).fill_(f64::NAN);
+    let _ = x.narrow(1, 2, 1).narrow(2, 2, 1).fill_(f64::INFINITY);
+    let _ = x.narrow(1, 3, 1).narrow(0, 0, 1).narrow(2, 0, 1).fill_(f64::NEG_INFINITY);
+    let there = laid_out(&x.to_device(test_device()), true).expect("a picture");
+    let ours = plain(&there, true, None).to_device(Device::Cpu);
+    assert_eq!(ours.isnan(), plain_in_f64(&x).isnan());
+}
+
+#[test]
+fn inputs_at_odd_addresses_and_of_other_orders_are_taken() {
+    for kind in kinds() {
+        let shape = [2, 5, 7, 64];
+        let long = numbers(&[2 * 5 * 7 * 64 + 1], 1).to_kind(*kind).to_device(test_device());
+        let odd = long.narrow(0, 1, 2 * 5 * 7 * 64).view(shape).permute([0, 3, 1, 2]);
+        let strided = numbers(&[2, 64, 5, 14], 1).to_kind(*kind).to_device(test_device());
+        let strided = strided.slice(3, 0, 14, 2);
+        let broad = numbers(&[2, 1, 5, 7], 1).to_kind(*kind).to_device(test_device());
+        for x in
+            [odd, strided.shallow_clone(), strided.contiguous(), broad.expand([2, 3, 5, 7], false)]
+        {
+            let (ours, exact) = (plain(&x, true, None), plain_in_f64(&x));
+            let case = Case::new([2, 64, 5, 7], *kind, Beside::Nothing);
+            assert_near(&case, "y", &ours, &exact);
+        }
+    }
+}
+
+#[test]
+fn gradients_are_those_of_finite_differences_in_f64() {
+    let x = numbers(&[2, 3, 2, 2], 1).set_requires_grad(true);
+    let gradient = numbers(&[2, 3, 2, 2], 2);
+    let loss = |x: &Tensor| (plain(x, true, None) * &gradient).sum(Kind::Double);
+    loss(&x).backward();
+    let (ours, step) = (x.grad().view([-1]), 1e-6);
+    for i in 0..24 {
+        let moved = |by: f64| {
+            let x = x.detach().copy();
+            let _ = x.view([-1]).narrow(0, i, 1).g_add_scalar_(by);
+            loss(&x).double_value(&[])
+        };
+        let slope = (moved(step) - moved(-step)) / (2.0 * step);
+        let got = ours.double_value(&[i]);
+        assert!((got - slope).abs() < 1e-6, "element {i}: {got}, by differences {slope}");
+    }
+}
+
+#[test]
+fn captured_work_gives_what_eager_work_gives() {
+    if !test_device().is_cuda() {
+        return;
+    }
+    let device = test_device();
+    let case = Case::new([16, 64, 14, 14], Kind::BFloat16, Beside::Tensor);
+    let start = Start::of(&case);
+    let run = Run { case: &case, start: &start, device, kind: case.kind, weights: case.weights };
+    let x = run.there(&start.x, case.kind).set_requires_grad(true);
+    let beside = run.there(&start.beside, case.kind);
+    let gradient = run.there(&start.gradient, case.kind);
+    let work = || -> Result<(Tensor, Tensor), TorchError> {
+        let norm = NormInput {
+            x: &x,
+            weight: None,
+            bias: None,
+            running: None,
+            training: true,
+            momentum: 0.0,
+            eps: EPS,
+        };
+        let y = batch_norm(&norm, Addend::Tensor(&beside), true)?;
+        let mut x = x.shallow_clone();
+        autograd::set_gradient(&mut x, None)?;
+        autograd::backward(&[&y], &[Some(&gradient)], false)?;
+        Ok((y.detach(), x.grad()))
+    };
+    let eager = work().expect("runs");
+    let stream = Stream::urgent(device).expect("a stream");
+    let (mut graph, captured) = record(stream, &mut Pool::default(), work).expect("captured");
+    for _ in 0..3 {
+        graph.replay().expect("replayed");
+        brimful_torch::device::synchronize(device).expect("done");
+        assert!(captured.0.equal(&eager.0) && captured.1.equal(&eager.1));
+    }
+}
+
+#[test]
+fn threads_on_streams_of_their_own_do_not_disturb_each_other() {
+    let device = test_device();
+    let expected: Vec<_> = (0..4).map(|seed| stressed(device, seed)).collect();
+    thread::scope(|scope| {
+        for (seed, expected) in expected.iter().enumerate() {
+            scope.spawn(move || {
+                let stream = device.is_cuda().then(|| Stream::urgent(device).expect("a stream"));
+                let _inside = stream.map(|stream| stream.enter().expect("entered"));
+                for turn in 0..20 {
+                    let ours = stressed(device, seed as i64);
+                    assert!(ours.equal(expected), "thread {seed}, turn {turn}");
+                }
+            });
+        }
+    });
+}
+
+fn stressed(device: Device, seed: i64) -> Tensor {
+    let x = numbers(&[4, 64, 14, 14], seed).to_kind(Kind::Float).to_device(device);
+    let x = laid_out(&x, true).expect("a picture").set_requires_grad(true);
+    let y = plain(&x, true, None);
+    (&y * &y).sum(Kind::Float).backward();
+    x.grad().to_device(Device::Cpu)
+}
+
+#[test]
+fn more_than_two_to_the_31_numbers_are_normalised_to_the_last() {
+    let device = test_device();
+    let enough = 40_u64 << 30;
+    if !device.is_cuda() || memory::device_memory(device).expect("figures").free < enough {
+        return;
+    }
+    let (side, options) = (11_586, (Kind::BFloat16, device));
+    let flat = Tensor::zeros([2, side, side, 8], options);
+    let last = numbers(&[8, 8], 3).to_kind(Kind::BFloat16).to_device(device);
+    flat.view([-1, 8]).narrow(0, 2 * side * side - 8, 8).copy_(&last);
+    let x = flat.permute([0, 3, 1, 2]);
+    let (mean, variance) = (Tensor::zeros([8], options), Tensor::ones([8], options));
+    let y = plain(&x, false, Some((&mean, &variance))).permute([0, 2, 3, 1]);
+    let y = y.reshape([-1, 8]).narrow(0, 2 * side * side - 8, 8);
+    assert!(y.allclose(&last.relu(), 1e-2, 1e-2, false));
+    let y = plain(&x, true, None).permute([0, 2, 3, 1]).reshape([-1, 8]);
+    let y = y.narrow(0, 2 * side * side - 8, 8);
+    assert_eq!(y.gt(1.0), last.gt(0.01), "the few that are not zero are far from the mean");
+}
+
+#[test]
+fn switched_off_libtorch_does_it_all() {
+    kernels::set_enabled(false);
+    let x = numbers(&[2, 8, 5, 7], 1).to_kind(Kind::Float).to_device(test_device());
+    let x = laid_out(&x, true).expect("a picture");
+    let (_, seen) = touched(|| plain(&x, true, None)).expect("a list");
+    kernels::set_enabled(true);
+    assert!(!seen.operations.iter().any(|line| line.starts_with("brimful::")));
+}

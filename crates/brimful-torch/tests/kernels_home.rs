@@ -1,0 +1,144 @@
+//! Kernels of our own: compiled once and kept, compiled anew where the kept one is damaged, and not used
+//! where they are switched off or cannot be.
+//!
+//! Where NVRTC is found these compile, with or without a card; `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU.
+
+mod test_device;
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{env, fs, process};
+
+use brimful_torch::kernels::{self, State, compile};
+use tch::Device;
+use test_device::test_device;
+
+/// A cache of this process's own; tests that look into it take turns.
+fn cache() -> (PathBuf, MutexGuard<'static, ()>) {
+    static TURN: Mutex<()> = Mutex::new(());
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = FOLDER.get_or_init(|| {
+        let folder = env::temp_dir().join(format!("brimful-kernels-{}", process::id()));
+        // SAFETY: all tests of this file come here first, one at a time, before they compile anything.
+        unsafe { env::set_var("XDG_CACHE_HOME", &folder) };
+        folder
+    });
+    let kernels = folder.join("brimful/kernels");
+    let _ = fs::remove_dir_all(&kernels);
+    (kernels, turn)
+}
+
+const FORWARD: [&str; 7] =
+    ["KIND=F32", "WIDTH=4", "LANES=16", "THREADS=512", "PASS=WHOLE", "RELU=1", "RESIDUAL=0"];
+
+/// Compiles, unless there is no compiler here, which is what is said then.
+fn forward(architecture: i32) -> Option<bool> {
+    match compile("batch_norm_forward.cu", &FORWARD, architecture) {
+        Ok(compiled) => Some(compiled.from_cache),
+        Err(error) if error.message.contains("NVRTC") && !test_device().is_cuda() => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn files(folder: &PathBuf) -> Vec<PathBuf> {
+    let entries =
+        fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("a file").path());
+    entries.collect()
+}
+
+#[test]
+fn a_kernel_is_compiled_once_for_each_architecture_and_set_of_words() {
+    let (folder, _turn) = cache();
+    let Some(from_cache) = forward(90) else { return };
+    assert!(!from_cache);
+    assert_eq!(forward(90), Some(true));
+    assert_eq!(forward(80), Some(false), "another architecture is another kernel");
+    let mut words = FORWARD;
+    words[5] = "RELU=0";
+    let other = compile("batch_norm_forward.cu", &words, 90).expect("compiles");
+    assert!(!other.from_cache, "other words are another kernel");
+    assert_eq!(files(&folder).len(), 3, "and nothing else is left");
+}
+
+#[test]
+fn a_damaged_or_foreign_file_is_compiled_anew() {
+    let (folder, _turn) = cache();
+    if forward(90).is_none() {
+        return;
+    }
+    let file = files(&folder).remove(0);
+    let whole = fs::read(&file).expect("the kernel");
+    let mut flipped = whole.clone();
+    *flipped.last_mut().expect("bytes") ^= 1;
+    let shorter = whole[..whole.len() / 2].to_vec();
+    for damaged in [flipped, shorter, Vec::new(), b"somebody else's\n\x7fELF".to_vec()] {
+        fs::write(&file, &damaged).expect("written");
+        assert_eq!(forward(90), Some(false), "{} bytes of {}", damaged.len(), whole.len());
+        assert_eq!(fs::read(&file).expect("the kernel"), whole);
+    }
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_to_is_done_without() {
+    let (folder, _turn) = cache();
+    let parent = folder.parent().expect("a folder");
+    fs::create_dir_all(parent).expect("made");
+    fs::write(&folder, "a file in the folder's place").expect("written");
+    if let Some(from_cache) = forward(90) {
+        assert!(!from_cache);
+        assert_eq!(forward(90), Some(false));
+    }
+    fs::remove_file(&folder).expect("removed");
+}
+
+#[test]
+fn a_source_that_is_not_there_or_does_not_compile_is_an_error_that_says_so() {
+    let (_folder, _turn) = cache();
+    let error = compile("nothing.cu", &[], 90).expect_err("no such source");
+    assert!(error.message.contains("nothing.cu"), "{error}");
+    if forward(90).is_none() {
+        return;
+    }
+    let error = compile("batch_norm_forward.cu", &["KIND=Roman"], 90).expect_err("no such kind");
+    assert!(error.message.contains("Roman"), "{error}");
+}
+
+#[test]
+fn all_variants_of_batch_norm_compile() {
+    let (_folder, _turn) = cache();
+    if forward(80).is_none() {
+        return;
+    }
+    let readings = [
+        ["KIND=Bf16", "WIDTH=8", "LANES=8"],
+        ["KIND=F16", "WIDTH=8", "LANES=4"],
+        ["KIND=F16", "WIDTH=1", "LANES=32"],
+        ["KIND=F32", "WIDTH=1", "LANES=1"],
+    ];
+    let backward = ["MASK=2", "MORE=1", "KEEP=1", "OTHER=0", "POOL=0", "PASS=WHOLE"];
+    for reading in readings {
+        let with = |words: &[&'static str]| [&reading[..], &["THREADS=512"], words].concat();
+        compile("batch_norm_forward.cu", &with(&["PASS=WHOLE", "RELU=1", "RESIDUAL=1"]), 80)
+            .unwrap_or_else(|error| panic!("{reading:?}: {error}"));
+        compile("batch_norm_backward.cu", &with(&backward), 80)
+            .unwrap_or_else(|error| panic!("{reading:?}: {error}"));
+        compile("batch_norm_pool.cu", &with(&[]), 80)
+            .unwrap_or_else(|error| panic!("{reading:?}: {error}"));
+    }
+}
+
+#[test]
+fn a_switch_turns_them_off_and_the_state_says_why() {
+    let (_folder, _turn) = cache();
+    assert!(kernels::enabled());
+    kernels::set_enabled(false);
+    assert_eq!(kernels::state(test_device()), State::Off);
+    kernels::set_enabled(true);
+    match kernels::state(test_device()) {
+        State::Used(how) => assert!(how.contains("sm_") && how.contains("NVRTC"), "{how}"),
+        state => assert!(!test_device().is_cuda(), "{state}"),
+    }
+    let State::Unavailable(why) = kernels::state(Device::Cpu) else { panic!("a CPU has none") };
+    assert!(why.contains("CUDA"), "{why}");
+}

@@ -1,0 +1,112 @@
+//! Automatic sizes of replayed work, for one device, replicas and ranks alike: cuts are even, captured
+//! work has room beside what eager work leaves behind, and what it keeps is counted.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU all of it runs eagerly.
+
+mod support;
+
+use brimful::memory::Memory;
+use brimful::{Loss, MicroBatcher, Replicas, Result, Size, Step};
+use support::{alone, test_device};
+use tch::nn::{self, Module, VarStore};
+use tch::{Kind, Tensor};
+
+/// No size but a divisor leaves no remainder: 500 samples are 5 times 100, and so on.
+const SAMPLES: i64 = 500;
+const WIDTH: i64 = 4096;
+/// What may be taken of a card, beside what is in use: a third of what a whole mini-batch would need.
+const ROOM: u64 = 256 << 20;
+/// After so many steps a size is found, and its work captured.
+const SETTLED: usize = 12;
+const STEPS: usize = 18;
+
+/// Every sample keeps about 1.5 MB for the backward.
+fn wide(path: &nn::Path) -> nn::Linear {
+    nn::linear(path / "wide", 16, WIDTH, Default::default())
+}
+
+fn loss(model: &nn::Linear, x: &Tensor) -> Loss {
+    let grown = (0..48).fold(model.forward(x), |x, _| (x * 0.99).tanh());
+    Loss::mean(grown.square().mean(Kind::Float))
+}
+
+fn samples() -> Tensor {
+    support::numbers_there(&[SAMPLES, 16], 1).to_kind(Kind::Float)
+}
+
+/// Limits a card's memory while it lives.
+struct Limited(Option<Memory>);
+
+impl Limited {
+    fn new() -> Self {
+        if !test_device().is_cuda() {
+            return Self(None);
+        }
+        let memory = Memory::of(test_device()).expect("a card");
+        brimful_torch::memory::empty_cache(test_device()).expect("an empty cache");
+        let used = memory.usage().expect("figures").current.0;
+        memory.set_limit(Some(used + ROOM)).expect("a limit");
+        Self(Some(memory))
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        if let Some(memory) = &self.0 {
+            memory.set_limit(None).expect("no limit");
+        }
+    }
+}
+
+/// Steps until a size is found, and some more.
+fn holds(kind: &str, mut step: impl FnMut() -> Result<Step>) {
+    let steps: Vec<Step> = (0..STEPS).map(|_| step().expect(kind)).collect();
+    for (number, step) in steps.iter().enumerate().skip(SETTLED) {
+        let what = format!("{kind}, step {number}: {:?} {:?}", step.sizes, step.decisions);
+        assert_eq!(step.retries, 0, "{what}");
+        if !test_device().is_cuda() {
+            continue;
+        }
+        assert!(step.sizes.iter().all(|size| *size == step.sizes[0]), "{what}");
+        assert!(step.replayed > 0, "{what}");
+        // What a micro-batch keeps is in captured work, which the allocator does not count as in use.
+        let kept = step.sizes[0] as u64 * WIDTH as u64 * 4 * 48;
+        let peak = step.peaks[0].expect("counted").0;
+        assert!(peak >= kept, "{what}: {peak} bytes at most, where {kept} are kept");
+    }
+}
+
+#[test]
+fn one_device() {
+    let _turn = alone();
+    let store = VarStore::new(test_device());
+    let model = wide(&store.root());
+    let _limited = Limited::new();
+    let mut micro = MicroBatcher::new(&store, Size::Auto).replay(true);
+    let x = samples();
+    holds("one device", || micro.backward(&x, |x: Tensor| loss(&model, &x)));
+}
+
+#[test]
+fn replicas() {
+    let _turn = alone();
+    let replicas = Replicas::new([test_device()], Size::Auto, wide).expect("replicas");
+    let mut replicas = replicas.replay(true);
+    let _limited = Limited::new();
+    let x = samples();
+    holds("replicas", || replicas.backward(&x, |model, x: Tensor| loss(model, &x)));
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn ranks() {
+    support::ranks::in_ranks(2, |world| {
+        let store = VarStore::new(test_device());
+        let model = wide(&store.root());
+        let _limited = Limited::new();
+        let micro = MicroBatcher::new(&store, Size::Auto).replay(true);
+        let mut micro = micro.world(&world).expect("one model");
+        let x = samples();
+        holds("ranks", || micro.backward(&x, |x: Tensor| loss(&model, &x)));
+    });
+}
