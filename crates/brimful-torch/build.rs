@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 23] = [
+const SOURCES: [&str; 26] = [
+    "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
     "bridge/batch_norm.cpp",
@@ -25,8 +26,10 @@ const SOURCES: [&str; 23] = [
     "bridge/kernels.cpp",
     "bridge/layout.cpp",
     "bridge/libtorch.cpp",
+    "bridge/linear_cross_entropy.cpp",
     "bridge/memory.cpp",
     "bridge/meta.cpp",
+    "bridge/norm.cpp",
     "bridge/optim.cpp",
     "bridge/own_generator.cpp",
     "bridge/refusals.cpp",
@@ -39,16 +42,19 @@ const SOURCES: [&str; 23] = [
     "cuda/kernels/compiler.cpp",
 ];
 
-const CUDA_SOURCES: [&str; 10] = [
+const CUDA_SOURCES: [&str; 13] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
+    "cuda/kernels/activation.cpp",
     "cuda/kernels/batch_norm.cpp",
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
     "cuda/kernels/compiler.cpp",
+    "cuda/kernels/cross_entropy.cpp",
     "cuda/kernels/driver.cpp",
     "cuda/kernels/kernel.cpp",
+    "cuda/kernels/norm.cpp",
     "cuda/kernels/object.cpp",
 ];
 

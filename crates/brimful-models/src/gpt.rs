@@ -5,8 +5,9 @@
 //! block is one layer. Linear weights are inputs × outputs, as GPT-2's published ones are.
 
 use brimful::Layers;
+use brimful::nn::{Gelu, LayerNorm, bias_gelu, layer_norm};
 use tch::Tensor;
-use tch::nn::{self, Init, Module, ModuleT, Path};
+use tch::nn::{Init, Module, ModuleT, Path};
 
 /// How far GPT-2's weights spread at the start.
 const SPREAD: f64 = 0.02;
@@ -67,23 +68,50 @@ impl Gpt {
 ///
 /// A width that is not a multiple of the heads is refused when the first block is built.
 pub fn gpt(config: &Gpt) -> Layers {
-    let Gpt { layers, width, heads, context, vocabulary, dropout, tied } = *config;
+    let Gpt { width, vocabulary, tied, .. } = *config;
+    let body = gpt_body(config);
+    match tied {
+        true => {
+            body.add_sharing("lm_head", "wte", move |_, p| GptHead(table(p, vocabulary, width)))
+        }
+        false => body.add("lm_head", move |p| GptHead(table(p, vocabulary, width))),
+    }
+}
+
+/// A [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width): for a
+/// loss that takes the head's weight itself, so that logits never exist whole. A tied head's is the variable
+/// `wte.weight`:
+///
+/// ```
+/// use brimful::nn::linear_cross_entropy;
+/// use brimful::{MicroBatcher, Size};
+/// use brimful_models::{Gpt, gpt_body};
+/// use tch::nn::{ModuleT, VarStore};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let shape = Gpt { layers: 1, width: 16, heads: 2, context: 8, ..Gpt::gpt2_small() };
+/// let store = VarStore::new(Device::Cpu);
+/// let body = gpt_body(&shape).build(&store.root())?;
+/// let table = store.variables().remove("wte.weight").expect("the embedding's table");
+/// let tokens = Tensor::randint(50_257, [4, 9], (Kind::Int64, Device::Cpu));
+/// MicroBatcher::new(&store, Size::Fixed(2)).backward(&tokens, |tokens| {
+///     let hidden = body.forward_t(&tokens.narrow(1, 0, 8), true);
+///     linear_cross_entropy(&hidden, &table, None, &tokens.narrow(1, 1, 8), Default::default())
+/// })?;
+/// # Ok::<(), brimful::Error>(())
+/// ```
+pub fn gpt_body(config: &Gpt) -> Layers {
+    let Gpt { layers, width, heads, context, vocabulary, dropout, .. } = *config;
     let shape = TransformerShape { layers, width, heads, dropout };
     let blocks = (0..layers).fold(Layers::new(), |blocks, number| {
         blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape))
     });
-    let list = Layers::new()
+    Layers::new()
         .add("wte", move |p| Embedding(table(p, vocabulary, width)))
         .add("wpe", move |p| Positions(table(p, context, width)))
         .add_fn_t("drop", move |x, train| x.dropout(dropout, train))
         .add_layers("h", blocks)
-        .add("ln_f", move |p| layer_norm(p, width));
-    match tied {
-        true => {
-            list.add_sharing("lm_head", "wte", move |_, p| GptHead(table(p, vocabulary, width)))
-        }
-        false => list.add("lm_head", move |p| GptHead(table(p, vocabulary, width))),
-    }
+        .add("ln_f", move |p| layer_norm(p, width))
 }
 
 /// Looks each token up in a table.
@@ -140,9 +168,9 @@ struct TransformerShape {
 /// Attention and a two-layer network, each normed before and added to what came in.
 #[derive(Debug)]
 struct TransformerBlock {
-    ln_1: nn::LayerNorm,
+    ln_1: LayerNorm,
     attention: Attention,
-    ln_2: nn::LayerNorm,
+    ln_2: LayerNorm,
     expand: Projection,
     contract: Projection,
     dropout: f64,
@@ -153,9 +181,9 @@ impl TransformerBlock {
         let width = shape.checked_width();
         let mlp = path / "mlp";
         Self {
-            ln_1: layer_norm(&(path / "ln_1"), width),
+            ln_1: layer_norm(path / "ln_1", width),
             attention: Attention::new(&(path / "attn"), shape),
-            ln_2: layer_norm(&(path / "ln_2"), width),
+            ln_2: layer_norm(path / "ln_2", width),
             expand: Projection::new(&(&mlp / "c_fc"), width, 4 * width, SPREAD),
             contract: Projection::new(
                 &(&mlp / "c_proj"),
@@ -171,9 +199,8 @@ impl TransformerBlock {
 impl ModuleT for TransformerBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let attended = self.attention.forward_t(&self.ln_1.forward(x), train);
-        let x = x + attended.dropout(self.dropout, train);
-        let hidden = self.expand.forward(&self.ln_2.forward(&x)).gelu("tanh");
-        let mixed = self.contract.forward(&hidden);
+        let (x, normed) = self.ln_2.forward_add(&attended.dropout(self.dropout, train), x);
+        let mixed = self.contract.forward(&self.expand.forward_gelu(&normed));
         x + mixed.dropout(self.dropout, train)
     }
 }
@@ -244,17 +271,27 @@ impl Projection {
     }
 }
 
-impl Module for Projection {
-    fn forward(&self, x: &Tensor) -> Tensor {
+impl Projection {
+    /// The rows of `x`, and the shape of what comes out.
+    fn rows(&self, x: &Tensor) -> (Tensor, [i64; 3]) {
         let (samples, sequence, inputs) = x.size3().expect("samples × sequence × width");
-        let rows = x.reshape([samples * sequence, inputs]);
-        // One kernel for the product and the bias.
-        self.bias.addmm(&rows, &self.weight).view([samples, sequence, self.bias.size()[0]])
+        (x.reshape([samples * sequence, inputs]), [samples, sequence, self.bias.size()[0]])
+    }
+
+    /// With a GELU after it, whose pass adds the bias and sums up its gradient.
+    fn forward_gelu(&self, x: &Tensor) -> Tensor {
+        let (rows, shape) = self.rows(x);
+        let out = bias_gelu(&rows.mm(&self.weight), Some(&self.bias), Gelu::Tanh);
+        out.unwrap_or_else(|error| panic!("{error}")).view(shape)
     }
 }
 
-fn layer_norm(path: &Path, width: i64) -> nn::LayerNorm {
-    nn::layer_norm(path, vec![width], Default::default())
+impl Module for Projection {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        let (rows, shape) = self.rows(x);
+        // One kernel for the product and the bias.
+        self.bias.addmm(&rows, &self.weight).view(shape)
+    }
 }
 
 /// The table of this path, made if it is not there.

@@ -7,7 +7,7 @@
 //! | [`resnet18`], [`resnet50`], [`resnet101`], [`ResNet`] | stem, each residual block, head | torchvision |
 //! | [`UNet`] | each convolution with what follows it, each pool, up and end of a skip | – |
 //! | [`AmoebaNet`] | stem, each cell, head | – |
-//! | [`gpt`], [`Gpt`] | embeddings, each transformer block, head | GPT-2 |
+//! | [`gpt`], [`gpt_body`], [`Gpt`] | embeddings, each transformer block, head | GPT-2 |
 //!
 //! Each is a [`brimful::Layers`], so it can be built whole, built in parts on several devices, or
 //! counted without being built:
@@ -29,7 +29,7 @@ mod unet;
 
 pub use amoebanet::AmoebaNet;
 pub use error::ShapeError;
-pub use gpt::{Gpt, gpt};
+pub use gpt::{Gpt, gpt, gpt_body};
 pub use mlp::mlp;
 pub use resnet::{ResNet, Stem, resnet18, resnet50, resnet101};
 pub use unet::UNet;

@@ -1,8 +1,9 @@
 //! The models: published sizes, shapes, first losses, and that they learn.
 
-use brimful::Layers;
+use brimful::nn::linear_cross_entropy;
+use brimful::{Layers, Loss, MicroBatcher, Size};
 use brimful_models::{
-    AmoebaNet, Gpt, ResNet, ShapeError, UNet, gpt, mlp, resnet18, resnet50, resnet101,
+    AmoebaNet, Gpt, ResNet, ShapeError, UNet, gpt, gpt_body, mlp, resnet18, resnet50, resnet101,
 };
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
@@ -236,4 +237,40 @@ fn a_sequence_that_is_too_long_is_refused() {
 fn an_image_that_a_u_net_cannot_halve_is_refused() {
     let layers = UNet::new(2, 2).layers().expect("a shape");
     shape_after(&layers, &Tensor::randn([1, 3, 96, 80], CPU));
+}
+
+/// The loss of a GPT's hidden states and its table is that of its logits, and so are all gradients.
+#[test]
+fn a_body_and_the_loss_of_its_head_are_the_whole_gpt() {
+    let tokens = tokens(3, 17);
+    let (inputs, targets) = (tokens.narrow(1, 0, 16), tokens.narrow(1, 1, 16));
+    let mut stores = [(); 2].map(|()| nn::VarStore::new(Device::Cpu));
+    let whole = gpt(&tiny_gpt()).build(&stores[0].root()).expect("a model");
+    let body = gpt_body(&tiny_gpt()).build(&stores[1].root()).expect("a model");
+    let [first, second] = &mut stores;
+    second.copy(first).expect("the same variables");
+    let table = second.variables().remove("wte.weight").expect("a table");
+    let losses = [0, 1].map(|i| {
+        let batch = (inputs.shallow_clone(), targets.shallow_clone());
+        let mut micro = MicroBatcher::new([&*first, &*second][i], Size::Fixed(2));
+        let step = micro.backward(&batch, |(x, y)| match i {
+            0 => {
+                let logits = whole.forward_t(&x, true).view([-1, 65]);
+                Ok(Loss::mean(logits.cross_entropy_for_logits(&y.reshape([-1]))))
+            }
+            _ => linear_cross_entropy(
+                &body.forward_t(&x, true),
+                &table,
+                None,
+                &y,
+                Default::default(),
+            ),
+        });
+        step.expect("a step").loss
+    });
+    assert!((losses[0] - losses[1]).abs() < 1e-5, "{losses:?}");
+    for (name, variable) in first.variables() {
+        let (expected, found) = (variable.grad(), second.variables()[&name].grad());
+        assert!(found.allclose(&expected, 1e-4, 1e-6, false), "{name}");
+    }
 }

@@ -3,6 +3,8 @@
 use std::ptr;
 use std::sync::OnceLock;
 
+use tch::Tensor;
+
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawCudaFunctions};
 
@@ -27,4 +29,12 @@ pub(crate) fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
         }
     };
     LOADED.get_or_init(load).clone()
+}
+
+/// Makes kernels of our own known before work on such a tensor. Where they cannot be had, libtorch's own
+/// operations run.
+pub(crate) fn load_for(tensor: &Tensor) {
+    if tensor.device().is_cuda() {
+        let _ = functions();
+    }
 }

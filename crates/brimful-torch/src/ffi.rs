@@ -334,6 +334,38 @@ unsafe extern "C" {
         message: Message,
     ) -> i32;
 
+    pub(crate) fn brimful_norm(
+        x: *const RawTensor,
+        residual: *const RawTensor,
+        weight: *const RawTensor,
+        bias: *const RawTensor,
+        eps: f64,
+        rms: bool,
+        sum: *mut *mut RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_activation(
+        x: *const RawTensor,
+        bias: *const RawTensor,
+        function: i32,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_linear_cross_entropy(
+        hidden: *const RawTensor,
+        weight: *const RawTensor,
+        bias: *const RawTensor,
+        targets: *const RawTensor,
+        class_weights: *const RawTensor,
+        smoothing: f64,
+        ignored: i64,
+        chunk_bytes: i64,
+        loss: *mut *mut RawTensor,
+        divisor: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+
     pub(crate) fn brimful_touches_begin(list: *mut *mut c_void, message: Message) -> i32;
     pub(crate) fn brimful_any_is_left(tensors: Tensors, count: usize) -> bool;
     pub(crate) fn brimful_touches_exchange(list: *mut c_void) -> *mut c_void;

@@ -3,6 +3,7 @@
 //!
 //! | module | what it adds to tch |
 //! | --- | --- |
+//! | [`activation`] | a bias and an activation in one |
 //! | [`arena`] | CPU memory that is counted, and limited |
 //! | [`autograd`] | backward from given gradients; gradients put in place by hand |
 //! | [`batch_norm`] | BatchNorm with what follows it, in one |
@@ -14,9 +15,11 @@
 //! | [`host`] | large blocks kept by the process that frees them |
 //! | [`kernels`] | kernels of our own, and a switch for them |
 //! | [`layout`] | numbers in memory with the channels last |
+//! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
 //! | [`meta`] | tensors with a shape and no memory |
+//! | [`norm`] | LayerNorm and RMSNorm, with an addition before them |
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
@@ -24,6 +27,7 @@
 //! | [`threads`] | threads an operation, for one thread alone |
 //! | [`libtorch`] | which libtorch is running |
 
+pub mod activation;
 pub mod arena;
 pub mod autograd;
 pub mod batch_norm;
@@ -39,10 +43,12 @@ pub mod host;
 pub mod kernels;
 pub mod layout;
 pub mod libtorch;
+pub mod linear_cross_entropy;
 pub mod memory;
 pub mod meta;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod norm;
 pub mod optim;
 pub mod random;
 mod replaced;
@@ -58,6 +64,11 @@ use tch::Tensor;
 
 fn raw(tensor: &Tensor) -> *const RawTensor {
     tensor.as_ptr().cast()
+}
+
+/// Null stands for none.
+fn raw_or_null(tensor: Option<&Tensor>) -> *const RawTensor {
+    tensor.map_or(std::ptr::null(), raw)
 }
 
 /// For calls that change what the tensor refers to, which tch's own do through `&Tensor` as well.

@@ -19,7 +19,7 @@ use crate::device::NoDevice;
 use crate::layers::LayersError;
 use crate::loss::LossError;
 use crate::memory::MemoryError;
-use crate::nn::BatchNormError;
+use crate::nn::{BatchNormError, LinearCrossEntropyError, NormError};
 use crate::oom::{self, OutOfMemory};
 use crate::optim::OptimError;
 use crate::pipeline::{PipelineError, StageError};
@@ -93,6 +93,14 @@ pub enum Error {
     /// An input that a BatchNorm layer is not made for.
     #[error(transparent)]
     BatchNorm(#[from] BatchNormError),
+
+    /// An input that a norm is not made for.
+    #[error(transparent)]
+    Norm(#[from] NormError),
+
+    /// Tensors that a head's loss is not made for.
+    #[error(transparent)]
+    LinearCrossEntropy(#[from] LinearCrossEntropyError),
 
     /// An error of the user's own closure.
     #[error(transparent)]

@@ -2,9 +2,15 @@
 // throw: a KernelError where libtorch's own operations are to run instead.
 #pragma once
 
+#include "../../kernels/activation_arguments.h"
+#include "../../kernels/column_sums_arguments.h"
+#include "../../kernels/cross_entropy_arguments.h"
+#include "../../kernels/norm_arguments.h"
 #include "batch_norm.h"
 #include "card.h"
 #include "source.h"
+
+#include <cstdint>
 
 #include <string>
 
@@ -13,6 +19,24 @@ namespace brimful::kernels {
 // For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
 std::string describe(int device);
 
+// Kinds of numbers, as kernels/prelude.cuh has them.
+enum class NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// On the current stream of the current device, which the pointers are of.
+void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
+void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
+// How many rows of partial sums a backward writes.
+int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind);
+void norm_backward(const NormBackwardArguments& arguments, NumberKind kind);
+void column_sums(const ColumnSumsArguments& arguments);
+
+// As kernels/activation.cu and src/activation.rs number them.
+enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
+// How many rows of partial sums a backward writes.
+int64_t activation_row_blocks(int64_t rows, int64_t outputs, NumberKind kind);
+void activation(
+    const ActivationArguments& arguments, NumberKind kind, Activation function, bool backward);
+
 }  // namespace brimful::kernels
 
 extern "C" {
@@ -20,6 +44,13 @@ extern "C" {
 struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::describe) describe;
   decltype(&brimful::kernels::pretend) pretend;
+  decltype(&brimful::kernels::cross_entropy) cross_entropy;
+  decltype(&brimful::kernels::norm_forward) norm_forward;
+  decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;
+  decltype(&brimful::kernels::norm_backward) norm_backward;
+  decltype(&brimful::kernels::column_sums) column_sums;
+  decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
+  decltype(&brimful::kernels::activation) activation;
   decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
   decltype(&brimful::kernels::batch_norm_statistics) batch_norm_statistics;
   decltype(&brimful::kernels::batch_norm_pool) batch_norm_pool;

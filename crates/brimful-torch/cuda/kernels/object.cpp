@@ -17,8 +17,18 @@ extern "C" {
 
 extern const BrimfulKernelFunctions brimful_kernel_functions;
 const BrimfulKernelFunctions brimful_kernel_functions = {
-    brimful::kernels::describe,           brimful::kernels::pretend,
-    brimful::kernels::batch_norm_forward, brimful::kernels::batch_norm_statistics,
-    brimful::kernels::batch_norm_pool,    brimful::kernels::batch_norm_backward};
+    brimful::kernels::describe,
+    brimful::kernels::pretend,
+    brimful::kernels::cross_entropy,
+    brimful::kernels::norm_forward,
+    brimful::kernels::norm_partial_rows,
+    brimful::kernels::norm_backward,
+    brimful::kernels::column_sums,
+    brimful::kernels::activation_row_blocks,
+    brimful::kernels::activation,
+    brimful::kernels::batch_norm_forward,
+    brimful::kernels::batch_norm_statistics,
+    brimful::kernels::batch_norm_pool,
+    brimful::kernels::batch_norm_backward};
 
 }  // extern "C"

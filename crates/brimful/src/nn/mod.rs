@@ -1,4 +1,5 @@
-//! Layers that know of micro-batches: BatchNorm, alone or with the ReLU that follows it.
+//! Layers: BatchNorm that knows of micro-batches, alone or with the ReLU that follows it; norms and
+//! activations of transformers in one pass each; a head with its loss.
 //!
 //! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
 //! not known before its last sample has been seen. What evaluation uses, the running statistics,
@@ -23,10 +24,20 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod activation;
 mod batch_norm;
 pub mod kernels;
+mod linear_cross_entropy;
+mod norm;
 
+pub use activation::{Gelu, bias_gelu, bias_swiglu};
 pub use batch_norm::{
     BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
     batch_norm2d, batch_norm3d, f_second_use, second_use,
+};
+pub use linear_cross_entropy::{
+    LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,
+};
+pub use norm::{
+    LayerNorm, NormError, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };

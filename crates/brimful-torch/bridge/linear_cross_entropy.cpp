@@ -1,0 +1,386 @@
+// A linear layer and the cross-entropy of what comes out of it, without its logits ever being whole.
+//
+//   hidden  [N × d] ─┬─ chunk of tokens ── logits [c × V] ── gradient of the logits, in their place
+//   weight  [V × d] ─┘                         │                  ├── × weight  → rows of hidden's gradient
+//   targets [N]     ───────────────────────────┴─ row losses      └── ᵀ × chunk → added to weight's
+//
+// Gradients are made on the way, of the sum of all row losses. What the loss itself is multiplied by
+// comes with the backward, which is then one multiplication.
+
+#include "guard.h"
+#include "kernel_tensors.h"
+#include "tensors.h"
+#include "version.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+using brimful::is_half;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+BRIMFUL_READ_AGAIN(
+    "addmm with an output of another kind, which only CUDA has, and "
+    "get_current_graph_task_keep_graph");
+
+namespace {
+
+// Rows of logits begin at multiples of this many elements on a device: products into odd rows take
+// three times as long there.
+constexpr int64_t kRowStep = 64;
+
+// What sums over halves are made in.
+at::ScalarType sum_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
+
+// What the losses of rows are made of: that of row i with target t is
+//   -of_target[i] · log p[t] - of_all[i] · Σ_j class_weight[j] · log p[j]
+struct Targets {
+  at::Tensor index;      // a class for every row, in the table's range
+  at::Tensor counted;    // whether a row is not ignored
+  at::Tensor of_target;  // N × 1
+  at::Tensor of_all;     // N × 1; undefined without smoothing
+  at::Tensor class_weights;  // undefined where all are one
+  at::Tensor total;      // Σ_j class_weight[j], 0-dim; undefined without smoothing
+  at::Tensor weight;     // what the sum of losses is to be divided by
+};
+
+struct Wanted {
+  bool hidden;
+  bool weight;
+  bool bias;
+  bool any() const { return hidden || weight || bias; }
+};
+
+struct Settings {
+  double smoothing;
+  int64_t ignored;
+  int64_t chunk_bytes;
+};
+
+// A target that is no class makes the loss NaN: a device could only tell it by making the host wait.
+Targets read(
+    const at::Tensor& given, int64_t classes, const at::Tensor& class_weights,
+    const Settings& settings, at::ScalarType kind) {
+  Targets out;
+  const auto targets = given.reshape({-1}).to(at::kLong);
+  out.counted = targets.ne(settings.ignored);
+  const auto is_class = targets.ge(0).logical_and_(targets.lt(classes));
+  out.index = targets.masked_fill(is_class.logical_not(), 0).contiguous();
+  auto weights = at::ones({targets.numel()}, targets.options().dtype(kind));
+  if (class_weights.defined()) {
+    out.class_weights = class_weights.to(kind).contiguous();
+    weights = out.class_weights.index_select(0, out.index);
+  }
+  weights.masked_fill_(is_class.logical_not_(), std::numeric_limits<double>::quiet_NaN());
+  weights.masked_fill_(out.counted.logical_not(), 0);
+  out.weight = weights.sum(at::kDouble);
+  out.of_target = weights.mul(1 - settings.smoothing).unsqueeze_(1);
+  if (settings.smoothing > 0) {
+    const auto each = settings.smoothing / static_cast<double>(classes);
+    out.of_all = out.counted.to(kind).mul_(each).unsqueeze_(1);
+    out.total = class_weights.defined() ? out.class_weights.sum()
+                                        : at::ones({}, weights.options()).mul_(classes);
+  }
+  return out;
+}
+
+Targets rows_of(const Targets& all, int64_t from, int64_t count) {
+  Targets out = all;
+  out.index = all.index.narrow(0, from, count);
+  out.counted = all.counted.narrow(0, from, count);
+  out.of_target = all.of_target.narrow(0, from, count);
+  if (all.of_all.defined()) out.of_all = all.of_all.narrow(0, from, count);
+  return out;
+}
+
+// Leaves the gradient of the sum of row losses in the logits' place.
+void leave_gradient(at::Tensor& powers, const at::Tensor& sums, const Targets& targets) {
+  const bool smooth = targets.of_all.defined();
+  const auto index = targets.index.unsqueeze(1);
+  auto all = targets.of_target;
+  if (smooth) all = all.add(targets.of_all.mul(targets.total));
+  powers.mul_(all.div(sums));
+  powers.scatter_(1, index, powers.gather(1, index).sub_(targets.of_target));
+  if (!smooth) return;
+  if (targets.class_weights.defined()) {
+    powers.addcmul_(targets.of_all, targets.class_weights.unsqueeze(0), -1);
+  } else {
+    powers.sub_(targets.of_all);
+  }
+}
+
+// The losses of rows of logits, which are used up.
+at::Tensor row_losses(at::Tensor& logits, const Targets& targets, bool gradient) {
+  logits.sub_(logits.amax({1}, /*keepdim=*/true));
+  auto of_target = logits.gather(1, targets.index.unsqueeze(1));
+  at::Tensor of_all;
+  if (targets.of_all.defined()) {
+    const auto& weights = targets.class_weights;
+    of_all = (weights.defined() ? logits.mv(weights) : logits.sum(1)).unsqueeze_(1);
+  }
+  logits.exp_();
+  const auto sums = logits.sum(1, /*keepdim=*/true);
+  const auto logs = sums.log();
+  auto losses = logs.sub(of_target).mul_(targets.of_target);
+  if (of_all.defined()) {
+    losses.add_(logs.mul(targets.total).sub_(of_all).mul_(targets.of_all));
+  }
+  if (gradient) leave_gradient(logits, sums, targets);
+  return losses.squeeze_(1).masked_fill_(targets.counted.logical_not(), 0);
+}
+
+template <class Number>
+const Number* pointer_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<Number>() : nullptr;
+}
+
+// The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
+bool row_losses_by_kernel(
+    at::Tensor& logits, const Targets& targets, bool gradient, at::Tensor& losses) {
+  if (!brimful::kernels::takes(logits)) return false;
+  const auto counted = targets.counted.const_data_ptr<bool>();
+  const CrossEntropyArguments arguments{
+      logits.mutable_data_ptr(),
+      reinterpret_cast<const long long*>(targets.index.const_data_ptr<int64_t>()),
+      reinterpret_cast<const unsigned char*>(counted),
+      targets.of_target.const_data_ptr<float>(),
+      pointer_or_null<float>(targets.of_all),
+      pointer_or_null<float>(targets.class_weights),
+      pointer_or_null<float>(targets.total),
+      losses.mutable_data_ptr<float>(),
+      logits.stride(0),
+      static_cast<int>(logits.size(1)),
+      gradient};
+  try {
+    const c10::DeviceGuard there(logits.device());
+    const auto kind = brimful::kernels::number_kind(logits);
+    brimful::kernels::functions()->cross_entropy(arguments, kind, logits.size(0));
+    return true;
+  } catch (const brimful::kernels::KernelError& error) {
+    brimful::kernels::refused(error.what());
+    return false;
+  }
+}
+
+// Rows of numbers, each beginning where a device's products like it.
+at::Tensor rows(int64_t count, int64_t width, const at::TensorOptions& options) {
+  const bool on_device = !options.device().is_cpu();
+  const auto step = on_device ? (width + kRowStep - 1) / kRowStep * kRowStep : width;
+  return at::empty({count, step}, options).narrow(1, 0, width);
+}
+
+// The same number of tokens for nearly the same bytes, so that sums have the same order.
+int64_t tokens_in(int64_t chunk_bytes, int64_t classes, const at::Tensor& hidden) {
+  const auto tokens = hidden.size(0);
+  const auto element = static_cast<int64_t>(hidden.element_size());
+  const bool copied = is_half(hidden.scalar_type()) && !brimful::kernels::takes(hidden);
+  const auto row = classes * (copied ? element + 4 : element);
+  const auto most = std::max<int64_t>(chunk_bytes / std::max<int64_t>(row, 1), 1);
+  if (most >= tokens) return std::max<int64_t>(tokens, 1);
+  int64_t power = 1;
+  while (power * 2 <= most) power *= 2;
+  return power;
+}
+
+// The layer, and its gradients so far.
+struct Head {
+  at::Tensor weight;
+  at::Tensor bias;
+  at::Tensor weight_sum;
+  at::Tensor bias_sum;
+
+  Head(const at::Tensor& weight, const at::Tensor& bias, const Wanted& wanted)
+      : weight(weight), bias(bias) {
+    const auto options = weight.options().dtype(sum_kind(weight.scalar_type()));
+    if (wanted.weight) weight_sum = at::empty(weight.sizes(), options);
+    if (wanted.bias) bias_sum = at::zeros(bias.sizes(), options);
+  }
+
+  void logits_of(const at::Tensor& hidden, at::Tensor& out) const {
+    if (bias.defined()) {
+      at::addmm_out(out, bias, hidden, weight.t());
+    } else {
+      at::mm_out(out, hidden, weight.t());
+    }
+  }
+
+  // `exact` is the gradient of the logits in the kind of sums, `gradient` in that of the layer.
+  void add(
+      const at::Tensor& gradient, const at::Tensor& exact, const at::Tensor& hidden, bool first) {
+    const int beta = first ? 0 : 1;
+    if (bias_sum.defined()) bias_sum.add_(exact.sum({0}, false, bias_sum.scalar_type()));
+    if (!weight_sum.defined()) return;
+    if (!is_half(hidden.scalar_type())) {
+      at::addmm_out(weight_sum, weight_sum, gradient.t(), hidden, beta);
+    } else if (hidden.is_cuda()) {
+      at::addmm_out(weight_sum, weight_sum, gradient.t(), hidden, at::kFloat, beta);
+    } else {
+      at::addmm_out(weight_sum, weight_sum, exact.t(), hidden.to(at::kFloat), beta);
+    }
+  }
+};
+
+// What a loss leaves: itself, and gradients where they are wanted.
+struct Done {
+  at::Tensor loss;
+  at::Tensor hidden;
+  at::Tensor weight;
+  at::Tensor bias;
+};
+
+// The room that chunks of logits are computed in.
+struct Room {
+  at::Tensor logits;
+  at::Tensor exact;  // undefined until a half's logits are wanted in f32
+
+  Room(int64_t tokens, int64_t classes, const at::Tensor& hidden)
+      : logits(rows(tokens, classes, hidden.options())) {}
+
+  // The logits of a chunk become their gradient; gives that in the kind of sums too, if it was made.
+  at::Tensor use(at::Tensor& chunk, const Targets& targets, bool gradient, at::Tensor losses) {
+    if (row_losses_by_kernel(chunk, targets, gradient, losses)) return chunk;
+    auto wide = chunk;
+    if (is_half(chunk.scalar_type())) {
+      const auto options = logits.options().dtype(at::kFloat);
+      if (!exact.defined()) exact = rows(logits.size(0), logits.size(1), options);
+      wide = exact.narrow(0, 0, chunk.size(0)).copy_(chunk);
+    }
+    losses.copy_(row_losses(wide, targets, gradient));
+    if (gradient && is_half(chunk.scalar_type())) chunk.copy_(wide);
+    return wide;
+  }
+};
+
+Done run(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+    const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
+  const auto tokens = hidden.size(0);
+  const auto chunk = tokens_in(chunk_bytes, weight.size(0), hidden);
+  Head head(weight, bias, wanted);
+  Done done;
+  if (wanted.hidden) done.hidden = at::empty_like(hidden);
+  auto losses = at::empty({tokens}, targets.of_target.options());
+  Room room(chunk, weight.size(0), hidden);
+  for (int64_t from = 0; from < tokens; from += chunk) {
+    const auto count = std::min(chunk, tokens - from);
+    const auto part = hidden.narrow(0, from, count);
+    const auto of_part = rows_of(targets, from, count);
+    auto logits = room.logits.narrow(0, 0, count);
+    head.logits_of(part, logits);
+    const auto exact = room.use(logits, of_part, wanted.any(), losses.narrow(0, from, count));
+    if (!wanted.any()) continue;
+    if (wanted.hidden) {
+      auto gradient = done.hidden.narrow(0, from, count);
+      at::mm_out(gradient, logits, weight);
+    }
+    head.add(logits, exact, part, from == 0);
+  }
+  if (tokens == 0 && wanted.weight) head.weight_sum.zero_();
+  done.loss = losses.sum();
+  done.weight = head.weight_sum;
+  done.bias = head.bias_sum;
+  return done;
+}
+
+// The gradient times what the loss was multiplied by, in the kind of what it is the gradient of. Halves
+// are multiplied in f32: the factor would lose most of its digits.
+at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType kind, bool keep) {
+  // With a dimension, it counts when kinds are chosen.
+  const auto by = factor.to(sum_kind(kind)).reshape({1});
+  if (gradient.scalar_type() != kind && gradient.is_cuda()) {
+    auto out = at::empty(gradient.sizes(), gradient.options().dtype(kind));
+    return at::mul_out(out, gradient, by);
+  }
+  return (keep ? gradient.mul(by) : gradient.mul_(by)).to(kind);
+}
+
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+  static at::Tensor forward(
+      AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight,
+      const std::optional<at::Tensor>& bias, const Targets* targets, const Wanted& wanted,
+      int64_t chunk_bytes) {
+    const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
+    auto done = run(
+        rows, weight.contiguous(), bias.value_or(at::Tensor()), *targets, wanted, chunk_bytes);
+    auto& saved = context->saved_data;
+    if (wanted.hidden) saved["hidden"] = done.hidden.view(hidden.sizes());
+    if (wanted.weight) saved["weight"] = done.weight;
+    if (wanted.bias) saved["bias"] = done.bias;
+    saved["kind"] = static_cast<int64_t>(hidden.scalar_type());
+    context->set_materialize_grads(false);
+    return done.loss;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    variable_list out(6);
+    if (!gradients[0].defined()) return out;
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(),
+        "the gradient of linear_cross_entropy has no gradient of its own: use a linear layer and "
+        "cross_entropy where a loss is differentiated twice");
+    auto& saved = context->saved_data;
+    TORCH_CHECK(
+        saved.count("kind") > 0,
+        "linear_cross_entropy has given its gradients away: keep the graph to run backward twice");
+    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
+    const auto kind = static_cast<at::ScalarType>(saved.at("kind").toInt());
+    const std::array<const char*, 3> names{"hidden", "weight", "bias"};
+    for (size_t i = 0; i < names.size(); ++i) {
+      const auto found = saved.find(names[i]);
+      if (found == saved.end()) continue;
+      auto gradient = found->second.toTensor();
+      if (!keep) found->second = c10::IValue();
+      if (!context->needs_input_grad(i)) continue;
+      out[i] = scaled(std::move(gradient), gradients[0], kind, keep);
+    }
+    if (!keep) saved.clear();
+    return out;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// The sum of row losses, and what it is to be divided by. Null: no bias, no class weights.
+int32_t brimful_linear_cross_entropy(
+    const at::Tensor* hidden, const at::Tensor* weight, const at::Tensor* bias,
+    const at::Tensor* targets, const at::Tensor* class_weights, double smoothing, int64_t ignored,
+    int64_t chunk_bytes, at::Tensor** loss, at::Tensor** divisor, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    const auto or_none = [](const at::Tensor* t) { return t == nullptr ? at::Tensor() : *t; };
+    const auto biases = or_none(bias);
+    const bool graph = at::GradMode::is_enabled();
+    const Wanted wanted{
+        graph && hidden->requires_grad(), graph && weight->requires_grad(),
+        graph && biases.defined() && biases.requires_grad()};
+    const Settings settings{smoothing, ignored, chunk_bytes};
+    Targets rows;
+    {
+      const at::NoGradGuard no_grad;
+      rows = read(
+          *targets, weight->size(0), or_none(class_weights), settings,
+          sum_kind(hidden->scalar_type()));
+    }
+    const auto biases_or_none = brimful::kernels::optional(biases);
+    auto sum = LinearCrossEntropy::apply(
+        *hidden, *weight, biases_or_none, &rows, wanted, settings.chunk_bytes);
+    *loss = new at::Tensor(std::move(sum));
+    *divisor = new at::Tensor(rows.weight);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,10 @@
+// What kernels/column_sums.cu is told, as both sides see it.
+#pragma once
+
+struct ColumnSumsArguments {
+  const float* from;  // rows × columns
+  void* into;         // columns
+  int kind;           // of what is written: 0 is f32, 1 bf16, 2 f16
+  int rows;
+  int columns;
+};

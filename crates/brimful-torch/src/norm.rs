@@ -1,0 +1,71 @@
+//! LayerNorm and RMSNorm, with an addition before them.
+
+use std::ptr;
+
+use tch::Tensor;
+
+use crate::error::{TorchError, call};
+use crate::{cuda_object, ffi, owned, raw, raw_or_null};
+
+/// How rows are normed.
+#[derive(Debug, Clone, Copy)]
+pub struct RowNorm<'a> {
+    /// One factor a column; 1 without.
+    pub weight: Option<&'a Tensor>,
+    /// What is added to each column; nothing without, and for a root mean square.
+    pub bias: Option<&'a Tensor>,
+    /// Added to the variance, or to the mean square.
+    pub eps: f64,
+    /// By the root of the mean square alone, without taking the mean away.
+    pub root_mean_square: bool,
+}
+
+/// Norms the rows of `x`, which are along its last dimension.
+///
+/// # Errors
+/// When weight or bias do not fit, or memory runs out.
+pub fn norm(x: &Tensor, how: RowNorm<'_>) -> Result<Tensor, TorchError> {
+    let mut unused = ptr::null_mut();
+    run(x, None, how, &mut unused)
+}
+
+/// Adds the residual first: gives the sum, and the sum normed.
+///
+/// # Errors
+/// When the residual, weight or bias do not fit, or memory runs out.
+pub fn add_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    how: RowNorm<'_>,
+) -> Result<(Tensor, Tensor), TorchError> {
+    let mut sum = ptr::null_mut();
+    let normed = run(x, Some(residual), how, &mut sum)?;
+    Ok((owned(sum), normed))
+}
+
+fn run(
+    x: &Tensor,
+    residual: Option<&Tensor>,
+    how: RowNorm<'_>,
+    sum: &mut *mut ffi::RawTensor,
+) -> Result<Tensor, TorchError> {
+    cuda_object::load_for(x);
+    let RowNorm { weight, bias, eps, root_mean_square } = how;
+    let mut out = ptr::null_mut();
+    // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On
+    // success the result is a new one of ours, and so is the sum where there is a residual.
+    call(|message| unsafe {
+        ffi::brimful_norm(
+            raw(x),
+            raw_or_null(residual),
+            raw_or_null(weight),
+            raw_or_null(bias),
+            eps,
+            root_mean_square,
+            sum,
+            &mut out,
+            message,
+        )
+    })?;
+    Ok(owned(out))
+}

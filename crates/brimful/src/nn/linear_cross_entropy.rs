@@ -1,0 +1,269 @@
+//! A head and its cross-entropy in one, whose logits never exist whole.
+
+use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
+use tch::{Device, Kind, Tensor};
+use thiserror::Error;
+
+use crate::bytes::Bytes;
+use crate::loss::Loss;
+use crate::memory::Memory;
+use crate::{Result, device};
+
+/// The logits of a chunk take at most this much, where the caller does not say: products of larger ones
+/// are no faster.
+const CHUNK: Bytes = Bytes(128 << 20);
+/// And at most this part of what is free.
+const PART_OF_FREE: u64 = 4;
+
+/// What a [`linear_cross_entropy`] is told beside its tensors.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearCrossEntropyConfig<'a> {
+    /// The target of places that do not count, such as padding.
+    pub ignored: i64,
+    /// The part of each target that is spread over all classes; 0 for none.
+    pub smoothing: f64,
+    /// What each class counts for; 1 without.
+    pub class_weights: Option<&'a Tensor>,
+    /// How much memory the logits of a chunk may take; without it, 128 MiB, or a quarter of what is
+    /// free on the device where that is less. Sums of another chunk are rounded otherwise.
+    pub chunk: Option<Bytes>,
+}
+
+impl Default for LinearCrossEntropyConfig<'_> {
+    fn default() -> Self {
+        Self { ignored: -100, smoothing: 0.0, class_weights: None, chunk: None }
+    }
+}
+
+/// What a [`linear_cross_entropy`] cannot be made of.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum LinearCrossEntropyError {
+    /// Shapes that do not belong together.
+    #[error(
+        "a head's loss takes hidden states of … × width, a weight of classes × width and targets of \
+         the shape …, but {what} has the shape {shape:?} where hidden states have {hidden:?} and the \
+         weight {weight:?}"
+    )]
+    Shape {
+        /// Which tensor does not fit.
+        what: &'static str,
+        /// Its shape.
+        shape: Vec<i64>,
+        /// That of the hidden states.
+        hidden: Vec<i64>,
+        /// That of the weight.
+        weight: Vec<i64>,
+    },
+    /// Kinds of numbers that do not belong together.
+    #[error("{what} of a head's loss must be {wanted}, but is of {kind:?}")]
+    Kind {
+        /// Which tensor does not fit.
+        what: &'static str,
+        /// What it should be.
+        wanted: String,
+        /// What it is.
+        kind: Kind,
+    },
+    /// Tensors on several devices.
+    #[error("{what} of a head's loss is on {}, the hidden states on {}: move it there",
+        device::name(*on), device::name(*hidden))]
+    Device {
+        /// Which tensor is elsewhere.
+        what: &'static str,
+        /// Where it is.
+        on: Device,
+        /// Where the hidden states are.
+        hidden: Device,
+    },
+    /// A target that is no class. Only a CPU's are looked at: another device's make the loss NaN.
+    #[error(
+        "target {target} at place {place} is none of the {classes} classes: give a class from 0 on, or \
+         {ignored} for a place that does not count"
+    )]
+    Target {
+        /// What it is.
+        target: i64,
+        /// Where it is among all targets.
+        place: i64,
+        /// How many classes there are.
+        classes: i64,
+        /// What it could have been instead.
+        ignored: i64,
+    },
+    /// A part that is none.
+    #[error("a smoothing of {0} is not a part of a target: give a number from 0 up to 1")]
+    Smoothing(f64),
+    /// A chunk without a byte.
+    #[error("a chunk of 0 bytes holds no logits: give more, or none to have it chosen")]
+    EmptyChunk,
+}
+
+/// The mean cross-entropy of `hidden · weightᵀ + bias` at the targets, over those that are not ignored,
+/// or over the weights of their classes.
+///
+/// Hidden states are of any shape … × width, the weight of classes × width (an embedding's table, for a
+/// tied head), targets integers of the shape …. The logits are computed for a chunk of places at a time,
+/// and their gradient at once, in their place: what would be several times places × classes is a chunk
+/// and the weight's own gradient. Halves are summed in f32.
+///
+/// ```
+/// use brimful::nn::linear_cross_entropy;
+/// use brimful::{MicroBatcher, Size};
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let table = store.root().randn_standard("table", &[1000, 16]);
+/// let tokens = Tensor::randint(1000, [8, 33], (Kind::Int64, Device::Cpu));
+/// let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+/// let step = micro.backward(&tokens, |tokens| {
+///     let hidden = Tensor::embedding(&table, &tokens.narrow(1, 0, 32), -1, false, false);
+///     linear_cross_entropy(&hidden, &table, None, &tokens.narrow(1, 1, 32), Default::default())
+/// })?;
+/// assert!(step.loss > 0.0);
+/// # Ok::<(), brimful::Error>(())
+/// ```
+///
+/// # Errors
+/// When shapes, kinds or devices do not match, a target on a CPU is out of range, the smoothing is not
+/// within 0 and 1, or memory runs out.
+pub fn linear_cross_entropy(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    config: LinearCrossEntropyConfig<'_>,
+) -> Result<Loss> {
+    let given = Given { hidden, weight, bias, targets, config };
+    given.check()?;
+    let LinearCrossEntropyConfig { ignored, smoothing, class_weights, chunk } = config;
+    let chunk_bytes = chunk.map_or_else(|| chunk_on(hidden.device()), Ok)?.0;
+    let head = LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes };
+    let done = torch::linear_cross_entropy(hidden, targets, head)?;
+    Ok(Loss::ratio(done.sum, done.divisor))
+}
+
+fn chunk_on(on: Device) -> Result<Bytes> {
+    if on == Device::Cpu {
+        return Ok(CHUNK);
+    }
+    let free = Memory::Accelerator(on).usage()?.available.unwrap_or(CHUNK);
+    Ok(Bytes(CHUNK.0.min(free.0 / PART_OF_FREE).max(1)))
+}
+
+struct Given<'a> {
+    hidden: &'a Tensor,
+    weight: &'a Tensor,
+    bias: Option<&'a Tensor>,
+    targets: &'a Tensor,
+    config: LinearCrossEntropyConfig<'a>,
+}
+
+impl Given<'_> {
+    fn check(&self) -> Result<()> {
+        let smoothing = self.config.smoothing;
+        if !(0.0..=1.0).contains(&smoothing) {
+            return Err(LinearCrossEntropyError::Smoothing(smoothing).into());
+        }
+        if self.config.chunk == Some(Bytes(0)) {
+            return Err(LinearCrossEntropyError::EmptyChunk.into());
+        }
+        self.check_shapes()?;
+        self.check_kinds()?;
+        self.check_devices()?;
+        self.check_targets()
+    }
+
+    fn check_shapes(&self) -> Result<()> {
+        let hidden = self.hidden.size();
+        let weight = self.weight.size();
+        let wrong = |what, tensor: &Tensor| {
+            let (shape, hidden, weight) = (tensor.size(), hidden.clone(), weight.clone());
+            Err(LinearCrossEntropyError::Shape { what, shape, hidden, weight }.into())
+        };
+        let Some((width, places)) = hidden.split_last() else {
+            return wrong("the hidden state", self.hidden);
+        };
+        if weight.len() != 2 || weight[1] != *width || weight[0] == 0 || *width == 0 {
+            return wrong("the weight", self.weight);
+        }
+        if self.targets.size() != places {
+            return wrong("the tensor of targets", self.targets);
+        }
+        match (self.bias, self.config.class_weights) {
+            (Some(bias), _) if bias.size() != weight[..1] => wrong("the bias", bias),
+            (_, Some(weights)) if weights.size() != weight[..1] => {
+                wrong("the tensor of class weights", weights)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_kinds(&self) -> Result<()> {
+        let wrong = |what, wanted, kind| Err(LinearCrossEntropyError::Kind { what, wanted, kind });
+        let kind = self.hidden.kind();
+        if !is_real(kind) {
+            wrong("the hidden state", "of a floating-point kind".to_owned(), kind)?;
+        }
+        for (what, tensor) in [("the weight", Some(self.weight)), ("the bias", self.bias)] {
+            match tensor {
+                Some(other) if other.kind() != kind => {
+                    wrong(what, format!("of the hidden states' {kind:?}"), other.kind())?;
+                }
+                _ => {}
+            }
+        }
+        let targets = self.targets.kind();
+        if !matches!(targets, Kind::Int64 | Kind::Int | Kind::Int16 | Kind::Int8 | Kind::Uint8) {
+            wrong("the tensor of targets", "integers".to_owned(), targets)?;
+        }
+        match self.config.class_weights.map(Tensor::kind) {
+            Some(kind) if !is_real(kind) => Ok(wrong(
+                "the tensor of class weights",
+                "of a floating-point kind".to_owned(),
+                kind,
+            )?),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let hidden = self.hidden.device();
+        let others = [
+            ("the weight", Some(self.weight)),
+            ("the bias", self.bias),
+            ("the tensor of targets", Some(self.targets)),
+            ("the tensor of class weights", self.config.class_weights),
+        ];
+        for (what, tensor) in others {
+            match tensor.map(Tensor::device) {
+                Some(on) if on != hidden => {
+                    return Err(LinearCrossEntropyError::Device { what, on, hidden }.into());
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn check_targets(&self) -> Result<()> {
+        if self.targets.device() != Device::Cpu || self.targets.numel() == 0 {
+            return Ok(());
+        }
+        let classes = self.weight.size()[0];
+        let ignored = self.config.ignored;
+        let targets = self.targets.f_to_kind(Kind::Int64)?.f_reshape([-1])?;
+        let outside = targets.f_lt(0)?.f_logical_or(&targets.f_ge(classes)?)?;
+        let wrong = outside.f_logical_and(&targets.f_ne(ignored)?)?;
+        if wrong.f_any()?.f_int64_value(&[])? == 0 {
+            return Ok(());
+        }
+        let place = wrong.f_to_kind(Kind::Int64)?.f_argmax(0, false)?.f_int64_value(&[])?;
+        let target = targets.f_int64_value(&[place])?;
+        Err(LinearCrossEntropyError::Target { target, place, classes, ignored }.into())
+    }
+}
+
+fn is_real(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double)
+}

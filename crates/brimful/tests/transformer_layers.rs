@@ -1,0 +1,293 @@
+//! Norms with a residual and activations with a bias are libtorch's operations one after the other: values,
+//! gradients, refusals.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU, by kernels of our own; `BRIMFUL_KERNELS=off`
+//! switches those off.
+
+mod support;
+
+use brimful::nn::{Gelu, bias_gelu, bias_swiglu, layer_norm, rms_norm};
+use brimful_torch::autograd::backward;
+use brimful_torch::norm::{RowNorm, add_norm, norm};
+use support::{numbers, test_device};
+use tch::nn::{Module, VarStore};
+use tch::{Device, Kind, Tensor};
+
+/// Rows × columns: one of each, odd ones, whole words, wider than a warp and than a block hold in words of
+/// one number.
+const SHAPES: [[i64; 2]; 12] = [
+    [1, 1],
+    [1, 8],
+    [7, 5],
+    [3, 33],
+    [130, 64],
+    [65, 768],
+    [9, 770],
+    [33, 1024],
+    [5, 2050],
+    [17, 4096],
+    [2, 12_288],
+    [3000, 96],
+];
+
+const KINDS: [(Kind, f64); 4] =
+    [(Kind::Double, 1e-9), (Kind::Float, 2e-5), (Kind::BFloat16, 3e-2), (Kind::Half, 5e-3)];
+
+/// What goes in, in f64 and in host memory; what is computed of it.
+struct Case<'a> {
+    name: String,
+    inputs: Vec<(&'static str, Tensor)>,
+    ours: &'a dyn Fn(&[Tensor]) -> Vec<Tensor>,
+    theirs: &'a dyn Fn(&[Tensor]) -> Vec<Tensor>,
+}
+
+impl Case<'_> {
+    /// Outputs, and gradients of inputs, for gradients of outputs that look random.
+    fn run(
+        &self,
+        kind: Kind,
+        device: Device,
+        f: &dyn Fn(&[Tensor]) -> Vec<Tensor>,
+    ) -> Vec<(String, Tensor)> {
+        let leaf =
+            |(_, t): &(_, Tensor)| t.to_device(device).to_kind(kind).copy().set_requires_grad(true);
+        let leaves: Vec<_> = self.inputs.iter().map(leaf).collect();
+        let outputs = f(&leaves);
+        let roots: Vec<_> =
+            (0..).zip(&outputs).map(|(i, out)| numbers(&out.size(), 50 + i)).collect();
+        let roots: Vec<_> = roots.iter().map(|root| root.to_device(device).to_kind(kind)).collect();
+        let from: Vec<_> = outputs.iter().collect();
+        let with: Vec<_> = roots.iter().map(Some).collect();
+        backward(&from, &with, false).expect("gradients");
+        let host = |t: Tensor| t.detach().to_device(Device::Cpu).to_kind(Kind::Double);
+        let mut all: Vec<_> = (0..)
+            .zip(outputs)
+            .map(|(i, out): (i32, _)| (format!("output {i}"), host(out)))
+            .collect();
+        for ((name, _), leaf) in self.inputs.iter().zip(&leaves) {
+            all.push((format!("gradient of {name}"), host(leaf.grad())));
+        }
+        all
+    }
+
+    fn check(&self) {
+        for (kind, part) in KINDS {
+            let rounded = Case {
+                name: format!("{}, {kind:?}", self.name),
+                inputs: self
+                    .inputs
+                    .iter()
+                    .map(|(n, t)| (*n, t.to_kind(kind).to_kind(Kind::Double)))
+                    .collect(),
+                ..*self
+            };
+            let found = rounded.run(kind, test_device(), self.ours);
+            // A CPU's halves are libtorch's: its LayerNorm sums up their gradients in halves.
+            let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
+            let as_theirs = is_half && test_device() == Device::Cpu;
+            let exact = if as_theirs { kind } else { Kind::Double };
+            let expected = rounded.run(exact, Device::Cpu, self.theirs);
+            near(&rounded.name, &found, &expected, part);
+            let again = rounded.run(kind, test_device(), self.ours);
+            for ((name, found), (_, again)) in found.iter().zip(&again) {
+                assert_eq!(found, again, "{}: {name} of a second run", rounded.name);
+            }
+        }
+    }
+}
+
+#[track_caller]
+fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
+    for ((name, found), (_, expected)) in found.iter().zip(expected) {
+        assert_eq!(found.size(), expected.size(), "{what}: {name}");
+        let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
+        let scale = expected.abs().max().double_value(&[]).max(1e-2);
+        let off = (&found - &expected).abs() / scale;
+        let at = off.argmax(0, false).int64_value(&[]);
+        let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
+        assert!(
+            off <= part,
+            "{what}: element {at} of the {name} is {found:e}, not {expected:e}: off by {off:e}"
+        );
+    }
+}
+
+/// A layer whose parameters are these.
+fn layer<M>(build: impl Fn(&tch::nn::Path) -> M, parameters: &[Tensor]) -> (VarStore, M) {
+    let mut store = VarStore::new(parameters[0].device());
+    let layer = build(&store.root());
+    store.set_kind(parameters[0].kind());
+    for (name, mut variable) in store.variables() {
+        let from = &parameters[usize::from(name == "bias")];
+        tch::no_grad(|| variable.copy_(from));
+    }
+    (store, layer)
+}
+
+#[test]
+fn a_layer_norm_with_a_residual_is_an_addition_and_a_norm() {
+    for [rows, columns] in SHAPES {
+        let inputs = vec![
+            ("x", numbers(&[rows, columns], 1) * 3.0),
+            ("residual", numbers(&[rows, columns], 2)),
+            ("weight", numbers(&[columns], 3) + 1.5),
+            ("bias", numbers(&[columns], 4)),
+        ];
+        let case = Case {
+            name: format!("LayerNorm of {rows} × {columns}"),
+            inputs,
+            ours: &|t| {
+                let (weight, bias) = (Some(&t[2]), Some(&t[3]));
+                let how = RowNorm { weight, bias, eps: 1e-5, root_mean_square: false };
+                let (sum, normed) = add_norm(&t[0], &t[1], how).expect("a norm");
+                vec![sum, normed]
+            },
+            theirs: &|t| {
+                let sum = &t[0] + &t[1];
+                let normed = sum.layer_norm([columns], Some(&t[2]), Some(&t[3]), 1e-5, false);
+                vec![sum, normed]
+            },
+        };
+        case.check();
+    }
+}
+
+fn by_root(weight: &Tensor) -> RowNorm<'_> {
+    RowNorm { weight: Some(weight), bias: None, eps: 1e-6, root_mean_square: true }
+}
+
+#[test]
+fn an_rms_norm_is_its_formula_with_and_without_a_residual() {
+    for [rows, columns] in SHAPES {
+        let formula = |x: &Tensor, weight: &Tensor| {
+            let square = x.square().mean_dim([-1_i64].as_slice(), true, x.kind());
+            x * (square + 1e-6).rsqrt() * weight
+        };
+        let inputs = vec![
+            ("x", numbers(&[rows, columns], 1) * 3.0),
+            ("residual", numbers(&[rows, columns], 2)),
+            ("weight", numbers(&[columns], 3) + 1.5),
+        ];
+        Case {
+            name: format!("RMSNorm of {rows} × {columns}"),
+            inputs,
+            ours: &|t| {
+                let (sum, normed) = add_norm(&t[0], &t[1], by_root(&t[2])).expect("a norm");
+                let alone = norm(&t[1], by_root(&t[2])).expect("a norm");
+                vec![sum, normed, alone]
+            },
+            theirs: &|t| {
+                let sum = &t[0] + &t[1];
+                let normed = formula(&sum, &t[2]);
+                vec![sum, normed, formula(&t[1], &t[2])]
+            },
+        }
+        .check();
+    }
+}
+
+#[test]
+fn activations_with_a_bias_are_an_addition_and_an_activation() {
+    for [rows, columns] in SHAPES {
+        let inputs = || {
+            vec![
+                ("x", numbers(&[rows, 2 * columns], 1) * 4.0),
+                ("bias", numbers(&[2 * columns], 2)),
+            ]
+        };
+        for (how, name) in [(Gelu::Exact, "none"), (Gelu::Tanh, "tanh")] {
+            Case {
+                name: format!("{how:?} GELU of {rows} × {}", 2 * columns),
+                inputs: inputs(),
+                ours: &|t| vec![bias_gelu(&t[0], Some(&t[1]), how).expect("a GELU")],
+                theirs: &|t| vec![(&t[0] + &t[1]).gelu(name)],
+            }
+            .check();
+        }
+        Case {
+            name: format!("SwiGLU of {rows} × {}", 2 * columns),
+            inputs: inputs(),
+            ours: &|t| vec![bias_swiglu(&t[0], Some(&t[1])).expect("a SwiGLU")],
+            theirs: &|t| {
+                let halves = (&t[0] + &t[1]).chunk(2, -1);
+                vec![halves[0].silu() * &halves[1]]
+            },
+        }
+        .check();
+    }
+}
+
+#[test]
+fn huge_means_do_not_cancel() {
+    let device = test_device();
+    let x = numbers(&[40, 96], 1) + 1e4;
+    let parameters = [numbers(&[96], 3) + 1.5, numbers(&[96], 4)]
+        .map(|t| t.to_device(device).to_kind(Kind::Float));
+    let (_store, layer) = layer(|path| layer_norm(path, 96), &parameters);
+    let x = x.to_kind(Kind::Float);
+    let found = layer.forward(&x.to_device(device)).to_device(Device::Cpu).to_kind(Kind::Double);
+    let [weight, bias] = parameters.map(|t| t.to_device(Device::Cpu).to_kind(Kind::Double));
+    let x = x.to_kind(Kind::Double);
+    let expected = x.layer_norm([96], Some(&weight), Some(&bias), 1e-5, false);
+    near("1e4 ± 1", &[("output".into(), found)], &[("output".into(), expected)], 5e-3);
+}
+
+#[test]
+fn the_layers_have_the_names_and_numbers_of_their_parameters() {
+    let store = VarStore::new(test_device());
+    let norm = layer_norm(store.root() / "layer", 6);
+    let rms = rms_norm(store.root() / "rms", 6);
+    let mut names: Vec<_> = store.variables().into_keys().collect();
+    names.sort();
+    assert_eq!(names, ["layer.bias", "layer.weight", "rms.weight"]);
+    let x = numbers(&[2, 3, 6], 1).to_kind(Kind::Float).to_device(test_device());
+    let (sum, normed) = norm.forward_add(&x, &x);
+    assert_eq!(sum, &x + &x);
+    near(
+        "twice",
+        &[("output".into(), normed)],
+        &[("output".into(), norm.forward(&(&x + &x)))],
+        1e-6,
+    );
+    assert_eq!(rms.forward(&x).size(), [2, 3, 6]);
+}
+
+#[test]
+fn strided_and_offset_inputs_are_taken_as_they_are() {
+    let device = test_device();
+    let store = VarStore::new(device);
+    let norm = layer_norm(store.root(), 8);
+    let x = numbers(&[9, 12], 1).to_kind(Kind::Float).to_device(device);
+    for part in [
+        x.narrow(1, 1, 8),
+        x.narrow(1, 3, 8),
+        numbers(&[8, 9], 2).to_kind(Kind::Float).to_device(device).tr(),
+    ] {
+        let (found, expected) = (norm.forward(&part), norm.forward(&part.copy()));
+        assert_eq!(found, expected);
+        let found = bias_gelu(&part, None, Gelu::Exact).expect("a GELU");
+        near(
+            "strided",
+            &[("output".into(), found)],
+            &[("output".into(), part.copy().gelu("none"))],
+            1e-6,
+        );
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let store = VarStore::new(test_device());
+    let norm = layer_norm(store.root(), 8);
+    let x = Tensor::zeros([2, 7], (Kind::Float, test_device()));
+    let error = norm.f_forward(&x).expect_err("7 columns").to_string();
+    assert!(error.contains("a norm of 8 columns") && error.contains("[2, 7]"), "{error}");
+    let x = Tensor::zeros([2, 8], (Kind::Float, test_device()));
+    let error = norm.f_forward_add(&x, &x.narrow(0, 0, 1)).expect_err("other rows").to_string();
+    assert!(error.contains("a residual of [1, 8]"), "{error}");
+    let error = bias_swiglu(&x.narrow(1, 0, 7), None).expect_err("7 columns").to_string();
+    assert!(error.contains("an even number of columns, but got 7"), "{error}");
+    let bias = Tensor::zeros([7], (Kind::Float, test_device()));
+    let error = bias_gelu(&x, Some(&bias), Gelu::Tanh).expect_err("7 numbers").to_string();
+    assert!(error.contains("one number for each of the 8 columns"), "{error}");
+}
