@@ -97,9 +97,11 @@ fn compiler(include: &Path) -> cc::Build {
 
 /// Links `cuda/` with its symbols left open, and without what a debugger would read.
 fn cuda_object(include: &Path) {
-    let mut command = compiler(include).get_compiler().to_command();
-    command.args(["-isystem", "cuda/headers", "-shared", "-s", "-Wl,-z,undefs"]);
-    command.args(CUDA_SOURCES);
+    let mut build = compiler(include);
+    build.flag("-isystem").flag("cuda/headers").files(CUDA_SOURCES);
+    let objects = build.compile_intermediates();
+    let mut command = build.get_compiler().to_command();
+    command.args(["-shared", "-s", "-Wl,-z,undefs"]).args(objects);
     command.arg("-o").arg(cuda_object_path());
     match command.status() {
         Ok(status) if status.success() => {}
