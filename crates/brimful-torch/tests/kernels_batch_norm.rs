@@ -212,7 +212,7 @@ fn away_from_the_bend(case: &Case, start: &Start) -> Tensor {
     }
     let none = None::<&Tensor>;
     let normed = |x: &Tensor, weight: &Tensor, bias: &Tensor| {
-        let running = (!case.training).then(|| (&start.mean, &start.variance));
+        let running = (!case.training).then_some((&start.mean, &start.variance));
         let (mean, variance) = (running.map(|r| r.0).or(none), running.map(|r| r.1).or(none));
         let (w, b) = (Some(weight), Some(bias));
         Tensor::batch_norm(x, w, b, mean, variance, case.training, 0.0, EPS, false)
