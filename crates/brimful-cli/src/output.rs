@@ -24,13 +24,17 @@ pub fn line(text: &str) -> Result<()> {
 
 /// Writes sentences to standard output: on a terminal, its end cuts no word.
 pub(crate) fn prose(text: &str) -> Result<()> {
-    let width = terminal_size::terminal_size_of(io::stdout()).map(|(width, _)| width.0.into());
-    match width {
+    match columns() {
         Some(width) => {
             line(&text.lines().map(|text| fitted(text, width)).collect::<Vec<_>>().join("\n"))
         }
         None => line(text),
     }
+}
+
+/// The width of the terminal that standard output is, if it is one.
+pub(crate) fn columns() -> Option<usize> {
+    terminal_size::terminal_size_of(io::stdout()).map(|(width, _)| width.0.into())
 }
 
 /// A line cut at spaces; what follows a cut is set in.

@@ -17,6 +17,7 @@ pub(crate) use options::PlanOptions;
 
 /// A grid of more lines than this is left out; the picture and the trace have it all.
 const LINES: usize = 16;
+/// How wide a grid is where it is not for a terminal.
 const COLUMNS: usize = 120;
 /// A picture of more actions than this is no picture.
 const DRAWN: usize = 100_000;
@@ -34,13 +35,13 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
     if let Some(path) = &options.report {
         page::write(path, &report::of(options, &shown, in_seconds))?;
     }
-    let text = if options.json {
-        serde_json::json!({ "rows": lines }).to_string()
+    if options.json {
+        output::line(&serde_json::json!({ "rows": lines }).to_string())?;
     } else {
         let table = table::table(&shown, in_seconds);
-        [table, not_run(&shown).to_owned(), left_out(&refused), grid(&shown[0])].concat()
-    };
-    output::line(&text)?;
+        output::prose(&[table, not_run(&shown).to_owned(), left_out(&refused)].concat())?;
+        output::line(&grid(&shown[0]))?;
+    }
     let fits = lines.iter().any(|line| line.fits);
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
 }
@@ -64,8 +65,9 @@ fn left_out(refused: &[String]) -> String {
 
 fn grid(best: &PlanAnswer) -> String {
     let actions = &best.step.actions;
-    let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * COLUMNS;
-    let grid = || render::grid(actions).width(COLUMNS).color(output::colored()).to_string();
+    let columns = output::columns().unwrap_or(COLUMNS);
+    let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
+    let grid = || render::grid(actions).width(columns).color(output::colored()).to_string();
     match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
         Some(grid) => {
             let two = if best.line.runs { ", two for a whole backward (B)" } else { "" };

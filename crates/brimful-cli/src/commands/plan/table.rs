@@ -43,7 +43,7 @@ fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<Str
         format!("{} A", number(answer.held()))
     });
     if has_balance(shown) {
-        cells.push(format!("{:?}", line.balance));
+        cells.push(line.balance.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
     }
     if has_misfits(shown) {
         cells.push(line.reason.as_ref().map_or("yes".to_owned(), |reason| format!("no: {reason}")));
