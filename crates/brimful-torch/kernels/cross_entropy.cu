@@ -16,7 +16,6 @@
 #define WARPS (THREADS / 32)
 
 typedef Packed<KIND, PER_WORD> Words;
-typedef Packed<KIND, 1> Single;
 
 #define SMALLEST (-3.402823466e38f)
 #define LOG2_E 1.4426950408889634f
