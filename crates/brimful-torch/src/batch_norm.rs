@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use crate::error::{TorchError, call};
 use crate::ffi::{self, RawAddend, RawNorm};
-use crate::{cuda_object, owned, raw};
+use crate::{cuda_object, owned, raw, raw_or_null};
 
 /// A BatchNorm and its input, with the channels second.
 #[derive(Debug, Clone, Copy)]
@@ -48,7 +48,7 @@ pub fn batch_norm(
     addend: Addend<'_>,
     relu: bool,
 ) -> Result<Tensor, TorchError> {
-    load_kernels(norm.x);
+    cuda_object::load_for(norm.x);
     let other = match addend {
         Addend::Normed(other) => Some(raw_norm(&other)),
         _ => None,
@@ -70,7 +70,7 @@ pub fn batch_norm(
 /// # Errors
 /// When libtorch refuses, or memory runs out.
 pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> {
-    load_kernels(norm.x);
+    cuda_object::load_for(norm.x);
     let norm = raw_norm(norm);
     let mut out = ptr::null_mut();
     // SAFETY: as above.
@@ -90,21 +90,13 @@ pub fn second_use(tensor: &Tensor) -> Result<Tensor, TorchError> {
     Ok(owned(out))
 }
 
-/// Makes the kernels known to the bridge; without them it does without.
-fn load_kernels(x: &Tensor) {
-    if x.device().is_cuda() {
-        let _ = cuda_object::functions();
-    }
-}
-
 fn raw_norm(norm: &NormInput<'_>) -> RawNorm {
-    let or_null = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), raw);
     RawNorm {
         x: raw(norm.x),
-        weight: or_null(norm.weight),
-        bias: or_null(norm.bias),
-        running_mean: or_null(norm.running.map(|(mean, _)| mean)),
-        running_variance: or_null(norm.running.map(|(_, variance)| variance)),
+        weight: raw_or_null(norm.weight),
+        bias: raw_or_null(norm.bias),
+        running_mean: raw_or_null(norm.running.map(|(mean, _)| mean)),
+        running_variance: raw_or_null(norm.running.map(|(_, variance)| variance)),
         momentum: norm.momentum,
         eps: norm.eps,
         training: norm.training,

@@ -4,6 +4,7 @@ use brimful_torch::activation::{Activation, bias_activation};
 use tch::Tensor;
 
 use crate::Result;
+use crate::nn::kernels::told;
 
 /// How a GELU is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -25,7 +26,7 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor>
         Gelu::Exact => Activation::GeluExact,
         Gelu::Tanh => Activation::GeluTanh,
     };
-    Ok(bias_activation(x, bias, activation)?)
+    told(bias_activation(x, bias, activation))
 }
 
 /// `silu(gate) · up`, where both are halves of the last dimension of `x + bias`: the gate first. One
@@ -34,5 +35,5 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>, how: Gelu) -> Result<Tensor>
 /// # Errors
 /// When the bias does not fit, or the last dimension is odd.
 pub fn bias_swiglu(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    Ok(bias_activation(x, bias, Activation::SwiGlu)?)
+    told(bias_activation(x, bias, Activation::SwiGlu))
 }

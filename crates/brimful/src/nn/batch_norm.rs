@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::Result;
 use crate::batch::enumerate;
-use crate::nn::kernels::tell_refusals;
+use crate::nn::kernels::told;
 use crate::statistics::{self, Running};
 
 /// An input that a BatchNorm layer is not made for.
@@ -127,7 +127,7 @@ impl BatchNorm {
     /// When the input has another number of dimensions or channels than the layer.
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        joined(&self.over(input, &movement), Addend::Nothing, false)
+        told(batch_norm(&self.over(input, &movement), Addend::Nothing, false))
     }
 
     /// The same and a ReLU, in one where there are kernels for it.
@@ -136,7 +136,7 @@ impl BatchNorm {
     /// As [`f_forward_t`](Self::f_forward_t).
     pub fn f_forward_relu(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        joined(&self.over(input, &movement), Addend::Nothing, true)
+        told(batch_norm(&self.over(input, &movement), Addend::Nothing, true))
     }
 
     /// Normalises `input`, adds `residual` and lets ReLU have the sum, in one where there are kernels
@@ -151,7 +151,7 @@ impl BatchNorm {
         train: bool,
     ) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        joined(&self.over(input, &movement), Addend::Tensor(residual), true)
+        told(batch_norm(&self.over(input, &movement), Addend::Tensor(residual), true))
     }
 
     /// Normalises `input`, adds what `other` makes of `other_input` and lets ReLU have the sum, in one
@@ -169,7 +169,7 @@ impl BatchNorm {
         let movement = self.movement(input, train)?;
         let other_movement = other.movement(other_input, train)?;
         let addend = Addend::Normed(other.over(other_input, &other_movement));
-        joined(&self.over(input, &movement), addend, true)
+        told(batch_norm(&self.over(input, &movement), addend, true))
     }
 
     /// Normalises `input`, then ReLU and a pooling of 3×3, stride 2 and padding 1, in one where there
@@ -179,9 +179,7 @@ impl BatchNorm {
     /// As [`f_forward_t`](Self::f_forward_t), and when the input is no picture.
     pub fn f_forward_relu_pool(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let movement = self.movement(input, train)?;
-        let out = batch_norm_relu_pool(&self.over(input, &movement))?;
-        tell_refusals();
-        Ok(out)
+        told(batch_norm_relu_pool(&self.over(input, &movement)))
     }
 
     /// As [`f_forward_relu`](Self::f_forward_relu).
@@ -272,12 +270,6 @@ struct Movement {
     running: Option<(Tensor, Tensor)>,
     training: bool,
     momentum: f64,
-}
-
-fn joined(norm: &NormInput<'_>, addend: Addend<'_>, relu: bool) -> Result<Tensor> {
-    let out = batch_norm(norm, addend, relu)?;
-    tell_refusals();
-    Ok(out)
 }
 
 /// The same numbers for a second use of them, such as a shortcut: where they are a BatchNorm's, the

@@ -7,6 +7,7 @@ use thiserror::Error;
 use crate::bytes::Bytes;
 use crate::loss::Loss;
 use crate::memory::Memory;
+use crate::nn::kernels::told;
 use crate::{Result, device};
 
 /// The logits of a chunk take at most this much, where the caller does not say: products of larger ones
@@ -139,7 +140,7 @@ pub fn linear_cross_entropy(
     let LinearCrossEntropyConfig { ignored, smoothing, class_weights, chunk } = config;
     let chunk_bytes = chunk.map_or_else(|| chunk_on(hidden.device()), Ok)?.0;
     let head = LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes };
-    let done = torch::linear_cross_entropy(hidden, targets, head)?;
+    let done = told(torch::linear_cross_entropy(hidden, targets, head))?;
     Ok(Loss::ratio(done.sum, done.divisor))
 }
 

@@ -8,6 +8,7 @@ use tch::nn::{self, Init, Module};
 use thiserror::Error;
 
 use crate::Result;
+use crate::nn::kernels::told;
 
 /// An input that a LayerNorm or RMSNorm layer is not made for.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -86,12 +87,12 @@ impl Columns {
 
     fn normed(&self, x: &Tensor, root_mean_square: bool) -> Result<Tensor> {
         self.check(x, None)?;
-        Ok(norm(x, self.how(root_mean_square))?)
+        told(norm(x, self.how(root_mean_square)))
     }
 
     fn added(&self, x: &Tensor, residual: &Tensor, rms: bool) -> Result<(Tensor, Tensor)> {
         self.check(x, Some(residual))?;
-        Ok(add_norm(x, residual, self.how(rms))?)
+        told(add_norm(x, residual, self.how(rms)))
     }
 }
 
