@@ -23,6 +23,7 @@ grids! {
     one_f_one_b: Schedule::OneFOneB, Never;
     one_f_one_b_recompute_always: Schedule::OneFOneB, Always;
     interleaved: Schedule::Interleaved { stages_per_device: 2 }, Never;
+    breadth_first: Schedule::BreadthFirst { stages_per_device: 2 }, Never;
     zero_bubble_h1: Schedule::ZeroBubbleH1, Never;
     interleaved_zero_bubble: Schedule::InterleavedZeroBubble { stages_per_device: 2 }, Never;
     zero_bubble_v: Schedule::ZeroBubbleV, Never;
@@ -38,10 +39,12 @@ fn folded() {
 #[test]
 fn the_sources_show_their_grids() {
     let interleaved = Schedule::Interleaved { stages_per_device: 2 };
+    let breadth_first = Schedule::BreadthFirst { stages_per_device: 2 };
     let drawn = [
         (include_str!("../src/schedule/gpipe.rs"), Schedule::GPipe, 4, 4),
         (include_str!("../src/schedule/one_f_one_b.rs"), Schedule::OneFOneB, 4, 4),
         (include_str!("../src/schedule/interleaved.rs"), interleaved, 2, 2),
+        (include_str!("../src/schedule/breadth_first.rs"), breadth_first, 2, 2),
         (include_str!("../src/schedule/zero_bubble.rs"), Schedule::ZeroBubbleH1, 4, 4),
         (include_str!("../src/schedule/zero_bubble_v.rs"), Schedule::ZeroBubbleV, 2, 3),
     ];

@@ -22,6 +22,8 @@ fn assert_close(actual: f64, expected: f64) {
 
 const INTERLEAVED_2: Schedule = Schedule::Interleaved { stages_per_device: 2 };
 const INTERLEAVED_4: Schedule = Schedule::Interleaved { stages_per_device: 4 };
+const BREADTH_FIRST_2: Schedule = Schedule::BreadthFirst { stages_per_device: 2 };
+const BREADTH_FIRST_4: Schedule = Schedule::BreadthFirst { stages_per_device: 4 };
 const INTERLEAVED_ZB_2: Schedule = Schedule::InterleavedZeroBubble { stages_per_device: 2 };
 const INTERLEAVED_ZB_4: Schedule = Schedule::InterleavedZeroBubble { stages_per_device: 4 };
 
@@ -74,6 +76,8 @@ fn overheads() {
             assert_eq!(overhead(Schedule::GPipe), 3.0 * skew);
             assert_eq!(overhead(Schedule::OneFOneB), 3.0 * skew);
             assert_eq!(overhead(Schedule::ZeroBubbleH1), skew, "{p} {m}");
+            assert_eq!(overhead(BREADTH_FIRST_2), 3.0 * skew / 2.0, "{p} {m}");
+            assert_eq!(overhead(BREADTH_FIRST_4), 3.0 * skew / 4.0, "{p} {m}");
             // One place in a channel is a little less than ragged rounds would like.
             let slack = if m % p == 0 { 0.0 } else { 0.05 * ideal };
             let rounds = [
@@ -116,6 +120,7 @@ fn peak_activations() {
     for p in 1..=8 {
         let m = 3 * p;
         assert_eq!(held(Schedule::GPipe, p, m), vec![m; p]);
+        assert_eq!(held(BREADTH_FIRST_4, p, m), vec![4 * m; p]);
         assert_eq!(held(Schedule::OneFOneB, p, m), (1..=p).rev().collect::<Vec<_>>());
         assert_eq!(held(Schedule::ZeroBubbleH1, p, m), vec![p; p]);
         assert_eq!(held(Schedule::ZeroBubbleV, p, m), vec![2 * p; p]);

@@ -9,7 +9,7 @@ use brimful_plan::schedule::{
 use proptest::prelude::*;
 
 fn schedule() -> impl Strategy<Value = Schedule> {
-    (0usize..6, 1usize..=4).prop_map(|(which, v)| Schedule::all(v)[which])
+    (0usize..7, 1usize..=4).prop_map(|(which, v)| Schedule::all(v)[which])
 }
 
 fn recompute() -> impl Strategy<Value = Recompute> {
@@ -51,25 +51,31 @@ fn lower_bound(actions: &Actions, costs: &Costs) -> f64 {
     f64::max(busiest, there_and_back)
 }
 
+/// One, but where every boundary waits for the whole mini-batch.
+fn most_places(schedule: Schedule, actions: &Actions) -> usize {
+    let waits = matches!(schedule, Schedule::BreadthFirst { .. });
+    if waits { actions.micro_batches() } else { 1 }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     /// `actions` validates what it returns, so being there is being valid.
     #[test]
     fn valid_with_one_place_and_never_below_the_bound(
-        (actions, costs) in (schedule(), 1usize..=32, 1usize..=128, recompute())
+        (schedule, actions, costs) in (schedule(), 1usize..=32, 1usize..=128, recompute())
             .prop_map(|(schedule, p, m, recompute)| {
-                schedule.actions(p, m, recompute).expect("valid for all numbers")
+                (schedule, schedule.actions(p, m, recompute).expect("valid for all numbers"))
             })
-            .prop_flat_map(|actions| {
+            .prop_flat_map(|(schedule, actions)| {
                 let costs = costs(actions.stages());
-                (Just(actions), costs)
+                (Just(schedule), Just(actions), costs)
             })
     ) {
         let simulation = simulate(&actions, &costs).unwrap();
         prop_assert!(simulation.makespan() >= lower_bound(&actions, &costs));
         prop_assert!((0.0..=1.0).contains(&simulation.bubble()));
-        prop_assert_eq!(actions.channel_capacity(), 1);
+        prop_assert!(actions.channel_capacity() <= most_places(schedule, &actions));
         prop_assert_eq!(actions.to_string().parse::<Actions>(), Ok(actions));
     }
 
@@ -91,7 +97,7 @@ proptest! {
     }
 
     #[test]
-    fn no_numbers_panic(which in 0usize..6, v in any::<usize>(), p in any::<usize>(), m in any::<usize>()) {
+    fn no_numbers_panic(which in 0usize..7, v in any::<usize>(), p in any::<usize>(), m in any::<usize>()) {
         let large = |n: usize| n > 40;
         let schedule = Schedule::all(v)[which];
         let result = schedule.actions(p, m, Recompute::Always);
@@ -151,7 +157,8 @@ fn every_small_size_is_valid() {
         for p in 1..=9 {
             for m in 1..=20 {
                 let actions = schedule.actions(p, m, Recompute::ExceptLast).unwrap();
-                assert_eq!(actions.channel_capacity(), 1, "{schedule} {p} {m}");
+                let most = most_places(schedule, &actions);
+                assert!(actions.channel_capacity() <= most, "{schedule} {p} {m}");
             }
         }
     }
@@ -163,6 +170,7 @@ fn names_round_trip() {
         assert_eq!(schedule.to_string().parse(), Ok(schedule));
     }
     assert_eq!("interleaved".parse(), Ok(Schedule::Interleaved { stages_per_device: 2 }));
+    assert_eq!("breadth-first-8".parse(), Ok(Schedule::BreadthFirst { stages_per_device: 8 }));
     for name in ["", "gpipe-2", "interleaved-", "interleaved-02", "1F1B", "zero-bubble-v-2"] {
         assert!(name.parse::<Schedule>().is_err(), "{name}");
     }

@@ -1,5 +1,6 @@
 //! The actions of every device, in the order in which it runs them, known to be sound.
 
+use super::recompute;
 use super::validate::{self, Facts, MarkedCell, Violation};
 use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, Rule, ScheduleError, StageId};
 
@@ -51,14 +52,32 @@ impl Actions {
     /// # Errors
     /// When the whole would be too large.
     pub fn in_two_phases(&self, recompute: Recompute) -> Result<Self, ScheduleError> {
+        self.in_two_phases_by_stage(|_| recompute)
+    }
+
+    /// The same, with what is recomputed said for each stage.
+    ///
+    /// # Errors
+    /// As [`in_two_phases`](Self::in_two_phases).
+    pub fn in_two_phases_by_stage(
+        &self,
+        recompute: impl Fn(StageId) -> Recompute,
+    ) -> Result<Self, ScheduleError> {
         let phases = |list: &Vec<Action>| {
             let of = |wanted: fn(ActionKind) -> bool| list.iter().filter(move |a| wanted(a.kind));
             // Recomputes are left out and put in anew: with all forwards first, others need one.
             let forwards = of(|kind| kind == ActionKind::Forward);
             let backwards = of(|kind| !matches!(kind, ActionKind::Forward | ActionKind::Recompute));
-            recompute.weave(forwards.chain(backwards).copied().collect())
+            recompute::weave(forwards.chain(backwards).copied().collect(), &recompute)
         };
         Self::new(self.lists.iter().map(phases).collect())
+    }
+
+    /// The forwards of each device, in their order: what an evaluation runs.
+    #[must_use]
+    pub fn forwards(&self) -> Vec<Vec<Action>> {
+        let forward = |action: &&Action| action.kind == ActionKind::Forward;
+        self.lists.iter().map(|list| list.iter().filter(forward).copied().collect()).collect()
     }
 
     /// The list of each device.
@@ -108,8 +127,9 @@ impl Actions {
     }
 
     /// The smallest capacity of the channels between stages with which no device waits without end,
-    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here; lists of
-    /// one's own may need more.
+    /// where a sender waits while its channel is full. It is 1 for every [`Schedule`] here but breadth
+    /// first on several devices, where boundaries wait for the whole mini-batch; lists of one's own may
+    /// need more too.
     ///
     /// [`Schedule`]: super::Schedule
     #[must_use]

@@ -18,12 +18,14 @@
 
 mod action;
 mod actions;
+mod breadth_first;
 mod costs;
 mod error;
 mod gpipe;
 mod interleaved;
 mod measured;
 mod memory;
+mod moves;
 mod named;
 mod one_f_one_b;
 mod one_place;
@@ -41,6 +43,7 @@ pub use actions::Actions;
 pub(crate) use costs::is_time;
 pub use costs::{Costs, LinkCost, StageCost};
 pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
+pub use moves::{Home, Move, MoveError, MoveKind, MoveRule, Moves, StageHome};
 pub use named::Schedule;
 pub use recompute::Recompute;
 pub use simulate::simulate;

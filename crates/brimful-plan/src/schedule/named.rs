@@ -5,8 +5,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Actions, Recompute, ScheduleError};
-use super::{gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v};
+use super::{Action, Actions, Recompute, ScheduleError, StageId};
+use super::{
+    breadth_first, gpipe, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v,
+};
 
 /// A named way of ordering the actions.
 ///
@@ -18,6 +20,7 @@ use super::{gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v};
 /// | [`GPipe`](Self::GPipe) | (p − 1)(F + I + W) | m A |
 /// | [`OneFOneB`](Self::OneFOneB) | (p − 1)(F + I + W) | p A, on device d (p − d) A |
 /// | [`Interleaved`](Self::Interleaved) | (p − 1)(F + I + W) / v | p A (1 + (p − 1) / (p v)) |
+/// | [`BreadthFirst`](Self::BreadthFirst) | (p − 1)(F + I + W) / v, from m = p on | m A |
 /// | [`ZeroBubbleH1`](Self::ZeroBubbleH1) | (p − 1)(F + I − W) | p A |
 /// | [`InterleavedZeroBubble`](Self::InterleavedZeroBubble) | (p − 1)(F + I − W) / v | p A |
 /// | [`ZeroBubbleV`](Self::ZeroBubbleV) | (p − 1) F / 2 where F = I = W | p A |
@@ -32,6 +35,12 @@ pub enum Schedule {
     /// 1F1B with several stages on each device.
     Interleaved {
         /// How many (letter v).
+        stages_per_device: usize,
+    },
+    /// All micro-batches through one stage, then all through the next, and back again: what weights
+    /// in host memory cross the bus least for.
+    BreadthFirst {
+        /// Stages on each device (letter v).
         stages_per_device: usize,
     },
     /// 1F1B with split backwards, the weights' half filling the bubble.
@@ -49,13 +58,14 @@ pub enum Schedule {
 const LARGEST: u128 = 1 << 25;
 
 impl Schedule {
-    /// Every schedule, the interleaved ones with `v` stages on each device.
+    /// Every schedule; those that may have several stages on each device with `v` of them.
     #[must_use]
-    pub const fn all(v: usize) -> [Self; 6] {
+    pub const fn all(v: usize) -> [Self; 7] {
         [
             Self::GPipe,
             Self::OneFOneB,
             Self::Interleaved { stages_per_device: v },
+            Self::BreadthFirst { stages_per_device: v },
             Self::ZeroBubbleH1,
             Self::InterleavedZeroBubble { stages_per_device: v },
             Self::ZeroBubbleV,
@@ -66,7 +76,10 @@ impl Schedule {
     /// alone.
     #[must_use]
     pub const fn is_executed(self) -> bool {
-        matches!(self, Self::GPipe | Self::OneFOneB | Self::Interleaved { .. })
+        matches!(
+            self,
+            Self::GPipe | Self::OneFOneB | Self::Interleaved { .. } | Self::BreadthFirst { .. }
+        )
     }
 
     /// How many stages each device holds.
@@ -74,6 +87,7 @@ impl Schedule {
     pub const fn stages_per_device(self) -> usize {
         match self {
             Self::Interleaved { stages_per_device }
+            | Self::BreadthFirst { stages_per_device }
             | Self::InterleavedZeroBubble { stages_per_device } => stages_per_device,
             Self::ZeroBubbleV => 2,
             Self::GPipe | Self::OneFOneB | Self::ZeroBubbleH1 => 1,
@@ -85,6 +99,7 @@ impl Schedule {
     pub const fn with_stages_per_device(self, v: usize) -> Self {
         match self {
             Self::Interleaved { .. } => Self::Interleaved { stages_per_device: v },
+            Self::BreadthFirst { .. } => Self::BreadthFirst { stages_per_device: v },
             Self::InterleavedZeroBubble { .. } => {
                 Self::InterleavedZeroBubble { stages_per_device: v }
             }
@@ -102,9 +117,22 @@ impl Schedule {
         micro_batches: usize,
         recompute: Recompute,
     ) -> Result<Actions, ScheduleError> {
+        self.actions_by_stage(devices, micro_batches, |_| recompute)
+    }
+
+    /// The same, with what is recomputed said for each stage.
+    ///
+    /// # Errors
+    /// As [`actions`](Self::actions).
+    pub fn actions_by_stage(
+        self,
+        devices: usize,
+        micro_batches: usize,
+        recompute: impl Fn(StageId) -> Recompute,
+    ) -> Result<Actions, ScheduleError> {
         self.check(devices, micro_batches)?;
         let lists = self.lists(devices, micro_batches);
-        Actions::new(lists.into_iter().map(|list| recompute.weave(list)).collect())
+        Actions::new(lists.into_iter().map(|list| recompute::weave(list, &recompute)).collect())
     }
 
     fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
@@ -112,6 +140,7 @@ impl Schedule {
             Self::GPipe => gpipe::lists(p, m),
             Self::OneFOneB => one_f_one_b::lists(p, m),
             Self::Interleaved { stages_per_device: v } => interleaved::lists(p, v, m),
+            Self::BreadthFirst { stages_per_device: v } => breadth_first::lists(p, v, m),
             Self::ZeroBubbleH1 => zero_bubble::lists(p, 1, m),
             Self::InterleavedZeroBubble { stages_per_device: v } => zero_bubble::lists(p, v, m),
             Self::ZeroBubbleV => zero_bubble_v::lists(p, m),
@@ -142,6 +171,7 @@ impl Schedule {
             Self::GPipe => "gpipe",
             Self::OneFOneB => "1f1b",
             Self::Interleaved { .. } => "interleaved",
+            Self::BreadthFirst { .. } => "breadth-first",
             Self::ZeroBubbleH1 => "zero-bubble-h1",
             Self::InterleavedZeroBubble { .. } => "interleaved-zero-bubble",
             Self::ZeroBubbleV => "zero-bubble-v",
@@ -153,6 +183,7 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Interleaved { stages_per_device: v }
+            | Self::BreadthFirst { stages_per_device: v }
             | Self::InterleavedZeroBubble { stages_per_device: v } => {
                 f.pad(&format!("{}-{v}", self.name()))
             }

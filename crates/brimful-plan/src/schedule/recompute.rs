@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, ActionKind, ScheduleError};
+use super::{Action, ActionKind, ScheduleError, StageId};
 
 /// Which activations are not kept but computed again for the backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -36,29 +36,26 @@ impl Recompute {
         }
     }
 
-    /// Puts each recompute directly before its backward.
-    ///
-    /// That is early, not late: it needs nothing from the stage after, so the device runs it while
-    /// it would otherwise wait for the gradient. Any earlier place would hold the activations
-    /// longer and gain nothing.
-    pub(super) fn weave(self, list: Vec<Action>) -> Vec<Action> {
-        if self == Self::Never {
-            return list;
-        }
-        let mut woven = Vec::with_capacity(list.len() * 2);
-        for action in list {
-            if action.kind.passes_gradient() && self.applies(woven.last(), action) {
-                woven.push(Action { kind: ActionKind::Recompute, ..action });
-            }
-            woven.push(action);
-        }
-        woven
-    }
-
     fn applies(self, previous: Option<&Action>, backward: Action) -> bool {
         let forward = Action { kind: ActionKind::Forward, ..backward };
-        self == Self::Always || previous != Some(&forward)
+        self == Self::Always || self == Self::ExceptLast && previous != Some(&forward)
     }
+}
+
+/// Puts each recompute directly before its backward, as the mode of its stage says.
+///
+/// That is early, not late: it needs nothing from the stage after, so the device runs it while it
+/// would otherwise wait for the gradient. Any earlier place would hold the activations longer and
+/// gain nothing.
+pub(super) fn weave(list: Vec<Action>, mode: impl Fn(StageId) -> Recompute) -> Vec<Action> {
+    let mut woven = Vec::with_capacity(list.len() * 2);
+    for action in list {
+        if action.kind.passes_gradient() && mode(action.stage).applies(woven.last(), action) {
+            woven.push(Action { kind: ActionKind::Recompute, ..action });
+        }
+        woven.push(action);
+    }
+    woven
 }
 
 impl fmt::Display for Recompute {

@@ -1,0 +1,33 @@
+//! Breadth first: every micro-batch through a stage before the first goes through the next one.
+//!
+//! The stages are dealt round the devices, as interleaved ones are. Here p = v = m = 2:
+//!
+//! ```text
+//! device 0  0F0 0F1 2F0 2F1 ·   ·   ·   2B1──── 2B0──── 0B1──── 0B0────
+//! device 1  ·   1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0──── ·   ·
+//! ```
+//!
+//! A stage runs all its forwards in one piece and all its backwards in another, so weights that live
+//! in host memory cross the bus once for each, however many micro-batches there are (see
+//! [`Moves`](super::Moves)). The price is that every boundary waits for the whole mini-batch. The
+//! backwards run in reverse, as GPipe's do: what was left last is used first.
+
+use super::{Action, ActionKind, MicroBatchId, StageId};
+
+/// The lists of `p` devices with `v` stages each, for `m` micro-batches.
+pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
+    (0..p).map(|device| list(p, v, m, device)).collect()
+}
+
+fn list(p: usize, v: usize, m: usize, device: usize) -> Vec<Action> {
+    let mut list = Vec::with_capacity(2 * v * m);
+    for turn in 0..v {
+        let stage = StageId::at(turn * p + device);
+        list.extend((0..m).map(|i| Action::new(stage, ActionKind::Forward, MicroBatchId::at(i))));
+    }
+    // The second half is the first one's mirror image: gradients go the whole way back.
+    let backward = |forward: &Action| Action { kind: ActionKind::Backward, ..*forward };
+    let backwards: Vec<_> = list.iter().rev().map(backward).collect();
+    list.extend(backwards);
+    list
+}

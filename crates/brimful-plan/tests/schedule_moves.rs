@@ -1,0 +1,245 @@
+//! What moves between devices and host memory, and when it starts.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::schedule::{
+    Action, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves, Recompute,
+    Schedule, StageHome, StageId,
+};
+use proptest::prelude::*;
+
+fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) -> Actions {
+    let schedule = Schedule::BreadthFirst { stages_per_device: stages };
+    schedule.actions(1, micro_batches, recompute).unwrap()
+}
+
+/// A line for each action before which something is started.
+fn told(list: &[Action], moves: &[Move]) -> String {
+    let name = |at: usize| list.get(at).map_or("end".to_owned(), Action::to_string);
+    let line = |at: usize| {
+        let started = moves.iter().filter(|one| one.before == at).map(Move::to_string);
+        let started: Vec<_> = started.collect();
+        (!started.is_empty()).then(|| format!("{}: {}\n", name(at), started.join(", ")))
+    };
+    (0..=list.len()).filter_map(line).collect()
+}
+
+#[test]
+fn two_slots_fetch_the_next_stage_while_one_computes() {
+    let actions = breadth_first(4, 2, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 4], 2).unwrap();
+    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
+}
+
+#[test]
+fn one_slot_works_without_overlap() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 1).unwrap();
+    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
+}
+
+#[test]
+fn a_resident_stage_leaves_the_slots_to_others() {
+    let actions = breadth_first(4, 2, Recompute::Never);
+    let mut homes = [StageHome::HOST; 4];
+    homes[1] = StageHome::DEVICE;
+    let moves = Moves::new(&actions, &homes, 2).unwrap();
+    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
+}
+
+#[test]
+fn boundaries_leave_and_come_back_one_ahead() {
+    let actions = breadth_first(2, 3, Recompute::Always);
+    let homes = [StageHome { boundaries: Home::Host, ..StageHome::DEVICE }; 2];
+    let moves = Moves::new(&actions, &homes, 2).unwrap();
+    insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
+    // Of what is kept, the activations hold the input: it cannot go.
+    let kept = breadth_first(2, 3, Recompute::Never);
+    assert!(Moves::new(&kept, &homes, 2).unwrap().is_empty());
+}
+
+#[test]
+fn weights_cross_once_for_the_forwards_alone() {
+    let actions = breadth_first(5, 3, Recompute::Always);
+    let moves = Moves::of_forwards(&actions, &[StageHome::HOST; 5], 2).unwrap();
+    let fetched: Vec<_> = of_kind(moves.of(0), MoveKind::Fetch).map(|one| one.stage.0).collect();
+    assert_eq!(fetched, [0, 1, 2, 3, 4]);
+    assert_eq!(of_kind(moves.of(0), MoveKind::GradientsHome).count(), 0);
+}
+
+#[test]
+fn a_frozen_stage_sends_no_gradients() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let mut homes = [StageHome::HOST; 3];
+    homes[0].trained = false;
+    let moves = Moves::new(&actions, &homes, 2).unwrap();
+    let sent: Vec<_> =
+        of_kind(moves.of(0), MoveKind::GradientsHome).map(|one| one.stage.0).collect();
+    assert_eq!(sent, [2, 1]);
+}
+
+#[test]
+fn everything_on_the_device_moves_nothing() {
+    let actions = breadth_first(3, 2, Recompute::Always);
+    assert!(Moves::new(&actions, &[StageHome::DEVICE; 3], 0).unwrap().is_empty());
+}
+
+#[test]
+fn what_cannot_be_made_is_said() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let refused =
+        |homes: &[StageHome], slots| Moves::new(&actions, homes, slots).unwrap_err().to_string();
+    assert_eq!(
+        refused(&[StageHome::HOST; 2], 2),
+        "homes of 2 stages were given, but the schedule has 3: give one for each"
+    );
+    assert_eq!(
+        refused(&[StageHome::HOST; 3], 0),
+        "stage 0 lives on the host, but the devices have no slot to fetch it into: give at least one"
+    );
+}
+
+/// Each rule, broken by one change to good moves.
+#[test]
+fn broken_rules_are_named() {
+    let actions = breadth_first(3, 2, Recompute::Always);
+    let homes = [StageHome { boundaries: Home::Host, ..StageHome::HOST }; 3];
+    let good = Moves::new(&actions, &homes, 2).unwrap().of(0).to_vec();
+    let change = |change: &dyn Fn(&mut Vec<Move>)| {
+        let mut moves = good.clone();
+        change(&mut moves);
+        let error = Moves::given(actions.lists(), &homes, 2, vec![moves]).unwrap_err();
+        match error {
+            MoveError::Broken { device: DeviceId(0), rule } => rule,
+            other => panic!("{other}"),
+        }
+    };
+    let first = |kind| good.iter().position(|one| one.kind == kind).unwrap();
+    let remove = |kind| change(&|moves| moves.retain(|one| *one != good[first(kind)]));
+    assert!(matches!(remove(MoveKind::Fetch), MoveRule::NotFetched(action) if action.stage.0 == 0));
+    assert!(matches!(remove(MoveKind::Release), MoveRule::SlotsFull { slots: 2, .. }));
+    assert!(matches!(remove(MoveKind::GradientsHome), MoveRule::GradientsKept(StageId(2))));
+    assert!(matches!(remove(MoveKind::BoundaryOut), MoveRule::NoBoundary(_)));
+    assert!(matches!(remove(MoveKind::BoundaryIn), MoveRule::BoundaryAway(_)));
+    let twice = |kind| change(&|moves| moves.insert(first(kind), good[first(kind)]));
+    assert!(matches!(twice(MoveKind::Fetch), MoveRule::FetchedTwice(_)));
+    assert!(matches!(twice(MoveKind::Release), MoveRule::NothingToRelease(_)));
+    assert!(matches!(twice(MoveKind::GradientsHome), MoveRule::NoGradients(_)));
+    assert!(matches!(change(&|moves| moves.reverse()), MoveRule::OutOfOrder(_)));
+    let cut = good.len() - 1;
+    assert!(matches!(change(&|moves| moves.truncate(cut)), MoveRule::NeverReleased(StageId(0))));
+    let early = change(&|moves| {
+        let mut gradients = moves.remove(first(MoveKind::GradientsHome));
+        gradients.before -= 1;
+        let at = moves.iter().position(|one| one.before > gradients.before).unwrap();
+        moves.insert(at, gradients);
+    });
+    assert!(matches!(early, MoveRule::GradientsTooEarly { .. }));
+}
+
+fn of_kind(moves: &[Move], kind: MoveKind) -> impl Iterator<Item = &Move> {
+    moves.iter().filter(move |one| one.kind == kind)
+}
+
+fn home() -> impl Strategy<Value = StageHome> {
+    let place = || prop::sample::select(vec![Home::Device, Home::Host]);
+    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageHome {
+        weights,
+        boundaries,
+        trained,
+    })
+}
+
+fn schedule() -> impl Strategy<Value = Schedule> {
+    (0usize..7, 1usize..=4).prop_map(|(which, v)| Schedule::all(v)[which])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// `new` validates what it returns, so being there is being valid.
+    #[test]
+    fn valid_for_every_schedule_home_and_number_of_slots(
+        schedule in schedule(), p in 1usize..=5, m in 1usize..=9, slots in 1usize..=4,
+        recompute in prop::sample::select(Recompute::ALL.to_vec()),
+        homes in prop::collection::vec(home(), 20),
+    ) {
+        let actions = schedule.actions(p, m, recompute).unwrap();
+        let homes = &homes[..actions.stages()];
+        let moves = Moves::new(&actions, homes, slots).unwrap();
+        let evaluation = Moves::of_forwards(&actions, homes, slots).unwrap();
+        let fetches = |moves: &Moves| moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::Fetch).count();
+        let at_host = homes.iter().filter(|home| home.weights == Home::Host).count();
+        prop_assert!(fetches(&moves) >= at_host && fetches(&evaluation) >= at_host);
+        let trained = homes.iter().filter(|home| home.weights == Home::Host && home.trained).count();
+        let sent = moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::GradientsHome);
+        prop_assert_eq!(sent.count(), trained);
+        if let Schedule::BreadthFirst { stages_per_device: v } = schedule {
+            // Once forward and once back, but for those that are in the slots at the turn.
+            let all = Moves::new(&actions, &vec![StageHome::HOST; p * v], slots).unwrap();
+            prop_assert_eq!(fetches(&all), p * (2 * v - v.min(slots)));
+        }
+    }
+
+    /// A fetch is started as soon as a slot is free: no slot stays free while somebody is awaited.
+    #[test]
+    fn no_slot_waits_while_a_stage_is_needed(
+        schedule in schedule(), p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
+    ) {
+        let actions = schedule.actions(p, m, Recompute::Never).unwrap();
+        let moves = Moves::new(&actions, &vec![StageHome::HOST; actions.stages()], slots).unwrap();
+        for (d, list) in actions.lists().iter().enumerate() {
+            let mut inside = 0;
+            for (at, _) in list.iter().enumerate() {
+                let now = moves.of(d).iter().filter(|one| one.before == at);
+                inside = now.fold(inside, |inside, one| match one.kind {
+                    MoveKind::Fetch => inside + 1,
+                    MoveKind::Release => inside - 1,
+                    _ => inside,
+                });
+                let mut ahead: Vec<_> = list[at..].iter().map(|action| action.stage).collect();
+                ahead.sort();
+                ahead.dedup();
+                prop_assert_eq!(inside, slots.min(ahead.len()).max(inside.min(slots)));
+            }
+        }
+    }
+
+    /// Whatever is done to good moves, it is refused or they are still good; nothing panics.
+    #[test]
+    fn damage_never_panics(
+        schedule in schedule(), p in 1usize..=3, m in 1usize..=4, slots in 1usize..=3,
+        homes in prop::collection::vec(home(), 12), at in any::<prop::sample::Index>(),
+        to in any::<prop::sample::Index>(), how in 0u8..5,
+    ) {
+        let actions = schedule.actions(p, m, Recompute::Always).unwrap();
+        let homes = &homes[..actions.stages()];
+        let mut moves = Moves::new(&actions, homes, slots).unwrap().lists().to_vec();
+        let device = at.index(moves.len());
+        if moves[device].is_empty() {
+            return Ok(());
+        }
+        let (from, to) = (at.index(moves[device].len()), to.index(moves[device].len()));
+        let one = moves[device][from];
+        match how {
+            0 => moves[device].retain(|other| *other != one),
+            1 => moves[device].insert(to, one),
+            2 => moves[device].swap(from, to),
+            3 => moves[device][from].before += to + 1,
+            _ => moves[device][from].stage.0 += to as u32 + 1,
+        }
+        let result = Moves::given(actions.lists(), homes, slots, moves);
+        // A boundary that stays is as good as one that moves only if both its moves are gone.
+        prop_assert!(how > 1 || result.is_err());
+    }
+}
+
+#[test]
+fn a_list_of_ones_own_fetches_again_and_again() {
+    let mine: Actions = "0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1".parse().unwrap();
+    let moves = Moves::new(&mine, &[StageHome::HOST; 2], 1).unwrap();
+    assert_eq!(of_kind(moves.of(0), MoveKind::Fetch).count(), 5);
+    let gradients: Vec<_> =
+        of_kind(moves.of(0), MoveKind::GradientsHome).map(|one| one.before).collect();
+    assert_eq!(gradients, [7, 8]);
+}
