@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 26] = [
+const SOURCES: [&str; 27] = [
     "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
@@ -23,6 +23,7 @@ const SOURCES: [&str; 26] = [
     "bridge/foreach.cpp",
     "bridge/generator.cpp",
     "bridge/gradients.cpp",
+    "bridge/host_memory.cpp",
     "bridge/kernels.cpp",
     "bridge/layout.cpp",
     "bridge/libtorch.cpp",

@@ -25,8 +25,12 @@ void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
   TORCH_CHECK(
       gradient.sizes() == tensor.sizes(), "a gradient of shape ", gradient.sizes(),
       " does not fit a tensor of shape ", tensor.sizes());
+  // Half precision is summed in f32, and may stay so.
+  const bool wider =
+      brimful::is_half(tensor.scalar_type()) && gradient.scalar_type() == at::kFloat;
   TORCH_CHECK(
-      gradient.options().type_equal(tensor.options()) && gradient.device() == tensor.device(),
+      (wider || gradient.options().type_equal(tensor.options())) &&
+          gradient.device() == tensor.device(),
       "a gradient of ", gradient.toString(), " on ", gradient.device(),
       " does not fit a tensor of ", tensor.toString(), " on ", tensor.device());
 }

@@ -6,24 +6,10 @@
 #include "guard.h"
 
 #include <ATen/Context.h>
-#include <dlfcn.h>
 
+using brimful::driver_function;
 using brimful::guarded;
 using brimful::open_cuda;
-
-namespace {
-
-// A function of NVIDIA's driver, looked up by name because no header of it is needed to build.
-template <class Function>
-Function* driver_function(const char* name) {
-  static void* driver = dlopen("libcuda.so.1", RTLD_NOW);
-  TORCH_CHECK(driver != nullptr, "no NVIDIA driver: ", dlerror());
-  auto* found = reinterpret_cast<Function*>(dlsym(driver, name));
-  TORCH_CHECK(found != nullptr, "the NVIDIA driver has no ", name);
-  return found;
-}
-
-}  // namespace
 
 void* brimful::open_cuda() { return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL); }
 

@@ -275,6 +275,24 @@ unsafe extern "C" {
         id: i64,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_host_bytes(
+        bytes: usize,
+        alignment: usize,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_lock_pages(
+        memory: *mut std::ffi::c_void,
+        bytes: usize,
+        device: i32,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_unlock_pages(memory: *mut std::ffi::c_void, message: Message) -> i32;
+    pub(crate) fn brimful_lookers(
+        tensor: *const RawTensor,
+        out: *mut usize,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_pin(
         tensor: *const RawTensor,
         out: *mut *mut RawTensor,

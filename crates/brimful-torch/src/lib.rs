@@ -22,6 +22,7 @@
 //! | [`norm`] | LayerNorm and RMSNorm, with an addition before them |
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
+//! | [`slab`] | bytes of the host that a device copies by itself, made once |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
 //! | [`touched`] | which memory a piece of work reads and writes |
 //! | [`threads`] | threads an operation, for one thread alone |
@@ -52,6 +53,7 @@ pub mod norm;
 pub mod optim;
 pub mod random;
 mod replaced;
+pub mod slab;
 pub mod stream;
 pub mod threads;
 pub mod touched;

@@ -36,6 +36,7 @@ pub(crate) struct Accumulator {
     apart: bool,
     /// See [`Sums`].
     lent: bool,
+    at_home: bool,
     /// In which the last micro-batch's gradients are to be added up over the ranks.
     turn: Option<RanksTurn>,
     /// Whether the micro-batch under way is the last.
@@ -57,6 +58,7 @@ impl Accumulator {
             groups: Vec::new(),
             apart,
             lent: false,
+            at_home: false,
             turn: None,
             last: false,
             buckets: None,
@@ -69,6 +71,26 @@ impl Accumulator {
     pub(crate) fn summing(mut self, turn: Option<RanksTurn>) -> Self {
         self.turn = turn;
         self
+    }
+
+    /// Keeps sums apart from the parameters, because some of them will leave before the step's end.
+    pub(crate) fn keep_apart(&mut self) {
+        self.apart = true;
+    }
+
+    /// Takes the sums of the wanted parameters out, by group.
+    pub(crate) fn take(&mut self, wanted: &[bool]) -> Vec<Sum> {
+        let take = |sum: &mut Sum| {
+            let places = sum.iter_mut().zip(wanted);
+            places.map(|(sum, wanted)| sum.take_if(|_| *wanted)).collect()
+        };
+        self.groups.iter_mut().map(take).collect()
+    }
+
+    /// Adds sums of the same step that are at their parameters' home.
+    pub(crate) fn add_home(&mut self, groups: Vec<Sum>) -> Result<()> {
+        self.at_home = true;
+        self.add_sums(groups)
     }
 
     /// The next micro-batch is the last.
@@ -131,6 +153,7 @@ impl Accumulator {
         Ok(Sums {
             groups: std::mem::take(&mut self.groups),
             lent: self.lent,
+            at_home: self.at_home,
             buckets: self.buckets.take(),
         })
     }

@@ -2,7 +2,7 @@
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::{foreach, transfer};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::gradient;
 use crate::Result;
@@ -17,6 +17,9 @@ pub(crate) struct Sums {
     pub(super) groups: Vec<Sum>,
     /// Whether some of them are captured graphs' own, which the next step will overwrite.
     pub(super) lent: bool,
+    /// Whether those on the host are of parameters that live there: they stay f32, as the optimizer at
+    /// home takes them.
+    pub(super) at_home: bool,
     /// Those of a single group that are on their way to other ranks.
     pub(super) buckets: Option<Buckets>,
 }
@@ -34,8 +37,9 @@ impl Sums {
     pub(crate) fn of_replicas(replicas: Vec<Self>) -> (Self, Vec<Addends>) {
         let mut whole = Self::default();
         let mut addends: Vec<Vec<Option<Addends>>> = Vec::new();
-        for Self { groups, lent, .. } in replicas {
+        for Self { groups, lent, at_home, .. } in replicas {
             whole.lent |= lent;
+            whole.at_home |= at_home;
             addends.resize_with(groups.len().max(addends.len()), Vec::new);
             for (columns, sum) in addends.iter_mut().zip(groups) {
                 columns.resize_with(sum.len().max(columns.len()), || None);
@@ -75,6 +79,7 @@ impl Sums {
 
     /// Adds a later part of the same step, group by group.
     pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
+        self.at_home |= later.at_home;
         for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
             add_sum(mine, theirs)?;
         }
@@ -88,8 +93,9 @@ impl Sums {
 
     /// The sums of all groups, each times its factor, ready to be added to the gradients.
     pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
-        let lent = self.lent;
-        Ok(Finished(cast(self.total(parameters.len(), factors)?, parameters, lent)?))
+        let (lent, at_home) = (self.lent, self.at_home);
+        let total = self.total(parameters.len(), factors)?;
+        Ok(Finished(cast(total, parameters, lent, at_home)?))
     }
 
     /// The same over all ranks; `present` says which parameters any of them has a gradient for.
@@ -111,6 +117,7 @@ impl Sums {
         // each rank divides its own before, because groups are added up on the way.
         let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
+        let at_home = self.at_home;
         buckets.fill(&self.total(parameters.len(), first)?)?;
         let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
             let here = || match parameter.device() {
@@ -122,7 +129,7 @@ impl Sums {
         let sums = buckets.summed()?.into_iter().zip(parameters).zip(present);
         let total = sums.map(here).collect::<Result<Sum, _>>()?;
         scale(&total, last)?;
-        Ok(Finished(cast(total, parameters, false)?))
+        Ok(Finished(cast(total, parameters, false, at_home)?))
     }
 
     /// Which parameters have a sum.
@@ -191,15 +198,21 @@ fn scale(sum: &Sum, factor: Option<f64>) -> Result<()> {
 
 /// Gives each sum its parameter's type. One that has it already stays as it is, or is copied where it
 /// is lent.
-fn cast(sum: Sum, parameters: &[Tensor], lent: bool) -> Result<Sum> {
-    let kinds = parameters.iter().map(Tensor::kind);
-    let moves = |(sum, kind): (&Option<Tensor>, Kind)| {
-        sum.as_ref().is_some_and(|sum| lent || sum.kind() != kind)
+fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Result<Sum> {
+    let stays = |(sum, parameter): (&Option<Tensor>, &Tensor)| {
+        let right = |sum: &Tensor| {
+            let home = at_home && sum.device() == Device::Cpu;
+            home || !lent && sum.kind() == parameter.kind()
+        };
+        sum.as_ref().is_none_or(right)
     };
-    if !sum.iter().zip(kinds).any(moves) {
+    let stay: Vec<bool> = sum.iter().zip(parameters).map(stays).collect();
+    if !stay.contains(&false) {
         return Ok(sum);
     }
-    copied(&sum, parameters.iter().map(Some))
+    let moving = sum.iter_mut().zip(&stay).map(|(sum, stays)| sum.take_if(|_| !stays)).collect();
+    let moved = copied(&moving, parameters.iter().map(Some))?;
+    Ok(sum.into_iter().zip(moved).map(|(stayed, moved)| stayed.or(moved)).collect())
 }
 
 /// Copies sums that are lent.

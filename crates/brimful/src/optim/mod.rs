@@ -50,6 +50,7 @@ pub use method::Method;
 pub use no_decay::NO_DECAY_GROUP;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
+pub(crate) use step::OptimizerPlan;
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
@@ -57,6 +58,7 @@ use std::ffi::c_void;
 use brimful_torch::autograd;
 use tch::{Kind, Tensor, nn};
 
+use crate::memory::Arena;
 use crate::{Error, Result};
 use replay::OptimizerReplay;
 use state::ParameterState;
@@ -77,8 +79,19 @@ struct Parameter {
     name: String,
     tensor: Tensor,
     group: usize,
+    /// Where it lives; on its device, if nothing is said.
+    home: Option<ParameterHome>,
     /// `None` until its first step.
     state: Option<ParameterState>,
+}
+
+/// A parameter's place among those that live on the host.
+#[derive(Debug, Clone)]
+pub(crate) struct ParameterHome {
+    /// Parts are updated in their order.
+    pub(crate) part: usize,
+    /// What its state is charged to.
+    pub(crate) arena: Option<Arena>,
 }
 
 #[derive(Debug)]
@@ -113,10 +126,15 @@ impl Optimizer {
         check_parameters(&named)?;
         let parameters = named
             .into_iter()
-            .map(|(name, tensor)| Parameter { name, tensor, group: 0, state: None })
+            .map(|(name, tensor)| Parameter { name, tensor, group: 0, home: None, state: None })
             .collect();
         let groups = vec![ParameterGroup { name: DEFAULT_GROUP.into(), method }];
         Ok(Self { parameters, groups, replay: OptimizerReplay::default() })
+    }
+
+    /// Says where the parameters of these names live.
+    pub(crate) fn set_homes(&mut self, home: impl Fn(&str) -> Option<ParameterHome>) {
+        self.parameters.iter_mut().for_each(|parameter| parameter.home = home(&parameter.name));
     }
 
     /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.

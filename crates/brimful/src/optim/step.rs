@@ -14,6 +14,7 @@ use super::method::Lists;
 use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::Result;
+use crate::memory::Arena;
 
 /// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
 /// space of all gradients at once would double their memory.
@@ -36,6 +37,8 @@ struct Item {
 /// What the parameters of one fused call have in common.
 #[derive(PartialEq)]
 struct Key {
+    /// Of parameters that live on the host; none for others, which come first.
+    part: Option<usize>,
     group: usize,
     device: Device,
     kind: Kind,
@@ -62,6 +65,19 @@ pub(crate) struct OptimizerPlan {
 }
 
 impl OptimizerPlan {
+    /// The part of it for parameters that live on their device, and the part for those that live on the
+    /// host, if there are such.
+    pub(crate) fn split(self) -> (Self, Option<Self>) {
+        let (home, here): (Vec<_>, Vec<_>) =
+            self.buckets.into_iter().partition(|bucket| bucket.key.part.is_some());
+        let scratch = || self.scratch.iter().map(Tensor::shallow_clone).collect();
+        let rates = || self.rates.iter().map(Tensor::shallow_clone).collect();
+        let here = Self { buckets: here, scratch: scratch(), rates: rates() };
+        let home = Self { buckets: home, scratch: scratch(), rates: rates() };
+        let none = home.buckets.is_empty();
+        (here, (!none).then_some(home))
+    }
+
     /// The same step with the groups' learning rates read from these tensors.
     pub(super) fn with_rates(self, rates: Vec<Tensor>) -> Self {
         Self { rates, ..self }
@@ -92,6 +108,7 @@ impl Optimizer {
                 sort_in(&mut buckets, self.key_of(parameter, &item), item);
             }
         }
+        buckets.sort_by_key(|bucket| bucket.key.part);
         let scratch = scratch_for(&buckets)?;
         Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
@@ -109,6 +126,7 @@ impl Optimizer {
             );
         }
         let method = &self.groups[parameter.group].method;
+        let _charged = parameter.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter);
         let old = parameter.state.as_ref();
         let state = match old {
             Some(old) if old.is_current(tensor, method) => None,
@@ -126,6 +144,7 @@ impl Optimizer {
 
     fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
         Key {
+            part: parameter.home.as_ref().map(|home| home.part),
             group: parameter.group,
             device: item.work.device(),
             kind: item.work.kind(),
@@ -136,26 +155,52 @@ impl Optimizer {
 
     /// The update, which allocates nothing.
     pub(crate) fn commit(&mut self, plan: OptimizerPlan) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
-        for FusedBatch { key, mut items, .. } in plan.buckets {
-            // State was allocated by `prepare`; that it is put in place only now is what makes a failure
-            // before leave no trace.
-            for item in &mut items {
-                if let Some(state) = item.state.take() {
-                    self.parameters[item.index].state = Some(state);
-                }
+        self.commit_in_parts(plan, |_| {})
+    }
+
+    /// The same, and tells of each part that lives on the host when it is done.
+    pub(crate) fn commit_in_parts(
+        &mut self,
+        plan: OptimizerPlan,
+        done: impl Fn(usize),
+    ) -> Result<()> {
+        let OptimizerPlan { buckets, scratch, rates } = plan;
+        let mut buckets = buckets.into_iter().peekable();
+        while let Some(bucket) = buckets.next() {
+            let part = bucket.key.part;
+            self.commit_batch(bucket, &scratch, &rates)?;
+            if let Some(part) = part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
+            {
+                done(part);
             }
-            let gradients = if key.converted {
-                convert(&items, &plan.scratch)?
-            } else {
-                items.iter().map(|item| item.gradient.shallow_clone()).collect()
-            };
-            let rate = plan.rates.get(key.group).map(Tensor::shallow_clone);
-            let lists = Lists { rate, ..self.lists(&key, &items, gradients) };
-            self.groups[key.group].method.update(&lists)?;
-            self.write_back(&items)?;
         }
         Ok(())
+    }
+
+    fn commit_batch(
+        &mut self,
+        batch: FusedBatch,
+        scratch: &[Tensor],
+        rates: &[Tensor],
+    ) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let FusedBatch { key, mut items, .. } = batch;
+        // State was allocated by `prepare`; that it is put in place only now is what makes a failure
+        // before leave no trace.
+        for item in &mut items {
+            if let Some(state) = item.state.take() {
+                self.parameters[item.index].state = Some(state);
+            }
+        }
+        let gradients = if key.converted {
+            convert(&items, scratch)?
+        } else {
+            items.iter().map(|item| item.gradient.shallow_clone()).collect()
+        };
+        let rate = rates.get(key.group).map(Tensor::shallow_clone);
+        let lists = Lists { rate, ..self.lists(&key, &items, gradients) };
+        self.groups[key.group].method.update(&lists)?;
+        self.write_back(&items)
     }
 
     fn lists(&self, key: &Key, items: &[Item], gradients: Vec<Tensor>) -> Lists {

@@ -14,7 +14,7 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
 use crate::pipeline::worker::{Tells, Worker, WorkerDone};
-use crate::schedule::Actions;
+use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
     self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Lesson, Opening,
@@ -234,7 +234,10 @@ impl Pipeline {
             // There is no list of nothing: who has no sample has the shortest, and runs none of it.
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
-                true => Arc::new(listed.in_two_phases(self.recompute)?),
+                // Between the phases every stage is at home.
+                true => Arc::new(listed.in_two_phases_by_stage(|stage| {
+                    self.recompute_of(stage, Recompute::Always)
+                })?),
                 false => listed,
             });
         }

@@ -111,6 +111,14 @@ pub enum PipelineError {
          next `forward`, `backward`, `evaluate` or `map`"
     )]
     OldOutputs,
+    /// Homes for another number of stages.
+    #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
+    WrongHomes {
+        /// How many were given.
+        given: usize,
+        /// How many stages there are.
+        stages: usize,
+    },
     /// Outputs that no loss was traced back to.
     #[error("the outputs have no gradient: compute a loss from them and call its `backward` first")]
     NoOutputGradient,

@@ -41,6 +41,7 @@ mod build;
 mod calls;
 mod engine;
 mod error;
+mod home;
 mod portion;
 mod ranks;
 mod run;
@@ -52,13 +53,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
 
-pub use build::{BalanceBy, Builder};
+pub use build::{BalanceBy, Builder, Homes};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
-use crate::schedule::{Actions, Recompute, Schedule};
+use crate::schedule::{Actions, Home, Recompute, Schedule, StageId};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, Workers};
 use crate::{Layers, Result};
@@ -82,6 +83,8 @@ pub struct Pipeline {
     balance: crate::balance::Balance,
     schedule: Schedule,
     recompute: Recompute,
+    /// Where each stage lives.
+    homes: Vec<Home>,
     /// The lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
     /// The forward that waits for its backward.
@@ -136,10 +139,21 @@ impl Pipeline {
         if let Some(known) = self.actions.get(&micro_batches) {
             return Ok(Arc::clone(known));
         }
-        let made = self.schedule.actions(self.layout.workers, micro_batches, self.recompute)?;
+        let recompute = |stage| self.recompute_of(stage, Recompute::ExceptLast);
+        let made =
+            self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)
+    }
+
+    /// What a stage computes again; one that lives on the host at least this much: graphs look at weights
+    /// that leave between forward and backward.
+    fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
+        match self.homes.get(stage.index()) {
+            Some(Home::Host) if self.recompute != Recompute::Always => least,
+            _ => self.recompute,
+        }
     }
 
     fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {

@@ -8,9 +8,11 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question};
+use super::homes::Homes;
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
+use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
@@ -18,7 +20,7 @@ use crate::pipeline::worker::{Blueprint, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{Recompute, Schedule};
+use crate::schedule::{Home, Recompute, Schedule};
 use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, Workers, settled};
 use crate::{Layers, Result, World};
@@ -34,6 +36,8 @@ pub struct Builder {
     schedule: Schedule,
     recompute: Recompute,
     kind: Kind,
+    homes: Homes,
+    host: Option<Arena>,
     non_finite: NonFinite,
     world: World,
     replicas: usize,
@@ -51,6 +55,8 @@ impl Builder {
             schedule: Schedule::OneFOneB,
             recompute: Recompute::Never,
             kind: Kind::Float,
+            homes: Homes::default(),
+            host: None,
             non_finite: NonFinite::default(),
             world: World::alone(),
             replicas: 1,
@@ -128,6 +134,18 @@ impl Builder {
         Self { kind, ..self }
     }
 
+    /// Where each stage's weights, gradients and optimizer state live. The default is on its device.
+    ///
+    /// A stage that lives on the host computes on its device: see [`Homes`].
+    pub fn homes(self, homes: impl Into<Homes>) -> Self {
+        Self { homes: homes.into(), ..self }
+    }
+
+    /// The arena that what lives on the host is charged to, where the device is a CPU.
+    pub fn host(self, arena: Arena) -> Self {
+        Self { host: Some(arena), ..self }
+    }
+
     /// What is refused because it is not finite: by default a loss.
     pub fn non_finite(self, policy: NonFinite) -> Self {
         Self { non_finite: policy, ..self }
@@ -155,7 +173,9 @@ impl Builder {
         let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
-        let workers = with_step_seed(seeded, |seed| staff.spawn(seed, self.kind, self.non_finite))?;
+        let homes = self.homes.of(layout.stages.len())?;
+        let build = StageBuild { kind: self.kind, non_finite: self.non_finite, host: self.host, homes: homes.clone() };
+        let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
         // the owner's values over before anything runs.
@@ -175,6 +195,7 @@ impl Builder {
             balance,
             schedule: self.schedule,
             recompute: self.recompute,
+            homes,
             actions: HashMap::new(),
             open: None,
             forwards: 0,
@@ -208,10 +229,10 @@ impl Builder {
         if self.size.cut(1)?.is_none() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
-        let Self { schedule, recompute, kind, size, replicas, .. } = self;
+        let Self { schedule, recompute, kind, homes, size, replicas, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute}, at home {homes:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
@@ -264,9 +285,22 @@ struct Staff<'a> {
     ranks: &'a Ranks,
 }
 
+/// How every worker builds its stages.
+struct StageBuild {
+    kind: Kind,
+    non_finite: NonFinite,
+    homes: Vec<Home>,
+    host: Option<Arena>,
+}
+
+/// The account of the host beside a device that is a CPU too: what lives there is not the device's.
+fn host_of(device: &DeviceSpec) -> Option<Arena> {
+    device.arena.as_ref().map(|_| Arena::new("host"))
+}
+
 impl Staff<'_> {
     /// Starts the workers, and lets each build its stages.
-    fn spawn(&self, seed: u64, kind: Kind, non_finite: NonFinite) -> Result<Workers<Worker>> {
+    fn spawn(&self, seed: u64, build: &StageBuild) -> Result<Workers<Worker>> {
         let Self { layout, devices, ranks } = self;
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
@@ -276,9 +310,11 @@ impl Staff<'_> {
             replica: at / here.len(),
             device: device.clone(),
             turn,
-            kind,
+            kind: build.kind,
+            homes: build.homes.clone(),
+            host: build.host.clone().or_else(|| host_of(device)),
             seed,
-            non_finite,
+            non_finite: build.non_finite,
         };
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
         let own = devices.iter().zip(turns(devices)).enumerate();

@@ -1,5 +1,6 @@
 //! Which layers, skip connections and workers each stage has.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::layers::{Layers, Skip};
@@ -12,6 +13,10 @@ pub(crate) struct StageLayout {
     pub(crate) layers: Layers,
     pub(crate) stages: Vec<StagePlan>,
     pub(crate) workers: usize,
+    /// Of the layers, by name.
+    positions: HashMap<String, usize>,
+    /// The pairs (user, owner) of layers that share variables.
+    shared: Vec<(usize, usize)>,
 }
 
 /// One stage on paper.
@@ -50,13 +55,32 @@ impl StageLayout {
         };
         let stages: Vec<_> = ranges.iter().enumerate().map(plan).collect();
         let workers = stages.iter().map(|stage| stage.worker + 1).max().unwrap_or(0);
-        Ok(Self { layers, stages, workers })
+        let numbered = layers.names().enumerate();
+        let positions = numbered.map(|(position, name)| (name.to_owned(), position)).collect();
+        let shared = layers.shared()?;
+        Ok(Self { layers, stages, workers, positions, shared })
     }
 
     /// The stages of a worker, in order.
     pub(crate) fn of_worker(&self, worker: usize) -> impl Iterator<Item = (StageId, &StagePlan)> {
         let numbered = self.stages.iter().enumerate().map(|(j, stage)| (StageId::at(j), stage));
         numbered.filter(move |(_, stage)| stage.worker == worker)
+    }
+
+    /// The position of the layer that a variable of this name belongs to.
+    pub(crate) fn position_of(&self, name: &str) -> Option<usize> {
+        // Layers' names may have dots, but none is inside another: at most one is found.
+        let mut outer = name.match_indices('.').map(|(dot, _)| &name[..dot]);
+        outer.find_map(|outer| self.positions.get(outer).copied())
+    }
+
+    /// Whether a stage's layers use the variable of this name, their own or another's.
+    pub(crate) fn uses(&self, plan: &StagePlan, name: &str) -> bool {
+        let Some(position) = self.position_of(name) else { return false };
+        let shares = |(user, owner): &(usize, usize)| {
+            *owner == position && plan.range.contains(user)
+        };
+        plan.range.contains(&position) || self.shared.iter().any(shares)
     }
 
     /// The worker that has the layer at this position.

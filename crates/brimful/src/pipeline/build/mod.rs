@@ -2,9 +2,11 @@
 
 mod balance;
 mod builder;
+mod homes;
 mod layout;
 mod roster;
 
 pub use balance::BalanceBy;
 pub use builder::Builder;
+pub use homes::Homes;
 pub(crate) use layout::{Export, StageLayout, StagePlan};

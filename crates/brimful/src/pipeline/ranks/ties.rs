@@ -95,7 +95,10 @@ pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<b
     if !ranks.has_ties {
         return Ok(false);
     }
-    let changed = workers.all(|worker| Ok(worker.variables.changed().next().is_some()))?;
+    let changed = workers.all(|worker| {
+        worker.settle()?;
+        Ok(worker.variables.changed().next().is_some())
+    })?;
     Ok(changed.contains(&true))
 }
 
@@ -105,7 +108,10 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
         return Ok(());
     }
     let changed: Vec<Vec<(String, Tensor)>> =
-        workers.all(|worker| worker.variables.changed().map(as_sent).collect())?;
+        workers.all(|worker| {
+            worker.settle()?;
+            worker.variables.changed().map(as_sent).collect()
+        })?;
     let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
     if ranks.ties.is_empty() {
         follow(workers, &changed)?;

@@ -23,6 +23,7 @@ pub(crate) use job::{End, Job, LossFn, Mode};
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, StagePass};
+use std::collections::VecDeque;
 use std::time::Instant;
 pub(crate) use transfer::Tensors;
 pub(crate) use wiring::wire;
@@ -36,7 +37,7 @@ use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
-use crate::schedule::{Action, ActionKind};
+use crate::schedule::{Action, ActionKind, Move, MoveKind};
 use crate::step::Tally;
 use crate::workers::panic_message;
 use crate::{Error, Result};
@@ -66,6 +67,8 @@ pub(crate) enum Stop {
 pub(crate) struct WorkerRun {
     pub(crate) job: Job,
     list: Vec<Action>,
+    /// What moves between host and device meanwhile, in the order in which it is started.
+    moves: VecDeque<Move>,
     /// How far it has come.
     next: usize,
     /// By stage and micro-batch.
@@ -101,6 +104,7 @@ impl WorkerRun {
     pub(crate) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         list.retain(|action| job.mode.runs(action.kind));
+        let moves = worker.site.moves(&list)?.into();
         let m = job.actions.micro_batches();
         let device = worker.site.device;
         let timeline = ActionClock::new(device, worker.memory.as_ref(), job.start, list.len())?;
@@ -120,6 +124,7 @@ impl WorkerRun {
             accumulator: None,
             timeline,
             list,
+            moves,
             job,
         })
     }
@@ -131,12 +136,39 @@ impl WorkerRun {
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(), WorkerFailure> {
         while let Some(&action) = self.list.get(self.next).filter(|action| wanted(action.kind)) {
-            // Before the action is done: a backward looks for others behind it.
-            self.next += 1;
             // A failure before the first layer must not be put down to the last action's.
             site.layer.set(None);
-            let done = oom::catch(|| self.perform(site, action));
+            let done = oom::catch(|| {
+                self.start_moves(site)?;
+                // Before the action is done: a backward looks for others behind it.
+                self.next += 1;
+                self.perform(site, action)
+            });
             done.map_err(|caught| failure(site, action, caught))?;
+        }
+        let Some(&last) = self.list.last().filter(|_| self.next == self.list.len()) else {
+            return Ok(());
+        };
+        // What follows the last action: its gradients go home.
+        let done = oom::catch(|| Ok(self.start_moves(site)?));
+        done.map_err(|caught| failure(site, last, caught))
+    }
+
+    /// Starts what is to move before the next action.
+    fn start_moves(&mut self, site: &mut Site) -> Result<()> {
+        while let Some(one) = self.moves.front().filter(|one| one.before <= self.next).copied() {
+            self.moves.pop_front();
+            let at = site.place_of(one.stage).expect("moves are of the worker's own stages");
+            let Some(homes) = &mut site.homes else { continue };
+            match one.kind {
+                MoveKind::Fetch => homes.fetch(at)?,
+                MoveKind::Release => homes.release(at)?,
+                MoveKind::GradientsHome => {
+                    let accumulator = self.accumulator.as_mut();
+                    homes.send_gradients(at, accumulator.expect("training has an accumulator"))?;
+                }
+                MoveKind::BoundaryOut | MoveKind::BoundaryIn => {}
+            }
         }
         Ok(())
     }
@@ -146,8 +178,10 @@ impl WorkerRun {
     }
 
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
-        let at = site.stages.iter().position(|stage| stage.id == action.stage);
-        let at = at.expect("a worker's list is of its own stages");
+        let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
+        if let Some(homes) = &mut site.homes {
+            homes.enter(at)?;
+        }
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),

@@ -36,7 +36,12 @@ impl Pipeline {
         self.workers().all(move |worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-            worker.optimizer = Some(Optimizer::for_named(named, method)?);
+            worker.settle()?;
+            let mut optimizer = Optimizer::for_named(named, method)?;
+            if let Some(homes) = &worker.site.homes {
+                optimizer.set_homes(|name| homes.home_of(name));
+            }
+            worker.optimizer = Some(optimizer);
             Ok(())
         })?;
         let learning_rate = method.learning_rate();
@@ -58,7 +63,7 @@ impl PipelineOptimizer {
     ) -> Result<()> {
         let (name, method) = (name.to_owned(), config.into());
         let workers = self.workers();
-        let names = workers.all(|worker| Ok(names(optimizer(worker))))?;
+        let names = workers.all(|worker| Ok(names(optimizer(worker)?)))?;
         let names = self.ranks.of_workers("group", names)?;
         let mut chosen: Vec<Vec<String>> = (names.iter())
             .map(|names| names.iter().filter(|name| members(name)).cloned().collect())
@@ -74,13 +79,13 @@ impl PipelineOptimizer {
         self.ranks.together("group", |_| {
             let group = name.clone();
             let checked = workers.each_or_error(chosen.clone(), move |worker, chosen| {
-                optimizer(worker).check_group(&group, |name| has(&chosen, name), &method)
+                optimizer(worker)?.check_group(&group, |name| has(&chosen, name), &method)
             });
             checked.map(drop)
         })?;
         let made = workers.each_or_error(chosen, move |worker, chosen| match &*chosen {
             [] => Ok(()),
-            chosen => optimizer(worker).group(&name, |name| has(chosen, name), method),
+            chosen => optimizer(worker)?.group(&name, |name| has(chosen, name), method),
         });
         made.map(drop)
     }
@@ -92,9 +97,9 @@ impl PipelineOptimizer {
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         let workers = self.workers();
         self.ranks.together("group", |_| {
-            workers.all(|worker| optimizer(worker).check_no_decay()).map(drop)
+            workers.all(|worker| optimizer(worker)?.check_no_decay()).map(drop)
         })?;
-        workers.all(|worker| optimizer(worker).decay_only_matrices()).map(drop)
+        workers.all(|worker| optimizer(worker)?.decay_only_matrices()).map(drop)
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none.
@@ -105,11 +110,11 @@ impl PipelineOptimizer {
         let workers = self.workers();
         let mut plans = Vec::new();
         self.ranks.together("optimizer step", |_| {
-            plans = workers.all(|worker| optimizer(worker).prepare())?;
+            plans = workers.all(|worker| optimizer(worker)?.prepare())?;
             Ok(())
         })?;
         // Copies of shared variables follow before the next step: nothing that may fail comes after.
-        workers.each_or_error(plans, |worker, plan| optimizer(worker).commit(plan)).map(drop)
+        workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
     }
 
     /// Leaves every parameter without a gradient.
@@ -129,9 +134,9 @@ impl PipelineOptimizer {
         optim::check_max_norm(max_norm)?;
         let workers = self.workers();
         let norms = workers.all(|worker| {
-            let gradients = gradients(optimizer(worker));
+            let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
-            let parameters = optimizer(worker).parameters().count();
+            let parameters = optimizer(worker)?.parameters().count();
             Ok((parameters, norm.map(|norm| norm.f_double_value(&[])).transpose()?))
         })?;
         let norms = self.ranks.of_workers("clip", norms)?;
@@ -141,7 +146,7 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        workers.all(move |worker| match &*gradients(optimizer(worker)) {
+        workers.all(move |worker| match &*gradients(optimizer(worker)?) {
             [] => Ok(()),
             gradients => Ok(foreach::scale(gradients, factor)?),
         })?;
@@ -158,7 +163,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        self.workers().all(move |worker| optimizer(worker).set_learning_rate(rate))?;
+        self.workers().all(move |worker| optimizer(worker)?.set_learning_rate(rate))?;
         self.learning_rate = rate;
         Ok(())
     }
@@ -173,7 +178,7 @@ impl PipelineOptimizer {
         let workers = self.workers();
         let jobs = (0..workers.len()).map(|_| group.clone()).collect();
         let answers = workers.each(jobs, move |worker, group| {
-            optimizer(worker).set_group_learning_rate(&group, rate)
+            optimizer(worker)?.set_group_learning_rate(&group, rate)
         })?;
         let (known, unknown): (Vec<_>, Vec<_>) = answers
             .into_iter()
@@ -190,8 +195,10 @@ impl PipelineOptimizer {
     }
 }
 
-pub(crate) fn optimizer(worker: &mut Worker) -> &mut Optimizer {
-    worker.optimizer.as_mut().expect("it was made on every worker")
+/// The worker's part of the optimizer, once its last update is done.
+pub(crate) fn optimizer(worker: &mut Worker) -> Result<&mut Optimizer> {
+    worker.settle()?;
+    Ok(worker.optimizer.as_mut().expect("it was made on every worker"))
 }
 
 pub(crate) fn names(optimizer: &Optimizer) -> Vec<String> {

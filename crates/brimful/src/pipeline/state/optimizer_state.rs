@@ -20,7 +20,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers().all(|worker| Ok(optimizer(worker).state()))?;
+        let parts = self.workers().all(|worker| Ok(optimizer(worker)?.state()))?;
         let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -57,17 +57,17 @@ impl PipelineOptimizer {
     /// As [`Optimizer::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let workers = self.workers();
-        let known = workers.all(|worker| Ok(Known::of(optimizer(worker))))?;
+        let known = workers.all(|worker| Ok(Known::of(optimizer(worker)?)))?;
         let known = self.ranks.of_workers("load state", known)?;
         let parts = portions(&known, tensors, metadata)?.drain(self.ranks.here()).collect();
         let answers = workers.each(parts, |worker, (tensors, metadata)| {
-            let before = optimizer(worker).state();
-            optimizer(worker).load_state(&tensors, &metadata).map(|()| before)
+            let before = optimizer(worker)?.state();
+            optimizer(worker)?.load_state(&tensors, &metadata).map(|()| before)
         })?;
         let failed = answers.iter().find_map(|answer| answer.as_ref().err().cloned());
         let settled = self.ranks.together("load state", |_| failed.map_or(Ok(()), Err));
         if settled.is_ok() {
-            let rates = workers.all(|worker| Ok(optimizer(worker).learning_rate()))?;
+            let rates = workers.all(|worker| Ok(optimizer(worker)?.learning_rate()))?;
             drop(workers);
             self.learning_rate = rates[0];
             return Ok(());
@@ -75,7 +75,7 @@ impl PipelineOptimizer {
         // Those who could load go back to what they had.
         let befores = answers.into_iter().map(Result::ok).collect();
         workers.each_or_error(befores, |worker, before| match before {
-            Some((tensors, metadata)) => optimizer(worker).load_state(&tensors, &metadata),
+            Some((tensors, metadata)) => optimizer(worker)?.load_state(&tensors, &metadata),
             None => Ok(()),
         })?;
         settled.map(drop)

@@ -107,7 +107,11 @@ impl Pipeline {
         let here = here.into_iter().map(form).collect();
         check(self.ranks.of_workers("variables", here)?, &values)?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
-        workers.each_or_error(jobs, |worker, values| worker.variables.set(&values)).map(drop)
+        let set = workers.each_or_error(jobs, |worker, values| {
+            worker.settle()?;
+            worker.variables.set(&values)
+        });
+        set.map(drop)
     }
 
     fn set_trained(&mut self, trained: bool, which: impl Fn(&str) -> bool) -> Result<()> {
@@ -145,6 +149,7 @@ pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
 /// Something of every variable that is no copy, in the order of the names.
 fn owned(workers: &Workers<Worker>, of: fn(&Variable) -> Tensor) -> Result<Vec<(String, Tensor)>> {
     let parts = workers.all(move |worker| {
+        worker.settle()?;
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect::<Vec<_>>())
     })?;

@@ -119,8 +119,12 @@ impl Worker {
     }
 
     /// Collects the run's gradients, apart from those that are there.
-    fn accumulator(&self, run: &WorkerRun) -> Result<Accumulator> {
-        let accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
+    fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
+        let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
+        if let Some(homes) = &mut self.site.homes {
+            accumulator.keep_apart();
+            homes.begin(accumulator.parameters());
+        }
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
@@ -146,8 +150,12 @@ impl Worker {
         mut run: WorkerRun,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<WorkerRun, WorkerFailure> {
+        let result = run.execute(&mut self.site, wanted);
+        // Before `run` is dropped, which puts earlier gradients back where their parameters live.
+        let home = self.site.send_all_home(&mut run, result.is_ok());
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
-        run.execute(&mut self.site, wanted)?;
+        result?;
+        home.map_err(failed)?;
         Ok(run)
     }
 

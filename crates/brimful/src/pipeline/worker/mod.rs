@@ -6,6 +6,7 @@ mod variables;
 
 pub(crate) use attempt::{Tells, WorkerDone};
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use variables::{Variable, Variables};
 
@@ -16,14 +17,15 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::copies::Copies;
-use crate::memory::Memory;
-use crate::optim::{Ema, Optimizer};
-use crate::pipeline::build::StageLayout;
+use crate::memory::{Arena, Memory};
+use crate::optim::{Ema, Optimizer, OptimizerPlan};
+use crate::pipeline::build::{StageLayout, StagePlan};
+use crate::pipeline::home::{Homes, HostMemory, HostedStage};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, Stage, StagePass};
 use crate::random::{Draws, Generator};
-use crate::schedule::Span;
+use crate::schedule::{Action, Home, Move, Span, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
@@ -39,6 +41,9 @@ pub(crate) struct Blueprint {
     /// Of workers that share an accelerator, and so its random numbers.
     pub(crate) turn: Option<Arc<Mutex<()>>>,
     pub(crate) kind: tch::Kind,
+    /// Where each stage of the pipeline lives, and what homes are charged to.
+    pub(crate) homes: Vec<Home>,
+    pub(crate) host: Option<Arena>,
     /// Of the parameters' first values.
     pub(crate) seed: u64,
     pub(crate) non_finite: NonFinite,
@@ -66,6 +71,8 @@ pub(crate) struct Site {
     /// Running statistics that move at every run, as tensors whose changes autograd does not see: it
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
+    /// Of stages that live on the host; none where all live here.
+    pub(crate) homes: Option<Homes>,
 }
 
 /// One thread's part of the pipeline.
@@ -94,11 +101,14 @@ pub(crate) struct Worker {
 }
 
 impl Blueprint {
-    /// Builds the stages in this store.
-    fn stages(&self, store: &VarStore, generator: &Generator) -> Result<Vec<Stage>> {
+    /// Builds the stages in this store, and brings those home that live on the host: one after the
+    /// other, so that the device never has them all.
+    fn stages(&self, store: &VarStore, generator: &Generator) -> Result<(Vec<Stage>, Option<Homes>)> {
         let Self { layout, number, turn, seed, .. } = self;
         let first = Draws::new(*seed, 0);
         let mut stages = Vec::new();
+        let mut hosted: Vec<Option<HostedStage>> = Vec::new();
+        let memory = HostMemory { arena: self.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
             let _turn = turn.as_ref().map(taken);
@@ -108,8 +118,39 @@ impl Blueprint {
                     generator.seed(first.seed(position))
                 });
             stages.push(Stage::new(id, built?, plan));
+            hosted.push(match self.homes[id.index()] {
+                Home::Host => Some(self.bring_home(plan, store, &hosted, &memory)?),
+                Home::Device => None,
+            });
         }
-        Ok(stages)
+        Ok((stages, Homes::new(hosted, memory)?))
+    }
+
+    /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
+    /// are small, and every micro-batch moves them.
+    fn bring_home(
+        &self,
+        plan: &StagePlan,
+        store: &VarStore,
+        earlier: &[Option<HostedStage>],
+        memory: &HostMemory,
+    ) -> Result<HostedStage> {
+        let places: HashSet<_> = store.trainable_variables().iter().map(Tensor::data_ptr).collect();
+        let mut own: Vec<_> = (store.variables().into_iter())
+            .filter(|(name, tensor)| {
+                let is_parameter = tensor.numel() > 0 && places.contains(&tensor.data_ptr());
+                is_parameter && self.layout.uses(plan, name)
+            })
+            .collect();
+        own.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let mut shared = Vec::new();
+        own.retain(|(name, _)| {
+            let home = earlier.iter().flatten().find_map(|stage| stage.share(name));
+            let is_new = home.is_none();
+            shared.extend(home);
+            is_new
+        });
+        HostedStage::take_in(own, shared, self.kind, memory)
     }
 }
 
@@ -138,6 +179,27 @@ impl Site {
         Ok(output)
     }
 
+    /// A stage's place among this worker's.
+    pub(crate) fn place_of(&self, stage: StageId) -> Option<usize> {
+        self.stages.iter().position(|own| own.id == stage)
+    }
+
+    /// What moves while this list of actions is run.
+    pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
+        let Some(homes) = &self.homes else { return Ok(Vec::new()) };
+        homes.moves(list, |stage| self.place_of(StageId::at(stage)))
+    }
+
+    /// Sends all parameters home that live on the host, and their sums where a step went well.
+    pub(crate) fn send_all_home(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
+        let Some(homes) = &mut self.homes else { return Ok(()) };
+        homes.send_all_home()?;
+        match run.accumulator.as_mut().filter(|_| went_well) {
+            Some(accumulator) => homes.finish(accumulator),
+            None => homes.forget(),
+        }
+    }
+
     /// Waits until nobody else draws from the same generator.
     pub(crate) fn turn(&self) -> Option<MutexGuard<'_, ()>> {
         self.turn.as_ref().map(taken)
@@ -155,7 +217,7 @@ impl Worker {
         // Before the layers, which on a CPU would else draw from the one that all threads share.
         let generator = Generator::new(device.device);
         let mut store = VarStore::new(device.device);
-        let stages = blueprint.stages(&store, &generator)?;
+        let (stages, homes) = blueprint.stages(&store, &generator)?;
         if *kind != tch::Kind::Float {
             store.set_kind(*kind);
         }
@@ -173,6 +235,7 @@ impl Worker {
             trains: true,
             refuses_gradients: *non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
+            homes,
         };
         Ok(Self {
             number: *number,
@@ -191,6 +254,31 @@ impl Worker {
             spans: Vec::new(),
             peak: None,
         })
+    }
+
+    /// Waits until parameters and optimizer are what the last update makes of them.
+    ///
+    /// # Errors
+    /// With what that update failed with, once.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        let Some(homes) = &mut self.site.homes else { return Ok(()) };
+        let Some((optimizer, result)) = homes.settle() else { return Ok(()) };
+        self.optimizer = Some(optimizer);
+        result
+    }
+
+    /// Does what the optimizer has prepared: at once for what lives here, on a thread of its own for
+    /// what lives on the host.
+    pub(crate) fn update(&mut self, plan: OptimizerPlan) -> Result<()> {
+        let (here, home) = plan.split();
+        let optimizer = self.optimizer.as_mut().expect("it has prepared this");
+        optimizer.commit(here)?;
+        if let (Some(homes), Some(home)) = (&mut self.site.homes, home)
+            && let Some(optimizer) = self.optimizer.take()
+        {
+            homes.update(optimizer, home);
+        }
+        Ok(())
     }
 
     /// What a mini-batch's losses are counted in, after those that wait.

@@ -6,7 +6,7 @@
 //! with every change, whoever makes it: before each step [`Variables::changed`] tells of those that
 //! somebody has changed since.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use brimful_torch::foreach;
 use tch::nn::VarStore;
@@ -68,13 +68,8 @@ impl Variables {
         worker: usize,
         replica: usize,
     ) -> Self {
-        let positions: HashMap<&str, usize> =
-            layout.layers.names().enumerate().map(|(position, name)| (name, position)).collect();
         let owner = |name: &str| {
-            // Layers' names may have dots, but none is inside another: at most one is found.
-            let mut layers = name.match_indices('.').map(|(dot, _)| &name[..dot]);
-            let position = layers.find_map(|layer| positions.get(layer));
-            position.map_or(worker, |position| layout.worker_of(*position))
+            layout.position_of(name).map_or(worker, |position| layout.worker_of(position))
         };
         let trainable: Vec<_> = store.trainable_variables().iter().map(Tensor::data_ptr).collect();
         let variable = |(name, tensor): (String, Tensor)| Variable {

@@ -1,0 +1,68 @@
+// Memory of the host: locked in its place, so that a device copies from and to it by itself; and
+// whether others look at it.
+
+#include "cuda.h"
+#include "device.h"
+#include "guard.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstdint>
+
+using brimful::driver_function;
+using brimful::guarded;
+
+namespace {
+
+// Locked for every device, not for the current one alone (CU_MEMHOSTREGISTER_PORTABLE).
+constexpr unsigned kForEveryDevice = 1;
+
+void check(int failed, const char* what) {
+  TORCH_CHECK(failed == 0, what, " answers with error ", failed);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes that begin at a multiple of `alignment`.
+int32_t brimful_host_bytes(
+    size_t bytes, size_t alignment, at::Tensor** out, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto all = at::empty({static_cast<int64_t>(bytes + alignment)}, at::kByte);
+    const auto start = reinterpret_cast<uintptr_t>(all.data_ptr());
+    const auto skipped = (alignment - start % alignment) % alignment;
+    *out = new at::Tensor(
+        all.narrow(0, static_cast<int64_t>(skipped), static_cast<int64_t>(bytes)));
+  });
+}
+
+// Locks the pages, in place. The memory must be unlocked before it is freed.
+int32_t brimful_lock_pages(void* memory, size_t bytes, int32_t device, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto on = brimful::device_of(device);
+    at::globalContext().lazyInitDevice(on.type());
+    // A thread that has not used the device yet has no context of its driver.
+    c10::impl::VirtualGuardImpl(on.type()).setDevice(on);
+    using Register = int(void*, size_t, unsigned);
+    check(
+        driver_function<Register>("cuMemHostRegister_v2")(memory, bytes, kForEveryDevice),
+        "cuMemHostRegister");
+  });
+}
+
+int32_t brimful_unlock_pages(void* memory, char** message) noexcept {
+  return guarded(message, [&] {
+    check(driver_function<int(void*)>("cuMemHostUnregister")(memory), "cuMemHostUnregister");
+  });
+}
+
+// How many tensors, views included, look at the same memory.
+int32_t brimful_lookers(const at::Tensor* tensor, size_t* out, char** message) noexcept {
+  return guarded(message, [&] { *out = tensor->storage().use_count(); });
+}
+
+}  // extern "C"

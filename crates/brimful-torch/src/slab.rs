@@ -1,0 +1,92 @@
+//! A block of bytes in the host's memory that a device copies from and to by itself, made once and
+//! used for many tensors.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use tch::{Device, Tensor};
+
+use crate::device::number;
+use crate::error::{TorchError, call};
+use crate::{ffi, owned, raw};
+
+/// Pages are locked whole: a block begins and ends at a multiple of 4,096 bytes.
+const PAGE: usize = 4096;
+
+/// Bytes of the host, in pages that the system never moves, where a device's driver has locked them.
+///
+/// libtorch's own page-locked memory comes in powers of two; this is as large as it was asked for.
+#[derive(Debug)]
+pub struct Slab {
+    bytes: Tensor,
+    /// Where locked pages begin.
+    locked: Option<*mut c_void>,
+}
+
+// SAFETY: the pointer is only ever given back to the driver, which any thread may do; the tensor is
+// tch's, which is `Send`.
+unsafe impl Send for Slab {}
+
+impl Slab {
+    /// So many bytes of ordinary memory, charged to the arena that this thread is in.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(bytes: usize) -> Result<Self, TorchError> {
+        let mut made = ptr::null_mut();
+        // Whole pages, so that a lock on the last one holds nothing of others.
+        let room = bytes.next_multiple_of(PAGE);
+        // SAFETY: on success `made` is a new tensor that is ours.
+        call(|message| unsafe { ffi::brimful_host_bytes(room, PAGE, &mut made, message) })?;
+        Ok(Self { bytes: owned(made), locked: None })
+    }
+
+    /// Locks the pages, so that this device, a CUDA one, and all others copy them by themselves.
+    ///
+    /// # Errors
+    /// When the system or the driver refuses; the memory serves as before then, at the speed of
+    /// ordinary memory.
+    pub fn lock(&mut self, device: Device) -> Result<(), TorchError> {
+        if self.locked.is_some() || self.bytes.numel() == 0 {
+            return Ok(());
+        }
+        let index = number(device)?;
+        let start = self.bytes.data_ptr();
+        let length = self.bytes.numel();
+        // SAFETY: the pages are all within the tensor's memory, which is unlocked before it is freed.
+        call(|message| unsafe { ffi::brimful_lock_pages(start, length, index, message) })?;
+        self.locked = Some(start);
+        Ok(())
+    }
+
+    /// Whether its pages are locked.
+    pub fn is_locked(&self) -> bool {
+        self.locked.is_some()
+    }
+
+    /// The bytes, in whole pages: at least as many as were asked for.
+    pub fn bytes(&self) -> &Tensor {
+        &self.bytes
+    }
+
+    /// Whether nobody else looks at the bytes: no view of them is left.
+    ///
+    /// # Errors
+    /// Never for a slab that was made.
+    pub fn is_free(&self) -> Result<bool, TorchError> {
+        let mut lookers = 0;
+        // SAFETY: the tensor is valid, and `lookers` a valid place for the number.
+        call(|message| unsafe { ffi::brimful_lookers(raw(&self.bytes), &mut lookers, message) })?;
+        Ok(lookers == 1)
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        if let Some(start) = self.locked {
+            // Fails only where the driver has ended, and with it every lock. Views that are left keep the
+            // memory, which is ordinary from now on.
+            let _ = call(|message| unsafe { ffi::brimful_unlock_pages(start, message) });
+        }
+    }
+}

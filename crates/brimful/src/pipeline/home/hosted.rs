@@ -1,0 +1,233 @@
+//! A stage that lives on the host: its variables' places at home, in a slot, and among gradients.
+
+use brimful_torch::slab::Slab;
+use brimful_torch::transfer;
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+use crate::accumulate::Sum;
+use crate::memory::Arena;
+
+/// Variables begin at multiples of 256 bytes, as what an accelerator's allocator gives does.
+const ALIGNMENT: usize = 256;
+
+/// A variable that lives on the host.
+#[derive(Debug)]
+pub(crate) struct HostedVariable {
+    name: String,
+    /// The one that layers, optimizers and files know: at home its numbers are `at_home`.
+    tensor: Tensor,
+    at_home: Tensor,
+    /// Where its bytes begin in the stage's slot, and its gradient's among the stage's.
+    in_slot: usize,
+    in_gradients: usize,
+}
+
+/// A stage's part of the host's memory.
+#[derive(Debug)]
+pub(crate) struct HostedStage {
+    /// Its own first, in the order of their bytes; then those that it shares with an earlier stage.
+    variables: Vec<HostedVariable>,
+    /// Of its own variables, which cross in one piece.
+    weights: Slab,
+    own: usize,
+    /// What a slot must hold.
+    pub(crate) slot_bytes: usize,
+    gradient_bytes: usize,
+    /// One a group of loss terms; more where somebody keeps the gradients of an earlier step.
+    gradients: Vec<Slab>,
+}
+
+impl HostedStage {
+    /// Brings these variables, which are on their device, home, as numbers of this kind; `shared` ones
+    /// have a home already.
+    pub(crate) fn take_in(
+        own: Vec<(String, Tensor)>,
+        shared: Vec<HostedVariable>,
+        kind: Kind,
+        memory: &HostMemory,
+    ) -> Result<Self> {
+        let kind_of = |tensor: &Tensor| match tensor.is_floating_point() {
+            true => kind,
+            false => tensor.kind(),
+        };
+        let (mut in_slot, mut in_gradients) = (0, 0);
+        let mut places = Vec::new();
+        for (_, tensor) in &own {
+            places.push((in_slot, in_gradients));
+            in_slot += room(tensor.numel(), kind_of(tensor));
+            in_gradients += room(tensor.numel(), summed_in(kind_of(tensor)));
+        }
+        let weights = memory.slab(in_slot)?;
+        let mut variables = Vec::new();
+        for ((name, mut tensor), (in_slot, in_gradients)) in own.into_iter().zip(places) {
+            let at_home =
+                view(weights.bytes(), in_slot, &tensor.size(), kind_of(&tensor))?;
+            tch::no_grad(|| -> Result<()> {
+                at_home.shallow_clone().f_copy_(&tensor)?;
+                Ok(tensor.f_set_data(&at_home)?)
+            })?;
+            variables.push(HostedVariable { name, tensor, at_home, in_slot, in_gradients });
+        }
+        let own = in_slot;
+        for guest in shared {
+            let (at_slot, at_gradients) = (in_slot, in_gradients);
+            in_slot += room(guest.tensor.numel(), guest.tensor.kind());
+            in_gradients += room(guest.tensor.numel(), summed_in(guest.tensor.kind()));
+            variables.push(HostedVariable { in_slot: at_slot, in_gradients: at_gradients, ..guest });
+        }
+        Ok(Self {
+            variables,
+            weights,
+            own,
+            slot_bytes: in_slot,
+            gradient_bytes: in_gradients,
+            gradients: Vec::new(),
+        })
+    }
+
+    /// The variable of this name, for another stage that shares it.
+    pub(crate) fn share(&self, name: &str) -> Option<HostedVariable> {
+        let variable = self.variables.iter().find(|variable| variable.name == name)?;
+        Some(HostedVariable {
+            name: name.to_owned(),
+            tensor: variable.tensor.shallow_clone(),
+            at_home: variable.at_home.shallow_clone(),
+            ..*variable
+        })
+    }
+
+    /// Whether the variable's home is here.
+    pub(crate) fn owns(&self, name: &str) -> bool {
+        self.variables.iter().any(|variable| variable.name == name && variable.in_slot < self.own)
+    }
+
+    pub(crate) fn is_trained(&self) -> bool {
+        self.variables.iter().any(|variable| variable.tensor.requires_grad())
+    }
+
+    /// Whether it has this parameter.
+    pub(crate) fn has(&self, place: usize) -> bool {
+        self.variables.iter().any(|variable| variable.at_home.data_ptr() as usize == place)
+    }
+
+    /// Queues copies of all weights into the slot, on this thread's stream.
+    pub(crate) fn copy_to(&self, slot: &Tensor) -> Result<()> {
+        let own = self.own as i64;
+        let here = self.weights.bytes().f_narrow(0, 0, own)?;
+        transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
+        for guest in self.variables.iter().filter(|variable| variable.in_slot >= self.own) {
+            transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the variables be what is in the slot.
+    pub(crate) fn point_to(&self, slot: &Tensor) -> Result<()> {
+        tch::no_grad(|| {
+            let mut all = self.variables.iter();
+            all.try_for_each(|v| Ok(v.tensor.shallow_clone().f_set_data(&v.in_slot(slot)?)?))
+        })
+    }
+
+    /// Lets the variables that are in this slot be what is at home.
+    pub(crate) fn leave(&self, slot: &Tensor) -> Result<()> {
+        tch::no_grad(|| {
+            for variable in &self.variables {
+                // A shared one may be in another stage's slot by now.
+                if variable.tensor.data_ptr() == variable.in_slot(slot)?.data_ptr() {
+                    variable.tensor.shallow_clone().f_set_data(&variable.at_home)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Queues copies of these sums, by parameter, into memory at home, on this thread's stream.
+    /// `place_of` gives a parameter's place at home.
+    pub(crate) fn bring_home(
+        &mut self,
+        sums: &Sum,
+        place_of: &[usize],
+        memory: &HostMemory,
+    ) -> Result<Sum> {
+        let at = self.free_gradients(memory)?;
+        let slab = self.gradients[at].bytes();
+        let mut home = Vec::with_capacity(sums.len());
+        for (sum, place) in sums.iter().zip(place_of) {
+            let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
+            let room = match (sum, variable) {
+                (Some(sum), Some(v)) => {
+                    let room = view(slab, v.in_gradients, &sum.size(), sum.kind())?;
+                    transfer::copy(&room, sum)?;
+                    Some(room)
+                }
+                _ => None,
+            };
+            home.push(room);
+        }
+        Ok(home)
+    }
+
+    /// The place of a slab that nobody looks at: gradients of an earlier step may be in use.
+    fn free_gradients(&mut self, memory: &HostMemory) -> Result<usize> {
+        for (at, slab) in self.gradients.iter().enumerate() {
+            if slab.is_free()? {
+                return Ok(at);
+            }
+        }
+        self.gradients.push(memory.slab(self.gradient_bytes)?);
+        Ok(self.gradients.len() - 1)
+    }
+}
+
+impl HostedVariable {
+    fn in_slot(&self, slot: &Tensor) -> Result<Tensor> {
+        view(slot, self.in_slot, &self.at_home.size(), self.at_home.kind())
+    }
+}
+
+/// Where homes are made.
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    /// What they are charged to; none where the device's own account does not see the host's memory.
+    pub(crate) arena: Option<Arena>,
+    pub(crate) device: Device,
+}
+
+impl HostMemory {
+    /// So many bytes, page-locked for an accelerator where the system allows it.
+    fn slab(&self, bytes: usize) -> Result<Slab> {
+        let _charged = self.arena.as_ref().map(Arena::enter);
+        let mut slab = Slab::new(bytes)?;
+        if self.device != Device::Cpu
+            && let Err(refusal) = slab.lock(self.device)
+        {
+            // It works all the same; said, because copies then take about nine times as long.
+            tracing::warn!(
+                bytes,
+                "the system locks no more pages, so copies between host and device will be slow \
+                 (raise the limit of locked memory: ulimit -l): {refusal}"
+            );
+        }
+        Ok(slab)
+    }
+}
+
+/// Bytes of so many numbers, up to where the next ones may begin.
+fn room(numbers: usize, kind: Kind) -> usize {
+    (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
+}
+
+/// The kind that gradients of parameters of a kind are summed in.
+fn summed_in(kind: Kind) -> Kind {
+    if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind }
+}
+
+/// A tensor of this shape and kind that begins at this byte.
+fn view(bytes: &Tensor, start: usize, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    let numbers = shape.iter().product::<i64>();
+    let length = numbers * kind.elt_size_in_bytes() as i64;
+    let bytes = bytes.f_narrow(0, start as i64, length)?;
+    Ok(bytes.f_view_dtype(kind)?.f_view(shape)?)
+}

@@ -1,0 +1,193 @@
+//! Stages that live in the host's memory: their weights come to the device when they are needed, their
+//! gradients go home when they are whole, and the optimizer works on them there.
+//!
+//! ```text
+//!   host      weights ──┐             ┌──▶ gradients ── optimizer ──▶ weights
+//!             one slab a stage        │    a slab a stage     a thread of its own
+//!                     inward stream   outward stream
+//!   device    slot 0 │ slot 1 ── compute ──▶ sums of one stage
+//! ```
+//!
+//! A parameter is one tensor for all who know it. At home its numbers are the slab's; while its stage
+//! is at work they are the slot's, and all that a step does with it is as on a device. Between steps,
+//! and after one that failed, every parameter is at home.
+
+mod hosted;
+mod slots;
+mod update;
+
+pub(crate) use hosted::{HostMemory, HostedStage};
+use update::Update;
+
+use brimful_torch::stream::{Event, Stream};
+use brimful_torch::threads::threads;
+use tch::{Device, Tensor};
+
+use crate::Result;
+use crate::accumulate::{Accumulator, Sum};
+use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
+use crate::schedule::{Action, Home, Move, Moves, StageHome};
+use slots::Slots;
+
+/// How many stages are in slots at a time: one computes while the next is on its way.
+const SLOTS: usize = 2;
+
+/// A worker's stages that live on the host.
+#[derive(Debug)]
+pub(crate) struct Homes {
+    memory: HostMemory,
+    /// By place among the worker's stages; none for those that live on the device.
+    stages: Vec<Option<HostedStage>>,
+    slots: Slots,
+    outward: Stream,
+    /// The place at home of each parameter of the step under way.
+    places: Vec<usize>,
+    /// Sums on their way home, and when they are there.
+    leaving: Option<(Vec<Sum>, Event)>,
+    /// Sums that have set out, as they are at home, by group of terms.
+    home: Vec<Vec<Sum>>,
+    update: Option<Update>,
+}
+
+impl Homes {
+    /// None where every stage lives on its device.
+    pub(crate) fn new(stages: Vec<Option<HostedStage>>, memory: HostMemory) -> Result<Option<Self>> {
+        let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            slots: Slots::new(memory.device, SLOTS, largest)?,
+            outward: Stream::new(memory.device)?,
+            places: Vec::new(),
+            leaving: None,
+            home: Vec::new(),
+            update: None,
+            memory,
+            stages,
+        }))
+    }
+
+    /// The moves of a list of this worker's actions; `at` gives a stage's place among the worker's.
+    pub(crate) fn moves(&self, list: &[Action], at: impl Fn(usize) -> Option<usize>) -> Result<Vec<Move>> {
+        let last = list.iter().map(|action| action.stage.index()).max();
+        let home = |j: usize| {
+            let hosted = at(j).and_then(|at| self.stages[at].as_ref());
+            hosted.map_or(StageHome::DEVICE, |stage| StageHome {
+                weights: Home::Host,
+                boundaries: Home::Device,
+                trained: stage.is_trained(),
+            })
+        };
+        let homes: Vec<StageHome> = (0..last.map_or(0, |last| last + 1)).map(home).collect();
+        let moves = Moves::of_lists(&[list.to_vec()], &homes, SLOTS)?;
+        Ok(moves.of(0).to_vec())
+    }
+
+    /// A step begins that sums the gradients of these parameters, all at home.
+    pub(crate) fn begin(&mut self, parameters: &[Tensor]) {
+        self.places = parameters.iter().map(|p| p.data_ptr() as usize).collect();
+        self.home.clear();
+    }
+
+    /// Starts to bring a stage's weights to a slot, once its last update is done.
+    pub(crate) fn fetch(&mut self, at: usize) -> Result<()> {
+        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        if let Some(update) = &mut self.update {
+            update.wait_for(at);
+        }
+        self.slots.fetch(at, stage)
+    }
+
+    /// Lets a stage compute: its parameters are what is in its slot.
+    pub(crate) fn enter(&mut self, at: usize) -> Result<()> {
+        if self.stages[at].is_none() || self.slots.is_current(at) {
+            return Ok(());
+        }
+        // Its moves were made for a list that was run in one go: one that was left in between, as that of a
+        // loss on all outputs is, has sent everything home.
+        if !self.slots.has(at) {
+            self.slots.make_room(&self.stages)?;
+            self.fetch(at)?;
+        }
+        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        self.slots.enter(at, stage)
+    }
+
+    /// Gives a stage's slot up.
+    pub(crate) fn release(&mut self, at: usize) -> Result<()> {
+        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))
+    }
+
+    /// Starts to bring a stage's sums home. The sums of the stage before it are given up by now: two
+    /// stages' are on the device at most.
+    pub(crate) fn send_gradients(&mut self, at: usize, accumulator: &mut Accumulator) -> Result<()> {
+        let Some(stage) = &mut self.stages[at] else { return Ok(()) };
+        let of_stage = |place: &usize| stage.has(*place);
+        let wanted: Vec<bool> = self.places.iter().map(of_stage).collect();
+        let sums = accumulator.take(&wanted);
+        self.forget_left()?;
+        let computed = Event::after(Stream::current(self.memory.device)?)?;
+        self.outward.wait(&computed)?;
+        let mut home = Vec::new();
+        {
+            let _outward = self.outward.enter()?;
+            for sum in &sums {
+                home.push(stage.bring_home(sum, &self.places, &self.memory)?);
+            }
+        }
+        self.home.push(home);
+        self.leaving = Some((sums, Event::after(self.outward)?));
+        Ok(())
+    }
+
+    /// Waits until all sums are at home, and adds them to the step's.
+    pub(crate) fn finish(&mut self, accumulator: &mut Accumulator) -> Result<()> {
+        if let Some((_, arrived)) = self.leaving.take() {
+            arrived.synchronize()?;
+        }
+        self.home.drain(..).try_for_each(|home| accumulator.add_home(home))
+    }
+
+    /// Where a variable's home is among the worker's stages, for the optimizer.
+    pub(crate) fn home_of(&self, name: &str) -> Option<ParameterHome> {
+        let mut stages = self.stages.iter().enumerate();
+        let part = stages.find_map(|(at, stage)| stage.as_ref()?.owns(name).then_some(at))?;
+        Some(ParameterHome { part, arena: self.memory.arena.clone() })
+    }
+
+    /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
+    pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
+        let threads = match self.memory.device {
+            Device::Cpu => threads(),
+            // One is left to the thread that keeps the accelerator busy.
+            _ => threads().saturating_sub(1).max(1),
+        };
+        self.update = Some(Update::start(optimizer, plan, threads));
+    }
+
+    /// Waits for the update under way, if there is one, and gives the optimizer back.
+    pub(crate) fn settle(&mut self) -> Option<(Optimizer, Result<()>)> {
+        self.update.take().map(Update::finish)
+    }
+
+    /// Sends every parameter home, whatever was under way.
+    pub(crate) fn send_all_home(&mut self) -> Result<()> {
+        self.slots.leave_all(&self.stages)
+    }
+
+    /// Lets go what a step that failed has left.
+    pub(crate) fn forget(&mut self) -> Result<()> {
+        self.home.clear();
+        self.forget_left()
+    }
+
+    /// The sums that have left may be written over from now on, by work that comes after their copy.
+    fn forget_left(&mut self) -> Result<()> {
+        if let Some((_, arrived)) = self.leaving.take()
+            && self.memory.device != Device::Cpu
+        {
+            Stream::current(self.memory.device)?.wait(&arrived)?;
+        }
+        Ok(())
+    }
+}
