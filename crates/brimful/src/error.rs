@@ -7,7 +7,7 @@ use std::sync::Arc;
 use brimful_plan::balance::BalanceError;
 use brimful_plan::bytes::BytesError;
 use brimful_plan::plan::PlanError;
-use brimful_plan::schedule::{CostError, ScheduleError};
+use brimful_plan::schedule::{CostError, MoveError, ScheduleError};
 use brimful_plan::split::SplitError;
 use tch::TchError;
 use thiserror::Error;
@@ -121,6 +121,10 @@ pub enum Error {
     /// A schedule that cannot be made, read or run.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
+
+    /// Moves between host and device that cannot be made.
+    #[error(transparent)]
+    Moves(#[from] MoveError),
 
     /// Costs that cannot be simulated.
     #[error(transparent)]

@@ -4,7 +4,8 @@
 mod support;
 
 use brimful::optim::Adam;
-use brimful::schedule::{Recompute, Schedule};
+use brimful::pipeline::Homes;
+use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss, Pipeline, Size};
 use support::pipeline_cases::{CNN, Case, GPT, MLP, Plain, U_NET, builder, eval};
 use support::{alone, assert_close, test_device};
@@ -44,7 +45,8 @@ fn every_schedule(case: &Case) {
     tch::manual_seed(7);
     for devices in 1..=4 {
         let interleaved = Schedule::Interleaved { stages_per_device: 2 };
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB, interleaved] {
+        let breadth_first = Schedule::BreadthFirst { stages_per_device: 2 };
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB, interleaved, breadth_first] {
             if (case.layers)().len() < devices * schedule.stages_per_device() {
                 continue;
             }
@@ -63,6 +65,38 @@ fn every_schedule(case: &Case) {
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
                     compare(case, pipe, samples, m, &what);
                 }
+            }
+        }
+    }
+}
+
+/// Stages that live on the host, some or all of them, in every order that has a worker for them.
+fn at_home(case: &Case) {
+    let _turn = alone();
+    tch::manual_seed(9);
+    let of = |devices: usize, stages_per_device: usize, homes: Homes| {
+        (devices, Schedule::BreadthFirst { stages_per_device }, homes)
+    };
+    let every_other = [Home::Host, Home::Device, Home::Host].into();
+    let mut cases = vec![of(1, 1, Homes::Host), of(1, 3, Homes::Host), of(1, 8, Homes::Host)];
+    cases.extend([of(1, 3, every_other), of(2, 2, Homes::Host)]);
+    cases.push((2, Schedule::OneFOneB, Homes::Host));
+    cases.push((2, Schedule::OneFOneB, [Home::Device, Home::Host].into()));
+    for (devices, schedule, homes) in cases {
+        for recompute in Recompute::ALL {
+            for (samples, m) in [(8, 1), (8, 4), (13, 4)] {
+                let what = format!(
+                    "{}, {devices} devices, {schedule}, {homes:?}, {recompute}, {samples}/{m}",
+                    case.name
+                );
+                let pipe = builder((case.layers)(), devices)
+                    .schedule(schedule)
+                    .homes(homes.clone())
+                    .recompute(recompute)
+                    .micro_batches(m)
+                    .build()
+                    .unwrap_or_else(|error| panic!("{what}: {error}"));
+                compare(case, pipe, samples, m, &what);
             }
         }
     }
@@ -151,6 +185,26 @@ fn u_net_with_skips_across_stages() {
 #[test]
 fn gpt_with_a_shared_table_and_dropout() {
     every_schedule(&GPT);
+}
+
+#[test]
+fn mlp_at_home() {
+    at_home(&MLP);
+}
+
+#[test]
+fn cnn_at_home_with_deferred_batch_norm() {
+    at_home(&CNN);
+}
+
+#[test]
+fn u_net_at_home_with_skips_across_stages() {
+    at_home(&U_NET);
+}
+
+#[test]
+fn gpt_at_home_with_a_shared_table_and_dropout() {
+    at_home(&GPT);
 }
 
 /// Where the device that is tested is no CPU, every boundary and skip changes its device here.

@@ -126,7 +126,8 @@ impl Optimizer {
             );
         }
         let method = &self.groups[parameter.group].method;
-        let _charged = parameter.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter);
+        let _charged =
+            parameter.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter);
         let old = parameter.state.as_ref();
         let state = match old {
             Some(old) if old.is_current(tensor, method) => None,
@@ -169,7 +170,8 @@ impl Optimizer {
         while let Some(bucket) = buckets.next() {
             let part = bucket.key.part;
             self.commit_batch(bucket, &scratch, &rates)?;
-            if let Some(part) = part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
+            if let Some(part) =
+                part.filter(|_| buckets.peek().is_none_or(|next| next.key.part != part))
             {
                 done(part);
             }

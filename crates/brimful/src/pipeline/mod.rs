@@ -140,8 +140,7 @@ impl Pipeline {
             return Ok(Arc::clone(known));
         }
         let recompute = |stage| self.recompute_of(stage, Recompute::ExceptLast);
-        let made =
-            self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?;
+        let made = self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?;
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)

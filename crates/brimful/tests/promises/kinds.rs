@@ -8,6 +8,8 @@ use std::sync::Arc;
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::Adam;
+use brimful::pipeline::{Builder, Homes};
+use brimful::schedule::Schedule;
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
 };
@@ -48,7 +50,7 @@ impl WholeStep {
 pub type Make = fn(&Setup) -> Box<dyn Engine>;
 
 /// The kinds that need one process.
-pub const HERE: &[Make] = &[one_device, replicas, pipeline, replicated_pipeline];
+pub const HERE: &[Make] = &[one_device, replicas, pipeline, replicated_pipeline, streamed];
 
 /// The kinds that are spread over ranks.
 pub const OVER_RANKS: &[Make] = &[one_device, pipeline];
@@ -407,6 +409,7 @@ impl Engine for Replicated {
 struct Piped {
     pipe: Pipeline,
     arenas: Vec<Arena>,
+    name: &'static str,
     replicas: usize,
     world: World,
 }
@@ -419,14 +422,34 @@ pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, 4, 2)
 }
 
+/// One device, and every stage at home on the host.
+pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
+    let arenas = arenas(1);
+    let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
+    let builder = Pipeline::builder((setup.layers)()).schedule(schedule).homes(Homes::Host);
+    built(setup, builder.devices(on_cpus(&arenas)), arenas, "a streamed pipeline", 1)
+}
+
 fn piped(setup: &Setup, devices: usize, replicas: usize) -> Box<dyn Engine> {
     let arenas = arenas(devices);
-    let mut builder = Pipeline::builder((setup.layers)())
-        .devices(on_cpus(&arenas))
-        .replicas(replicas)
-        .world(&setup.world)
-        .micro_batches(setup.size)
-        .kind(Kind::Double);
+    let builder = Pipeline::builder((setup.layers)()).devices(on_cpus(&arenas));
+    let name = match (setup.world.size(), replicas) {
+        (1, 1) => "a pipeline",
+        (1, _) => "two pipelines",
+        _ => "a pipeline over ranks",
+    };
+    built(setup, builder, arenas, name, replicas)
+}
+
+fn built(
+    setup: &Setup,
+    builder: Builder,
+    arenas: Vec<Arena>,
+    name: &'static str,
+    replicas: usize,
+) -> Box<dyn Engine> {
+    let mut builder =
+        builder.replicas(replicas).world(&setup.world).micro_batches(setup.size).kind(Kind::Double);
     if setup.reserve {
         builder = builder.reserve(Adam::new(0.1));
     }
@@ -435,16 +458,12 @@ fn piped(setup: &Setup, devices: usize, replicas: usize) -> Box<dyn Engine> {
     }
     let pipe = builder.build().expect("a pipeline");
     limit(&arenas, setup);
-    Box::new(Piped { pipe, arenas, replicas, world: setup.world.clone() })
+    Box::new(Piped { pipe, arenas, name, replicas, world: setup.world.clone() })
 }
 
 impl Engine for Piped {
     fn name(&self) -> &'static str {
-        match (self.world.size(), self.replicas) {
-            (1, 1) => "a pipeline",
-            (1, _) => "two pipelines",
-            _ => "a pipeline over ranks",
-        }
+        self.name
     }
 
     fn arenas(&self) -> &[Arena] {

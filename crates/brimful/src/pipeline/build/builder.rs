@@ -174,7 +174,12 @@ impl Builder {
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
         let homes = self.homes.of(layout.stages.len())?;
-        let build = StageBuild { kind: self.kind, non_finite: self.non_finite, host: self.host, homes: homes.clone() };
+        let build = StageBuild {
+            kind: self.kind,
+            non_finite: self.non_finite,
+            host: self.host,
+            homes: homes.clone(),
+        };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes

@@ -77,9 +77,8 @@ impl StageLayout {
     /// Whether a stage's layers use the variable of this name, their own or another's.
     pub(crate) fn uses(&self, plan: &StagePlan, name: &str) -> bool {
         let Some(position) = self.position_of(name) else { return false };
-        let shares = |(user, owner): &(usize, usize)| {
-            *owner == position && plan.range.contains(user)
-        };
+        let shares =
+            |(user, owner): &(usize, usize)| *owner == position && plan.range.contains(user);
         plan.range.contains(&position) || self.shared.iter().any(shares)
     }
 

@@ -61,8 +61,7 @@ impl HostedStage {
         let weights = memory.slab(in_slot)?;
         let mut variables = Vec::new();
         for ((name, mut tensor), (in_slot, in_gradients)) in own.into_iter().zip(places) {
-            let at_home =
-                view(weights.bytes(), in_slot, &tensor.size(), kind_of(&tensor))?;
+            let at_home = view(weights.bytes(), in_slot, &tensor.size(), kind_of(&tensor))?;
             tch::no_grad(|| -> Result<()> {
                 at_home.shallow_clone().f_copy_(&tensor)?;
                 Ok(tensor.f_set_data(&at_home)?)
@@ -74,7 +73,11 @@ impl HostedStage {
             let (at_slot, at_gradients) = (in_slot, in_gradients);
             in_slot += room(guest.tensor.numel(), guest.tensor.kind());
             in_gradients += room(guest.tensor.numel(), summed_in(guest.tensor.kind()));
-            variables.push(HostedVariable { in_slot: at_slot, in_gradients: at_gradients, ..guest });
+            variables.push(HostedVariable {
+                in_slot: at_slot,
+                in_gradients: at_gradients,
+                ..guest
+            });
         }
         Ok(Self {
             variables,

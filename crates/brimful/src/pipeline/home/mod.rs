@@ -51,7 +51,10 @@ pub(crate) struct Homes {
 
 impl Homes {
     /// None where every stage lives on its device.
-    pub(crate) fn new(stages: Vec<Option<HostedStage>>, memory: HostMemory) -> Result<Option<Self>> {
+    pub(crate) fn new(
+        stages: Vec<Option<HostedStage>>,
+        memory: HostMemory,
+    ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
             return Ok(None);
         };
@@ -68,7 +71,11 @@ impl Homes {
     }
 
     /// The moves of a list of this worker's actions; `at` gives a stage's place among the worker's.
-    pub(crate) fn moves(&self, list: &[Action], at: impl Fn(usize) -> Option<usize>) -> Result<Vec<Move>> {
+    pub(crate) fn moves(
+        &self,
+        list: &[Action],
+        at: impl Fn(usize) -> Option<usize>,
+    ) -> Result<Vec<Move>> {
         let last = list.iter().map(|action| action.stage.index()).max();
         let home = |j: usize| {
             let hosted = at(j).and_then(|at| self.stages[at].as_ref());
@@ -120,12 +127,15 @@ impl Homes {
 
     /// Starts to bring a stage's sums home. The sums of the stage before it are given up by now: two
     /// stages' are on the device at most.
-    pub(crate) fn send_gradients(&mut self, at: usize, accumulator: &mut Accumulator) -> Result<()> {
-        let Some(stage) = &mut self.stages[at] else { return Ok(()) };
-        let of_stage = |place: &usize| stage.has(*place);
-        let wanted: Vec<bool> = self.places.iter().map(of_stage).collect();
-        let sums = accumulator.take(&wanted);
+    pub(crate) fn send_gradients(
+        &mut self,
+        at: usize,
+        accumulator: &mut Accumulator,
+    ) -> Result<()> {
         self.forget_left()?;
+        let Some(stage) = &mut self.stages[at] else { return Ok(()) };
+        let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
+        let sums = accumulator.take(&wanted);
         let computed = Event::after(Stream::current(self.memory.device)?)?;
         self.outward.wait(&computed)?;
         let mut home = Vec::new();

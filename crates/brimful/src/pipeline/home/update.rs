@@ -6,8 +6,8 @@ use std::thread::{self, JoinHandle};
 
 use brimful_torch::threads::limit_threads;
 
-use crate::optim::{Optimizer, OptimizerPlan};
 use crate::Result;
+use crate::optim::{Optimizer, OptimizerPlan};
 
 /// An update that is under way.
 #[derive(Debug)]
@@ -26,7 +26,9 @@ impl Update {
         let work = move || {
             let _threads = limit_threads(threads);
             // Nobody may listen any more, which is no reason to stop.
-            let result = optimizer.commit_in_parts(plan, |at| drop(tell.send(at)));
+            let result = optimizer.commit_in_parts(plan, |at| {
+                let _ = tell.send(at);
+            });
             (optimizer, result)
         };
         Self { done, known: 0, thread: Some(thread::spawn(work)) }

@@ -107,11 +107,10 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
-    let changed: Vec<Vec<(String, Tensor)>> =
-        workers.all(|worker| {
-            worker.settle()?;
-            worker.variables.changed().map(as_sent).collect()
-        })?;
+    let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
+        worker.settle()?;
+        worker.variables.changed().map(as_sent).collect()
+    })?;
     let changed: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();
     if ranks.ties.is_empty() {
         follow(workers, &changed)?;

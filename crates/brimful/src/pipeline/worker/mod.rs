@@ -103,7 +103,11 @@ pub(crate) struct Worker {
 impl Blueprint {
     /// Builds the stages in this store, and brings those home that live on the host: one after the
     /// other, so that the device never has them all.
-    fn stages(&self, store: &VarStore, generator: &Generator) -> Result<(Vec<Stage>, Option<Homes>)> {
+    fn stages(
+        &self,
+        store: &VarStore,
+        generator: &Generator,
+    ) -> Result<(Vec<Stage>, Option<Homes>)> {
         let Self { layout, number, turn, seed, .. } = self;
         let first = Draws::new(*seed, 0);
         let mut stages = Vec::new();
