@@ -19,6 +19,8 @@ pub struct Event {
 
 // SAFETY: an event may be used from any thread, one at a time.
 unsafe impl Send for Event {}
+// SAFETY: what takes `&self` reads the event alone, which libtorch and the driver allow from any thread.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// An event for streams of this device, not yet recorded.

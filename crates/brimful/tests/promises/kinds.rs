@@ -411,7 +411,6 @@ struct Piped {
     arenas: Vec<Arena>,
     name: &'static str,
     replicas: usize,
-    world: World,
 }
 
 pub fn pipeline(setup: &Setup) -> Box<dyn Engine> {
@@ -458,7 +457,7 @@ fn built(
     }
     let pipe = builder.build().expect("a pipeline");
     limit(&arenas, setup);
-    Box::new(Piped { pipe, arenas, name, replicas, world: setup.world.clone() })
+    Box::new(Piped { pipe, arenas, name, replicas })
 }
 
 impl Engine for Piped {

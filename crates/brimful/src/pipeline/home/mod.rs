@@ -16,6 +16,8 @@ mod hosted;
 mod slots;
 mod update;
 
+use std::collections::VecDeque;
+
 pub(crate) use hosted::{HostMemory, HostedStage};
 use update::Update;
 
@@ -26,11 +28,14 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
+use crate::pipeline::run::RestingPlace;
 use crate::schedule::{Action, Home, Move, Moves, StageHome};
 use slots::Slots;
 
 /// How many stages are in slots at a time: one computes while the next is on its way.
 const SLOTS: usize = 2;
+/// How many actions the host may be ahead of the device.
+const AHEAD: usize = 3;
 
 /// A worker's stages that live on the host.
 #[derive(Debug)]
@@ -39,7 +44,10 @@ pub(crate) struct Homes {
     /// By place among the worker's stages; none for those that live on the device.
     stages: Vec<Option<HostedStage>>,
     slots: Slots,
-    outward: Stream,
+    /// Where gradients and boundaries leave by.
+    outward: RestingPlace,
+    /// When the device has come to the last few actions.
+    pace: VecDeque<Event>,
     /// The place at home of each parameter of the step under way.
     places: Vec<usize>,
     /// Sums on their way home, and when they are there.
@@ -60,7 +68,11 @@ impl Homes {
         };
         Ok(Some(Self {
             slots: Slots::new(memory.device, SLOTS, largest)?,
-            outward: Stream::new(memory.device)?,
+            outward: RestingPlace {
+                outward: Stream::new(memory.device)?,
+                arena: memory.arena.clone(),
+            },
+            pace: VecDeque::new(),
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
@@ -137,16 +149,35 @@ impl Homes {
         let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
         let sums = accumulator.take(&wanted);
         let computed = Event::after(Stream::current(self.memory.device)?)?;
-        self.outward.wait(&computed)?;
+        self.outward.outward.wait(&computed)?;
         let mut home = Vec::new();
         {
-            let _outward = self.outward.enter()?;
+            let _outward = self.outward.outward.enter()?;
             for sum in &sums {
                 home.push(stage.bring_home(sum, &self.places, &self.memory)?);
             }
         }
         self.home.push(home);
-        self.leaving = Some((sums, Event::after(self.outward)?));
+        self.leaving = Some((sums, Event::after(self.outward.outward)?));
+        Ok(())
+    }
+
+    pub(crate) fn resting_place(&self) -> &RestingPlace {
+        &self.outward
+    }
+
+    /// Waits until the device is at most a few actions behind: what they free can be used again only
+    /// when they are done, so a host that ran ahead would fill the device.
+    pub(crate) fn keep_pace(&mut self) -> Result<()> {
+        if self.memory.device == Device::Cpu {
+            return Ok(());
+        }
+        if self.pace.len() == AHEAD
+            && let Some(earliest) = self.pace.pop_front()
+        {
+            earliest.synchronize()?;
+        }
+        self.pace.push_back(Event::after(Stream::current(self.memory.device)?)?);
         Ok(())
     }
 

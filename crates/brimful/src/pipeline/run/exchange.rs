@@ -13,22 +13,43 @@ use crate::pipeline::worker::Site;
 use crate::schedule::Action;
 
 impl WorkerRun {
-    /// What enters the stage.
+    /// What enters the stage; and the same as it waits on the host, where it does.
     pub(crate) fn receive(
         &mut self,
         site: &mut Site,
         at: usize,
         i: usize,
-    ) -> Result<Boundary, Stop> {
-        let values = match &self.job.ports[at].values_in {
-            Some(inlet) => site.dock.unpack_values(inlet.take()?)?,
+    ) -> Result<(Boundary, Option<Vec<StageParcel>>), Stop> {
+        let ports = &self.job.ports[at];
+        let mut resting = Vec::new();
+        let mut taken = |parcel: StageParcel| {
+            if parcel.rests() {
+                resting.push(parcel.share());
+            }
+            site.dock.unpack_values(parcel)
+        };
+        let values = match &ports.values_in {
+            Some(inlet) => taken(inlet.take()?)?,
             None => self.intake.next(&site.inputs, i)?,
         };
         let mut skips = Vec::new();
-        for (inlet, _) in &self.job.ports[at].skips_in {
-            skips.push(site.dock.unpack_values(inlet.take()?)?);
+        for (inlet, _) in &ports.skips_in {
+            skips.push(taken(inlet.take()?)?);
         }
-        Ok(Boundary { values, skips })
+        let all = resting.len() == 1 + skips.len();
+        site.keep_pace()?;
+        Ok((Boundary { values, skips }, all.then_some(resting)))
+    }
+
+    /// What entered the stage, once more on the device.
+    pub(crate) fn bring_back(site: &mut Site, parcels: &[StageParcel]) -> Result<Boundary> {
+        let mut parts = Vec::new();
+        for parcel in parcels {
+            parts.push(site.dock.unpack_values(parcel.share())?);
+        }
+        site.keep_pace()?;
+        let values = parts.remove(0);
+        Ok(Boundary { values, skips: parts })
     }
 
     /// Sends the output on, or ends the model with it. Gives what its backward will start from.
@@ -46,17 +67,19 @@ impl WorkerRun {
             return Ok(output);
         }
         let ports = &self.job.ports[at];
-        let pack = |values: &[Tensor]| StageParcel::values(leaves(values, &traced)?, site.device);
+        let pack = |values: &[Tensor], outlet: &StageOutlet| {
+            site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet)
+        };
         let mut parcels = Vec::new();
         for (values, ends) in output.skips.iter().zip(&ports.skips_out) {
             // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
             for (outlet, _) in ends {
-                parcels.push((outlet, pack(values)?));
+                parcels.push((outlet, pack(values, outlet)?));
             }
         }
         // After the skips, which never wait for a place: they are on their way while this waits.
         if let Some(outlet) = &ports.values_out {
-            parcels.push((outlet, pack(&output.values)?));
+            parcels.push((outlet, pack(&output.values, outlet)?));
         }
         // The action ends here: a wait for a place is idle time, and the timeline is to show it.
         self.timeline.end(action)?;
@@ -107,7 +130,8 @@ impl WorkerRun {
         let mut parcels = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
-                parcels.push((outlet, StageParcel::pack(gradients, site.device)?));
+                let parcel = StageParcel::pack(gradients, site.device)?;
+                parcels.push((outlet, site.settle(parcel, outlet)?));
             }
         }
         // The values' come last: theirs is the channel that may be full.

@@ -25,8 +25,8 @@ pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, StagePass};
 use std::collections::VecDeque;
 use std::time::Instant;
-pub(crate) use transfer::Tensors;
-pub(crate) use wiring::wire;
+pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
+pub(crate) use wiring::{StageOutlet, wire};
 
 use tch::Tensor;
 
@@ -89,9 +89,16 @@ pub(crate) struct WorkerRun {
 
 /// A micro-batch inside a stage, between its forward and its backward.
 struct HeldMicroBatch {
-    input: Boundary,
+    input: HeldInput,
     /// None until it is computed again.
     output: Option<Output>,
+}
+
+/// What entered a stage, to be run again or traced back to.
+pub(crate) enum HeldInput {
+    Here(Boundary),
+    /// On the host: its values, then each skip.
+    Host(Vec<StageParcel>),
 }
 
 /// What a backward starts from.
@@ -194,7 +201,7 @@ impl WorkerRun {
 
     fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let input = self.receive(site, at, i)?;
+        let (input, resting) = self.receive(site, at, i)?;
         self.timeline.begin()?;
         let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
@@ -213,6 +220,16 @@ impl WorkerRun {
             let traced = |value: &Tensor| traced && value.is_floating_point();
             self.hand_on(site, at, action, output, traced)?;
             None
+        };
+        let input = match output {
+            // Its own graph looks at the input.
+            Some(_) => HeldInput::Here(input),
+            // The mini-batch itself takes no memory of the device's.
+            None if self.is_lent(at) => HeldInput::Here(input),
+            None => match resting {
+                Some(parcels) => HeldInput::Host(parcels),
+                None => site.put_aside(input)?,
+            },
         };
         self.kept[at][i] = Some(HeldMicroBatch { input, output });
         Ok(())
@@ -245,9 +262,13 @@ impl WorkerRun {
 
     fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
+        let kept = self.kept[at][i].take().expect("a recompute comes after its forward");
+        let held = match kept.input {
+            HeldInput::Here(input) => input,
+            HeldInput::Host(parcels) => Self::bring_back(site, &parcels)?,
+        };
         self.timeline.begin()?;
-        let mut kept = self.kept[at][i].take().expect("a recompute comes after its forward");
-        let input = kept.input.share();
+        let input = held.share();
         // Where a closure follows, no forward was run: this is the first, and statistics count it.
         let output = if self.ends_in_closure(at) {
             let output = self.run_lent(site, at, i, input)?;
@@ -255,8 +276,8 @@ impl WorkerRun {
         } else {
             Output::Boundary(site.run_again(at, input, self.pass(i, site))?)
         };
-        kept.output = Some(output);
-        self.kept[at][i] = Some(kept);
+        let input = HeldInput::Here(held);
+        self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
         self.timeline.end(action)
     }
 
@@ -283,7 +304,10 @@ impl WorkerRun {
         if !more {
             accumulator.expect_the_last();
         }
-        let gradients = backward::run(accumulator, roots, kept.input)?;
+        let HeldInput::Here(input) = kept.input else {
+            unreachable!("its recompute brought it back")
+        };
+        let gradients = backward::run(accumulator, roots, input)?;
         if site.refuses_gradients {
             self.norms[i] = accumulator.norm()?;
         }

@@ -3,32 +3,81 @@
 //! On one device, and between CPU devices, they are handed over as they are: nothing is copied, and
 //! their memory stays charged to the arena that it came from. Else [`Copies`] brings them.
 
+use std::sync::Arc;
+
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::Result;
+use crate::batch::copy_of;
 use crate::copies::Copies;
+use crate::memory::Arena;
 /// Tensors under way; gradients come once for each group of loss terms.
 pub(crate) use crate::world::Tensors;
+
+/// The host's memory, as a place for parcels to wait in.
+#[derive(Debug)]
+pub(crate) struct RestingPlace {
+    pub(crate) outward: Stream,
+    /// What they are charged to there.
+    pub(crate) arena: Option<Arena>,
+}
 
 /// What travels between stages.
 #[derive(Debug)]
 pub(crate) struct StageParcel {
     tensors: Tensors,
-    /// When the sender's device has computed them; none on a CPU, where that is now.
-    ready: Option<Event>,
+    /// When they are what they are to be, on the sender's device or on the host; none where that is now.
+    ready: Option<Arc<Event>>,
+    /// Whether they wait on the host, for a device that has no room for all that waits.
+    rests: bool,
 }
 
 impl StageParcel {
     /// Packs tensors that this thread's work on `device` has made.
     pub(crate) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
-        Ok(Self { tensors, ready: mark(device)? })
+        Ok(Self { tensors, ready: mark(device)?.map(Arc::new), rests: false })
     }
 
     /// Tensors that have come from another rank.
     pub(crate) fn arrived(tensors: Tensors) -> Self {
-        Self { tensors, ready: None }
+        Self { tensors, ready: None, rests: false }
+    }
+
+    /// Lets what this thread's work on the device has made wait on the host.
+    pub(crate) fn resting(self, host: &RestingPlace) -> Result<Self> {
+        let Self { mut tensors, ready, .. } = self;
+        if let Some(computed) = &ready {
+            host.outward.wait(computed)?;
+        }
+        let _outward = host.outward.enter()?;
+        for tensor in tensors.iter_mut().flatten().flatten() {
+            let room = {
+                let _charged = host.arena.as_ref().map(Arena::enter);
+                transfer::room_for(tensor)?
+            };
+            transfer::copy(&room, tensor)?;
+            // Its memory must not be used for something else before it has been copied.
+            host.outward.keep(tensor)?;
+            *tensor = room.f_set_requires_grad(tensor.requires_grad())?;
+        }
+        let there = (host.outward.device() != Device::Cpu).then(|| Event::after(host.outward));
+        Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
+    }
+
+    pub(crate) fn rests(&self) -> bool {
+        self.rests
+    }
+
+    /// The same parcel, to be unpacked once more.
+    pub(crate) fn share(&self) -> Self {
+        let share = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+        Self {
+            tensors: self.tensors.iter().map(|list| list.iter().map(share).collect()).collect(),
+            ready: self.ready.clone(),
+            rests: self.rests,
+        }
     }
 
     /// The tensors in the host's memory, from where they go to another rank, and when they are
@@ -57,10 +106,16 @@ impl StageParcel {
 impl Copies {
     /// The parcel's tensors on this device, for this thread's work on it.
     pub(crate) fn unpack(&self, parcel: StageParcel) -> Result<Tensors> {
-        let StageParcel { mut tensors, ready } = parcel;
+        let StageParcel { mut tensors, ready, rests } = parcel;
         for tensor in tensors.iter_mut().flatten().flatten() {
-            // Workers of one device share its default stream, which keeps the order by itself.
-            *tensor = self.finish(self.start(tensor, ready.as_ref())?)?;
+            *tensor = match self.device() {
+                // The host is the device too, but its memory is another account.
+                Device::Cpu if rests => {
+                    copy_of(&tensor.f_detach()?)?.f_set_requires_grad(tensor.requires_grad())?
+                }
+                // Workers of one device share its default stream, which keeps the order by itself.
+                _ => self.finish(self.start(tensor, ready.as_deref())?)?,
+            };
         }
         Ok(tensors)
     }

@@ -23,7 +23,7 @@ use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::home::{Homes, HostMemory, HostedStage};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
-use crate::pipeline::run::{Boundary, Stage, StagePass};
+use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, Home, Move, Span, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -192,6 +192,32 @@ impl Site {
     pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
         let Some(homes) = &self.homes else { return Ok(Vec::new()) };
         homes.moves(list, |stage| self.place_of(StageId::at(stage)))
+    }
+
+    /// Lets a parcel for a stage of this process wait on the host, where stages live there: all
+    /// micro-batches pass a stage before the first one's output is taken.
+    pub(crate) fn settle(&self, parcel: StageParcel, outlet: &StageOutlet) -> Result<StageParcel> {
+        match (&self.homes, outlet) {
+            (Some(homes), StageOutlet::Near(_)) => parcel.resting(homes.resting_place()),
+            _ => Ok(parcel),
+        }
+    }
+
+    /// Keeps what entered a stage until it is run again: on the host, where stages live there.
+    pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
+        let Some(homes) = &self.homes else { return Ok(HeldInput::Here(input)) };
+        let Boundary { values, skips } = input;
+        let mut parcels = Vec::new();
+        for values in std::iter::once(values).chain(skips) {
+            let parcel = StageParcel::values(values, self.device)?;
+            parcels.push(parcel.resting(homes.resting_place())?);
+        }
+        Ok(HeldInput::Host(parcels))
+    }
+
+    /// Waits while the device is far behind.
+    pub(crate) fn keep_pace(&mut self) -> Result<()> {
+        self.homes.as_mut().map_or(Ok(()), Homes::keep_pace)
     }
 
     /// Sends all parameters home that live on the host, and their sums where a step went well.
