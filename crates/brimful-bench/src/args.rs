@@ -8,7 +8,7 @@ use clap::{Parser, Subcommand};
 
 #[cfg(feature = "mpi")]
 use crate::ranks;
-use crate::{arena, auto, compare, convergence, memory, micro, pipeline, plot, world};
+use crate::{arena, auto, compare, convergence, memory, micro, offload, pipeline, plot, world};
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
 #[derive(Debug, Parser)]
@@ -40,6 +40,8 @@ enum Benchmark {
     Convergence(convergence::ConvergenceOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
     Memory(memory::MemoryOptions),
+    /// A model that lives on the host, against the same one on its device.
+    Offload(offload::OffloadOptions),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::PipelineOptions),
     /// A pipeline over the ranks of mpirun against the same pipeline in one process.
@@ -67,6 +69,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,
             Benchmark::Auto(options) => auto::run(options)?,
+            Benchmark::Offload(options) => offload::run(options)?,
             Benchmark::Pipeline(options) => pipeline::run(options)?,
             Benchmark::World(options) => world::run(options)?,
             #[cfg(feature = "mpi")]

@@ -12,6 +12,7 @@ mod interrupt;
 mod journal;
 mod memory;
 mod micro;
+mod offload;
 mod pipeline;
 mod plot;
 #[cfg(feature = "mpi")]

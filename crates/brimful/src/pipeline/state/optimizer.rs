@@ -117,6 +117,15 @@ impl PipelineOptimizer {
         workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
     }
 
+    /// Waits until the updates of the last step are done. Stages that live on the host are updated
+    /// while the next step begins; who reads, saves or evaluates waits by itself.
+    ///
+    /// # Errors
+    /// With what an update failed with.
+    pub fn wait(&mut self) -> Result<()> {
+        self.workers().all(|worker| worker.settle()).map(drop)
+    }
+
     /// Leaves every parameter without a gradient.
     ///
     /// # Errors

@@ -1,0 +1,201 @@
+//! `brimful-bench offload`: a GPT whose stages live on the host, against the same one on the card.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use brimful::memory::Memory;
+use brimful::optim::AdamW;
+use brimful::pipeline::Homes;
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
+use brimful_cli::setting::{self, words};
+use brimful_models::{Gpt, gpt};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+use crate::journal::{Journal, Output};
+use crate::times::StepTimes;
+use crate::turns::TurnProgress;
+
+/// What fast kernels take, and what GPT-2's 50,257 words are filled up to.
+const VOCABULARY: i64 = 50_304;
+
+/// Options of `brimful-bench offload`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench offload --device cuda:0
+  brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --homes host --memory-limit 14GB
+  brimful-bench offload --layers 4 --width 64 --heads 4 --sequence 32")]
+pub(crate) struct OffloadOptions {
+    /// Transformer blocks
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = words::count)]
+    layers: usize,
+    /// Numbers that stand for a token
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    width: i64,
+    /// Attention heads of a block
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    heads: i64,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    tokens: i64,
+    /// Sequences of a micro-batch
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    sequences: i64,
+    /// Numbers of micro-batches, each a row
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8,16")]
+    counts: Vec<usize>,
+    /// Where stages live, each a contestant
+    #[arg(long, value_name = "WHERE,..", value_delimiter = ',', default_value = "device,host")]
+    homes: Vec<HomeArgument>,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
+    repeats: usize,
+    #[arg(long, value_name = "DEVICE", help = words::DEVICE)]
+    device: Option<String>,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum HomeArgument {
+    Device,
+    Host,
+}
+
+/// Measures and prints.
+pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    if let Some(limit) = options.memory_limit {
+        if device == Device::Cpu {
+            bail!("--memory-limit is for a card here: give --device cuda");
+        }
+        Memory::of(device)?.set_limit(Some(limit.0))?;
+    }
+    let facts = json!({ "optimizer": "adamw", "recompute": "always", "dtype": "bf16" });
+    let mut journal = Journal::begin("offload", device, &options.output, facts)?;
+    let progress = TurnProgress::new(options.repeats);
+    for &home in &options.homes {
+        let name = if home == HomeArgument::Host { "at home" } else { "on the card" };
+        progress.row(name);
+        let mut contestant = Contestant::new(options, device, home)?;
+        for &count in &options.counts {
+            journal.enter(&contestant.measure(options, name, count, &progress)?)?;
+        }
+    }
+    progress.done();
+    journal.end()
+}
+
+struct Contestant {
+    pipeline: Pipeline,
+    optimizer: brimful::pipeline::PipelineOptimizer,
+    parameters: u64,
+}
+
+impl Contestant {
+    fn new(options: &OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
+        let shape = Gpt {
+            layers: options.layers,
+            width: options.width,
+            heads: options.heads,
+            context: options.tokens,
+            vocabulary: VOCABULARY,
+            dropout: 0.0,
+            tied: true,
+        };
+        let layers = gpt(&shape);
+        let parameters = layers.parameter_count()?;
+        // The embeddings, each block, and the head.
+        let mut balance = vec![1; options.layers + 2];
+        balance[0] = 3;
+        balance[options.layers + 1] = 2;
+        let schedule = Schedule::BreadthFirst { stages_per_device: balance.len() };
+        let homes = if home == HomeArgument::Host { Homes::Host } else { Homes::Device };
+        let mut pipeline = Pipeline::builder(layers)
+            .devices([DeviceSpec::from(device)])
+            .balance(balance)
+            .schedule(schedule)
+            .recompute(Recompute::Always)
+            .kind(Kind::BFloat16)
+            .homes(homes)
+            .build()?;
+        let optimizer = pipeline.optimizer(AdamW::new(1e-4))?;
+        Ok(Self { pipeline, optimizer, parameters })
+    }
+
+    fn measure(
+        &mut self,
+        options: &OffloadOptions,
+        name: &'static str,
+        count: usize,
+        progress: &TurnProgress,
+    ) -> Result<OffloadRow> {
+        self.pipeline.set_size(count);
+        let samples = options.sequences * count as i64;
+        let tokens = || {
+            Tensor::randint(
+                VOCABULARY,
+                [samples, options.tokens],
+                (Kind::Int64, self.pipeline.output_device()),
+            )
+        };
+        let (x, y) = (tokens(), tokens());
+        let mut times = StepTimes::default();
+        let mut both = StepTimes::default();
+        let mut peak = None;
+        // Two steps to warm up: the first makes homes of gradients and the optimizer's state.
+        for turn in 0..options.repeats + 2 {
+            progress.turn(name, "steps", turn, 0, options.repeats + 2);
+            let start = Instant::now();
+            let step = self.pipeline.backward(&x, &y, |out: Tensor, y| {
+                let rows = out.view([-1, VOCABULARY]).to_kind(Kind::Float);
+                Loss::mean(rows.cross_entropy_for_logits(&y.view([-1])))
+            })?;
+            both.push_if(turn > 1, start.elapsed().as_secs_f64());
+            self.optimizer.step()?;
+            self.optimizer.zero_grad()?;
+            times.push_if(turn > 1, start.elapsed().as_secs_f64());
+            peak = step.peaks.first().copied().flatten();
+        }
+        // The last update has no next step to hide behind: it is counted where it is waited for.
+        let start = Instant::now();
+        self.optimizer.wait()?;
+        let waited = start.elapsed().as_secs_f64();
+        let seconds = times.0.iter().sum::<f64>() / times.0.len() as f64;
+        Ok(OffloadRow {
+            contestant: name,
+            parameters: self.parameters,
+            shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
+            micro_batches: count,
+            sequences: options.sequences,
+            repeats: options.repeats,
+            seconds,
+            seconds_backward: both.median(),
+            seconds_last_update: waited,
+            tokens_per_s: (samples * options.tokens) as f64 / seconds,
+            peak_bytes: peak,
+        })
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct OffloadRow {
+    contestant: &'static str,
+    parameters: u64,
+    shape: String,
+    micro_batches: usize,
+    sequences: i64,
+    repeats: usize,
+    /// Of a step, update included, as steps follow each other.
+    seconds: f64,
+    seconds_backward: f64,
+    seconds_last_update: f64,
+    tokens_per_s: f64,
+    peak_bytes: Option<Bytes>,
+}
