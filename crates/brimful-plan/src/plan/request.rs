@@ -1,7 +1,7 @@
 //! What the planner is asked: a model, devices, and what it may choose from.
 
 use crate::balance::Profile;
-use crate::schedule::{LinkCost, Recompute, Schedule};
+use crate::schedule::{BusCost, LinkCost, Recompute, Schedule};
 
 use super::{PlanChoice, PlanError};
 
@@ -32,6 +32,8 @@ pub struct Request<'a> {
     pub samples: usize,
     /// The way between two devices.
     pub link: LinkCost,
+    /// The way between a device and host memory.
+    pub bus: BusCost,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
@@ -53,6 +55,7 @@ impl<'a> Request<'a> {
             devices,
             samples,
             link: LinkCost::default(),
+            bus: BusCost::default(),
             optimizer_bytes: 0.0,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),

@@ -51,6 +51,7 @@ impl<'a> StepCosts<'a> {
             stages: stages.map(stage).collect(),
             input_bytes: self.request.profile.input_bytes.saturating_mul(self.most_samples),
             link: self.request.link,
+            bus: self.request.bus,
         }
     }
 
@@ -83,6 +84,8 @@ impl<'a> StepCosts<'a> {
             optimizer_bytes: (layer.parameter_bytes as f64 * self.request.optimizer_bytes) as u64,
             activation_bytes: bytes(layer.activation_bytes),
             output_bytes: bytes(layer.output_bytes),
+            fetched_bytes: layer.parameter_bytes,
+            sent_bytes: layer.parameter_bytes,
         }
     }
 }
@@ -100,5 +103,7 @@ fn add(a: StageCost, b: StageCost) -> StageCost {
         optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
         activation_bytes: a.activation_bytes.saturating_add(b.activation_bytes),
         output_bytes: b.output_bytes,
+        fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
+        sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
     }
 }

@@ -2,7 +2,7 @@
 //! what its actions cost, to simulate it again.
 
 use super::memory;
-use super::{ActionKind, Actions, Costs, DeviceUse, Simulation, Span, StageCost};
+use super::{ActionKind, Actions, Costs, DeviceUse, MoveSpan, Simulation, Span, StageCost};
 use crate::bytes::Bytes;
 
 impl Costs {
@@ -58,6 +58,27 @@ impl Simulation {
             }
         };
         let devices = timeline.iter().enumerate().map(device).collect();
-        Self { timeline, devices, makespan }
+        Self { timeline, devices, makespan, moves: Vec::new(), levels: Vec::new() }
+    }
+
+    /// The same with what crossed each device's bus, in the unit of the actions' times and from the
+    /// same moment on.
+    #[must_use]
+    pub fn measured_with_moves(
+        actions: &Actions,
+        timeline: &[Vec<Span>],
+        moves: &[Vec<MoveSpan>],
+        peaks: &[Option<Bytes>],
+    ) -> Self {
+        let mut step = Self::measured(actions, timeline, peaks);
+        let begin = |spans: &Vec<Span>| spans.first().map_or(f64::INFINITY, |span| span.start);
+        let start = timeline.iter().map(begin).fold(f64::INFINITY, f64::min);
+        let shifted = |span: &MoveSpan| MoveSpan {
+            start: span.start - start,
+            end: span.end - start,
+            ..*span
+        };
+        step.moves = moves.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
+        step
     }
 }
