@@ -19,6 +19,7 @@
 
 mod choice;
 mod error;
+pub mod homes;
 mod request;
 mod row;
 mod search;

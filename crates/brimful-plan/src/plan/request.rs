@@ -37,6 +37,8 @@ pub struct Request<'a> {
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
+    /// Time of the optimizer's update on the host, for each byte of parameters.
+    pub home_update: f64,
     /// The schedules to choose from.
     pub schedules: Vec<Schedule>,
     /// The numbers of micro-batches to choose from.
@@ -57,6 +59,7 @@ impl<'a> Request<'a> {
             link: LinkCost::default(),
             bus: BusCost::default(),
             optimizer_bytes: 0.0,
+            home_update: 0.0,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
             recompute: Recompute::ALL.to_vec(),

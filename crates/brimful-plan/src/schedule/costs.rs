@@ -15,6 +15,9 @@ pub struct StageCost {
     pub weight_gradient: f64,
     /// Time of running the forward again.
     pub recompute: f64,
+    /// Time of the optimizer's update where the stage lives on the host; once a step, behind the next
+    /// step's forward, one stage after the other.
+    pub home_update: f64,
     /// Bytes of the parameters, there all the time.
     pub parameter_bytes: u64,
     /// Bytes of their gradients, there all the time.
@@ -25,6 +28,9 @@ pub struct StageCost {
     pub activation_bytes: u64,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
+    /// Bytes of the weights at home, where the stage lives on the host: those that are trained, and the
+    /// copy that crosses the bus.
+    pub home_bytes: u64,
     /// Bytes of the weights as they cross the bus into a slot, where the stage lives on the host.
     pub fetched_bytes: u64,
     /// Bytes of the summed gradients as they cross the bus home.
@@ -169,6 +175,10 @@ impl Costs {
                     let (stage, what) = (StageId::at(j), kind.name());
                     return Err(CostError::BadTime { stage, what, value });
                 }
+            }
+            if !is_time(cost.home_update) {
+                let (stage, value) = (StageId::at(j), cost.home_update);
+                return Err(CostError::BadTime { stage, what: "update", value });
             }
         }
         self.link.check()?;

@@ -14,8 +14,16 @@ pub(super) struct BusClock {
 
 #[derive(Default)]
 struct BusLane {
-    waiting: VecDeque<(Move, u64)>,
+    waiting: VecDeque<WaitingMove>,
     current: Option<Transit>,
+}
+
+/// A move that has not begun.
+pub(super) struct WaitingMove {
+    pub(super) moved: Move,
+    pub(super) bytes: u64,
+    /// When what it moves is ready.
+    pub(super) ready: f64,
 }
 
 /// A move under way.
@@ -30,25 +38,30 @@ impl BusClock {
         Self { cost, inward: BusLane::default(), outward: BusLane::default() }
     }
 
-    pub(super) fn queue(&mut self, one: Move, bytes: u64) {
-        let lane = if one.kind.is_inward() { &mut self.inward } else { &mut self.outward };
-        lane.waiting.push_back((one, bytes));
+    pub(super) fn queue(&mut self, waiting: WaitingMove) {
+        let inward = waiting.moved.kind.is_inward();
+        let lane = if inward { &mut self.inward } else { &mut self.outward };
+        lane.waiting.push_back(waiting);
     }
 
     /// Begins the next move in each direction that is free; returns those.
     pub(super) fn begin(&mut self, now: f64) -> Vec<Move> {
         let outward = self.outward.begin(now);
         // What has not left yet cannot come back.
-        let is_here = self.inward.waiting.front().is_none_or(|(next, _)| !self.outward.has(*next));
+        let is_here = self.inward.waiting.front().is_none_or(|next| !self.outward.has(next.moved));
         let inward = if is_here { self.inward.begin(now) } else { None };
         outward.into_iter().chain(inward).collect()
     }
 
-    /// When the next move ends, if nothing else begins.
-    pub(super) fn next_end(&self, now: f64) -> Option<f64> {
-        let ends =
-            [self.inward.end(now, self.inward_rate()), self.outward.end(now, self.outward_rate())];
-        ends.into_iter().flatten().min_by(f64::total_cmp)
+    /// When the next move ends, or the next one can begin, if nothing else happens.
+    pub(super) fn next_change(&self, now: f64) -> Option<f64> {
+        let changes = [
+            self.inward.end(now, self.inward_rate()),
+            self.outward.end(now, self.outward_rate()),
+            self.inward.next_ready(now),
+            self.outward.next_ready(now),
+        ];
+        changes.into_iter().flatten().min_by(f64::total_cmp)
     }
 
     pub(super) fn advance(&mut self, now: f64, time: f64) {
@@ -76,7 +89,7 @@ impl BusLane {
     /// Whether the boundary of a move is under way or waits for it.
     fn has(&self, boundary: Move) -> bool {
         let current = self.current.as_ref().map(|transit| transit.moved);
-        let waiting = self.waiting.iter().map(|(moved, _)| *moved);
+        let waiting = self.waiting.iter().map(|waiting| waiting.moved);
         let is_same =
             |one: Move| (one.stage, one.micro_batch) == (boundary.stage, boundary.micro_batch);
         boundary.micro_batch.is_some() && current.into_iter().chain(waiting).any(is_same)
@@ -86,9 +99,15 @@ impl BusLane {
         if self.current.is_some() {
             return None;
         }
-        let (moved, bytes) = self.waiting.pop_front()?;
+        let WaitingMove { moved, bytes, .. } =
+            self.waiting.pop_front_if(|waiting| waiting.ready <= now)?;
         self.current = Some(Transit { moved, start: now, bytes_left: bytes as f64 });
         Some(moved)
+    }
+
+    fn next_ready(&self, now: f64) -> Option<f64> {
+        let next = self.waiting.front().filter(|_| self.current.is_none())?;
+        Some(next.ready).filter(|ready| *ready > now)
     }
 
     fn end(&self, now: f64, rate: f64) -> Option<f64> {

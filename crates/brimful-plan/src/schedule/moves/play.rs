@@ -2,7 +2,8 @@
 //! when a move ends depends on what else is under way.
 //!
 //! A move begins when the actions before it are done and its direction of the bus is free, in the
-//! order of the list. An action begins when its device and its input are ready, as in
+//! order of the list. A stage's first fetch also waits for its update by the step before, which runs
+//! at home from the beginning of this one. An action begins when its device and its input are ready, as in
 //! [`simulate`](super::super::simulate), and its weights and its boundary are there.
 
 use std::collections::BTreeSet;
@@ -12,7 +13,7 @@ use super::super::{
     Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, MoveSpan, Simulation, Span,
     StageId,
 };
-use super::bus::BusClock;
+use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
 use super::{Home, Move, MoveKind, Moves};
 
@@ -61,6 +62,8 @@ struct Player<'a> {
     boundaries: Arrivals,
     gradients: Arrivals,
     ways: Ways,
+    /// When the step before has updated each stage that lives on the host.
+    updated: Vec<f64>,
     /// What is on its way between devices: when it is there, where, and its bytes.
     arriving: Vec<(f64, DeviceId, u64)>,
 }
@@ -105,6 +108,7 @@ impl<'a> Player<'a> {
             boundaries: Arrivals::new(actions),
             gradients: Arrivals::new(actions),
             ways: Ways::new(actions.devices(), costs.link),
+            updated: updated(moves, costs),
             arriving: Vec::new(),
         }
     }
@@ -114,7 +118,11 @@ impl<'a> Player<'a> {
         loop {
             while self.settle() {}
             match self.next_time() {
-                None => return Ok(self.devices),
+                None => {
+                    let lists = self.actions.lists().iter().zip(&self.devices);
+                    debug_assert!(lists.into_iter().all(|(list, play)| play.done == list.len()));
+                    return Ok(self.devices);
+                }
                 Some(time) if !time.is_finite() => return Err(CostError::Overflow),
                 Some(time) => self.advance(time),
             }
@@ -138,7 +146,7 @@ impl<'a> Player<'a> {
     fn next_time(&self) -> Option<f64> {
         let running = |device: &DevicePlay| device.running().map(|span| span.end);
         let actions = self.devices.iter().filter_map(running);
-        let moves = self.devices.iter().filter_map(|device| device.bus.next_end(self.now));
+        let moves = self.devices.iter().filter_map(|device| device.bus.next_change(self.now));
         let arrivals = self.arriving.iter().map(|(time, ..)| *time);
         actions.chain(moves).chain(arrivals).min_by(f64::total_cmp)
     }
@@ -183,7 +191,10 @@ impl<'a> Player<'a> {
                 play.away.insert((one.stage, one.micro_batch));
             }
             if one.kind != MoveKind::Release {
-                play.bus.queue(one, self.costs.moved_bytes(one));
+                let bytes = self.costs.moved_bytes(one);
+                let is_fetch = one.kind == MoveKind::Fetch;
+                let ready = if is_fetch { self.updated[one.stage.index()] } else { 0.0 };
+                play.bus.queue(WaitingMove { moved: one, bytes, ready });
             }
         }
         for begun in play.bus.begin(self.now) {
@@ -261,6 +272,18 @@ impl<'a> Player<'a> {
             self.arriving.push((arrival, to, bytes));
         }
     }
+}
+
+/// The host updates one stage after the other, in the order in which the forward needs them.
+fn updated(moves: &Moves, costs: &Costs) -> Vec<f64> {
+    let mut time = 0.0;
+    let stages = moves.homes().iter().zip(&costs.stages);
+    let end = stages.map(|(home, cost)| {
+        let at_home = home.weights == Home::Host && home.trained;
+        time += if at_home { cost.home_update } else { 0.0 };
+        time
+    });
+    end.collect()
 }
 
 impl DevicePlay {
