@@ -4,7 +4,7 @@
 
 use brimful_plan::schedule::{
     Actions, BusCost, Costs, Home, MoveKind, Moves, Recompute, Schedule, Simulation, StageCost,
-    StageHome, simulate, simulate_moves,
+    StageHome, render, simulate, simulate_moves,
 };
 use proptest::prelude::*;
 
@@ -167,6 +167,16 @@ proptest! {
                 prop_assert!(fetched <= span.start);
             }
         }
+        let panel = render::Panel { title: "moves", actions: &actions, simulation: &step };
+        prop_assert!(render::svg(&[panel]).ends_with("</svg>\n"));
+        let trace: serde_json::Value =
+            serde_json::from_str(&render::trace(&actions, &costs, &step)).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let spans = events.iter().filter(|event| event["ph"] == "X").count();
+        let all = step.timeline().iter().map(Vec::len).sum::<usize>()
+            + step.moves().iter().map(Vec::len).sum::<usize>();
+        prop_assert_eq!(spans, all);
+        prop_assert!(!render::grid_with_moves(&actions, &moves).unwrap().to_string().is_empty());
         let plain = simulate(&actions, &costs).unwrap();
         prop_assert!(step.makespan() >= plain.makespan() * (1.0 - 1e-9));
     }
