@@ -37,6 +37,8 @@ pub struct Request<'a> {
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
+    /// How many bytes the host has for stages that do not fit on the devices; `None` leaves them there.
+    pub host_memory: Option<u64>,
     /// Time of the optimizer's update on the host, for each byte of parameters.
     pub home_update: f64,
     /// The schedules to choose from.
@@ -59,6 +61,7 @@ impl<'a> Request<'a> {
             link: LinkCost::default(),
             bus: BusCost::default(),
             optimizer_bytes: 0.0,
+            host_memory: None,
             home_update: 0.0,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
@@ -90,6 +93,9 @@ impl<'a> Request<'a> {
         }
         if !crate::schedule::is_time(self.optimizer_bytes) {
             return Err(PlanError::BadOptimizer { value: self.optimizer_bytes });
+        }
+        if !crate::schedule::is_time(self.home_update) {
+            return Err(PlanError::BadUpdate { value: self.home_update });
         }
         // Devices are checked by the balancer, which knows what a speed may be.
         Ok(self.profile.check()?)
