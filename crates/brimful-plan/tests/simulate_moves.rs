@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use brimful_plan::schedule::{
-    Actions, BusCost, Costs, Home, MoveKind, Moves, Recompute, Schedule, Simulation, StageCost,
-    StageHome, render, simulate, simulate_moves,
+    Actions, BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation,
+    Span, StageCost, StageHome, render, simulate, simulate_moves,
 };
 use proptest::prelude::*;
 
@@ -96,6 +96,41 @@ fn boundaries_on_the_host_free_the_device() {
     assert!(peak(Home::Host, 8) < 10_000);
 }
 
+/// Moved in time, a measured step with its moves is the simulated one.
+#[test]
+fn a_measured_step_keeps_its_moves() {
+    let step = run(3, 4, 2, 5.0);
+    let actions = breadth_first(3, 4, Recompute::Never);
+    let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let late_move =
+        |span: &MoveSpan| MoveSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let timeline = vec![step.timeline()[0].iter().map(late).collect::<Vec<_>>()];
+    let moves = vec![step.moves()[0].iter().map(late_move).collect::<Vec<_>>()];
+    let measured = Simulation::measured_with_moves(&actions, &timeline, &moves, &[]);
+    assert_eq!(measured.moves(), step.moves());
+    assert_eq!(measured.timeline(), step.timeline());
+    assert_eq!(measured.makespan(), step.makespan());
+}
+
+/// The host updates the stages in their order behind the forward, which waits for what it fetches.
+#[test]
+fn a_fetch_waits_for_its_stages_update() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let mut costs = costs(3, 10.0);
+    costs.stages.iter_mut().for_each(|stage| stage.home_update = 5.0);
+    let step = simulate_moves(&actions, &moves, &costs).unwrap();
+    let starts: Vec<_> = (step.moves()[0].iter())
+        .filter(|span| span.moved.kind == MoveKind::Fetch)
+        .map(|span| span.start)
+        .collect();
+    assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
+    // Frozen stages are not updated.
+    let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
+    let moves = Moves::new(&actions, &frozen, 2).unwrap();
+    assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().moves()[0][0].start, 0.0);
+}
+
 #[test]
 fn moves_of_another_schedule_are_refused() {
     let actions = breadth_first(3, 2, Recompute::Never);
@@ -160,7 +195,7 @@ proptest! {
             let copied = moves.of(d).iter().filter(|one| one.kind != MoveKind::Release).count();
             prop_assert_eq!(step.moves()[d].len(), copied);
             for (at, span) in step.timeline()[d].iter().enumerate() {
-                let is_needed = |one: &&brimful_plan::schedule::MoveSpan| {
+                let is_needed = |one: &&MoveSpan| {
                     one.moved.kind == MoveKind::Fetch && one.moved.stage == span.action.stage && one.moved.before <= at
                 };
                 let fetched = step.moves()[d].iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);

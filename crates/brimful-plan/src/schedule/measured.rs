@@ -41,24 +41,7 @@ impl Simulation {
     /// `timeline` and `peaks` have a part for each device; what is missing of `peaks` is 0.
     #[must_use]
     pub fn measured(actions: &Actions, timeline: &[Vec<Span>], peaks: &[Option<Bytes>]) -> Self {
-        let spans = || timeline.iter().flatten();
-        let start = spans().map(|span| span.start).fold(f64::INFINITY, f64::min);
-        let makespan = spans().map(|span| span.end - start).fold(0.0, f64::max);
-        let shifted =
-            |span: &Span| Span { start: span.start - start, end: span.end - start, ..*span };
-        let timeline: Vec<Vec<_>> =
-            timeline.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
-        let device = |(d, spans): (usize, &Vec<Span>)| {
-            let busy = spans.iter().map(|span| span.end - span.start).sum();
-            DeviceUse {
-                busy,
-                idle: f64::max(makespan - busy, 0.0),
-                peak_bytes: peaks.get(d).copied().flatten().unwrap_or_default().0,
-                peak_held: memory::most_held(actions, spans),
-            }
-        };
-        let devices = timeline.iter().enumerate().map(device).collect();
-        Self { timeline, devices, makespan, moves: Vec::new(), levels: Vec::new() }
+        Self::measured_with_moves(actions, timeline, &[], peaks)
     }
 
     /// The same with what crossed each device's bus, in the unit of the actions' times and from the
@@ -70,15 +53,35 @@ impl Simulation {
         moves: &[Vec<MoveSpan>],
         peaks: &[Option<Bytes>],
     ) -> Self {
-        let mut step = Self::measured(actions, timeline, peaks);
-        let begin = |spans: &Vec<Span>| spans.first().map_or(f64::INFINITY, |span| span.start);
-        let start = timeline.iter().map(begin).fold(f64::INFINITY, f64::min);
-        let shifted = |span: &MoveSpan| MoveSpan {
+        let of_actions = timeline.iter().flatten().map(|span| (span.start, span.end));
+        let of_moves = moves.iter().flatten().map(|span| (span.start, span.end));
+        let times = || of_actions.clone().chain(of_moves.clone());
+        let start = times().map(|(start, _)| start).fold(f64::INFINITY, f64::min);
+        let makespan = times().map(|(_, end)| end - start).fold(0.0, f64::max);
+        let shifted =
+            |span: &Span| Span { start: span.start - start, end: span.end - start, ..*span };
+        let moved = |span: &MoveSpan| MoveSpan {
             start: span.start - start,
             end: span.end - start,
             ..*span
         };
-        step.moves = moves.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
-        step
+        let timeline: Vec<Vec<_>> =
+            timeline.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
+        let device = |(d, spans): (usize, &Vec<Span>)| {
+            let busy = spans.iter().map(|span| span.end - span.start).sum();
+            DeviceUse {
+                busy,
+                idle: f64::max(makespan - busy, 0.0),
+                peak_bytes: peaks.get(d).copied().flatten().unwrap_or_default().0,
+                peak_held: memory::most_held(actions, spans),
+            }
+        };
+        Self {
+            devices: timeline.iter().enumerate().map(device).collect(),
+            timeline,
+            makespan,
+            moves: moves.iter().map(|spans| spans.iter().map(moved).collect()).collect(),
+            levels: Vec::new(),
+        }
     }
 }
