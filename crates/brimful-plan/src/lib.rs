@@ -12,6 +12,7 @@
 //! | look at a schedule, simulate it, or write one | [`schedule`] |
 //! | cut layers into stages | [`balance`] |
 //! | choose balance, schedule and micro-batches | [`mod@plan`] |
+//! | choose which stages live on the host, and what each keeps or recomputes | [`plan::homes`] |
 //!
 //! A module uses those above it in this table, and none below.
 

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use brimful_plan::balance::{LayerCost, Profile};
-use brimful_plan::plan::{Plan, PlanDevice, PlanError, Request, plan};
-use brimful_plan::schedule::{Recompute, Schedule};
+use brimful_plan::plan::{Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
+use brimful_plan::schedule::{BusCost, Home, Recompute, Schedule};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -111,6 +111,34 @@ fn what_cannot_be_built_is_said() {
     );
     let none = plan(&Request::new(&profile, devices(7, None), 64)).unwrap_err();
     assert!(matches!(none, PlanError::NothingBuilt { count: 252, .. }));
+}
+
+/// Eight layers with 4 MiB of parameters, as many gradients and twice the optimizer state, in 40 MiB.
+#[test]
+fn what_fits_in_no_other_way_lives_on_the_host() {
+    let profile = model(8);
+    let mut request = Request::new(&profile, devices(1, Some(40 * MIB)), 8);
+    request.optimizer_bytes = 2.0;
+    request.micro_batches = vec![2, 8];
+    request.bus = BusCost::equal(4.0 * MIB as f64);
+    assert!(plan(&request).unwrap().best().is_none());
+    request.host_memory = Some(1 << 30);
+    let found = plan(&request).unwrap();
+    let best = found.best().unwrap();
+    assert_eq!(best.choice.schedule, Schedule::BreadthFirst { stages_per_device: 8 });
+    let homes = best.homes.as_ref().unwrap();
+    assert!(homes.homes.iter().any(|home| home.weights == Home::Host));
+    assert!(homes.host_bytes > 0 && best.peak_bytes[0] <= 40 * MIB);
+    let step = PlannedStep::new(&request, best).unwrap();
+    assert_eq!(step.simulation.makespan(), best.makespan);
+    assert!(!step.simulation.moves()[0].is_empty());
+    // A host that is too small helps nobody.
+    request.host_memory = Some(MIB);
+    assert!(plan(&request).unwrap().best().is_none());
+    // What fits needs no homes.
+    let roomy =
+        Request { devices: devices(1, Some(1 << 30)), host_memory: Some(1 << 30), ..request };
+    assert!(plan(&roomy).unwrap().rows.iter().all(|row| row.homes.is_none()));
 }
 
 #[test]

@@ -27,6 +27,14 @@ pub enum PlanError {
         /// As given.
         value: f64,
     },
+    /// A time that no update takes.
+    #[error(
+        "the update on the host takes {value} for each parameter byte: it must be finite and not negative"
+    )]
+    BadUpdate {
+        /// As given.
+        value: f64,
+    },
     /// Nothing of what was asked for can be built.
     #[error("none of the {count} combinations can be built; the first: {first}")]
     NothingBuilt {

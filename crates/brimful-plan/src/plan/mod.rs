@@ -19,11 +19,13 @@
 
 mod choice;
 mod error;
+pub mod homes;
 mod request;
 mod row;
 mod search;
 mod stage_costs;
 mod step;
+mod with_homes;
 
 use serde::Serialize;
 
@@ -32,6 +34,7 @@ pub use error::{Misfit, PlanError, Reason, Refusal};
 pub use request::{PlanDevice, Request};
 pub use row::{PlanRow, misfits};
 pub use step::PlannedStep;
+pub use with_homes::RowHomes;
 
 /// The planner's answer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -52,7 +55,8 @@ impl Plan {
     }
 }
 
-/// Simulates every combination of what the request offers, and ranks them.
+/// Simulates every combination of what the request offers, and ranks them. Where none fits and the
+/// request has host memory, stages may live there, run breadth first.
 ///
 /// # Errors
 /// Where the request holds impossible numbers, or none of its combinations can be built.
@@ -64,6 +68,10 @@ pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
             Ok(row) => plan.rows.push(row),
             Err(refusal) => plan.refused.push(refusal),
         }
+    }
+    // Only then: a choice of homes is simulated many times, and what fits as it is needs none.
+    if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {
+        plan.rows.extend(with_homes::rows(request, memory)?);
     }
     rank(&mut plan.rows);
     match plan.refused.first() {

@@ -1,7 +1,7 @@
 //! What the planner is asked: a model, devices, and what it may choose from.
 
 use crate::balance::Profile;
-use crate::schedule::{LinkCost, Recompute, Schedule};
+use crate::schedule::{BusCost, LinkCost, Recompute, Schedule};
 
 use super::{PlanChoice, PlanError};
 
@@ -32,9 +32,15 @@ pub struct Request<'a> {
     pub samples: usize,
     /// The way between two devices.
     pub link: LinkCost,
+    /// The way between a device and host memory.
+    pub bus: BusCost,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
+    /// How many bytes the host has for stages that do not fit on the devices; `None` leaves them there.
+    pub host_memory: Option<u64>,
+    /// Time of the optimizer's update on the host, for each byte of parameters.
+    pub home_update: f64,
     /// The schedules to choose from.
     pub schedules: Vec<Schedule>,
     /// The numbers of micro-batches to choose from.
@@ -53,7 +59,10 @@ impl<'a> Request<'a> {
             devices,
             samples,
             link: LinkCost::default(),
+            bus: BusCost::default(),
             optimizer_bytes: 0.0,
+            host_memory: None,
+            home_update: 0.0,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
             recompute: Recompute::ALL.to_vec(),
@@ -84,6 +93,9 @@ impl<'a> Request<'a> {
         }
         if !crate::schedule::is_time(self.optimizer_bytes) {
             return Err(PlanError::BadOptimizer { value: self.optimizer_bytes });
+        }
+        if !crate::schedule::is_time(self.home_update) {
+            return Err(PlanError::BadUpdate { value: self.home_update });
         }
         // Devices are checked by the balancer, which knows what a speed may be.
         Ok(self.profile.check()?)

@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::balance::Balance;
 use crate::schedule::{DeviceId, DeviceUse, Simulation};
 
-use super::{Misfit, PlanChoice, PlanDevice};
+use super::{Misfit, PlanChoice, PlanDevice, RowHomes};
 
 /// A way to run the step. Its fields are the keys of the program's `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,6 +27,9 @@ pub struct PlanRow {
     pub fits: bool,
     /// The devices that have not.
     pub misfits: Vec<Misfit>,
+    /// Where the stages live, if not all on their devices. What is recomputed is said here for each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub homes: Option<RowHomes>,
 }
 
 impl PlanRow {
@@ -47,6 +50,7 @@ impl PlanRow {
             peak_bytes: step.devices().iter().map(|used| used.peak_bytes).collect(),
             fits: misfits.is_empty(),
             misfits,
+            homes: None,
         }
     }
 

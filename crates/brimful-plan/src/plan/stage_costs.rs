@@ -51,6 +51,7 @@ impl<'a> StepCosts<'a> {
             stages: stages.map(stage).collect(),
             input_bytes: self.request.profile.input_bytes.saturating_mul(self.most_samples),
             link: self.request.link,
+            bus: self.request.bus,
         }
     }
 
@@ -78,11 +79,15 @@ impl<'a> StepCosts<'a> {
             input_gradient: time(input),
             weight_gradient: time(weight),
             recompute: time(layer.forward),
+            home_update: layer.parameter_bytes as f64 * self.request.home_update,
             parameter_bytes: layer.parameter_bytes,
             gradient_bytes: layer.parameter_bytes,
             optimizer_bytes: (layer.parameter_bytes as f64 * self.request.optimizer_bytes) as u64,
             activation_bytes: bytes(layer.activation_bytes),
             output_bytes: bytes(layer.output_bytes),
+            home_bytes: layer.parameter_bytes,
+            fetched_bytes: layer.parameter_bytes,
+            sent_bytes: layer.parameter_bytes,
         }
     }
 }
@@ -95,10 +100,14 @@ fn add(a: StageCost, b: StageCost) -> StageCost {
         input_gradient: a.input_gradient + b.input_gradient,
         weight_gradient: a.weight_gradient + b.weight_gradient,
         recompute: a.recompute + b.recompute,
+        home_update: a.home_update + b.home_update,
         parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
         gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
         optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
         activation_bytes: a.activation_bytes.saturating_add(b.activation_bytes),
         output_bytes: b.output_bytes,
+        home_bytes: a.home_bytes.saturating_add(b.home_bytes),
+        fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
+        sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
     }
 }

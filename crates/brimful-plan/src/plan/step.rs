@@ -1,7 +1,9 @@
 //! A row of the answer with its timeline, to be drawn or traced.
 
 use crate::balance::Balance;
-use crate::schedule::{Actions, Costs, Simulation, simulate};
+use crate::schedule::{
+    Actions, CostError, Costs, Moves, Recompute, Simulation, StageId, simulate, simulate_moves,
+};
 
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, Request};
@@ -25,11 +27,21 @@ impl PlannedStep {
     pub fn new(request: &Request<'_>, row: &PlanRow) -> Result<Self, PlanError> {
         request.check()?;
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
-        let actions = schedule.actions(request.devices.len(), micro_batches, recompute)?;
+        let mode = |stage: StageId| -> Recompute {
+            let by_stage = row.homes.as_ref().map(|homes| &homes.recompute);
+            by_stage.and_then(|modes| modes.get(stage.index())).copied().unwrap_or(recompute)
+        };
+        let actions = schedule.actions_by_stage(request.devices.len(), micro_batches, mode)?;
         // A row of another request may have another model's balance, which would index past the layers.
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
         let costs = StepCosts::new(request, micro_batches).stages(&row.balance, &actions);
-        let simulation = simulate(&actions, &costs)?;
+        let simulation = match &row.homes {
+            None => simulate(&actions, &costs)?,
+            Some(homes) => {
+                let moves = Moves::new(&actions, &homes.homes, homes.slots);
+                simulate_moves(&actions, &moves.map_err(CostError::from)?, &costs)?
+            }
+        };
         Ok(Self { actions, costs, simulation })
     }
 }

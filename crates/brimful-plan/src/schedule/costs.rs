@@ -15,6 +15,9 @@ pub struct StageCost {
     pub weight_gradient: f64,
     /// Time of running the forward again.
     pub recompute: f64,
+    /// Time of the optimizer's update where the stage lives on the host; once a step, behind the next
+    /// step's forward, one stage after the other.
+    pub home_update: f64,
     /// Bytes of the parameters, there all the time.
     pub parameter_bytes: u64,
     /// Bytes of their gradients, there all the time.
@@ -25,6 +28,13 @@ pub struct StageCost {
     pub activation_bytes: u64,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
+    /// Bytes of the weights at home, where the stage lives on the host: those that are trained, and the
+    /// copy that crosses the bus.
+    pub home_bytes: u64,
+    /// Bytes of the weights as they cross the bus into a slot, where the stage lives on the host.
+    pub fetched_bytes: u64,
+    /// Bytes of the summed gradients as they cross the bus home.
+    pub sent_bytes: u64,
 }
 
 impl StageCost {
@@ -78,6 +88,41 @@ impl Default for LinkCost {
     }
 }
 
+/// The way between a device and host memory; each device has one of its own. It carries one move at
+/// a time in each direction, while the device goes on working.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BusCost {
+    /// Bytes per unit of time to the device, while nothing goes the other way; may be infinite.
+    pub inward: f64,
+    /// Bytes per unit of time to the host, while nothing goes the other way; may be infinite.
+    pub outward: f64,
+    /// Bytes per unit of time in each direction, while both are in use; may be infinite.
+    pub both: f64,
+}
+
+impl Default for BusCost {
+    /// A bus that takes no time.
+    fn default() -> Self {
+        Self::equal(f64::INFINITY)
+    }
+}
+
+impl BusCost {
+    /// As fast in each direction, whatever goes in the other.
+    #[must_use]
+    pub const fn equal(bandwidth: f64) -> Self {
+        Self { inward: bandwidth, outward: bandwidth, both: bandwidth }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), CostError> {
+        let rates = [("inward", self.inward), ("outward", self.outward), ("both ways", self.both)];
+        match rates.into_iter().find(|(_, rate)| rate.is_nan() || *rate <= 0.0) {
+            Some((what, value)) => Err(CostError::BadBus { what, value }),
+            None => Ok(()),
+        }
+    }
+}
+
 /// The costs of every stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Costs {
@@ -87,13 +132,20 @@ pub struct Costs {
     pub input_bytes: u64,
     /// The way between any two devices.
     pub link: LinkCost,
+    /// The way between a device and host memory.
+    pub bus: BusCost,
 }
 
 impl Costs {
     /// The same times on every stage, no bytes, and transfers that take no time.
     #[must_use]
     pub fn equal(stages: usize, cost: StageCost) -> Self {
-        Self { stages: vec![cost; stages], input_bytes: 0, link: LinkCost::default() }
+        Self {
+            stages: vec![cost; stages],
+            input_bytes: 0,
+            link: LinkCost::default(),
+            bus: BusCost::default(),
+        }
     }
 
     /// One tick for each action, two for a whole backward: what the text grid is drawn with.
@@ -124,8 +176,13 @@ impl Costs {
                     return Err(CostError::BadTime { stage, what, value });
                 }
             }
+            if !is_time(cost.home_update) {
+                let (stage, value) = (StageId::at(j), cost.home_update);
+                return Err(CostError::BadTime { stage, what: "update", value });
+            }
         }
-        self.link.check()
+        self.link.check()?;
+        self.bus.check()
     }
 }
 

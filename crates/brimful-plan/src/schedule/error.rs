@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-use super::{Action, ActionKind, DeviceId, MicroBatchId, StageId};
+use super::{Action, ActionKind, DeviceId, MicroBatchId, MoveError, StageId};
 
 /// A schedule that cannot be made, read or run.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -196,6 +196,20 @@ pub enum CostError {
         /// What it must be.
         must: &'static str,
     },
+    /// A bus that carries nothing.
+    #[error(
+        "the {what} bandwidth of the bus is {value}: it must be above 0 (infinite for moves that take \
+         no time)"
+    )]
+    BadBus {
+        /// Which way.
+        what: &'static str,
+        /// The bandwidth as given.
+        value: f64,
+    },
+    /// Moves of another schedule.
+    #[error(transparent)]
+    Moves(#[from] MoveError),
     /// Times whose sum is no number.
     #[error("the times add up to more than a number can hold: give them in a larger unit")]
     Overflow,

@@ -5,7 +5,8 @@
 
 use super::memory::{self, Peak};
 use super::{
-    Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, Simulation, Span, StageId,
+    Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, LinkCost, Simulation, Span,
+    StageId,
 };
 
 /// Simulates one step.
@@ -27,7 +28,7 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
         DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
     };
     let devices = timeline.iter_mut().map(device).collect();
-    Ok(Simulation { timeline, devices, makespan })
+    Ok(Simulation { timeline, devices, makespan, moves: Vec::new(), levels: Vec::new() })
 }
 
 /// The state of the run: every device as far as its inputs let it go.
@@ -37,24 +38,53 @@ struct Simulator<'a> {
     timeline: Vec<Vec<Span>>,
     boundaries: Arrivals,
     gradients: Arrivals,
-    /// For each device, the devices it sends to and when the way there is free.
-    ways: Vec<Vec<(DeviceId, f64)>>,
+    ways: Ways,
     awake: Vec<DeviceId>,
 }
 
+/// The ways between devices.
+pub(super) struct Ways {
+    link: LinkCost,
+    /// For each device, the devices it sends to and when the way there is free.
+    free: Vec<Vec<(DeviceId, f64)>>,
+}
+
+impl Ways {
+    pub(super) fn new(devices: usize, link: LinkCost) -> Self {
+        Self { link, free: vec![Vec::new(); devices] }
+    }
+
+    /// When the bytes are there; the way is taken as long as they are being sent.
+    pub(super) fn transfer(&mut self, from: DeviceId, to: DeviceId, bytes: u64, end: f64) -> f64 {
+        if from == to {
+            return end;
+        }
+        // A device sends to few others, however many there are: a short list, not a table of pairs.
+        let ways = &mut self.free[from.index()];
+        let at = ways.iter().position(|(device, _)| *device == to).unwrap_or_else(|| {
+            ways.push((to, 0.0));
+            ways.len() - 1
+        });
+        // The way is busy while bytes are being sent, but not while they travel.
+        let sent = f64::max(end, ways[at].1) + bytes as f64 / self.link.bandwidth;
+        ways[at].1 = sent;
+        sent + self.link.latency
+    }
+}
+
 /// When the input of each stage and micro-batch is there; NaN before.
-struct Arrivals {
+pub(super) struct Arrivals {
     micro_batches: usize,
     at: Vec<f64>,
 }
 
 impl Arrivals {
-    fn new(actions: &Actions) -> Self {
+    pub(super) fn new(actions: &Actions) -> Self {
         let micro_batches = actions.micro_batches();
         Self { micro_batches, at: vec![f64::NAN; actions.stages() * micro_batches] }
     }
 
-    fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
+    pub(super) fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
         &mut self.at[stage.index() * self.micro_batches + action.micro_batch.index()]
     }
 }
@@ -68,7 +98,7 @@ impl<'a> Simulator<'a> {
             timeline: lists.iter().map(|list| Vec::with_capacity(list.len())).collect(),
             boundaries: Arrivals::new(actions),
             gradients: Arrivals::new(actions),
-            ways: vec![Vec::new(); lists.len()],
+            ways: Ways::new(lists.len(), costs.link),
             awake: (0..lists.len()).rev().map(DeviceId::at).collect(),
         }
     }
@@ -130,29 +160,11 @@ impl<'a> Simulator<'a> {
         let target = StageId(target);
         let to = self.actions.placement()[target.index()];
         let bytes = self.costs.stages[boundary as usize].output_bytes;
-        let arrival = self.transfer(from, to, bytes, end);
+        let arrival = self.ways.transfer(from, to, bytes, end);
         let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
         *arrivals.cell(target, action) = arrival;
         if to != from {
             self.awake.push(to);
         }
-    }
-
-    /// When the bytes are there; the way is taken as long as they are being sent.
-    fn transfer(&mut self, from: DeviceId, to: DeviceId, bytes: u64, end: f64) -> f64 {
-        if from == to {
-            return end;
-        }
-        // A device sends to few others, however many there are: a short list, not a table of pairs.
-        let ways = &mut self.ways[from.index()];
-        let at = ways.iter().position(|(device, _)| *device == to).unwrap_or_else(|| {
-            ways.push((to, 0.0));
-            ways.len() - 1
-        });
-        let link = self.costs.link;
-        // The way is busy while bytes are being sent, but not while they travel.
-        let sent = f64::max(end, ways[at].1) + bytes as f64 / link.bandwidth;
-        ways[at].1 = sent;
-        sent + link.latency
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Action;
+use super::{Action, Move};
 
 /// An action and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -14,6 +14,19 @@ pub struct Span {
     /// Until when.
     pub end: f64,
     /// The most bytes on its device as it began or ended; 0 where they are not counted.
+    pub bytes: u64,
+}
+
+/// A move over the bus and its time.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct MoveSpan {
+    /// What moved.
+    pub moved: Move,
+    /// From when.
+    pub start: f64,
+    /// Until when.
+    pub end: f64,
+    /// The bytes that crossed.
     pub bytes: u64,
 }
 
@@ -36,10 +49,14 @@ pub struct Simulation {
     pub(super) timeline: Vec<Vec<Span>>,
     pub(super) devices: Vec<DeviceUse>,
     pub(super) makespan: f64,
+    /// What crossed each device's bus; no list where nothing can.
+    pub(super) moves: Vec<Vec<MoveSpan>>,
+    /// Time and bytes held, for each device, where the actions alone do not tell them.
+    pub(super) levels: Vec<Vec<(f64, u64)>>,
 }
 
 impl Simulation {
-    /// Time from the first action's beginning to the last one's end.
+    /// Time from the first beginning to the last end, of actions and of moves.
     #[must_use]
     pub fn makespan(&self) -> f64 {
         self.makespan
@@ -63,5 +80,12 @@ impl Simulation {
     #[must_use]
     pub fn timeline(&self) -> &[Vec<Span>] {
         &self.timeline
+    }
+
+    /// What crossed each device's bus, in the order of the beginnings in each direction; no list where
+    /// everything lives on the devices.
+    #[must_use]
+    pub fn moves(&self) -> &[Vec<MoveSpan>] {
+        &self.moves
     }
 }

@@ -14,9 +14,12 @@
 //! The list of moves is data, as the list of actions is: the one that is executed is the one that is
 //! validated, simulated and drawn.
 
+mod bus;
 mod check;
 mod error;
+mod held;
 mod make;
+mod play;
 
 use std::fmt;
 
@@ -24,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Action, Actions, DeviceId, MicroBatchId, StageId};
 pub use error::{MoveError, MoveRule};
+pub use play::simulate_moves;
 
 /// A memory in which something lives between its uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

@@ -10,7 +10,10 @@
 
 use std::fmt;
 
-use super::super::{Action, ActionKind, Actions, Costs, Simulation, simulate};
+use super::super::{
+    Action, ActionKind, Actions, BusCost, CostError, Costs, Move, MoveKind, MoveSpan, Moves,
+    Simulation, Span, StageCost, simulate, simulate_moves,
+};
 
 /// A text grid that is being set up; show it with `Display`.
 #[derive(Debug, Clone)]
@@ -23,11 +26,12 @@ pub struct Grid {
     line_width: usize,
 }
 
-/// One device in one tick.
+/// One device, or one direction of its bus, in one tick.
 #[derive(Debug, Clone, Default)]
 struct GridCell {
     text: String,
-    kind: Option<ActionKind>,
+    /// The terminal's code for its colour; `None` where nothing happens.
+    color: Option<&'static str>,
     /// The action goes on in the next tick.
     goes_on: bool,
 }
@@ -37,31 +41,58 @@ struct GridCell {
 pub fn grid(actions: &Actions) -> Grid {
     let simulation = simulate(actions, &Costs::ticks(actions.stages()))
         .expect("ticks are finite, and there is one cost for each stage");
-    let alone = actions.stages() == actions.devices();
-    let rows: Vec<_> = (0..actions.devices()).map(|d| row(&simulation, d, alone)).collect();
-    let widest = rows.iter().flatten().map(|cell| cell.text.len()).max();
-    let word = if alone { "stage" } else { "device" };
-    Grid {
-        labels: (0..actions.devices()).map(|d| format!("{word} {d}")).collect(),
-        rows,
-        cell_width: widest.unwrap_or(1),
-        color: false,
-        line_width: usize::MAX,
-    }
+    Grid::new(actions, &simulation)
 }
 
-fn row(simulation: &Simulation, device: usize, alone: bool) -> Vec<GridCell> {
-    let mut cells = vec![GridCell::default(); simulation.makespan() as usize];
-    for span in &simulation.timeline()[device] {
-        let (start, end) = (span.start as usize, span.end as usize);
-        for cell in &mut cells[start..end] {
-            cell.kind = Some(span.action.kind);
-            cell.goes_on = true;
-        }
-        cells[end - 1].goes_on = false;
-        cells[start].text = name(span.action, alone);
+/// Draws the actions and what moves meanwhile, one tick each: under each device a row for what comes
+/// to it and one for what leaves, weights and gradients by their stage (`↓2`, `↑2`), boundaries by
+/// stage and micro-batch (`↓2.0`).
+///
+/// # Errors
+/// Where the moves are not those of the actions.
+pub fn grid_with_moves(actions: &Actions, moves: &Moves) -> Result<Grid, CostError> {
+    let one_byte = StageCost {
+        fetched_bytes: 1,
+        sent_bytes: 1,
+        output_bytes: 1,
+        ..StageCost::new(1.0, 1.0, 1.0)
+    };
+    // A byte a tick, so that every move takes one tick and begins with one.
+    let bus = BusCost::equal(1.0);
+    let costs = Costs { input_bytes: 1, bus, ..Costs::equal(actions.stages(), one_byte) };
+    Ok(Grid::new(actions, &simulate_moves(actions, moves, &costs)?))
+}
+
+fn device_row(ticks: usize, spans: &[Span], alone: bool) -> Vec<GridCell> {
+    let mut cells = vec![GridCell::default(); ticks];
+    for span in spans {
+        fill(&mut cells, span.start, span.end, color(span.action.kind), name(span.action, alone));
     }
     cells
+}
+
+fn bus_row(ticks: usize, spans: &[MoveSpan], inward: bool) -> Vec<GridCell> {
+    let mut cells = vec![GridCell::default(); ticks];
+    for span in spans.iter().filter(|span| span.moved.kind.is_inward() == inward) {
+        fill(&mut cells, span.start, span.end, move_color(span.moved.kind), short_name(span.moved));
+    }
+    cells
+}
+
+fn fill(cells: &mut [GridCell], start: f64, end: f64, color: &'static str, text: String) {
+    let (start, end) = (start as usize, end as usize);
+    for cell in &mut cells[start..end] {
+        cell.color = Some(color);
+        cell.goes_on = true;
+    }
+    cells[end - 1].goes_on = false;
+    cells[start].text = text;
+}
+
+fn short_name(moved: Move) -> String {
+    let arrow = if moved.kind.is_inward() { '↓' } else { '↑' };
+    let boundary = moved.micro_batch.map_or(String::new(), |micro_batch| format!(".{micro_batch}"));
+    format!("{arrow}{}{boundary}", moved.stage)
 }
 
 /// A device with one stage need not say which.
@@ -71,6 +102,27 @@ fn name(action: Action, alone: bool) -> String {
 }
 
 impl Grid {
+    /// Of a simulation with whole ticks.
+    fn new(actions: &Actions, simulation: &Simulation) -> Self {
+        let alone = actions.stages() == actions.devices();
+        let word = if alone { "stage" } else { "device" };
+        let ticks = simulation.makespan() as usize;
+        let mut labels = Vec::new();
+        let mut rows = Vec::new();
+        for (d, spans) in simulation.timeline().iter().enumerate() {
+            labels.push(format!("{word} {d}"));
+            rows.push(device_row(ticks, spans, alone));
+            // Where nothing can move there are no lists of moves, and no rows for them.
+            if let Some(moves) = simulation.moves().get(d) {
+                labels.extend(["  in".to_owned(), "  out".to_owned()]);
+                rows.extend([bus_row(ticks, moves, true), bus_row(ticks, moves, false)]);
+            }
+        }
+        let widest = rows.iter().flatten().map(|cell| cell.text.chars().count()).max();
+        let cell_width = widest.unwrap_or(1);
+        Self { labels, rows, cell_width, color: false, line_width: usize::MAX }
+    }
+
     /// With colours, for a terminal that shows them.
     #[must_use]
     pub fn color(self, color: bool) -> Self {
@@ -117,28 +169,35 @@ impl Grid {
     }
 
     fn cell(&self, cell: &GridCell) -> String {
-        let Some(kind) = cell.kind else {
+        let Some(color) = cell.color else {
             return format!("{:<width$} ", "·", width = self.cell_width);
         };
         let (fill, gap) =
             if cell.text.is_empty() || cell.goes_on { ('─', '─') } else { (' ', ' ') };
         let mut text = cell.text.clone();
-        text.extend(std::iter::repeat_n(fill, self.cell_width - text.len()));
+        text.extend(std::iter::repeat_n(fill, self.cell_width - cell.text.chars().count()));
         let gap = if cell.goes_on { gap } else { ' ' };
-        if self.color { paint(kind, &text, gap) } else { format!("{text}{gap}") }
+        // The gap belongs to the action only where it goes on.
+        if self.color { format!("\x1b[{color}m{text}{gap}\x1b[0m") } else { format!("{text}{gap}") }
     }
 }
 
-/// Coloured by kind; the gap belongs to the action only where it goes on.
-fn paint(kind: ActionKind, text: &str, gap: char) -> String {
-    let code = match kind {
+fn color(kind: ActionKind) -> &'static str {
+    match kind {
         ActionKind::Forward => "34",
         ActionKind::Backward => "32",
         ActionKind::InputGradient => "36",
         ActionKind::WeightGradient => "35",
         ActionKind::Recompute => "33",
-    };
-    format!("\x1b[{code}m{text}{gap}\x1b[0m")
+    }
+}
+
+fn move_color(kind: MoveKind) -> &'static str {
+    match kind {
+        MoveKind::Fetch | MoveKind::Release => "94",
+        MoveKind::GradientsHome => "92",
+        MoveKind::BoundaryOut | MoveKind::BoundaryIn => "90",
+    }
 }
 
 impl fmt::Display for Grid {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::super::{ActionKind, Actions, Simulation, Span};
+use super::super::{ActionKind, Actions, MoveKind, MoveSpan, Simulation, Span};
 use crate::bytes::Bytes;
 
 /// One schedule in the picture.
@@ -23,6 +23,9 @@ const LEFT: f64 = 100.0;
 const MEMORY: f64 = 150.0;
 const ROW: f64 = 30.0;
 const ROW_GAP: f64 = 5.0;
+/// Of one direction of a device's bus.
+const BUS_ROW: f64 = 9.0;
+const BUS_GAP: f64 = 2.0;
 const HEADER: f64 = 56.0;
 const TITLE: f64 = 40.0;
 const AXIS: f64 = 46.0;
@@ -47,7 +50,13 @@ pub fn svg(panels: &[Panel<'_>]) -> String {
 
 impl Panel<'_> {
     fn height(&self) -> f64 {
-        TITLE + self.simulation.devices().len() as f64 * (ROW + ROW_GAP) + AXIS
+        TITLE + self.simulation.devices().len() as f64 * self.device_height() + AXIS
+    }
+
+    /// A device's row, and those of its bus where something moves.
+    fn device_height(&self) -> f64 {
+        let has_bus = !self.simulation.moves().is_empty();
+        ROW + ROW_GAP + if has_bus { 2.0 * (BUS_ROW + BUS_GAP) } else { 0.0 }
     }
 
     /// Bytes where they are known, else whole devices' activations.
@@ -83,8 +92,14 @@ fn legend(out: &mut String, panels: &[Panel<'_>]) {
     };
     let kinds = ActionKind::ALL.into_iter().filter(occurs);
     let entries = kinds.map(|kind| (color(kind, 0), kind.name()));
+    let moves = |kind: &MoveKind| {
+        let mut spans = panels.iter().flat_map(|panel| panel.simulation.moves()).flatten();
+        spans.any(|span| span.moved.kind == *kind)
+    };
+    let moves = MoveKind::ALL.into_iter().filter(moves);
+    let moves = moves.map(|kind| (move_color(kind).to_owned(), kind.name()));
     let mut x = MARGIN;
-    for (fill, name) in entries.chain([("url(#bubble)".to_owned(), "bubble")]) {
+    for (fill, name) in entries.chain(moves).chain([("url(#bubble)".to_owned(), "bubble")]) {
         rect(out, x, 24.0, 16.0, 16.0, &fill);
         text(out, x + 23.0, 36.5, 13.0, "#475569", "start", name);
         x += 48.0 + 7.2 * name.len() as f64;
@@ -118,10 +133,12 @@ impl Picture {
         heading(out, panel, top);
         let rows = top + TITLE;
         for (device, spans) in panel.simulation.timeline().iter().enumerate() {
-            let y = rows + device as f64 * (ROW + ROW_GAP);
+            let y = rows + device as f64 * panel.device_height();
             self.row(out, panel, device, spans, y);
+            let moves = panel.simulation.moves().get(device);
+            moves.into_iter().for_each(|moves| self.bus(out, panel, moves, y + ROW + BUS_GAP));
         }
-        let bottom = rows + panel.simulation.devices().len() as f64 * (ROW + ROW_GAP);
+        let bottom = rows + panel.simulation.devices().len() as f64 * panel.device_height();
         self.axis(out, panel.simulation.makespan(), bottom);
     }
 
@@ -136,6 +153,20 @@ impl Picture {
             self.span(out, panel, span, y);
         }
         self.memory(out, panel.memory(device), y);
+    }
+
+    /// Two thin rows: what comes to the device, and what leaves it.
+    fn bus(&self, out: &mut String, panel: &Panel<'_>, moves: &[MoveSpan], y: f64) {
+        let end = self.x(panel.simulation.makespan());
+        for (way, label) in ["in", "out"].into_iter().enumerate() {
+            let y = y + way as f64 * (BUS_ROW + BUS_GAP);
+            text(out, MARGIN + LEFT - 8.0, y + BUS_ROW - 1.0, 9.0, "#64748b", "end", label);
+            rect(out, self.x(0.0), y, end - self.x(0.0), BUS_ROW, "#f3f5f8");
+            for span in moves.iter().filter(|span| span.moved.kind.is_inward() == (way == 0)) {
+                let (x, end) = (self.x(span.start), self.x(span.end));
+                rect(out, x, y, end - x, BUS_ROW, move_color(span.moved.kind));
+            }
+        }
     }
 
     fn span(&self, out: &mut String, panel: &Panel<'_>, span: &Span, y: f64) {
@@ -225,6 +256,15 @@ fn color(kind: ActionKind, turn: usize) -> String {
     let shade = 0.74_f64.powi(turn.min(4) as i32);
     let part = |value: u8| (f64::from(value) * shade) as u8;
     format!("#{:02x}{:02x}{:02x}", part(r), part(g), part(b))
+}
+
+fn move_color(kind: MoveKind) -> &'static str {
+    match kind {
+        MoveKind::Fetch | MoveKind::Release => "#7c9fd6",
+        MoveKind::GradientsHome => "#7fbf9d",
+        MoveKind::BoundaryOut => "#b9a37e",
+        MoveKind::BoundaryIn => "#d3c19c",
+    }
 }
 
 /// A round step that gives the axis some ten ticks: 1, 2 or 5 times a power of ten.

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::super::{Actions, Costs, Simulation, Span, memory};
+use super::super::{Actions, Costs, MoveSpan, Simulation, Span, memory};
 
 /// The file: a list of events.
 #[derive(Serialize)]
@@ -35,6 +35,7 @@ struct TraceEvent {
 enum EventArgs {
     Name { name: String },
     Action { stage: u32, micro_batch: u32 },
+    Move { stage: u32, bytes: u64 },
     Bytes { bytes: u64 },
     Held { activations: usize },
 }
@@ -47,11 +48,12 @@ impl Default for EventArgs {
 
 const MICROSECONDS: f64 = 1e6;
 
-/// The trace, its times taken as seconds: a track for each device, and one for the memory that it
-/// holds.
+/// The trace, its times taken as seconds: a track for each device, two for its bus where something
+/// moves, and one for the memory that it holds.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
     let mut events = tracks(simulation.timeline());
+    events.extend(bus_tracks(simulation.moves()));
     for device in 0..simulation.timeline().len() {
         events.extend(memory(device, actions, costs, simulation));
     }
@@ -64,10 +66,45 @@ pub fn measured_trace(timeline: &[Vec<Span>]) -> String {
     written(tracks(timeline))
 }
 
+/// The same with what crossed each device's bus.
+#[must_use]
+pub fn measured_trace_with_moves(timeline: &[Vec<Span>], moves: &[Vec<MoveSpan>]) -> String {
+    let mut events = tracks(timeline);
+    events.extend(bus_tracks(moves));
+    written(events)
+}
+
+/// Two for each device, behind those of all devices: what comes, and what leaves.
+fn bus_tracks(moves: &[Vec<MoveSpan>]) -> Vec<TraceEvent> {
+    let mut events = Vec::new();
+    for (device, spans) in moves.iter().enumerate() {
+        for (way, name) in ["to", "from"].into_iter().enumerate() {
+            let tid = moves.len() + 2 * device + way;
+            events.push(track(tid, format!("bus {name} device {device}")));
+            let mine = spans.iter().filter(|span| span.moved.kind.is_inward() == (way == 0));
+            events.extend(mine.map(|span| moving(tid, span)));
+        }
+    }
+    events
+}
+
+fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {
+    TraceEvent {
+        name: span.moved.to_string(),
+        phase: "X",
+        start: span.start * MICROSECONDS,
+        duration: Some((span.end - span.start) * MICROSECONDS),
+        category: Some(span.moved.kind.name()),
+        tid,
+        args: EventArgs::Move { stage: span.moved.stage.0, bytes: span.bytes },
+        ..TraceEvent::default()
+    }
+}
+
 fn tracks(timeline: &[Vec<Span>]) -> Vec<TraceEvent> {
     let mut events = Vec::new();
     for (device, spans) in timeline.iter().enumerate() {
-        events.push(track(device));
+        events.push(track(device, format!("device {device}")));
         events.extend(spans.iter().map(|span| work(device, span)));
     }
     events
@@ -78,12 +115,11 @@ fn written(events: Vec<TraceEvent>) -> String {
     serde_json::to_string(&trace).expect("strings and finite numbers")
 }
 
-fn track(device: usize) -> TraceEvent {
-    let name = format!("device {device}");
+fn track(tid: usize, name: String) -> TraceEvent {
     TraceEvent {
         name: "thread_name".into(),
         phase: "M",
-        tid: device,
+        tid,
         args: EventArgs::Name { name },
         ..TraceEvent::default()
     }
@@ -111,20 +147,24 @@ fn memory(
     simulation: &Simulation,
 ) -> Vec<TraceEvent> {
     let has_bytes = simulation.devices()[device].peak_bytes > 0;
+    let level = |time: f64, args: EventArgs| TraceEvent {
+        name: format!("memory of device {device}"),
+        phase: "C",
+        start: time * MICROSECONDS,
+        tid: device,
+        args,
+        ..TraceEvent::default()
+    };
+    // What moves is not in the actions, so the simulation has kept what was held.
+    if let Some(levels) = simulation.levels.get(device) {
+        let bytes = |&(time, bytes): &(f64, u64)| level(time, EventArgs::Bytes { bytes });
+        return levels.iter().map(bytes).collect();
+    }
     let mut events = Vec::new();
     memory::walk(actions, costs, &simulation.timeline()[device], |time, bytes, activations| {
         let args =
             if has_bytes { EventArgs::Bytes { bytes } } else { EventArgs::Held { activations } };
-        let name = format!("memory of device {device}");
-        let start = time * MICROSECONDS;
-        events.push(TraceEvent {
-            name,
-            phase: "C",
-            start,
-            tid: device,
-            args,
-            ..TraceEvent::default()
-        });
+        events.push(level(time, args));
     });
     events
 }

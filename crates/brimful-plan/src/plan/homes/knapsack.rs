@@ -1,0 +1,73 @@
+//! Picks one way for each stage of a device: the least time within the room, exactly, in units of
+//! bytes.
+
+use super::ways::WayCost;
+
+/// Units of the room. A way's bytes are rounded up to whole ones, so what fits in units fits in bytes;
+/// at most one unit a stage is lost.
+const UNITS: usize = 4096;
+
+/// One of the ways of a stage: its number among all ways, and what it costs.
+pub(super) type Offer = (usize, WayCost);
+
+/// The number of the way of each stage with the least time in all, or `None` where even the smallest
+/// ways need more than `room`.
+pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
+    let unit = room.div_ceil(UNITS as u64).max(1);
+    let units = |bytes: u64| usize::try_from(bytes.div_ceil(unit)).unwrap_or(usize::MAX);
+    let capacity = (room / unit) as usize;
+    // Element c: the least time of the stages so far in c units, and for each stage what got it there.
+    let mut least = vec![0.0; capacity + 1];
+    let mut taken = Vec::with_capacity(stages.len());
+    for offers in stages {
+        let mut next = vec![f64::INFINITY; capacity + 1];
+        let mut by = vec![usize::MAX; capacity + 1];
+        for (at, (_, cost)) in offers.iter().enumerate() {
+            let size = units(cost.device_bytes);
+            for c in size..=capacity {
+                let seconds = least[c - size] + cost.seconds;
+                if seconds < next[c] {
+                    next[c] = seconds;
+                    by[c] = at;
+                }
+            }
+        }
+        least = next;
+        taken.push(by);
+    }
+    let mut left = capacity;
+    let mut picked = Vec::with_capacity(stages.len());
+    for (offers, by) in stages.iter().zip(&taken).rev() {
+        let (number, cost) = offers.get(by[left])?;
+        picked.push(*number);
+        left -= units(cost.device_bytes);
+    }
+    picked.reverse();
+    Some(picked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer(number: usize, device_bytes: u64, seconds: f64) -> Offer {
+        (number, WayCost { device_bytes, host_bytes: 0, seconds, disturbance: 0.0 })
+    }
+
+    #[test]
+    fn the_least_time_within_the_room() {
+        let stage = |bytes, saved| vec![offer(0, bytes, 10.0 - saved), offer(1, 0, 10.0)];
+        // By seconds a byte the first would be taken, and leave no room for the other two.
+        let stages = [stage(60, 6.5), stage(50, 5.0), stage(50, 5.0)];
+        assert_eq!(pick(&stages, 100), Some(vec![1, 0, 0]));
+        assert_eq!(pick(&stages, 99), Some(vec![0, 1, 1]));
+        assert_eq!(pick(&stages, 0), Some(vec![1, 1, 1]));
+    }
+
+    #[test]
+    fn no_room_is_said() {
+        assert_eq!(pick(&[vec![offer(0, 5, 1.0)]], 4), None);
+        assert_eq!(pick(&[vec![offer(3, 5, 1.0)]], u64::MAX), Some(vec![3]));
+        assert_eq!(pick(&[], 0), Some(vec![]));
+    }
+}

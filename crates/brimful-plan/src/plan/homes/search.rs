@@ -1,0 +1,311 @@
+//! Looks for the best ways of all stages: knapsacks, each simulated, then single changes.
+
+use crate::schedule::{
+    Actions, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId, simulate_moves,
+};
+
+use super::knapsack::{self, Offer};
+use super::ways::{Kept, StageStep, StageWay, WayCost};
+use super::{HomeChoice, HomeError, HomeRequest};
+
+/// How often the room is corrected by what the simulation was over or left: each time by all of it,
+/// which is enough after a few.
+const TRIES: usize = 6;
+
+/// The most changes that are simulated in the end: nearly all of single stages that a pipeline of 32
+/// stages has.
+const CHANGES: usize = 150;
+
+/// Steps that differ by less are equal: sums in another order.
+const ROUNDING: f64 = 1.0 - 1e-9;
+
+/// Slots to try: two hide the fetches, one needs less.
+const SLOTS: [usize; 2] = [2, 1];
+
+/// What a byte on the host is made to cost, as parts of the step's time for all of them, where the host
+/// is too small for the shortest step: from little to more than anything else.
+const HOST_PRICES: [f64; 5] = [0.0, 0.01, 0.1, 1.0, 100.0];
+
+/// The number of each stage's way in [`StageWay::ALL`].
+type Ways = Vec<usize>;
+
+/// Ways that were simulated.
+struct Tried {
+    ways: Ways,
+    choice: HomeChoice,
+}
+
+pub(super) struct Search<'a> {
+    request: &'a HomeRequest<'a>,
+    placement: Vec<DeviceId>,
+    /// Of each stage, the ways that are allowed and what they cost by themselves; the leanest last.
+    offers: Vec<Vec<Offer>>,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(request: &'a HomeRequest<'a>) -> Result<Self, HomeError> {
+        let devices = request.memory.len();
+        let actions = request.schedule.actions(devices, request.micro_batches, Recompute::Never)?;
+        request.costs.check(actions.stages())?;
+        let all_at_host = vec![StageHome::HOST; actions.stages()];
+        let moves = Moves::new(&actions, &all_at_host, SLOTS[0])?;
+        let offers = (0..actions.stages()).map(|j| offers(request, &actions, &moves, j)).collect();
+        Ok(Self { request, placement: actions.placement().to_vec(), offers })
+    }
+
+    pub(super) fn best(&self) -> Result<HomeChoice, HomeError> {
+        // A model that fits loses nothing: no estimate decides about it.
+        if self.request.home != Some(Home::Host) {
+            let all = self.simulated(vec![0; self.offers.len()], 0)?;
+            if self.over(&all.choice).is_none() {
+                return Ok(all.choice);
+            }
+        }
+        let [two, one] = SLOTS.map(|slots| self.with_slots(slots));
+        match (two, one) {
+            // Where room is scarce, the second slot's can be worth more elsewhere.
+            (Ok(two), Ok(one)) if self.rank(&one, 0.0) < self.rank(&two, 0.0) => Ok(one.choice),
+            (Ok(two), _) => Ok(two.choice),
+            (Err(_), one) => one.map(|one| one.choice),
+        }
+    }
+
+    fn with_slots(&self, slots: usize) -> Result<Tried, HomeError> {
+        let leanest = self.offers.iter().map(|offers| last_of(offers)).collect();
+        let leanest = self.simulated(leanest, slots)?;
+        match self.device_over(&leanest.choice) {
+            Some(error) => Err(error),
+            None => self.beyond_leanest(&leanest, slots),
+        }
+    }
+
+    /// The best that fits with so many slots; the leanest ways do, on the devices.
+    fn beyond_leanest(&self, leanest: &Tried, slots: usize) -> Result<Tried, HomeError> {
+        let mut least_over = None;
+        for price in HOST_PRICES {
+            let best = self.knapsacks(leanest, slots, price)?;
+            match self.over(&best.choice) {
+                None => return self.changed(best, slots),
+                Some(error) => least_over = Some(error),
+            }
+        }
+        // The last price was beyond everything: with it, as little lives on the host as can be.
+        Err(least_over.unwrap_or(HomeError::HostTooSmall { needed: 0, memory: 0 }))
+    }
+
+    /// The best of several knapsacks that fits on the devices. The first room is what the leanest ways
+    /// leave; then it is corrected by what was over or left.
+    fn knapsacks(&self, leanest: &Tried, slots: usize, price: f64) -> Result<Tried, HomeError> {
+        let mut rooms = self.rooms(leanest);
+        let mut best: Option<Tried> = None;
+        for _ in 0..TRIES {
+            let Some(ways) = self.picked(&rooms, price) else { break };
+            let tried = self.simulated(ways, slots)?;
+            for (room, used) in rooms.iter_mut().zip(self.left(&tried.choice)) {
+                *room = room.saturating_add_signed(used);
+            }
+            let fits = self.device_over(&tried.choice).is_none();
+            let is_better = |best: &Tried| self.rank(&tried, price) < self.rank(best, price);
+            if fits && best.as_ref().is_none_or(is_better) {
+                best = Some(tried);
+            }
+        }
+        match best {
+            Some(best) => Ok(best),
+            None => self.simulated(leanest.ways.clone(), slots),
+        }
+    }
+
+    /// Changes single stages, then pairs of them, those first that promise most, as long as the simulated
+    /// step gets shorter.
+    fn changed(&self, mut best: Tried, slots: usize) -> Result<Tried, HomeError> {
+        let mut left = CHANGES;
+        while let Some(better) = self.better(&best, slots, &mut left)? {
+            best = better;
+        }
+        Ok(best)
+    }
+
+    /// The first change that makes the simulated step shorter and fits.
+    fn better(
+        &self,
+        best: &Tried,
+        slots: usize,
+        left: &mut usize,
+    ) -> Result<Option<Tried>, HomeError> {
+        for ways in self.changes(best, *left) {
+            *left -= 1;
+            let tried = self.simulated(ways, slots)?;
+            let is_shorter = self.rank(&tried, 0.0) < self.rank(best, 0.0) * ROUNDING;
+            if is_shorter && self.over(&tried.choice).is_none() {
+                return Ok(Some(tried));
+            }
+        }
+        Ok(None)
+    }
+
+    /// At most `most` changes: of single stages by what they would gain by themselves, also those that
+    /// would lose, because the simulation may know better; then of two stages, where one gives its room
+    /// to the other.
+    fn changes(&self, best: &Tried, most: usize) -> Vec<Ways> {
+        let mut singles = Vec::new();
+        for (j, offers) in self.offers.iter().enumerate() {
+            let now = self.offer(j, best.ways[j]).seconds;
+            let others = offers.iter().filter(|(number, _)| *number != best.ways[j]);
+            singles.extend(others.map(|(number, cost)| (now - cost.seconds, j, *number)));
+        }
+        singles.sort_by(|(a, ..), (b, ..)| b.total_cmp(a));
+        let changed = |changes: &[(f64, usize, usize)]| {
+            let mut ways = best.ways.clone();
+            changes.iter().for_each(|(_, j, number)| ways[*j] = *number);
+            ways
+        };
+        let pairs = singles.iter().enumerate().flat_map(|(at, gain)| {
+            let losses = singles[at + 1..].iter().rev().filter(|loss| loss.1 != gain.1);
+            losses.map(|loss| changed(&[*gain, *loss]))
+        });
+        singles.iter().map(|single| changed(&[*single])).chain(pairs).take(most).collect()
+    }
+
+    /// What the knapsack takes for each stage, device by device.
+    fn picked(&self, rooms: &[u64], price: f64) -> Option<Ways> {
+        let mut ways = vec![0; self.offers.len()];
+        let price = price * self.price_of_a_byte();
+        for (d, room) in rooms.iter().enumerate() {
+            let here: Vec<_> =
+                (0..ways.len()).filter(|j| self.placement[*j].index() == d).collect();
+            let priced = |(number, cost): &Offer| {
+                let seconds = cost.seconds + price * cost.host_bytes as f64;
+                (*number, WayCost { seconds, ..*cost })
+            };
+            let offers: Vec<Vec<_>> =
+                here.iter().map(|j| self.offers[*j].iter().map(priced).collect()).collect();
+            for (j, number) in here.iter().zip(knapsack::pick(&offers, *room)?) {
+                ways[*j] = number;
+            }
+        }
+        Some(ways)
+    }
+
+    /// All time over all bytes that could live on the host.
+    fn price_of_a_byte(&self) -> f64 {
+        let leanest = || self.offers.iter().filter_map(|offers| offers.last());
+        let seconds: f64 = leanest().map(|(_, cost)| cost.seconds).sum();
+        let bytes: f64 = leanest().map(|(_, cost)| cost.host_bytes as f64).sum();
+        seconds / bytes.max(1.0)
+    }
+
+    /// What the stages' own bytes may be on each device: its memory without what they share.
+    fn rooms(&self, leanest: &Tried) -> Vec<u64> {
+        let own = |d: usize, number: &dyn Fn(usize) -> usize| -> u64 {
+            let here = (0..self.offers.len()).filter(|j| self.placement[*j].index() == d);
+            here.map(|j| self.offer(j, number(j)).device_bytes).fold(0, u64::saturating_add)
+        };
+        let room = |(d, memory): (usize, &Option<u64>)| match memory {
+            // Room for the largest ways, with what their rounding takes.
+            None => own(d, &|j| self.offers[j][0].0).saturating_mul(2),
+            Some(memory) => {
+                let leanest_own = own(d, &|j| leanest.ways[j]);
+                let shared = leanest.choice.peak_bytes()[d].saturating_sub(leanest_own);
+                memory.saturating_sub(shared)
+            }
+        };
+        self.request.memory.iter().enumerate().map(room).collect()
+    }
+
+    /// The bytes that each device has left, below 0 where it is over; 0 where there is no limit.
+    fn left(&self, choice: &HomeChoice) -> Vec<i64> {
+        let left = |(memory, peak): (&Option<u64>, u64)| {
+            let memory = memory.unwrap_or(peak);
+            i64::try_from(i128::from(memory) - i128::from(peak)).unwrap_or(i64::MIN)
+        };
+        self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
+    }
+
+    fn offer(&self, stage: usize, number: usize) -> WayCost {
+        let offer = self.offers[stage].iter().find(|(other, _)| *other == number);
+        offer.expect("ways are picked from the offers").1
+    }
+
+    /// The step's time, and what crosses the bus at its small price: of equal steps the one that moves
+    /// less.
+    fn rank(&self, tried: &Tried, price: f64) -> f64 {
+        let offers = tried.ways.iter().enumerate().map(|(j, number)| self.offer(j, *number));
+        let disturbance: f64 = offers.map(|offer| offer.disturbance).sum();
+        let host = price * self.price_of_a_byte() * tried.choice.host_bytes as f64;
+        tried.choice.simulation.makespan() + disturbance + host
+    }
+
+    fn simulated(&self, ways: Ways, slots: usize) -> Result<Tried, HomeError> {
+        let HomeRequest { costs, schedule, micro_batches, .. } = *self.request;
+        let devices = self.request.memory.len();
+        let mode = |way: StageWay| match way.kept {
+            Kept::Activations => Recompute::Never,
+            Kept::Input | Kept::Nothing => Recompute::ExceptLast,
+        };
+        let chosen = |j: usize| StageWay::ALL[ways[j]];
+        let recompute: Vec<_> = (0..ways.len()).map(|j| mode(chosen(j))).collect();
+        let home = |j: usize| chosen(j).home(is_trained(self.request, j));
+        let homes: Vec<_> = (0..ways.len()).map(home).collect();
+        let by_stage = |stage: StageId| recompute[stage.index()];
+        let actions = schedule.actions_by_stage(devices, micro_batches, by_stage)?;
+        let moves = Moves::new(&actions, &homes, slots)?;
+        let simulation = simulate_moves(&actions, &moves, costs)?;
+        let host = (0..ways.len()).map(|j| self.offer(j, ways[j]).host_bytes);
+        let host_bytes = host.fold(0, u64::saturating_add);
+        let choice = HomeChoice { recompute, actions, moves, simulation, host_bytes };
+        Ok(Tried { ways, choice })
+    }
+
+    fn over(&self, choice: &HomeChoice) -> Option<HomeError> {
+        let memory = self.request.host_memory.filter(|memory| choice.host_bytes > *memory);
+        let host =
+            || memory.map(|memory| HomeError::HostTooSmall { needed: choice.host_bytes, memory });
+        self.device_over(choice).or_else(host)
+    }
+
+    fn device_over(&self, choice: &HomeChoice) -> Option<HomeError> {
+        let peaks = choice.peak_bytes();
+        let limits = self.request.memory.iter().zip(&peaks).enumerate();
+        let over = |(d, (memory, peak)): (usize, (&Option<u64>, &u64))| {
+            memory.filter(|memory| peak > memory).map(|memory| (d, *peak, memory))
+        };
+        let (d, needed, memory) = limits.filter_map(over).next()?;
+        let fetched = self.request.home != Some(Home::Device);
+        let stage = self.largest(d, fetched);
+        Some(HomeError::DeviceTooSmall { device: DeviceId::at(d), stage, needed, memory, fetched })
+    }
+
+    /// The stage that takes most of a device while it is at work.
+    fn largest(&self, device: usize, fetched: bool) -> StageId {
+        let bytes = |j: &usize| {
+            let cost = &self.request.costs.stages[*j];
+            let weights = if fetched { cost.fetched_bytes } else { cost.parameter_bytes };
+            weights.saturating_add(cost.gradient_bytes).saturating_add(cost.activation_bytes)
+        };
+        let here = (0..self.offers.len()).filter(|j| self.placement[*j].index() == device);
+        StageId::at(here.max_by_key(bytes).unwrap_or(0))
+    }
+}
+
+fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize) -> Vec<Offer> {
+    let is_fetch = |one: &&Move| one.kind == MoveKind::Fetch && one.stage.index() == j;
+    let step = StageStep {
+        costs: request.costs,
+        actions,
+        stage: StageId::at(j),
+        trained: is_trained(request, j),
+        fetches: moves.lists().iter().flatten().filter(is_fetch).count(),
+    };
+    let ways = StageWay::ALL.into_iter().enumerate();
+    let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
+    allowed.map(|(number, way)| (number, step.cost(way))).collect()
+}
+
+fn last_of(offers: &[Offer]) -> usize {
+    offers.last().map_or(0, |(number, _)| *number)
+}
+
+fn is_trained(request: &HomeRequest<'_>, stage: usize) -> bool {
+    request.trained.get(stage).copied().unwrap_or(true)
+}

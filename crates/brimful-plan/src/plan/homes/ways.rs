@@ -1,0 +1,142 @@
+//! The ways in which one stage can be run, with the bytes and the time that each would take.
+
+use crate::schedule::{Actions, Costs, Home, StageCost, StageHome, StageId};
+
+/// How a stage is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StageWay {
+    pub(super) weights: Home,
+    pub(super) kept: Kept,
+}
+
+/// What becomes of a micro-batch between its forward and its backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kept {
+    /// Input and activations stay.
+    Activations,
+    /// The input stays; the activations are computed again.
+    Input,
+    /// The input waits on the host; the activations are computed again.
+    Nothing,
+}
+
+impl StageWay {
+    /// All ways, the leanest last.
+    pub(super) const ALL: [Self; 6] = [
+        Self { weights: Home::Device, kept: Kept::Activations },
+        Self { weights: Home::Device, kept: Kept::Input },
+        Self { weights: Home::Device, kept: Kept::Nothing },
+        Self { weights: Home::Host, kept: Kept::Activations },
+        Self { weights: Home::Host, kept: Kept::Input },
+        Self { weights: Home::Host, kept: Kept::Nothing },
+    ];
+
+    pub(super) fn home(self, trained: bool) -> StageHome {
+        let boundaries = if self.kept == Kept::Nothing { Home::Host } else { Home::Device };
+        StageHome { weights: self.weights, boundaries, trained }
+    }
+}
+
+/// What a way of one stage takes by itself; what it shares with others the simulation tells.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct WayCost {
+    pub(super) device_bytes: u64,
+    pub(super) host_bytes: u64,
+    pub(super) seconds: f64,
+    /// The part of the seconds by which copies make the compute beside them slower.
+    pub(super) disturbance: f64,
+}
+
+/// Copies beside matrix products make those slower, by this part of the copies' time (measured: 8 GiB
+/// of copies cost 160 ms of products 2.3 ms). It lets the planner leave on the device what fits.
+const DISTURBANCE: f64 = 0.015;
+
+/// One stage in one step.
+pub(super) struct StageStep<'a> {
+    pub(super) costs: &'a Costs,
+    pub(super) actions: &'a Actions,
+    pub(super) stage: StageId,
+    pub(super) trained: bool,
+    /// How often its weights are fetched where they live on the host.
+    pub(super) fetches: usize,
+}
+
+impl StageStep<'_> {
+    pub(super) fn cost(&self, way: StageWay) -> WayCost {
+        let cost = &self.costs.stages[self.stage.index()];
+        let input = self.costs.input_bytes_of(self.stage);
+        // The schedule was made without recompute: what it holds are micro-batches under way.
+        let under_way = self.actions.held(self.stage) as u64;
+        let boundaries = under_way.saturating_mul(input);
+        let kept = match way.kept {
+            Kept::Activations => {
+                under_way.saturating_mul(cost.activation_bytes).saturating_add(boundaries)
+            }
+            Kept::Input => boundaries,
+            Kept::Nothing => 0,
+        };
+        let at_home = match way.weights {
+            Home::Device => 0,
+            Home::Host => self.home_bytes(cost),
+        };
+        let resident = cost
+            .parameter_bytes
+            .saturating_add(cost.gradient_bytes)
+            .saturating_add(cost.optimizer_bytes);
+        let bus = self.bus_times(way, cost, input as f64);
+        let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 2.0 * bus.boundaries);
+        WayCost {
+            device_bytes: kept.saturating_add(if way.weights == Home::Device {
+                resident
+            } else {
+                0
+            }),
+            host_bytes: at_home.saturating_add(if way.kept == Kept::Nothing {
+                boundaries
+            } else {
+                0
+            }),
+            seconds: self.seconds(way, cost, bus) + disturbance,
+            disturbance,
+        }
+    }
+
+    /// The weights, their gradients as they arrive, and the optimizer's state.
+    fn home_bytes(&self, cost: &StageCost) -> u64 {
+        let gradients = if self.trained { cost.sent_bytes } else { 0 };
+        cost.home_bytes.saturating_add(cost.optimizer_bytes).saturating_add(gradients)
+    }
+
+    fn bus_times(&self, way: StageWay, cost: &StageCost, input: f64) -> BusTimes {
+        let m = self.actions.micro_batches() as f64;
+        let bus = self.costs.bus;
+        let at_host = way.weights == Home::Host;
+        let only_if = |is_so: bool, time: f64| if is_so { time } else { 0.0 };
+        let fetches = self.fetches as f64 / 2.0;
+        BusTimes {
+            fetch: only_if(at_host, fetches * cost.fetched_bytes as f64 / bus.inward),
+            sent: only_if(at_host && self.trained, cost.sent_bytes as f64 / bus.outward),
+            boundaries: only_if(way.kept == Kept::Nothing, m * input / bus.both),
+        }
+    }
+
+    /// Compute and bus run beside each other, so the longer one counts, forward and backward each for
+    /// itself: that is where breadth first puts one fetch each.
+    fn seconds(&self, way: StageWay, cost: &StageCost, bus: BusTimes) -> f64 {
+        let m = self.actions.micro_batches() as f64;
+        let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
+        let updates = way.weights == Home::Host && self.trained;
+        let update = if updates { cost.home_update } else { 0.0 };
+        let forward = (m * cost.forward).max(bus.fetch).max(bus.boundaries).max(update);
+        let backward = (m * (cost.backward + again)).max(bus.fetch + bus.boundaries).max(bus.sent);
+        forward + backward
+    }
+}
+
+/// What a stage's moves take in each half of a step.
+#[derive(Debug, Clone, Copy)]
+struct BusTimes {
+    fetch: f64,
+    sent: f64,
+    boundaries: f64,
+}

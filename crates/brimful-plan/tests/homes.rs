@@ -1,0 +1,241 @@
+//! Where stages live, and what they keep, recompute and offload.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::plan::homes::{HomeChoice, HomeError, HomeRequest, choose};
+use brimful_plan::schedule::{
+    BusCost, Costs, Home, Moves, Recompute, Schedule, StageCost, StageHome, StageId, simulate_moves,
+};
+use proptest::prelude::*;
+
+const GB: u64 = 1_000_000_000;
+
+/// A block of a GPT of width 2,048 in micro-batches of 4 × 1,024 tokens: bf16 compute, f32 masters
+/// and AdamW.
+fn block() -> StageCost {
+    let parameters = 50_000_000;
+    StageCost {
+        forward: 0.0012,
+        backward: 0.0024,
+        recompute: 0.0012,
+        home_update: 0.0125,
+        parameter_bytes: 6 * parameters,
+        gradient_bytes: 4 * parameters,
+        optimizer_bytes: 8 * parameters,
+        home_bytes: 6 * parameters,
+        fetched_bytes: 2 * parameters,
+        sent_bytes: 4 * parameters,
+        activation_bytes: 300_000_000,
+        output_bytes: 16_777_216,
+        ..StageCost::default()
+    }
+}
+
+fn gpt() -> Costs {
+    let bus = BusCost { inward: 55e9, outward: 55e9, both: 47e9 };
+    Costs { bus, ..Costs::equal(24, block()) }
+}
+
+fn breadth_first(stages: usize) -> Schedule {
+    Schedule::BreadthFirst { stages_per_device: stages }
+}
+
+fn within(costs: &Costs, memory: u64) -> Result<HomeChoice, HomeError> {
+    let request = HomeRequest::new(costs, breadth_first(costs.stages.len()), 1, 8);
+    choose(&HomeRequest { memory: vec![Some(memory)], ..request })
+}
+
+#[test]
+fn a_model_that_fits_loses_nothing() {
+    let costs = gpt();
+    let choice = within(&costs, 200 * GB).unwrap();
+    assert_eq!(choice.at_host(), 0);
+    assert!(choice.moves.is_empty());
+    assert_eq!(choice.recompute, [Recompute::Never; 24]);
+    assert_eq!(choice.host_bytes, 0);
+}
+
+#[test]
+fn more_memory_never_makes_a_longer_step() {
+    let costs = gpt();
+    let mut last = f64::INFINITY;
+    for memory in [5, 12, 20, 40, 80] {
+        let choice = within(&costs, memory * GB).unwrap();
+        assert!(choice.peak_bytes()[0] <= memory * GB);
+        let step = choice.simulation.makespan();
+        assert!(step <= last * 1.001, "{memory} GB: {step} after {last}");
+        last = step;
+    }
+}
+
+#[test]
+fn what_fits_stays_on_the_device() {
+    let costs = gpt();
+    let at_host = |memory: u64| within(&costs, memory * GB).unwrap().at_host();
+    // Below, the room is worth more for activations: they save a recompute, and the bus is not the
+    // bottleneck.
+    assert!(at_host(5) >= 20);
+    assert!(at_host(60) < at_host(40) && at_host(40) < 24);
+}
+
+#[test]
+fn one_slot_is_taken_where_two_are_too_many() {
+    let costs = gpt();
+    let smallest = |slots: usize| {
+        (0..100).map(|tenth| tenth * GB / 10).find(|memory| {
+            within(&costs, *memory).is_ok_and(|choice| choice.moves.slots() >= slots)
+        })
+    };
+    let (one, two) = (smallest(1).unwrap(), smallest(2).unwrap());
+    assert!(one < two, "{one} {two}");
+    assert_eq!(within(&costs, one).unwrap().moves.slots(), 1);
+}
+
+#[test]
+fn nothing_that_fits_is_said_with_numbers() {
+    let mut costs = gpt();
+    costs.stages[7].fetched_bytes *= 4;
+    assert_eq!(
+        within(&costs, GB / 10).unwrap_err().to_string(),
+        "device 0 needs 1.20 GiB and has 95.4 MiB, with one slot for weights at home, everything recomputed \
+         and boundaries on the host: stage 7 is its largest; cut it finer, or use smaller micro-batches"
+    );
+    let request = HomeRequest {
+        memory: vec![Some(12 * GB)],
+        host_memory: Some(4 * GB),
+        ..HomeRequest::new(&costs, breadth_first(24), 1, 8)
+    };
+    assert_eq!(
+        choose(&request).unwrap_err().to_string(),
+        "the host needs 12.7 GiB for the stages that do not fit on their devices, and has 3.73 GiB: use a \
+         larger host, more devices, or an optimizer with less state"
+    );
+    let resident = HomeRequest { home: Some(Home::Device), ..request.clone() };
+    let refused = choose(&resident).unwrap_err().to_string();
+    assert!(
+        refused.contains("and has 11.2 GiB, with the weights on the device, every"),
+        "{refused}"
+    );
+    assert!(choose(&HomeRequest { memory: vec![], ..request }).is_err());
+}
+
+#[test]
+fn a_small_host_leaves_more_on_the_device() {
+    let costs = gpt();
+    let request = HomeRequest {
+        memory: vec![Some(16 * GB)],
+        ..HomeRequest::new(&costs, breadth_first(24), 1, 8)
+    };
+    let free = choose(&request).unwrap();
+    let bound = HomeRequest { host_memory: Some(free.host_bytes * 3 / 4), ..request };
+    let choice = choose(&bound).unwrap();
+    assert!(choice.host_bytes <= free.host_bytes * 3 / 4);
+}
+
+#[test]
+fn homes_by_hand_are_kept() {
+    let costs = gpt();
+    let request = HomeRequest::new(&costs, breadth_first(24), 1, 8);
+    let all = choose(&HomeRequest { home: Some(Home::Host), ..request.clone() }).unwrap();
+    assert_eq!(all.at_host(), 24);
+    let memory = vec![Some(40 * GB)];
+    let none = choose(&HomeRequest { home: Some(Home::Device), memory, ..request }).unwrap();
+    assert_eq!(none.at_host(), 0);
+    assert!(none.recompute.contains(&Recompute::Never));
+    assert!(none.recompute.contains(&Recompute::ExceptLast));
+}
+
+/// The least time of all ways of all stages that fit, by simulating every one.
+fn brute_force(costs: &Costs, m: usize, memory: u64, homes: &[Home]) -> Option<f64> {
+    let s = costs.stages.len();
+    let ways: Vec<_> =
+        homes.iter().flat_map(|home| (0..3).map(move |kept| (*home, kept))).collect();
+    let mut best: Option<f64> = None;
+    for number in 0..ways.len().pow(s as u32) {
+        let way = |j: usize| ways[number / ways.len().pow(j as u32) % ways.len()];
+        let recompute = |stage: StageId| match way(stage.index()).1 {
+            0 => Recompute::Never,
+            _ => Recompute::ExceptLast,
+        };
+        let actions = breadth_first(s).actions_by_stage(1, m, recompute).unwrap();
+        let home = |j: usize| StageHome {
+            weights: way(j).0,
+            boundaries: if way(j).1 == 2 { Home::Host } else { Home::Device },
+            trained: true,
+        };
+        let homes: Vec<_> = (0..s).map(home).collect();
+        for slots in 1..=2 {
+            let moves = Moves::new(&actions, &homes, slots).unwrap();
+            let step = simulate_moves(&actions, &moves, costs).unwrap();
+            if step.devices()[0].peak_bytes <= memory {
+                best = Some(best.map_or(step.makespan(), |best| best.min(step.makespan())));
+            }
+        }
+    }
+    best
+}
+
+fn small_costs() -> impl Strategy<Value = Costs> {
+    let stage = (1u32..10, 1u32..10, 1u64..50, 1u64..60, 1u64..12);
+    let stage = stage.prop_map(|(forward, backward, weights, activations, output)| StageCost {
+        parameter_bytes: 2 * weights,
+        gradient_bytes: weights,
+        optimizer_bytes: 4 * weights,
+        home_bytes: 3 * weights,
+        fetched_bytes: weights,
+        sent_bytes: weights,
+        activation_bytes: activations,
+        output_bytes: output,
+        ..StageCost::new(f64::from(forward), f64::from(backward), 0.0)
+    });
+    (prop::collection::vec(stage, 3), 2u32..40).prop_map(|(stages, bandwidth)| {
+        let bus = BusCost::equal(f64::from(bandwidth));
+        Costs { stages, input_bytes: 5, bus, ..Costs::ticks(0) }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    /// With everything on the device only time and bytes of single stages count, and the answer is the
+    /// best there is, but for a unit of the knapsack; with a bus it is near it.
+    #[test]
+    fn as_good_as_trying_everything(costs in small_costs(), m in 1usize..4, share in 1u64..40) {
+        let whole: u64 = costs.stages.iter().map(|stage| 7 * stage.parameter_bytes / 2 + m as u64 * (stage.activation_bytes + stage.output_bytes)).sum();
+        let memory = whole * share / 40;
+        let request = HomeRequest { memory: vec![Some(memory)], ..HomeRequest::new(&costs, breadth_first(3), 1, m) };
+        for (home, homes) in [(Some(Home::Device), &[Home::Device][..]), (None, &[Home::Device, Home::Host][..])] {
+            let best = brute_force(&costs, m, memory, homes);
+            let choice = choose(&HomeRequest { home, ..request.clone() });
+            match (best, choice) {
+                (Some(best), Ok(choice)) => {
+                    let ratio = choice.simulation.makespan() / best;
+                    prop_assert!(ratio >= 1.0 - 1e-9);
+                    // Over thousands of such cases 0.1 % on average, and 15 % at worst.
+                    prop_assert!(ratio <= 1.25, "{ratio} of {home:?}");
+                }
+                (None, Err(_)) => {}
+                // What is under way at one time depends on the order of the copies by a little.
+                (Some(_), Err(HomeError::DeviceTooSmall { needed, memory, .. })) => {
+                    prop_assert!(needed <= memory + memory / 4, "{needed} of {memory}");
+                }
+                (best, choice) => prop_assert!(false, "{best:?} {:?}", choice.err()),
+            }
+        }
+    }
+
+    #[test]
+    fn several_devices_and_any_schedule(
+        which in 0usize..7, p in 1usize..=3, m in 1usize..=4, memory in 100u64..3_000,
+        costs in small_costs(),
+    ) {
+        let schedule = Schedule::all(2)[which];
+        let stages = p * schedule.stages_per_device();
+        let stages = costs.stages.iter().cycle().take(stages).copied().collect();
+        let costs = Costs { stages, ..costs };
+        let request = HomeRequest { memory: vec![Some(memory); p], ..HomeRequest::new(&costs, schedule, p, m) };
+        if let Ok(choice) = choose(&request) {
+            prop_assert!(choice.peak_bytes().iter().all(|peak| *peak <= memory));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Steps whose weights live on the host, simulated with a bus.
+
+#![allow(clippy::unwrap_used)]
+
+use brimful_plan::schedule::{
+    Actions, BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation,
+    Span, StageCost, StageHome, render, simulate, simulate_moves,
+};
+use proptest::prelude::*;
+
+fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) -> Actions {
+    let schedule = Schedule::BreadthFirst { stages_per_device: stages };
+    schedule.actions(1, micro_batches, recompute).unwrap()
+}
+
+/// Stages of 10 bytes of weights, a tick for each action, and a bus of `bandwidth` bytes a tick.
+fn costs(stages: usize, bandwidth: f64) -> Costs {
+    let stage = StageCost {
+        fetched_bytes: 10,
+        sent_bytes: 10,
+        gradient_bytes: 20,
+        parameter_bytes: 100,
+        optimizer_bytes: 1_000,
+        ..StageCost::new(1.0, 1.0, 1.0)
+    };
+    Costs { bus: BusCost::equal(bandwidth), ..Costs::equal(stages, stage) }
+}
+
+fn run(stages: usize, m: usize, slots: usize, bandwidth: f64) -> Simulation {
+    let actions = breadth_first(stages, m, Recompute::Never);
+    let moves = Moves::new(&actions, &vec![StageHome::HOST; stages], slots).unwrap();
+    simulate_moves(&actions, &moves, &costs(stages, bandwidth)).unwrap()
+}
+
+#[test]
+fn fetches_hide_behind_compute_where_there_is_enough_of_it() {
+    // Ten ticks a fetch; ten micro-batches make ten ticks a forward: only the first fetch and the last
+    // gradients are waited for.
+    assert_eq!(run(4, 10, 2, 1.0).makespan(), 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
+    // Half as many micro-batches: in the forward the bus is the bottleneck, in the backward it is not.
+    assert_eq!(run(4, 5, 2, 1.0).makespan(), 10.0 * 3.0 + 10.0 + 5.0 + 4.0 * 10.0 + 10.0);
+    // One slot: each of the 4 + 3 fetches is waited for.
+    assert_eq!(run(4, 10, 1, 1.0).makespan(), 7.0 * 10.0 + 4.0 * 10.0 * 3.0 + 10.0);
+}
+
+#[test]
+fn both_directions_slow_each_other_down() {
+    let actions = breadth_first(2, 1, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 2], 1).unwrap();
+    let bus = BusCost { inward: 10.0, outward: 10.0, both: 5.0 };
+    let step = simulate_moves(&actions, &moves, &Costs { bus, ..costs(2, 1.0) }).unwrap();
+    let told: Vec<_> =
+        step.moves()[0].iter().map(|span| (span.moved.to_string(), span.start, span.end)).collect();
+    let told: Vec<_> =
+        told.iter().map(|(name, start, end)| (name.as_str(), *start, *end)).collect();
+    assert_eq!(
+        told,
+        [
+            ("fetch 0", 0.0, 1.0),
+            ("fetch 1", 2.0, 3.0),
+            // Stage 1's gradients leave while stage 0's weights come.
+            ("fetch 0", 6.0, 8.0),
+            ("gradients home 1", 6.0, 8.0),
+            ("gradients home 0", 10.0, 11.0),
+        ]
+    );
+    assert_eq!(step.makespan(), 11.0);
+}
+
+#[test]
+fn slots_take_the_place_of_resident_weights() {
+    let resident = |stages: usize| {
+        let actions = breadth_first(stages, 2, Recompute::Never);
+        simulate(&actions, &costs(stages, 1.0)).unwrap().devices()[0].peak_bytes
+    };
+    assert_eq!(resident(8), 8 * 1_120);
+    // Two slots, the gradients of one stage, and those of the one before on their way.
+    assert_eq!(run(8, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
+    assert_eq!(run(16, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
+    assert_eq!(run(8, 10, 1, f64::INFINITY).devices()[0].peak_bytes, 10 + 20);
+}
+
+#[test]
+fn boundaries_on_the_host_free_the_device() {
+    let peak = |boundaries: Home, stages: usize| {
+        let actions = breadth_first(stages, 4, Recompute::Always);
+        let homes = vec![StageHome { boundaries, ..StageHome::HOST }; stages];
+        let moves = Moves::new(&actions, &homes, 2).unwrap();
+        let mut costs = costs(stages, f64::INFINITY);
+        costs.stages.iter_mut().for_each(|stage| stage.output_bytes = 1_000);
+        simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
+    };
+    // Two slots, gradients, and the boundaries: all of them, or those of the stages at work.
+    assert!(peak(Home::Device, 8) > 7 * 4 * 1_000);
+    assert_eq!(peak(Home::Host, 8), peak(Home::Host, 16));
+    assert!(peak(Home::Host, 8) < 10_000);
+}
+
+/// Moved in time, a measured step with its moves is the simulated one.
+#[test]
+fn a_measured_step_keeps_its_moves() {
+    let step = run(3, 4, 2, 5.0);
+    let actions = breadth_first(3, 4, Recompute::Never);
+    let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let late_move =
+        |span: &MoveSpan| MoveSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let timeline = vec![step.timeline()[0].iter().map(late).collect::<Vec<_>>()];
+    let moves = vec![step.moves()[0].iter().map(late_move).collect::<Vec<_>>()];
+    let measured = Simulation::measured_with_moves(&actions, &timeline, &moves, &[]);
+    assert_eq!(measured.moves(), step.moves());
+    assert_eq!(measured.timeline(), step.timeline());
+    assert_eq!(measured.makespan(), step.makespan());
+}
+
+/// The host updates the stages in their order behind the forward, which waits for what it fetches.
+#[test]
+fn a_fetch_waits_for_its_stages_update() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let mut costs = costs(3, 10.0);
+    costs.stages.iter_mut().for_each(|stage| stage.home_update = 5.0);
+    let step = simulate_moves(&actions, &moves, &costs).unwrap();
+    let starts: Vec<_> = (step.moves()[0].iter())
+        .filter(|span| span.moved.kind == MoveKind::Fetch)
+        .map(|span| span.start)
+        .collect();
+    assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
+    // Frozen stages are not updated.
+    let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
+    let moves = Moves::new(&actions, &frozen, 2).unwrap();
+    assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().moves()[0][0].start, 0.0);
+}
+
+#[test]
+fn moves_of_another_schedule_are_refused() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let other = breadth_first(3, 4, Recompute::Never);
+    let moves = Moves::new(&other, &[StageHome::HOST; 3], 2).unwrap();
+    assert!(simulate_moves(&actions, &moves, &costs(3, 1.0)).is_err());
+    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let refused = simulate_moves(&actions, &moves, &costs(3, 0.0)).unwrap_err().to_string();
+    assert_eq!(
+        refused,
+        "the inward bandwidth of the bus is 0: it must be above 0 (infinite for moves that take no time)"
+    );
+}
+
+fn home() -> impl Strategy<Value = StageHome> {
+    let place = || prop::sample::select(vec![Home::Device, Home::Host]);
+    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageHome {
+        weights,
+        boundaries,
+        trained,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Without moves the clock tells the times that the dependencies tell.
+    #[test]
+    fn nothing_moves_as_if_there_were_no_bus(
+        which in 0usize..7, v in 1usize..=3, p in 1usize..=4, m in 1usize..=6, latency in 0u32..4,
+    ) {
+        let actions = Schedule::all(v)[which].actions(p, m, Recompute::ExceptLast).unwrap();
+        let mut costs = costs(actions.stages(), 1.0);
+        costs.link.latency = f64::from(latency);
+        let moves = Moves::new(&actions, &vec![StageHome::DEVICE; actions.stages()], 2).unwrap();
+        let clocked = simulate_moves(&actions, &moves, &costs).unwrap();
+        let plain = simulate(&actions, &costs).unwrap();
+        let times = |step: &Simulation| -> Vec<_> {
+            step.timeline().iter().flatten().map(|span| (span.action, span.start, span.end)).collect()
+        };
+        prop_assert_eq!(times(&clocked), times(&plain));
+        prop_assert_eq!(clocked.makespan(), plain.makespan());
+        let held = |step: &Simulation| -> Vec<_> { step.devices().iter().map(|d| d.peak_held).collect() };
+        prop_assert_eq!(held(&clocked), held(&plain));
+    }
+
+    /// Every action and every move happens, and nothing is used before it is there.
+    #[test]
+    fn every_step_comes_to_its_end(
+        which in 0usize..7, v in 1usize..=3, p in 1usize..=3, m in 1usize..=5, slots in 1usize..=3,
+        homes in prop::collection::vec(home(), 12), bandwidth in 1u32..40, bytes in 0u64..50,
+        recompute in prop::sample::select(Recompute::ALL.to_vec()),
+    ) {
+        let actions = Schedule::all(v)[which].actions(p, m, recompute).unwrap();
+        let homes = &homes[..actions.stages()];
+        let moves = Moves::new(&actions, homes, slots).unwrap();
+        let mut costs = costs(actions.stages(), f64::from(bandwidth));
+        costs.stages.iter_mut().for_each(|stage| stage.output_bytes = bytes);
+        let step = simulate_moves(&actions, &moves, &costs).unwrap();
+        for (d, list) in actions.lists().iter().enumerate() {
+            prop_assert_eq!(step.timeline()[d].len(), list.len());
+            let copied = moves.of(d).iter().filter(|one| one.kind != MoveKind::Release).count();
+            prop_assert_eq!(step.moves()[d].len(), copied);
+            for (at, span) in step.timeline()[d].iter().enumerate() {
+                let is_needed = |one: &&MoveSpan| {
+                    one.moved.kind == MoveKind::Fetch && one.moved.stage == span.action.stage && one.moved.before <= at
+                };
+                let fetched = step.moves()[d].iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
+                prop_assert!(fetched <= span.start);
+            }
+        }
+        let panel = render::Panel { title: "moves", actions: &actions, simulation: &step };
+        prop_assert!(render::svg(&[panel]).ends_with("</svg>\n"));
+        let trace: serde_json::Value =
+            serde_json::from_str(&render::trace(&actions, &costs, &step)).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let spans = events.iter().filter(|event| event["ph"] == "X").count();
+        let all = step.timeline().iter().map(Vec::len).sum::<usize>()
+            + step.moves().iter().map(Vec::len).sum::<usize>();
+        prop_assert_eq!(spans, all);
+        prop_assert!(!render::grid_with_moves(&actions, &moves).unwrap().to_string().is_empty());
+        let plain = simulate(&actions, &costs).unwrap();
+        prop_assert!(step.makespan() >= plain.makespan() * (1.0 - 1e-9));
+    }
+}
