@@ -81,7 +81,8 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
     for &home in &options.homes {
-        let name = if home == HomeArgument::Host { "at home" } else { "on the card" };
+        let name =
+            if home == HomeArgument::Host { "brimful, at home" } else { "brimful, on the card" };
         progress.row(name);
         let mut contestant = Contestant::new(options, device, home)?;
         for &count in &options.counts {
@@ -180,6 +181,7 @@ impl Contestant {
             seconds_last_update: waited,
             tokens_per_s: (samples * options.tokens) as f64 / seconds,
             peak_bytes: peak,
+            memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
     }
 }
@@ -198,4 +200,6 @@ struct OffloadRow {
     seconds_last_update: f64,
     tokens_per_s: f64,
     peak_bytes: Option<Bytes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_limit: Option<String>,
 }

@@ -6,6 +6,7 @@ mod chart;
 mod convergence;
 mod memory;
 mod micro;
+mod offload;
 mod pipeline;
 mod ranks;
 mod row;
@@ -35,10 +36,11 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 8] = [
+const BENCHES: [(&str, Views); 9] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
+    ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
     ("ranks", (ranks::tables, ranks::panels)),
     ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),

@@ -1,0 +1,79 @@
+//! Models that live on the host, beside the same ones on their device and what others make of them.
+
+use super::chart::{Bar, BarPanel};
+use super::row::ResultRow;
+use super::table::{Table, TableCell, TableColumn, TableLine};
+
+const COLUMNS: [TableColumn; 6] = [
+    ("contestant", "contestant"),
+    ("seconds", "s a step"),
+    ("tokens_per_s", "tokens/s"),
+    ("ratio", "of brimful on the card"),
+    ("seconds_backward", "of it backward"),
+    ("peak_bytes", "peak MiB"),
+];
+
+/// What everything is measured against.
+const ON_THE_CARD: &str = "brimful, on the card";
+
+pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
+    let table = |work: String| {
+        let of_work: Vec<_> = rows.iter().filter(|row| name(row) == work).collect();
+        let card = of_work.iter().find(|row| row.contestant() == ON_THE_CARD);
+        let card = card.and_then(|row| row.number("tokens_per_s"));
+        let line = |row: &&&ResultRow| match row.error() {
+            Some(error) => {
+                TableLine::Failed(vec![TableCell::text(row.contestant())], error.to_owned())
+            }
+            None => {
+                let rate = row.number("tokens_per_s");
+                TableLine::Figures(vec![
+                    TableCell::text(row.contestant()),
+                    TableCell::Number(row.number("seconds")),
+                    TableCell::Count(rate),
+                    TableCell::Ratio(rate.zip(card).map(|(rate, card)| rate / card), 2),
+                    TableCell::Number(row.number("seconds_backward")),
+                    TableCell::Bytes(row.number("peak_bytes")),
+                ])
+            }
+        };
+        let lines = of_work.iter().map(line).collect();
+        Table { title: work, columns: COLUMNS.into(), lines }
+    };
+    works(rows).into_iter().map(table).collect()
+}
+
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
+    let panel = |work: String| {
+        let bar = |row: &&&ResultRow| {
+            let rate = row.number("tokens_per_s")?;
+            Some(Bar::of(row.contestant(), row.side(), rate))
+        };
+        let bars = rows.iter().filter(|row| name(row) == work).collect::<Vec<_>>();
+        let bars = bars.iter().filter_map(bar).collect();
+        BarPanel { title: work, unit: "tokens a second", bars, mark: "", is_zoomed: false }
+    };
+    works(rows).into_iter().map(panel).collect()
+}
+
+/// Each piece of work once, in the order of its first row.
+fn works(rows: &[&ResultRow]) -> Vec<String> {
+    let mut works: Vec<String> = Vec::new();
+    for row in rows {
+        if !works.contains(&name(row)) {
+            works.push(name(row));
+        }
+    }
+    works
+}
+
+fn name(row: &ResultRow) -> String {
+    let limit = row.text("memory_limit");
+    let within = if limit.is_empty() { String::new() } else { format!(" within {limit}") };
+    format!(
+        "GPT {}, {} micro-batches of {}{within}",
+        row.text("shape"),
+        row.text("micro_batches"),
+        row.text("sequences")
+    )
+}
