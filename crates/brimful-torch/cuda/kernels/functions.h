@@ -8,6 +8,7 @@
 #include "../../kernels/norm_arguments.h"
 #include "batch_norm.h"
 #include "card.h"
+#include "number_kind.h"
 #include "source.h"
 
 #include <cstdint>
@@ -18,9 +19,6 @@ namespace brimful::kernels {
 
 // For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
 std::string describe(int device);
-
-// Kinds of numbers, as kernels/prelude.cuh has them.
-enum class NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 // On the current stream of the current device, which the pointers are of.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
