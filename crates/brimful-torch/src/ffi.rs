@@ -155,6 +155,12 @@ unsafe extern "C" {
         bytes: *mut usize,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_kernels_compile_ahead(
+        source: *const c_char,
+        defines: *const c_char,
+        architecture: i32,
+        message: Message,
+    ) -> i32;
 
     pub(crate) fn brimful_batch_norm(
         norm: *const RawNorm,

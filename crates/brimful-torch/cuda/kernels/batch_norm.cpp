@@ -121,11 +121,11 @@ std::vector<Compiling> likely(const Reading& reading) {
   forward(kWhole, 1, 0);
   forward(kWhole, 1, 2);
   forward(kWhole, 1, 1);
-  for (const int more : {0, 1}) {
-    backward({2, more, 1, 0, 0});
-    backward({2, more, 0, 1, 0});
-  }
+  backward({2, 0, 1, 0, 0});
   backward({1, 0, 0, 0, 0});
+  // What another block follows is used by it twice.
+  backward({2, 1, 1, 0, 0});
+  backward({2, 1, 0, 1, 0});
   backward({1, 0, 0, 0, 1});
   return all;
 }
