@@ -351,6 +351,13 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_rotary(
+        x: *const RawTensor,
+        cos: *const RawTensor,
+        sin: *const RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_activation(
         x: *const RawTensor,
         bias: *const RawTensor,

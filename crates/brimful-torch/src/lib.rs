@@ -52,6 +52,7 @@ pub mod norm;
 pub mod optim;
 pub mod random;
 mod replaced;
+pub mod rotary;
 pub mod stream;
 pub mod threads;
 pub mod touched;

@@ -6,6 +6,7 @@
 #include "../../kernels/column_sums_arguments.h"
 #include "../../kernels/cross_entropy_arguments.h"
 #include "../../kernels/norm_arguments.h"
+#include "../../kernels/rotary_arguments.h"
 #include "batch_norm.h"
 #include "card.h"
 #include "number_kind.h"
@@ -28,6 +29,9 @@ int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind);
 void norm_backward(const NormBackwardArguments& arguments, NumberKind kind);
 void column_sums(const ColumnSumsArguments& arguments);
 
+// `total` is a number for each pair, whatever a thread reads at once.
+void rotary(const RotaryArguments& arguments, NumberKind kind);
+
 // As kernels/activation.cu and src/activation.rs number them.
 enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
 // How many rows of partial sums a backward writes.
@@ -47,6 +51,7 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;
   decltype(&brimful::kernels::norm_backward) norm_backward;
   decltype(&brimful::kernels::column_sums) column_sums;
+  decltype(&brimful::kernels::rotary) rotary;
   decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
   decltype(&brimful::kernels::activation) activation;
   decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
