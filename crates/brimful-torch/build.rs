@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 27] = [
+const SOURCES: [&str; 28] = [
     "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
@@ -34,6 +34,7 @@ const SOURCES: [&str; 27] = [
     "bridge/optim.cpp",
     "bridge/own_generator.cpp",
     "bridge/refusals.cpp",
+    "bridge/rotary.cpp",
     "bridge/start.cpp",
     "bridge/streams.cpp",
     "bridge/touched.cpp",
@@ -43,7 +44,7 @@ const SOURCES: [&str; 27] = [
     "cuda/kernels/compiler.cpp",
 ];
 
-const CUDA_SOURCES: [&str; 13] = [
+const CUDA_SOURCES: [&str; 14] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
@@ -57,6 +58,7 @@ const CUDA_SOURCES: [&str; 13] = [
     "cuda/kernels/kernel.cpp",
     "cuda/kernels/norm.cpp",
     "cuda/kernels/object.cpp",
+    "cuda/kernels/rotary.cpp",
 ];
 
 fn main() {

@@ -7,9 +7,10 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::layers::Model;
-use brimful::{Bytes, Loss, MicroBatcher, Size, World};
-use brimful_cli::setting::{self, MODELS, ModelName, NumberType, clear_gradients, words};
+use brimful::{Bytes, MicroBatcher, Size, World};
+use brimful_cli::setting::{
+    self, LossModel, MODELS, ModelName, NumberType, clear_gradients, words,
+};
 use brimful_torch::threads;
 use clap::Args;
 use serde::Serialize;
@@ -77,7 +78,7 @@ struct RanksRow {
 /// A model, and what runs it: with other ranks or without.
 struct RanksContestant {
     store: VarStore,
-    model: Model,
+    model: LossModel,
     micro: MicroBatcher,
     times: StepTimes,
 }
@@ -102,10 +103,10 @@ pub(crate) fn run(options: &RanksOptions) -> Result<()> {
     for turn in 0..WARM_UP + options.repeats {
         let counts = turn >= WARM_UP;
         if world.rank() == 0 {
-            one.step(&work, &whole, counts, || Ok(()))?;
+            one.step(&whole, counts, || Ok(()))?;
         }
         let before = world.traffic()?.sent.0;
-        all.step(&work, &part, counts, || {
+        all.step(&part, counts, || {
             world.share("a step's beginning or end", &())?;
             Ok(())
         })?;
@@ -159,17 +160,11 @@ impl RanksContestant {
     }
 
     /// One step, from a moment when all are ready to one when all are done.
-    fn step(
-        &mut self,
-        work: &Workload,
-        batch: &Samples,
-        counts: bool,
-        wait: impl Fn() -> Result<()>,
-    ) -> Result<()> {
+    fn step(&mut self, batch: &Samples, counts: bool, wait: impl Fn() -> Result<()>) -> Result<()> {
         clear_gradients(&self.store)?;
         wait()?;
         let (start, model) = (Instant::now(), &self.model);
-        self.micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        self.micro.backward(batch, |(x, y)| model.loss(&x, &y, true))?;
         wait()?;
         self.times.push_if(counts, start.elapsed().as_secs_f64());
         Ok(())

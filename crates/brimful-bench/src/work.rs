@@ -4,11 +4,10 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
 use brimful::Layers;
-use brimful::layers::Model;
 use brimful_cli::data::Sample;
-use brimful_cli::setting::{self, ModelName, NumberType};
+use brimful_cli::setting::{LossModel, ModelName, NumberType};
 use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 const CLASSES: i64 = 1000;
@@ -88,8 +87,8 @@ impl Workload {
     }
 
     /// Builds the model in a store, with its number type.
-    pub(crate) fn build(&self, store: &mut VarStore) -> Result<Model> {
-        let model = self.layers()?.build(&store.root())?;
+    pub(crate) fn build(&self, store: &mut VarStore) -> Result<LossModel> {
+        let model = LossModel::build(&self.layers()?, &store.root())?;
         store.set_kind(self.dtype.kind());
         Ok(model)
     }
@@ -148,11 +147,6 @@ impl Workload {
     /// Whether its samples are images, and its layers convolutions.
     pub(crate) fn is_image(&self) -> bool {
         !matches!(self.model, ModelName::Mlp | ModelName::Gpt)
-    }
-
-    /// The loss of a model in training.
-    pub(crate) fn loss(&self, model: &Model, (x, y): &Samples) -> Tensor {
-        setting::loss(&model.forward_t(x, true), y)
     }
 
     /// The sample's size for a table: `224×224`, `12×768×512`.

@@ -11,6 +11,10 @@ use tch::nn::{Init, Module, ModuleT, Path};
 
 /// How far GPT-2's weights spread at the start.
 const SPREAD: f64 = 0.02;
+/// The name of a GPT's last layer.
+pub const GPT_HEAD: &str = "lm_head";
+/// The name of the layer with the table of tokens.
+const TOKEN_TABLE: &str = "wte";
 /// A GPU's fast kernels take a table whose rows are a multiple of this.
 const FAST_ROWS: i64 = 64;
 
@@ -71,11 +75,15 @@ pub fn gpt(config: &Gpt) -> Layers {
     let Gpt { width, vocabulary, tied, .. } = *config;
     let body = gpt_body(config);
     match tied {
-        true => {
-            body.add_sharing("lm_head", "wte", move |_, p| GptHead(table(p, vocabulary, width)))
-        }
-        false => body.add("lm_head", move |p| GptHead(table(p, vocabulary, width))),
+        true => body
+            .add_sharing(GPT_HEAD, TOKEN_TABLE, move |_, p| GptHead(table(p, vocabulary, width))),
+        false => body.add(GPT_HEAD, move |p| GptHead(table(p, vocabulary, width))),
     }
+}
+
+/// The weight of the head of a [`gpt`] that was built under this path, tied or not.
+pub fn gpt_head_weight(root: &Path) -> Option<Tensor> {
+    [GPT_HEAD, TOKEN_TABLE].iter().find_map(|layer| (root / *layer).get("weight"))
 }
 
 /// A [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width): for a
@@ -107,7 +115,7 @@ pub fn gpt_body(config: &Gpt) -> Layers {
         blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape))
     });
     Layers::new()
-        .add("wte", move |p| Embedding(table(p, vocabulary, width)))
+        .add(TOKEN_TABLE, move |p| Embedding(table(p, vocabulary, width)))
         .add("wpe", move |p| Positions(table(p, context, width)))
         .add_fn_t("drop", move |x, train| x.dropout(dropout, train))
         .add_layers("h", blocks)

@@ -29,7 +29,7 @@ mod unet;
 
 pub use amoebanet::AmoebaNet;
 pub use error::ShapeError;
-pub use gpt::{Gpt, gpt, gpt_body};
+pub use gpt::{GPT_HEAD, Gpt, gpt, gpt_body, gpt_head_weight};
 pub use mlp::mlp;
 pub use resnet::{ResNet, Stem, resnet18, resnet50, resnet101};
 pub use unet::UNet;

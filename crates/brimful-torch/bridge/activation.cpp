@@ -4,10 +4,12 @@
 // A SwiGLU's input has twice its output's columns: silu(first half) · second half.
 
 #include "guard.h"
-#include "kernels.h"
+#include "kernel_node.h"
 #include "kernel_tensors.h"
 #include "tensors.h"
+#include "touched.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -17,12 +19,11 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 using brimful::kernels::Activation;
-using brimful::kernels::KernelError;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using brimful::kernels::KernelNode;
+using brimful::kernels::SavedVariable;
+using brimful::kernels::variable_list;
 namespace kernels = brimful::kernels;
 
 namespace {
@@ -49,10 +50,11 @@ int64_t outputs_of(const at::Tensor& x, Activation function) {
 // Throws a KernelError where it cannot be had.
 at::Tensor forward_by_kernel(
     const at::Tensor& given, const at::Tensor& given_bias, Activation function) {
-  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView untracked;
   const c10::DeviceGuard there(given.device());
-  const auto x = kernels::plain(given);
-  const auto bias = kernels::plain(given_bias);
+  brimful::tell("brimful::activation", {double(function)}, {&given, &given_bias}, {});
+  const auto x = kernels::laid_out(given);
+  const auto bias = kernels::laid_out(given_bias);
   const auto outputs = outputs_of(x, function);
   auto shape = x.sizes().vec();
   shape.back() = outputs;
@@ -75,19 +77,18 @@ struct ActivationGradient {
 };
 
 void backward_by_kernel(ActivationGradient& g) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
   const c10::DeviceGuard there(g.x.device());
-  const auto x = kernels::plain(g.x);
-  const auto bias = kernels::plain(g.bias);
-  const auto of_out = kernels::plain(g.of_out);
+  const auto x = kernels::laid_out(g.x);
+  const auto bias = kernels::laid_out(g.bias);
+  const auto of_out = kernels::laid_out(g.of_out);
   const auto kind = kernels::number_kind(x);
   const auto rows = x.numel() / x.size(-1);
   const auto outputs = outputs_of(x, g.function);
   auto of_x = at::empty_like(x);
   at::Tensor partial;
-  if (g.wants_bias) {
-    const auto blocks = kernels::functions()->activation_row_blocks(rows, outputs, kind);
-    partial = at::empty({blocks, x.size(-1)}, x.options().dtype(at::kFloat));
-  }
+  const auto blocks = kernels::functions()->activation_row_blocks(rows, outputs, kind);
+  if (g.wants_bias) partial = at::empty({blocks, x.size(-1)}, x.options().dtype(at::kFloat));
   ActivationArguments arguments{};
   arguments.x = x.const_data_ptr();
   arguments.bias = kernels::pointer_or_null(bias);
@@ -97,7 +98,16 @@ void backward_by_kernel(ActivationGradient& g) {
   arguments.rows = rows;
   arguments.outputs = static_cast<int>(outputs);
   kernels::functions()->activation(arguments, kind, g.function, true);
-  if (g.wants_bias) g.of_bias = kernels::column_sums(partial, x.scalar_type());
+  if (g.wants_bias) {
+    g.of_bias = at::empty({x.size(-1)}, x.options());
+    ColumnSumsArguments sums{};
+    sums.from[0] = partial.const_data_ptr<float>();
+    sums.into[0] = g.of_bias.mutable_data_ptr();
+    sums.kind = static_cast<int>(kind);
+    sums.rows = static_cast<int>(blocks);
+    sums.columns = static_cast<int>(x.size(-1));
+    kernels::functions()->column_sums(sums);
+  }
   g.of_x = of_x;
 }
 
@@ -113,46 +123,62 @@ void backward_by_libtorch(ActivationGradient& g) {
   if (g.wants_bias) g.of_bias = g.of_x.reshape({-1, x.size(-1)}).sum(0);
 }
 
-struct Activated : torch::autograd::Function<Activated> {
-  static at::Tensor forward(
-      AutogradContext* context, const at::Tensor& x, const std::optional<at::Tensor>& bias,
-      const at::Tensor* done, Activation function) {
-    context->save_for_backward({x, bias.value_or(at::Tensor())});
-    context->saved_data["function"] = static_cast<int64_t>(function);
-    context->set_materialize_grads(false);
-    return *done;
+struct ActivationNode final : KernelNode {
+  // The edges, in this order.
+  enum Input { kX, kBias };
+
+  std::string name() const override { return "BrimfulActivationBackward"; }
+  const char* what() const override { return "an activation"; }
+
+  void let_go() override {
+    x.reset_data();
+    bias.reset_data();
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    variable_list out(4);
+  variable_list backward(variable_list&& gradients) override {
+    variable_list out(num_outputs());
     if (!gradients[0].defined()) return out;
-    kernels::refuse_second_gradient("an activation");
-    const auto saved = context->get_saved_variables();
-    ActivationGradient g;
+    ActivationGradient g{};
     g.of_out = gradients[0];
-    g.x = saved[0];
-    g.bias = saved[1];
-    g.function = static_cast<Activation>(context->saved_data["function"].toInt());
-    g.wants_bias = g.bias.defined() && context->needs_input_grad(1);
-    kernels::or_else([&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
-    out[0] = g.of_x;
-    out[1] = g.of_bias;
+    g.x = x.unpack();
+    g.bias = bias.unpack();
+    g.function = function;
+    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
+    kernels::or_else(
+        "the backward of an activation", [&] { backward_by_kernel(g); },
+        [&] { backward_by_libtorch(g); });
+    out[kX] = g.of_x;
+    out[kBias] = g.of_bias;
     return out;
   }
+
+  SavedVariable x, bias;
+  Activation function = Activation::kGeluExact;
 };
 
+// Puts the node behind what came out, where somebody wants a gradient.
+void attach(
+    const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation function) {
+  const bool wanted = kernels::wants_gradient(x) || kernels::wants_gradient(bias);
+  if (!wanted || !at::GradMode::is_enabled()) return;
+  const auto node = kernels::node_after<ActivationNode>(x, bias);
+  node->x = SavedVariable(x, false);
+  node->bias = SavedVariable(bias, false);
+  node->function = function;
+  torch::autograd::set_history(out, node);
+}
+
 at::Tensor activated(const at::Tensor& x, const at::Tensor& bias, Activation function) {
+  const auto by_operations = [&] { return by_libtorch(x, bias, function); };
   const bool has_kernel = kernels::takes(x) && x.numel() > 0 &&
                           (!bias.defined() || kernels::is_alike(x, bias));
-  if (!has_kernel) return by_libtorch(x, bias, function);
-  at::Tensor done;
-  try {
-    done = forward_by_kernel(x, bias, function);
-  } catch (const KernelError& error) {
-    kernels::refused(error.what());
-    return by_libtorch(x, bias, function);
-  }
-  return Activated::apply(x, kernels::optional(bias), &done, function);
+  if (!has_kernel) return by_operations();
+  const auto by_kernel = [&] {
+    auto out = forward_by_kernel(x, bias, function);
+    attach(out, x, bias, function);
+    return out;
+  };
+  return kernels::or_else("an activation", by_kernel, by_operations);
 }
 
 }  // namespace
@@ -172,7 +198,7 @@ int32_t brimful_activation(
     TORCH_CHECK(
         bias == nullptr || (bias->dim() == 1 && bias->size(0) == x->size(-1)),
         "a bias must have one number for each of the ", x->size(-1), " columns");
-    *out = new at::Tensor(activated(*x, bias == nullptr ? at::Tensor() : *bias, which));
+    *out = new at::Tensor(activated(*x, brimful::or_none(bias), which));
   });
 }
 

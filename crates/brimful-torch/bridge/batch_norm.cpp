@@ -4,38 +4,27 @@
 #include "../cuda/kernels/batch_norm.h"
 
 #include "guard.h"
-#include "kernels.h"
+#include "kernel_node.h"
+#include "kernel_tensors.h"
 #include "mirrored.h"
 #include "tensors.h"
 #include "touched.h"
-#include "version.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include <mutex>
 #include <optional>
 #include <utility>
 
 using brimful::guarded;
+using brimful::or_none;
 using namespace brimful::kernels;
-using torch::autograd::variable_list;
-
-BRIMFUL_READ_AGAIN(
-    "torch::autograd::Node, set_history and set_gradient_edge, and how generated nodes keep and "
-    "release what they save");
 
 namespace {
 
-at::Tensor given(const at::Tensor* tensor) { return tensor == nullptr ? at::Tensor() : *tensor; }
-
-Norm norm_of(const BrimfulNorm& raw) {
+BatchNormGiven norm_of(const BrimfulNorm& raw) {
   return {
-      *raw.x, given(raw.weight), given(raw.bias), given(raw.running_mean),
-      given(raw.running_variance), raw.training, raw.momentum, raw.eps};
+      *raw.x, or_none(raw.weight), or_none(raw.bias), or_none(raw.running_mean),
+      or_none(raw.running_variance), raw.training, raw.momentum, raw.eps};
 }
 
 at::MemoryFormat channels_last(const at::Tensor& x) {
@@ -56,7 +45,7 @@ bool same_kind(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Whether the kernels are made for such a BatchNorm.
-bool suits(const Norm& norm) {
+bool suits(const BatchNormGiven& norm) {
   const auto& x = norm.x;
   const bool kind = x.scalar_type() == at::kFloat || brimful::is_half(x.scalar_type());
   const bool shape = x.dim() == 2 || x.dim() == 4 || x.dim() == 5;
@@ -68,20 +57,15 @@ bool suits(const Norm& norm) {
 }
 
 bool is_like(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device();
+  return a.sizes() == b.sizes() && is_alike(a, b);
 }
 
-// Dense and channels last, at an address that vectors can be read from.
-at::Tensor laid_out(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  const at::Tensor dense = tensor.contiguous(channels_last(tensor));
-  const bool aligned = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
-  return aligned ? dense : dense.clone(channels_last(tensor));
+// With the channels last.
+at::Tensor channels_laid_out(const at::Tensor& tensor) {
+  return tensor.defined() ? laid_out(tensor, channels_last(tensor)) : tensor;
 }
 
-bool wants_gradient(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
-
-bool any_wants_gradient(const Norm& norm) {
+bool any_wants_gradient(const BatchNormGiven& norm) {
   return wants_gradient(norm.x) || wants_gradient(norm.weight) || wants_gradient(norm.bias);
 }
 
@@ -130,7 +114,7 @@ at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
 }
 
 // What the kernel would have given, where it cannot be had after all.
-NormGradients plain_backward(const NormGradient& in) {
+BatchNormGradients plain_backward(const BatchNormGradient& in) {
   TORCH_CHECK(!in.pooled, "the backward of BatchNorm with pooling needs the kernel of its forward");
   auto dz = in.dy.to(at::kFloat);
   if (in.more_dy.defined()) dz = dz + in.more_dy;
@@ -144,7 +128,7 @@ NormGradients plain_backward(const NormGradient& in) {
   const auto like = [](const at::Tensor& gradient, const at::Tensor& wanted) {
     return wanted.defined() ? gradient.to(wanted.scalar_type()) : at::Tensor();
   };
-  NormGradients out;
+  BatchNormGradients out;
   const auto own = plain_gradients(dz, in.x, in.saved, in.training);
   out.dx = own.dx;
   out.d_weight = like(own.d_weight, in.weight);
@@ -158,28 +142,25 @@ NormGradients plain_backward(const NormGradient& in) {
   return out;
 }
 
-NormGradients gradients_of(const NormGradient& in) {
-  try {
-    if (const auto* functions = brimful::kernels::functions()) {
-      return functions->batch_norm_backward(in);
-    }
-  } catch (const KernelError& error) {
-    refused(std::string("the backward of BatchNorm: ") + error.what());
-  }
-  return plain_backward(in);
+BatchNormGradients gradients_of(const BatchNormGradient& in) {
+  const auto* functions = brimful::kernels::functions();
+  if (functions == nullptr) return plain_backward(in);
+  return or_else(
+      "the backward of BatchNorm", [&] { return functions->batch_norm_backward(in); },
+      [&] { return plain_backward(in); });
 }
 
 // The node of the graph. It has two outputs, which are the same numbers: whoever uses an output twice
 // may use both, and their gradients are then added in the backward's own pass.
-struct BatchNormNode final : torch::autograd::Node {
+struct BatchNormNode final : KernelNode {
   // The edges, in this order.
   enum Input { kX, kWeight, kBias, kAddend, kOtherWeight, kOtherBias };
 
   std::string name() const override { return "BrimfulBatchNormBackward"; }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> alone(mutex_);
-    released = true;
+  const char* what() const override { return "BatchNorm"; }
+
+  void let_go() override {
     x.reset_data();
     other_x.reset_data();
     saved.reset();
@@ -187,13 +168,7 @@ struct BatchNormNode final : torch::autograd::Node {
     mask.reset();
   }
 
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> alone(mutex_);
-    TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
-    TORCH_CHECK(
-        !at::GradMode::is_enabled(),
-        "BatchNorm in a kernel of ours has no second derivative: switch the kernels off "
-        "(BRIMFUL_KERNELS=off)");
+  variable_list backward(variable_list&& gradients) override {
     variable_list out(num_outputs());
     at::Tensor dy = gradients[0];
     at::Tensor more_dy = gradients[1];
@@ -201,7 +176,7 @@ struct BatchNormNode final : torch::autograd::Node {
     if (!dy.defined()) return out;
     // A pooling's gradient is gathered, from one tensor.
     if (pooled && more_dy.defined()) dy = dy + std::exchange(more_dy, {});
-    give(gradients_of(gradient(laid_out(dy), laid_out(more_dy))), out);
+    give(gradients_of(gradient(channels_laid_out(dy), channels_laid_out(more_dy))), out);
     return out;
   }
 
@@ -209,8 +184,8 @@ struct BatchNormNode final : torch::autograd::Node {
     return like.defined() && task_should_compute_output(input) ? like : at::Tensor();
   }
 
-  NormGradient gradient(at::Tensor dy, at::Tensor more_dy) {
-    NormGradient in{};
+  BatchNormGradient gradient(at::Tensor dy, at::Tensor more_dy) {
+    BatchNormGradient in{};
     in.dy = std::move(dy);
     in.more_dy = std::move(more_dy);
     in.x = x.unpack(shared_from_this());
@@ -232,7 +207,7 @@ struct BatchNormNode final : torch::autograd::Node {
     return in;
   }
 
-  void give(NormGradients&& all, variable_list& out) const {
+  void give(BatchNormGradients&& all, variable_list& out) const {
     out[kX] = std::move(all.dx);
     out[kWeight] = std::move(all.d_weight);
     out[kBias] = std::move(all.d_bias);
@@ -241,11 +216,11 @@ struct BatchNormNode final : torch::autograd::Node {
     out[kOtherBias] = std::move(all.other_d_bias);
   }
 
-  torch::autograd::SavedVariable x, other_x;
+  SavedVariable x, other_x;
   at::Tensor saved, other_saved, mask;
   // For what a gradient is to be like, not for their numbers.
   at::Tensor weight_like, bias_like, other_weight_like, other_bias_like;
-  bool training = false, relu = false, has_addend = false, pooled = false, released = false;
+  bool training = false, relu = false, has_addend = false, pooled = false;
 };
 
 // A parameter, for its kind, shape and device.
@@ -256,26 +231,24 @@ at::Tensor like_of(const at::Tensor& parameter) {
 // The other BatchNorm under the same sum, or a tensor, or nothing.
 struct Beside {
   at::Tensor tensor;
-  std::optional<Norm> norm;
+  std::optional<BatchNormGiven> norm;
   at::Tensor saved;
 
   at::Tensor input() const { return norm ? norm->x : tensor; }
   bool wants_gradient() const {
-    return norm ? any_wants_gradient(*norm) : ::wants_gradient(tensor);
+    return norm ? any_wants_gradient(*norm) : brimful::kernels::wants_gradient(tensor);
   }
 };
 
 // Puts the node behind y.
 void attach(
-    const at::Tensor& y, const Norm& norm, const Beside& beside, Normed&& out, bool relu,
+    const at::Tensor& y, const BatchNormGiven& norm, const Beside& beside, BatchNormed&& out, bool relu,
     bool pooled) {
-  const std::shared_ptr<BatchNormNode> node(
-      new BatchNormNode(), torch::autograd::deleteNode);
   const auto none = at::Tensor();
-  node->set_next_edges(torch::autograd::collect_next_edges(
+  const auto node = node_after<BatchNormNode>(
       norm.x, norm.weight, norm.bias, beside.input(), beside.norm ? beside.norm->weight : none,
-      beside.norm ? beside.norm->bias : none));
-  node->x = torch::autograd::SavedVariable(norm.x, false);
+      beside.norm ? beside.norm->bias : none);
+  node->x = SavedVariable(norm.x, false);
   node->saved = std::move(out.saved);
   node->mask = std::move(out.mask);
   node->weight_like = like_of(norm.weight);
@@ -285,7 +258,7 @@ void attach(
   node->pooled = pooled;
   node->has_addend = beside.input().defined();
   if (beside.norm) {
-    node->other_x = torch::autograd::SavedVariable(beside.norm->x, false);
+    node->other_x = SavedVariable(beside.norm->x, false);
     node->other_saved = beside.saved;
     node->other_weight_like = like_of(beside.norm->weight);
     node->other_bias_like = like_of(beside.norm->bias);
@@ -295,18 +268,18 @@ void attach(
   node->add_input_metadata(y);
 }
 
-void tell_of(const char* name, const Norm& norm) {
+void tell_of(const char* name, const BatchNormGiven& norm) {
   brimful::tell(
       name,
-      {double(norm.training), norm.momentum, norm.eps}, {norm.x, norm.weight, norm.bias},
-      {norm.running_mean, norm.running_variance});
+      {double(norm.training), norm.momentum, norm.eps}, {&norm.x, &norm.weight, &norm.bias},
+      {&norm.running_mean, &norm.running_variance});
 }
 
 at::Tensor by_kernels(
-    const BrimfulKernelFunctions& functions, const Norm& norm, Beside beside, bool relu) {
+    const BrimfulKernelFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
   const bool graph =
       at::GradMode::is_enabled() && (any_wants_gradient(norm) || beside.wants_gradient());
-  Normed out;
+  BatchNormed out;
   {
     const at::NoGradGuard untracked;
     Addend addend;
@@ -315,10 +288,10 @@ at::Tensor by_kernels(
       beside.saved = functions.batch_norm_statistics(*beside.norm);
       addend = {beside.norm->x, beside.saved};
     } else if (beside.tensor.defined()) {
-      addend.tensor = laid_out(beside.tensor);
+      addend.tensor = channels_laid_out(beside.tensor);
     }
     tell_of("brimful::batch_norm", norm);
-    brimful::tell("brimful::relu", {double(relu)}, {beside.tensor}, {});
+    brimful::tell("brimful::relu", {double(relu)}, {&beside.tensor}, {});
     out = functions.batch_norm_forward(norm, addend, relu, graph);
   }
   at::Tensor y = out.y;
@@ -326,8 +299,8 @@ at::Tensor by_kernels(
   return y;
 }
 
-at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const Norm& norm) {
-  Normed out;
+at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const BatchNormGiven& norm) {
+  BatchNormed out;
   {
     const at::NoGradGuard untracked;
     tell_of("brimful::batch_norm_pool", norm);
@@ -340,25 +313,25 @@ at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const Norm
   return y;
 }
 
-at::Tensor by_libtorch(const Norm& norm) {
+at::Tensor by_libtorch(const BatchNormGiven& norm) {
   return at::batch_norm(
       norm.x, norm.weight, norm.bias, norm.running_mean, norm.running_variance, norm.training,
       norm.momentum, norm.eps, true);
 }
 
 // In place: nobody else needs a normalisation's output, and it is as large as the input.
-at::Tensor by_libtorch(const Norm& norm, const Beside& beside, bool relu) {
+at::Tensor by_libtorch(const BatchNormGiven& norm, const Beside& beside, bool relu) {
   at::Tensor y = by_libtorch(norm);
   if (beside.norm) y.add_(by_libtorch(*beside.norm));
   if (beside.tensor.defined()) y.add_(beside.tensor);
   return relu ? y.relu_() : y;
 }
 
-at::Tensor pooled_by_libtorch(const Norm& norm) {
+at::Tensor pooled_by_libtorch(const BatchNormGiven& norm) {
   return at::max_pool2d(by_libtorch(norm).relu_(), {3, 3}, {2, 2}, {1, 1});
 }
 
-bool suits(const Norm& norm, const Beside& beside) {
+bool suits(const BatchNormGiven& norm, const Beside& beside) {
   if (!suits(norm)) return false;
   if (beside.norm) {
     return suits(*beside.norm) && is_like(norm.x, beside.norm->x);
@@ -366,29 +339,24 @@ bool suits(const Norm& norm, const Beside& beside) {
   return !beside.tensor.defined() || is_like(norm.x, beside.tensor);
 }
 
-// Runs `own` if the kernels are there, and says so where one fails.
-template <class Own>
-std::optional<at::Tensor> if_possible(const at::Tensor& x, bool suited, Own&& own) {
+// By kernels if they are there and `suited`.
+template <class Own, class Libtorch>
+at::Tensor if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorch) {
   const auto* functions = suited ? functions_for(x) : nullptr;
-  if (functions == nullptr) return std::nullopt;
-  try {
-    return own(*functions);
-  } catch (const KernelError& error) {
-    refused(std::string("BatchNorm: ") + error.what());
-    return std::nullopt;
-  }
+  if (functions == nullptr) return libtorch();
+  return or_else("BatchNorm", [&] { return own(*functions); }, libtorch);
 }
 
-at::Tensor batch_norm(const Norm& norm, Beside beside, bool relu) {
+at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
   // The two in one are for training, where both have statistics to find.
   if (beside.norm && !(norm.training && beside.norm->training)) {
     beside.tensor = batch_norm(*beside.norm, {}, false);
     beside.norm.reset();
   }
-  const auto own = if_possible(norm.x, suits(norm, beside), [&](const auto& functions) {
-    return by_kernels(functions, norm, beside, relu);
-  });
-  return own ? *own : by_libtorch(norm, beside, relu);
+  return if_possible(
+      norm.x, suits(norm, beside),
+      [&](const auto& functions) { return by_kernels(functions, norm, beside, relu); },
+      [&] { return by_libtorch(norm, beside, relu); });
 }
 
 }  // namespace
@@ -399,7 +367,7 @@ int32_t brimful_batch_norm(
     const BrimfulNorm* raw, const BrimfulAddend* addend, bool relu, at::Tensor** out,
     char** message) noexcept {
   return guarded(message, [&] {
-    Beside beside{given(addend->tensor), std::nullopt, at::Tensor()};
+    Beside beside{or_none(addend->tensor), std::nullopt, at::Tensor()};
     if (addend->norm != nullptr) beside.norm = norm_of(*addend->norm);
     *out = new at::Tensor(batch_norm(norm_of(*raw), std::move(beside), relu));
   });
@@ -409,12 +377,12 @@ int32_t brimful_batch_norm(
 int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    const Norm norm = norm_of(*raw);
+    const BatchNormGiven norm = norm_of(*raw);
     const bool suited = norm.training && norm.x.dim() == 4 && suits(norm);
-    const auto own = if_possible(norm.x, suited, [&](const auto& functions) {
-      return pooled_by_kernels(functions, norm);
-    });
-    *out = new at::Tensor(own ? *own : pooled_by_libtorch(norm));
+    *out = new at::Tensor(if_possible(
+        norm.x, suited,
+        [&](const auto& functions) { return pooled_by_kernels(functions, norm); },
+        [&] { return pooled_by_libtorch(norm); }));
   });
 }
 

@@ -4,21 +4,11 @@
 #include "kernels.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
 namespace brimful::kernels {
-
-inline NumberKind number_kind(const at::Tensor& tensor) {
-  const auto kind = tensor.scalar_type();
-  return kind == at::kBFloat16 ? NumberKind::kBf16
-         : kind == at::kHalf   ? NumberKind::kF16
-                               : NumberKind::kF32;
-}
 
 // Whether kernels may work on such a tensor: they are there, and know its kind.
 inline bool takes(const at::Tensor& tensor) {
@@ -31,49 +21,32 @@ inline bool is_alike(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-// The same numbers one after the other, from a multiple of 16 bytes on. Detaching is an operation of
-// libtorch's, so that those who list what is read hear of the tensor: they do not see kernels.
-inline at::Tensor plain(const at::Tensor& tensor) {
+inline bool wants_gradient(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.requires_grad();
+}
+
+// The same numbers in this order without gaps, from a multiple of 16 bytes on.
+inline at::Tensor laid_out(
+    const at::Tensor& tensor, at::MemoryFormat format = at::MemoryFormat::Contiguous) {
   if (!tensor.defined()) return tensor;
-  const auto dense = tensor.detach().contiguous();
+  const auto dense = tensor.contiguous(format);
   const bool aligned = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
-  return aligned ? dense : dense.clone();
+  return aligned ? dense : dense.clone(format);
 }
 
 inline const void* pointer_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-// The sums of columns of f32 numbers, on the current device, in another kind. Throws a KernelError.
-inline at::Tensor column_sums(const at::Tensor& from, at::ScalarType kind) {
-  auto into = at::empty({from.size(1)}, from.options().dtype(kind));
-  functions()->column_sums(
-      {from.const_data_ptr<float>(), into.mutable_data_ptr(), static_cast<int>(number_kind(into)),
-       static_cast<int>(from.size(0)), static_cast<int>(from.size(1))});
-  return into;
-}
-
-// The second where the first throws a KernelError.
+// The second where the first throws a KernelError, which is kept with the name of what it was for.
 template <class Kernel, class Libtorch>
-void or_else(Kernel&& kernel, Libtorch&& libtorch) {
+auto or_else(const char* what, Kernel&& kernel, Libtorch&& libtorch) -> decltype(libtorch()) {
   try {
-    kernel();
+    return kernel();
   } catch (const KernelError& error) {
-    refused(error.what());
-    libtorch();
+    refused(what + std::string(": ") + error.what());
   }
-}
-
-// As a node takes a tensor that may be missing: a defined one gets an edge, another does not.
-inline std::optional<at::Tensor> optional(const at::Tensor& tensor) {
-  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
-}
-
-inline void refuse_second_gradient(const char* what) {
-  TORCH_CHECK(
-      !at::GradMode::is_enabled(), "the gradient of ", what,
-      " by kernels of our own has no gradient of its own: switch them off (BRIMFUL_KERNELS=off) where "
-      "a loss is differentiated twice");
+  return libtorch();
 }
 
 }  // namespace brimful::kernels

@@ -126,4 +126,12 @@ int32_t brimful_kernels_compile(
   });
 }
 
+// The same on a thread beside, for whoever compiles it next.
+int32_t brimful_kernels_compile_ahead(
+    const char* source, const char* defines, int32_t architecture, char** message) noexcept {
+  return guarded(message, [&] {
+    kernels::compile_ahead({{source_named(source), words(defines)}}, architecture);
+  });
+}
+
 }  // extern "C"

@@ -8,6 +8,7 @@
 // comes with the backward, which is then one multiplication.
 
 #include "guard.h"
+#include "kernel_node.h"
 #include "kernel_tensors.h"
 #include "tensors.h"
 #include "version.h"
@@ -21,16 +22,16 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <utility>
 
 using brimful::is_half;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using brimful::or_none;
+using brimful::kernels::variable_list;
 
 BRIMFUL_READ_AGAIN(
     "addmm with an output of another kind, which only CUDA has, and "
@@ -142,9 +143,8 @@ at::Tensor row_losses(at::Tensor& logits, const Targets& targets, bool gradient)
   return losses.squeeze_(1).masked_fill_(targets.counted.logical_not(), 0);
 }
 
-template <class Number>
-const Number* pointer_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<Number>() : nullptr;
+const float* floats_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
 // The same as `row_losses` in one kernel, on logits of the layer's kind. False where it cannot be had.
@@ -157,22 +157,20 @@ bool row_losses_by_kernel(
       reinterpret_cast<const long long*>(targets.index.const_data_ptr<int64_t>()),
       reinterpret_cast<const unsigned char*>(counted),
       targets.of_target.const_data_ptr<float>(),
-      pointer_or_null<float>(targets.of_all),
-      pointer_or_null<float>(targets.class_weights),
-      pointer_or_null<float>(targets.total),
+      floats_or_null(targets.of_all),
+      floats_or_null(targets.class_weights),
+      floats_or_null(targets.total),
       losses.mutable_data_ptr<float>(),
       logits.stride(0),
       static_cast<int>(logits.size(1)),
       gradient};
-  try {
+  const auto by_kernel = [&] {
     const c10::DeviceGuard there(logits.device());
     const auto kind = brimful::kernels::number_kind(logits);
     brimful::kernels::functions()->cross_entropy(arguments, kind, logits.size(0));
     return true;
-  } catch (const brimful::kernels::KernelError& error) {
-    brimful::kernels::refused(error.what());
-    return false;
-  }
+  };
+  return brimful::kernels::or_else("linear_cross_entropy", by_kernel, [] { return false; });
 }
 
 // Rows of numbers, each beginning where a device's products like it.
@@ -307,49 +305,52 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType 
   return (keep ? gradient.mul(by) : gradient.mul_(by)).to(kind);
 }
 
-struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
-  static at::Tensor forward(
-      AutogradContext* context, const at::Tensor& hidden, const at::Tensor& weight,
-      const std::optional<at::Tensor>& bias, const Targets* targets, const Wanted& wanted,
-      int64_t chunk_bytes) {
-    const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
-    auto done = run(
-        rows, weight.contiguous(), bias.value_or(at::Tensor()), *targets, wanted, chunk_bytes);
-    auto& saved = context->saved_data;
-    if (wanted.hidden) saved["hidden"] = done.hidden.view(hidden.sizes());
-    if (wanted.weight) saved["weight"] = done.weight;
-    if (wanted.bias) saved["bias"] = done.bias;
-    saved["kind"] = static_cast<int64_t>(hidden.scalar_type());
-    context->set_materialize_grads(false);
-    return done.loss;
+// Keeps nothing but the gradients themselves, which its backward multiplies.
+struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
+  std::string name() const override { return "BrimfulLinearCrossEntropyBackward"; }
+  const char* what() const override { return "linear_cross_entropy"; }
+  const char* remedy() const override {
+    return "use a linear layer and cross_entropy where a loss is differentiated twice";
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    variable_list out(6);
+  void let_go() override { kept.fill(at::Tensor()); }
+
+  variable_list backward(variable_list&& gradients) override {
+    variable_list out(num_outputs());
     if (!gradients[0].defined()) return out;
-    TORCH_CHECK(
-        !at::GradMode::is_enabled(),
-        "the gradient of linear_cross_entropy has no gradient of its own: use a linear layer and "
-        "cross_entropy where a loss is differentiated twice");
-    auto& saved = context->saved_data;
-    TORCH_CHECK(
-        saved.count("kind") > 0,
-        "linear_cross_entropy has given its gradients away: keep the graph to run backward twice");
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
-    const auto kind = static_cast<at::ScalarType>(saved.at("kind").toInt());
-    const std::array<const char*, 3> names{"hidden", "weight", "bias"};
-    for (size_t i = 0; i < names.size(); ++i) {
-      const auto found = saved.find(names[i]);
-      if (found == saved.end()) continue;
-      auto gradient = found->second.toTensor();
-      if (!keep) found->second = c10::IValue();
-      if (!context->needs_input_grad(i)) continue;
+    for (size_t i = 0; i < kept.size(); ++i) {
+      // Given away one by one: together they are as large as the layer.
+      auto gradient = keep ? kept[i] : std::exchange(kept[i], {});
+      if (!gradient.defined() || !task_should_compute_output(i)) continue;
       out[i] = scaled(std::move(gradient), gradients[0], kind, keep);
     }
-    if (!keep) saved.clear();
     return out;
   }
+
+  // Of the edges in their order: hidden states, weight, bias; undefined where none is wanted.
+  std::array<at::Tensor, 3> kept;
+  at::ScalarType kind = at::kFloat;
 };
+
+at::Tensor loss_of(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+    const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
+  Done done;
+  {
+    const at::NoGradGuard no_grad;
+    const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
+    done = run(rows, weight.contiguous(), bias, targets, wanted, chunk_bytes);
+  }
+  if (!wanted.any()) return done.loss;
+  const auto node =
+      brimful::kernels::node_after<LinearCrossEntropyNode>(hidden, weight, bias);
+  if (wanted.hidden) done.hidden = done.hidden.view(hidden.sizes());
+  node->kept = {done.hidden, done.weight, done.bias};
+  node->kind = hidden.scalar_type();
+  torch::autograd::set_history(done.loss, node);
+  return done.loss;
+}
 
 }  // namespace
 
@@ -361,7 +362,6 @@ int32_t brimful_linear_cross_entropy(
     const at::Tensor* targets, const at::Tensor* class_weights, double smoothing, int64_t ignored,
     int64_t chunk_bytes, at::Tensor** loss, at::Tensor** divisor, char** message) noexcept {
   return brimful::guarded(message, [&] {
-    const auto or_none = [](const at::Tensor* t) { return t == nullptr ? at::Tensor() : *t; };
     const auto biases = or_none(bias);
     const bool graph = at::GradMode::is_enabled();
     const Wanted wanted{
@@ -375,10 +375,8 @@ int32_t brimful_linear_cross_entropy(
           *targets, weight->size(0), or_none(class_weights), settings,
           sum_kind(hidden->scalar_type()));
     }
-    const auto biases_or_none = brimful::kernels::optional(biases);
-    auto sum = LinearCrossEntropy::apply(
-        *hidden, *weight, biases_or_none, &rows, wanted, settings.chunk_bytes);
-    *loss = new at::Tensor(std::move(sum));
+    *loss = new at::Tensor(
+        loss_of(*hidden, *weight, biases, rows, wanted, settings.chunk_bytes));
     *divisor = new at::Tensor(rows.weight);
   });
 }

@@ -4,21 +4,23 @@
 //   x + residual ─▶ sum ─▶ normed          both come out; without a residual the sum is x
 
 #include "guard.h"
-#include "kernels.h"
+#include "kernel_node.h"
 #include "kernel_tensors.h"
 #include "tensors.h"
+#include "touched.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/custom_function.h>
 
-using brimful::kernels::KernelError;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using brimful::or_none;
+using brimful::kernels::KernelNode;
+using brimful::kernels::SavedVariable;
+using brimful::kernels::variable_list;
 namespace kernels = brimful::kernels;
 
 namespace {
@@ -35,8 +37,8 @@ struct NormGiven {
 struct NormDone {
   at::Tensor sum;  // x itself where there is no residual
   at::Tensor out;
-  at::Tensor mean;  // undefined for RMSNorm
-  at::Tensor scale;
+  // Of each row, in f32: one over its deviation, then its mean, which RMSNorm does without.
+  at::Tensor statistics;
 };
 
 bool has_kernel(const NormGiven& given) {
@@ -49,20 +51,22 @@ bool has_kernel(const NormGiven& given) {
 
 // Throws a KernelError where it cannot be had.
 NormDone forward_by_kernel(const NormGiven& given) {
-  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView untracked;
   const c10::DeviceGuard there(given.x.device());
-  const auto x = kernels::plain(given.x);
-  const auto residual = kernels::plain(given.residual);
-  const auto weight = kernels::plain(given.weight);
-  const auto bias = kernels::plain(given.bias);
+  brimful::tell(
+      "brimful::norm", {given.eps, double(given.rms)},
+      {&given.x, &given.residual, &given.weight, &given.bias}, {});
+  const auto x = kernels::laid_out(given.x);
+  const auto residual = kernels::laid_out(given.residual);
+  const auto weight = kernels::laid_out(given.weight);
+  const auto bias = kernels::laid_out(given.bias);
   const auto width = x.size(-1);
   const auto rows = x.numel() / width;
-  const auto statistics = x.options().dtype(at::kFloat);
   NormDone done;
   done.sum = residual.defined() ? at::empty_like(x) : x;
   done.out = at::empty_like(x);
-  if (!given.rms) done.mean = at::empty({rows}, statistics);
-  done.scale = at::empty({rows}, statistics);
+  done.statistics = at::empty({given.rms ? rows : 2 * rows}, x.options().dtype(at::kFloat));
+  auto* scale = done.statistics.mutable_data_ptr<float>();
   const NormForwardArguments arguments{
       x.const_data_ptr(),
       kernels::pointer_or_null(residual),
@@ -70,8 +74,8 @@ NormDone forward_by_kernel(const NormGiven& given) {
       done.out.mutable_data_ptr(),
       kernels::pointer_or_null(weight),
       kernels::pointer_or_null(bias),
-      given.rms ? nullptr : done.mean.mutable_data_ptr<float>(),
-      done.scale.mutable_data_ptr<float>(),
+      given.rms ? nullptr : scale + rows,
+      scale,
       rows,
       static_cast<int>(width),
       static_cast<float>(given.eps)};
@@ -83,106 +87,144 @@ NormDone forward_by_kernel(const NormGiven& given) {
 struct NormGradient {
   at::Tensor of_out;
   at::Tensor of_sum;  // undefined where the sum is not used elsewhere
-  at::Tensor sum, weight, mean, scale;
+  at::Tensor sum, weight, statistics;
+  bool rms;
   bool wants_weight, wants_bias;
   at::Tensor of_x, of_weight, of_bias;
+
+  int64_t width() const { return sum.size(-1); }
+  int64_t rows() const { return sum.numel() / width(); }
 };
 
-void backward_by_kernel(NormGradient& g) {
-  const c10::DeviceGuard there(g.sum.device());
-  const auto of_out = kernels::plain(g.of_out);
-  const auto of_sum = kernels::plain(g.of_sum);
-  const auto width = g.sum.size(-1);
-  const auto rows = g.sum.numel() / width;
-  const auto kind = kernels::number_kind(g.sum);
-  const auto blocks = kernels::functions()->norm_partial_rows(rows, width, kind);
-  const auto partial = [&](bool wanted) {
-    return wanted ? at::empty({blocks, width}, g.scale.options()) : at::Tensor();
+// The gradients of weight and bias, from what blocks have summed up: a table for each that is wanted.
+void sum_up(NormGradient& g, const at::Tensor& partials, int64_t blocks) {
+  ColumnSumsArguments arguments{};
+  int tables = 0;
+  const auto add = [&](at::Tensor& into) {
+    into = at::empty({g.width()}, g.sum.options());
+    arguments.from[tables] = partials.const_data_ptr<float>() + tables * blocks * g.width();
+    arguments.into[tables++] = into.mutable_data_ptr();
   };
-  auto weights = partial(g.wants_weight);
-  auto biases = partial(g.wants_bias);
+  if (g.wants_weight) add(g.of_weight);
+  if (g.wants_bias) add(g.of_bias);
+  if (tables == 0) return;
+  arguments.kind = static_cast<int>(kernels::number_kind(g.sum));
+  arguments.rows = static_cast<int>(blocks);
+  arguments.columns = static_cast<int>(g.width());
+  kernels::functions()->column_sums(arguments);
+}
+
+void backward_by_kernel(NormGradient& g) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const c10::DeviceGuard there(g.sum.device());
+  const auto of_out = kernels::laid_out(g.of_out);
+  const auto of_sum = kernels::laid_out(g.of_sum);
+  const auto weight = kernels::laid_out(g.weight);
+  const auto kind = kernels::number_kind(g.sum);
+  const auto blocks = kernels::functions()->norm_partial_rows(g.rows(), g.width(), kind);
+  const auto table = blocks * g.width();
+  const auto partials =
+      at::empty({(int{g.wants_weight} + int{g.wants_bias}) * table}, g.statistics.options());
+  auto* sums = partials.mutable_data_ptr<float>();
+  const auto* scale = g.statistics.const_data_ptr<float>();
   auto of_x = at::empty_like(g.sum);
   const NormBackwardArguments arguments{
       of_out.const_data_ptr(),
       kernels::pointer_or_null(of_sum),
       g.sum.const_data_ptr(),
-      kernels::pointer_or_null(g.weight),
-      g.mean.defined() ? g.mean.const_data_ptr<float>() : nullptr,
-      g.scale.const_data_ptr<float>(),
+      kernels::pointer_or_null(weight),
+      g.rms ? nullptr : scale + g.rows(),
+      scale,
       of_x.mutable_data_ptr(),
-      weights.defined() ? weights.mutable_data_ptr<float>() : nullptr,
-      biases.defined() ? biases.mutable_data_ptr<float>() : nullptr,
-      rows,
+      g.wants_weight ? sums : nullptr,
+      g.wants_bias ? sums + (g.wants_weight ? table : 0) : nullptr,
+      g.rows(),
       0,
-      static_cast<int>(width)};
+      static_cast<int>(g.width())};
   kernels::functions()->norm_backward(arguments, kind);
-  if (g.wants_weight) g.of_weight = kernels::column_sums(weights, g.sum.scalar_type());
-  if (g.wants_bias) g.of_bias = kernels::column_sums(biases, g.sum.scalar_type());
+  sum_up(g, partials, blocks);
   g.of_x = of_x;
 }
 
 // The same with libtorch's operations, in f32.
 void backward_by_libtorch(NormGradient& g) {
   const auto kind = g.sum.scalar_type();
-  const auto width = g.sum.size(-1);
-  const auto rows = [&](const at::Tensor& t) { return t.reshape({-1, width}).to(at::kFloat); };
-  const auto scale = g.scale.unsqueeze(1);
+  const auto rows = [&](const at::Tensor& t) { return t.reshape({-1, g.width()}).to(at::kFloat); };
+  const auto scale = g.statistics.narrow(0, 0, g.rows()).unsqueeze(1);
   auto normed = rows(g.sum);
-  if (g.mean.defined()) normed = normed.sub(g.mean.unsqueeze(1));
+  if (!g.rms) normed = normed.sub(g.statistics.narrow(0, g.rows(), g.rows()).unsqueeze(1));
   normed = normed.mul(scale);
   auto gradient = rows(g.of_out);
   if (g.wants_weight) g.of_weight = gradient.mul(normed).sum(0).to(kind);
   if (g.wants_bias) g.of_bias = gradient.sum(0).to(kind);
   if (g.weight.defined()) gradient = gradient.mul(g.weight.to(at::kFloat));
   auto of_x = gradient.sub(normed.mul(gradient.mul(normed).mean(1, true)));
-  if (g.mean.defined()) of_x = of_x.sub(gradient.mean(1, true));
+  if (!g.rms) of_x = of_x.sub(gradient.mean(1, true));
   of_x = of_x.mul(scale);
   if (g.of_sum.defined()) of_x = of_x.add(rows(g.of_sum));
   g.of_x = of_x.to(kind).view_as(g.sum);
 }
 
-struct Norm : torch::autograd::Function<Norm> {
-  static variable_list forward(
-      AutogradContext* context, const at::Tensor& /*x*/, const std::optional<at::Tensor>& residual,
-      const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-      const NormDone* done) {
-    context->save_for_backward(
-        {done->sum, weight.value_or(at::Tensor()), done->mean, done->scale});
-    context->saved_data["bias"] = bias.has_value();
-    context->set_materialize_grads(false);
-    if (residual.has_value()) return {done->sum, done->out};
-    return {done->out};
+// Its outputs are the sum, where there is a residual, and the normed numbers.
+struct NormNode final : KernelNode {
+  // The edges, in this order.
+  enum Input { kX, kResidual, kWeight, kBias };
+
+  std::string name() const override { return "BrimfulNormBackward"; }
+  const char* what() const override { return "a norm"; }
+
+  void let_go() override {
+    sum.reset_data();
+    weight.reset_data();
+    statistics.reset();
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    variable_list out(5);
-    const bool adds = gradients.size() == 2;
-    NormGradient g;
+  variable_list backward(variable_list&& gradients) override {
+    variable_list out(num_outputs());
+    NormGradient g{};
     g.of_out = gradients.back();
     if (adds) g.of_sum = gradients.front();
     if (!g.of_out.defined()) {
-      out[0] = out[1] = g.of_sum;
+      out[kX] = out[kResidual] = g.of_sum;
       return out;
     }
-    kernels::refuse_second_gradient("a norm");
-    const auto saved = context->get_saved_variables();
-    g.sum = saved[0];
-    g.weight = saved[1];
-    g.mean = saved[2];
-    g.scale = saved[3];
-    // Only what is there has an edge.
-    const size_t weight_edge = adds ? 2 : 1;
-    const size_t bias_edge = weight_edge + (g.weight.defined() ? 1 : 0);
-    g.wants_weight = g.weight.defined() && context->needs_input_grad(weight_edge);
-    g.wants_bias = context->saved_data["bias"].toBool() && context->needs_input_grad(bias_edge);
-    kernels::or_else([&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
-    out[0] = g.of_x;
-    if (adds) out[1] = g.of_x;
-    out[2] = g.of_weight;
-    out[3] = g.of_bias;
+    g.sum = sum.unpack(shared_from_this());
+    g.weight = weight.unpack();
+    g.statistics = statistics;
+    g.rms = rms;
+    g.wants_weight = g.weight.defined() && task_should_compute_output(kWeight);
+    g.wants_bias = has_bias && task_should_compute_output(kBias);
+    kernels::or_else(
+        "the backward of a norm", [&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
+    out[kX] = g.of_x;
+    if (adds) out[kResidual] = g.of_x;
+    out[kWeight] = g.of_weight;
+    out[kBias] = g.of_bias;
     return out;
   }
+
+  SavedVariable sum, weight;
+  at::Tensor statistics;
+  bool adds = false, rms = false, has_bias = false;
 };
+
+// Puts the node behind what came out, where somebody wants a gradient.
+void attach(const NormGiven& given, const NormDone& done) {
+  using kernels::wants_gradient;
+  const bool wanted = wants_gradient(given.x) || wants_gradient(given.residual) ||
+                      wants_gradient(given.weight) || wants_gradient(given.bias);
+  if (!wanted || !at::GradMode::is_enabled()) return;
+  const auto node =
+      kernels::node_after<NormNode>(given.x, given.residual, given.weight, given.bias);
+  node->adds = given.residual.defined();
+  node->rms = given.rms;
+  node->has_bias = given.bias.defined();
+  node->statistics = done.statistics;
+  if (node->adds) torch::autograd::set_history(done.sum, node);
+  torch::autograd::set_history(done.out, node);
+  node->sum = SavedVariable(done.sum, node->adds);
+  node->weight = SavedVariable(given.weight, false);
+}
 
 NormDone by_libtorch(const NormGiven& given) {
   NormDone done;
@@ -195,19 +237,12 @@ NormDone by_libtorch(const NormGiven& given) {
 
 NormDone normed(const NormGiven& given) {
   if (!has_kernel(given)) return by_libtorch(given);
-  NormDone done;
-  try {
-    done = forward_by_kernel(given);
-  } catch (const KernelError& error) {
-    kernels::refused(error.what());
-    return by_libtorch(given);
-  }
-  const auto out = Norm::apply(
-      given.x, kernels::optional(given.residual), kernels::optional(given.weight),
-      kernels::optional(given.bias), &done);
-  done.out = out.back();
-  if (given.residual.defined()) done.sum = out.front();
-  return done;
+  const auto by_kernel = [&] {
+    auto done = forward_by_kernel(given);
+    attach(given, done);
+    return done;
+  };
+  return kernels::or_else("a norm", by_kernel, [&] { return by_libtorch(given); });
 }
 
 }  // namespace
@@ -220,7 +255,6 @@ int32_t brimful_norm(
     const at::Tensor* bias, double eps, bool rms, at::Tensor** sum, at::Tensor** out,
     char** message) noexcept {
   return brimful::guarded(message, [&] {
-    const auto or_none = [](const at::Tensor* t) { return t == nullptr ? at::Tensor() : *t; };
     TORCH_CHECK(x->dim() > 0, "a norm needs rows, but its input has no dimension");
     const NormGiven given{*x, or_none(residual), or_none(weight), or_none(bias), eps, rms};
     TORCH_CHECK(

@@ -17,6 +17,11 @@ inline std::vector<at::Tensor> list_of(const at::Tensor* const* tensors, size_t 
   return list;
 }
 
+// A tensor that may be missing, as it crosses the boundary.
+inline at::Tensor or_none(const at::Tensor* tensor) {
+  return tensor == nullptr ? at::Tensor() : *tensor;
+}
+
 inline bool is_half(at::ScalarType kind) { return kind == at::kHalf || kind == at::kBFloat16; }
 
 // Lets autograd and others know that the numbers were changed by work that libtorch does not count.

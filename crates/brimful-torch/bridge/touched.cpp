@@ -137,15 +137,16 @@ at::Tensor bytes_of(c10::intrusive_ptr<c10::StorageImpl> impl) {
 
 void brimful::tell(
     const char* name, std::initializer_list<double> numbers,
-    std::initializer_list<at::Tensor> read, std::initializer_list<at::Tensor> written) {
+    std::initializer_list<const at::Tensor*> read,
+    std::initializer_list<const at::Tensor*> written) {
   if (innermost == nullptr) return;
   std::ostringstream line;
   line.precision(17);
   line << name;
   for (const double number : numbers) line << ' ' << number;
   innermost->lines.push_back(line.str());
-  for (const auto& tensor : read) innermost->add(tensor, false);
-  for (const auto& tensor : written) innermost->add(tensor, true);
+  for (const auto* tensor : read) innermost->add(*tensor, false);
+  for (const auto* tensor : written) innermost->add(*tensor, true);
 }
 
 extern "C" {

@@ -11,6 +11,7 @@ namespace brimful {
 // it, and what it reads and writes of tensors that may outlive it. Undefined ones are passed over.
 void tell(
     const char* name, std::initializer_list<double> numbers,
-    std::initializer_list<at::Tensor> read, std::initializer_list<at::Tensor> written);
+    std::initializer_list<const at::Tensor*> read,
+    std::initializer_list<const at::Tensor*> written);
 
 }  // namespace brimful

@@ -155,6 +155,12 @@ unsafe extern "C" {
         bytes: *mut usize,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_kernels_compile_ahead(
+        source: *const c_char,
+        defines: *const c_char,
+        architecture: i32,
+        message: Message,
+    ) -> i32;
 
     pub(crate) fn brimful_batch_norm(
         norm: *const RawNorm,
@@ -360,6 +366,13 @@ unsafe extern "C" {
         eps: f64,
         rms: bool,
         sum: *mut *mut RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_rotary(
+        x: *const RawTensor,
+        cos: *const RawTensor,
+        sin: *const RawTensor,
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;

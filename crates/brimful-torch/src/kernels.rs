@@ -107,10 +107,7 @@ pub fn compile(
     defines: &[&str],
     architecture: i32,
 ) -> Result<CompiledKernel, TorchError> {
-    let text =
-        |text: String| CString::new(text).map_err(|error| TorchError::other(error.to_string()));
-    let source = text(source.to_owned())?;
-    let defines = text(defines.join(" "))?;
+    let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     let mut compiled = CompiledKernel { from_cache: false, bytes: 0 };
     // SAFETY: both are texts that end in NUL; the places for the answers are valid.
     call(|message| unsafe {
@@ -119,4 +116,21 @@ pub fn compile(
         ffi::brimful_kernels_compile(source, defines, architecture, from_cache, bytes, message)
     })?;
     Ok(compiled)
+}
+
+/// Has them compiled on a thread beside, where the cache does not have them: [`compile`] waits for it.
+///
+/// # Errors
+/// Where there is no such source. What else fails is [`compile`]'s to tell.
+pub fn compile_ahead(source: &str, defines: &[&str], architecture: i32) -> Result<(), TorchError> {
+    let (source, defines) = (text(source)?, text(&defines.join(" "))?);
+    // SAFETY: both are texts that end in NUL, which are copied before the call returns.
+    call(|message| unsafe {
+        let (source, defines) = (source.as_ptr(), defines.as_ptr());
+        ffi::brimful_kernels_compile_ahead(source, defines, architecture, message)
+    })
+}
+
+fn text(text: &str) -> Result<CString, TorchError> {
+    CString::new(text).map_err(|error| TorchError::other(error.to_string()))
 }

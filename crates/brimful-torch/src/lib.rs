@@ -53,6 +53,7 @@ pub mod norm;
 pub mod optim;
 pub mod random;
 mod replaced;
+pub mod rotary;
 pub mod slab;
 pub mod stream;
 pub mod threads;

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::{env, fs, process};
 
-use brimful_torch::kernels::{self, State, compile};
+use brimful_torch::kernels::{self, State, compile, compile_ahead};
 use tch::Device;
 use test_device::test_device;
 
@@ -126,6 +126,30 @@ fn all_variants_of_batch_norm_compile() {
         compile("batch_norm_pool.cu", &with(&[]), 80)
             .unwrap_or_else(|error| panic!("{reading:?}: {error}"));
     }
+}
+
+#[test]
+fn what_is_compiled_ahead_is_compiled_once_and_the_same() {
+    let (folder, _turn) = cache();
+    let Some(_) = forward(90) else { return };
+    let plain = compile("batch_norm_forward.cu", &FORWARD, 90).expect("compiles").bytes;
+    fs::remove_dir_all(&folder).expect("removed");
+    let residuals = ["RESIDUAL=0", "RESIDUAL=1", "RESIDUAL=2"];
+    let words = residuals.map(|residual| [&FORWARD[..6], &[residual]].concat());
+    for words in words.iter().chain(&words) {
+        compile_ahead("batch_norm_forward.cu", words, 90).expect("taken");
+    }
+    let ahead = words.each_ref().map(|words| {
+        let first = compile("batch_norm_forward.cu", words, 90).expect("compiles");
+        let second = compile("batch_norm_forward.cu", words, 90).expect("compiles");
+        assert!(second.from_cache, "{words:?}");
+        assert_eq!(first.bytes, second.bytes, "{words:?}");
+        first.bytes
+    });
+    assert_eq!(ahead[0], plain);
+    assert_eq!(files(&folder).len(), 3, "and nothing else is left");
+    let error = compile_ahead("none.cu", &[], 90).expect_err("there is none").message;
+    assert!(error.contains("none.cu"), "{error}");
 }
 
 #[test]

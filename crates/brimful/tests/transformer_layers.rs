@@ -6,7 +6,7 @@
 
 mod support;
 
-use brimful::nn::{Gelu, bias_gelu, bias_swiglu, layer_norm, rms_norm};
+use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
 use brimful_torch::autograd::backward;
 use brimful_torch::norm::{RowNorm, add_norm, norm};
 use support::{numbers, test_device};
@@ -290,4 +290,47 @@ fn what_does_not_fit_is_refused() {
     let bias = Tensor::zeros([7], (Kind::Float, test_device()));
     let error = bias_gelu(&x, Some(&bias), Gelu::Tanh).expect_err("7 numbers").to_string();
     assert!(error.contains("one number for each of the 8 columns"), "{error}");
+}
+
+/// By the formula: each number of the first half as the real part of a complex number, turned.
+fn turned(x: &Tensor, base: f64) -> Tensor {
+    let (sequence, width) = (x.size()[1], x.size()[3]);
+    let exact = (Kind::Double, Device::Cpu);
+    let speeds = (Tensor::arange(width / 2, exact) * (-2.0 * base.ln() / width as f64)).exp();
+    let angles = Tensor::arange(sequence, exact).outer(&speeds).unsqueeze(1);
+    let [cos, sin] = [angles.cos(), angles.sin()].map(|t| t.to_kind(Kind::Float).to_kind(x.kind()));
+    let halves = x.chunk(2, -1);
+    let first = &halves[0] * &cos - &halves[1] * &sin;
+    let second = &halves[1] * &cos + &halves[0] * &sin;
+    Tensor::cat(&[first, second], -1)
+}
+
+#[test]
+fn rotary_positions_turn_pairs_by_their_places() {
+    for shape in [[1, 1, 1, 2], [2, 5, 3, 6], [3, 33, 2, 64], [2, 1030, 1, 16], [1, 70, 4, 128]] {
+        let case = Case {
+            name: format!("rotary positions of {shape:?}"),
+            inputs: vec![("x", numbers(&shape, 1) * 3.0)],
+            ours: &|t| {
+                let rotary = Rotary::new(1100, shape[3], 10_000.0, t[0].device());
+                vec![rotary.turn(&t[0]).expect("turned")]
+            },
+            theirs: &|t| vec![turned(&t[0], 10_000.0)],
+        };
+        case.check();
+    }
+}
+
+#[test]
+fn rotary_positions_take_strided_numbers_and_refuse_others() {
+    let rotary = Rotary::new(8, 16, 10_000.0, test_device());
+    let many = numbers(&[2, 8, 9, 16], 1).to_device(test_device()).to_kind(Kind::Float);
+    let part = many.narrow(2, 3, 4);
+    let found = rotary.turn(&part).expect("turned");
+    assert_eq!(found, rotary.turn(&part.contiguous()).expect("turned"));
+    for shape in [[2, 9, 3, 16], [2, 8, 3, 18], [2, 8, 3, 15]] {
+        let other = Tensor::zeros(shape, (Kind::Float, test_device()));
+        let error = rotary.turn(&other).expect_err("does not fit").to_string();
+        assert!(error.contains("rotary positions"), "{error}");
+    }
 }

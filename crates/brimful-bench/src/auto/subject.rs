@@ -3,11 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::layers::Model;
 use brimful::memory::Memory;
 use brimful::micro::Layout;
-use brimful::{Bytes, Loss, MicroBatcher, Size, Step};
-use brimful_cli::setting::{clear_gradients, within};
+use brimful::{Bytes, MicroBatcher, Size, Step};
+use brimful_cli::setting::{LossModel, clear_gradients, within};
 use brimful_torch::device as torch_device;
 use tch::Device;
 use tch::nn::VarStore;
@@ -26,10 +25,9 @@ pub(super) struct LimitedWork {
 
 /// A subject that has been built, inside its memory.
 pub(super) struct Built<'a> {
-    work: &'a Workload,
     device: Device,
     store: VarStore,
-    model: Model,
+    model: LossModel,
     memory: Memory,
     micro: MicroBatcher,
     samples: &'a Samples,
@@ -57,8 +55,7 @@ impl LimitedWork {
         if self.replay {
             micro = micro.replay(true).layout(Layout::Measured);
         }
-        let (work, device) = (&self.work, self.device);
-        Ok(Built { work, device, store, model, memory, micro, samples })
+        Ok(Built { device: self.device, store, model, memory, micro, samples })
     }
 
     /// The device's, as small as asked for.
@@ -75,16 +72,16 @@ impl LimitedWork {
 impl Built<'_> {
     /// One step, timed.
     pub(super) fn step(&mut self) -> Result<(f64, Step)> {
-        let Self { work, device, store, model, micro, samples, .. } = self;
-        timed(work, *device, store, model, micro, samples)
+        let Self { device, store, model, micro, samples, .. } = self;
+        timed(*device, store, model, micro, samples)
     }
 
     /// The seconds of a step of a given size.
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
-        let Self { work, device, store, model, memory, samples, .. } = self;
+        let Self { device, store, model, memory, samples, .. } = self;
         let run = || -> Result<f64> {
             let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
-            Ok(timed(work, *device, store, model, &mut micro, samples)?.0)
+            Ok(timed(*device, store, model, &mut micro, samples)?.0)
         };
         // What other sizes have left in a card's cache may be in pieces.
         Ok(brimful::guard(memory, run)?)
@@ -93,17 +90,16 @@ impl Built<'_> {
 
 /// One step, from a quiet device to a quiet device.
 fn timed(
-    work: &Workload,
     device: Device,
     store: &VarStore,
-    model: &Model,
+    model: &LossModel,
     micro: &mut MicroBatcher,
     samples: &Samples,
 ) -> Result<(f64, Step)> {
     clear_gradients(store)?;
     torch_device::synchronize(device)?;
     let start = Instant::now();
-    let step = micro.backward(samples, |micro_batch| Loss::mean(work.loss(model, &micro_batch)))?;
+    let step = micro.backward(samples, |(x, y)| model.loss(&x, &y, true))?;
     torch_device::synchronize(device)?;
     ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
     Ok((start.elapsed().as_secs_f64(), step))

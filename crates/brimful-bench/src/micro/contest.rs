@@ -223,7 +223,7 @@ impl<'a> Contest<'a> {
         let start = Instant::now();
         let (loss, peak) = match contestant {
             MicroContestant::Loop => model.by_hand(work, &batch)?,
-            _ => model.step(work, &batch)?,
+            _ => model.step(&batch)?,
         };
         torch_device::synchronize(device)?;
         let seconds = start.elapsed().as_secs_f64();

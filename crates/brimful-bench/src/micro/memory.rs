@@ -7,10 +7,9 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
-use brimful::{Bytes, Loss, MicroBatcher, Size};
-use brimful_cli::setting::clear_gradients;
+use brimful::{Bytes, MicroBatcher, Size};
+use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::Device;
 use tch::nn::VarStore;
 
@@ -68,7 +67,7 @@ pub(super) fn measure(
 struct CountedModel {
     memory: Memory,
     store: VarStore,
-    model: Model,
+    model: LossModel,
 }
 
 impl CountedModel {
@@ -90,8 +89,7 @@ impl CountedModel {
         let mut micro = MicroBatcher::new(&self.store, size).memory(self.memory.clone());
         let mut step = || {
             clear_gradients(&self.store)?;
-            let step =
-                micro.backward(batch, |samples| Loss::mean(work.loss(&self.model, &samples)))?;
+            let step = micro.backward(batch, |(x, y)| self.model.loss(&x, &y, true))?;
             step.peak().context("the step did not count its memory")
         };
         // The first one also chooses kernels, which takes memory of its own.

@@ -1,11 +1,10 @@
 //! A model that is run in one way, by the library or by hand.
 
 use anyhow::{Result, bail};
-use brimful::layers::Model;
 use brimful::memory::Memory;
 use brimful::micro::Layout;
-use brimful::{Bytes, Loss, MicroBatcher, Size, split};
-use brimful_cli::setting::clear_gradients;
+use brimful::{Bytes, MicroBatcher, Size, split};
+use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -22,7 +21,7 @@ pub(super) struct Tuning {
 pub(super) struct TunedModel {
     pub(super) tuning: Tuning,
     pub(super) store: VarStore,
-    model: Model,
+    model: LossModel,
     micro: MicroBatcher,
     /// Device memory that it keeps between its turns.
     pub(super) kept: u64,
@@ -44,13 +43,9 @@ impl TunedModel {
         clear_gradients(&self.store)
     }
 
-    pub(super) fn step(
-        &mut self,
-        work: &Workload,
-        batch: &Samples,
-    ) -> Result<(f64, Option<Bytes>)> {
+    pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
         let Self { model, micro, .. } = self;
-        let step = micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        let step = micro.backward(batch, |(x, y)| model.loss(&x, &y, true))?;
         if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
             bail!("the model was not replayed: {cause}");
         }
@@ -72,7 +67,7 @@ impl TunedModel {
         for range in split::by_size(work.batch, work.micro_batch)? {
             let (start, length) = (range.start as i64, range.len() as i64);
             let [x, y] = [x, y].map(|t| send(&t.narrow(0, start, length), device));
-            let loss = work.loss(&self.model, &(x, y));
+            let loss = self.model.plain_loss(&x, &y);
             let loss = loss * (length as f64 / work.batch as f64);
             loss.backward();
             let _ = total.shallow_clone().g_add_(&loss.detach());

@@ -5,9 +5,8 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::Result;
-use brimful::layers::Model;
 use brimful::{Loss, MicroBatcher, Size};
-use brimful_cli::setting::clear_gradients;
+use brimful_cli::setting::{LossModel, clear_gradients};
 use brimful_torch::{device as torch_device, threads};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
@@ -17,7 +16,7 @@ use crate::work::{Samples, Workload};
 /// A model, run in the same micro-batches as the pipeline's.
 pub(super) struct OneThread {
     store: VarStore,
-    model: Model,
+    model: LossModel,
     micro: MicroBatcher,
 }
 
@@ -34,13 +33,14 @@ impl OneThread {
     }
 
     /// One step: its seconds and its loss.
-    pub(super) fn step(&mut self, work: &Workload, batch: &Samples) -> Result<(f64, f64)> {
+    pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
         clear_gradients(&self.store)?;
         let device = self.store.device();
         torch_device::synchronize(device)?;
         let start = Instant::now();
         let model = &self.model;
-        let step = self.micro.backward(batch, |samples| Loss::mean(work.loss(model, &samples)))?;
+        // By way of whole logits, as the pipelines that it is compared with.
+        let step = self.micro.backward(batch, |(x, y)| Loss::mean(model.plain_loss(&x, &y)))?;
         torch_device::synchronize(device)?;
         Ok((start.elapsed().as_secs_f64(), step.loss))
     }
@@ -55,7 +55,7 @@ impl ThreadCopies {
     }
 
     /// The seconds from the moment when all begin until the last one's end.
-    pub(super) fn step(&mut self, work: &Workload, batch: &Samples) -> Result<f64> {
+    pub(super) fn step(&mut self, batch: &Samples) -> Result<f64> {
         let begin = Barrier::new(self.0.len() + 1);
         thread::scope(|scope| {
             let threads: Vec<_> = (self.0.iter_mut())
@@ -65,7 +65,7 @@ impl ThreadCopies {
                     scope.spawn(move || {
                         let _one = threads::limit_threads(1);
                         begin.wait();
-                        copy.step(work, &batch)
+                        copy.step(&batch)
                     })
                 })
                 .collect();

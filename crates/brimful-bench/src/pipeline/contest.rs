@@ -76,11 +76,11 @@ impl PipelineContest {
         for turn in 0..turns(repeats) {
             let counts = turn >= WARM_UP;
             progress.turn(&title, "one thread", turn, WARM_UP, repeats);
-            let (seconds, expected) = self.alone.step(&self.work, &self.batch)?;
+            let (seconds, expected) = self.alone.step(&self.batch)?;
             alone.push_if(counts, seconds);
             if let Some(all) = &mut self.copies {
                 progress.turn(&title, "copies", turn, WARM_UP, repeats);
-                copies.push_if(counts, all.step(&self.work, &self.batch)?);
+                copies.push_if(counts, all.step(&self.batch)?);
             }
             for runner in &mut self.runners {
                 progress.turn(&title, &runner.row.choice.to_string(), turn, WARM_UP, repeats);

@@ -1,6 +1,7 @@
 //! What several commands are told in the same words: model, data, number type; and what follows
 //! from them.
 
+mod loss_model;
 mod memory;
 mod model;
 mod number_type;
@@ -13,6 +14,7 @@ use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
+pub use loss_model::LossModel;
 pub use memory::{accounts, within};
 pub(crate) use model::DROPOUT;
 pub use model::{MODELS, ModelName};

@@ -2,15 +2,13 @@
 
 #include "functions.h"
 
-#include "kernel.h"
+#include "ahead.h"
+#include "kernel_family.h"
 #include "kernel_sources.h"
 
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
 
 namespace brimful::kernels {
 
@@ -24,43 +22,36 @@ constexpr int64_t kBlocksAProcessor = 8;
 constexpr int64_t kRowsAWarp = 4;
 constexpr int64_t kMostRowBlocks = 65535;
 
-struct ActivationKernels {
-  ActivationKernels(NumberKind kind, int64_t per_word, Activation function)
-      : forward(activation_source, "activation_forward", defines(kind, per_word, function)),
-        backward(activation_source, "activation_backward", defines(kind, per_word, function)) {}
+using ActivationFamily = KernelFamily<3>;
 
-  static std::vector<std::string> defines(
-      NumberKind kind, int64_t per_word, Activation function) {
-    const auto name =
-        kind == NumberKind::kF32 ? "F32" : kind == NumberKind::kBf16 ? "Bf16" : "F16";
-    return {
-        std::string("KIND=") + name, "PER_WORD=" + std::to_string(per_word),
-        "FUNCTION=" + std::to_string(static_cast<int>(function))};
-  }
+// Both directions are one module.
+const ActivationFamily& family(bool backward) {
+  static const std::array<Define, 3> defines{
+      Define{"KIND", kNumberKinds}, Define{"PER_WORD"}, Define{"FUNCTION"}};
+  static const ActivationFamily forwards(activation_source, "activation_forward", defines);
+  static const ActivationFamily backwards(activation_source, "activation_backward", defines);
+  return backward ? backwards : forwards;
+}
 
-  const Kernel forward;
-  const Kernel backward;
-};
-
-int64_t numbers_a_word(NumberKind kind, int64_t outputs) {
-  const int64_t most = kind == NumberKind::kF32 ? 4 : 8;
+int64_t numbers_at_once(NumberKind kind, int64_t outputs) {
+  const int64_t most = numbers_a_word(kind);
   return outputs % most == 0 ? most : 1;
 }
 
-const ActivationKernels& kernels_for(NumberKind kind, int64_t per_word, Activation function) {
-  static std::mutex turn;
-  static std::map<std::tuple<NumberKind, int64_t, Activation>, ActivationKernels> all;
-  const std::lock_guard<std::mutex> alone(turn);
-  const auto key = std::make_tuple(kind, per_word, function);
-  return all.try_emplace(key, kind, per_word, function).first->second;
+ActivationFamily::Numbers numbers_of(NumberKind kind, int64_t per_word, Activation function) {
+  return {static_cast<int>(kind), static_cast<int>(per_word), static_cast<int>(function)};
 }
 
 int64_t strips(NumberKind kind, int64_t outputs) {
-  const auto words = outputs / numbers_a_word(kind, outputs);
+  const auto words = outputs / numbers_at_once(kind, outputs);
   return (words + kWordsAStrip - 1) / kWordsAStrip;
 }
 
 }  // namespace
+
+Compiling activation_compiling(NumberKind kind, Activation function) {
+  return family(false).compiling(numbers_of(kind, numbers_a_word(kind), function));
+}
 
 int64_t activation_row_blocks(int64_t rows, int64_t outputs, NumberKind kind) {
   const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
@@ -74,11 +65,11 @@ void activation(
   const auto blocks = activation_row_blocks(given.rows, given.outputs, kind);
   ActivationArguments arguments = given;
   arguments.rows_of_block = (given.rows + blocks - 1) / blocks;
-  const auto& kernels = kernels_for(kind, numbers_a_word(kind, given.outputs), function);
+  const auto numbers = numbers_of(kind, numbers_at_once(kind, given.outputs), function);
   const Shape shape{
       static_cast<unsigned>(strips(kind, given.outputs)), static_cast<unsigned>(blocks), kThreads,
       0, false};
-  (backward ? kernels.backward : kernels.forward).launch(shape, arguments);
+  family(backward).of(numbers).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

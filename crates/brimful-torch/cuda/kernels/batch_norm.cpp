@@ -3,18 +3,18 @@
 
 #include "batch_norm.h"
 
-#include "../../bridge/tensors.h"
 #include "../../kernels/batch_norm_arguments.h"
-#include "kernel.h"
+#include "kernel_family.h"
 #include "kernel_sources.h"
+#include "number_kind.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <mutex>
+#include <set>
 
 namespace brimful::kernels {
 
@@ -30,13 +30,10 @@ constexpr int kPlainBlocks = 2;
 // Vectors are numbered in 32 bits.
 constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max();
 
-constexpr const char* kKinds[] = {"F32", "Bf16", "F16"};
+// What a launch does of the work, as kernels/batch_norm_common.cuh numbers it.
+enum Pass { kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed };
 
-// As in kernels/prelude.cuh.
-int kind_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.scalar_type() == at::kFloat) return 0;
-  return tensor.scalar_type() == at::kBFloat16 ? 1 : 2;
-}
+int kind_of(const at::Tensor& tensor) { return static_cast<int>(number_kind(tensor)); }
 
 bool is_aligned(const at::Tensor& tensor) {
   return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
@@ -64,28 +61,84 @@ struct Reading {
   int rows_a_step() const { return kThreads / lanes; }
   // Of what a block keeps of one tensor, for one step.
   size_t slot_bytes() const { return size_t{kThreads} * width * (kind == 0 ? 4 : 2); }
-
-  std::vector<std::string> defines() const {
-    return {
-        std::string("KIND=") + kKinds[kind], "WIDTH=" + std::to_string(width),
-        "LANES=" + std::to_string(lanes), "THREADS=" + std::to_string(kThreads)};
-  }
 };
 
-// A kernel, by its source, its function and everything it is compiled with.
-const Kernel& kernel(
-    const Source& source, const char* function, const Reading& reading,
-    const std::vector<std::string>& words) {
+constexpr Define kKind{"KIND", kNumberKinds};
+constexpr Define kWidth{"WIDTH"}, kLanes{"LANES"}, kThreadCount{"THREADS"}, kPass{"PASS"};
+
+using ForwardFamily = KernelFamily<7>;
+using BackwardFamily = KernelFamily<10>;
+using PoolFamily = KernelFamily<4>;
+
+const ForwardFamily& forward_family() {
+  static const ForwardFamily family(
+      batch_norm_forward_source, "batch_norm_forward",
+      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"RELU"}, Define{"RESIDUAL"}});
+  return family;
+}
+
+const BackwardFamily& backward_family() {
+  static const BackwardFamily family(
+      batch_norm_backward_source, "batch_norm_backward",
+      {kKind, kWidth, kLanes, kThreadCount, kPass, Define{"MASK"}, Define{"MORE"}, Define{"KEEP"},
+       Define{"OTHER"}, Define{"POOL"}});
+  return family;
+}
+
+const PoolFamily& pool_family() {
+  static const PoolFamily family(
+      batch_norm_pool_source, "batch_norm_pool", {kKind, kWidth, kLanes, kThreadCount});
+  return family;
+}
+
+// What a backward is compiled for, beside how it reads.
+struct BackwardParts {
+  int mask, more, keep, other, pool;
+};
+
+ForwardFamily::Numbers forward_numbers(const Reading& r, Pass pass, int relu, int residual) {
+  return {r.kind, r.width, r.lanes, kThreads, pass, relu, residual};
+}
+
+BackwardFamily::Numbers backward_numbers(const Reading& r, Pass pass, const BackwardParts& parts) {
+  const auto& [mask, more, keep, other, pool] = parts;
+  return {r.kind, r.width, r.lanes, kThreads, pass, mask, more, keep, other, pool};
+}
+
+PoolFamily::Numbers pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
+
+// What a residual network uses beside the first of its layers in training, in the order of its use.
+std::vector<Compiling> likely(const Reading& reading) {
+  std::vector<Compiling> all;
+  const auto forward = [&](Pass pass, int relu, int residual) {
+    all.push_back(forward_family().compiling(forward_numbers(reading, pass, relu, residual)));
+  };
+  const auto backward = [&](const BackwardParts& parts) {
+    all.push_back(backward_family().compiling(backward_numbers(reading, kWhole, parts)));
+  };
+  forward(kStatistics, 0, 0);
+  all.push_back(pool_family().compiling(pool_numbers(reading)));
+  forward(kWhole, 1, 0);
+  forward(kWhole, 1, 2);
+  forward(kWhole, 1, 1);
+  backward({2, 0, 1, 0, 0});
+  backward({1, 0, 0, 0, 0});
+  // What another block follows is used by it twice.
+  backward({2, 1, 1, 0, 0});
+  backward({2, 1, 0, 1, 0});
+  backward({1, 0, 0, 0, 1});
+  return all;
+}
+
+// Has the others compiled where such a layer is trained for the first time.
+void expect_others(const Reading& reading, int device) {
   static std::mutex turn;
-  static std::map<std::string, Kernel> all;
-  auto defines = reading.defines();
-  defines.insert(defines.end(), words.begin(), words.end());
-  std::string key = function;
-  for (const auto& define : defines) key += ' ' + define;
-  const std::lock_guard<std::mutex> alone(turn);
-  const auto found = all.find(key);
-  if (found != all.end()) return found->second;
-  return all.try_emplace(key, source, function, defines).first->second;
+  static std::set<std::array<int, 3>> seen;
+  {
+    const std::lock_guard<std::mutex> alone(turn);
+    if (!seen.insert({reading.kind, reading.width, reading.lanes}).second) return;
+  }
+  compile_ahead(likely(reading), architecture(device));
 }
 
 // How the rows are shared out.
@@ -179,28 +232,23 @@ const float* read_floats(const at::Tensor& tensor) {
 
 float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
 
-std::string word(const char* name, int value) {
-  return std::string(name) + "=" + std::to_string(value);
-}
-
 // The forward's kernels, which differ in what they do of it.
 struct Forward {
   const Reading reading;
-  std::string relu, residual;
+  int relu, residual;
   BatchNormForward arguments{};
 
-  const Kernel& pass(const char* name) const {
-    return kernel(
-        batch_norm_forward_source, "batch_norm_forward", reading,
-        {std::string("PASS=") + name, relu, residual});
+  const Kernel& kernel(Pass pass) const {
+    return forward_family().of(forward_numbers(reading, pass, relu, residual));
   }
 
-  void launch(const char* name, const Plan& plan, int blocks) {
-    pass(name).launch(shape_of(reading, plan, blocks), arguments);
+  void launch(Pass pass, const Plan& plan, int blocks) {
+    kernel(pass).launch(shape_of(reading, plan, blocks), arguments);
   }
 
   // `whole` in one launch, or the halves in two.
-  void run(const at::Tensor& x, const char* whole, const char* second, bool keeps) {
+  void run(const at::Tensor& x, Pass whole, Pass second, bool keeps) {
+    expect_others(reading, x.get_device());
     const Card figures = card(x.get_device());
     const size_t bytes = forward_bytes(reading);
     Plan plan = whole_plan(reading, figures, bytes, 1);
@@ -208,24 +256,24 @@ struct Forward {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
-    const bool at_once = fits(pass(whole), plan);
+    const bool at_once = fits(kernel(whole), plan);
     if (!at_once) plan = plain_plan(reading, figures, bytes);
     const at::Tensor partials = partials_of(x, reading, plan, 2);
     arguments.partials = write_floats(partials);
     set_rows(arguments, reading, plan);
     if (at_once) return launch(whole, plan, plan.blocks);
-    launch("FIRST_HALF", plan, plan.blocks);
+    launch(kFirstHalf, plan, plan.blocks);
     launch(second, plan, keeps ? plan.blocks : 1);
   }
 
   void run_fixed(const at::Tensor& x) {
     const Plan plan = plain_plan(reading, card(x.get_device()), forward_bytes(reading));
     set_rows(arguments, reading, plan);
-    launch("FIXED", plan, plan.blocks);
+    launch(kFixed, plan, plan.blocks);
   }
 };
 
-void set_norm(BatchNormForward& arguments, const Norm& norm, const at::Tensor& saved) {
+void set_norm(BatchNormForward& arguments, const BatchNormGiven& norm, const at::Tensor& saved) {
   arguments.x = read_from(norm.x);
   arguments.weight = read_from(norm.weight);
   arguments.bias = read_from(norm.bias);
@@ -240,11 +288,11 @@ void set_norm(BatchNormForward& arguments, const Norm& norm, const at::Tensor& s
 
 }  // namespace
 
-Normed batch_norm_forward(const Norm& norm, const Addend& addend, bool relu, bool for_backward) {
+BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend, bool relu, bool for_backward) {
   const c10::DeviceGuard on(norm.x.device());
   const Reading reading(norm.x, is_aligned(norm.x) && is_aligned(addend.tensor));
   const int residual = !addend.tensor.defined() ? 0 : addend.saved.defined() ? 2 : 1;
-  Normed out;
+  BatchNormed out;
   out.y = at::empty_like(norm.x);
   if (for_backward) out.saved = numbers(norm.x, 4 * int64_t{reading.channels});
   if (for_backward && relu && residual != 0) {
@@ -252,27 +300,27 @@ Normed batch_norm_forward(const Norm& norm, const Addend& addend, bool relu, boo
         {norm.x.numel() / reading.width},
         norm.x.options().dtype(at::kByte).memory_format(std::nullopt));
   }
-  Forward forward{reading, word("RELU", relu), word("RESIDUAL", residual)};
+  Forward forward{reading, relu, residual};
   set_norm(forward.arguments, norm, out.saved);
   forward.arguments.residual = read_from(addend.tensor);
   forward.arguments.residual_saved = read_floats(addend.saved);
   forward.arguments.y = write_to(out.y);
   forward.arguments.mask = static_cast<unsigned char*>(write_to(out.mask));
   if (norm.training) {
-    forward.run(norm.x, "WHOLE", "SECOND_HALF", true);
+    forward.run(norm.x, kWhole, kSecondHalf, true);
   } else {
     forward.run_fixed(norm.x);
   }
   return out;
 }
 
-at::Tensor batch_norm_statistics(const Norm& norm) {
+at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   const c10::DeviceGuard on(norm.x.device());
   const Reading reading(norm.x, is_aligned(norm.x));
   const at::Tensor saved = numbers(norm.x, 4 * int64_t{reading.channels});
-  Forward forward{reading, word("RELU", 0), word("RESIDUAL", 0)};
+  Forward forward{reading, 0, 0};
   set_norm(forward.arguments, norm, saved);
-  forward.run(norm.x, "STATISTICS", "FINISH", false);
+  forward.run(norm.x, kStatistics, kFinish, false);
   return saved;
 }
 
@@ -284,32 +332,30 @@ at::Tensor like_or_none(const at::Tensor& like) {
 
 struct Backward {
   const Reading reading;
-  std::vector<std::string> words;
+  BackwardParts parts;
   int norms;
   BatchNormBackward arguments{};
 
-  const Kernel& pass(const char* name) const {
-    auto all = words;
-    all.push_back(std::string("PASS=") + name);
-    return kernel(batch_norm_backward_source, "batch_norm_backward", reading, all);
+  const Kernel& kernel(Pass pass) const {
+    return backward_family().of(backward_numbers(reading, pass, parts));
   }
 
-  void launch(const char* name, const Plan& plan) {
-    pass(name).launch(shape_of(reading, plan, plan.blocks), arguments);
+  void launch(Pass pass, const Plan& plan) {
+    kernel(pass).launch(shape_of(reading, plan, plan.blocks), arguments);
   }
 
   void run(const at::Tensor& x) {
     const Card figures = card(x.get_device());
     const size_t bytes = backward_bytes(reading, norms);
     Plan plan = whole_plan(reading, figures, bytes, 1 + norms);
-    const bool at_once = fits(pass("WHOLE"), plan);
+    const bool at_once = fits(kernel(kWhole), plan);
     if (!at_once) plan = plain_plan(reading, figures, bytes);
     const at::Tensor partials = partials_of(x, reading, plan, 1 + norms);
     arguments.partials = write_floats(partials);
     set_rows(arguments, reading, plan);
-    if (at_once) return launch("WHOLE", plan);
-    launch("FIRST_HALF", plan);
-    launch("SECOND_HALF", plan);
+    if (at_once) return launch(kWhole, plan);
+    launch(kFirstHalf, plan);
+    launch(kSecondHalf, plan);
   }
 
   // No sums over the rows are needed.
@@ -317,12 +363,12 @@ struct Backward {
     const Plan plan =
         plain_plan(reading, card(x.get_device()), backward_bytes(reading, norms));
     set_rows(arguments, reading, plan);
-    launch("FIXED", plan);
+    launch(kFixed, plan);
   }
 };
 
-NormGradients room_for(const NormGradient& in) {
-  NormGradients out;
+BatchNormGradients room_for(const BatchNormGradient& in) {
+  BatchNormGradients out;
   out.dx = at::empty_like(in.x);
   out.d_weight = like_or_none(in.weight);
   out.d_bias = like_or_none(in.bias);
@@ -334,7 +380,7 @@ NormGradients room_for(const NormGradient& in) {
   return out;
 }
 
-void set_tensors(BatchNormBackward& a, const NormGradient& in, const NormGradients& out) {
+void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchNormGradients& out) {
   a.x = read_from(in.x);
   a.dy = read_from(in.dy);
   a.more_dy = read_from(in.more_dy);
@@ -355,7 +401,7 @@ void set_tensors(BatchNormBackward& a, const NormGradient& in, const NormGradien
 }
 
 // Of pictures, not volumes.
-void set_pooling(BatchNormBackward& a, const NormGradient& in) {
+void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
   a.height = static_cast<int>(in.x.size(2));
   a.width = static_cast<int>(in.x.size(3));
   a.pooled_height = static_cast<int>(in.dy.size(2));
@@ -364,7 +410,7 @@ void set_pooling(BatchNormBackward& a, const NormGradient& in) {
 
 }  // namespace
 
-NormGradients batch_norm_backward(const NormGradient& in) {
+BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
   const c10::DeviceGuard on(in.x.device());
   // With bits of a mask, the vectors are those of the forward.
   const bool by_bits = in.mask.defined() && !in.pooled;
@@ -378,10 +424,9 @@ NormGradients batch_norm_backward(const NormGradient& in) {
   const bool other = in.other_x.defined();
   Backward backward{
       reading,
-      {word("MASK", !in.relu ? 0 : by_bits ? 2 : 1), word("MORE", in.more_dy.defined()),
-       word("KEEP", in.keeps_residual), word("OTHER", other), word("POOL", in.pooled)},
+      {!in.relu ? 0 : by_bits ? 2 : 1, in.more_dy.defined(), in.keeps_residual, other, in.pooled},
       other ? 2 : 1};
-  const NormGradients out = room_for(in);
+  const BatchNormGradients out = room_for(in);
   set_tensors(backward.arguments, in, out);
   if (in.pooled) set_pooling(backward.arguments, in);
   const bool sums = in.training || in.weight.defined() || in.bias.defined() ||
@@ -390,11 +435,11 @@ NormGradients batch_norm_backward(const NormGradient& in) {
   return out;
 }
 
-Normed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
+BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   const c10::DeviceGuard on(x.device());
   const Reading reading(x, is_aligned(x));
   const auto pooled = [](int64_t size) { return (size - 1) / 2 + 1; };
-  Normed out;
+  BatchNormed out;
   out.y = at::empty(
       {x.size(0), x.size(1), pooled(x.size(2)), pooled(x.size(3))},
       x.options().memory_format(at::MemoryFormat::ChannelsLast));
@@ -414,7 +459,8 @@ Normed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   arguments.pooled_width = static_cast<int>(out.y.size(3));
   constexpr unsigned kPoolThreads = 256;
   const unsigned blocks = (arguments.total + kPoolThreads - 1) / kPoolThreads;
-  kernel(batch_norm_pool_source, "batch_norm_pool", reading, {})
+  pool_family()
+      .of(pool_numbers(reading))
       .launch(Shape{blocks, 1, kPoolThreads, 0, false}, arguments);
   return out;
 }

@@ -9,7 +9,7 @@ namespace brimful::kernels {
 
 // One BatchNorm and its input, channels last and dense. Weight, bias and running statistics may be
 // undefined; they are f32, or of the input's kind.
-struct Norm {
+struct BatchNormGiven {
   at::Tensor x, weight, bias, running_mean, running_variance;
   bool training;
   double momentum, eps;
@@ -21,7 +21,7 @@ struct Addend {
   at::Tensor tensor, saved;
 };
 
-struct Normed {
+struct BatchNormed {
   at::Tensor y;
   // For the backward: what the forward found of each channel, and where ReLU let pass.
   at::Tensor saved, mask;
@@ -29,7 +29,7 @@ struct Normed {
 
 // All of a backward's inputs. `mask` is empty where it is found from x again; with pooling it is the
 // place of each maximum.
-struct NormGradient {
+struct BatchNormGradient {
   at::Tensor dy, more_dy;
   at::Tensor x, saved, mask;
   at::Tensor other_x, other_saved;
@@ -40,22 +40,22 @@ struct NormGradient {
   bool pooled;
 };
 
-struct NormGradients {
+struct BatchNormGradients {
   at::Tensor dx, d_weight, d_bias;
   at::Tensor d_residual;
   at::Tensor other_dx, other_d_weight, other_d_bias;
 };
 
 // y and, if `for_backward`, what that needs.
-Normed batch_norm_forward(const Norm& norm, const Addend& addend, bool relu, bool for_backward);
+BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend, bool relu, bool for_backward);
 
 // What the forward finds of each channel, alone; running statistics move.
-at::Tensor batch_norm_statistics(const Norm& norm);
+at::Tensor batch_norm_statistics(const BatchNormGiven& norm);
 
 // Of BatchNorm, ReLU and a pooling of 3×3, stride 2 and padding 1: y, and as its mask the place of
 // each maximum in its window.
-Normed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved);
+BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved);
 
-NormGradients batch_norm_backward(const NormGradient& gradient);
+BatchNormGradients batch_norm_backward(const BatchNormGradient& gradient);
 
 }  // namespace brimful::kernels

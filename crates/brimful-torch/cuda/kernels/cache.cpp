@@ -78,6 +78,11 @@ std::string cache_key(const std::string& all) {
   return digits(hash(all, kStart)) + digits(hash(all, kOtherStart));
 }
 
+bool is_cached(const std::string& key) {
+  std::error_code ignored;
+  return fs::exists(file_of(key), ignored);
+}
+
 std::optional<std::string> read_cache(const std::string& key) {
   std::ifstream in(file_of(key), std::ios::binary);
   std::string line;

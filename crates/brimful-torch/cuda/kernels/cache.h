@@ -9,6 +9,9 @@ namespace brimful::kernels {
 // 32 hexadecimal digits, from all that a compiled kernel depends on.
 std::string cache_key(const std::string& all);
 
+// Whether there is such a file; it may be damaged.
+bool is_cached(const std::string& key);
+
 // Nothing where there is no such file, or it is damaged or another's.
 std::optional<std::string> read_cache(const std::string& key);
 

@@ -1,4 +1,4 @@
-// Looks for NVRTC, and has it compile a kernel.
+// Looks for NVRTC, and has it compile kernels, now or ahead of their use.
 //
 // It lies beside libtorch's other CUDA libraries, which are in the program already: in their folder,
 // or in one of nvidia's packages next to it. Its own helper library must be there before it.
@@ -12,6 +12,14 @@
 #include <link.h>
 
 #include <algorithm>
+#include <atomic>
+#include <deque>
+#include <future>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
 
 namespace brimful::kernels {
 
@@ -75,12 +83,12 @@ void* open_in(const std::string& folder) {
   for (const auto& helper : matches(folder + "/libnvrtc-builtins.so.*")) {
     dlopen(helper.c_str(), RTLD_NOW | RTLD_GLOBAL);
   }
-  return dlopen(libraries.front().c_str(), RTLD_NOW);
+  return dlopen(libraries.front().c_str(), RTLD_LAZY);
 }
 
 void* open_library() {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
-    if (void* library = dlopen(name, RTLD_NOW)) return library;
+    if (void* library = dlopen(name, RTLD_LAZY)) return library;
   }
   for (const auto& folder : places()) {
     if (void* library = open_in(folder)) return library;
@@ -164,17 +172,117 @@ std::string compiler_version() {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
+namespace {
+
+// What is compiled, for what, and where the cache has it.
+struct Order {
+  Source source;
+  std::vector<std::string> options;
+  std::string key;
+
+  Order(const Source& source, const std::vector<std::string>& defines, int architecture)
+      : source(source),
+        options{
+            "--gpu-architecture=sm_" + std::to_string(architecture), "--std=c++17",
+            "-default-device"} {
+    for (const auto& define : defines) options.push_back("-D" + define);
+    std::string all = source.text + std::string("\n") + compiler_version();
+    for (const auto& option : options) all += "\n" + option;
+    key = cache_key(all);
+  }
+
+  std::string run() const {
+    std::string cubin = Compilation(source).run(source, options);
+    write_cache(key, cubin);
+    return cubin;
+  }
+};
+
+// Orders that threads of their own work on. When the program ends, what has not begun is left.
+class Workshop {
+ public:
+  Workshop() = default;
+  Workshop(const Workshop&) = delete;
+  Workshop& operator=(const Workshop&) = delete;
+
+  ~Workshop() {
+    closes_ = true;
+    for (auto& thread : threads_) thread.join();
+  }
+
+  void take(Order order) {
+    const std::lock_guard<std::mutex> alone(turn_);
+    const auto [place, is_new] = cubins_.try_emplace(order.key);
+    if (!is_new) return;
+    std::packaged_task<std::string()> task([order = std::move(order)] { return order.run(); });
+    place->second = task.get_future().share();
+    tasks_.push_back(std::move(task));
+    const size_t cores = std::max(std::thread::hardware_concurrency(), 1u);
+    if (working_ == cores) return;
+    ++working_;
+    threads_.emplace_back([this] { work(); });
+  }
+
+  // Waits for an order that was taken; nothing where it was not.
+  std::optional<std::string> finished(const std::string& key) {
+    std::shared_future<std::string> cubin;
+    {
+      const std::lock_guard<std::mutex> alone(turn_);
+      const auto found = cubins_.find(key);
+      if (found == cubins_.end()) return std::nullopt;
+      cubin = found->second;
+      // The cache has it for the next one who asks.
+      cubins_.erase(found);
+    }
+    return cubin.get();
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> alone(turn_);
+    while (!tasks_.empty() && !closes_) {
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      alone.unlock();
+      task();
+      alone.lock();
+    }
+    --working_;
+  }
+
+  std::mutex turn_;
+  std::map<std::string, std::shared_future<std::string>> cubins_;
+  std::deque<std::packaged_task<std::string()>> tasks_;
+  std::vector<std::thread> threads_;
+  size_t working_ = 0;
+  std::atomic<bool> closes_{false};
+};
+
+// Made after NVRTC was loaded, so that its threads have ended before NVRTC is unloaded.
+Workshop& workshop() {
+  nvrtc();
+  static Workshop all;
+  return all;
+}
+
+}  // namespace
+
+void compile_ahead(const std::vector<Compiling>& all, int architecture) {
+  try {
+    for (const auto& [source, defines] : all) {
+      Order order(source, defines, architecture);
+      if (!is_cached(order.key)) workshop().take(std::move(order));
+    }
+  } catch (const std::exception&) {
+    // Whoever needs the kernel hears why it cannot be had.
+  }
+}
+
 Cubin compiled(const Source& source, const std::vector<std::string>& defines, int architecture) {
-  std::vector<std::string> options = {
-      "--gpu-architecture=sm_" + std::to_string(architecture), "--std=c++17", "-default-device"};
-  for (const auto& define : defines) options.push_back("-D" + define);
-  std::string all = source.text + std::string("\n") + compiler_version();
-  for (const auto& option : options) all += "\n" + option;
-  const std::string key = cache_key(all);
-  if (auto kept = read_cache(key)) return {std::move(*kept), true};
-  std::string cubin = Compilation(source).run(source, options);
-  write_cache(key, cubin);
-  return {std::move(cubin), false};
+  const Order order(source, defines, architecture);
+  if (auto ahead = workshop().finished(order.key)) return {std::move(*ahead), false};
+  if (auto kept = read_cache(order.key)) return {std::move(*kept), true};
+  return {order.run(), false};
 }
 
 }  // namespace brimful::kernels

@@ -2,7 +2,8 @@
 
 #include "functions.h"
 
-#include "kernel.h"
+#include "ahead.h"
+#include "kernel_family.h"
 #include "kernel_sources.h"
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -15,45 +16,40 @@ constexpr unsigned kThreads = 512;
 // What a block has besides the row: results of its warps.
 constexpr size_t kOtherBytes = 1 << 10;
 
-// The kernels for one kind of numbers.
-struct CrossEntropy {
-  CrossEntropy(const std::string& kind, size_t bytes)
-      : kept(cross_entropy_source, "cross_entropy_kept", defines(kind, bytes)),
-        again(cross_entropy_source, "cross_entropy_again", defines(kind, bytes)),
-        bytes(bytes) {}
+using CrossEntropyFamily = KernelFamily<2>;
 
-  static std::vector<std::string> defines(const std::string& kind, size_t bytes) {
-    return {"KIND=" + kind, "PER_WORD=" + std::to_string(16 / bytes)};
-  }
+// Both are one module.
+const CrossEntropyFamily& family(bool keeps_row) {
+  static const std::array<Define, 2> defines{Define{"KIND", kNumberKinds}, Define{"PER_WORD"}};
+  static const CrossEntropyFamily kept(cross_entropy_source, "cross_entropy_kept", defines);
+  static const CrossEntropyFamily again(cross_entropy_source, "cross_entropy_again", defines);
+  return keeps_row ? kept : again;
+}
 
-  const Kernel kept;
-  const Kernel again;
-  const size_t bytes;
-};
-
-const CrossEntropy& kernels_for(NumberKind kind) {
-  static const CrossEntropy f32("F32", 4);
-  static const CrossEntropy bf16("Bf16", 2);
-  static const CrossEntropy f16("F16", 2);
-  return kind == NumberKind::kF32 ? f32 : kind == NumberKind::kBf16 ? bf16 : f16;
+CrossEntropyFamily::Numbers numbers_of(NumberKind kind) {
+  return {static_cast<int>(kind), numbers_a_word(kind)};
 }
 
 }  // namespace
 
+Compiling cross_entropy_compiling(NumberKind kind) {
+  return family(true).compiling(numbers_of(kind));
+}
+
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows) {
-  const CrossEntropy& kernels = kernels_for(kind);
+  const auto bytes = static_cast<size_t>(bytes_of(kind));
   const auto where = reinterpret_cast<uintptr_t>(arguments.logits);
-  const auto step = static_cast<size_t>(arguments.step) * kernels.bytes;
+  const auto step = static_cast<size_t>(arguments.step) * bytes;
   if (where % 16 != 0 || step % 16 != 0) {
     throw KernelError("cross_entropy: rows of logits do not begin at multiples of 16 bytes");
   }
   if (rows == 0) return;
-  const auto row = static_cast<size_t>(arguments.classes) * kernels.bytes;
+  const auto row = static_cast<size_t>(arguments.classes) * bytes;
   const bool fits = row + kOtherBytes <= card(c10::cuda::current_device()).shared_bytes_per_block;
   const auto shared = fits ? (row + 15) / 16 * 16 : 0;
   const Shape shape{
       static_cast<unsigned>(rows), 1, kThreads, static_cast<unsigned>(shared), false};
-  (fits ? kernels.kept : kernels.again).launch(shape, arguments);
+  family(fits).of(numbers_of(kind)).launch(shape, arguments);
 }
 
 }  // namespace brimful::kernels

@@ -6,8 +6,10 @@
 #include "../../kernels/column_sums_arguments.h"
 #include "../../kernels/cross_entropy_arguments.h"
 #include "../../kernels/norm_arguments.h"
+#include "../../kernels/rotary_arguments.h"
 #include "batch_norm.h"
 #include "card.h"
+#include "number_kind.h"
 #include "source.h"
 
 #include <cstdint>
@@ -19,9 +21,6 @@ namespace brimful::kernels {
 // For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
 std::string describe(int device);
 
-// Kinds of numbers, as kernels/prelude.cuh has them.
-enum class NumberKind : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
-
 // On the current stream of the current device, which the pointers are of.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
 void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
@@ -29,6 +28,9 @@ void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
 int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind);
 void norm_backward(const NormBackwardArguments& arguments, NumberKind kind);
 void column_sums(const ColumnSumsArguments& arguments);
+
+// `total` is a number for each pair, whatever a thread reads at once.
+void rotary(const RotaryArguments& arguments, NumberKind kind);
 
 // As kernels/activation.cu and src/activation.rs number them.
 enum class Activation : int { kGeluExact = 0, kGeluTanh = 1, kSwiGlu = 2 };
@@ -49,6 +51,7 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;
   decltype(&brimful::kernels::norm_backward) norm_backward;
   decltype(&brimful::kernels::column_sums) column_sums;
+  decltype(&brimful::kernels::rotary) rotary;
   decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
   decltype(&brimful::kernels::activation) activation;
   decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;

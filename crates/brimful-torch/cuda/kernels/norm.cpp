@@ -3,15 +3,15 @@
 
 #include "functions.h"
 
-#include "kernel.h"
+#include "ahead.h"
+#include "kernel_family.h"
 #include "kernel_sources.h"
 
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
-#include <tuple>
+#include <atomic>
+#include <iterator>
 
 namespace brimful::kernels {
 
@@ -26,16 +26,12 @@ constexpr int kBlocksAProcessor = 2;
 constexpr int kColumnsABlock = 32;
 constexpr int kColumnThreads = 512;
 
-const char* name_of(NumberKind kind) {
-  return kind == NumberKind::kF32 ? "F32" : kind == NumberKind::kBf16 ? "Bf16" : "F16";
-}
-
 // How a row of this width is spread over threads.
 struct Spread {
   int64_t per_word, team, held;
 
   Spread(NumberKind kind, int64_t width) {
-    const int64_t most = kind == NumberKind::kF32 ? 4 : 8;
+    const int64_t most = numbers_a_word(kind);
     per_word = width % most == 0 ? most : 1;
     const auto words = width / per_word;
     team = words <= kWarp * kHeldByWarp ? kWarp : kThreads;
@@ -47,30 +43,21 @@ struct Spread {
   int64_t teams() const { return kThreads / team; }
 };
 
-struct Norm {
-  Norm(NumberKind kind, const Spread& spread)
-      : forward(norm_source, "norm_forward", defines(kind, spread)),
-        backward(norm_source, "norm_backward", defines(kind, spread)) {}
+using NormFamily = KernelFamily<4>;
 
-  static std::vector<std::string> defines(NumberKind kind, const Spread& spread) {
-    const auto number = [](const char* name, int64_t value) {
-      return std::string(name) + "=" + std::to_string(value);
-    };
-    return {
-        std::string("KIND=") + name_of(kind), number("PER_WORD", spread.per_word),
-        number("TEAM", spread.team), number("HELD", spread.held)};
-  }
+NormFamily::Numbers numbers_of(NumberKind kind, const Spread& spread) {
+  return {
+      static_cast<int>(kind), static_cast<int>(spread.per_word), static_cast<int>(spread.team),
+      static_cast<int>(spread.held)};
+}
 
-  const Kernel forward;
-  const Kernel backward;
-};
-
-const Norm& kernels_for(NumberKind kind, const Spread& spread) {
-  static std::mutex turn;
-  static std::map<std::tuple<NumberKind, int64_t, int64_t, int64_t>, Norm> all;
-  const std::lock_guard<std::mutex> alone(turn);
-  const auto key = std::make_tuple(kind, spread.per_word, spread.team, spread.held);
-  return all.try_emplace(key, kind, spread).first->second;
+// Both directions are one module.
+const NormFamily& family(bool backward) {
+  static const std::array<Define, 4> defines{
+      Define{"KIND", kNumberKinds}, Define{"PER_WORD"}, Define{"TEAM"}, Define{"HELD"}};
+  static const NormFamily forwards(norm_source, "norm_forward", defines);
+  static const NormFamily backwards(norm_source, "norm_backward", defines);
+  return backward ? backwards : forwards;
 }
 
 int64_t backward_blocks(int64_t rows, const Spread& spread) {
@@ -79,14 +66,29 @@ int64_t backward_blocks(int64_t rows, const Spread& spread) {
   return std::max<int64_t>(std::min(processors * kBlocksAProcessor, needed), 1);
 }
 
+// What transformers use beside a norm of this kind.
+void expect_transformer(Compiling norm, NumberKind kind, bool rms) {
+  const auto function = rms ? Activation::kSwiGlu : Activation::kGeluTanh;
+  compile_ahead(
+      {std::move(norm), activation_compiling(kind, function), cross_entropy_compiling(kind),
+       {column_sums_source, {}}},
+      architecture(c10::cuda::current_device()));
+}
+
 }  // namespace
 
 void norm_forward(const NormForwardArguments& arguments, NumberKind kind) {
   const Spread spread(kind, arguments.width);
   if (arguments.rows == 0) return;
+  const auto numbers = numbers_of(kind, spread);
+  static std::array<std::atomic<bool>, std::size(kNumberKinds)> seen{};
+  if (!seen[static_cast<size_t>(kind)].exchange(true)) {
+    const bool rms = arguments.mean == nullptr;
+    expect_transformer(family(false).compiling(numbers), kind, rms);
+  }
   const auto blocks = (arguments.rows + spread.teams() - 1) / spread.teams();
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  kernels_for(kind, spread).forward.launch(shape, arguments);
+  family(false).of(numbers).launch(shape, arguments);
 }
 
 int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind) {
@@ -100,14 +102,15 @@ void norm_backward(const NormBackwardArguments& given, NumberKind kind) {
   NormBackwardArguments arguments = given;
   arguments.rows_of_team = (given.rows + teams - 1) / teams;
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
-  kernels_for(kind, spread).backward.launch(shape, arguments);
+  family(true).of(numbers_of(kind, spread)).launch(shape, arguments);
 }
 
 void column_sums(const ColumnSumsArguments& arguments) {
   static const Kernel kernel(column_sums_source, "column_sums", {});
   const auto blocks = (arguments.columns + kColumnsABlock - 1) / kColumnsABlock;
+  const unsigned tables = arguments.into[1] == nullptr ? 1 : 2;
   if (blocks == 0) return;
-  kernel.launch(Shape{static_cast<unsigned>(blocks), 1, kColumnThreads, 0, false}, arguments);
+  kernel.launch(Shape{static_cast<unsigned>(blocks), tables, kColumnThreads, 0, false}, arguments);
 }
 
 }  // namespace brimful::kernels

@@ -24,6 +24,7 @@ const BrimfulKernelFunctions brimful_kernel_functions = {
     brimful::kernels::norm_partial_rows,
     brimful::kernels::norm_backward,
     brimful::kernels::column_sums,
+    brimful::kernels::rotary,
     brimful::kernels::activation_row_blocks,
     brimful::kernels::activation,
     brimful::kernels::batch_norm_forward,

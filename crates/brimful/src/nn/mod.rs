@@ -29,6 +29,7 @@ mod batch_norm;
 pub mod kernels;
 mod linear_cross_entropy;
 mod norm;
+mod rotary;
 
 pub use activation::{Gelu, bias_gelu, bias_swiglu};
 pub use batch_norm::{
@@ -41,3 +42,4 @@ pub use linear_cross_entropy::{
 pub use norm::{
     LayerNorm, NormError, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };
+pub use rotary::Rotary;

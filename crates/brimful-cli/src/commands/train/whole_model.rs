@@ -4,13 +4,12 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use brimful::layers::Model;
 use brimful::memory::Memory;
 use brimful::micro::Layout;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
-use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Replicas, Step, World, guard};
-use tch::nn::{ModuleT, Path, VarStore};
+use brimful::{DeviceSpec, Layers, MicroBatcher, Replicas, Step, World, guard};
+use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
@@ -18,7 +17,7 @@ use super::advice::FixedBytes;
 use super::engine::{Kept, TrainingEngine, check_model, count, named, names};
 use crate::named::{Named, put};
 use crate::progress::Ticker;
-use crate::setting::{accounts, loss, right, typed, within};
+use crate::setting::{LossModel, accounts, typed, within};
 
 /// A whole model on each device.
 #[derive(Debug)]
@@ -42,8 +41,8 @@ pub(super) struct WholeModel {
 /// Who runs the steps of this process.
 #[derive(Debug)]
 enum Runner {
-    One { micro: Box<MicroBatcher>, model: Model, store: VarStore },
-    Several(Box<Replicas<Model>>),
+    One { micro: Box<MicroBatcher>, model: LossModel, store: VarStore },
+    Several(Box<Replicas<LossModel>>),
 }
 
 impl WholeModel {
@@ -97,7 +96,7 @@ impl Runner {
         options.dtype.prepare(device)?;
         let _inside = memory.enter();
         let mut store = VarStore::new(device);
-        let model = layers.build(&store.root()).context("the model was not built")?;
+        let model = LossModel::build(layers, &store.root()).context("the model was not built")?;
         store.set_kind(options.dtype.kind());
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
@@ -117,8 +116,9 @@ impl Runner {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
         // Replicas tell a panic's words, and know one that is about memory.
-        let build =
-            move |root: &Path<'_>| layers.build(root).unwrap_or_else(|error| panic!("{error}"));
+        let build = move |root: &Path<'_>| {
+            LossModel::build(&layers, root).unwrap_or_else(|error| panic!("{error}"))
+        };
         let mut replicas =
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;
         replicas.store_mut().set_kind(options.dtype.kind());
@@ -147,9 +147,9 @@ impl Runner {
         kind: Kind,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Step> {
-        let mean = move |model: &Model, (x, y): (Tensor, Tensor)| {
+        let mean = move |model: &LossModel, (x, y): (Tensor, Tensor)| {
             count(ticker.as_ref(), &y);
-            Loss::mean(loss(&model.forward_t(&typed(&x, kind), true), &y))
+            model.loss(&typed(&x, kind), &y, true)
         };
         match (self, batches) {
             (Self::One { micro, model, .. }, [batch]) => {
@@ -172,10 +172,8 @@ impl Runner {
     }
 
     fn evaluate(&mut self, batch: &(Tensor, Tensor), kind: Kind) -> brimful::Result<Step<Tensor>> {
-        let judged = move |model: &Model, (x, y): (Tensor, Tensor)| {
-            let logits = model.forward_t(&typed(&x, kind), false);
-            (Loss::mean(loss(&logits, &y)), right(&logits, &y))
-        };
+        let judged =
+            move |model: &LossModel, (x, y): (Tensor, Tensor)| model.judge(&typed(&x, kind), &y);
         match self {
             Self::One { micro, model, .. } => micro.evaluate(batch, |part| judged(model, part)),
             Self::Several(replicas) => replicas.evaluate(batch, judged),

@@ -1,0 +1,174 @@
+//! A model and its loss in one: a GPT's head runs inside its loss, in chunks of tokens, so that its logits
+//! never exist whole.
+
+use brimful::layers::Model;
+use brimful::nn::linear_cross_entropy;
+use brimful::{Layers, Loss, Result};
+use brimful_models::{GPT_HEAD, gpt_head_weight};
+use tch::nn::{ModuleT, Path};
+use tch::{Reduction, Tensor};
+
+use super::{loss, right};
+
+/// As many logits are compared at once in a test.
+const LOGITS_AT_ONCE: i64 = 1 << 25;
+
+/// A model that is whole on one device, with what it is judged by.
+#[derive(Debug)]
+pub enum LossModel {
+    /// Its outputs are what the loss is of.
+    Whole(Model),
+    /// A GPT in two parts, and the weight of its head, tied or not.
+    Text { body: Model, head: Model, weight: Tensor },
+}
+
+impl LossModel {
+    /// Builds the layers under this path, in their order.
+    ///
+    /// # Errors
+    /// As [`Layers::build`].
+    pub fn build(layers: &Layers, root: &Path) -> Result<Self> {
+        if layers.names().last() != Some(GPT_HEAD) {
+            return layers.build(root).map(Self::Whole);
+        }
+        let (last, all) = (layers.len() - 1, layers.len());
+        let body = layers.build_range(root, 0..last)?;
+        let head = layers.build_range(root, last..all)?;
+        match gpt_head_weight(root) {
+            Some(weight) => Ok(Self::Text { body, head, weight }),
+            None => layers.build(root).map(Self::Whole),
+        }
+    }
+
+    /// The mean loss of a micro-batch in training, or where nothing is dropped.
+    ///
+    /// # Errors
+    /// As [`linear_cross_entropy`].
+    pub fn loss(&self, x: &Tensor, y: &Tensor, train: bool) -> Result<Loss> {
+        match self {
+            Self::Whole(model) => Ok(Loss::mean(loss(&model.forward_t(x, train), y))),
+            Self::Text { body, weight, .. } => {
+                linear_cross_entropy(&body.forward_t(x, train), weight, None, y, Default::default())
+            }
+        }
+    }
+
+    /// The same by way of whole logits, as a number that autograd can start from.
+    pub fn plain_loss(&self, x: &Tensor, y: &Tensor) -> Tensor {
+        let outputs = match self {
+            Self::Whole(model) => model.forward_t(x, true),
+            Self::Text { body, head, .. } => head.forward_t(&body.forward_t(x, true), true),
+        };
+        loss(&outputs, y)
+    }
+
+    /// The loss of a micro-batch in a test, and which answers are right.
+    pub(crate) fn judge(&self, x: &Tensor, y: &Tensor) -> (Loss, Tensor) {
+        match self {
+            Self::Whole(model) => {
+                let outputs = model.forward_t(x, false);
+                (Loss::mean(loss(&outputs, y)), right(&outputs, y))
+            }
+            Self::Text { body, head, weight } => {
+                judge_tokens(&body.forward_t(x, false), head, weight.size()[0], y)
+            }
+        }
+    }
+}
+
+/// The mean loss of tokens, and which are right, a part of their logits at a time.
+fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Loss, Tensor) {
+    let rows = (LOGITS_AT_ONCE / classes).max(1);
+    let parts = hidden.flatten(0, -2).split(rows, 0);
+    let targets = y.flatten(0, -1).split(rows, 0);
+    let judged = parts.iter().zip(&targets).map(|(part, targets)| {
+        let logits = head.forward_t(part, false);
+        let none = None::<&Tensor>;
+        let sum = logits.cross_entropy_loss(targets, none, Reduction::Sum, -100, 0.0);
+        (sum, right(&logits, targets))
+    });
+    let (sums, rights): (Vec<_>, Vec<_>) = judged.unzip();
+    let mean = Tensor::stack(&sums, 0).sum(sums[0].kind()) / y.numel() as f64;
+    (Loss::mean(mean), Tensor::cat(&rights, 0).view_as(y))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use brimful::{MicroBatcher, Size};
+    use brimful_models::{Gpt, gpt};
+    use tch::nn::VarStore;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    const TOKENS: i64 = 300;
+
+    fn tiny(tied: bool) -> Layers {
+        let sizes = Gpt { layers: 2, width: 32, heads: 2, context: 16, ..Gpt::gpt2_small() };
+        gpt(&Gpt { vocabulary: TOKENS, dropout: 0.0, tied, ..sizes })
+    }
+
+    fn samples() -> (Tensor, Tensor) {
+        let tokens = Tensor::randint(TOKENS, [5, 17], (Kind::Int64, Device::Cpu));
+        (tokens.narrow(1, 0, 16), tokens.narrow(1, 1, 16))
+    }
+
+    fn built(layers: &Layers) -> (VarStore, LossModel) {
+        let mut store = VarStore::new(Device::Cpu);
+        let model = LossModel::build(layers, &store.root()).expect("a model");
+        store.set_kind(Kind::Double);
+        (store, model)
+    }
+
+    fn shapes(store: &VarStore) -> BTreeMap<String, Vec<i64>> {
+        store.variables().iter().map(|(name, variable)| (name.clone(), variable.size())).collect()
+    }
+
+    #[test]
+    fn a_gpt_has_the_variables_of_its_layers_whichever_way_it_is_built() {
+        for tied in [false, true] {
+            let whole = VarStore::new(Device::Cpu);
+            tiny(tied).build(&whole.root()).expect("a model");
+            assert_eq!(shapes(&built(&tiny(tied)).0), shapes(&whole));
+        }
+    }
+
+    #[test]
+    fn a_loss_without_whole_logits_is_that_of_logits_with_its_gradients() {
+        for tied in [false, true] {
+            let batch = samples();
+            let (store, model) = built(&tiny(tied));
+            let (mut plain_store, plain) = built(&tiny(tied));
+            plain_store.copy(&store).expect("the same variables");
+            let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+            let step = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true)).expect("a step");
+            let expected = plain.plain_loss(&batch.0, &batch.1);
+            expected.backward();
+            assert!((step.loss - expected.double_value(&[])).abs() < 1e-10, "{}", step.loss);
+            let plain = plain_store.variables();
+            for (name, variable) in store.variables() {
+                let error = (variable.grad() - plain[&name].grad()).abs().max();
+                assert!(error.double_value(&[]) < 1e-10, "{name}: {error:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_test_in_parts_is_a_test_of_all_logits() {
+        let (x, y) = samples();
+        let (store, model) = built(&tiny(true));
+        let LossModel::Text { body, head, .. } = &model else { panic!("a GPT has a head") };
+        let hidden = body.forward_t(&x, false);
+        let logits = head.forward_t(&hidden, false);
+        let (_, found) = judge_tokens(&hidden, head, LOGITS_AT_ONCE / 7, &y);
+        assert_eq!(found, right(&logits, &y));
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let batch = (x, y);
+        let step = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y)).expect("a test");
+        let expected = loss(&logits, &batch.1).double_value(&[]);
+        assert!((step.loss - expected).abs() < 1e-10, "{} and {expected}", step.loss);
+        assert_eq!(step.outputs, right(&logits, &batch.1));
+    }
+}

@@ -1,0 +1,66 @@
+// What the nodes of our own have in common: one backward, after which all that it needed is let go. Plain
+// fields cost the host a fraction of what torch::autograd::Function does, which counts where launches do.
+#pragma once
+
+#include "version.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+BRIMFUL_READ_AGAIN(
+    "torch::autograd::Node, set_history and set_gradient_edge, and how generated nodes keep and "
+    "release what they save");
+
+namespace brimful::kernels {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+class KernelNode : public torch::autograd::Node {
+ public:
+  void release_variables() final {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    released_ = true;
+    let_go();
+  }
+
+  variable_list apply(variable_list&& gradients) final {
+    const std::lock_guard<std::mutex> alone(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    TORCH_CHECK(
+        !at::GradMode::is_enabled(), "the gradient of ", what(), " has no gradient of its own: ",
+        remedy());
+    return backward(std::move(gradients));
+  }
+
+ protected:
+  virtual const char* what() const = 0;
+  // Where a loss is differentiated twice.
+  virtual const char* remedy() const {
+    return "switch kernels of our own off (BRIMFUL_KERNELS=off) where a loss is differentiated twice";
+  }
+  // A gradient for each edge, or none; `gradients` of outputs may be missing.
+  virtual variable_list backward(variable_list&& gradients) = 0;
+  virtual void let_go() = 0;
+
+ private:
+  bool released_ = false;
+};
+
+// A node with an edge to each of these, which may be undefined.
+template <class Node, class... Tensors>
+std::shared_ptr<Node> node_after(const Tensors&... inputs) {
+  std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+}  // namespace brimful::kernels

@@ -1,0 +1,112 @@
+// Rotary positions: by a kernel of our own where there is one, else by libtorch's operations.
+
+#include "guard.h"
+#include "kernel_node.h"
+#include "kernel_tensors.h"
+#include "tensors.h"
+#include "touched.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
+
+using brimful::kernels::KernelNode;
+using brimful::kernels::variable_list;
+namespace kernels = brimful::kernels;
+
+namespace {
+
+// The angles of all places, sequence × half of a head's width, in f32.
+struct Angles {
+  at::Tensor cos, sin;
+};
+
+at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
+  const auto wide = brimful::is_half(x.scalar_type()) ? at::kFloat : x.scalar_type();
+  const auto halves = x.to(wide).chunk(2, -1);
+  const auto cos = angles.cos.unsqueeze(1).to(wide);
+  const auto sin = angles.sin.unsqueeze(1).to(wide).mul(sign);
+  const auto first = halves[0].mul(cos).sub(halves[1].mul(sin));
+  const auto second = halves[1].mul(cos).add(halves[0].mul(sin));
+  return at::cat({first, second}, -1).to(x.scalar_type());
+}
+
+// Throws a KernelError where it cannot be had.
+at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const c10::DeviceGuard there(given.device());
+  brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
+  const auto x = kernels::laid_out(given);
+  auto out = at::empty_like(x);
+  kernels::functions()->rotary(
+      {x.const_data_ptr(), angles.cos.const_data_ptr<float>(), angles.sin.const_data_ptr<float>(),
+       out.mutable_data_ptr(), x.numel() / 2, static_cast<int>(x.size(1)),
+       static_cast<int>(x.size(2)), static_cast<int>(x.size(3) / 2), sign},
+      kernels::number_kind(x));
+  return out;
+}
+
+at::Tensor turned(const at::Tensor& x, const Angles& angles, float sign) {
+  return kernels::or_else(
+      "rotary positions", [&] { return by_kernel(x, angles, sign); },
+      [&] { return by_libtorch(x, angles, sign); });
+}
+
+struct RotaryNode final : KernelNode {
+  std::string name() const override { return "BrimfulRotaryBackward"; }
+  const char* what() const override { return "rotary positions"; }
+  void let_go() override { angles = {}; }
+
+  variable_list backward(variable_list&& gradients) override {
+    variable_list out(1);
+    if (gradients[0].defined()) out[0] = turned(gradients[0], angles, -1);
+    return out;
+  }
+
+  Angles angles;
+};
+
+at::Tensor rotary(const at::Tensor& x, const Angles& angles) {
+  if (!kernels::takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
+  const bool wanted = at::GradMode::is_enabled() && x.requires_grad();
+  if (!wanted) return turned(x, angles, 1);
+  at::Tensor out;
+  {
+    const at::NoGradGuard untracked;
+    out = turned(x, angles, 1);
+  }
+  const auto node = kernels::node_after<RotaryNode>(x);
+  node->angles = angles;
+  torch::autograd::set_history(out, node);
+  return out;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Of samples × sequence × heads × width; both tables are sequence × width/2, of f32 or of x's own kind.
+int32_t brimful_rotary(
+    const at::Tensor* x, const at::Tensor* cos, const at::Tensor* sin, at::Tensor** out,
+    char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    TORCH_CHECK(
+        x->dim() == 4 && x->size(3) % 2 == 0,
+        "rotary positions are for samples × sequence × heads × an even width, but got ", x->sizes());
+    const std::vector<int64_t> wanted{x->size(1), x->size(3) / 2};
+    for (const auto* table : {cos, sin}) {
+      TORCH_CHECK(
+          table->sizes() == wanted && table->device() == x->device(),
+          "the angles of rotary positions must be ", wanted, " on ", x->device(), ", but are ",
+          table->sizes(), " on ", table->device());
+    }
+    const bool on_device = x->is_cuda();
+    const auto plain = [&](const at::Tensor& table) {
+      return on_device ? table.to(at::kFloat).contiguous() : table;
+    };
+    *out = new at::Tensor(rotary(*x, {plain(*cos), plain(*sin)}));
+  });
+}
+
+}  // extern "C"

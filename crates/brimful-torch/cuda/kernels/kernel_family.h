@@ -1,0 +1,60 @@
+// The kernels of one function, by the numbers that they are compiled with: a launch finds its own without
+// writing a word.
+#pragma once
+
+#include "compiler.h"
+#include "kernel.h"
+
+#include <array>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace brimful::kernels {
+
+// A word that a source is compiled with; what its numbers are called there, if they are.
+struct Define {
+  const char* name;
+  const char* const* names = nullptr;
+};
+
+template <size_t N>
+class KernelFamily {
+ public:
+  using Numbers = std::array<int, N>;
+
+  KernelFamily(Source source, const char* function, std::array<Define, N> defines)
+      : source_(source), function_(function), defines_(defines) {}
+
+  const Kernel& of(const Numbers& numbers) const {
+    const std::lock_guard<std::mutex> alone(turn_);
+    const auto found = all_.find(numbers);
+    if (found != all_.end()) return found->second;
+    return all_.try_emplace(numbers, source_, function_, words(numbers)).first->second;
+  }
+
+  // What is compiled for it, for those who want it early.
+  Compiling compiling(const Numbers& numbers) const { return {source_, words(numbers)}; }
+
+ private:
+  std::vector<std::string> words(const Numbers& numbers) const {
+    std::vector<std::string> all;
+    for (size_t i = 0; i < N; ++i) {
+      const auto& [name, names] = defines_[i];
+      const int number = numbers[i];
+      all.push_back(
+          name + std::string("=") + (names == nullptr ? std::to_string(number) : names[number]));
+    }
+    return all;
+  }
+
+  const Source source_;
+  const char* const function_;
+  const std::array<Define, N> defines_;
+  mutable std::mutex turn_;
+  mutable std::map<Numbers, Kernel> all_;
+};
+
+}  // namespace brimful::kernels
