@@ -6,6 +6,7 @@
 #include "guard.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -32,6 +33,8 @@ extern "C" {
 int32_t brimful_host_bytes(
     size_t bytes, size_t alignment, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
+    // A view that autograd knew of would keep the whole as a second looker.
+    const at::AutoDispatchBelowADInplaceOrView unknown_to_autograd;
     const auto all = at::empty({static_cast<int64_t>(bytes + alignment)}, at::kByte);
     const auto start = reinterpret_cast<uintptr_t>(all.data_ptr());
     const auto skipped = (alignment - start % alignment) % alignment;

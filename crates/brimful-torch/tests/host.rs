@@ -3,6 +3,7 @@
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
 use brimful_torch::host;
+use brimful_torch::slab::Slab;
 use tch::{Device, Kind, Tensor};
 
 /// Pages that the system has given this process so far: the tenth field of what it says of it.
@@ -28,4 +29,16 @@ fn freed_blocks_are_used_again() {
     let first = taken();
     let then = taken();
     assert!(then * 10 < each_time && then <= first, "{each_time}, {first}, then {then} pages");
+}
+
+#[test]
+fn a_slab_is_free_when_no_view_of_it_is_left() {
+    let slab = Slab::new(5000).expect("memory");
+    assert_eq!(slab.bytes().numel(), 8192, "whole pages");
+    assert_eq!(slab.bytes().data_ptr() as usize % 4096, 0);
+    assert!(slab.is_free().expect("a number"));
+    let view = slab.bytes().narrow(0, 256, 80).view_dtype(Kind::Double).view([2, 5]);
+    assert!(!slab.is_free().expect("a number"));
+    drop(view);
+    assert!(slab.is_free().expect("a number") && !slab.is_locked());
 }
