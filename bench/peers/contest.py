@@ -1,6 +1,6 @@
 """What the peers' scripts share: which rows they run, in which processes, and what they print.
 
-    SCRIPT.py --like OURS.jsonl [--repeats 3] [--row-limit 120]
+    SCRIPT.py --like OURS.jsonl [--repeats 3] [--row-limit 120] [--only NAME]
 
 Each script runs the works of brimful's rows in OURS.jsonl with its peer. Every measurement is a process of its
 own, so that one that fails, crashes or hangs costs the others nothing: it becomes a row with its error. Prints
@@ -18,22 +18,24 @@ import time
 from importlib.metadata import version
 
 
-def run(bench, contestants, measure, works=None, package=None):
+def run(bench, contestants, measure, works=None, package=None, facts=None):
     """Runs a script: in its first process all measurements, in each further one a single one.
 
     `contestants(work, flags)` names those that run a work, each with its settings;
     `measure(work, settings, repeats)` gives a row's figures; `works(rows)` picks the works among our rows;
-    `package` is the peer's, whose version the environment says.
+    `package` is the peer's, whose version the environment says, and `facts` what it says besides.
     """
     args = arguments()
     if args.row:
         task = json.loads(args.row)
         figures = measure(task["work"], task["settings"], args.repeats)
-        print(json.dumps({"figures": figures, "environment": environment(task["work"], package)}))
+        print(json.dumps({"figures": figures, "environment": environment(task["work"], package, facts)}))
         return
     rows, where = [], None
     for work in (works or each_once)(ours(args.like, bench)):
         for name, settings in contestants(work, args.flags):
+            if args.only.lower() not in name.lower():
+                continue
             print(f"{name}: {title(work)}", file=sys.stderr, flush=True)
             answer = in_own_process({"work": work, "settings": settings}, args)
             where = where or answer.pop("environment", None)
@@ -48,6 +50,7 @@ def arguments():
     parser.add_argument("--like", help="JSON lines of brimful-bench")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps")
     parser.add_argument("--row-limit", type=float, default=120, help="seconds that one measurement may take")
+    parser.add_argument("--only", default="", help="contestants that have this in their name, and no others")
     parser.add_argument("--flags", nargs="*", default=[], help="what a script takes besides")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -62,6 +65,7 @@ def ours(path, bench):
 
 IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes"]
 IDENTITY += ["stages", "schedule", "recompute", "balance", "ranks"]
+IDENTITY += ["heads", "sequences", "memory_limit"]
 
 
 def identity(work):
@@ -76,7 +80,8 @@ def each_once(rows):
 
 
 def title(work):
-    keys = ["model", "dtype", "batch", "micro_batch", "limit_bytes", "stages", "schedule", "recompute", "ranks"]
+    keys = ["model", "shape", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes", "memory_limit"]
+    keys += ["stages", "schedule", "recompute", "ranks"]
     return " ".join(str(work[key]) for key in keys if work.get(key) is not None)
 
 
@@ -163,7 +168,7 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def environment(work, package):
+def environment(work, package, facts):
     import torch
     import torchvision
 
@@ -175,5 +180,5 @@ def environment(work, package):
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "threads": torch.get_num_threads(), "cores": os.cpu_count(),
-        "optimizer": "none", "batch_norm": "per micro-batch",
+        "optimizer": "none", "batch_norm": "per micro-batch", **(facts or {}),
     }  # fmt: skip

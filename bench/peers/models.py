@@ -12,15 +12,15 @@ CLASSES = 1000
 HEAD_WIDTH = 64
 # Tokens of the GPT: GPT-2's 50,257, filled up to what fast kernels like, as is usual, with a head that is tied to
 # the embedding; or bytes with a head of their own in a pipeline, where a larger one would be the one large stage, and over ranks.
-VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256}
+VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "offload": 50304}
 
 
 class Block(nn.Module):
     """Attention and a two-layer network, each normed before and added to what came in."""
 
-    def __init__(self, width):
+    def __init__(self, width, heads=None):
         super().__init__()
-        self.heads = width // HEAD_WIDTH
+        self.heads = heads or width // HEAD_WIDTH
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.split, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -40,10 +40,10 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """GPT-2 without dropout, its head tied to its embedding."""
 
-    def __init__(self, vocabulary, layers, width, sequence):
+    def __init__(self, vocabulary, layers, width, sequence, heads=None):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(sequence, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.ln_f = nn.LayerNorm(width)
         for table in (self.wte, self.wpe):
             nn.init.normal_(table.weight, std=0.02)
