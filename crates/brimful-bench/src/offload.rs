@@ -28,7 +28,7 @@ const VOCABULARY: i64 = 50_304;
 Examples:
   brimful-bench offload --device cuda:0
   brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --homes host --memory-limit 14GB
-  brimful-bench offload --layers 4 --width 64 --heads 4 --sequence 32")]
+  brimful-bench offload --layers 4 --width 64 --heads 4 --tokens 32")]
 pub(crate) struct OffloadOptions {
     /// Transformer blocks
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = words::count)]
@@ -173,6 +173,7 @@ impl Contestant {
             contestant: name,
             parameters: self.parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
+            heads: options.heads,
             micro_batches: count,
             sequences: options.sequences,
             repeats: options.repeats,
@@ -191,6 +192,7 @@ struct OffloadRow {
     contestant: &'static str,
     parameters: u64,
     shape: String,
+    heads: i64,
     micro_batches: usize,
     sequences: i64,
     repeats: usize,

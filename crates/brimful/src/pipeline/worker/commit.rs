@@ -50,7 +50,8 @@ impl Worker {
 
     /// Adds what copies on other workers have gathered.
     pub(crate) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
-        let Some((_, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared()) else {
+        let Some((parameters, gradients)) = self.tried.as_mut().and_then(|tried| tried.prepared())
+        else {
             return Ok(());
         };
         let names = self.variables.trained().enumerate().map(|(at, v)| (v.name.as_str(), at));
@@ -58,7 +59,8 @@ impl Worker {
         gradients.0.resize_with(places.len(), || None);
         for (name, gradient) in arriving {
             let Some(at) = places.get(name.as_str()) else { continue };
-            let gradient = gradient.f_to_device(self.site.device)?;
+            // Where the parameter lives, which need not be where it computes.
+            let gradient = gradient.f_to_device(parameters[*at].device())?;
             // Into what is prepared, not into the parameters: the vote is still to come.
             match &gradients.0[*at] {
                 Some(sum) => foreach::add(&[sum.shallow_clone()], &[gradient], 1.0)?,
