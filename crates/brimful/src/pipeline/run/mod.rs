@@ -309,7 +309,12 @@ impl WorkerRun {
         };
         let gradients = backward::run(accumulator, roots, input)?;
         if site.refuses_gradients {
-            self.norms[i] = accumulator.norm()?;
+            let earlier = self.norms[i].take().filter(|_| site.homes.is_some());
+            // Sums that went home are in no later norm, so what was found of them is added to it.
+            self.norms[i] = match (earlier, accumulator.norm()?) {
+                (Some(earlier), Some(norm)) => Some(earlier.f_add(&norm).map_err(Error::from)?),
+                (earlier, norm) => earlier.or(norm),
+            };
         }
         // Before the neighbour may be waited for: a stage that waits keeps no activations.
         drop(output);
