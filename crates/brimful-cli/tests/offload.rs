@@ -50,7 +50,7 @@ fn a_run_goes_on_at_home_and_back_on_the_device() {
         run.args(from.iter().flat_map(|from| ["--resume".to_owned(), path(from)])).args(more);
         run.assert().success();
     };
-    let at_home = [&AT_HOME[..], &["--memory-limit", "7MB"]].concat();
+    let at_home = [&AT_HOME[..], &["--memory-limit", "5200kB"]].concat();
     train("1", None, "one", &at_home);
     train("2", Some("one"), "home", &at_home);
     train("2", Some("one"), "device", &["--micro-batches", "4"]);

@@ -34,7 +34,9 @@ impl Pipeline {
                 worker.settle()?;
                 let owned = worker.variables.owned();
                 let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-                worker.ema = Some(Ema::for_named(named, decay)?);
+                let homes = worker.site.homes.as_ref();
+                let home = |name: &str| homes?.home_of(name)?.arena;
+                worker.ema = Some(Ema::with_homes(named, decay, home)?);
                 Ok(())
             });
             made.map(drop)
