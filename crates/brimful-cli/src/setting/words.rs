@@ -26,10 +26,11 @@ pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
 /// Of `--memory-limit`.
 pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
 /// Of `--stages`.
-pub const STAGES: &str =
-    "Devices to cut the layers over, a stage on each: interleaved-V puts V stages on each";
+pub const STAGES: &str = "Devices to cut the layers over, a stage on each: interleaved-V and breadth-first-V put V stages on \
+     each";
 /// Of `--schedule`, where the executor is to run it.
-pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b or interleaved-V";
+pub const SCHEDULE: &str =
+    "The order of the actions: gpipe, 1f1b, interleaved-V or breadth-first-V";
 /// Of `--recompute`.
 pub const RECOMPUTE: &str =
     "Which activations are computed again to save memory: never, except-last or always";

@@ -55,6 +55,7 @@ pub(crate) use step::OptimizerPlan;
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 
+use brimful_torch::arena::ArenaGuard;
 use brimful_torch::autograd;
 use tch::{Kind, Tensor, nn};
 
@@ -83,6 +84,13 @@ struct Parameter {
     home: Option<ParameterHome>,
     /// `None` until its first step.
     state: Option<ParameterState>,
+}
+
+impl Parameter {
+    /// Charges what is allocated to the account of the host, where the parameter lives there.
+    fn enter_home(&self) -> Option<ArenaGuard> {
+        self.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter)
+    }
 }
 
 /// A parameter's place among those that live on the host.

@@ -14,7 +14,6 @@ use super::method::Lists;
 use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::Result;
-use crate::memory::Arena;
 
 /// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
 /// space of all gradients at once would double their memory.
@@ -126,8 +125,7 @@ impl Optimizer {
             );
         }
         let method = &self.groups[parameter.group].method;
-        let _charged =
-            parameter.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter);
+        let _charged = parameter.enter_home();
         let old = parameter.state.as_ref();
         let state = match old {
             Some(old) if old.is_current(tensor, method) => None,

@@ -24,12 +24,12 @@ pub struct PlanOptions {
     #[arg(required_unless_present_any = ["model", "profile", "schedule_file"])]
     pub(super) micro_batches: Option<usize>,
 
-    /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, zero-bubble-h1,
-    /// interleaved-zero-bubble, zero-bubble-v
+    /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, breadth-first,
+    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
     pub(super) schedule: Vec<ScheduleChoice>,
 
-    /// Stages that each device holds in interleaved schedules without a number
+    /// Stages that each device holds in interleaved and breadth-first schedules without a number
     #[arg(long, short = 'v', value_name = "V", default_value_t = 2, value_parser = words::count)]
     pub(super) virtual_stages: usize,
 
@@ -188,7 +188,7 @@ impl PlanOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ScheduleChoice {
     All,
-    /// Interleaved, with the number of stages on each device left open.
+    /// Interleaved or breadth first, with the number of stages on each device left open.
     Unnumbered(Schedule),
     One(Schedule),
 }
@@ -199,7 +199,7 @@ impl FromStr for ScheduleChoice {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "all" => Ok(Self::All),
-            "interleaved" | "interleaved-zero-bubble" => {
+            "interleaved" | "breadth-first" | "interleaved-zero-bubble" => {
                 setting::schedule(text).map(Self::Unnumbered)
             }
             _ => setting::schedule(text).map(Self::One),

@@ -124,7 +124,7 @@ impl FailedStep {
             };
             format!(
                 "{fixed} whatever the size of the micro-batches, and the limit is {limit}: raise it, \
-                 {smaller}or cut the model by --stages"
+                 {smaller}cut the model by --stages, or let it live on the host by --offload all"
             )
         })
     }

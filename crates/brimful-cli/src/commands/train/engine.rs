@@ -4,6 +4,7 @@
 use anyhow::{Result, bail};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
+use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
@@ -54,6 +55,11 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
         None
     }
 
+    /// The order of the actions of a model in stages.
+    fn schedule(&self) -> Option<Schedule> {
+        None
+    }
+
     /// Where it trains, in words.
     fn place(&self) -> String;
 
@@ -68,7 +74,9 @@ pub(super) fn build(
     options: &TrainOptions,
     sample: impl FnOnce() -> brimful::Result<Tensor>,
 ) -> Result<Box<dyn TrainingEngine>> {
-    let whole = options.ranks.whole_models(world).filter(|_| options.stages.stages.is_none());
+    let stages = &options.stages;
+    let is_cut = stages.stages.is_some() || stages.offload.is_at_home(&layers, 1, options)?;
+    let whole = options.ranks.whole_models(world).filter(|_| !is_cut);
     Ok(match whole {
         Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
         None => Box::new(Pipelined::new(layers, world, options, &sample()?)?),

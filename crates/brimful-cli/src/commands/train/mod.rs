@@ -7,6 +7,7 @@ mod engine;
 mod init;
 mod length;
 mod logs;
+mod offload;
 mod options;
 pub(crate) mod outputs;
 mod pipelined;

@@ -27,6 +27,8 @@ Examples:
                 --device cpu                              a model over four devices of 64 MiB each
   brimful train --model resnet18 --stages 4 --schedule interleaved-2 --recompute except-last \\
                 --micro-batches 16 --report report.html   two stages on each; what they did when
+  brimful train --model gpt --data book.txt --offload all --micro-batches 16 --memory-limit 8GB
+                                                      a model that lives on the host
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
   brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\

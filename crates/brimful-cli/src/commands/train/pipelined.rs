@@ -2,16 +2,17 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::pipeline::{BalanceBy, PipelineEma, PipelineOptimizer};
+use brimful::pipeline::{Homes, PipelineEma, PipelineOptimizer};
 use brimful::report::{self, Record};
+use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, names};
-use crate::exit::wrong_use;
+use super::offload::StageCut;
 use crate::named::Named;
 use crate::progress::Ticker;
 use crate::setting::{accounts, loss, right, typed};
@@ -33,7 +34,8 @@ pub(super) struct Pipelined {
 /// Where the model is.
 #[derive(Debug)]
 struct StagePlaces {
-    schedule: String,
+    schedule: Schedule,
+    homes: Homes,
     /// Of this rank.
     devices: Vec<Device>,
     ranks: usize,
@@ -41,7 +43,8 @@ struct StagePlaces {
 }
 
 impl Pipelined {
-    /// The model, cut by the time that its layers take for `sample`, a micro-batch.
+    /// The model, cut by the time that its layers take for `sample`, a micro-batch, or as fine as it can
+    /// be where it lives on the host.
     pub(super) fn new(
         layers: Layers,
         world: &World,
@@ -50,17 +53,19 @@ impl Pipelined {
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
+        let each = options.ranks.devices_of_pipeline(world, stages);
+        let StageCut { balance, schedule, homes } = StageCut::new(&layers, each, options, sample)?;
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
-        check_stages(stages.count(), layers.len())?;
         let mut pipeline = Pipeline::builder(layers)
             .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
             .replicas(replicas)
-            .balance(BalanceBy::by_time(&typed(sample, kind)).optimizer(options.recipe.method()))
+            .balance(balance)
             .micro_batches(size)
-            .schedule(stages.schedule)
-            .recompute(stages.recompute)
+            .schedule(schedule)
+            .homes(homes.clone())
+            .recompute(stages.recompute.unwrap_or_default())
             .kind(kind)
             .reserve(options.recipe.method())
             .build()
@@ -69,26 +74,14 @@ impl Pipelined {
         optimizer.decay_only_matrices()?;
         let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
         let averages = averages.transpose()?;
-        let schedule = stages.schedule.to_string();
         let limit = match devices[0] {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
-        let place = StagePlaces { schedule, devices, ranks: world.size(), replicas };
+        let place = StagePlaces { schedule, homes, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, place, limit })
     }
-}
-
-/// Every stage needs a layer.
-fn check_stages(stages: usize, layers: usize) -> Result<()> {
-    ensure!(
-        stages <= layers,
-        wrong_use(format!(
-            "{stages} stages need as many layers, but the model has {layers}: lower --stages"
-        ))
-    );
-    Ok(())
 }
 
 impl Pipelined {
@@ -172,11 +165,16 @@ impl TrainingEngine for Pipelined {
         Ok(self.pipeline.set_variables(model)?)
     }
 
+    fn schedule(&self) -> Option<Schedule> {
+        Some(self.place.schedule)
+    }
+
     fn place(&self) -> String {
-        let StagePlaces { schedule, devices, ranks, replicas } = &self.place;
+        let StagePlaces { schedule, homes, devices, ranks, replicas } = &self.place;
         let (sizes, names) = (self.pipeline.balance().sizes(), names(devices));
+        let home = if *homes == Homes::Host { ", at home on the host" } else { "" };
         let stages =
-            format!("in {} stages of {sizes:?} layers on {names}, {schedule}", sizes.len());
+            format!("in {} stages of {sizes:?} layers on {names}, {schedule}{home}", sizes.len());
         match ranks {
             1 if *replicas == 1 => stages,
             1 => format!("{stages}; {replicas} replicas"),

@@ -58,13 +58,23 @@ impl RankOptions {
         self.replicas.min(world.size())
     }
 
+    /// How many devices each pipeline has.
+    pub(super) fn devices_of_pipeline(&self, world: &World, stages: &Stages) -> usize {
+        stages.stages.unwrap_or_else(|| self.ranks_of_pipeline(world))
+    }
+
+    /// In how many ranks each pipeline is.
+    fn ranks_of_pipeline(&self, world: &World) -> usize {
+        (world.size() / self.replicas).max(1)
+    }
+
     /// How many of the pipelines' devices this rank has.
     pub(super) fn devices(&self, world: &World, stages: &Stages) -> Result<usize> {
+        let devices = self.devices_of_pipeline(world, stages);
         if world.size() == 1 {
-            return Ok(stages.stages.unwrap_or(1) * self.replicas);
+            return Ok(devices * self.replicas);
         }
-        let ranks = (world.size() / self.replicas).max(1);
-        let devices = stages.stages.unwrap_or(ranks);
+        let ranks = self.ranks_of_pipeline(world);
         ensure!(
             devices.is_multiple_of(ranks),
             wrong_use(format!(

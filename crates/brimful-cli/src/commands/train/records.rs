@@ -17,7 +17,7 @@ pub(super) fn recorder(
     dataset: &Dataset,
 ) -> Result<Recorder> {
     let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));
-    for (name, value) in settings(options, dataset) {
+    for (name, value) in settings(options, engine, dataset) {
         recorder.setting(name, value);
     }
     for Device { name, limit } in engine.devices()? {
@@ -26,7 +26,11 @@ pub(super) fn recorder(
     Ok(recorder)
 }
 
-fn settings(options: &TrainOptions, dataset: &Dataset) -> Vec<(&'static str, String)> {
+fn settings(
+    options: &TrainOptions,
+    engine: &dyn TrainingEngine,
+    dataset: &Dataset,
+) -> Vec<(&'static str, String)> {
     let batch_size = match options.batch_size {
         BatchSize::All => format!("all {}", dataset.train.len()),
         BatchSize::Samples(samples) => samples.to_string(),
@@ -52,8 +56,11 @@ fn settings(options: &TrainOptions, dataset: &Dataset) -> Vec<(&'static str, Str
     let stages = &options.stages;
     if let Some(count) = stages.stages {
         settings.push(("stages", count.to_string()));
-        settings.push(("schedule", stages.schedule.to_string()));
-        settings.push(("recompute", stages.recompute.to_string()));
+    }
+    if let Some(schedule) = engine.schedule() {
+        settings.push(("schedule", schedule.to_string()));
+        settings.push(("recompute", stages.recompute.unwrap_or_default().to_string()));
+        settings.push(("offload", stages.offload.to_string()));
     }
     settings.extend([
         ("threads", libtorch::threads().to_string()),

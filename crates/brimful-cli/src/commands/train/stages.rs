@@ -6,6 +6,7 @@ use anyhow::{Result, ensure};
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
+use super::offload::Offload;
 use crate::exit::wrong_use;
 use crate::setting::{self, words};
 
@@ -15,42 +16,52 @@ use crate::setting::{self, words};
 pub(crate) struct Stages {
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
     pub(crate) stages: Option<usize>,
-    #[arg(long, value_name = "NAME", value_parser = setting::schedule, help = words::SCHEDULE)]
-    #[arg(default_value_t = Schedule::OneFOneB, requires = "stages")]
-    pub(crate) schedule: Schedule,
-    #[arg(long, value_name = "WHEN", value_parser = setting::recompute, help = words::RECOMPUTE)]
-    #[arg(default_value_t = Recompute::Never, requires = "stages")]
-    pub(crate) recompute: Recompute,
+    /// Where weights, gradients and the optimizer's state live: on the host, a model is cut into a stage
+    /// a layer, of which two are on the device at a time
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "none")]
+    pub(crate) offload: Offload,
+    #[arg(long, value_name = "NAME", value_parser = setting::schedule)]
+    #[arg(help = format!("{} [default: 1f1b; of a model on the host, breadth-first]", words::SCHEDULE))]
+    pub(crate) schedule: Option<Schedule>,
+    #[arg(long, value_name = "WHEN", value_parser = setting::recompute)]
+    #[arg(help = format!("{} [default: never]", words::RECOMPUTE))]
+    pub(crate) recompute: Option<Recompute>,
     /// Write a step's actions to this file, which ui.perfetto.dev opens: the last step
-    #[arg(long, value_name = "FILE", requires = "stages")]
+    #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
 }
 
 impl Stages {
-    /// How many devices there are; on a CPU, threads.
-    pub(super) fn devices(&self) -> usize {
-        self.stages.unwrap_or(1)
-    }
-
-    /// How many stages the layers are cut into.
-    pub(super) fn count(&self) -> usize {
-        self.devices() * self.schedule.stages_per_device()
-    }
-
     pub(super) fn check(&self) -> Result<()> {
-        let schedule = self.schedule;
-        let per_device = schedule.stages_per_device();
+        self.check_is_cut()?;
+        let Some(schedule) = self.schedule else { return Ok(()) };
         ensure!(
-            per_device > 0,
+            schedule.stages_per_device() > 0,
             wrong_use(format!("--schedule {schedule}: give it at least 1 stage"))
         );
         ensure!(
             schedule.is_executed(),
             wrong_use(format!(
                 "--schedule {schedule} splits the backward, which is simulated but not executed yet: \
-                 choose gpipe, 1f1b or interleaved"
+                 choose gpipe, 1f1b, interleaved or breadth-first"
             ))
         );
         Ok(())
+    }
+
+    /// What is said of stages needs some.
+    fn check_is_cut(&self) -> Result<()> {
+        let said = [
+            ("schedule", self.schedule.is_some()),
+            ("recompute", self.recompute.is_some()),
+            ("trace", self.trace.is_some()),
+        ];
+        let is_cut = self.stages.is_some() || self.offload == Offload::All;
+        match said.into_iter().find(|(_, is_said)| *is_said && !is_cut) {
+            Some((flag, _)) => Err(wrong_use(format!(
+                "--{flag} is for a model in stages: give --stages <S> or --offload all too"
+            ))),
+            None => Ok(()),
+        }
     }
 }

@@ -29,6 +29,7 @@ use tch::{Kind, Tensor, nn};
 use super::check_names;
 use super::method::within;
 use crate::Result;
+use crate::memory::Arena;
 
 /// Averages of a model's variables over its steps: *average ← decay · average + (1 − decay) ·
 /// weight*.
@@ -53,6 +54,8 @@ struct Average {
     name: String,
     variable: Tensor,
     value: Tensor,
+    /// The host's account, where the variable lives there.
+    home: Option<Arena>,
 }
 
 impl Ema {
@@ -69,11 +72,24 @@ impl Ema {
     ///
     /// # Errors
     /// When two have one name, the decay is not in 0..1, or memory runs out.
-    pub fn for_named(mut named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
+    pub fn for_named(named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
+        Self::with_homes(named, decay, |_| None)
+    }
+
+    /// Averages of these variables; those of a name with an account are charged to it.
+    pub(crate) fn with_homes(
+        mut named: Vec<(String, Tensor)>,
+        decay: f64,
+        home: impl Fn(&str) -> Option<Arena>,
+    ) -> Result<Self> {
         check_decay(decay)?;
         check_names(&named)?;
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let averages = tch::no_grad(|| named.into_iter().map(Average::of).collect::<Result<_>>())?;
+        let average = |(name, variable): (String, Tensor)| {
+            let home = home(&name);
+            Average::of(name, variable, home)
+        };
+        let averages = tch::no_grad(|| named.into_iter().map(average).collect::<Result<_>>())?;
         Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
     }
 
@@ -109,7 +125,10 @@ impl Ema {
         }
         let _no_grad = tch::no_grad_guard();
         let variables = self.variables()?;
-        let own = variables.iter().map(|variable| Ok(variable.f_empty_like()?));
+        let own = variables.iter().zip(&self.averages).map(|(variable, average)| {
+            let _charged = average.home.as_ref().map(Arena::enter);
+            Ok(variable.f_empty_like()?)
+        });
         let own = own.collect::<Result<Vec<Tensor>>>()?;
         foreach::copy(&own, &variables)?;
         self.own = Some(own);
@@ -136,7 +155,8 @@ impl Ema {
 }
 
 impl Average {
-    fn of((name, variable): (String, Tensor)) -> Result<Self> {
+    fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
+        let _charged = home.as_ref().map(Arena::enter);
         let kind = match variable.kind() {
             Kind::Half | Kind::BFloat16 => Kind::Float,
             own => own,
@@ -149,7 +169,7 @@ impl Average {
         } else {
             present.f_to_kind(kind)?
         };
-        Ok(Self { name, variable, value })
+        Ok(Self { name, variable, value, home })
     }
 
     /// Whether it is averaged, not copied.

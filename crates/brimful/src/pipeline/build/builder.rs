@@ -337,11 +337,15 @@ fn used(devices: Vec<DeviceSpec>, replicas: usize, workers: usize) -> Vec<Device
     used.map(|(_, device)| device).collect()
 }
 
-/// Bytes that an optimizer's state will take on each worker's device.
+/// Bytes that an optimizer's state will take on each worker's device: that of stages that live on the
+/// host is there.
 fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64>> {
     let Some(method) = method else { return Ok(Vec::new()) };
     workers.all(move |worker| {
-        let owned = worker.variables.owned().filter(|variable| variable.trainable);
+        let is_here =
+            |name: &str| worker.site.homes.as_ref().and_then(|homes| homes.home_of(name)).is_none();
+        let owned = worker.variables.owned();
+        let owned = owned.filter(|variable| variable.trainable && is_here(&variable.name));
         Ok(method.state_bytes(owned.map(|variable| &variable.tensor)))
     })
 }

@@ -31,9 +31,12 @@ impl Pipeline {
         let workers = self.workers();
         self.ranks.together("averages", |_| {
             let made = workers.all(move |worker| {
+                worker.settle()?;
                 let owned = worker.variables.owned();
                 let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-                worker.ema = Some(Ema::for_named(named, decay)?);
+                let homes = worker.site.homes.as_ref();
+                let home = |name: &str| homes?.home_of(name)?.arena;
+                worker.ema = Some(Ema::with_homes(named, decay, home)?);
                 Ok(())
             });
             made.map(drop)
@@ -50,7 +53,7 @@ impl PipelineEma {
     /// When a worker has ended.
     pub fn warmup(self, warmup: bool) -> Result<Self> {
         self.workers().all(move |worker| {
-            ema(worker).set_warmup(warmup);
+            ema(worker)?.set_warmup(warmup);
             Ok(())
         })?;
         Ok(self)
@@ -64,10 +67,10 @@ impl PipelineEma {
         let workers = self.workers();
         let mut scratch = Vec::new();
         self.ranks.together("update averages", |_| {
-            scratch = workers.all(|worker| ema(worker).prepare())?;
+            scratch = workers.all(|worker| ema(worker)?.prepare())?;
             Ok(())
         })?;
-        workers.each_or_error(scratch, |worker, scratch| ema(worker).commit(&scratch)).map(drop)
+        workers.each_or_error(scratch, |worker, scratch| ema(worker)?.commit(&scratch)).map(drop)
     }
 
     /// Puts the averages in place of the model's own weights, on all devices or on none.
@@ -77,10 +80,10 @@ impl PipelineEma {
     pub fn swap_in(&mut self) -> Result<()> {
         let workers = self.workers();
         let swapped = self.ranks.together("swap averages in", |_| {
-            workers.all(|worker| ema(worker).swap_in()).map(drop)
+            workers.all(|worker| ema(worker)?.swap_in()).map(drop)
         });
         if swapped.is_err() {
-            workers.all(|worker| ema(worker).swap_out())?;
+            workers.all(|worker| ema(worker)?.swap_out())?;
         }
         swapped.map(drop)
     }
@@ -90,7 +93,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::swap_out`].
     pub fn swap_out(&mut self) -> Result<()> {
-        self.workers().all(|worker| ema(worker).swap_out()).map(drop)
+        self.workers().all(|worker| ema(worker)?.swap_out()).map(drop)
     }
 
     /// The whole state, as [`Ema::state`] gives it. In a world, rank 0 gets all of it, the others
@@ -99,7 +102,7 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers().all(|worker| Ok(ema(worker).state()))?;
+        let parts = self.workers().all(|worker| Ok(ema(worker)?.state()))?;
         let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -113,7 +116,7 @@ impl PipelineEma {
     /// As [`Ema::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let workers = self.workers();
-        let names = workers.all(|worker| Ok(names(ema(worker))))?;
+        let names = workers.all(|worker| Ok(names(ema(worker)?)))?;
         let names = self.ranks.of_workers("load averages", names)?;
         let mut parts = portions(&names, tensors)?;
         let parts: Vec<_> = parts.drain(self.ranks.here()).collect();
@@ -127,12 +130,12 @@ impl PipelineEma {
         // Read twice: it must fit everywhere before anything is changed anywhere.
         self.ranks.together("load averages", |_| {
             let fits = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
-                ema(worker).read(&tensors, &metadata).map(drop)
+                ema(worker)?.read(&tensors, &metadata).map(drop)
             });
             fits.map(drop)
         })?;
         let loaded = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
-            ema(worker).load_state(&tensors, &metadata)
+            ema(worker)?.load_state(&tensors, &metadata)
         });
         loaded.map(drop)
     }
@@ -142,8 +145,10 @@ impl PipelineEma {
     }
 }
 
-fn ema(worker: &mut Worker) -> &mut Ema {
-    worker.ema.as_mut().expect("it was made on every worker")
+/// The worker's part of the averages, once the weights' last update is done.
+fn ema(worker: &mut Worker) -> Result<&mut Ema> {
+    worker.settle()?;
+    Ok(worker.ema.as_mut().expect("it was made on every worker"))
 }
 
 fn names(ema: &Ema) -> Vec<String> {

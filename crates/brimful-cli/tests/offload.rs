@@ -1,0 +1,125 @@
+//! Training a model that lives on the host, from the command line.
+
+mod program;
+
+use std::fs;
+
+use brimful::save;
+use predicates::prelude::*;
+use program::{brimful, folder, text};
+use serde_json::Value;
+
+/// Weights, gradients and AdamW's moments of the mlp take more.
+const LIMIT: &str = "2600kB";
+
+/// The mlp has three layers with parameters, of six.
+const AT_HOME: [&str; 4] = ["--offload", "all", "--micro-batches", "4"];
+const IN_ONE_STAGE: [&str; 4] = ["--stages", "1", "--micro-batches", "4"];
+
+fn lines(arguments: &[&str]) -> Vec<Value> {
+    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+#[test]
+fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_room() {
+    let train = ["train", "--device", "cpu", "--epochs", "3", "--json", "--clip-norm", "1"];
+    let with_room = lines(&[&train[..], &IN_ONE_STAGE].concat());
+    let limited = [&train[..], &["--memory-limit", LIMIT]].concat();
+    brimful().args([&limited[..], &["--micro-batches", "4"]].concat()).assert().failure();
+    let at_home = lines(&[&limited[..], &AT_HOME].concat());
+    assert_eq!(at_home.len(), 3);
+    for (home, device) in at_home.iter().zip(&with_room) {
+        for key in ["loss", "test_loss", "test_accuracy"] {
+            let [home, device] = [home, device].map(|line| line[key].as_f64().expect("a number"));
+            assert!((home - device).abs() < 1e-4, "{key}: {home} and {device}");
+        }
+        assert!(home["peak_bytes"].as_u64() <= Some(2_600_000), "{home}");
+    }
+}
+
+#[test]
+fn a_run_goes_on_at_home_and_back_on_the_device() {
+    let folder = folder("offload-resume");
+    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
+    let train = |epochs: &str, from: Option<&str>, to: &str, more: &[&str]| {
+        let mut run = brimful();
+        run.args(["train", "--dtype", "f64", "--epochs", epochs, "--save", &path(to)]);
+        run.args(["--device", "cpu", "--ema", "0.9"]);
+        run.args(from.iter().flat_map(|from| ["--resume".to_owned(), path(from)])).args(more);
+        run.assert().success();
+    };
+    let at_home = [&AT_HOME[..], &["--memory-limit", "5200kB"]].concat();
+    train("1", None, "one", &at_home);
+    train("2", Some("one"), "home", &at_home);
+    train("2", Some("one"), "device", &["--micro-batches", "4"]);
+    let (home, device) = (save::read(path("home")), save::read(path("device")));
+    let (home, device) = (home.expect("home").0, device.expect("device").0);
+    assert_eq!(home.len(), device.len());
+    for ((name, expected), (name_too, got)) in device.iter().zip(&home) {
+        assert_eq!(name, name_too);
+        assert!(got.allclose(expected, 1e-9, 1e-9, false), "{name} differs");
+    }
+    train("3", Some("home"), "back", &[]);
+}
+
+#[test]
+fn auto_goes_to_the_host_where_the_device_has_no_room_and_says_where_it_is() {
+    let run = |limit: &str| {
+        let mut run = brimful();
+        run.args(["train", "--device", "cpu", "--epochs", "1", "--micro-batches", "4"]);
+        run.args(["--offload", "auto", "--memory-limit", limit]);
+        run.assert().success()
+    };
+    let at_home = predicate::str::contains(
+        "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, at home on the host",
+    );
+    run(LIMIT).stdout(at_home);
+    run("32MB").stdout(predicate::str::contains("at home").not());
+}
+
+#[test]
+fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
+    let folder = folder("offload-gpt");
+    let trace = folder.join("trace.json").display().to_string();
+    let record = folder.join("run.json").display().to_string();
+    let text = text(&folder);
+    let mut run = vec!["train", "--model", "gpt", "--data", &text, "--device", "cpu"];
+    run.extend(["--offload", "all", "--stages", "2", "--micro-batches", "3", "--max-steps", "2"]);
+    run.extend(["--trace", &trace, "--record", &record]);
+    brimful().args(&run).assert().success();
+    let read = |path: &str| -> Value {
+        serde_json::from_str(&fs::read_to_string(path).expect("a file")).expect("JSON")
+    };
+    let events = read(&trace)["traceEvents"].as_array().expect("events").clone();
+    assert!(events.iter().any(|event| event["name"] == "0F0"), "{events:?}");
+    let settings = read(&record)["settings"].to_string();
+    assert!(settings.contains("breadth-first-"), "{settings}");
+    assert!(settings.contains("all"), "{settings}");
+}
+
+#[test]
+fn what_cannot_be_is_one_clear_line() {
+    let cases: [(&[&str], &str); 6] = [
+        (&["--offload", "some"], "[possible values: auto, none, all]"),
+        (
+            &["--offload", "all", "--stages", "4"],
+            "4 stages need as many layers with parameters, but the model has 3: lower --stages",
+        ),
+        (
+            &["--offload", "all", "--schedule", "breadth-first-4"],
+            "4 stages need as many layers with parameters",
+        ),
+        (&["--offload", "all", "--schedule", "zero-bubble-v"], "not executed yet"),
+        (
+            &["--offload", "auto", "--schedule", "gpipe"],
+            "--schedule is for a model in stages: give --stages <S> or --offload all too",
+        ),
+        (&["--trace", "trace.json"], "--trace is for a model in stages"),
+    ];
+    for (arguments, expected) in cases {
+        let said = predicate::str::contains(expected);
+        brimful().arg("train").args(arguments).assert().code(2).stderr(said);
+    }
+}
