@@ -86,6 +86,7 @@ impl Drop for Slab {
         if let Some(start) = self.locked {
             // Fails only where the driver has ended, and with it every lock. Views that are left keep the
             // memory, which is ordinary from now on.
+            // SAFETY: these pages were locked, and are unlocked once.
             let _ = call(|message| unsafe { ffi::brimful_unlock_pages(start, message) });
         }
     }
