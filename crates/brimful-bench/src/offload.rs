@@ -139,35 +139,25 @@ impl Contestant {
     ) -> Result<OffloadRow> {
         self.pipeline.set_size(count);
         let samples = options.sequences * count as i64;
-        let tokens = || {
-            Tensor::randint(
-                VOCABULARY,
-                [samples, options.tokens],
-                (Kind::Int64, self.pipeline.output_device()),
-            )
-        };
-        let (x, y) = (tokens(), tokens());
+        let place = (Kind::Int64, self.pipeline.output_device());
+        let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);
+        let batch = (tokens(), tokens());
         let mut times = StepTimes::default();
-        let mut both = StepTimes::default();
-        let mut peak = None;
+        let mut backwards = StepTimes::default();
+        let mut peak_bytes = None;
         // Two steps to warm up: the first makes homes of gradients and the optimizer's state.
         for turn in 0..options.repeats + 2 {
             progress.turn(name, "steps", turn, 0, options.repeats + 2);
             let start = Instant::now();
-            let step = self.pipeline.backward(&x, &y, |out: Tensor, y| {
-                let rows = out.view([-1, VOCABULARY]).to_kind(Kind::Float);
-                Loss::mean(rows.cross_entropy_for_logits(&y.view([-1])))
-            })?;
-            both.push_if(turn > 1, start.elapsed().as_secs_f64());
+            peak_bytes = self.backward(&batch)?;
+            backwards.push_if(turn > 1, start.elapsed().as_secs_f64());
             self.optimizer.step()?;
             self.optimizer.zero_grad()?;
             times.push_if(turn > 1, start.elapsed().as_secs_f64());
-            peak = step.peaks.first().copied().flatten();
         }
-        // The last update has no next step to hide behind: it is counted where it is waited for.
+        // The last update has no next step to hide behind: it is told apart.
         let start = Instant::now();
         self.optimizer.wait()?;
-        let waited = start.elapsed().as_secs_f64();
         let seconds = times.0.iter().sum::<f64>() / times.0.len() as f64;
         Ok(OffloadRow {
             contestant: name,
@@ -178,12 +168,21 @@ impl Contestant {
             sequences: options.sequences,
             repeats: options.repeats,
             seconds,
-            seconds_backward: both.median(),
-            seconds_last_update: waited,
+            seconds_backward: backwards.median(),
+            seconds_last_update: start.elapsed().as_secs_f64(),
             tokens_per_s: (samples * options.tokens) as f64 / seconds,
-            peak_bytes: peak,
+            peak_bytes,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
+    }
+
+    /// Forward and backward, and the most memory of the device that they took.
+    fn backward(&mut self, (x, y): &(Tensor, Tensor)) -> Result<Option<Bytes>> {
+        let step = self.pipeline.backward(x, y, |out: Tensor, y| {
+            let rows = out.view([-1, VOCABULARY]).to_kind(Kind::Float);
+            Loss::mean(rows.cross_entropy_for_logits(&y.view([-1])))
+        })?;
+        Ok(step.peaks.first().copied().flatten())
     }
 }
 

@@ -174,12 +174,8 @@ impl Builder {
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
         let homes = self.homes.of(layout.stages.len())?;
-        let build = StageBuild {
-            kind: self.kind,
-            non_finite: self.non_finite,
-            host: self.host,
-            homes: homes.clone(),
-        };
+        let Self { kind, non_finite, host, .. } = self;
+        let build = StageBuild { kind, non_finite, host, homes: homes.clone() };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
@@ -189,9 +185,7 @@ impl Builder {
         state.team = team;
         state.non_finite = self.non_finite;
         state.reserved = reserved(&workers, self.reserved)?;
-        if let Some(path) = &self.remembered {
-            state.remember(path);
-        }
+        self.remembered.iter().for_each(|path| state.remember(path));
         Ok(Pipeline {
             workers: Arc::new(Mutex::new(workers)),
             layout,

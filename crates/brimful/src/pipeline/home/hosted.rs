@@ -18,9 +18,25 @@ pub(crate) struct HostedVariable {
     /// The one that layers, optimizers and files know: at home its numbers are `at_home`.
     tensor: Tensor,
     at_home: Tensor,
-    /// Where its bytes begin in the stage's slot, and its gradient's among the stage's.
+    place: Offsets,
+}
+
+/// Where a variable's bytes begin in its stage's slot, and its gradient's among the stage's; or where
+/// those of all variables so far end.
+#[derive(Debug, Clone, Copy, Default)]
+struct Offsets {
     in_slot: usize,
     in_gradients: usize,
+}
+
+impl Offsets {
+    /// Makes room for a variable behind the others, and gives its place.
+    fn after(&mut self, numbers: usize, kind: Kind) -> Self {
+        let place = *self;
+        self.in_slot += room(numbers, kind);
+        self.in_gradients += room(numbers, summed_in(kind));
+        place
+    }
 }
 
 /// A stage's part of the host's memory.
@@ -45,48 +61,32 @@ impl HostedStage {
         own: Vec<(String, Tensor)>,
         shared: Vec<HostedVariable>,
         kind: Kind,
-        memory: &HostMemory,
+        memory: &HomeMemory,
     ) -> Result<Self> {
-        let kind_of = |tensor: &Tensor| match tensor.is_floating_point() {
-            true => kind,
-            false => tensor.kind(),
-        };
-        let (mut in_slot, mut in_gradients) = (0, 0);
-        let mut places = Vec::new();
-        for (_, tensor) in &own {
-            places.push((in_slot, in_gradients));
-            in_slot += room(tensor.numel(), kind_of(tensor));
-            in_gradients += room(tensor.numel(), summed_in(kind_of(tensor)));
+        let mut end = Offsets::default();
+        let mut laid_out = Vec::new();
+        for (name, tensor) in own {
+            let kind = if tensor.is_floating_point() { kind } else { tensor.kind() };
+            laid_out.push((name, end.after(tensor.numel(), kind), kind, tensor));
         }
-        let weights = memory.slab(in_slot)?;
+        let weights = memory.slab(end.in_slot)?;
+        let own = end.in_slot;
         let mut variables = Vec::new();
-        for ((name, mut tensor), (in_slot, in_gradients)) in own.into_iter().zip(places) {
-            let at_home = view(weights.bytes(), in_slot, &tensor.size(), kind_of(&tensor))?;
+        for (name, place, kind, mut tensor) in laid_out {
+            let at_home = view(weights.bytes(), place.in_slot, &tensor.size(), kind)?;
             tch::no_grad(|| -> Result<()> {
                 at_home.shallow_clone().f_copy_(&tensor)?;
                 Ok(tensor.f_set_data(&at_home)?)
             })?;
-            variables.push(HostedVariable { name, tensor, at_home, in_slot, in_gradients });
+            variables.push(HostedVariable { name, tensor, at_home, place });
         }
-        let own = in_slot;
         for guest in shared {
-            let (at_slot, at_gradients) = (in_slot, in_gradients);
-            in_slot += room(guest.tensor.numel(), guest.tensor.kind());
-            in_gradients += room(guest.tensor.numel(), summed_in(guest.tensor.kind()));
-            variables.push(HostedVariable {
-                in_slot: at_slot,
-                in_gradients: at_gradients,
-                ..guest
-            });
+            let place = end.after(guest.tensor.numel(), guest.tensor.kind());
+            variables.push(HostedVariable { place, ..guest });
         }
-        Ok(Self {
-            variables,
-            weights,
-            own,
-            slot_bytes: in_slot,
-            gradient_bytes: in_gradients,
-            gradients: Vec::new(),
-        })
+        let Offsets { in_slot: slot_bytes, in_gradients: gradient_bytes } = end;
+        let gradients = Vec::new();
+        Ok(Self { variables, weights, own, slot_bytes, gradient_bytes, gradients })
     }
 
     /// The variable of this name, for another stage that shares it.
@@ -102,7 +102,9 @@ impl HostedStage {
 
     /// Whether the variable's home is here.
     pub(crate) fn owns(&self, name: &str) -> bool {
-        self.variables.iter().any(|variable| variable.name == name && variable.in_slot < self.own)
+        self.variables
+            .iter()
+            .any(|variable| variable.name == name && variable.place.in_slot < self.own)
     }
 
     pub(crate) fn is_trained(&self) -> bool {
@@ -119,7 +121,7 @@ impl HostedStage {
         let own = self.own as i64;
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
         transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
-        for guest in self.variables.iter().filter(|variable| variable.in_slot >= self.own) {
+        for guest in self.variables.iter().filter(|variable| variable.place.in_slot >= self.own) {
             transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
         }
         Ok(())
@@ -152,7 +154,7 @@ impl HostedStage {
         &mut self,
         sums: &Sum,
         place_of: &[usize],
-        memory: &HostMemory,
+        memory: &HomeMemory,
     ) -> Result<Sum> {
         let at = self.free_gradients(memory)?;
         let slab = self.gradients[at].bytes();
@@ -161,7 +163,7 @@ impl HostedStage {
             let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
             let room = match (sum, variable) {
                 (Some(sum), Some(v)) => {
-                    let room = view(slab, v.in_gradients, &sum.size(), sum.kind())?;
+                    let room = view(slab, v.place.in_gradients, &sum.size(), sum.kind())?;
                     transfer::copy(&room, sum)?;
                     Some(room)
                 }
@@ -173,7 +175,7 @@ impl HostedStage {
     }
 
     /// The place of a slab that nobody looks at: gradients of an earlier step may be in use.
-    fn free_gradients(&mut self, memory: &HostMemory) -> Result<usize> {
+    fn free_gradients(&mut self, memory: &HomeMemory) -> Result<usize> {
         for (at, slab) in self.gradients.iter().enumerate() {
             if slab.is_free()? {
                 return Ok(at);
@@ -186,19 +188,19 @@ impl HostedStage {
 
 impl HostedVariable {
     fn in_slot(&self, slot: &Tensor) -> Result<Tensor> {
-        view(slot, self.in_slot, &self.at_home.size(), self.at_home.kind())
+        view(slot, self.place.in_slot, &self.at_home.size(), self.at_home.kind())
     }
 }
 
 /// Where homes are made.
 #[derive(Debug)]
-pub(crate) struct HostMemory {
+pub(crate) struct HomeMemory {
     /// What they are charged to; none where the device's own account does not see the host's memory.
     pub(crate) arena: Option<Arena>,
     pub(crate) device: Device,
 }
 
-impl HostMemory {
+impl HomeMemory {
     /// So many bytes, page-locked for an accelerator where the system allows it.
     fn slab(&self, bytes: usize) -> Result<Slab> {
         let _charged = self.arena.as_ref().map(Arena::enter);

@@ -18,7 +18,7 @@ mod update;
 
 use std::collections::VecDeque;
 
-pub(crate) use hosted::{HostMemory, HostedStage};
+pub(crate) use hosted::{HomeMemory, HostedStage};
 use update::Update;
 
 use brimful_torch::stream::{Event, Stream};
@@ -39,8 +39,8 @@ const AHEAD: usize = 3;
 
 /// A worker's stages that live on the host.
 #[derive(Debug)]
-pub(crate) struct Homes {
-    memory: HostMemory,
+pub(crate) struct HostedStages {
+    memory: HomeMemory,
     /// By place among the worker's stages; none for those that live on the device.
     stages: Vec<Option<HostedStage>>,
     slots: Slots,
@@ -57,11 +57,11 @@ pub(crate) struct Homes {
     update: Option<Update>,
 }
 
-impl Homes {
+impl HostedStages {
     /// None where every stage lives on its device.
     pub(crate) fn new(
         stages: Vec<Option<HostedStage>>,
-        memory: HostMemory,
+        memory: HomeMemory,
     ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
             return Ok(None);

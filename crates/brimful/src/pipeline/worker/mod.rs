@@ -20,7 +20,7 @@ use crate::copies::Copies;
 use crate::memory::{Arena, Memory};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
-use crate::pipeline::home::{Homes, HostMemory, HostedStage};
+use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
@@ -72,7 +72,7 @@ pub(crate) struct Site {
     /// takes them for inputs of the backward, which they are not.
     pub(crate) unmanaged: Vec<Tensor>,
     /// Of stages that live on the host; none where all live here.
-    pub(crate) homes: Option<Homes>,
+    pub(crate) homes: Option<HostedStages>,
 }
 
 /// One thread's part of the pipeline.
@@ -107,12 +107,12 @@ impl Blueprint {
         &self,
         store: &VarStore,
         generator: &Generator,
-    ) -> Result<(Vec<Stage>, Option<Homes>)> {
+    ) -> Result<(Vec<Stage>, Option<HostedStages>)> {
         let Self { layout, number, turn, seed, .. } = self;
         let first = Draws::new(*seed, 0);
         let mut stages = Vec::new();
         let mut hosted: Vec<Option<HostedStage>> = Vec::new();
-        let memory = HostMemory { arena: self.host.clone(), device: self.device.device };
+        let memory = HomeMemory { arena: self.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
             let _turn = turn.as_ref().map(taken);
@@ -127,7 +127,7 @@ impl Blueprint {
                 Home::Device => None,
             });
         }
-        Ok((stages, Homes::new(hosted, memory)?))
+        Ok((stages, HostedStages::new(hosted, memory)?))
     }
 
     /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
@@ -137,7 +137,7 @@ impl Blueprint {
         plan: &StagePlan,
         store: &VarStore,
         earlier: &[Option<HostedStage>],
-        memory: &HostMemory,
+        memory: &HomeMemory,
     ) -> Result<HostedStage> {
         let places: HashSet<_> = store.trainable_variables().iter().map(Tensor::data_ptr).collect();
         let mut own: Vec<_> = (store.variables().into_iter())
@@ -217,7 +217,7 @@ impl Site {
 
     /// Waits while the device is far behind.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        self.homes.as_mut().map_or(Ok(()), Homes::keep_pace)
+        self.homes.as_mut().map_or(Ok(()), HostedStages::keep_pace)
     }
 
     /// Sends all parameters home that live on the host, and their sums where a step went well.
