@@ -102,6 +102,10 @@ pub trait Engine {
     fn accumulates_apart(&self) -> bool {
         false
     }
+    /// Whether an optimizer's state is on the host, and takes nothing of the memories.
+    fn is_at_home(&self) -> bool {
+        false
+    }
     /// Whether it can have a loss of all outputs.
     fn has_whole(&self) -> bool {
         true
@@ -410,6 +414,7 @@ struct Piped {
     pipe: Pipeline,
     arenas: Vec<Arena>,
     name: &'static str,
+    at_home: bool,
     replicas: usize,
 }
 
@@ -421,12 +426,14 @@ pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, 4, 2)
 }
 
+const STREAMED: &str = "a streamed pipeline";
+
 /// One device, and every stage at home on the host.
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     let arenas = arenas(1);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
     let builder = Pipeline::builder((setup.layers)()).schedule(schedule).homes(Homes::Host);
-    built(setup, builder.devices(on_cpus(&arenas)), arenas, "a streamed pipeline", 1)
+    built(setup, builder.devices(on_cpus(&arenas)), arenas, STREAMED, 1)
 }
 
 fn piped(setup: &Setup, devices: usize, replicas: usize) -> Box<dyn Engine> {
@@ -457,12 +464,17 @@ fn built(
     }
     let pipe = builder.build().expect("a pipeline");
     limit(&arenas, setup);
-    Box::new(Piped { pipe, arenas, name, replicas })
+    let at_home = name == STREAMED;
+    Box::new(Piped { pipe, arenas, name, at_home, replicas })
 }
 
 impl Engine for Piped {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn is_at_home(&self) -> bool {
+        self.at_home
     }
 
     fn arenas(&self) -> &[Arena] {
