@@ -28,7 +28,7 @@ const VOCABULARY: i64 = 50_304;
 Examples:
   brimful-bench offload --device cuda:0
   brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --homes host --memory-limit 14GB
-  brimful-bench offload --layers 4 --width 64 --heads 4 --tokens 32")]
+  brimful-bench offload --layers 4 --width 64 --heads 4 --sequence 32")]
 pub(crate) struct OffloadOptions {
     /// Transformer blocks
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = words::count)]
@@ -39,8 +39,8 @@ pub(crate) struct OffloadOptions {
     /// Attention heads of a block
     #[arg(long, value_name = "N", default_value_t = 16)]
     heads: i64,
-    /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value_t = 1024)]
+    /// Tokens in a sequence of a text
+    #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
     tokens: i64,
     /// Sequences of a micro-batch
     #[arg(long, value_name = "N", default_value_t = 4)]
