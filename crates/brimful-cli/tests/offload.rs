@@ -6,7 +6,7 @@ use std::fs;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, text};
+use program::{brimful, folder, lines, text};
 use serde_json::Value;
 
 /// Weights, gradients and AdamW's moments of the mlp take more.
@@ -15,12 +15,6 @@ const LIMIT: &str = "2600kB";
 /// The mlp has three layers with parameters, of six.
 const AT_HOME: [&str; 4] = ["--offload", "all", "--micro-batches", "4"];
 const IN_ONE_STAGE: [&str; 4] = ["--stages", "1", "--micro-batches", "4"];
-
-fn lines(arguments: &[&str]) -> Vec<Value> {
-    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
-}
 
 #[test]
 fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_room() {

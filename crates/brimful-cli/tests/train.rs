@@ -6,14 +6,8 @@ use std::fs;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder};
+use program::{brimful, folder, lines};
 use serde_json::Value;
-
-fn lines(arguments: &[&str]) -> Vec<Value> {
-    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
-}
 
 #[test]
 fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {

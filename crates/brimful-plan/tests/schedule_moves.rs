@@ -2,16 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod moving;
+
 use brimful_plan::schedule::{
     Action, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves, Recompute,
     Schedule, StageHome, StageId,
 };
+use moving::{breadth_first, home};
 use proptest::prelude::*;
-
-fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) -> Actions {
-    let schedule = Schedule::BreadthFirst { stages_per_device: stages };
-    schedule.actions(1, micro_batches, recompute).unwrap()
-}
 
 /// A line for each action before which something is started.
 fn told(list: &[Action], moves: &[Move]) -> String {
@@ -139,15 +137,6 @@ fn broken_rules_are_named() {
 
 fn of_kind(moves: &[Move], kind: MoveKind) -> impl Iterator<Item = &Move> {
     moves.iter().filter(move |one| one.kind == kind)
-}
-
-fn home() -> impl Strategy<Value = StageHome> {
-    let place = || prop::sample::select(vec![Home::Device, Home::Host]);
-    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageHome {
-        weights,
-        boundaries,
-        trained,
-    })
 }
 
 fn schedule() -> impl Strategy<Value = Schedule> {

@@ -2,16 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-use brimful_plan::schedule::{
-    Actions, BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation,
-    Span, StageCost, StageHome, render, simulate, simulate_moves,
-};
-use proptest::prelude::*;
+mod moving;
 
-fn breadth_first(stages: usize, micro_batches: usize, recompute: Recompute) -> Actions {
-    let schedule = Schedule::BreadthFirst { stages_per_device: stages };
-    schedule.actions(1, micro_batches, recompute).unwrap()
-}
+use brimful_plan::schedule::{
+    BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation, Span,
+    StageCost, StageHome, render, simulate, simulate_moves,
+};
+use moving::{breadth_first, home};
+use proptest::prelude::*;
 
 /// Stages of 10 bytes of weights, a tick for each action, and a bus of `bandwidth` bytes a tick.
 fn costs(stages: usize, bandwidth: f64) -> Costs {
@@ -143,15 +141,6 @@ fn moves_of_another_schedule_are_refused() {
         refused,
         "the inward bandwidth of the bus is 0: it must be above 0 (infinite for moves that take no time)"
     );
-}
-
-fn home() -> impl Strategy<Value = StageHome> {
-    let place = || prop::sample::select(vec![Home::Device, Home::Host]);
-    (place(), place(), any::<bool>()).prop_map(|(weights, boundaries, trained)| StageHome {
-        weights,
-        boundaries,
-        trained,
-    })
 }
 
 proptest! {

@@ -6,12 +6,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use serde_json::Value;
 
 /// The program, whatever the caller has exported.
 pub fn brimful() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
     command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
     command
+}
+
+/// The lines of JSON that it prints.
+pub fn lines(arguments: &[&str]) -> Vec<Value> {
+    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
+    let text = String::from_utf8(output).expect("text");
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
 /// A folder of this test's own.

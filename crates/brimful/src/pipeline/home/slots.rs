@@ -106,16 +106,6 @@ impl Slots {
         Ok(())
     }
 
-    /// Gives up one slot where none is free.
-    pub(super) fn make_room(&mut self, stages: &[Option<HostedStage>]) -> Result<()> {
-        let full = !self.slots.is_empty() && self.slots.iter().all(|slot| slot.holds.is_some());
-        let held = self.slots.iter().find_map(|slot| slot.holds).filter(|_| full);
-        match held.and_then(|at| Some((at, stages[at].as_ref()?))) {
-            Some((at, stage)) => self.release(at, stage),
-            None => Ok(()),
-        }
-    }
-
     /// Releases every slot.
     pub(super) fn leave_all(&mut self, stages: &[Option<HostedStage>]) -> Result<()> {
         let held: Vec<usize> = self.slots.iter().filter_map(|slot| slot.holds).collect();
