@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 28] = [
+const SOURCES: [&str; 29] = [
     "bridge/activation.cpp",
     "bridge/arena.cpp",
     "bridge/autograd.cpp",
@@ -35,6 +35,7 @@ const SOURCES: [&str; 28] = [
     "bridge/own_generator.cpp",
     "bridge/refusals.cpp",
     "bridge/rotary.cpp",
+    "bridge/split_backward.cpp",
     "bridge/start.cpp",
     "bridge/streams.cpp",
     "bridge/touched.cpp",

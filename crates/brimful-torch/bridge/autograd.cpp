@@ -107,16 +107,15 @@ int32_t brimful_backward(
   return brimful::guarded(message, [&] { backward(roots, gradients, count, keep_graph); });
 }
 
-// The same; `arrived` is called for each parameter whose gradient is complete, while others are not.
-int32_t brimful_backward_watched(
-    at::Tensor* const* roots, at::Tensor* const* gradients, size_t count,
-    at::Tensor* const* parameters, size_t parameter_count, Arrived arrived, void* context,
+// While the watches live, `arrived` is called for each parameter whose gradient has been added to.
+int32_t brimful_watch(
+    at::Tensor* const* parameters, size_t count, Arrived arrived, void* context, Watches** out,
     char** message) noexcept {
-  return brimful::guarded(message, [&] {
-    const Watches watches(parameters, parameter_count, arrived, context);
-    backward(roots, gradients, count, false);
-  });
+  return brimful::guarded(
+      message, [&] { *out = new Watches(parameters, count, arrived, context); });
 }
+
+void brimful_unwatch(Watches* watches) noexcept { delete watches; }
 
 // Null where backward from the roots reaches these parameters alone.
 int32_t brimful_other_leaf(

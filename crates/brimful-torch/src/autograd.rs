@@ -31,41 +31,55 @@ pub fn backward(
     })
 }
 
-/// Runs backward as [`backward`] does, without keeping the graph, and calls `arrived` with the place
-/// of each parameter whose gradient is complete, while those of others are still being computed.
+/// Calls `arrived` with the place of each parameter to whose gradient `run`, one backward, has added all
+/// that it adds, while those of others are still being computed.
 ///
 /// That is so for parameters on a CPU, whose backward runs on this thread; of others nothing is told.
 ///
 /// # Errors
-/// As [`backward`].
+/// As `run`, and when there is no memory to watch the parameters.
 ///
 /// # Panics
 /// As `arrived` does, after the backward.
-pub fn backward_watched(
-    roots: &[&Tensor],
-    gradients: &[Option<&Tensor>],
+pub fn watched(
     parameters: &[Tensor],
     mut arrived: impl FnMut(usize),
+    run: impl FnOnce() -> Result<(), TorchError>,
 ) -> Result<(), TorchError> {
-    let (roots, gradients) = starts(roots, gradients)?;
-    let parameters = raw_list(parameters);
     let mut listener = Listener { arrived: &mut arrived, panicked: None };
-    let result = call(|message| {
-        // SAFETY: the arrays have that many valid tensors, or null where that is allowed. `hear` is
-        // called on this thread alone and during this call alone, in which nobody else uses the
-        // listener.
-        unsafe {
-            let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
-            let (list, length) = (parameters.as_ptr(), parameters.len());
-            let context = ptr::from_mut(&mut listener).cast();
-            ffi::brimful_backward_watched(
-                roots, gradients, count, list, length, hear, context, message,
-            )
-        }
-    });
+    let result = {
+        let _watches = Watches::new(parameters, &mut listener)?;
+        run()
+    };
     match listener.panicked {
         Some(payload) => panic::resume_unwind(payload),
         None => result,
+    }
+}
+
+/// Parameters that are watched while this lives.
+struct Watches(*mut ffi::RawWatches);
+
+impl Watches {
+    /// The listener must stay where it is, and be left alone by others, while this lives.
+    fn new(parameters: &[Tensor], listener: &mut Listener<'_>) -> Result<Self, TorchError> {
+        let parameters = raw_list(parameters);
+        let mut watches = ptr::null_mut();
+        // SAFETY: the array has that many valid tensors. `hear` is called on this thread alone and while
+        // the watches live, in which nobody else uses the listener.
+        call(|message| unsafe {
+            let (list, length) = (parameters.as_ptr(), parameters.len());
+            let context = ptr::from_mut(listener).cast();
+            ffi::brimful_watch(list, length, hear, context, &mut watches, message)
+        })?;
+        Ok(Self(watches))
+    }
+}
+
+impl Drop for Watches {
+    fn drop(&mut self) {
+        // SAFETY: made by `brimful_watch`, and given back once.
+        unsafe { ffi::brimful_unwatch(self.0) }
     }
 }
 
@@ -77,7 +91,7 @@ struct Listener<'a> {
 }
 
 extern "C" fn hear(context: *mut c_void, parameter: usize) {
-    // SAFETY: it is the listener of the call that is under way on this thread.
+    // SAFETY: it is the listener of the backward that is under way on this thread.
     let listener = unsafe { &mut *context.cast::<Listener<'_>>() };
     if listener.panicked.is_none() {
         let told = panic::catch_unwind(AssertUnwindSafe(|| (listener.arrived)(parameter)));

@@ -10,6 +10,8 @@ pub(crate) type RawStay = c_void;
 pub(crate) type RawEvent = c_void;
 pub(crate) type RawGraph = c_void;
 pub(crate) type RawGenerator = c_void;
+pub(crate) type RawSplit = c_void;
+pub(crate) type RawWatches = c_void;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
@@ -201,16 +203,15 @@ unsafe extern "C" {
         keep_graph: bool,
         message: Message,
     ) -> i32;
-    pub(crate) fn brimful_backward_watched(
-        roots: Tensors,
-        gradients: Tensors,
-        count: usize,
+    pub(crate) fn brimful_watch(
         parameters: Tensors,
-        parameter_count: usize,
+        count: usize,
         arrived: extern "C" fn(*mut c_void, usize),
         context: *mut c_void,
+        watches: *mut *mut RawWatches,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_unwatch(watches: *mut RawWatches);
     pub(crate) fn brimful_other_leaf(
         roots: Tensors,
         count: usize,
@@ -267,6 +268,31 @@ unsafe extern "C" {
     -> i32;
     pub(crate) fn brimful_own_generator_seed(own: *mut RawGenerator, seed: u64);
     pub(crate) fn brimful_own_generator_leave(own: *mut RawGenerator);
+
+    pub(crate) fn brimful_split_backward(
+        roots: Tensors,
+        count: usize,
+        inputs: Tensors,
+        input_count: usize,
+        split: *mut *mut RawSplit,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_split_input_half(
+        split: *mut RawSplit,
+        roots: Tensors,
+        gradients: Tensors,
+        count: usize,
+        last: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_split_weight_half(
+        split: *mut RawSplit,
+        group: usize,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_split_unknown(split: *const RawSplit) -> *mut c_char;
+    pub(crate) fn brimful_split_free(split: *mut RawSplit);
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_urgent(device: i32, id: *mut i64, message: Message) -> i32;

@@ -23,6 +23,7 @@
 //! | [`optim`] | the fused optimizers |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`slab`] | bytes of the host that a device copies by itself, made once |
+//! | [`split_backward`] | a backward in two halves: the inputs' gradients, and later the weights' |
 //! | [`stream`], [`transfer`] | streams, events, copies that do not make the host wait |
 //! | [`touched`] | which memory a piece of work reads and writes |
 //! | [`threads`] | threads an operation, for one thread alone |
@@ -45,6 +46,7 @@ pub mod kernels;
 pub mod layout;
 pub mod libtorch;
 pub mod linear_cross_entropy;
+pub mod mapped;
 pub mod memory;
 pub mod meta;
 #[cfg(feature = "mpi")]
@@ -55,6 +57,7 @@ pub mod random;
 mod replaced;
 pub mod rotary;
 pub mod slab;
+pub mod split_backward;
 pub mod stream;
 pub mod threads;
 pub mod touched;

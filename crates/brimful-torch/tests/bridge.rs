@@ -207,16 +207,22 @@ fn a_watched_backward_tells_of_each_gradient_when_it_is_complete() {
     ];
     let mut told = Vec::new();
     let listen = |place: usize| told.push((place, watched[place].grad().double_value(&[0])));
-    autograd::backward_watched(&[&loss], &[None], &watched, listen).expect("a backward");
+    let run = || autograd::backward(&[&loss], &[None], false);
+    autograd::watched(&watched, listen, run).expect("a backward");
     told.sort_by_key(|(place, _)| *place);
     assert_eq!(told, [(0, 12.0), (1, 12.0), (2, 4.0)]);
 
     let again = (&parameters[0] * 2.0).sum(Kind::Double);
-    autograd::backward_watched(&[&again], &[None], &[], |_| panic!("nobody is watched"))
-        .expect("a backward");
+    autograd::watched(
+        &[],
+        |_| panic!("nobody is watched"),
+        || autograd::backward(&[&again], &[None], false),
+    )
+    .expect("a backward");
     let thrown = std::panic::catch_unwind(|| {
         let loss = (&parameters[2] * 2.0).sum(Kind::Double);
-        let _ = autograd::backward_watched(&[&loss], &[None], &parameters, |_| panic!("heard"));
+        let run = || autograd::backward(&[&loss], &[None], false);
+        let _ = autograd::watched(&parameters, |_| panic!("heard"), run);
     });
     assert_eq!(thrown.expect_err("a panic").downcast_ref::<&str>(), Some(&"heard"));
 }

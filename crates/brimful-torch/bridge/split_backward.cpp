@@ -1,0 +1,415 @@
+// A backward in two halves: the gradients of the inputs, for which others wait, and later those of the
+// weights.
+//
+//   input set    the nodes that lead to an input
+//   frontier     those of them that have an edge to weights alone
+//
+//   input half   one run of the engine to the inputs, which keeps the gradients that enter the frontier
+//   cut          the frontier's edges into the input set lead to a dead end
+//   weight half  one run from what was kept to the leaves
+//
+// Who leads to the input set is in it. So what is kept is complete when the input half ends, and after the
+// cut each frontier node runs once more, for its weights alone: weights that are used at several depths are
+// counted as often as they are used.
+
+#include "guard.h"
+#include "kernel_node.h"
+#include "tensors.h"
+#include "version.h"
+
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+BRIMFUL_READ_AGAIN(
+    "Engine::execute, how it captures gradients and skips what nobody asks for; the names of nodes; "
+    "CopySlices, which decides by the edges of the node inside it; and AccumulateGrad");
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Engine;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// A dead end: gradients are kept on their way into it, or dropped. It never runs.
+struct Sink final : Node {
+  variable_list apply(variable_list&&) override { return {}; }
+
+  // A place that takes what the edge's own takes.
+  Edge place_like(const Edge& edge) {
+    const auto& like = edge.function->input_metadata(edge.input_nr);
+    const bool plain = !like.was_default_constructed() && !like.is_nested_tensor();
+    const auto place = plain
+        ? add_input_metadata(
+              like.options(), like.shape_as_dim_vector(), like.is_tensor_subclass(), false,
+              like.grad_dtype())
+        : add_input_metadata(Node::undefined_input{});
+    return Edge(getptr(), place);
+  }
+};
+
+std::shared_ptr<Sink> make_sink() {
+  return std::shared_ptr<Sink>(new Sink(), torch::autograd::deleteNode);
+}
+
+// A root that hands its gradients over and keeps none: each is gone when its node has run.
+struct Feed final : Node {
+  Feed(edge_list edges, variable_list gradients)
+      : Node(std::move(edges)), gradients(std::move(gradients)) {}
+  variable_list apply(variable_list&&) override { return std::move(gradients); }
+  variable_list gradients;
+};
+
+// Lets go of what a node has saved as soon as it has run.
+struct Release final : torch::autograd::FunctionPostHook {
+  explicit Release(Node* node) : node(node) {}
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    node->release_variables();
+    return outputs;
+  }
+  // It owns this hook.
+  Node* const node;
+};
+
+// How a node of the frontier runs.
+enum class Run {
+  // Once for its inputs and once for its weights.
+  kTwice,
+  // Whole: its kernel computes both at once, and gains nothing by being run twice.
+  kWhole,
+  // Whole, because nobody knows what is in it.
+  kUnknown,
+};
+
+Run run_of(Node& node) {
+  if (dynamic_cast<brimful::kernels::KernelNode*>(&node) != nullptr) return Run::kWhole;
+  const std::string name = node.name();
+  constexpr std::array kWholeKernels{"NormBackward", "Rnn", "ThnnFused", "PreluKernelBackward"};
+  const auto has = [&](const char* part) { return name.find(part) != std::string::npos; };
+  if (std::any_of(kWholeKernels.begin(), kWholeKernels.end(), has)) return Run::kWhole;
+  if (has("CppNode")) return Run::kUnknown;
+  // Names of derivatives that libtorch has generated end in a number.
+  const bool generated = !name.empty() && name.back() >= '0' && name.back() <= '9';
+  return generated || name.rfind("torch::autograd::", 0) == 0 ? Run::kTwice : Run::kUnknown;
+}
+
+enum Leads : uint8_t { kToInput = 1, kToWeights = 2 };
+
+// The graph behind some roots, and where each of its nodes leads.
+class Graph {
+ public:
+  struct Place {
+    Node* node;
+    uint8_t leads;
+    bool is_frontier;
+  };
+
+  // Before the roots: what is behind an input is nobody's concern.
+  void add_input(Node* node) {
+    if (index.emplace(node, places.size()).second) places.push_back({node, kToInput, false});
+  }
+
+  void add_root(Node* root) {
+    const auto [start, is_first] = add(root);
+    if (!is_first) return;
+    std::vector<Visit> open{{start, 0}};
+    while (!open.empty()) {
+      auto& [at, next] = open.back();
+      const auto& edges = places[at].node->next_edges();
+      if (next == edges.size()) {
+        const auto leads = places[at].leads;
+        open.pop_back();
+        if (!open.empty()) places[open.back().at].leads |= leads;
+        continue;
+      }
+      Node* child = edges[next++].function.get();
+      if (child == nullptr) continue;
+      const auto [place, is_new] = add(child);
+      places[at].leads |= places[place].leads;
+      if (is_new) open.push_back({place, 0});
+    }
+  }
+
+  uint8_t leads(Node* node) const { return places[index.at(node)].leads; }
+
+  std::vector<Place> places;
+  edge_list leaves;
+
+ private:
+  struct Visit {
+    size_t at;
+    size_t next;
+  };
+
+  std::pair<size_t, bool> add(Node* node) {
+    const auto [found, is_new] = index.emplace(node, places.size());
+    if (is_new) {
+      places.push_back({node, 0, false});
+      if (node->next_edges().empty() && dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+        places.back().leads = kToWeights;
+        leaves.emplace_back(node->getptr(), 0);
+      }
+    }
+    return {found->second, is_new};
+  }
+
+  ska::flat_hash_map<Node*, size_t> index;
+};
+
+// Leads an edge elsewhere; where it led is kept in `old`, because who is let go of may own others that are
+// still to be looked at.
+void redirect(Node& node, size_t at, const Edge& to, edge_list& old) {
+  // It has a second node inside, which decides by its own edges what to compute.
+  if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {
+    auto& inner = slices->fn->next_edges();
+    if (at < inner.size()) old.push_back(std::exchange(inner[at], to));
+  }
+  old.push_back(std::exchange(node.next_edges()[at], to));
+}
+
+// Gradients given out are nobody else's, as those that gather in a leaf are: who gets one may add to it
+// while another is still read.
+class Owned {
+ public:
+  void add(const variable_list& others) {
+    for (const at::Tensor& other : others) is_new(other);
+  }
+
+  at::Tensor make(at::Tensor gradient) {
+    if (!gradient.defined()) return gradient;
+    const bool plain = gradient.is_non_overlapping_and_dense();
+    return is_new(gradient) && plain ? gradient : at::clone(gradient);
+  }
+
+ private:
+  bool is_new(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage()) return true;
+    return storages_.insert(tensor.storage().unsafeGetStorageImpl()).second;
+  }
+
+  std::unordered_set<const c10::StorageImpl*> storages_;
+};
+
+class SplitBackward {
+ public:
+  SplitBackward(const variable_list& roots, const variable_list& inputs) {
+    for (const at::Tensor& input : inputs) {
+      inputs_.push_back(input.requires_grad() ? torch::autograd::impl::gradient_edge(input) : Edge());
+      if (!inputs_.back().is_valid()) continue;
+      graph_.add_input(inputs_.back().function.get());
+      has_inputs_ = true;
+    }
+    // Without an input all is the weight half, and nobody has to know the graph.
+    if (!has_inputs_) return;
+    for (const at::Tensor& root : roots) {
+      if (!root.requires_grad()) continue;
+      graph_.add_root(torch::autograd::impl::gradient_edge(root).function.get());
+    }
+    for (auto& place : graph_.places) {
+      if (place.leads & kToInput) settle(place);
+    }
+  }
+
+  // A gradient for each input, or none. The group's roots are some of those that it was made for; after
+  // the last group the graph is cut.
+  variable_list input_half(const variable_list& roots, const variable_list& gradients, bool last) {
+    Roots inward;
+    groups_.emplace_back();
+    for (size_t i = 0; i < roots.size(); ++i) {
+      if (!roots[i].requires_grad()) continue;
+      const auto edge = torch::autograd::impl::gradient_edge(roots[i]);
+      const uint8_t leads = has_inputs_ ? graph_.leads(edge.function.get()) : uint8_t{kToWeights};
+      if (leads & kToInput) {
+        inward.add(edge, gradients[i]);
+      } else if (leads & kToWeights) {
+        groups_.back().add(edge, gradients[i]);
+      }
+    }
+    if (last) release_on_the_way();
+    auto result = inward.edges.empty() ? variable_list(inputs_.size()) : run_inward(inward);
+    if (last) cut();
+    return result;
+  }
+
+  // Adds the group's gradients to those of the leaves; groups in their order.
+  void weight_half(size_t group) {
+    Roots roots = std::exchange(groups_.at(group), Roots());
+    if (roots.edges.empty()) return;
+    const auto is_open = [](const Roots& later) { return !later.edges.empty(); };
+    const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
+    const bool keep_graph = std::any_of(later, groups_.end(), is_open);
+    // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
+    const auto start = roots.gradients.front().new_empty({0});
+    std::shared_ptr<Feed> feed(
+        new Feed(std::move(roots.edges), std::move(roots.gradients)), torch::autograd::deleteNode);
+    feed->add_input_metadata(start);
+    Engine::get_default_engine().execute(
+        {Edge(std::move(feed), 0)}, {start}, keep_graph, /*create_graph=*/false,
+        /*accumulate_grad=*/true, graph_.leaves);
+  }
+
+  const std::string& unknown() const { return unknown_; }
+
+ private:
+  struct Roots {
+    void add(Edge edge, at::Tensor gradient) {
+      edges.push_back(std::move(edge));
+      gradients.push_back(std::move(gradient));
+    }
+    edge_list edges;
+    variable_list gradients;
+  };
+
+  bool leads_to_weights_alone(const Edge& edge) const {
+    return edge.is_valid() && graph_.leads(edge.function.get()) == kToWeights;
+  }
+
+  // Finds out whether a node of the input set is of the frontier, and what is kept of it.
+  void settle(Graph::Place& place) {
+    Node& node = *place.node;
+    const auto& edges = node.next_edges();
+    const auto to_weights = [&](const Edge& edge) { return leads_to_weights_alone(edge); };
+    if (std::none_of(edges.begin(), edges.end(), to_weights)) return;
+    const auto run = run_of(node);
+    if (run == Run::kUnknown) unknown_ += (unknown_.empty() ? "" : ", ") + node.name();
+    if (run == Run::kTwice) {
+      place.is_frontier = true;
+      for (uint32_t at = 0; at < node.num_inputs(); ++at) {
+        kept_.emplace_back(node.getptr(), at);
+        resumed_.emplace_back(node.getptr(), at);
+      }
+      return;
+    }
+    // Its weights' gradients come with its inputs': they wait until the weight half brings them on.
+    for (size_t at = 0; at < edges.size(); ++at) {
+      if (!leads_to_weights_alone(edges[at])) continue;
+      if (!collector_) collector_ = make_sink();
+      kept_.push_back(collector_->place_like(edges[at]));
+      resumed_.push_back(edges[at]);
+      edge_list old;
+      redirect(node, at, kept_.back(), old);
+    }
+  }
+
+  variable_list run_inward(const Roots& inward) {
+    edge_list outputs;
+    for (const Edge& input : inputs_) {
+      if (input.is_valid()) outputs.push_back(input);
+    }
+    const auto count = outputs.size();
+    outputs.insert(outputs.end(), kept_.begin(), kept_.end());
+    auto gradients = Engine::get_default_engine().execute(
+        inward.edges, inward.gradients, /*keep_graph=*/true, /*create_graph=*/false,
+        /*accumulate_grad=*/false, outputs);
+    Roots& group = groups_.back();
+    for (size_t at = 0; at < kept_.size(); ++at) {
+      // A node that no gradient has reached would give none either.
+      if (!gradients[count + at].defined()) continue;
+      group.add(resumed_[at], std::move(gradients[count + at]));
+    }
+    Owned owned;
+    owned.add(inward.gradients);
+    owned.add(group.gradients);
+    variable_list result;
+    auto next = gradients.begin();
+    for (const Edge& input : inputs_) {
+      result.push_back(input.is_valid() ? owned.make(std::move(*next++)) : at::Tensor());
+    }
+    return result;
+  }
+
+  void release_on_the_way() {
+    for (const auto& [node, leads, is_frontier] : graph_.places) {
+      if ((leads & kToInput) == 0 || is_frontier) continue;
+      node->add_post_hook(std::make_unique<Release>(node));
+    }
+  }
+
+  void cut() {
+    if (!has_inputs_) return;
+    const auto sink = make_sink();
+    edge_list old;
+    for (const auto& [node, leads, is_frontier] : graph_.places) {
+      if (!is_frontier) continue;
+      const auto& edges = node->next_edges();
+      for (size_t at = 0; at < edges.size(); ++at) {
+        if (!edges[at].is_valid()) continue;
+        if (graph_.leads(edges[at].function.get()) & kToInput) {
+          redirect(*node, at, sink->place_like(edges[at]), old);
+        }
+      }
+    }
+    // Its nodes are let go of with `old`.
+    auto leaves = std::move(graph_.leaves);
+    graph_ = Graph();
+    graph_.leaves = std::move(leaves);
+    kept_.clear();
+    resumed_.clear();
+  }
+
+  Graph graph_;
+  // One for each input; invalid where it needs no gradient.
+  edge_list inputs_;
+  bool has_inputs_ = false;
+  // What the input half keeps, and where the weight half goes on with it.
+  edge_list kept_;
+  edge_list resumed_;
+  std::shared_ptr<Sink> collector_;
+  std::vector<Roots> groups_;
+  std::string unknown_;
+};
+
+}  // namespace
+
+extern "C" {
+
+int32_t brimful_split_backward(
+    at::Tensor* const* roots, size_t count, at::Tensor* const* inputs, size_t input_count,
+    SplitBackward** out, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    *out = new SplitBackward(brimful::list_of(roots, count), brimful::list_of(inputs, input_count));
+  });
+}
+
+// `out` has a place for each input, null where there is no gradient.
+int32_t brimful_split_input_half(
+    SplitBackward* split, at::Tensor* const* roots, at::Tensor* const* gradients, size_t count,
+    bool last, at::Tensor** out, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    const auto from = brimful::list_of(roots, count);
+    auto result = split->input_half(from, brimful::list_of(gradients, count), last);
+    for (at::Tensor& gradient : result) {
+      *out++ = gradient.defined() ? new at::Tensor(std::move(gradient)) : nullptr;
+    }
+  });
+}
+
+int32_t brimful_split_weight_half(SplitBackward* split, size_t group, char** message) noexcept {
+  return brimful::guarded(message, [&] { split->weight_half(group); });
+}
+
+// The nodes that run whole because nobody knows what is in them, or null.
+char* brimful_split_unknown(const SplitBackward* split) noexcept {
+  return split->unknown().empty() ? nullptr : strdup(split->unknown().c_str());
+}
+
+void brimful_split_free(SplitBackward* split) noexcept { delete split; }
+
+}  // extern "C"

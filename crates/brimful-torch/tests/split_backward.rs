@@ -1,0 +1,329 @@
+//! A backward in two halves is the backward: the same gradients, of inputs and of weights, whatever the
+//! graph is.
+//!
+//! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
+
+mod test_device;
+
+use brimful_torch::arena::Account;
+use brimful_torch::autograd::{self, set_gradient};
+use brimful_torch::linear_cross_entropy::{LossHead, linear_cross_entropy};
+use brimful_torch::split_backward::SplitBackward;
+use tch::nn::{self, RNN};
+use tch::{Device, Kind, Tensor};
+use test_device::test_device;
+
+const OPTIONS: fn() -> (Kind, Device) = || (Kind::Double, test_device());
+
+fn random(shape: &[i64]) -> Tensor {
+    Tensor::randn(shape, OPTIONS()) * 0.5
+}
+
+fn weight(shape: &[i64]) -> Tensor {
+    random(shape).set_requires_grad(true)
+}
+
+/// A part of a model: its weights, what comes in, and what goes out of it.
+struct Stage<F> {
+    weights: Vec<Tensor>,
+    inputs: Vec<Tensor>,
+    run: F,
+}
+
+/// Gradients of the inputs, and of the weights.
+type Gradients = [Vec<Option<Tensor>>; 2];
+
+impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
+    /// Outputs that need a gradient, each with one; and the inputs that they were computed from.
+    fn forward(&self) -> (Vec<(Tensor, Tensor)>, Vec<Tensor>) {
+        let leaf = |x: &Tensor| x.detach().set_requires_grad(x.requires_grad());
+        let inputs: Vec<Tensor> = self.inputs.iter().map(leaf).collect();
+        tch::manual_seed(5);
+        let outputs = (self.run)(&inputs);
+        let traced = outputs.into_iter().filter(Tensor::requires_grad);
+        let roots = traced.enumerate().map(|(at, output)| {
+            let gradient = output.detach().sin() + 0.1 * (at as f64 + 1.0);
+            (output, gradient)
+        });
+        (roots.collect(), inputs)
+    }
+
+    fn whole(&self) -> Gradients {
+        let (roots, inputs) = self.forward();
+        let (roots, gradients): (Vec<_>, Vec<_>) = roots.iter().map(|(r, g)| (r, Some(g))).unzip();
+        autograd::backward(&roots, &gradients, false).expect("a backward");
+        [gradients_of(&inputs), taken(&self.weights)]
+    }
+
+    fn in_halves(&self) -> (Gradients, Option<String>) {
+        let (roots, inputs) = self.forward();
+        let (mut gradients, mut split) =
+            SplitBackward::input_half(&[roots], &inputs).expect("an input half");
+        assert!(taken(&self.weights).iter().all(Option::is_none), "only the weight half adds");
+        assert!(gradients_of(&inputs).iter().all(Option::is_none), "inputs' are given, not added");
+        split.weight_half(0).expect("a weight half");
+        ([gradients.remove(0), taken(&self.weights)], split.run_whole())
+    }
+
+    fn check(&self, what: &str) {
+        let (halves, unknown) = self.in_halves();
+        assert_same(&halves, &self.whole(), what);
+        assert_eq!(unknown, None, "{what}");
+    }
+}
+
+fn gradients_of(tensors: &[Tensor]) -> Vec<Option<Tensor>> {
+    let gradient = |tensor: &Tensor| Some(tensor.grad()).filter(Tensor::defined);
+    tensors.iter().map(gradient).collect()
+}
+
+/// The weights' gradients, which they are without afterwards.
+fn taken(weights: &[Tensor]) -> Vec<Option<Tensor>> {
+    let gradients = gradients_of(weights);
+    for weight in weights {
+        set_gradient(&mut weight.shallow_clone(), None).expect("taken");
+    }
+    gradients
+}
+
+fn assert_same(got: &Gradients, expected: &Gradients, what: &str) {
+    for (got, expected) in got.iter().zip(expected) {
+        for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
+            match (got, expected) {
+                (Some(got), Some(expected)) => {
+                    let off = (got - expected).abs().max().double_value(&[]);
+                    assert!(off < 1e-12, "{what}: number {at} is off by {off}");
+                }
+                (None, None) => {}
+                _ => panic!("{what}: number {at} is {got:?}, not {expected:?}"),
+            }
+        }
+    }
+}
+
+fn input(shape: &[i64]) -> Vec<Tensor> {
+    vec![random(shape).set_requires_grad(true)]
+}
+
+fn copies(tensors: &[&Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
+}
+
+#[test]
+fn tied_weights_at_several_depths_are_counted_as_often_as_they_are_used() {
+    let (w, v, b) = (weight(&[6, 6]), weight(&[6, 6]), weight(&[6]));
+    let run = |x: &[Tensor]| {
+        let x = &x[0] + x[0].linear(&w, Some(&b)).tanh();
+        let x = &x + x.matmul(&v).tanh();
+        let x = &x + x.linear(&w, Some(&b)).tanh();
+        vec![x.matmul(&w.tr())]
+    };
+    Stage { weights: copies(&[&w, &v, &b]), inputs: input(&[4, 6]), run }.check("tied");
+}
+
+#[test]
+fn a_table_that_is_the_head_too() {
+    let (table, w) = (weight(&[9, 6]), weight(&[6, 6]));
+    let numbers = Tensor::randint(9, [4, 5], (Kind::Int64, test_device()));
+    let run = |x: &[Tensor]| {
+        let hidden = &x[0] + Tensor::embedding(&table, &numbers, -1, false, false);
+        vec![hidden.matmul(&w).tanh().matmul(&table.tr())]
+    };
+    Stage { weights: copies(&[&table, &w]), inputs: input(&[4, 5, 6]), run }.check("a table");
+}
+
+#[test]
+fn weights_made_from_weights_and_from_inputs() {
+    let (w, g) = (weight(&[6, 6]), weight(&[6, 1]));
+    let normed = |x: &[Tensor]| {
+        let weight = &g * &w / w.square().sum_dim_intlist([1i64].as_slice(), true, None).sqrt();
+        let hidden = x[0].matmul(&weight).tanh();
+        vec![(&hidden * &x[1]).matmul(&weight), weight.sum(Kind::Double), &x[1] * 2.0]
+    };
+    let inputs: Vec<Tensor> = [input(&[4, 6]), input(&[4, 6])].into_iter().flatten().collect();
+    Stage { weights: copies(&[&w, &g]), inputs, run: normed }.check("normed");
+    let mixed = |x: &[Tensor]| {
+        let u = x[0].tr().matmul(&x[0]) + &w;
+        let q = u.matmul(&w);
+        vec![x[0].matmul(&q).matmul(&u).matmul(&(w.tr() + q))]
+    };
+    Stage { weights: copies(&[&w]), inputs: input(&[4, 6]), run: mixed }.check("mixed");
+}
+
+#[test]
+fn recurrent_layers() {
+    let store = nn::VarStore::new(test_device());
+    let lstm = nn::lstm(store.root() / "lstm", 5, 6, Default::default());
+    let gru = nn::gru(store.root() / "gru", 6, 6, Default::default());
+    for variable in store.variables().values() {
+        variable.shallow_clone().set_data(&variable.to_kind(Kind::Double));
+    }
+    let run = |x: &[Tensor]| {
+        let zero = || Tensor::zeros([1, 3, 6], OPTIONS());
+        let state = nn::LSTMState((zero(), zero()));
+        let (hidden, _) = lstm.seq_init(&x[0], &state);
+        vec![gru.seq_init(&hidden, &nn::GRUState(zero())).0]
+    };
+    Stage { weights: store.trainable_variables(), inputs: input(&[3, 4, 5]), run }
+        .check("recurrent");
+}
+
+#[test]
+fn norms_and_convolutions() {
+    let (w, g, b) = (weight(&[6, 4, 3, 3]), weight(&[6]), weight(&[6]));
+    let run = |x: &[Tensor]| {
+        let x = x[0].conv2d(&w, None::<&Tensor>, 1, 1, 1, 1);
+        let x = x.batch_norm(
+            Some(&g),
+            Some(&b),
+            None::<&Tensor>,
+            None::<&Tensor>,
+            true,
+            0.1,
+            1e-5,
+            false,
+        );
+        let x = x.relu().group_norm(2, Some(&g), Some(&b), 1e-5, false);
+        vec![x.permute([0, 2, 3, 1]).contiguous().layer_norm([6], Some(&g), Some(&b), 1e-5, false)]
+    };
+    Stage { weights: copies(&[&w, &g, &b]), inputs: input(&[2, 4, 5, 5]), run }.check("norms");
+}
+
+#[test]
+fn work_in_place_on_views() {
+    let (w, v, u) = (weight(&[8, 8]), weight(&[4]), weight(&[3, 4]));
+    let run = |x: &[Tensor]| {
+        let y = x[0].copy();
+        let mut left = y.narrow(1, 0, 4);
+        let _ = left.g_mul_(&v);
+        y.narrow(1, 4, 4).copy_(&u);
+        let y = y.matmul(&w);
+        let _ = y.narrow(1, 0, 4).g_mul_(&v);
+        vec![y.tanh(), left]
+    };
+    Stage { weights: copies(&[&w, &v, &u]), inputs: input(&[3, 8]), run }.check("views of inputs");
+    let base = weight(&[3, 8]);
+    let run = |x: &[Tensor]| {
+        let y = &base * 1.0;
+        let _ = y.narrow(1, 0, 4).g_mul_(&x[0]);
+        let y = y.matmul(&w);
+        let _ = y.narrow(1, 0, 4).g_add_(&x[0]);
+        vec![y]
+    };
+    Stage { weights: copies(&[&base, &w]), inputs: input(&[3, 4]), run }.check("views of weights");
+}
+
+#[test]
+fn outputs_of_every_sort() {
+    let (b, w, unused) = (weight(&[4, 6]), weight(&[6, 6]), weight(&[2]));
+    let run = |x: &[Tensor]| {
+        let parts = x[0].matmul(&w).chunk(3, 1);
+        let number = x[0].argmax(1, false);
+        let plain = x[0].shallow_clone();
+        vec![&parts[0] * &parts[2], &b * 1.0, plain, b.shallow_clone(), number, x[0].detach()]
+    };
+    let weights = copies(&[&b, &w, &unused]);
+    Stage { weights, inputs: input(&[4, 6]), run }.check("outputs");
+    let nothing = |x: &[Tensor]| vec![x[0].shallow_clone()];
+    Stage { weights: vec![], inputs: input(&[4, 6]), run: nothing }.check("the input itself");
+}
+
+#[test]
+fn frozen_weights_and_inputs_without_a_gradient() {
+    let (w, v) = (weight(&[6, 6]), weight(&[6, 6]));
+    let frozen = random(&[6, 6]);
+    let run = |x: &[Tensor]| vec![x[0].matmul(&w).tanh().matmul(&frozen).tanh().matmul(&v)];
+    let first = Stage { weights: copies(&[&w, &v]), inputs: vec![random(&[4, 6])], run };
+    first.check("the first stage");
+    Stage { inputs: input(&[4, 6]), ..first }.check("one frozen");
+    let run = |x: &[Tensor]| vec![x[0].matmul(&frozen).tanh()];
+    Stage { weights: copies(&[&w]), inputs: input(&[4, 6]), run }.check("all frozen");
+}
+
+#[test]
+fn a_function_of_our_own_runs_whole() {
+    let (w, head) = (weight(&[6, 6]), weight(&[9, 6]));
+    let targets = Tensor::randint(9, [4], (Kind::Int64, test_device()));
+    let run = |x: &[Tensor]| {
+        let head = LossHead {
+            weight: &head,
+            bias: None,
+            class_weights: None,
+            smoothing: 0.0,
+            ignored: -100,
+            chunk_bytes: 1 << 20,
+        };
+        let hidden = x[0].matmul(&w).tanh();
+        vec![linear_cross_entropy(&hidden, &targets, head).expect("a loss").sum]
+    };
+    Stage { weights: copies(&[&w, &head]), inputs: input(&[4, 6]), run }.check("a loss of our own");
+}
+
+#[test]
+fn each_group_of_roots_has_gradients_of_its_own() {
+    let (w, v) = (weight(&[6, 6]), weight(&[6, 6]));
+    let run = |x: &[Tensor]| {
+        let hidden = x[0].matmul(&w).tanh();
+        vec![hidden.matmul(&v), hidden.square(), w.square().sum(Kind::Double)]
+    };
+    let stage = Stage { weights: copies(&[&w, &v]), inputs: input(&[4, 6]), run };
+    let (roots, inputs) = stage.forward();
+    let groups: Vec<_> = roots.into_iter().map(|root| vec![root]).chain([vec![]]).collect();
+    let (given, mut split) = SplitBackward::input_half(&groups, &inputs).expect("an input half");
+    for (group, given) in given.into_iter().enumerate() {
+        split.weight_half(group).expect("a weight half");
+        let got = [given, taken(&stage.weights)];
+        let (mut roots, inputs) = stage.forward();
+        if group == 3 {
+            assert!(got.iter().flatten().all(Option::is_none), "of no root there is nothing");
+            continue;
+        }
+        let (root, gradient) = roots.swap_remove(group);
+        autograd::backward(&[&root], &[Some(&gradient)], false).expect("a backward");
+        let expected = [gradients_of(&inputs), taken(&stage.weights)];
+        assert_same(&got, &expected, &format!("group {group}"));
+    }
+    assert!(split.weight_half(4).is_err(), "there are four groups");
+}
+
+#[test]
+fn what_is_given_is_nobody_elses() {
+    let b = weight(&[4, 6]);
+    let inputs: Vec<Tensor> = [input(&[4, 6]), input(&[4, 6])].into_iter().flatten().collect();
+    let root = &inputs[0] + &inputs[1] + &b;
+    let gradient = random(&[4, 6]);
+    let groups = [vec![(root, gradient.shallow_clone())]];
+    let (given, mut split) = SplitBackward::input_half(&groups, &inputs).expect("an input half");
+    let mut places = vec![gradient.data_ptr()];
+    places.extend(given[0].iter().flatten().map(Tensor::data_ptr));
+    split.weight_half(0).expect("a weight half");
+    places.push(b.grad().data_ptr());
+    let distinct: std::collections::HashSet<_> = places.iter().collect();
+    assert_eq!(distinct.len(), 4, "{places:?}");
+}
+
+/// Bytes in use on the CPU after the forward, after the input half, and after the weight half.
+fn in_use(layers: usize) -> [u64; 3] {
+    const SIZE: i64 = 1 << 16;
+    let arena = Account::new("split");
+    let _charged = arena.enter();
+    let options = (Kind::Double, Device::Cpu);
+    let scale = Tensor::ones([1], options).set_requires_grad(true);
+    let input = Tensor::ones([SIZE], options).set_requires_grad(true);
+    let before = arena.current();
+    // What tanh saves is for the input half alone; what the scale is multiplied with is for the other.
+    let output = (0..layers).fold(&input * &scale, |x, _| x.tanh());
+    let after_forward = arena.current() - before;
+    let groups = [vec![(output, Tensor::ones([SIZE], options))]];
+    let (given, mut split) = SplitBackward::input_half(&groups, &[input]).expect("an input half");
+    drop(given);
+    let after_inputs = arena.current() - before;
+    split.weight_half(0).expect("a weight half");
+    [after_forward, after_inputs, arena.current() - before].map(|bytes| bytes / (8 * SIZE as u64))
+}
+
+#[test]
+fn the_input_half_lets_go_of_all_that_it_alone_needs() {
+    // The root and its gradient are the test's; between the halves one more gradient is kept.
+    assert_eq!(in_use(4), [4, 3, 2]);
+}
