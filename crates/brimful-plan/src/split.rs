@@ -10,6 +10,8 @@
 //!
 //! assert_eq!(split::by_size(8, 3)?, [0..3, 3..6, 6..8]);
 //! assert_eq!(split::by_count(8, 2)?, [0..4, 4..8]);
+//! // Sequences, each micro-batch as wide as its longest: 1 × 900, 2 × 500 and 3 × 300 tokens.
+//! assert_eq!(split::by_tokens(&[900, 500, 400, 300, 200, 200], 1000)?, [0..1, 1..3, 3..6]);
 //! # Ok::<(), brimful::split::SplitError>(())
 //! ```
 
@@ -38,6 +40,17 @@ pub enum SplitError {
         /// The samples of the mini-batch.
         samples: usize,
     },
+    /// A sequence that no micro-batch has room for.
+    #[error(
+        "the longest sequence takes {longest} tokens, for which a micro-batch of {tokens} has no room: \
+         give micro-batches at least {longest} tokens, or cut the sequence"
+    )]
+    SequenceTooLong {
+        /// What it takes, padding included.
+        longest: usize,
+        /// What a micro-batch may have.
+        tokens: usize,
+    },
 }
 
 /// As few micro-batches as there can be with at most `size` samples each. Their lengths differ by
@@ -64,6 +77,82 @@ pub fn by_count(samples: usize, count: usize) -> Result<Vec<Range<usize>>, Split
         (_, 0) => Err(SplitError::CountOfZero { samples }),
         _ => Ok(near_equal(samples, count.min(samples))),
     }
+}
+
+/// Micro-batches of at most so many tokens each, padding included: a micro-batch is as wide as the
+/// longest of its sequences. Each is as full as it can be, so that for sequences in the order of their
+/// lengths, the longest first, its shape depends on its first one's length alone.
+///
+/// # Errors
+/// When there are no sequences, or one takes more than `tokens`.
+pub fn by_tokens(lengths: &[usize], tokens: usize) -> Result<Vec<Range<usize>>, SplitError> {
+    let longest = longest(lengths)?;
+    match longest > tokens {
+        true => Err(SplitError::SequenceTooLong { longest, tokens }),
+        false => Ok(filled(lengths, tokens)),
+    }
+}
+
+/// `count` micro-batches, or one for each sequence where there are fewer than that. The fullest has as
+/// few tokens as there can be.
+///
+/// # Errors
+/// When there are no sequences, or `count` is 0.
+pub fn by_count_of_tokens(
+    lengths: &[usize],
+    count: usize,
+) -> Result<Vec<Range<usize>>, SplitError> {
+    let mut least = longest(lengths)?;
+    if count == 0 {
+        return Err(SplitError::CountOfZero { samples: lengths.len() });
+    }
+    // So many always suffice: all sequences in one.
+    let mut most = least.saturating_mul(lengths.len());
+    while least < most {
+        let middle = least + (most - least) / 2;
+        match filled(lengths, middle).len() <= count {
+            true => most = middle,
+            false => least = middle + 1,
+        }
+    }
+    let mut ranges = filled(lengths, least);
+    while ranges.len() < count.min(lengths.len()) {
+        halve_the_longest(&mut ranges);
+    }
+    Ok(ranges)
+}
+
+/// Schedules ask for a number of micro-batches: it is reached by those that have the most sequences.
+fn halve_the_longest(ranges: &mut Vec<Range<usize>>) {
+    let longest = (0..ranges.len()).rev().max_by_key(|&i| ranges[i].len());
+    if let Some(i) = longest {
+        let Range { start, end } = ranges[i].clone();
+        let middle = start + (end - start) / 2;
+        ranges.splice(i..=i, [start..middle, middle..end]);
+    }
+}
+
+fn longest(lengths: &[usize]) -> Result<usize, SplitError> {
+    lengths.iter().copied().max().ok_or(SplitError::NoSamples)
+}
+
+/// Each range takes what fits; a sequence that does not fit anywhere has one of its own.
+fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
+    let mut ranges = Vec::new();
+    let mut start = 0;
+    let mut widest = 0;
+    for (i, &length) in lengths.iter().enumerate() {
+        let wider = length.max(widest);
+        if i > start && wider.saturating_mul(i + 1 - start) > tokens {
+            ranges.push(start..i);
+            start = i;
+            widest = length;
+        } else {
+            widest = wider;
+        }
+    }
+    ranges.push(start..lengths.len());
+    ranges
 }
 
 /// The first `samples % count` ranges take one sample more than the others.
@@ -119,19 +208,43 @@ mod tests {
         assert_eq!(count, "65 samples cannot be cut into 0 micro-batches: ask for at least 1");
     }
 
+    #[test]
+    fn a_sequence_that_no_micro_batch_has_room_for_is_refused_with_both_numbers() {
+        assert_eq!(by_tokens(&[], 16), Err(SplitError::NoSamples));
+        assert_eq!(by_count_of_tokens(&[3], 0), Err(SplitError::CountOfZero { samples: 1 }));
+        assert_eq!(
+            by_tokens(&[10, 64], 63).expect_err("too long").to_string(),
+            "the longest sequence takes 64 tokens, for which a micro-batch of 63 has no room: give \
+             micro-batches at least 64 tokens, or cut the sequence"
+        );
+    }
+
+    #[test]
+    fn a_count_of_micro_batches_shares_tokens_out_evenly() {
+        let lengths = [8, 4, 4, 2, 2, 2, 2];
+        assert_eq!(by_count_of_tokens(&lengths, 3), Ok(vec![0..1, 1..3, 3..7]));
+        assert_eq!(by_count_of_tokens(&lengths, 100).expect("a split").len(), 7);
+        assert_eq!(by_count_of_tokens(&lengths, 1).expect("a split").len(), 1);
+    }
+
     /// No file of failures, which miri could not write.
     fn config() -> ProptestConfig {
         let cases = if cfg!(miri) { 16 } else { 256 };
         ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
     }
 
-    fn check(ranges: &[Range<usize>], samples: usize) -> Result<(), TestCaseError> {
+    /// Every sample is in one range, in order.
+    fn check_order(ranges: &[Range<usize>], samples: usize) -> Result<(), TestCaseError> {
         prop_assert_eq!(ranges.first().map(|range| range.start), Some(0));
         prop_assert_eq!(ranges.last().map(|range| range.end), Some(samples));
-        for pair in ranges.windows(2) {
-            prop_assert_eq!(pair[0].end, pair[1].start);
-            prop_assert!(pair[0].len() >= pair[1].len());
-        }
+        prop_assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
+        prop_assert!(ranges.iter().all(|range| !range.is_empty()));
+        Ok(())
+    }
+
+    fn check(ranges: &[Range<usize>], samples: usize) -> Result<(), TestCaseError> {
+        check_order(ranges, samples)?;
+        prop_assert!(ranges.windows(2).all(|pair| pair[0].len() >= pair[1].len()));
         let (longest, shortest) = (ranges[0].len(), ranges[ranges.len() - 1].len());
         prop_assert!(shortest >= 1 && longest - shortest <= 1);
         Ok(())
@@ -148,6 +261,30 @@ mod tests {
             check(&ranges, samples)?;
             prop_assert!(ranges[0].len() <= size);
             prop_assert_eq!(ranges.len(), samples.div_ceil(size));
+        }
+
+        #[test]
+        fn by_tokens_takes_every_sequence_once_and_keeps_the_budget(
+            lengths in prop::collection::vec(1..300_usize, 1..200), spare in 0..2000_usize,
+        ) {
+            let tokens = longest(&lengths).expect("sequences") + spare;
+            let ranges = by_tokens(&lengths, tokens).expect("a split");
+            check_order(&ranges, lengths.len())?;
+            let taken = |range: &Range<usize>| {
+                range.len() * longest(&lengths[range.clone()]).expect("sequences")
+            };
+            prop_assert!(ranges.iter().all(|range| taken(range) <= tokens));
+            // None could take the next one's first sequence too.
+            for pair in ranges.windows(2) {
+                prop_assert!(taken(&(pair[0].start..pair[1].start + 1)) > tokens);
+            }
+            // As many micro-batches, and none fuller, where only their number is given.
+            let counted = by_count_of_tokens(&lengths, ranges.len()).expect("a split");
+            check_order(&counted, lengths.len())?;
+            prop_assert_eq!(counted.len(), ranges.len());
+            prop_assert!(
+                counted.iter().map(taken).max() <= ranges.iter().map(taken).max()
+            );
         }
 
         #[test]

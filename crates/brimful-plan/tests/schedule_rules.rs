@@ -8,8 +8,13 @@ use brimful_plan::schedule::{
 };
 use proptest::prelude::*;
 
+/// Those with lists of their own; what `auto` makes, which takes a search, has tests of its own.
+fn named(v: usize) -> impl Iterator<Item = Schedule> {
+    Schedule::all(v).into_iter().filter(|schedule| *schedule != Schedule::Auto)
+}
+
 fn schedule() -> impl Strategy<Value = Schedule> {
-    (0usize..7, 1usize..=4).prop_map(|(which, v)| Schedule::all(v)[which])
+    (1usize..=4).prop_flat_map(|v| prop::sample::select(named(v).collect::<Vec<_>>()))
 }
 
 fn recompute() -> impl Strategy<Value = Recompute> {
@@ -97,7 +102,7 @@ proptest! {
     }
 
     #[test]
-    fn no_numbers_panic(which in 0usize..7, v in any::<usize>(), p in any::<usize>(), m in any::<usize>()) {
+    fn no_numbers_panic(which in 0usize..8, v in any::<usize>(), p in any::<usize>(), m in any::<usize>()) {
         let large = |n: usize| n > 40;
         let schedule = Schedule::all(v)[which];
         let result = schedule.actions(p, m, Recompute::Always);
@@ -153,7 +158,7 @@ proptest! {
 
 #[test]
 fn every_small_size_is_valid() {
-    for schedule in (1..=4).flat_map(Schedule::all) {
+    for schedule in (1..=4).flat_map(named) {
         for p in 1..=9 {
             for m in 1..=20 {
                 let actions = schedule.actions(p, m, Recompute::ExceptLast).unwrap();

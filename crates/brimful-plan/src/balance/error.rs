@@ -50,19 +50,19 @@ pub enum BalanceError {
         /// The time as given.
         value: f64,
     },
-    /// Two parts of a backward that are not the whole.
+    /// Two halves of a backward that are less than the whole.
     #[error(
-        "the backward of layer {layer} takes {backward}, but its parts {input_gradient} and \
-         {weight_gradient}: let them add up, or leave one out"
+        "the backward of layer {layer} takes {backward}, but its halves {input_gradient} and \
+         {weight_gradient}: together they take at least as long; correct one, or leave it out"
     )]
     BadHalves {
         /// Which layer.
         layer: usize,
         /// The whole.
         backward: f64,
-        /// The part that makes the gradient of the input.
+        /// The half that makes the gradient of the input.
         input_gradient: f64,
-        /// The part that makes the gradients of the weights.
+        /// The half that makes the gradients of the weights.
         weight_gradient: f64,
     },
     /// Times whose sum is no number.

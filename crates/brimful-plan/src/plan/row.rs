@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use serde::Serialize;
 
 use crate::balance::Balance;
-use crate::schedule::{DeviceId, DeviceUse, Simulation};
+use crate::schedule::{DeviceId, DeviceUse, ScheduleRecipe, Simulation};
 
 use super::{Misfit, PlanChoice, PlanDevice, RowHomes};
 
@@ -30,6 +30,9 @@ pub struct PlanRow {
     /// Where the stages live, if not all on their devices. What is recomputed is said here for each.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub homes: Option<RowHomes>,
+    /// What the lists of [`Schedule::Auto`](crate::schedule::Schedule::Auto) are made from.
+    #[serde(skip)]
+    pub recipe: Option<ScheduleRecipe>,
 }
 
 impl PlanRow {
@@ -51,6 +54,7 @@ impl PlanRow {
             fits: misfits.is_empty(),
             misfits,
             homes: None,
+            recipe: None,
         }
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::balance::{Balance, LayerCost, Load};
-use crate::schedule::{Actions, Costs, DeviceId, Recompute, StageCost};
+use crate::schedule::{Costs, DeviceId, Recompute, StageCost};
 
 use super::Request;
 
@@ -41,9 +41,9 @@ impl<'a> StepCosts<'a> {
         self.request.profile.layers.iter().map(load).collect()
     }
 
-    /// The costs of the stages of a balance on the devices of a schedule.
-    pub(super) fn stages(&self, balance: &Balance, actions: &Actions) -> Costs {
-        let stages = balance.ranges().zip(actions.placement());
+    /// The costs of the stages of a balance on these devices.
+    pub(super) fn stages(&self, balance: &Balance, placement: &[DeviceId]) -> Costs {
+        let stages = balance.ranges().zip(placement);
         let stage = |(range, device): (Range<usize>, &DeviceId)| {
             self.stage(range, self.request.devices[device.index()].speed)
         };
@@ -56,8 +56,15 @@ impl<'a> StepCosts<'a> {
     }
 
     fn stage(&self, range: Range<usize>, speed: f64) -> StageCost {
-        let layers = self.request.profile.layers[range].iter().map(|layer| self.layer(layer));
+        let layers =
+            self.request.profile.layers[range.clone()].iter().map(|layer| self.layer(layer));
+        // Nobody waits for a gradient of the first stage's input: all of its backward is for the weights.
+        let is_first = range.start == 0;
         let sum = layers.reduce(add).unwrap_or_default();
+        let sum = match is_first {
+            true => StageCost { input_gradient: 0.0, weight_gradient: sum.backward, ..sum },
+            false => sum,
+        };
         StageCost {
             forward: sum.forward / speed,
             backward: sum.backward / speed,

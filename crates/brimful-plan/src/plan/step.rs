@@ -31,10 +31,14 @@ impl PlannedStep {
             let by_stage = row.homes.as_ref().map(|homes| &homes.recompute);
             by_stage.and_then(|modes| modes.get(stage.index())).copied().unwrap_or(recompute)
         };
-        let actions = schedule.actions_by_stage(request.devices.len(), micro_batches, mode)?;
+        let actions = match &row.recipe {
+            Some(recipe) => recipe.actions_by_stage(micro_batches, mode)?,
+            None => schedule.actions_by_stage(request.devices.len(), micro_batches, mode)?,
+        };
         // A row of another request may have another model's balance, which would index past the layers.
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
-        let costs = StepCosts::new(request, micro_batches).stages(&row.balance, &actions);
+        let costs =
+            StepCosts::new(request, micro_batches).stages(&row.balance, actions.placement());
         let simulation = match &row.homes {
             None => simulate(&actions, &costs)?,
             Some(homes) => {

@@ -58,7 +58,7 @@ fn row(
     };
     let slots: Vec<_> = actions.placement().iter().map(slot).collect();
     let balance = balance::by_time(&costs.loads(recompute), &slots)?;
-    let costs = costs.stages(&balance, &actions);
+    let costs = costs.stages(&balance, actions.placement());
     let question = HomeRequest {
         memory: request.devices.iter().map(|device| device.memory).collect(),
         host_memory: Some(host_memory),

@@ -32,7 +32,7 @@ pub enum ScheduleError {
     /// A name that no schedule has.
     #[error(
         "no schedule is called '{name}': choose gpipe, 1f1b, interleaved, breadth-first, \
-         zero-bubble-h1, interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)"
+         zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v or auto (interleaved-4 for 4 stages on each device)"
     )]
     UnknownName {
         /// The name as given.

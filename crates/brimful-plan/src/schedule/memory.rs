@@ -8,9 +8,12 @@
 //! while B (or I) runs, also the gradients of the stage's output and of its input
 //! ```
 //!
+//! Between its halves a split backward holds what the forward kept: what I is done with goes, and as much
+//! comes for W, so that I gives nothing back by itself.
+//!
 //! Parameters, their gradients and the optimizer's state are there all the time.
 
-use super::{ActionKind, Actions, Costs, Span, StageCost, StageId};
+use super::{Action, ActionKind, Actions, Costs, Span, StageCost, StageId};
 
 /// The most that was held at one time.
 #[derive(Debug, Clone, Copy, Default)]
@@ -53,7 +56,9 @@ pub(super) fn walk(
     let mut bytes = resident(actions, costs, spans);
     let mut held = 0;
     for span in spans {
-        let Hold { takes, passing, gives, kept } = Hold::new(actions, costs, span);
+        let Action { stage, micro_batch, .. } = span.action;
+        let is_recomputed = actions.is_recomputed(stage, micro_batch);
+        let Hold { takes, passing, gives, kept } = Hold::new(costs, span.action, is_recomputed);
         // Within an action only what passes is more than before or after, so its two ends show the peak.
         bytes += takes;
         held += usize::from(kept);
@@ -78,25 +83,25 @@ fn resident(actions: &Actions, costs: &Costs, spans: &[Span]) -> u128 {
 
 /// How an action changes what its device holds.
 #[derive(Debug)]
-struct Hold {
+pub(super) struct Hold {
     /// Bytes that are there from its beginning.
-    takes: u128,
+    pub(super) takes: u128,
     /// Bytes that are there only while it runs.
-    passing: u128,
+    pub(super) passing: u128,
     /// Bytes that are gone after its end.
-    gives: u128,
+    pub(super) gives: u128,
     /// Whether it keeps a micro-batch's activations.
-    kept: bool,
+    pub(super) kept: bool,
 }
 
 impl Hold {
-    fn new(actions: &Actions, costs: &Costs, span: &Span) -> Self {
-        let action = span.action;
+    /// Of an action whose micro-batch is recomputed on its stage, or is not.
+    pub(super) fn new(costs: &Costs, action: Action, is_recomputed: bool) -> Self {
         let cost = &costs.stages[action.stage.index()];
         let input = u128::from(costs.input_bytes_of(action.stage));
         let activations = u128::from(cost.activation_bytes);
         let kept = match action.kind {
-            ActionKind::Forward => !actions.is_recomputed(action.stage, action.micro_batch),
+            ActionKind::Forward => !is_recomputed,
             kind => kind == ActionKind::Recompute,
         };
         let takes_input = action.kind == ActionKind::Forward;

@@ -18,6 +18,7 @@
 
 mod action;
 mod actions;
+mod automatic;
 mod breadth_first;
 mod costs;
 mod error;
@@ -29,6 +30,7 @@ mod moves;
 mod named;
 mod one_f_one_b;
 mod one_place;
+mod recipe;
 mod recompute;
 pub mod render;
 mod simulate;
@@ -45,6 +47,7 @@ pub use costs::{BusCost, Costs, LinkCost, StageCost};
 pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
 pub use moves::{Home, Move, MoveError, MoveKind, MoveRule, Moves, StageHome, simulate_moves};
 pub use named::Schedule;
+pub use recipe::ScheduleRecipe;
 pub use recompute::Recompute;
 pub use simulate::simulate;
 pub use timeline::{DeviceUse, MoveSpan, Simulation, Span};

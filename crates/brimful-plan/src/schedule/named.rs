@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Actions, Recompute, ScheduleError, StageId};
+use super::{Action, Actions, Recompute, ScheduleError, ScheduleRecipe, StageId};
 use super::{
     breadth_first, gpipe, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v,
 };
@@ -24,6 +24,7 @@ use super::{
 /// | [`ZeroBubbleH1`](Self::ZeroBubbleH1) | (p − 1)(F + I − W) | p A |
 /// | [`InterleavedZeroBubble`](Self::InterleavedZeroBubble) | (p − 1)(F + I − W) / v | p A |
 /// | [`ZeroBubbleV`](Self::ZeroBubbleV) | (p − 1) F / 2 where F = I = W | p A |
+/// | [`Auto`](Self::Auto) | by the stages' times | as the memory allows |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 #[non_exhaustive]
@@ -52,6 +53,10 @@ pub enum Schedule {
     },
     /// Two stages on each device, placed down and up again, with split backwards.
     ZeroBubbleV,
+    /// One stage on each device, in the order that suits the times that the stages take, split backwards
+    /// filling the bubbles where that pays: made from a [`ScheduleRecipe`]. Without one, all stages are
+    /// taken to be equal.
+    Auto,
 }
 
 /// The most pairs of a stage and a micro-batch; eight times what is benchmarked.
@@ -60,7 +65,7 @@ const LARGEST: u128 = 1 << 25;
 impl Schedule {
     /// Every schedule; those that may have several stages on each device with `v` of them.
     #[must_use]
-    pub const fn all(v: usize) -> [Self; 7] {
+    pub const fn all(v: usize) -> [Self; 8] {
         [
             Self::GPipe,
             Self::OneFOneB,
@@ -69,17 +74,14 @@ impl Schedule {
             Self::ZeroBubbleH1,
             Self::InterleavedZeroBubble { stages_per_device: v },
             Self::ZeroBubbleV,
+            Self::Auto,
         ]
     }
 
-    /// Whether brimful's `Pipeline` runs it: the others split the backward, and are planned and simulated
-    /// alone.
+    /// Whether all backwards are split into halves; an automatic list splits those for which it pays.
     #[must_use]
-    pub const fn is_executed(self) -> bool {
-        matches!(
-            self,
-            Self::GPipe | Self::OneFOneB | Self::Interleaved { .. } | Self::BreadthFirst { .. }
-        )
+    pub const fn splits_backward(self) -> bool {
+        matches!(self, Self::ZeroBubbleH1 | Self::InterleavedZeroBubble { .. } | Self::ZeroBubbleV)
     }
 
     /// How many stages each device holds.
@@ -90,7 +92,7 @@ impl Schedule {
             | Self::BreadthFirst { stages_per_device }
             | Self::InterleavedZeroBubble { stages_per_device } => stages_per_device,
             Self::ZeroBubbleV => 2,
-            Self::GPipe | Self::OneFOneB | Self::ZeroBubbleH1 => 1,
+            Self::GPipe | Self::OneFOneB | Self::ZeroBubbleH1 | Self::Auto => 1,
         }
     }
 
@@ -131,14 +133,18 @@ impl Schedule {
         recompute: impl Fn(StageId) -> Recompute,
     ) -> Result<Actions, ScheduleError> {
         self.check(devices, micro_batches)?;
+        if self == Self::Auto {
+            return ScheduleRecipe::equal(devices).actions_by_stage(micro_batches, recompute);
+        }
         let lists = self.lists(devices, micro_batches);
         Actions::new(lists.into_iter().map(|list| recompute::weave(list, &recompute)).collect())
     }
 
-    fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
+    /// The lists without recomputes; those of `Auto` are made from a recipe.
+    pub(super) fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
         match self {
             Self::GPipe => gpipe::lists(p, m),
-            Self::OneFOneB => one_f_one_b::lists(p, m),
+            Self::OneFOneB | Self::Auto => one_f_one_b::lists(p, m),
             Self::Interleaved { stages_per_device: v } => interleaved::lists(p, v, m),
             Self::BreadthFirst { stages_per_device: v } => breadth_first::lists(p, v, m),
             Self::ZeroBubbleH1 => zero_bubble::lists(p, 1, m),
@@ -147,7 +153,7 @@ impl Schedule {
         }
     }
 
-    fn check(self, devices: usize, micro_batches: usize) -> Result<(), ScheduleError> {
+    pub(super) fn check(self, devices: usize, micro_batches: usize) -> Result<(), ScheduleError> {
         let numbers = [
             ("devices", devices),
             ("micro-batches", micro_batches),
@@ -175,6 +181,7 @@ impl Schedule {
             Self::ZeroBubbleH1 => "zero-bubble-h1",
             Self::InterleavedZeroBubble { .. } => "interleaved-zero-bubble",
             Self::ZeroBubbleV => "zero-bubble-v",
+            Self::Auto => "auto",
         }
     }
 }

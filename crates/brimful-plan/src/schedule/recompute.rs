@@ -36,7 +36,8 @@ impl Recompute {
         }
     }
 
-    fn applies(self, previous: Option<&Action>, backward: Action) -> bool {
+    /// Whether a backward after this action needs a recompute.
+    pub(super) fn applies(self, previous: Option<&Action>, backward: Action) -> bool {
         let forward = Action { kind: ActionKind::Forward, ..backward };
         self == Self::Always || self == Self::ExceptLast && previous != Some(&forward)
     }

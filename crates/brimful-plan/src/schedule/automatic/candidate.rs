@@ -1,0 +1,69 @@
+//! Lists beside each other: what they need and how long they take.
+
+use super::super::{Action, ActionKind, Actions, CostError, Schedule, recompute, simulate};
+use super::Work;
+
+/// Steps that differ by less are equal: sums in another order.
+const ROUNDING: f64 = 1e-9;
+
+/// Lists that were simulated.
+#[derive(Debug)]
+pub(in super::super) struct Candidate {
+    pub(in super::super) actions: Actions,
+    /// The lists without recomputes.
+    pub(super) lists: Vec<Vec<Action>>,
+    pub(super) makespan: f64,
+    /// Bytes by which the worst device is over its memory.
+    over: u64,
+    largest_peak: u64,
+    /// The most activations on any device: what tells memory where no bytes are given.
+    most_held: usize,
+    /// Backwards in two halves.
+    halved: usize,
+}
+
+impl Candidate {
+    /// Weaves the recomputes in and simulates it; `None` where the lists cannot be run.
+    pub(super) fn new(work: Work<'_>, lists: Vec<Vec<Action>>) -> Result<Option<Self>, CostError> {
+        let mode = |stage: super::super::StageId| work.recompute[stage.index()];
+        let woven = lists.iter().map(|list| recompute::weave(list.clone(), mode)).collect();
+        let Ok(actions) = Actions::new(woven) else { return Ok(None) };
+        let simulation = simulate(&actions, work.costs)?;
+        let peaks = || simulation.devices().iter().map(|device| device.peak_bytes);
+        let over = |(peak, limit): (u64, &Option<u64>)| {
+            limit.map_or(0, |limit| peak.saturating_sub(limit))
+        };
+        let is_half = |action: &&Action| action.kind == ActionKind::WeightGradient;
+        Ok(Some(Self {
+            makespan: simulation.makespan(),
+            over: peaks().zip(work.memory).map(over).max().unwrap_or(0),
+            largest_peak: peaks().max().unwrap_or(0),
+            most_held: simulation.devices().iter().map(|used| used.peak_held).max().unwrap_or(0),
+            halved: lists.iter().flatten().filter(is_half).count(),
+            actions,
+            lists,
+        }))
+    }
+
+    /// What fits, then by time; of equals the one that needs less memory, then the one with more whole
+    /// backwards, wins.
+    pub(super) fn is_better(&self, other: &Self) -> bool {
+        let rest = |of: &Self| (of.largest_peak, of.most_held, of.halved);
+        if self.over != other.over {
+            return self.over < other.over;
+        }
+        let least = f64::min(self.makespan, other.makespan);
+        if (self.makespan - other.makespan).abs() > ROUNDING * least {
+            return self.makespan < other.makespan;
+        }
+        rest(self) < rest(other)
+    }
+}
+
+/// The lists of a named schedule, if it places the stages as they are here.
+pub(super) fn named(work: Work<'_>, schedule: Schedule) -> Option<Vec<Vec<Action>>> {
+    let lists = schedule.lists(work.memory.len(), work.micro_batches);
+    let stage = |list: &Vec<Action>| list.first().map(|action| action.stage.index());
+    let in_order = work.placement.iter().enumerate().all(|(j, device)| device.index() == j);
+    (in_order && lists.iter().enumerate().all(|(d, list)| stage(list) == Some(d))).then_some(lists)
+}

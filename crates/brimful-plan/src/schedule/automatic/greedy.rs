@@ -1,0 +1,317 @@
+//! Plays a step by the stages' times, every free device taking what a policy prefers, and notes the order
+//! that comes out.
+//!
+//! A device knows what is on its way to it: whoever has begun will be done in time. Of weight gradients
+//! the newest runs first, so that a backward whose halves nothing comes between can be made whole again.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::super::memory::Hold;
+use super::super::simulate::Ways;
+use super::super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, StageId};
+use super::Work;
+use super::policy::Policy;
+
+/// The lists of the devices, without recomputes; `None` where the memory brings everyone to a halt.
+pub(super) fn play(work: Work<'_>, policy: Policy) -> Option<Vec<Vec<Action>>> {
+    let mut player = GreedyRun::new(work, policy);
+    while let Some(Reverse((now, device))) = player.looks.pop() {
+        player.look(device, now.0);
+    }
+    let is_done = |stage: &StageProgress| stage.released == work.micro_batches;
+    let all_done = player.stages.iter().all(is_done);
+    all_done.then(|| player.devices.into_iter().map(|device| device.list).collect())
+}
+
+/// A moment, in the order of time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Moment(f64);
+
+impl Eq for Moment {}
+
+impl PartialOrd for Moment {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Moment {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0)
+    }
+}
+
+struct GreedyRun<'a> {
+    work: Work<'a>,
+    policy: Policy,
+    devices: Vec<GreedyDevice>,
+    stages: Vec<StageProgress>,
+    ways: Ways,
+    /// When which device is to look what it can do.
+    looks: BinaryHeap<Reverse<(Moment, DeviceId)>>,
+}
+
+struct GreedyDevice {
+    stages: Vec<StageId>,
+    list: Vec<Action>,
+    free: f64,
+    bytes: u128,
+    limit: u128,
+    /// What a forward leaves free, so that a gradient can always follow.
+    reserve: u128,
+}
+
+/// How far a stage has come; it runs the micro-batches in their order.
+#[derive(Default)]
+struct StageProgress {
+    forwards: usize,
+    gradients: usize,
+    /// Micro-batches whose weight gradient is still to come.
+    weights: Vec<MicroBatchId>,
+    released: usize,
+    /// When the boundaries and the gradients that are on their way, or here, arrive.
+    boundaries: Vec<f64>,
+    gradients_in: Vec<f64>,
+}
+
+/// What a device sees when it looks around.
+#[derive(Default)]
+struct Outlook {
+    gradient: Option<Action>,
+    forward: Option<Action>,
+    /// When the next gradient arrives, and the next of anything.
+    next_gradient: f64,
+    next: f64,
+    /// A forward is there, but no room for it.
+    is_full: bool,
+}
+
+impl<'a> GreedyRun<'a> {
+    fn new(work: Work<'a>, policy: Policy) -> Self {
+        let ids = || (0..work.memory.len()).map(DeviceId::at);
+        let mut player = Self {
+            work,
+            policy,
+            devices: Vec::new(),
+            stages: work.placement.iter().map(|_| StageProgress::default()).collect(),
+            ways: Ways::new(work.memory.len(), work.costs.link),
+            looks: ids().map(|device| Reverse((Moment(0.0), device))).collect(),
+        };
+        player.devices = ids().map(|device| player.device(device)).collect();
+        player
+    }
+
+    fn device(&self, id: DeviceId) -> GreedyDevice {
+        let at = |stage: &StageId| self.work.placement[stage.index()] == id;
+        let stages: Vec<_> = (0..self.stages.len()).map(StageId::at).filter(at).collect();
+        let gradient = |stage: &StageId| {
+            let hold = self.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
+            hold.takes + hold.passing
+        };
+        let resident = |stage: &StageId| self.work.costs.stages[stage.index()].resident_bytes();
+        GreedyDevice {
+            list: Vec::new(),
+            free: 0.0,
+            bytes: stages.iter().map(resident).sum(),
+            limit: self.work.memory[id.index()].map_or(u128::MAX, u128::from),
+            reserve: stages.iter().map(gradient).max().unwrap_or(0),
+            stages,
+        }
+    }
+
+    /// Lets a device begin something, if it is free and there is something.
+    fn look(&mut self, id: DeviceId, now: f64) {
+        if self.devices[id.index()].free > now {
+            return;
+        }
+        let outlook = self.outlook(id, now);
+        match self.choose(id, &outlook, now) {
+            Some(action) => self.begin(id, action, now),
+            // An estimate is no appointment: who sends makes one.
+            None => {
+                let known = |stage: &StageId| self.known_arrivals(*stage);
+                let later = self.devices[id.index()].stages.iter().flat_map(known);
+                if let Some(next) = later.filter(|at| *at > now).min_by(f64::total_cmp) {
+                    self.looks.push(Reverse((Moment(next), id)));
+                }
+            }
+        }
+    }
+
+    fn choose(&self, id: DeviceId, outlook: &Outlook, now: f64) -> Option<Action> {
+        let &Outlook { gradient, forward, next_gradient, next, is_full } = outlook;
+        let Policy { forward_first, forward_delay, weight_delay, .. } = self.policy;
+        let in_time = |action: &Action, next: f64, delay: f64| {
+            now + self.work.costs.time(*action) * (1.0 - delay) <= next
+        };
+        let forward = forward
+            .filter(|forward| gradient.is_some() || in_time(forward, next_gradient, forward_delay));
+        let urgent = if forward_first { forward.or(gradient) } else { gradient.or(forward) };
+        urgent.or_else(|| {
+            let weight = self.newest_weight(id)?;
+            (is_full || in_time(&weight, next, weight_delay)).then_some(weight)
+        })
+    }
+
+    fn outlook(&self, id: DeviceId, now: f64) -> Outlook {
+        let device = &self.devices[id.index()];
+        let mut outlook =
+            Outlook { next: f64::INFINITY, next_gradient: f64::INFINITY, ..Outlook::default() };
+        for &stage in &device.stages {
+            if let Some((action, at)) = self.next_gradient(stage, now) {
+                let hold = self.hold(action);
+                if device.bytes + hold.takes + hold.passing > device.limit {
+                    outlook.is_full = true;
+                } else if at <= now {
+                    outlook.gradient = outlook.gradient.or(Some(action));
+                } else {
+                    outlook.next_gradient = outlook.next_gradient.min(at);
+                }
+            }
+            if let Some((action, at)) = self.next_forward(stage, now) {
+                if !self.has_room(device, action) {
+                    outlook.is_full |= at <= now;
+                } else if at <= now {
+                    // The stage furthest along the model: its output is the nearest to a gradient.
+                    outlook.forward = Some(action);
+                } else {
+                    outlook.next = outlook.next.min(at);
+                }
+            }
+        }
+        outlook.next = outlook.next.min(outlook.next_gradient);
+        outlook
+    }
+
+    fn has_room(&self, device: &GreedyDevice, forward: Action) -> bool {
+        let progress = &self.stages[forward.stage.index()];
+        let held = progress.forwards - progress.released;
+        let bytes = device.bytes + self.hold(forward).takes + device.reserve;
+        held < self.policy.depth.of(forward.stage.index(), self.stages.len())
+            && bytes <= device.limit
+    }
+
+    /// The stage's next forward, and when it can begin, as far as that is known.
+    fn next_forward(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
+        let progress = &self.stages[stage.index()];
+        let i = progress.forwards;
+        if i == self.work.micro_batches {
+            return None;
+        }
+        let action = Action::new(stage, ActionKind::Forward, MicroBatchId::at(i));
+        let arrived = progress.boundaries.get(i).copied();
+        Some((action, arrived.unwrap_or_else(|| self.soonest(action, now))))
+    }
+
+    /// The stage's next gradient, and when it can begin: its recompute need not wait for anything.
+    fn next_gradient(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
+        let progress = &self.stages[stage.index()];
+        let i = progress.gradients;
+        if i == progress.forwards {
+            return None;
+        }
+        let halves = self.policy.halved.splits(i, self.work.micro_batches, self.stages.len());
+        let kind = if halves { ActionKind::InputGradient } else { ActionKind::Backward };
+        let action = Action::new(stage, kind, MicroBatchId::at(i));
+        let arrived = progress.gradients_in.get(i).copied();
+        let at = arrived.unwrap_or_else(|| self.soonest(action, now));
+        Some((action, at - self.recompute_time(action)))
+    }
+
+    /// The soonest that an input can be there whose sender has not begun.
+    fn soonest(&self, action: Action, now: f64) -> f64 {
+        let Some(source) = action.source(self.last()) else { return 0.0 };
+        let sender = &self.devices[self.work.placement[source.index()].index()];
+        let time = self.work.costs.time(Action { stage: source, ..action });
+        f64::max(now, sender.free) + time + self.work.costs.link.latency
+    }
+
+    fn known_arrivals(&self, stage: StageId) -> impl Iterator<Item = f64> {
+        let progress = &self.stages[stage.index()];
+        let boundary = progress.boundaries.get(progress.forwards).copied();
+        let gradient = progress.gradients_in.get(progress.gradients).copied();
+        let kind = ActionKind::InputGradient;
+        let next = Action::new(stage, kind, MicroBatchId::at(progress.gradients));
+        let gradient = gradient.map(|at| at - self.recompute_time(next));
+        boundary.into_iter().chain(gradient)
+    }
+
+    /// The newest weight gradient that is still to come, of the stage that has the most of them.
+    fn newest_weight(&self, id: DeviceId) -> Option<Action> {
+        let weights = |stage: &&StageId| self.stages[stage.index()].weights.len();
+        let stage = *self.devices[id.index()].stages.iter().max_by_key(weights)?;
+        let micro_batch = *self.stages[stage.index()].weights.last()?;
+        Some(Action::new(stage, ActionKind::WeightGradient, micro_batch))
+    }
+
+    fn begin(&mut self, id: DeviceId, action: Action, now: f64) {
+        let hold = self.hold(action);
+        let arrived =
+            self.stages[action.stage.index()].gradients_in.get(action.micro_batch.index());
+        let input = arrived.copied().filter(|_| action.kind.passes_gradient()).unwrap_or(now);
+        let begin = f64::max(now + self.recompute_time(action), input);
+        let end = begin + self.work.costs.time(action);
+        let device = &mut self.devices[id.index()];
+        device.bytes = device.bytes + hold.takes - hold.gives;
+        device.free = end;
+        device.list.push(action);
+        self.stages[action.stage.index()].note(action);
+        self.looks.push(Reverse((Moment(end), id)));
+        self.send(id, action, now, end);
+    }
+
+    fn send(&mut self, from: DeviceId, action: Action, now: f64, end: f64) {
+        let Some(target) = action.target(self.last()) else { return };
+        let to = self.work.placement[target.index()];
+        let boundary = action.stage.min(target);
+        let bytes = self.work.costs.stages[boundary.index()].output_bytes;
+        let arrival = self.ways.transfer(from, to, bytes, end);
+        let progress = &mut self.stages[target.index()];
+        match action.kind {
+            ActionKind::Forward => progress.boundaries.push(arrival),
+            _ => progress.gradients_in.push(arrival),
+        }
+        // Now too: who knew nothing of it waits for no appointment.
+        for at in [now, arrival] {
+            self.looks.push(Reverse((Moment(at), to)));
+        }
+    }
+
+    /// The time of the recompute before a gradient.
+    fn recompute_time(&self, action: Action) -> f64 {
+        let device = self.work.placement[action.stage.index()];
+        let list = self.devices.get(device.index()).map_or(&[][..], |device| &device.list);
+        let mode = self.work.recompute[action.stage.index()];
+        let is_woven = action.kind.passes_gradient() && mode.applies(list.last(), action);
+        if is_woven { self.work.costs.stages[action.stage.index()].recompute } else { 0.0 }
+    }
+
+    /// What an action holds; a gradient's recompute counts as its own.
+    fn hold(&self, action: Action) -> Hold {
+        let is_recomputed = self.work.recompute[action.stage.index()] != Recompute::Never;
+        let hold = Hold::new(self.work.costs, action, is_recomputed);
+        if !(is_recomputed && action.kind.passes_gradient()) {
+            return hold;
+        }
+        let again = Action { kind: ActionKind::Recompute, ..action };
+        Hold { takes: Hold::new(self.work.costs, again, true).takes, ..hold }
+    }
+
+    fn last(&self) -> StageId {
+        StageId::at(self.stages.len() - 1)
+    }
+}
+
+impl StageProgress {
+    fn note(&mut self, action: Action) {
+        match action.kind {
+            ActionKind::Forward => self.forwards += 1,
+            ActionKind::InputGradient => self.weights.push(action.micro_batch),
+            ActionKind::WeightGradient => drop(self.weights.pop()),
+            ActionKind::Backward | ActionKind::Recompute => {}
+        }
+        self.gradients += usize::from(action.kind.passes_gradient());
+        self.released += usize::from(action.kind.releases());
+    }
+}
