@@ -27,12 +27,14 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor,
-//! padded where their sizes differ. For the same reason a `Vec` of numbers is not cut.
+//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor, or,
+//! where their lengths differ, into [`Sequences`]. For the same reason a `Vec` of numbers is not cut.
 
 mod containers;
 mod error;
 mod lending;
+mod samples;
+mod sequences;
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -44,14 +46,15 @@ pub use containers::Shared;
 pub use error::BatchError;
 pub(crate) use error::enumerate;
 pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
+pub(crate) use samples::{Arranged, Samples};
+pub use sequences::Sequences;
 
 use crate::Result;
 
-/// All tensors of a batch, in the order of its leaves.
+/// All tensors of a batch that are computed with, in the order of its leaves.
 pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
-    let mut tensors = Vec::new();
-    batch.visit(&mut |leaf| tensors.push(leaf.tensor()));
-    tensors
+    let leaves = leaves(batch).into_iter();
+    leaves.filter(|leaf| !leaf.stays_on_the_host()).map(Leaf::tensor).collect()
 }
 
 /// The device of each tensor.
@@ -66,14 +69,34 @@ pub enum Leaf<'a> {
     Cut(&'a Tensor),
     /// The same for every micro-batch.
     Shared(&'a Tensor),
+    /// Cut along its first dimension, and along its second to what its widest sample takes.
+    Ragged {
+        /// All samples, padded.
+        values: &'a Tensor,
+        /// What each takes: the leaf that comes next.
+        widths: &'a Tensor,
+    },
+    /// What each sample of the leaf before takes of its second dimension: cut, but not computed with, so
+    /// that it stays in the host's memory.
+    Widths(&'a Tensor),
 }
 
 impl<'a> Leaf<'a> {
     /// The tensor, cut or not.
     pub fn tensor(self) -> &'a Tensor {
         match self {
-            Self::Cut(tensor) | Self::Shared(tensor) => tensor,
+            Self::Cut(tensor) | Self::Shared(tensor) | Self::Widths(tensor) => tensor,
+            Self::Ragged { values, .. } => values,
         }
+    }
+
+    /// Whether it has a row for each sample.
+    pub fn is_cut(self) -> bool {
+        !matches!(self, Self::Shared(_))
+    }
+
+    pub(crate) fn stays_on_the_host(self) -> bool {
+        matches!(self, Self::Widths(_))
     }
 
     /// The same leaf, not to be cut.
@@ -188,7 +211,7 @@ pub fn len<B: Batch>(batch: &B) -> Result<usize> {
     let lengths = leaves(batch)
         .into_iter()
         .enumerate()
-        .filter(|(_, leaf)| matches!(leaf, Leaf::Cut(_)))
+        .filter(|(_, leaf)| leaf.is_cut())
         .map(|(position, leaf)| leaf_len(position, leaf.tensor()))
         .collect::<Result<Vec<usize>>>()?;
     match lengths.first() {
@@ -201,7 +224,8 @@ pub fn len<B: Batch>(batch: &B) -> Result<usize> {
     }
 }
 
-/// The samples of this range, as views: nothing is copied.
+/// The samples of this range, as views: nothing is copied, but of [`Sequences`], which are as wide as
+/// the widest of the range.
 ///
 /// # Errors
 /// When a leaf does not have all of these samples.
@@ -209,8 +233,12 @@ pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
     let mut position = 0;
     batch.map(&mut |leaf| {
         let sliced = match leaf {
-            Leaf::Cut(tensor) => slice_leaf(position, tensor, &range),
+            Leaf::Cut(tensor) | Leaf::Widths(tensor) => slice_leaf(position, tensor, &range),
             Leaf::Shared(tensor) => Ok(tensor.shallow_clone()),
+            Leaf::Ragged { values, widths } => sequences::trimmed(
+                &slice_leaf(position, values, &range)?,
+                &slice_leaf(position + 1, widths, &range)?,
+            ),
         };
         position += 1;
         sliced
@@ -235,9 +263,17 @@ pub fn join<B: Batch>(mut parts: Vec<B>) -> Result<B> {
     first.map(&mut |leaf| {
         let column = columns.next().unwrap_or_default();
         match leaf {
-            Leaf::Cut(_) => join_leaves(&column),
             Leaf::Shared(tensor) => Ok(tensor.shallow_clone()),
+            _ => join_leaves(&column),
         }
+    })
+}
+
+/// The same batch with other tensors in place of those that are cut.
+fn map_cut<B: Batch>(batch: &B, mut f: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<B> {
+    batch.map(&mut |leaf| match leaf.is_cut() {
+        true => f(leaf.tensor()),
+        false => Ok(leaf.tensor().shallow_clone()),
     })
 }
 
@@ -306,8 +342,8 @@ fn full_outline<B: Batch>(batch: &B) -> Vec<String> {
     batch.outline(&mut |line| lines.push(line.to_string()));
     batch.visit(&mut |leaf| {
         lines.push(match leaf {
-            Leaf::Cut(tensor) => describe(tensor),
             Leaf::Shared(_) => "a shared tensor".to_owned(),
+            leaf => describe(leaf.tensor()),
         });
     });
     lines

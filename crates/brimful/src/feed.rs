@@ -112,7 +112,7 @@ fn feed<B: Batch>(
 fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival<B>> {
     let micro_batch = slice.map(&mut |leaf| {
         let tensor = leaf.tensor();
-        if tensor.device() == copies.device() {
+        if tensor.device() == copies.device() || leaf.stays_on_the_host() {
             return Ok(tensor.shallow_clone());
         }
         copies.begin(tensor, queued.on(tensor.device()))
@@ -133,7 +133,7 @@ fn wait(event: &Event) -> Result<()> {
 pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
     batch.map(&mut |leaf| {
         let tensor = leaf.tensor();
-        if tensor.device() == device {
+        if tensor.device() == device || leaf.stays_on_the_host() {
             return Ok(tensor.shallow_clone());
         }
         Ok(transfer::send(&transfer::pin(tensor)?, device)?)
@@ -142,13 +142,7 @@ pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
 
 /// Lets the copies' memory live until the computing stream is done with it.
 fn keep(batch: &impl Batch, compute: Stream) -> Result<()> {
-    let mut result = Ok(());
-    batch.visit(&mut |leaf| {
-        if result.is_ok() {
-            result = compute.keep(leaf.tensor());
-        }
-    });
-    Ok(result?)
+    Ok(batch::tensors(batch).into_iter().try_for_each(|tensor| compute.keep(tensor))?)
 }
 
 fn is_on(batch: &impl Batch, device: Device) -> bool {

@@ -102,7 +102,6 @@
 //!
 //! - In training, BatchNorm normalises each micro-batch by its own statistics ([`nn`]).
 //! - Which dropout masks are drawn depends on the cut.
-//! - Zero-bubble schedules are planned and simulated, but not executed yet.
 //! - Linux on x86-64, with libtorch 2.11.0.
 //!
 //! # Features

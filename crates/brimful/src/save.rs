@@ -18,12 +18,12 @@
 //! ```
 
 mod error;
+mod opened;
 mod whole_file;
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::fs::File;
-use std::io::{BufReader, BufWriter, Read, Write};
+use std::io::{BufWriter, Read, Write};
 use std::path::Path;
 
 use safetensors::Dtype;
@@ -33,6 +33,7 @@ use tch::{Kind, Tensor};
 use crate::{Error, Result};
 
 pub use error::SaveError;
+pub use opened::OpenedFile;
 pub use whole_file::replace;
 use whole_file::{Beside, unwritable};
 
@@ -92,25 +93,10 @@ pub fn write(
 /// When the file cannot be read, is no safetensors file, was cut off, or holds a kind of number
 /// that libtorch lacks.
 pub fn read(path: impl AsRef<Path>) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-    let path = path.as_ref();
-    let file = File::open(path).map_err(|reason| unreadable(path, reason))?;
-    let found = file.metadata().map_err(|reason| unreadable(path, reason))?;
-    if found.is_dir() {
-        return Err(unreadable(path, "it is a folder: name a file in it"));
-    }
-    let length = found.len();
-    let mut file = BufReader::new(file);
-    let header = read_header(&mut file, path, length)?;
-    let mut tensors = Vec::new();
-    // In the order of their bytes, so that the file is read from front to back.
-    for name in header.offset_keys() {
-        let info = header.info(&name).expect("the name is one of the header's");
-        let tensor = read_tensor(&mut file, path, &name, info)?;
-        tensors.push((name, tensor));
-    }
+    let opened = OpenedFile::open(path)?;
+    let mut tensors = opened.read_all()?;
     tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-    let metadata = header.metadata().clone().unwrap_or_default().into_iter().collect();
-    Ok((tensors, metadata))
+    Ok((tensors, opened.metadata()))
 }
 
 /// The order in which the tensors are written, and the header that describes it. Kinds of more
@@ -188,16 +174,12 @@ fn read_header(file: &mut impl Read, path: &Path, length: u64) -> Result<Header>
     Ok(header)
 }
 
-fn read_tensor(file: &mut impl Read, path: &Path, name: &str, info: &TensorInfo) -> Result<Tensor> {
+fn kind_of(path: &Path, name: &str, info: &TensorInfo) -> Result<Kind> {
     let found = KINDS.iter().find(|(_, known)| *known == info.dtype);
-    let (kind, _) = found.ok_or_else(|| {
+    found.map(|(kind, _)| *kind).ok_or_else(|| {
         let reason = format!("'{name}' is of kind {:?}, which libtorch lacks", info.dtype);
         damaged(path, reason)
-    })?;
-    let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
-    file.read_exact(&mut bytes).map_err(|reason| unreadable(path, reason))?;
-    let shape: Vec<i64> = info.shape.iter().map(|&size| size as i64).collect();
-    Ok(Tensor::f_from_data_size(&bytes, &shape, *kind)?)
+    })
 }
 
 fn unreadable(path: &Path, reason: impl Display) -> Error {

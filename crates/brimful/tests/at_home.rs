@@ -3,14 +3,16 @@
 
 mod support;
 
+use brimful::balance;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::pipeline::{Builder, Homes};
-use brimful::schedule::Schedule;
-use brimful::{DeviceSpec, Error, Layers, Loss, NonFinite, Pipeline};
+use brimful::plan::{PlanDevice, Request, plan};
+use brimful::schedule::{Home, Schedule};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline};
 use support::pipeline_cases::{GPT, MLP, builder, mlp};
 use support::{alone, assert_close, assert_same, numbers, test_device};
-use tch::{Kind, Tensor, nn};
+use tch::{Device, Kind, Tensor, nn};
 
 const STAGES: usize = 4;
 
@@ -177,13 +179,15 @@ fn deep(blocks: usize) -> Layers {
 fn peak(blocks: usize, micro_batches: usize) -> u64 {
     let device = Arena::new("device");
     let schedule = Schedule::BreadthFirst { stages_per_device: blocks };
-    let mut pipe = Pipeline::builder(deep(blocks))
-        .devices([DeviceSpec::from(device.clone()).threads(1)])
-        .schedule(schedule)
-        .homes(Homes::Host)
-        .micro_batches(micro_batches)
-        .build()
-        .expect("a pipeline");
+    let builder = Pipeline::builder(deep(blocks)).schedule(schedule).homes(Homes::Host);
+    train_deep(builder.micro_batches(micro_batches), &device, micro_batches);
+    device.peak()
+}
+
+/// Two steps, with micro-batches of 16 samples.
+fn train_deep(builder: Builder, device: &Arena, micro_batches: usize) {
+    let device = DeviceSpec::from(device.clone()).threads(1);
+    let mut pipe = builder.devices([device]).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
     let x = numbers(&[16 * micro_batches as i64, 64], 1).to_kind(Kind::Float);
     for _ in 0..2 {
@@ -193,7 +197,30 @@ fn peak(blocks: usize, micro_batches: usize) -> u64 {
         optimizer.step().expect("an update");
         optimizer.zero_grad().expect("cleared");
     }
-    device.peak()
+}
+
+#[test]
+fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
+    let _turn = alone();
+    const BLOCKS: usize = 12;
+    const MICRO_BATCHES: usize = 4;
+    // Weights, gradients and Adam's moments of all blocks take 800 kB.
+    const LIMIT: u64 = 600_000;
+    let sample = numbers(&[16, 64], 1).to_kind(Kind::Float);
+    let profile = balance::measure(&deep(BLOCKS), Device::Cpu, &sample).expect("a profile");
+    let device = PlanDevice { memory: Some(LIMIT), ..PlanDevice::default() };
+    let mut request = Request::new(&profile, vec![device], 16 * MICRO_BATCHES);
+    request.micro_batches = vec![MICRO_BATCHES];
+    request.optimizer_bytes = 2.0;
+    request.host_memory = Some(1 << 30);
+    let planned = plan(&request).expect("a plan");
+    let row = planned.rows.iter().find(|row| row.homes.is_some()).expect("a row with homes");
+    let homes = &row.homes.as_ref().expect("homes").homes;
+    let resident = homes.iter().filter(|home| home.weights == Home::Device).count();
+    assert!((1..BLOCKS).contains(&resident), "{homes:?}");
+    let arena = Arena::limited("device", LIMIT).expect("a limit");
+    let builder = Pipeline::builder(deep(BLOCKS)).plan(row).reserve(Adam::new(0.1));
+    train_deep(builder, &arena, MICRO_BATCHES);
 }
 
 #[test]
@@ -213,10 +240,77 @@ fn a_host_without_room_says_so_and_a_wrong_number_of_homes_too() {
     if test_device() != tch::Device::Cpu {
         return;
     }
-    let small = Arena::limited("host", 4096).expect("a limit");
-    let error = homes(mlp(), Homes::Host).host(small).build().map(drop).expect_err("no room");
-    assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
-    assert!(error.to_string().contains("'host'"), "{error}");
+    let refusal = |bytes: u64, method: Option<Method>| {
+        let small = Arena::limited("host", bytes).expect("a limit");
+        let builder = homes(mlp(), Homes::Host).host(small.clone());
+        let builder = method.into_iter().fold(builder, Builder::reserve);
+        let error = builder.build().map(drop).expect_err("no room");
+        assert_eq!(small.peak(), 0, "nothing was allocated before: {error}");
+        error.to_string()
+    };
+    let numbers = mlp().parameter_count().expect("a model");
+    let refused = refusal(8 * numbers, None);
+    let said = format!("4 stages that live on the host need {}", Bytes(16 * numbers));
+    assert!(refused.starts_with(&said), "{refused}");
+    assert!(refused.contains(&format!("but it has {}:", Bytes(8 * numbers))), "{refused}");
+    // Weights and gradients would fit, Adam's moments do not.
+    let refused = refusal(20 * numbers, Some(Adam::new(0.1).into()));
+    assert!(refused.contains("optimizer that keeps less"), "{refused}");
     let error = homes(mlp(), vec![].into()).build().map(drop).expect_err("none");
     assert!(error.to_string().contains("homes of 0 stages were given"), "{error}");
+}
+
+#[test]
+fn updates_that_follow_the_backward_come_to_the_same() {
+    let _turn = alone();
+    let mean = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+    for case in [MLP, GPT] {
+        let trained = [false, true].map(|follow| {
+            tch::manual_seed(3);
+            let mut pipe = homes((case.layers)(), Homes::Host).build().expect("a pipeline");
+            let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+            optimizer.follow_backward(follow).expect("on one device");
+            for seed in 0..3 {
+                tch::manual_seed(seed);
+                let (x, y) = ((case.input)(7), (case.target)(7));
+                pipe.backward(&x, &y, mean).expect("a step");
+                assert_eq!(pipe.gradients().expect("gradients").is_empty(), follow);
+                optimizer.step().expect("what is left to update");
+                optimizer.zero_grad().expect("cleared");
+            }
+            pipe.variables().expect("variables")
+        });
+        assert_close(&trained[1], &trained[0], case.name);
+    }
+}
+
+#[test]
+fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
+    let _turn = alone();
+    let (x, y) = batch();
+    let fails = |x: &Tensor| {
+        assert!(!brimful::pipeline::is_recomputing(), "no second time");
+        x.shallow_clone()
+    };
+    let layers = Layers::new().add_fn("fails", fails).add_layers("rest", mlp());
+    let mut pipe = homes(layers, Homes::Host).build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+    optimizer.follow_backward(true).expect("on one device");
+    let refused = pipe.accumulate(&x, &y, MLP.loss).map(drop).expect_err("a part of a step");
+    assert!(refused.to_string().contains("one mini-batch"), "{refused}");
+    let before = pipe.variables().expect("variables");
+    let ratio = |out: Tensor, y: &Tensor| {
+        Loss::ratio(out.square().sum(Kind::Double), y.ne(-1).sum(Kind::Double))
+    };
+    let refused = pipe.backward(&x, &y, ratio).map(drop).expect_err("an unknown denominator");
+    assert!(refused.to_string().contains("Loss::mean"), "{refused}");
+    assert_same("refused", &pipe.variables().expect("variables"), &before);
+    let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("half a step").to_string();
+    assert!(
+        failed.contains("had followed the backward") && failed.contains("no second time"),
+        "{failed}"
+    );
+    optimizer.follow_backward(false).expect("as before");
+    let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no step").to_string();
+    assert!(!failed.contains("followed"), "{failed}");
 }

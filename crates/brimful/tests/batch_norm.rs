@@ -1,5 +1,7 @@
-//! Running statistics of a deferred BatchNorm are those of the whole mini-batch.
+//! Running statistics of a deferred BatchNorm are those of the whole mini-batch; of an exact one all is.
 
+#[path = "batch_norm/exact.rs"]
+mod exact;
 mod support;
 
 use brimful::memory::{Arena, Memory};

@@ -1,5 +1,7 @@
 //! Every batch is cut without a copy, joined again without a change, and refused where it is wrong.
 
+mod support;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -362,5 +364,306 @@ proptest! {
             check_views(&batch, part, range);
         }
         check_equal(&batch::join(parts).expect("a batch"), &batch);
+    }
+}
+
+/// A tiny language model on sequences of unlike length: a loss over tokens, and an output for each.
+mod sequences {
+    use brimful::batch::Sequences;
+    use brimful::memory::{Arena, Memory};
+    use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
+    use proptest::prelude::*;
+    use tch::nn::{self, Module};
+    use tch::{Device, Kind, Tensor};
+
+    use super::support::{micro_batcher, numbers, test_device};
+
+    const WORDS: i64 = 11;
+    const STEP: usize = 4;
+
+    fn rows(lengths: &[usize]) -> Vec<Tensor> {
+        let row = |(i, &length): (usize, &usize)| {
+            let places = Tensor::arange(length as i64, (Kind::Int64, Device::Cpu));
+            (places * 3 + i as i64).remainder(WORDS)
+        };
+        lengths.iter().enumerate().map(row).collect()
+    }
+
+    fn batch(lengths: &[usize]) -> (Sequences, Sequences) {
+        let inputs = rows(lengths);
+        let targets: Vec<Tensor> =
+            inputs.iter().map(|row| (row * 5 + 1).remainder(WORDS)).collect();
+        (
+            Sequences::in_steps_of(STEP, &inputs, 0.0).expect("sequences"),
+            Sequences::in_steps_of(STEP, &targets, -100.0).expect("sequences"),
+        )
+    }
+
+    fn layers() -> Layers {
+        let words = |p: &nn::Path<'_>| nn::embedding(p, WORDS, 6, Default::default());
+        Layers::new()
+            .add("words", words)
+            .add("mix", |p| nn::linear(p, 6, 6, Default::default()))
+            .add("past", |_| nn::func(|x| x.tanh().cumsum(1, Kind::Double)))
+            .add("head", |p| nn::linear(p, 6, WORDS, Default::default()))
+    }
+
+    /// The mean over all targets that are no padding, and what each place's best word is.
+    fn loss(logits: &Tensor, targets: &Tensor) -> (Loss, Tensor) {
+        let flat = logits.reshape([-1, WORDS]).log_softmax(-1, Kind::Double);
+        let targets = targets.reshape([-1]);
+        let real = targets.ge(0);
+        let chosen = flat.gather(1, &targets.clamp_min(0).unsqueeze(1), false).squeeze_dim(1);
+        let sum = -(chosen * &real).sum(Kind::Double);
+        (Loss::ratio(sum, real.sum(Kind::Double)), logits.argmax(-1, false))
+    }
+
+    struct Model {
+        words: nn::Embedding,
+        mix: nn::Linear,
+        head: nn::Linear,
+    }
+
+    impl Model {
+        fn new(p: &nn::Path<'_>) -> Self {
+            Self {
+                words: nn::embedding(p / "words", WORDS, 6, Default::default()),
+                mix: nn::linear(p / "mix", 6, 6, Default::default()),
+                head: nn::linear(p / "head", 6, WORDS, Default::default()),
+            }
+        }
+
+        fn logits(&self, x: &Tensor) -> Tensor {
+            let past = self.mix.forward(&self.words.forward(x)).tanh().cumsum(1, Kind::Double);
+            self.head.forward(&past)
+        }
+    }
+
+    fn store() -> (nn::VarStore, Model) {
+        let mut store = nn::VarStore::new(test_device());
+        let model = Model::new(&store.root());
+        store.double();
+        let mut variables: Vec<(String, Tensor)> = store.variables().into_iter().collect();
+        variables.sort_by(|a, b| a.0.cmp(&b.0));
+        tch::no_grad(|| {
+            for (seed, (_, variable)) in (0..).zip(&mut variables) {
+                variable.copy_(&numbers(&variable.size(), seed));
+            }
+        });
+        (store, model)
+    }
+
+    fn gradients(store: &nn::VarStore) -> Vec<(String, Tensor)> {
+        let mut all: Vec<(String, Tensor)> =
+            store.variables().into_iter().map(|(name, v)| (name, v.grad().copy())).collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    /// Gradients, loss and outputs of the padded whole, in plain tch.
+    fn plain(lengths: &[usize]) -> (Vec<(String, Tensor)>, f64, Tensor) {
+        let (store, model) = store();
+        let (x, y) = batch(lengths);
+        let x = x.to_device(test_device());
+        let y = y.to_device(test_device());
+        let logits = model.logits(&x);
+        let count = y.ge(0).sum(Kind::Double);
+        let flat = logits.reshape([-1, WORDS]);
+        let sum = flat.log_softmax(-1, Kind::Double);
+        let sum = sum.g_nll_loss::<Tensor>(&y.reshape([-1]), None, tch::Reduction::Sum, -100);
+        let mean = sum / count;
+        mean.backward();
+        (gradients(&store), mean.double_value(&[]), logits.argmax(-1, false))
+    }
+
+    fn assert_same(found: &[(String, Tensor)], expected: &[(String, Tensor)]) {
+        assert_eq!(found.len(), expected.len());
+        for ((name, found), (_, expected)) in found.iter().zip(expected) {
+            let apart = (found - expected.to_device(found.device())).abs().max().double_value(&[]);
+            assert!(apart < 1e-10, "{name}: {apart}");
+        }
+    }
+
+    /// Where a sequence has ended, what a model says is nobody's concern.
+    fn assert_same_words(found: &Tensor, expected: &Tensor, lengths: &[usize]) {
+        assert_eq!(found.size(), expected.size());
+        for (i, &length) in lengths.iter().enumerate() {
+            let words = |of: &Tensor| of.get(i as i64).narrow(0, 0, length as i64).to(Device::Cpu);
+            assert_eq!(words(found), words(expected), "sequence {i}");
+        }
+    }
+
+    const LENGTHS: [usize; 9] = [3, 17, 8, 1, 12, 30, 5, 9, 16];
+
+    #[test]
+    fn the_gradient_does_not_depend_on_the_cut_and_outputs_are_in_order() {
+        let (expected, mean, words) = plain(&LENGTHS);
+        for size in [
+            Size::Tokens(32),
+            Size::Tokens(48),
+            Size::Tokens(1000),
+            Size::Fixed(2),
+            Size::Count(4),
+            Size::Auto,
+            Size::Largest,
+        ] {
+            let (store, model) = store();
+            let mut micro = micro_batcher(&store, size);
+            let batch = batch(&LENGTHS);
+            let step = micro
+                .backward(&batch, |(x, y)| loss(&model.logits(&x), &y))
+                .unwrap_or_else(|error| panic!("{size:?}: {error}"));
+            assert_eq!(step.samples, LENGTHS.len());
+            assert!((step.loss - mean).abs() < 1e-12, "{size:?}");
+            assert_same(&gradients(&store), &expected);
+            assert_same_words(&step.outputs, &words, &LENGTHS);
+            let evaluated =
+                micro.evaluate(&batch, |(x, y)| loss(&model.logits(&x), &y)).expect("evaluated");
+            assert!((evaluated.loss - mean).abs() < 1e-12, "{size:?}");
+            let mapped = micro.map(&batch, |(x, _)| model.logits(&x).argmax(-1, false));
+            assert_same_words(&mapped.expect("outputs"), &words, &LENGTHS);
+        }
+    }
+
+    #[test]
+    fn micro_batches_have_like_lengths_and_are_as_wide_as_their_own_longest() {
+        let (store, model) = store();
+        let mut micro = micro_batcher(&store, Size::Tokens(32));
+        let mut shapes = Vec::new();
+        let step = micro.backward(&batch(&LENGTHS), |(x, y)| {
+            shapes.push(x.size());
+            loss(&model.logits(&x), &y)
+        });
+        assert_eq!(shapes, [[1, 32], [1, 20], [2, 16], [2, 12], [3, 8]]);
+        assert_eq!(step.expect("a step").sizes, [1, 1, 2, 2, 3]);
+    }
+
+    #[test]
+    fn replicas_share_tokens_and_give_the_same() {
+        let (expected, mean, words) = plain(&LENGTHS);
+        for size in [Size::Tokens(32), Size::Count(2), Size::Auto] {
+            // An accelerator has one replica; a CPU may have several.
+            let devices = [test_device(), Device::Cpu];
+            let mut replicas = Replicas::new(devices, size, Model::new).expect("replicas");
+            replicas.store_mut().double();
+            let (from, _) = store();
+            replicas.store_mut().copy(&from).expect("the same variables");
+            let step = replicas
+                .backward(&batch(&LENGTHS), |model, (x, y)| loss(&model.logits(&x), &y))
+                .unwrap_or_else(|error| panic!("{size:?}: {error}"));
+            assert!((step.loss - mean).abs() < 1e-12);
+            assert_eq!(step.shares, [2, 7]);
+            assert_same(&gradients(replicas.store()), &expected);
+            assert_same_words(&step.outputs, &words, &LENGTHS);
+        }
+    }
+
+    #[test]
+    fn a_pipeline_gives_the_same_with_values_of_each_micro_batch_s_own_width() {
+        let (expected, mean, words) = plain(&LENGTHS);
+        let (from, _) = store();
+        for size in [Size::Tokens(32), Size::Count(3), Size::Auto] {
+            let builder = Pipeline::builder(layers()).kind(Kind::Double).micro_batches(size);
+            let mut pipe = builder
+                .devices([test_device(), test_device()])
+                .balance([2, 2])
+                .build()
+                .expect("stages");
+            let named = from.variables().into_iter().collect();
+            pipe.set_variables(named).expect("the same names");
+            let (x, y) = batch(&LENGTHS);
+            let step = pipe
+                .backward(&x, &y, |out: Tensor, y: &Sequences| loss(&out, y))
+                .unwrap_or_else(|error| panic!("{size:?}: {error}"));
+            assert!((step.loss - mean).abs() < 1e-12, "{size:?}");
+            let mut found = pipe.gradients().expect("gradients");
+            found.sort_by(|a, b| a.0.cmp(&b.0));
+            assert_same(&found, &expected);
+            assert_same_words(&step.outputs, &words, &LENGTHS);
+            let out = pipe.backward_whole(&x, |out| out.square().mean(Kind::Double));
+            assert_same_words(&out.expect("a step").outputs.argmax(-1, false), &words, &LENGTHS);
+            let mapped = pipe.map(&x, |out: Tensor| out.argmax(-1, false)).expect("outputs");
+            assert_same_words(&mapped, &words, &LENGTHS);
+        }
+    }
+
+    #[test]
+    fn a_loss_on_all_outputs_gets_them_in_order() {
+        let whole = |out: &Tensor| {
+            let rows = Tensor::arange(out.size()[0], (Kind::Double, out.device())) / 1000.0;
+            (out.sum_dim_intlist(1, false, Kind::Double) * rows).sum(Kind::Double).square()
+        };
+        let ends =
+            |x: &Tensor, logits: Tensor| logits.sum_dim_intlist(-1, false, Kind::Double) * x.ge(0);
+        let one = |size| {
+            let (store, model) = store();
+            let mut micro = micro_batcher(&store, size);
+            let inputs = Sequences::in_steps_of(STEP, &rows(&LENGTHS), -1.0).expect("sequences");
+            micro
+                .backward_whole(&inputs, |x| ends(&x, model.logits(&x.clamp_min(0))), whole)
+                .expect("a step");
+            gradients(&store)
+        };
+        assert_same(&one(Size::Tokens(32)), &one(Size::Count(1)));
+    }
+
+    #[test]
+    fn what_no_size_can_do_is_said_with_numbers() {
+        let (store, model) = store();
+        let mut micro = micro_batcher(&store, Size::Tokens(20));
+        let run = |x: Sequences, y: Sequences| loss(&model.logits(&x), &y);
+        let error = micro.backward(&batch(&LENGTHS), |(x, y)| run(x, y)).expect_err("too long");
+        assert!(error.to_string().contains("32 tokens"), "{error}");
+        let alike = Tensor::zeros([4, 8], (Kind::Int64, Device::Cpu));
+        let error = micro.map(&alike, |x| x).expect_err("no sequences").to_string();
+        assert!(error.contains("batch::Sequences"), "{error}");
+    }
+
+    #[test]
+    fn an_automatic_size_learns_bytes_a_token() {
+        let lengths: Vec<usize> = (0..200).map(|i| 1 + (i * 37) % 61).collect();
+        let memory = Memory::Arena(Arena::limited("small", 1 << 20).expect("an arena"));
+        let mut store = nn::VarStore::new(Device::Cpu);
+        let model = Model::new(&store.root());
+        store.double();
+        let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
+        let mut last = None;
+        for _ in 0..3 {
+            let step = micro.backward(&batch(&lengths), |(x, y)| loss(&model.logits(&x), &y).0);
+            last = Some(step.expect("it fits"));
+            store.variables().values_mut().for_each(|v| v.zero_grad());
+        }
+        let step = last.expect("three steps");
+        assert_eq!(step.retries, 0, "{:?}", step.decisions);
+        assert!(step.sizes.len() > 1 && step.sizes.first() < step.sizes.last(), "{:?}", step.sizes);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+        #[test]
+        fn every_sequence_is_run_once_and_comes_back_to_its_place(
+            lengths in prop::collection::vec(1..40_usize, 1..30), spare in 0..60_usize,
+        ) {
+            let store = nn::VarStore::new(Device::Cpu);
+            let tokens = 40 + spare;
+            let mut micro = MicroBatcher::new(&store, Size::Tokens(tokens));
+            let inputs = Sequences::in_steps_of(STEP, &rows(&lengths), -1.0).expect("sequences");
+            let mut most = 0;
+            let (all, sums) = micro
+                .map(&inputs, |x| {
+                    most = most.max(x.numel());
+                    let sums = x.clamp_min(0).sum_dim_intlist(1, false, Kind::Int64);
+                    (x.shallow_clone() + 1, sums)
+                })
+                .expect("outputs");
+            prop_assert!(most <= tokens);
+            prop_assert_eq!(all.size(), inputs.size());
+            for (i, row) in rows(&lengths).iter().enumerate() {
+                let own = all.get(i as i64).narrow(0, 0, lengths[i] as i64);
+                prop_assert_eq!(own, row + 1);
+                prop_assert_eq!(sums.int64_value(&[i as i64]), row.sum(Kind::Int64).int64_value(&[]));
+            }
+        }
     }
 }

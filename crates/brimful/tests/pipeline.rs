@@ -13,7 +13,7 @@ use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{Adam, Optimizer, Sgd};
-use brimful::pipeline::{BalanceBy, Cause, PipelineError};
+use brimful::pipeline::{BalanceBy, Cause, Homes, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
 use brimful::{Batch, DeviceSpec, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
@@ -699,8 +699,13 @@ fn what_cannot_be_built_is_refused_with_numbers() {
             "the schedule puts 2 stages on each device, which 3 stages do not fill",
         ),
         (
-            error(base().schedule(Schedule::ZeroBubbleH1)),
-            "zero-bubble-h1 splits the backward, which is simulated but not executed yet",
+            error(
+                base()
+                    .schedule(Schedule::InterleavedZeroBubble { stages_per_device: 3 })
+                    .homes(Homes::Host),
+            ),
+            "3 stages of device 0 live on the host and it has room for 2 at a time, but a split \
+             backward needs its weights until its second half: choose breadth-first",
         ),
         (error(base().devices([Device::Cuda(99)])), "there is no device 'cuda:99' here"),
         (

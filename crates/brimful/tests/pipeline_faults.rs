@@ -186,12 +186,14 @@ fn stage_error(error: Option<Error>, what: &str) -> StageError {
     }
 }
 
-const MODES: [(Schedule, Recompute); 5] = [
+const MODES: [(Schedule, Recompute); 7] = [
     (Schedule::GPipe, Recompute::Never),
     (Schedule::OneFOneB, Recompute::Never),
     (Schedule::GPipe, Recompute::ExceptLast),
     (Schedule::OneFOneB, Recompute::ExceptLast),
     (Schedule::OneFOneB, Recompute::Always),
+    (Schedule::ZeroBubbleH1, Recompute::Never),
+    (Schedule::ZeroBubbleH1, Recompute::Always),
 ];
 
 #[test]
@@ -233,7 +235,8 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
 fn a_backward_that_is_refused_is_named_with_its_action() {
     let _turn = alone_and_quiet();
     // What is recomputed is spoilt in the recompute, and on the last stage, which is run once.
-    let modes = [(MODES[0], false), (MODES[1], false), (MODES[4], true)];
+    let modes = [0, 1, 5].map(|kept| (MODES[kept], false)).into_iter();
+    let modes = modes.chain([4, 6].map(|recomputed| (MODES[recomputed], true)));
     for ((schedule, recompute), again) in modes {
         let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
         for stage in 0..STAGES {
@@ -244,7 +247,13 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
                 let (next, error) = trial.run(what.clone());
                 trial = next;
                 let error = stage_error(error, &what);
-                assert_eq!(error.action.kind, ActionKind::Backward, "{what}");
+                let expected = match stage {
+                    _ if !schedule.splits_backward() => ActionKind::Backward,
+                    // Nobody waits for a gradient of the model's input: all is the weights' half.
+                    0 => ActionKind::WeightGradient,
+                    _ => ActionKind::InputGradient,
+                };
+                assert_eq!(error.action.kind, expected, "{what}");
                 assert_eq!(error.action.stage.index(), stage, "{what}");
                 assert!(error.to_string().contains("inplace operation"), "{what}: {error}");
             }
@@ -277,7 +286,7 @@ const CALLS: [(&str, Call); 3] = [
 fn every_call_survives_every_fault() {
     let _turn = alone_and_quiet();
     let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
-    for (schedule, recompute) in [MODES[1], MODES[2]] {
+    for (schedule, recompute) in [MODES[1], MODES[2], MODES[5]] {
         for (name, call) in CALLS {
             let mut pipe = pipeline(schedule, recompute, &arenas());
             // Statistics move once, before what is compared.
@@ -314,17 +323,28 @@ fn every_call_survives_every_fault() {
     plan_fault(None);
 }
 
-/// Forwards with and without a graph, recomputes, backwards, and all that lies around them.
+/// Forwards with and without a graph, recomputes, backwards and their halves, and all that lies around
+/// them.
 #[test]
 fn memory_may_run_out_at_any_allocation_of_any_stage() {
     let _turn = alone_and_quiet();
+    memory_runs_out(Schedule::OneFOneB, |_| vec![ActionKind::Backward]);
+    memory_runs_out(Schedule::ZeroBubbleH1, |stage| match stage {
+        // Its input half has nothing to compute.
+        0 => vec![ActionKind::WeightGradient],
+        _ => vec![ActionKind::InputGradient, ActionKind::WeightGradient],
+    });
+}
+
+/// At every allocation; among the actions that fail are these parts of a stage's backward.
+fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
     let arenas = arenas();
-    let pipe = pipeline(Schedule::OneFOneB, Recompute::ExceptLast, &arenas);
+    let pipe = pipeline(schedule, Recompute::ExceptLast, &arenas);
     let mut trial = Trial::new(pipe);
     for (stage, arena) in arenas.iter().enumerate() {
         let mut kinds = Vec::new();
         for n in 1.. {
-            let what = format!("stage {stage}, allocation {n}");
+            let what = format!("{schedule}, stage {stage}, allocation {n}");
             // The restoring of the variables before the step allocates nothing.
             arena.fail_nth_allocation(n);
             let (next, error) = trial.run(what.clone());
@@ -338,10 +358,16 @@ fn memory_may_run_out_at_any_allocation_of_any_stage() {
                 kinds.push(error.action.kind);
             }
         }
-        for kind in [ActionKind::Forward, ActionKind::Recompute, ActionKind::Backward] {
-            let is_last = stage + 1 == STAGES;
-            let expected = !(is_last && kind == ActionKind::Recompute);
-            assert_eq!(kinds.contains(&kind), expected, "stage {stage}: {kinds:?}");
+        let mut expected = backward(stage);
+        expected.push(ActionKind::Forward);
+        // The last stage's backwards come right after their forwards.
+        expected.extend((stage + 1 < STAGES).then_some(ActionKind::Recompute));
+        for kind in ActionKind::ALL {
+            assert_eq!(
+                kinds.contains(&kind),
+                expected.contains(&kind),
+                "{schedule}, stage {stage}: {kind:?} in {kinds:?}"
+            );
         }
     }
 }
@@ -396,19 +422,21 @@ fn the_others_stop_as_soon_as_they_can() {
 #[test]
 fn a_thousand_steps_leave_neither_memory_nor_threads() {
     let _turn = alone_and_quiet();
-    let arenas = arenas();
-    let mut pipe = pipeline(Schedule::OneFOneB, Recompute::ExceptLast, &arenas);
-    let mut in_use = Vec::new();
-    for number in 0..1000 {
-        step(&mut pipe).expect("a step");
-        pipe.zero_grad().expect("cleared");
-        if number % 100 == 99 {
-            in_use.push((arenas.iter().map(Arena::current).collect::<Vec<_>>(), threads()));
+    for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
+        let arenas = arenas();
+        let mut pipe = pipeline(schedule, Recompute::ExceptLast, &arenas);
+        let mut in_use = Vec::new();
+        for number in 0..500 {
+            step(&mut pipe).expect("a step");
+            pipe.zero_grad().expect("cleared");
+            if number % 100 == 99 {
+                in_use.push((arenas.iter().map(Arena::current).collect::<Vec<_>>(), threads()));
+            }
         }
+        assert!(in_use.iter().all(|figures| *figures == in_use[0]), "{schedule}: {in_use:?}");
+        assert_eq!(in_use[0].1, STAGES);
+        drop(pipe);
+        assert!(arenas.iter().all(|arena| arena.current() == 0), "{schedule}: {arenas:?}");
+        assert_threads(0);
     }
-    assert!(in_use.iter().all(|figures| *figures == in_use[0]), "{in_use:?}");
-    assert_eq!(in_use[0].1, STAGES);
-    drop(pipe);
-    assert!(arenas.iter().all(|arena| arena.current() == 0), "{arenas:?}");
-    assert_threads(0);
 }

@@ -7,7 +7,7 @@ use brimful::optim::Adam;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss, Pipeline, Size};
-use support::pipeline_cases::{CNN, Case, GPT, MLP, Plain, U_NET, builder, eval};
+use support::pipeline_cases::{CNN, Case, GPT, LSTM, MLP, Plain, U_NET, builder, eval};
 use support::{alone, assert_close, test_device};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -44,9 +44,7 @@ fn every_schedule(case: &Case) {
     let _turn = alone();
     tch::manual_seed(7);
     for devices in 1..=4 {
-        let interleaved = Schedule::Interleaved { stages_per_device: 2 };
-        let breadth_first = Schedule::BreadthFirst { stages_per_device: 2 };
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB, interleaved, breadth_first] {
+        for schedule in Schedule::all(2) {
             if (case.layers)().len() < devices * schedule.stages_per_device() {
                 continue;
             }
@@ -82,6 +80,8 @@ fn at_home(case: &Case) {
     cases.extend([of(1, 3, every_other), of(2, 2, Homes::Host)]);
     cases.push((2, Schedule::OneFOneB, Homes::Host));
     cases.push((2, Schedule::OneFOneB, [Home::Device, Home::Host].into()));
+    cases.push((2, Schedule::ZeroBubbleH1, Homes::Host));
+    cases.push((1, Schedule::ZeroBubbleV, Homes::Host));
     for (devices, schedule, homes) in cases {
         for recompute in Recompute::ALL {
             for (samples, m) in [(8, 1), (8, 4), (13, 4)] {
@@ -144,10 +144,13 @@ fn every_loss_and_kind_of_number() {
     tch::manual_seed(11);
     for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-4)] {
         for (name, loss, whole) in LOSSES {
-            for (samples, m) in [(1, 1), (1, 4), (3, 8), (13, 4)] {
-                let what = format!("{name}, {kind:?}, {samples}/{m}");
+            let schedules = [Schedule::OneFOneB, Schedule::ZeroBubbleH1];
+            let cuts = [(1, 1), (1, 4), (3, 8), (13, 4)];
+            for (schedule, (samples, m)) in schedules.into_iter().flat_map(|s| cuts.map(|c| (s, c)))
+            {
+                let what = format!("{name}, {schedule}, {kind:?}, {samples}/{m}");
                 let pipe = builder((MLP.layers)(), 3).kind(kind).micro_batches(m);
-                let mut pipe = pipe.build().expect("a pipeline");
+                let mut pipe = pipe.schedule(schedule).build().expect("a pipeline");
                 let plain = Plain::of(&(MLP.layers)(), &pipe);
                 let (x, y) = ((MLP.input)(samples).to_kind(kind), (MLP.target)(samples));
                 let step =
@@ -185,6 +188,11 @@ fn u_net_with_skips_across_stages() {
 #[test]
 fn gpt_with_a_shared_table_and_dropout() {
     every_schedule(&GPT);
+}
+
+#[test]
+fn lstm_whose_weights_are_used_at_every_step_of_a_sequence() {
+    every_schedule(&LSTM);
 }
 
 #[test]

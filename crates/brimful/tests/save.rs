@@ -8,7 +8,7 @@ use std::process::Command;
 
 use brimful::Error;
 use brimful::save::SaveError;
-use brimful::save::{self, Metadata};
+use brimful::save::{self, Metadata, OpenedFile};
 use support::test_device;
 use tch::{Device, Kind, Tensor};
 
@@ -241,4 +241,58 @@ fn readers_see_the_old_file_or_the_new_one_while_it_is_written() {
     });
     assert_eq!(save::read(&path).expect("read").0, tensors(30.0));
     assert_eq!(folder.files(), 1);
+}
+
+#[test]
+fn an_open_file_gives_its_tensors_one_by_one_in_the_kind_that_is_wanted() {
+    let folder = Folder::new("opened");
+    let path = folder.0.join("x.safetensors");
+    let numbers = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
+    let tensors = named(vec![
+        ("bytes", Tensor::from_slice(&[1_u8, 2, 3])),
+        ("half", numbers.to_kind(Kind::BFloat16)),
+        ("none", Tensor::empty([0, 4], (Kind::Float, Device::Cpu))),
+        ("numbers", numbers.shallow_clone()),
+    ]);
+    save::write(&path, &tensors, &Metadata::from([("a".into(), "b".into())])).expect("written");
+    let opened = OpenedFile::open(&path).expect("open");
+    assert_eq!(opened.metadata()["a"], "b");
+    assert_eq!((opened.shape("half"), opened.shape("other")), (Some(vec![2, 3]), None));
+    let mut names = opened.names();
+    names.sort();
+    assert_eq!(names, ["bytes", "half", "none", "numbers"]);
+    for (name, kind) in [("half", Kind::Float), ("numbers", Kind::Half), ("numbers", Kind::Float)] {
+        let into = Tensor::zeros([2, 3], (kind, test_device())).set_requires_grad(true);
+        opened.copy(name, &into).expect("copied");
+        assert_eq!(into.detach().to_device(Device::Cpu).to_kind(Kind::Float), numbers, "{name}");
+    }
+    opened.copy("none", &Tensor::empty([0, 4], (Kind::Float, test_device()))).expect("nothing");
+    let wrong = Tensor::zeros([3, 2], (Kind::Float, Device::Cpu));
+    let error = opened.copy("numbers", &wrong).expect_err("another shape").to_string();
+    assert!(error.ends_with("'numbers' is of shape [2, 3], not [3, 2]"), "{error}");
+    let error = opened.copy("other", &wrong).expect_err("not there").to_string();
+    assert!(error.ends_with("'other' is not in it"), "{error}");
+}
+
+#[test]
+fn an_open_file_whose_header_ends_anywhere_is_read_all_the_same() {
+    let folder = Folder::new("unaligned");
+    let path = folder.0.join("x.safetensors");
+    let header = r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+    assert!(!header.len().is_multiple_of(4));
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend([1.5_f32, -2.0].iter().flat_map(|number| number.to_le_bytes()));
+    fs::write(&path, bytes).expect("written");
+    let into = Tensor::zeros([2], (Kind::Float, Device::Cpu));
+    OpenedFile::open(&path).expect("open").copy("x", &into).expect("copied");
+    assert_eq!(into, Tensor::from_slice(&[1.5_f32, -2.0]));
+    let file = File::options().write(true).open(&path).expect("open");
+    let opened = OpenedFile::open(&path).expect("open");
+    file.set_len(64).expect("cut off");
+    let error = opened.copy("x", &into).expect_err("cut off").to_string();
+    assert!(
+        error.contains("cannot read") && error.contains("but the numbers end at byte"),
+        "{error}"
+    );
 }

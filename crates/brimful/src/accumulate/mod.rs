@@ -12,13 +12,15 @@ mod sums;
 
 use std::borrow::Borrow;
 
-use brimful_torch::autograd::{backward, backward_watched, set_gradient};
+use brimful_torch::TorchError;
+use brimful_torch::autograd::{backward, set_gradient, watched};
 use brimful_torch::foreach;
 use brimful_torch::gradients::collect;
-use tch::{Kind, Tensor};
+use brimful_torch::split_backward::{InputGradients, SplitBackward};
+use tch::Tensor;
 
 use crate::Result;
-use crate::ranks::{Buckets, RanksTurn};
+use crate::ranks::{Buckets, RanksTurn, summed_in};
 pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense};
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
@@ -50,7 +52,8 @@ impl Accumulator {
         check_dense(&parameters, named)?;
         // Pointers, not copies: a step needs no memory for gradients that were there before.
         let aside = parameters.iter().map(gradient).collect();
-        let apart = parameters.iter().any(|p| is_half(p) || p.device().is_cuda());
+        let apart =
+            parameters.iter().any(|p| summed_in(p.kind()) != p.kind() || p.device().is_cuda());
         let mut accumulator = Self {
             parameters,
             named: Named::clone(named),
@@ -120,6 +123,30 @@ impl Accumulator {
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
+        self.add_from(group, || backward(&roots, &gradients, keep_graph))
+    }
+
+    /// Runs the input half of a backward from each group's roots, and gives the inputs' gradients.
+    pub(crate) fn begin_split(
+        &mut self,
+        groups: &[Vec<(Tensor, Tensor)>],
+        inputs: &[Tensor],
+    ) -> Result<(Vec<InputGradients>, SplitBackward)> {
+        self.expect_groups(groups.len());
+        Ok(SplitBackward::input_half(groups, inputs)?)
+    }
+
+    /// Runs the weight half of one group, and adds what arrives to the group's sums.
+    pub(crate) fn add_split(&mut self, group: usize, split: &mut SplitBackward) -> Result<()> {
+        self.add_from(group, || split.weight_half(group))
+    }
+
+    /// Adds what arrives in the parameters while `run` goes backward to the group's sums.
+    fn add_from(
+        &mut self,
+        group: usize,
+        run: impl FnOnce() -> Result<(), TorchError>,
+    ) -> Result<()> {
         // Where sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, and
         // not the sum that is to be sent.
         if self.last
@@ -128,13 +155,11 @@ impl Accumulator {
         {
             let parameters = &self.parameters;
             let mut buckets = Buckets::new(turn, parameters)?;
-            backward_watched(&roots, &gradients, parameters, |at| {
-                buckets.arrived(at, &parameters[at].grad())
-            })?;
+            watched(parameters, |at| buckets.arrived(at, &parameters[at].grad()), run)?;
             self.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);
         }
-        backward(&roots, &gradients, keep_graph)?;
+        run()?;
         check_dense(&self.parameters, &self.named)?;
         if self.in_place() {
             return Ok(());
@@ -233,8 +258,4 @@ impl Drop for Accumulator {
 fn gradient(parameter: &Tensor) -> Option<Tensor> {
     let gradient = parameter.grad();
     gradient.defined().then_some(gradient)
-}
-
-fn is_half(parameter: &Tensor) -> bool {
-    matches!(parameter.kind(), Kind::Half | Kind::BFloat16)
 }

@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::batch::{Batch, Leaf};
 
+/// The length of a sequence, of which a size counts the tokens: a shape's other numbers are a token's.
+const ANY_LENGTH: i64 = -1;
+
 /// What is done with a mini-batch. Each use has needs of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -33,9 +36,15 @@ impl Kind {
         let mut leaves = Vec::new();
         batch.visit(&mut |leaf| {
             let tensor = leaf.tensor();
+            let sample = || tensor.size().into_iter().skip(1);
             let shape = match leaf {
-                Leaf::Cut(_) => tensor.size().into_iter().skip(1).collect(),
+                Leaf::Cut(_) => sample().collect(),
                 Leaf::Shared(_) => Vec::new(),
+                // Of any length: what is known of sequences is known of a token.
+                Leaf::Ragged { .. } => {
+                    std::iter::once(ANY_LENGTH).chain(sample().skip(1)).collect()
+                }
+                Leaf::Widths(_) => return,
             };
             leaves.push((format!("{:?}", tensor.kind()), shape));
         });

@@ -22,16 +22,17 @@ impl SizeLog {
         self.retries += later.retries;
     }
 
-    /// A try has failed, after these decisions: there is another one, unless a single sample has
-    /// failed twice.
+    /// A try has failed, after these decisions: there is another one, unless a single sample, which is
+    /// the `least` that a micro-batch has, has failed twice.
     pub(crate) fn failed(
         &mut self,
         decisions: Vec<Decision>,
+        least: usize,
         sizer: &Sizer,
         rooms: &[MemoryRoom],
         cause: OutOfMemory,
     ) -> Result<()> {
-        let single = decisions.last().is_none_or(|decision| decision.size == 1);
+        let single = decisions.last().is_none_or(|decision| decision.size <= least);
         self.decisions.extend(decisions);
         self.retries += 1;
         if !(std::mem::replace(&mut self.at_the_end, single) && single) {
@@ -43,7 +44,7 @@ impl SizeLog {
         let available = Bytes(tightest(rooms));
         // A prediction that what is free would do for is refuted: by this much at least.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
-        let needed = sizer.predict(1).max(refuted).map(Bytes);
+        let needed = sizer.predict(least).max(refuted).map(Bytes);
         Err(DoesNotFit { tried, needed, available, cause: Box::new(cause) }.into())
     }
 }
@@ -81,8 +82,9 @@ mod tests {
             message: String::new(),
         };
         let mut log = SizeLog::default();
-        log.failed(vec![single(Bytes(971))], &sizer, &rooms, cause.clone()).expect("once is luck");
-        let failed = log.failed(vec![single(Bytes(971))], &sizer, &rooms, cause);
+        log.failed(vec![single(Bytes(971))], 1, &sizer, &rooms, cause.clone())
+            .expect("once is luck");
+        let failed = log.failed(vec![single(Bytes(971))], 1, &sizer, &rooms, cause);
         let Err(Error::DoesNotFit(DoesNotFit { needed, available, .. })) = failed else {
             panic!("{failed:?}");
         };

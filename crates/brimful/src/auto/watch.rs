@@ -15,7 +15,8 @@ use super::log::SizeLog;
 use super::room::room;
 use super::sizer::{MemoryRoom, Sizer, is_alone};
 use super::stopwatch::Stopwatch;
-use super::trial::in_near_equal_parts;
+use super::trial::{SizeTrial, in_near_equal_parts};
+use crate::batch::Samples;
 use crate::bytes::Bytes;
 use crate::memory::{Memory, Usage};
 use crate::oom::OutOfMemory;
@@ -33,6 +34,8 @@ pub(crate) struct SizeWatch {
     memories: Vec<Watched>,
     /// The most in use so far in the first memory.
     peak: Bytes,
+    /// The least that a micro-batch of the mini-batch has.
+    least: usize,
     piece: Option<Piece>,
     /// Whether the first pieces are to be taken back: see [`SizeWatch::rehearsing`].
     rehearses: bool,
@@ -73,7 +76,11 @@ impl Watched {
 /// A piece that is being run.
 #[derive(Debug)]
 struct Piece {
+    /// What was decided on, and the most that a micro-batch has of it.
     size: usize,
+    largest: usize,
+    /// What a micro-batch has on average.
+    average: f64,
     stopwatch: Option<Stopwatch>,
     /// The most that a micro-batch had in use besides what the memory's account shows; and all that
     /// was in use then.
@@ -97,6 +104,7 @@ impl SizeWatch {
             decisions: Vec::new(),
             memories,
             peak: before.map_or(Bytes(0), |before| before.current),
+            least: 1,
             piece: None,
             rehearses: false,
         })
@@ -111,28 +119,33 @@ impl SizeWatch {
     pub(crate) fn begin(
         &mut self,
         next: usize,
-        samples: usize,
+        samples: &Samples,
         device: Device,
     ) -> Result<Vec<Range<usize>>> {
         let rooms = self.rooms();
-        if self.rehearses && next > 0 && self.sizer.begins_well(&rooms, samples) {
+        let units = samples.units();
+        self.least = samples.least();
+        if self.rehearses && next > 0 && self.sizer.begins_well(&rooms, units) {
             return Err(Error::Rehearsed);
         }
-        let mut trial = self.sizer.next(&rooms, samples - next, samples);
-        let ranges = match trial.micro_batches {
-            Some(count) => first_of(samples - next, trial.size, count)?,
-            None if next == 0 => split::by_size(samples, trial.size)?,
-            // Of exactly the size that later steps will have: a new one costs a device its
-            // preparations.
-            None => of_exactly(samples - next, in_near_equal_parts(samples, trial.size))?,
-        };
+        let left = samples.part(&(next..samples.count()));
+        let mut trial = self.sizer.next(&rooms, left.units(), units);
+        let ranges = pieces(&left, &trial, samples)?;
         let ranges: Vec<_> = ranges.into_iter().map(|r| r.start + next..r.end + next).collect();
-        // Near-equal micro-batches may be smaller than they were allowed to be.
-        trial.size = longest(&ranges);
+        let taken: Vec<usize> = ranges.iter().map(|range| samples.units_of(range)).collect();
+        let largest = taken.iter().copied().max().unwrap_or(1);
+        let average = taken.iter().sum::<usize>() as f64 / taken.len().max(1) as f64;
+        trial.size = match samples.lengths() {
+            // Near-equal micro-batches may be smaller than they were allowed to be.
+            None => largest,
+            // How full they are is chance, and differs from one mini-batch to the next.
+            Some(_) => trial.size.max(largest),
+        };
         self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
         let stopwatch = trial.timed.then(|| Stopwatch::start(device)).transpose()?;
         let alone = is_alone(&ranges);
-        self.piece = Some(Piece { size: trial.size, stopwatch, unseen: 0, beside: 0, alone });
+        let size = trial.size;
+        self.piece = Some(Piece { size, largest, average, stopwatch, unseen: 0, beside: 0, alone });
         self.first().reset_peak()?;
         Ok(ranges)
     }
@@ -161,14 +174,13 @@ impl SizeWatch {
 
     /// Learns from the piece that has been run.
     pub(crate) fn end(&mut self) -> Result<()> {
-        let Some(Piece { size, stopwatch, beside, alone, .. }) = self.piece.take() else {
-            return Ok(());
-        };
+        let Some(piece) = self.piece.take() else { return Ok(()) };
+        let Piece { size, largest, average, stopwatch, beside, alone, .. } = piece;
         let need = self.memories[0].need(Some(Bytes(beside)))?;
         self.peak = self.peak.max(self.first().usage()?.peak).max(Bytes(beside));
-        self.learn_needs(size, &[need], alone);
+        self.learn_needs(largest, &[need], alone);
         if let Some(time) = stopwatch.map(|stopwatch| stopwatch.read()).transpose()?.flatten() {
-            self.sizer.observe_rate(size, size as f64 / time.as_secs_f64());
+            self.sizer.observe_rate(size, average / time.as_secs_f64());
         }
         Ok(())
     }
@@ -177,30 +189,37 @@ impl SizeWatch {
     /// leaves of it. `run` also gives the memories' peaks.
     pub(crate) fn whole<T>(
         &mut self,
-        samples: usize,
+        samples: &Samples,
         agree: impl FnOnce(usize) -> Result<usize>,
         run: impl FnOnce(usize) -> Result<(T, Peaks)>,
     ) -> Result<T> {
         let rooms = self.rooms();
-        let mut trial = self.sizer.next_whole(&rooms, samples.max(1));
-        let own = trial.size;
+        let units = samples.units();
+        self.least = samples.least();
+        let mut trial = self.sizer.next_whole(&rooms, units.max(1));
+        let own = trial.size.max(self.least);
         trial.size = agree(own)?;
         // Users are to see that other ranks decided, and that this one's memory did not.
         if trial.size < own {
             trial.why = Why::Others;
             self.sizer.overruled(trial.size, &rooms);
         }
-        let ranges = split::by_size(samples.max(1), trial.size)?;
+        let ranges = match samples.count() {
+            0 => split::by_size(1, trial.size)?,
+            _ => samples.by_units(trial.size)?,
+        };
+        let largest = ranges.iter().map(|range| samples.units_of(range)).max().unwrap_or(1);
         self.decisions.push(trial.decision(&ranges, &self.sizer, &rooms));
         let start = Instant::now();
         let (value, peaks) = run(trial.size)?;
         // Nothing is learnt from no sample.
-        if samples > 0 {
+        if units > 0 {
             let told = peaks.into_iter().chain(std::iter::repeat(None));
             let needs = self.memories.iter().zip(told).map(|(watched, peak)| watched.need(peak));
             let needs = needs.collect::<Result<Vec<_>>>()?;
-            self.learn_needs(trial.size, &needs, ranges.len() == 1);
-            self.sizer.observe_rate(trial.size, samples as f64 / start.elapsed().as_secs_f64());
+            let size = if samples.lengths().is_some() { largest } else { trial.size };
+            self.learn_needs(size, &needs, ranges.len() == 1);
+            self.sizer.observe_rate(trial.size, units as f64 / start.elapsed().as_secs_f64());
         }
         Ok(value)
     }
@@ -257,7 +276,8 @@ impl SizeWatch {
                 "memory ran out before the first micro-batch: the mini-batch is run again"
             ),
         }
-        let ended = log.failed(std::mem::take(&mut self.decisions), &self.sizer, &rooms, oom);
+        let decisions = std::mem::take(&mut self.decisions);
+        let ended = log.failed(decisions, self.least, &self.sizer, &rooms, oom);
         Ok((self.sizer, ended))
     }
 
@@ -314,8 +334,20 @@ pub(crate) struct Ending {
     pub(crate) size: usize,
 }
 
-fn longest(ranges: &[Range<usize>]) -> usize {
-    ranges.iter().map(ExactSizeIterator::len).max().unwrap_or(1)
+/// The micro-batches of a piece: of what is left of all samples.
+fn pieces(left: &Samples, trial: &SizeTrial, all: &Samples) -> Result<Vec<Range<usize>>> {
+    if left.lengths().is_some() {
+        let mut ranges = left.by_units(trial.size)?;
+        ranges.truncate(trial.micro_batches.unwrap_or(usize::MAX));
+        return Ok(ranges);
+    }
+    match trial.micro_batches {
+        Some(count) => first_of(left.count(), trial.size, count),
+        None if left.count() == all.count() => Ok(all.by_units(trial.size)?),
+        // Of exactly the size that later steps will have: a new one costs a device its
+        // preparations.
+        None => of_exactly(left.count(), in_near_equal_parts(all.count(), trial.size)),
+    }
 }
 
 /// `count` micro-batches of `size` samples, or as many as there are; a single sample is not left

@@ -1,5 +1,6 @@
 //! Builds the layers of a list where they will live, all of them or a part, or only counts them.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use brimful_torch::meta;
@@ -48,12 +49,38 @@ impl Layers {
         Ok(Model::new(start, layers))
     }
 
+    /// The positions of the exact BatchNorms. Nothing is allocated to find out.
+    pub(crate) fn exact_norms(&self) -> Result<Vec<usize>> {
+        let skips = self.skips()?;
+        let _shapes_alone = meta::enter();
+        let vs = VarStore::new(Device::Cpu);
+        let mut found = Vec::new();
+        for (position, layer) in self.list.iter().enumerate().filter(|(_, layer)| layer.normalises)
+        {
+            if layer.build(&vs.root(), position, &skips)?.norm.is_some() {
+                found.push(position);
+            }
+        }
+        Ok(found)
+    }
+
     /// How many numbers the model trains. Nothing is allocated to find out.
     ///
     /// # Errors
     /// As [`Layers::build`].
     pub fn parameter_count(&self) -> Result<u64> {
         Ok(self.parameter_counts()?.iter().sum())
+    }
+
+    /// All variables by name, with their shapes. Nothing is allocated to find out.
+    ///
+    /// # Errors
+    /// As [`Layers::build`].
+    pub fn variable_shapes(&self) -> Result<BTreeMap<String, Vec<i64>>> {
+        let _shapes_alone = meta::enter();
+        let vs = VarStore::new(Device::Cpu);
+        self.build(&vs.root())?;
+        Ok(vs.variables().into_iter().map(|(name, tensor)| (name, tensor.size())).collect())
     }
 
     /// How many numbers each layer trains; shared ones are counted with their owner.

@@ -1,19 +1,21 @@
 //! One line of the list: a layer's name, what it shares, and how it is made.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tch::TchError;
-use tch::nn::Path;
+use brimful_torch::meta;
+use tch::nn::{Path, VarStore};
+use tch::{Device, TchError};
 
 use super::LayersError;
 use super::model::{Layer, Module, PopFunction};
 use super::skips::{Name, Skip};
 use crate::oom::{self, Caught};
-use crate::{Error, Result};
+use crate::{Error, Result, nn};
 
 /// Builds a layer under its own path; the second path is that of the layer whose variables it
 /// shares, and the layer's own where it shares none.
-type Build = dyn Fn(&Path, &Path) -> Module + Send + Sync;
+pub(super) type Build = dyn Fn(&Path, &Path) -> Module + Send + Sync;
 
 /// One line of the list.
 #[derive(Clone)]
@@ -21,6 +23,8 @@ pub(super) struct Description {
     pub(super) name: String,
     /// The layer whose variables this one uses too.
     pub(super) shares: Option<String>,
+    /// Whether it was added as a normalisation, which may be an exact one.
+    pub(super) normalises: bool,
     pub(super) make: Make,
 }
 
@@ -51,13 +55,24 @@ impl Description {
         Self {
             name: within(self.name),
             shares: self.shares.map(within),
+            normalises: self.normalises,
             make: self.make.inside(outer),
         }
     }
 
     /// The layer at this position of a list with these skips.
     pub(super) fn build(&self, root: &Path, position: usize, skips: &[Skip]) -> Result<Layer> {
+        let mut norm = None;
         let module = match &self.make {
+            Make::Build(build) if self.normalises => {
+                let (mut norms, module) = nn::built_in(|| self.build_module(root, &**build));
+                if norms.len() > 1 {
+                    let (name, norms) = (self.name.clone(), norms.len());
+                    return Err(LayersError::ExactNorms { position, name, norms }.into());
+                }
+                norm = norms.pop();
+                module?
+            }
             Make::Build(build) => self.build_module(root, &**build)?,
             Make::Stash => Module::Stash,
             Make::Pop { function, .. } => {
@@ -67,7 +82,7 @@ impl Description {
                 Module::Pop { stash: skip.stash, last, function: Arc::clone(function) }
             }
         };
-        Ok(Layer { name: self.name.clone(), module })
+        Ok(Layer { name: self.name.clone(), module, norm })
     }
 
     fn build_module(&self, root: &Path, build: &Build) -> Result<Module> {
@@ -91,6 +106,24 @@ impl Description {
 }
 
 /// The path of a joined name, one step a component, because tch allows no '.' in a step.
-fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
+pub(super) fn descend<'a>(root: &Path<'a>, name: &str) -> Path<'a> {
     name.split('.').fold(root.clone(), |path, step| path / step)
+}
+
+/// Variables by their names under a path, with their shapes.
+pub(super) type Shapes = BTreeMap<String, Vec<i64>>;
+
+/// The variables that a layer makes under its own path, and those under the path of the layer that it
+/// shares with. Nothing is allocated to find out.
+pub(super) fn variable_shapes(build: &Build) -> (Shapes, Shapes) {
+    let _shapes_alone = meta::enter();
+    let store = VarStore::new(Device::Cpu);
+    build(&(store.root() / "own"), &(store.root() / "other"));
+    let under = |path: &str| {
+        let shape = |(name, tensor): (String, tch::Tensor)| {
+            Some((name.strip_prefix(path)?.to_owned(), tensor.size()))
+        };
+        store.variables().into_iter().filter_map(shape).collect()
+    };
+    (under("own."), under("other."))
 }

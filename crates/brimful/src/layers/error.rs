@@ -55,6 +55,19 @@ pub enum LayersError {
         /// The name of the layer that it would share with.
         owner: String,
     },
+    /// A layer with more than one exact BatchNorm.
+    #[error(
+        "layer {position}, '{name}', has {norms} exact BatchNorms, and all micro-batches meet before one \
+         at a time: make each a layer of its own, by `add_norm`"
+    )]
+    ExactNorms {
+        /// Its place in the list, from 0.
+        position: usize,
+        /// Its name.
+        name: String,
+        /// How many it has.
+        norms: usize,
+    },
     /// A pop of what nobody stashes.
     #[error(
         "layer {position}, '{name}', pops '{skip}', which is stashed neither in its own list nor in \

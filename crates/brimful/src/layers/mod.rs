@@ -41,6 +41,7 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 
+mod adapted;
 mod building;
 mod description;
 mod error;
@@ -108,6 +109,58 @@ impl Layers {
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
         self.push(name, None, Make::of(move |own, _| Module::Many(Box::new(build(own)))))
+    }
+
+    /// Appends a normalisation: a [`BatchNorm`](crate::nn::BatchNorm), or a module that has one and begins
+    /// with it. It normalises the first tensor that flows here, and hands others on as they are.
+    ///
+    /// With [`BatchNormPolicy::Exact`](crate::nn::BatchNormPolicy::Exact) a pipeline lets all
+    /// micro-batches come to this layer before the first one goes on; with any other policy it is a layer
+    /// as those that are appended by [`Layers::add`].
+    ///
+    /// ```
+    /// use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
+    /// use brimful::{Layers, Loss, Pipeline, Size};
+    /// use tch::{Device, Kind, Tensor, nn};
+    ///
+    /// let exact = BatchNormConfig { policy: BatchNormPolicy::Exact, ..Default::default() };
+    /// let layers = Layers::new()
+    ///     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+    ///     .add_norm("norm", move |p| batch_norm1d(p, 8, exact).with_relu())
+    ///     .add("output", |p| nn::linear(p, 8, 3, Default::default()));
+    /// let mut pipe = Pipeline::builder(layers).micro_batches(Size::Fixed(2)).build()?;
+    /// let x = Tensor::randn([16, 4], (Kind::Float, Device::Cpu));
+    /// let y = Tensor::randint(3, [16], (Kind::Int64, Device::Cpu));
+    /// pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn add_norm<M, F>(self, name: impl Into<String>, build: F) -> Self
+    where
+        M: ModuleT + 'static,
+        F: Fn(&Path) -> M + Send + Sync + 'static,
+    {
+        self.add_norm_many(name, move |own| {
+            let module = build(own);
+            move |x: &[Tensor], train: bool| {
+                let Some((first, others)) = x.split_first() else { return Vec::new() };
+                let others = others.iter().map(Tensor::shallow_clone);
+                std::iter::once(module.forward_t(first, train)).chain(others).collect()
+            }
+        })
+    }
+
+    /// The same for a module over several tensors, of which it normalises the first: a shortcut may be
+    /// added to it at once.
+    #[must_use]
+    pub fn add_norm_many<M, F>(self, name: impl Into<String>, build: F) -> Self
+    where
+        M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
+        F: Fn(&Path) -> M + Send + Sync + 'static,
+    {
+        let mut longer = self.add_many(name, build);
+        longer.list.iter_mut().next_back().into_iter().for_each(|layer| layer.normalises = true);
+        longer
     }
 
     /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
@@ -229,7 +282,7 @@ impl Layers {
     }
 
     fn push(mut self, name: impl Into<String>, shares: Option<String>, make: Make) -> Self {
-        self.list.push(Description { name: name.into(), shares, make });
+        self.list.push(Description { name: name.into(), shares, normalises: false, make });
         self
     }
 }

@@ -7,6 +7,7 @@ use tch::nn::ModuleT;
 use tch::{Device, Tensor};
 
 use super::skips::Stashed;
+use crate::nn::ExactNorm;
 use crate::random::{Draws, Generator};
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
@@ -17,6 +18,8 @@ pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send
 pub(super) struct Layer {
     pub(super) name: String,
     pub(super) module: Module,
+    /// The exact BatchNorm in it.
+    pub(super) norm: Option<ExactNorm>,
 }
 
 /// What a layer does.
@@ -59,6 +62,11 @@ impl Model {
     /// The layers' names, in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.layers.iter().map(|layer| layer.name.as_str())
+    }
+
+    /// The exact BatchNorm that it begins with.
+    pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
+        self.layers.first()?.norm.as_ref()
     }
 
     /// Runs the model on several tensors, for lists that begin or end with a layer of many.

@@ -55,8 +55,8 @@ pub fn measure_watched(
     batch: &impl Batch,
     watch: impl FnMut(&LayerCost),
 ) -> Result<Profile> {
-    let mut values = Vec::new();
-    batch.visit(&mut |leaf| values.push(leaf.tensor().shallow_clone()));
+    let values: Vec<Tensor> =
+        batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect();
     let measurement = Measurement::new(device, batch::len(batch)?, &values)?;
     let random = Randomness::now(device)?;
     let profile = tch::with_grad(|| measurement.profile(layers, &values, watch));

@@ -7,7 +7,7 @@ use super::pass::BatchPass;
 use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::Accumulator;
-use crate::batch::{self, Batch};
+use crate::batch::{Batch, Samples};
 use crate::loss::MicroBatchWeight;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
@@ -98,7 +98,7 @@ impl MicroBatcher {
         let ((pass, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(role, turn, eager)?;
             this.run_all(&mut pass, batch, cut, role, closure, f)?;
-            let outputs = joined(std::mem::take(&mut pass.outputs))?;
+            let outputs = joined(std::mem::take(&mut pass.outputs), cut.samples())?;
             Ok((pass.finish()?, outputs))
         })?;
         let (parameters, sums) = pass;
@@ -202,10 +202,10 @@ impl MicroBatcher {
     }
 }
 
-/// The outputs of all micro-batches; those of a rank without a sample are blank.
-pub(super) fn joined<O: Batch>(outputs: Vec<O>) -> Result<O> {
+/// The outputs of all micro-batches of these samples; those of a rank without a sample are blank.
+pub(super) fn joined<O: Batch>(outputs: Vec<O>, samples: &Samples) -> Result<O> {
     if !outputs.is_empty() {
-        return batch::join(outputs);
+        return samples.restored(samples.join(outputs)?);
     }
     O::blank().ok_or_else(|| WorldError::NoForm { name: type_name::<O>().into() }.into())
 }

@@ -6,7 +6,7 @@ use super::attempt::joined;
 use super::{BatchRole, MicroBatcher, Outcome, Parts, Step};
 use crate::accumulate::Sums;
 use crate::auto::Use;
-use crate::batch::Batch;
+use crate::batch::{Arranged, Batch};
 use crate::loss::MicroBatchWeight;
 use crate::step::{self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
 use crate::{Result, oom};
@@ -17,10 +17,11 @@ impl MicroBatcher {
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
+        let arranged = Arranged::of(batch)?;
         self.in_order(|this| {
-            step::map(this, Brought::new(Use::Map, batch), |this, this_try| {
+            step::map(this, Brought::new(Use::Map, &arranged), |this, this_try| {
                 this.forward_part(this_try, |this, cut, role| {
-                    this.attempt_map(batch, cut, role, &mut f)
+                    this.attempt_map(arranged.batch(), cut, role, &mut f)
                 })
             })
         })
@@ -35,10 +36,11 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<Step<R::Outputs>> {
+        let arranged = Arranged::of(batch)?;
         self.in_order(|this| {
-            step::run(this, Brought::new(Use::Evaluate, batch), |this, this_try| {
+            step::run(this, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
                 this.forward_part(this_try, |this, cut, role| {
-                    this.attempt_evaluate(batch, cut, role, &mut f)
+                    this.attempt_evaluate(arranged.batch(), cut, role, &mut f)
                 })
             })
         })
@@ -108,7 +110,7 @@ impl MicroBatcher {
                     Ok(MicroBatchRun::PLAINLY)
                 },
             )?;
-            Ok((tally, joined(outputs)?))
+            Ok((tally, joined(outputs, cut.samples())?))
         })?;
         let groups = tally.groups(true);
         let sums = (Sums::default(), tally, groups);

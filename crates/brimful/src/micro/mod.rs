@@ -42,7 +42,7 @@ pub use layout::Layout;
 
 use crate::Result;
 use crate::auto::Use;
-use crate::batch::{self, Batch};
+use crate::batch::{self, Arranged, Batch};
 use crate::copies::Copies;
 use crate::memory::Memory;
 use crate::step::{
@@ -99,9 +99,10 @@ impl MicroBatcher {
     ) -> Result<Step<R::Outputs>> {
         step::check_no_window(self)?;
         let closure = Closure::of(&f);
+        let arranged = Arranged::of(batch)?;
         let step = self.in_order(|this| {
-            step::run(this, Brought::new(Use::Train, batch), |this, tried| {
-                this.attempt_alone(batch, tried, closure, true, &mut f)
+            step::run(this, Brought::new(Use::Train, &arranged), |this, tried| {
+                this.attempt_alone(arranged.batch(), tried, closure, true, &mut f)
             })
         })?;
         // By whole steps: how an order fares shows in the backward too, and in what it costs to convert.
@@ -122,9 +123,10 @@ impl MicroBatcher {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
         let closure = Closure::of(&f);
+        let arranged = Arranged::of(batch)?;
         let outputs = self.in_order(|this| {
-            step::accumulate(this, Brought::new(Use::Train, batch), |this, tried| {
-                this.attempt_alone(batch, tried, closure, false, &mut f)
+            step::accumulate(this, Brought::new(Use::Train, &arranged), |this, tried| {
+                this.attempt_alone(arranged.batch(), tried, closure, false, &mut f)
             })
         })?;
         // The order changes from window to window, so that one part of each tells its rate.

@@ -16,7 +16,7 @@ use tch::Tensor;
 use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
-use crate::batch::{self, Batch};
+use crate::batch::{Arranged, Batch, Samples};
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::StepError;
@@ -45,9 +45,10 @@ impl MicroBatcher {
         if !self.state.team.is_alone() {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
+        let arranged = Arranged::of(batch)?;
         self.in_order(|this| {
-            step::run(this, Brought::new(Use::TrainWhole, batch), |this, this_try| {
-                this.attempt_whole(batch, this_try, &mut forward, &mut loss)
+            step::run(this, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
+                this.attempt_whole(arranged.batch(), this_try, &mut forward, &mut loss)
             })
         })
     }
@@ -65,8 +66,12 @@ impl MicroBatcher {
         let (tried, outputs) = oom::catch(|| {
             let ((sums, tally, outputs), undo) = self.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
-                let (outputs, states) = this.forward_once(batch, &ranges, forward)?;
-                this.back_from_loss(batch, &ranges, &outputs, &states, forward, loss)
+                let (outputs, states) =
+                    this.forward_once(batch, &ranges, cut.samples(), forward)?;
+                let mut loss = |outputs: &O| in_users_order(cut.samples(), outputs, &mut *loss);
+                let (sums, tally, outputs) =
+                    this.back_from_loss(batch, &ranges, &outputs, &states, forward, &mut loss)?;
+                Ok((sums, tally, cut.samples().restored(outputs)?))
             })?;
             Ok::<_, Error>((self.tried_whole(sums, tally, undo, unit, cut), outputs))
         })?;
@@ -79,6 +84,7 @@ impl MicroBatcher {
         &self,
         batch: &B,
         ranges: &[Range<usize>],
+        samples: &Samples,
         forward: &mut impl FnMut(B) -> O,
     ) -> Result<(O, Vec<Randomness>)> {
         let mut states = Vec::with_capacity(ranges.len());
@@ -93,7 +99,7 @@ impl MicroBatcher {
             })
         });
         run?;
-        Ok((as_leaves(&batch::join(parts)?)?, states))
+        Ok((as_leaves(&samples.join(parts)?)?, states))
     }
 
     /// The loss on all outputs, and every micro-batch's backward from it.
@@ -104,10 +110,10 @@ impl MicroBatcher {
         outputs: &O,
         states: &[Randomness],
         forward: &mut impl FnMut(B) -> O,
-        loss: &mut impl FnMut(&O) -> Tensor,
+        loss: &mut impl FnMut(&O) -> Result<Tensor>,
     ) -> Result<(Sums, Tally, O)> {
         let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
-        let tally = weighed(&mut accumulator, loss(outputs))?;
+        let tally = weighed(&mut accumulator, loss(outputs)?)?;
         // The second pass draws what the first drew, and leaves the generators where the loss left them:
         // the next step does not depend on there having been two.
         let after = Randomness::now(self.device)?;
@@ -141,6 +147,7 @@ impl MicroBatcher {
     pub(crate) fn attempt_loss<O: Batch>(
         &mut self,
         outputs: &O,
+        samples: &Samples,
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
@@ -150,7 +157,7 @@ impl MicroBatcher {
             generator.begin(0);
             let outputs = as_leaves(outputs)?;
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
-            let tally = weighed(&mut accumulator, loss(&outputs))?;
+            let tally = weighed(&mut accumulator, in_users_order(samples, &outputs, loss)?)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
         Ok((self.tried_whole(sums, tally, undo, 1.0, &cut), gradients))
@@ -194,6 +201,16 @@ impl MicroBatcher {
         let sizes = cut.sizes().to_vec();
         Tried::new(trained, &self.variables, (sums, tally, groups), undo, unit, sizes)
     }
+}
+
+/// The loss on outputs in the user's order, whose gradient arrives in the order in which they were run.
+fn in_users_order<O: Batch>(
+    samples: &Samples,
+    outputs: &O,
+    loss: impl FnOnce(&O) -> Tensor,
+) -> Result<Tensor> {
+    let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
+    Ok(loss(&samples.restored(outputs)?))
 }
 
 /// Counts the loss, and runs its backward.

@@ -9,27 +9,54 @@ use thiserror::Error;
 
 use crate::Result;
 use crate::batch::enumerate;
+use crate::nn::exact::{self, ExactNorm, Met, MetPlace};
 use crate::nn::kernels::told;
 use crate::statistics::{self, Running};
 
-/// An input that a BatchNorm layer is not made for.
+/// An input that a BatchNorm layer cannot normalise.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error(
-    "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
-     second, but got the shape {shape:?}",
-    enumerate(dimensions)
-)]
 #[non_exhaustive]
-pub struct BatchNormError {
-    /// Numbers of dimensions that the layer takes.
-    pub dimensions: &'static [usize],
-    /// Its channels.
-    pub channels: i64,
-    /// The input's shape.
-    pub shape: Vec<i64>,
+pub enum BatchNormError {
+    /// Another shape than the layer is made for.
+    #[error(
+        "a BatchNorm layer of {channels} channels takes an input of {} dimensions with the channels \
+         second, but got the shape {shape:?}",
+        enumerate(dimensions)
+    )]
+    Shape {
+        /// Numbers of dimensions that the layer takes.
+        dimensions: &'static [usize],
+        /// Its channels.
+        channels: i64,
+        /// The input's shape.
+        shape: Vec<i64>,
+    },
+    /// An exact layer where the other micro-batches cannot be waited for.
+    #[error(
+        "BatchNormPolicy::Exact needs the statistics of all micro-batches before it normalises the \
+         first, which a pipeline has, of a list in which the layer was added by `add_norm`:\n    \
+         let layers = Layers::new().add(\"conv\", conv).add_norm(\"bn\", |p| batch_norm2d(p, \
+         {channels}, exact)).add(\"rest\", rest);\n    \
+         let mut pipe = Pipeline::builder(layers).micro_batches(Size::Fixed(2)).build()?;\n    \
+         pipe.backward(&x, &y, |out: Tensor, y| Loss::mean(out.cross_entropy_for_logits(y)))?;\n\
+         In a closure, and in replicas of one, take BatchNormPolicy::Deferred"
+    )]
+    NotMet {
+        /// The layer's channels.
+        channels: i64,
+    },
+    /// An exact layer that normalises something else than what its layer of the list was given.
+    #[error(
+        "a layer added by `add_norm` normalises the first tensor that it is given, as it is, but this one \
+         has made one of shape {shape:?} from it: do that in a layer before it"
+    )]
+    OtherInput {
+        /// The shape of what is to be normalised.
+        shape: Vec<i64>,
+    },
 }
 
-/// What a micro-batch does to running statistics.
+/// What a micro-batch does to running statistics, and what normalises it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BatchNormPolicy {
     /// They move once a step, to where the whole mini-batch would have moved them.
@@ -39,12 +66,16 @@ pub enum BatchNormPolicy {
     PerMicroBatch,
     /// They never move, and normalise in training too.
     Frozen,
+    /// They move once a step, and the whole mini-batch's statistics normalise every micro-batch: outputs
+    /// and gradients are those of the full batch. For [`Pipeline`](crate::Pipeline)s on one device, of
+    /// lists to which the layer is added by [`Layers::add_norm`](crate::Layers::add_norm).
+    Exact,
 }
 
 /// How a BatchNorm layer is made.
 #[derive(Debug, Clone, Copy)]
 pub struct BatchNormConfig {
-    /// What a micro-batch does to running statistics.
+    /// What a micro-batch does to running statistics, and what normalises it.
     pub policy: BatchNormPolicy,
     /// Added to the variance.
     pub eps: f64,
@@ -69,6 +100,8 @@ pub struct BatchNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     running: Running,
+    /// What normalises the next input of an exact layer.
+    place: MetPlace,
 }
 
 /// BatchNorm of an input of shape N × C or N × C × L.
@@ -107,7 +140,7 @@ impl BatchNorm {
     ) -> Self {
         let affine =
             |name, value| config.affine.then(|| path.var(name, &[channels], Init::Const(value)));
-        Self {
+        let norm = Self {
             config,
             dimensions,
             channels,
@@ -118,7 +151,18 @@ impl BatchNorm {
                 path.ones_no_train("running_var", &[channels]),
                 config.momentum,
             ),
+            place: MetPlace::default(),
+        };
+        if config.policy == BatchNormPolicy::Exact {
+            let weight = norm.weight.as_ref().map(Tensor::shallow_clone);
+            exact::tell_of(ExactNorm {
+                running: norm.running.share(),
+                weight,
+                eps: config.eps,
+                place: norm.place.clone(),
+            });
         }
+        norm
     }
 
     /// Normalises `input`, in training by its own statistics.
@@ -230,33 +274,63 @@ impl BatchNorm {
         let shape = input.size();
         let channels = self.channels;
         if !self.dimensions.contains(&shape.len()) || shape[1] != channels {
-            return Err(BatchNormError { dimensions: self.dimensions, channels, shape }.into());
+            let dimensions = self.dimensions;
+            return Err(BatchNormError::Shape { dimensions, channels, shape }.into());
         }
-        if !train || self.config.policy == BatchNormPolicy::Frozen {
-            let Running { mean, variance, .. } = &self.running;
-            let running = Some((mean.shallow_clone(), variance.shallow_clone()));
-            return Ok(Movement { running, training: false, momentum: 0.0 });
+        if !train {
+            return Ok(self.unmoved());
         }
         let target = match self.config.policy {
+            BatchNormPolicy::Frozen => return Ok(self.unmoved()),
+            BatchNormPolicy::Exact => match self.place.shared() {
+                Some(met) => return self.met(&met, input),
+                // Alone, an input is the whole mini-batch.
+                None if !statistics::in_a_step() => statistics::at_once(&self.running)?,
+                None => return Err(BatchNormError::NotMet { channels }.into()),
+            },
             BatchNormPolicy::Deferred => {
                 let count = shape.iter().product::<i64>() / channels;
                 statistics::deferred(&self.running, input, count)?
             }
-            _ => statistics::at_once(&self.running)?,
+            BatchNormPolicy::PerMicroBatch => statistics::at_once(&self.running)?,
         };
-        Ok(match target {
-            None => Movement { running: None, training: true, momentum: 0.0 },
-            Some((mean, variance, momentum)) => {
-                Movement { running: Some((mean, variance)), training: true, momentum }
-            }
+        let momentum = target.as_ref().map_or(0.0, |(.., momentum)| *momentum);
+        let running = target.map(|(mean, variance, _)| (mean, variance));
+        let affine = [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone));
+        Ok(Movement { running, affine, training: true, momentum })
+    }
+
+    /// Normalised by the running statistics.
+    fn unmoved(&self) -> Movement {
+        let Running { mean, variance, .. } = &self.running;
+        Movement {
+            running: Some((mean.shallow_clone(), variance.shallow_clone())),
+            affine: [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone)),
+            training: false,
+            momentum: 0.0,
+        }
+    }
+
+    /// Normalised by the whole mini-batch's statistics, as if they were running ones.
+    fn met(&self, met: &Met, input: &Tensor) -> Result<Movement> {
+        if !met.is_of(input) {
+            return Err(BatchNormError::OtherInput { shape: input.size() }.into());
+        }
+        let [weight, bias] = met.with_probe(self.weight.as_ref(), self.bias.as_ref())?;
+        let (mean, variance) = met.statistics();
+        Ok(Movement {
+            running: Some((mean.shallow_clone(), variance.shallow_clone())),
+            affine: [Some(weight), Some(bias)],
+            training: false,
+            momentum: 0.0,
         })
     }
 
     fn over<'a>(&'a self, x: &'a Tensor, movement: &'a Movement) -> NormInput<'a> {
         NormInput {
             x,
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref(),
+            weight: movement.affine[0].as_ref(),
+            bias: movement.affine[1].as_ref(),
             running: movement.running.as_ref().map(|(mean, variance)| (mean, variance)),
             training: movement.training,
             momentum: movement.momentum,
@@ -268,6 +342,8 @@ impl BatchNorm {
 /// What one input does to running statistics: those that it moves, or that normalise it.
 struct Movement {
     running: Option<(Tensor, Tensor)>,
+    /// Weight and bias.
+    affine: [Option<Tensor>; 2],
     training: bool,
     momentum: f64,
 }

@@ -1,8 +1,8 @@
 //! Layers: BatchNorm that knows of micro-batches, alone or with the ReLU that follows it; norms and
-//! activations of transformers in one pass each; a head with its loss.
+//! activations of transformers in one pass each; projections with LoRA or without; a head with its loss.
 //!
 //! In training every micro-batch is normalised by its own statistics: those of the mini-batch are
-//! not known before its last sample has been seen. What evaluation uses, the running statistics,
+//! not known before its last sample has been seen ([`BatchNormPolicy::Exact`] waits for it). What evaluation uses, the running statistics,
 //! can be as if the mini-batch had come whole, and by default is:
 //!
 //! ```
@@ -26,9 +26,12 @@
 
 mod activation;
 mod batch_norm;
+mod exact;
 pub mod kernels;
 mod linear_cross_entropy;
+mod lora;
 mod norm;
+mod projection;
 mod rotary;
 
 pub use activation::{Gelu, bias_gelu, bias_swiglu};
@@ -36,10 +39,13 @@ pub use batch_norm::{
     BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
     batch_norm2d, batch_norm3d, f_second_use, second_use,
 };
+pub(crate) use exact::{ExactNorm, Met, NormSettled, built_in};
 pub use linear_cross_entropy::{
     LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,
 };
+pub use lora::Lora;
 pub use norm::{
     LayerNorm, NormError, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
 };
+pub use projection::{Projection, ProjectionConfig, WeightOrder, spread_weight};
 pub use rotary::Rotary;

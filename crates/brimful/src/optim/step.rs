@@ -100,10 +100,26 @@ impl Optimizer {
 
     /// Everything that can fail.
     pub(crate) fn prepare(&self) -> Result<OptimizerPlan> {
+        self.prepare_from(|parameter| Ok(parameter.tensor.f_grad()?))
+    }
+
+    /// The same for the parameters of these names alone, with gradients that they have not been given.
+    pub(crate) fn prepare_with(&self, gradients: &[(String, Tensor)]) -> Result<OptimizerPlan> {
+        self.prepare_from(|parameter| {
+            let given = gradients.iter().find(|(name, _)| *name == parameter.name);
+            Ok(given.map_or_else(Tensor::new, |(_, gradient)| gradient.shallow_clone()))
+        })
+    }
+
+    /// The same with each parameter's gradient from here, not defined where it has none.
+    fn prepare_from(
+        &self,
+        gradient_of: impl Fn(&Parameter) -> Result<Tensor>,
+    ) -> Result<OptimizerPlan> {
         let _no_grad = tch::no_grad_guard();
         let mut buckets: Vec<FusedBatch> = Vec::new();
         for (index, parameter) in self.parameters.iter().enumerate() {
-            if let Some(item) = self.prepare_one(index, parameter)? {
+            if let Some(item) = self.prepare_one(index, parameter, gradient_of(parameter)?)? {
                 sort_in(&mut buckets, self.key_of(parameter, &item), item);
             }
         }
@@ -112,9 +128,13 @@ impl Optimizer {
         Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
 
-    fn prepare_one(&self, index: usize, parameter: &Parameter) -> Result<Option<Item>> {
+    fn prepare_one(
+        &self,
+        index: usize,
+        parameter: &Parameter,
+        gradient: Tensor,
+    ) -> Result<Option<Item>> {
         let tensor = &parameter.tensor;
-        let gradient = tensor.f_grad()?;
         if !tensor.requires_grad() || !gradient.defined() {
             return Ok(None);
         }

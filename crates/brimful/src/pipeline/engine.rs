@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 use super::portion::{Portion, portions};
 use super::{Pipeline, ranks};
 use crate::auto::Kind;
-use crate::batch::BatchError;
+use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
@@ -75,8 +75,10 @@ impl Engine for Pipeline {
         Ok(Some(Trained::all(here.iter())))
     }
 
-    fn longest_part(&self, samples: usize) -> usize {
-        samples.div_ceil(self.ranks.replicas_here)
+    fn largest_part(&self, samples: &Samples) -> Result<Samples> {
+        let shares = samples.shares(self.ranks.replicas_here)?;
+        let parts = shares.into_iter().map(|share| samples.part(&share));
+        Ok(parts.max_by_key(Samples::units).unwrap_or_default())
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {

@@ -5,8 +5,9 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::Error;
+use crate::bytes::Bytes;
 use crate::oom::OutOfMemory;
-use crate::schedule::{Action, Schedule};
+use crate::schedule::Action;
 use crate::world::WorldError;
 
 /// A pipeline that cannot be built or used as asked.
@@ -41,15 +42,6 @@ pub enum PipelineError {
         /// Stages that the schedule puts on a device.
         per_device: usize,
     },
-    /// A schedule whose actions the executor does not know.
-    #[error(
-        "{schedule} splits the backward, which is simulated but not executed yet: choose gpipe, 1f1b \
-         or interleaved"
-    )]
-    NotExecuted {
-        /// The schedule.
-        schedule: Schedule,
-    },
     /// Actions for other devices than the pipeline's.
     #[error(
         "the actions put the stages on devices {given:?}, but the pipeline has them on {here:?}: give \
@@ -61,13 +53,19 @@ pub enum PipelineError {
         /// The device of each stage in the list.
         given: Vec<usize>,
     },
-    /// An action that the executor does not know.
+    /// Split backwards of more stages that live on the host than a device has room for.
     #[error(
-        "{action} is half a backward, which is simulated but not executed yet: write B instead"
+        "{stages} stages of device {device} live on the host and it has room for {slots} at a time, but \
+         a split backward needs its weights until its second half: choose breadth-first, or let at most \
+         {slots} stages of a device live on the host"
     )]
-    SplitBackward {
-        /// The first of them.
-        action: Action,
+    SplitAtHome {
+        /// The device, counted from 0.
+        device: usize,
+        /// How many of its stages live on the host.
+        stages: usize,
+        /// How many of them can be there at a time.
+        slots: usize,
     },
     /// A model that gives another number of tensors than the call is made for.
     #[error(
@@ -111,6 +109,29 @@ pub enum PipelineError {
          next `forward`, `backward`, `evaluate` or `map`"
     )]
     OldOutputs,
+    /// Updates that follow the backward, of a loss that is divided at the end.
+    #[error(
+        "updates follow the backward, but what this loss is divided by is known only at its end: use \
+         `Loss::mean`, or let updates come after it (`follow_backward(false)`)"
+    )]
+    FollowsUnknown,
+    /// Updates that follow the backward, in a step of several mini-batches or of several workers.
+    #[error(
+        "updates follow the backward, which needs a step of one mini-batch in one pipeline on one device: \
+         let them come after it (`follow_backward(false)`)"
+    )]
+    FollowsParts,
+    /// A step that failed when some of its updates were made.
+    #[error(
+        "the updates of {stages} stages had followed the backward when it failed, so the parameters are of no \
+         step: load the model that was saved last. It failed because: {cause}"
+    )]
+    PartlyUpdated {
+        /// How many.
+        stages: usize,
+        /// What the step failed with.
+        cause: String,
+    },
     /// Homes for another number of stages.
     #[error("homes of {given} stages were given, but the pipeline has {stages}: give one for each")]
     WrongHomes {
@@ -118,6 +139,20 @@ pub enum PipelineError {
         given: usize,
         /// How many stages there are.
         stages: usize,
+    },
+    /// A host that cannot hold what is to live there.
+    #[error(
+        "{stages} stages that live on the host need {needed} there (weights, gradients and the optimizer's \
+         state), but it has {room}: let fewer live there, choose a smaller number type or an optimizer that \
+         keeps less, or use more devices"
+    )]
+    HostTooSmall {
+        /// How many stages live there.
+        stages: usize,
+        /// What they need.
+        needed: Bytes,
+        /// What the host has for them.
+        room: Bytes,
     },
     /// Outputs that no loss was traced back to.
     #[error("the outputs have no gradient: compute a loss from them and call its `backward` first")]
@@ -135,6 +170,39 @@ pub enum PipelineError {
     Mismatch {
         /// For each variable that differs, what it is in the file and in the model.
         differences: Vec<String>,
+    },
+    /// Exact BatchNorms where micro-batches do not meet.
+    #[error(
+        "exact BatchNorms are of the samples of one device, but there are {devices} devices, {replicas} \
+         replicas and {ranks} ranks: give the pipeline one device, or take `BatchNormPolicy::Deferred`"
+    )]
+    ExactOnSeveral {
+        /// Devices of this process.
+        devices: usize,
+        /// Pipelines.
+        replicas: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// An exact BatchNorm without a layer before it.
+    #[error(
+        "'{layer}' is an exact BatchNorm and the first layer, but all micro-batches must pass a layer \
+         before they meet: put one before it, such as `.add_fn(\"input\", |x| x * 1.0)`"
+    )]
+    ExactFirst {
+        /// Its name.
+        layer: String,
+    },
+    /// Actions that let a micro-batch pass an exact BatchNorm before all have come to it.
+    #[error(
+        "{came} of {micro_batches} micro-batches have come to an exact BatchNorm that one of them is to \
+         pass: give a list of actions in which each stage runs all before the next stage runs one"
+    )]
+    NotAllMet {
+        /// Those that have come.
+        came: usize,
+        /// All.
+        micro_batches: usize,
     },
     /// An input that is needed again and is not what it was.
     #[error(

@@ -59,7 +59,7 @@ pub use error::{Cause, PipelineError, StageError};
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
-use crate::schedule::{Actions, Home, Recompute, Schedule, StageId};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageId};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, Workers};
 use crate::{Layers, Result};
@@ -82,6 +82,8 @@ pub struct Pipeline {
     devices: Vec<DeviceSpec>,
     balance: crate::balance::Balance,
     schedule: Schedule,
+    /// What automatic lists are made from.
+    recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
     /// Where each stage lives.
     homes: Vec<Home>,
@@ -102,6 +104,11 @@ impl Pipeline {
     /// How many layers each stage has.
     pub fn balance(&self) -> &crate::balance::Balance {
         &self.balance
+    }
+
+    /// The order of the actions: the one that was asked for, or, with exact BatchNorms, breadth first.
+    pub fn schedule(&self) -> Schedule {
+        self.schedule
     }
 
     /// The devices that have a stage, in the order of the schedule; in a world, those of this rank.
@@ -140,7 +147,12 @@ impl Pipeline {
             return Ok(Arc::clone(known));
         }
         let recompute = |stage| self.recompute_of(stage, Recompute::ExceptLast);
-        let made = self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?;
+        let made = match (self.schedule, &self.recipe) {
+            (Schedule::Auto, Some(recipe)) => recipe.actions_by_stage(micro_batches, recompute)?,
+            (schedule, _) => {
+                schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
+            }
+        };
         let made = Arc::new(made);
         self.actions.insert(micro_batches, Arc::clone(&made));
         Ok(made)

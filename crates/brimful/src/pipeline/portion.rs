@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::batch::BatchError;
+use crate::batch::{BatchError, Samples};
 use crate::loss::MicroBatchWeight;
 use crate::step::{BatchRole, Opening, Size};
-use crate::{Error, Result, split};
+use crate::{Error, Result};
 
 /// One pipeline's micro-batches in a step.
 #[derive(Debug, Clone)]
@@ -32,18 +32,18 @@ pub(crate) fn portions(
     size: Size,
     replicas: usize,
 ) -> Result<Vec<Portion>> {
-    let cut = |samples: usize| match samples {
+    let cut = |samples: &Samples| match samples.count() {
         0 => Ok(Vec::new()),
         _ => size.cut(samples)?.ok_or(Error::from(BatchError::NothingToCut)),
     };
     // Counted on through all replicas: two micro-batches of one number would draw the same.
     let mut first = 0;
     for samples in opening.before() {
-        first += cut(*samples)?.len();
+        first += cut(samples)?.len();
     }
     let mut all = Vec::with_capacity(replicas);
-    for share in shares(opening.own(), replicas)? {
-        let ranges = cut(share.len())?.into_iter();
+    for share in opening.own().shares(replicas)? {
+        let ranges = cut(&opening.own().part(&share))?.into_iter();
         let ranges: Vec<_> =
             ranges.map(|range| share.start + range.start..share.start + range.end).collect();
         let weights = ranges.iter().map(|range| MicroBatchWeight {
@@ -57,11 +57,4 @@ pub(crate) fn portions(
         first += count;
     }
     Ok(all)
-}
-
-/// Each pipeline's samples; the last ones have none where there are fewer than pipelines.
-pub(crate) fn shares(samples: usize, replicas: usize) -> Result<Vec<Range<usize>>> {
-    let mut shares = if samples == 0 { Vec::new() } else { split::by_count(samples, replicas)? };
-    shares.resize(replicas, samples..samples);
-    Ok(shares)
 }

@@ -47,7 +47,7 @@ impl Buckets {
         let mut outlines: Vec<(Kind, usize, usize)> = Vec::new();
         let mut places = Vec::with_capacity(parameters.len());
         for parameter in parameters.iter().rev() {
-            let kind = kind_of_sum(parameter);
+            let kind = summed_in(parameter.kind());
             let length = parameter.numel();
             let fits = |(other, numbers, _): &(Kind, usize, usize)| {
                 *other == kind && (numbers + length) * kind.elt_size_in_bytes() <= BUCKET_BYTES
@@ -137,8 +137,9 @@ impl Buckets {
     }
 }
 
-fn kind_of_sum(parameter: &Tensor) -> Kind {
-    match parameter.kind() {
+/// The kind that numbers of a kind are summed in: halves would lose digits.
+pub(crate) fn summed_in(kind: Kind) -> Kind {
+    match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,
         kind => kind,
     }

@@ -7,8 +7,7 @@ use super::Replicas;
 use super::reduce::reduce;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
-use crate::batch::BatchError;
-use crate::batch::{self, Batch};
+use crate::batch::{self, Batch, BatchError, Samples};
 use crate::oom::{self, Caught};
 use crate::step::{BatchRole, Parts, Size, Tried};
 use crate::workers::into_error;
@@ -22,6 +21,7 @@ impl<M: 'static> Replicas<M> {
     pub(super) fn attempt<B: Send + 'static, O: Batch + 'static>(
         &self,
         jobs: Vec<Option<ReplicaJob<B>>>,
+        samples: &Samples,
         work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Caught<Error>> {
         let work = work.clone();
@@ -44,12 +44,17 @@ impl<M: 'static> Replicas<M> {
                 outputs.push(done.outputs);
             }
         }
-        let (tried, outputs) = self.joined(parts, outputs).map_err(Caught::Error)?;
+        let (tried, outputs) = self.joined(parts, outputs, samples).map_err(Caught::Error)?;
         Ok((Parts { tried, figures }, outputs))
     }
 
     /// All replicas' parts as one, in their order; undone where that fails.
-    fn joined<O: Batch>(&self, mut parts: Vec<Tried>, outputs: Vec<O>) -> Result<(Tried, O)> {
+    fn joined<O: Batch>(
+        &self,
+        mut parts: Vec<Tried>,
+        outputs: Vec<O>,
+        samples: &Samples,
+    ) -> Result<(Tried, O)> {
         let sums = parts.iter_mut().map(|part| mem::take(&mut part.sums)).collect();
         let (sums, addends) = Sums::of_replicas(sums);
         let mut parts = parts.into_iter();
@@ -59,7 +64,7 @@ impl<M: 'static> Replicas<M> {
             reduce(&self.workers, addends)?;
             whole.sums = self.home(sums)?;
             parts.try_for_each(|part| whole.extend(part))?;
-            batch::join(outputs)
+            samples.restored(samples.join(outputs)?)
         });
         match joined {
             Ok(outputs) => Ok((whole, outputs)),
@@ -81,6 +86,7 @@ impl<M: 'static> Replicas<M> {
 /// commits what other ranks have done.
 pub(super) fn jobs<B: Batch>(
     batch: &B,
+    samples: &Samples,
     shares: &[Range<usize>],
     size: Size,
     mut role: impl FnMut(usize) -> BatchRole,
@@ -90,7 +96,7 @@ pub(super) fn jobs<B: Batch>(
             return Ok(None);
         }
         let batch = batch::slice(batch, share.clone())?;
-        Ok(Some(ReplicaJob { batch, samples: share.len(), size, role: role(replica) }))
+        Ok(Some(ReplicaJob { batch, samples: samples.part(share), size, role: role(replica) }))
     };
     shares.iter().enumerate().map(job).collect()
 }

@@ -6,8 +6,7 @@ use super::Replicas;
 use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
-use crate::batch::Batch;
-use crate::batch::BatchError;
+use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::step::{self, Brought, Failed, Outcome, Parts, Step, Try};
 use crate::{Error, Result};
 
@@ -29,13 +28,18 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<Step<R::Outputs>> {
         step::check_no_window(self)?;
         let f = Arc::new(f);
-        let step = step::run(self, Brought::new(Use::Train, batch), |this, this_try| {
+        let arranged = Arranged::of(batch)?;
+        let step = step::run(self, Brought::new(Use::Train, &arranged), |this, this_try| {
             let f = Arc::clone(&f);
-            this.spread(batch, this_try, true, move |replica, job| replica.train(job, &*f))
+            this.spread(arranged.batch(), this_try, true, move |replica, job| {
+                replica.train(job, &*f)
+            })
         })?;
         // From steps that went well alone: a failed try tells how fast memory ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
-        self.speeds.observe(step.shares.iter().copied().zip(times));
+        // A rank without a sample has taken part in the step all the same.
+        let samples = arranged.samples().unwrap_or_default();
+        self.speeds.observe(units_of(&step.shares, &samples).into_iter().zip(times));
         Ok(step)
     }
 
@@ -49,9 +53,12 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
         let f = Arc::new(f);
-        step::run(self, Brought::new(Use::Evaluate, batch), |this, this_try| {
+        let arranged = Arranged::of(batch)?;
+        step::run(self, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
             let f = Arc::clone(&f);
-            this.spread(batch, this_try, true, move |replica, job| replica.evaluate(job, &*f))
+            this.spread(arranged.batch(), this_try, true, move |replica, job| {
+                replica.evaluate(job, &*f)
+            })
         })
     }
 
@@ -66,9 +73,10 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> O + Send + Sync + 'static,
     ) -> Result<O> {
         let f = Arc::new(f);
-        step::map(self, Brought::new(Use::Map, batch), |this, this_try| {
+        let arranged = Arranged::of(batch)?;
+        step::map(self, Brought::new(Use::Map, &arranged), |this, this_try| {
             let f = Arc::clone(&f);
-            this.spread(batch, this_try, true, move |replica, job| replica.map(job, &*f))
+            this.spread(arranged.batch(), this_try, true, move |replica, job| replica.map(job, &*f))
         })
     }
 
@@ -84,9 +92,12 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<R::Outputs> {
         let f = Arc::new(f);
-        step::accumulate(self, Brought::new(Use::Train, batch), |this, this_try| {
+        let arranged = Arranged::of(batch)?;
+        step::accumulate(self, Brought::new(Use::Train, &arranged), |this, this_try| {
             let f = Arc::clone(&f);
-            this.spread(batch, this_try, false, move |replica, job| replica.train(job, &*f))
+            this.spread(arranged.batch(), this_try, false, move |replica, job| {
+                replica.train(job, &*f)
+            })
         })
     }
 
@@ -107,9 +118,22 @@ impl<M: 'static> Replicas<M> {
         work: impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static,
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
-        let shares = self.speeds.shares(opening.own());
+        let samples = opening.own();
+        let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
-        let jobs = jobs(batch, &shares, size, |replica| step::role(self, opening, replica, last))?;
-        Ok(self.attempt(jobs, &work)?)
+        let role = |replica| step::role(self, opening, replica, last);
+        let jobs = jobs(batch, samples, &shares, size, role)?;
+        Ok(self.attempt(jobs, samples, &work)?)
     }
+}
+
+/// What the replicas' parts have: samples, or tokens.
+fn units_of(shares: &[usize], samples: &Samples) -> Vec<usize> {
+    let mut start = 0;
+    let mut units = Vec::with_capacity(shares.len());
+    for share in shares {
+        units.push(samples.part(&(start..start + share)).units());
+        start += share;
+    }
+    units
 }

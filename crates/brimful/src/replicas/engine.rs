@@ -5,6 +5,7 @@ use tch::{Device, Tensor};
 
 use super::Replicas;
 use crate::auto::Kind;
+use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::step::{
     Engine, Hints, Parts, PartsEngine, Seeding, StepState, Team, Trained, gradient_bytes, names,
@@ -35,8 +36,9 @@ impl<M: 'static> Engine for Replicas<M> {
         Ok(None)
     }
 
-    fn longest_part(&self, samples: usize) -> usize {
-        self.speeds.shares(samples).iter().map(ExactSizeIterator::len).max().unwrap_or_default()
+    fn largest_part(&self, samples: &Samples) -> Result<Samples> {
+        let parts = self.speeds.shares(samples).into_iter().map(|share| samples.part(&share));
+        Ok(parts.max_by_key(Samples::units).unwrap_or_default())
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {

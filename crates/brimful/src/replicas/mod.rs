@@ -110,7 +110,8 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<Self> {
         let mut devices = settled(devices.into_iter().map(Into::into).collect())?;
         error::check(&devices)?;
-        if size.cut(1)?.is_none() {
+        size.check()?;
+        if size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let mut stores: Vec<_> = devices.iter().map(|d| VarStore::new(d.device)).collect();

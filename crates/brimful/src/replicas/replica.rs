@@ -7,7 +7,7 @@ use tch::{Device, Tensor};
 
 use super::mirror::{Mirror, named};
 use crate::auto::Kind;
-use crate::batch::Batch;
+use crate::batch::{Batch, Samples};
 use crate::bytes::Bytes;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
@@ -33,14 +33,14 @@ pub(super) struct Replica<M> {
 #[derive(Debug)]
 pub(super) struct ReplicaJob<B> {
     pub(super) batch: B,
-    pub(super) samples: usize,
+    pub(super) samples: Samples,
     pub(super) size: Size,
     pub(super) role: BatchRole,
 }
 
 impl<B> ReplicaJob<B> {
     fn cut(&self) -> Result<Cut> {
-        Cut::given(self.samples, self.size)
+        Cut::given(self.samples.clone(), self.size)
     }
 }
 
@@ -168,12 +168,13 @@ impl<M> Replica<M> {
     pub(super) fn loss_on<O: Batch>(
         &mut self,
         outputs: &O,
+        samples: &Samples,
         seed: PartSeed,
         loss: &impl Fn(&M, &O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
         let model = &self.model;
         let (tried, gradients) =
-            self.micro.attempt_loss(outputs, seed, |outputs| loss(model, outputs))?;
+            self.micro.attempt_loss(outputs, samples, seed, |outputs| loss(model, outputs))?;
         Ok((tried.off_device(|_| Ok(()))?.0, gradients))
     }
 

@@ -7,6 +7,8 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use crate::batch::Samples;
+
 /// A speed is the median of the last 5 readings. The first step, which warms up, is none of them.
 const READINGS: usize = 5;
 /// 3 readings of every replica come before the first change: the least whose median drops an outlier.
@@ -37,13 +39,17 @@ impl Speeds {
     }
 
     /// Each replica's samples. Those of the first replica, which has the result, are never none.
-    pub(super) fn shares(&self, samples: usize) -> Vec<Range<usize>> {
+    pub(super) fn shares(&self, samples: &Samples) -> Vec<Range<usize>> {
         let mut start = 0;
         let range = |length: usize| {
             start += length;
             start - length..start
         };
-        apportioned(samples, &self.current).into_iter().map(range).collect()
+        let lengths = match samples.lengths() {
+            None => apportioned(samples.count(), &self.current),
+            Some(lengths) => apportioned_by_length(lengths, &self.current),
+        };
+        lengths.into_iter().map(range).collect()
     }
 
     /// Learns from a step: how many samples each replica had, and in how many seconds.
@@ -108,6 +114,25 @@ fn apportioned(samples: usize, speeds: &[f64]) -> Vec<usize> {
     shares
 }
 
+/// Numbers of samples that follow each other, whose lengths are in these proportions.
+fn apportioned_by_length(lengths: &[usize], speeds: &[f64]) -> Vec<usize> {
+    let per_speed = lengths.iter().sum::<usize>() as f64 / speeds.iter().sum::<f64>();
+    let mut shares = vec![0; speeds.len()];
+    let mut replica = 0;
+    let mut end = speeds[0] * per_speed;
+    let mut before = 0.0;
+    for &length in lengths {
+        // A sample is in the part that has its middle; the first one's is the first replica's.
+        while replica + 1 < speeds.len() && before > 0.0 && before + length as f64 / 2.0 > end {
+            replica += 1;
+            end += speeds[replica] * per_speed;
+        }
+        shares[replica] += 1;
+        before += length as f64;
+    }
+    shares
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -115,7 +140,7 @@ mod tests {
     use super::*;
 
     fn lengths(speeds: &Speeds, samples: usize) -> Vec<usize> {
-        speeds.shares(samples).into_iter().map(|range| range.len()).collect()
+        speeds.shares(&Samples::alike(samples)).into_iter().map(|range| range.len()).collect()
     }
 
     fn step(speeds: &mut Speeds, samples: usize, rates: &[f64]) {
@@ -158,13 +183,22 @@ mod tests {
         assert_eq!(lengths(&Speeds::given(&[1.0, 100.0]), 1), [1, 0]);
     }
 
+    #[test]
+    fn parts_of_sequences_have_tokens_in_proportion() {
+        let parts = |lengths: &[usize], speeds: &[f64]| apportioned_by_length(lengths, speeds);
+        assert_eq!(parts(&[8, 4, 2, 2, 1, 1, 1, 1], &[1.0, 1.0]), [2, 6]);
+        assert_eq!(parts(&[4, 4, 4, 4], &[1.0, 3.0]), [1, 3]);
+        assert_eq!(parts(&[9, 1, 1], &[1.0, 100.0]), [1, 2]);
+        assert_eq!(parts(&[5], &[1.0, 1.0, 1.0]), [1, 0, 0]);
+    }
+
     proptest! {
         #[test]
         fn every_sample_is_in_one_part(
             samples in 1_usize..1000,
             speeds in prop::collection::vec(0.01_f64..100.0, 1..9),
         ) {
-            let shares = Speeds::given(&speeds).shares(samples);
+            let shares = Speeds::given(&speeds).shares(&Samples::alike(samples));
             prop_assert_eq!(shares[0].start, 0);
             prop_assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
             prop_assert_eq!(shares[shares.len() - 1].end, samples);

@@ -15,8 +15,7 @@ use super::Replicas;
 use super::attempt::jobs;
 use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
-use crate::batch::BatchError;
-use crate::batch::{self, Batch};
+use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::oom::{self, Caught};
 use crate::step::StepError;
 use crate::step::{self, Brought, Failed, PartSeed, Parts, RowGradients, Step, Tried, Try};
@@ -45,8 +44,9 @@ impl<M: 'static> Replicas<M> {
         }
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
-        step::run(self, Brought::new(Use::TrainWhole, batch), |this, this_try| {
-            this.attempt_whole(batch, this_try, &forward, &loss)
+        let arranged = Arranged::of(batch)?;
+        step::run(self, Brought::new(Use::TrainWhole, &arranged), |this, this_try| {
+            this.attempt_whole(arranged.batch(), this_try, &forward, &loss)
         })
     }
 
@@ -58,22 +58,34 @@ impl<M: 'static> Replicas<M> {
         loss: &Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
-        let shares = self.speeds.shares(opening.own());
+        let samples = opening.own();
+        let shares = self.speeds.shares(samples);
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
-        let parts = || jobs(batch, &shares, size, |replica| opening.role(replica));
-        let outputs = self.outputs(parts()?, Arc::clone(forward))?;
+        let parts = || jobs(batch, samples, &shares, size, |replica| opening.role(replica));
+        let outputs = self.outputs(parts()?, samples, Arc::clone(forward))?;
         // The loss draws as if it were one more replica.
         let seed = PartSeed { seed: opening.seed().unwrap_or_default(), part: shares.len() };
         // On the first replica alone: a contrastive loss compares every sample with every other.
-        let (tried, gradients) = self.loss_on(&outputs, seed, Arc::clone(loss))?;
+        let (tried, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
         let parts = parts().and_then(|parts| with_rows(parts, &shares, &gradients));
-        Ok((self.returned(parts, Arc::clone(forward), tried)?, outputs))
+        let outputs = oom::catch(|| samples.restored(outputs));
+        let parts = parts.map_err(Caught::Error);
+        match outputs.and_then(|outputs| Ok((parts?, outputs))) {
+            Ok((parts, outputs)) => {
+                Ok((self.returned(parts, samples, Arc::clone(forward), tried)?, outputs))
+            }
+            Err(caught) => {
+                tried.undo.run()?;
+                Err(caught.into())
+            }
+        }
     }
 
     /// All outputs, on the first replica's device.
     fn outputs<B: Batch + 'static, O: Batch + 'static>(
         &self,
         parts: Jobs<B>,
+        samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
@@ -85,20 +97,23 @@ impl<M: 'static> Replicas<M> {
             .and_then(|_| self.workers.each_or_error(parts, run));
         let outputs = outputs.map_err(Caught::Error)?.into_iter().flatten();
         let outputs = outputs.collect::<Result<Vec<O>, _>>()?;
-        oom::catch(|| batch::join(outputs))
+        oom::catch(|| samples.join(outputs))
     }
 
     /// What the loss adds to the step itself, and each output's gradient.
     fn loss_on<O: Batch + 'static>(
         &self,
         outputs: &O,
+        samples: &Samples,
         seed: PartSeed,
         loss: Arc<impl Fn(&M, &O) -> Tensor + Send + Sync + 'static>,
     ) -> Result<(Tried, RowGradients), Caught<Error>> {
         let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
+        let samples = samples.clone();
         let run = outputs.and_then(|outputs| {
-            self.workers
-                .one(0, move |first| Ok(oom::catch(|| first.loss_on(&outputs, seed, &*loss))))
+            self.workers.one(0, move |first| {
+                Ok(oom::catch(|| first.loss_on(&outputs, &samples, seed, &*loss)))
+            })
         });
         run.map_err(Caught::Error)?
     }
@@ -107,14 +122,15 @@ impl<M: 'static> Replicas<M> {
     /// that fails.
     fn returned<B: Batch + 'static, O: Batch + 'static>(
         &self,
-        parts: Result<Jobs<(B, RowGradients)>>,
+        parts: Jobs<(B, RowGradients)>,
+        samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
         mut whole: Tried,
     ) -> Result<Parts, Caught<Error>> {
         let back = move |replica: &mut Replica<M>, job: ReplicaJob<(B, RowGradients)>| {
             replica.back(job, &*forward)
         };
-        let attempted = parts.map_err(Caught::Error).and_then(|parts| self.attempt(parts, &back));
+        let attempted = self.attempt(parts, samples, &back);
         let added = attempted.and_then(|(Parts { tried: mut parts, figures }, ())| {
             // The loss was counted before: these parts have nothing to add to it.
             parts.tally = whole.tally.following();

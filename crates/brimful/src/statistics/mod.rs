@@ -5,11 +5,13 @@
 //! writes the micro-batch's mean and variance there as "running statistics" of momentum one, at no
 //! extra cost. The rows are pooled into the mini-batch's statistics, those of many layers at once,
 //! and at the step's end the running statistics move towards them, once. A *per-micro-batch* layer
-//! moves them at once, and what they were before is kept until the step has succeeded.
+//! moves them at once, and what they were before is kept until the step has succeeded. Of an *exact*
+//! layer all micro-batches are seen before the first is normalised: the whole mini-batch is filed at once.
 
 mod pool;
 mod ranks;
 mod replayed;
+mod whole_batch;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,6 +26,7 @@ use crate::Result;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
 pub(crate) use replayed::ReplayStatistics;
+pub(crate) use whole_batch::WholeBatch;
 
 /// A layer's running mean and variance, and how far one batch moves them.
 #[derive(Debug)]
@@ -40,7 +43,7 @@ impl Running {
         Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, momentum }
     }
 
-    fn share(&self) -> Self {
+    pub(crate) fn share(&self) -> Self {
         let Self { id, momentum, .. } = *self;
         Self {
             id,
@@ -163,11 +166,14 @@ impl Pending {
             // The layers fill up together, so the first to be full pools them all.
             pool::pool_all(self.deferred.values_mut().filter(|seen| seen.is_full()))?;
         }
-        let seen = match self.deferred.entry(running.id) {
+        Ok(self.seen(running)?.next(count))
+    }
+
+    fn seen(&mut self, running: &Running) -> Result<&mut Seen> {
+        Ok(match self.deferred.entry(running.id) {
             Entry::Occupied(seen) => seen.into_mut(),
             Entry::Vacant(place) => place.insert(Seen::new(running.share(), &mut self.rows)?),
-        };
-        Ok(seen.next(count))
+        })
     }
 }
 
@@ -230,6 +236,11 @@ pub(crate) fn deferred(running: &Running, input: &Tensor, count: i64) -> Result<
         let _zero = variance.f_data()?.f_zero_()?;
         Ok(None)
     })
+}
+
+/// Whether a step is under way on this thread.
+pub(crate) fn in_a_step() -> bool {
+    STEP.with_borrow(Option::is_some)
 }
 
 /// Asks the step under way, if there is one and it counts.

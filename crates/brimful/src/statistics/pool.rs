@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::ranks::shift;
 use super::{Moved, Running};
-use crate::{Error, Result};
+use crate::Result;
 
 /// A layer has 16 rows before they are pooled: more would be more memory, fewer more kernels.
 const ROWS: i64 = 16;
@@ -43,12 +43,12 @@ pub(super) struct Row {
     pub(super) variance: Tensor,
 }
 
-/// Rows that were put together.
+/// Rows that were put together: of so many values, their mean and the sum of their squared deviations.
 #[derive(Debug)]
-struct Pooled {
-    count: i64,
-    mean: Tensor,
-    squares: Tensor,
+pub(super) struct Pooled {
+    pub(super) count: i64,
+    pub(super) mean: Tensor,
+    pub(super) squares: Tensor,
 }
 
 /// What layers must have in common to be pooled side by side.
@@ -90,6 +90,17 @@ impl Seen {
             variance: variance.shallow_clone(),
         };
         rows.map(row).collect()
+    }
+
+    /// Adds what all values of a mini-batch come to.
+    pub(super) fn add(&mut self, whole: &Pooled) -> Result<()> {
+        let kind = pooled_kind(self.running.mean.kind());
+        self.pooled.push(Pooled {
+            count: whole.count,
+            mean: whole.mean.f_to_kind(kind)?,
+            squares: whole.squares.f_to_kind(kind)?,
+        });
+        Ok(())
     }
 
     /// Adds what was seen later, which has been pooled.
@@ -220,16 +231,7 @@ fn grouped<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Vec<(Alike, Vec<&'
 
 /// Puts all parts together, the layers' channels side by side.
 fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
-    let kind = if alike.kind == Kind::Double { Kind::Double } else { Kind::Float };
-    let numbers = |counts: &[i64], less: i64| {
-        let counts: Vec<f64> = counts.iter().map(|count| (count - less) as f64).collect();
-        let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
-        match alike.device {
-            Device::Cpu => Ok::<_, Error>(counts),
-            // Nobody waits for a copy from page-locked memory.
-            device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
-        }
-    };
+    let kind = pooled_kind(alike.kind);
     let mut means = Vec::new();
     let mut squares = Vec::new();
     for index in 0..alike.pooled.len() {
@@ -246,17 +248,38 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
         let rows = Tensor::f_cat(&rows.collect::<Result<Vec<_>, _>>()?, 2)?.f_to_kind(kind)?;
         means.push(rows.f_select(0, 0)?);
         // libtorch's variances are unbiased: times n − 1 they are the squared deviations.
-        squares.push(rows.f_select(0, 1)?.f_mul(&numbers(&alike.counts, 1)?)?);
+        let less_one = alike.counts.iter().map(|count| count - 1);
+        squares.push(rows.f_select(0, 1)?.f_mul(&column(less_one, kind, alike.device)?)?);
     }
     let counts = [&alike.pooled[..], &alike.counts[..]].concat();
+    put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?)
+}
+
+/// All parts in one: a row each of means and of squared deviations, over so many values.
+pub(super) fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pooled> {
+    let kind = means.kind();
+    let weights = column(counts.iter().copied(), kind, means.device())?;
     let total: i64 = counts.iter().sum();
-    let weights = numbers(&counts, 0)?;
-    let means = Tensor::f_cat(&means, 0)?;
-    let squares = Tensor::f_cat(&squares, 0)?;
     let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, kind);
     let mean = sum(&means.f_mul(&weights)?)?.f_div_scalar(total as f64)?;
     let between = sum(&means.f_sub(&mean)?.f_square()?.f_mul(&weights)?)?;
-    Ok(Pooled { count: total, mean, squares: sum(&squares)?.f_add(&between)? })
+    Ok(Pooled { count: total, mean, squares: sum(squares)?.f_add(&between)? })
+}
+
+/// What statistics of such numbers are pooled in.
+pub(super) fn pooled_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Numbers of values, one below the other.
+fn column(counts: impl Iterator<Item = i64>, kind: Kind, device: Device) -> Result<Tensor> {
+    let counts: Vec<f64> = counts.map(|count| count as f64).collect();
+    let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
+    match device {
+        Device::Cpu => Ok(counts),
+        // Nobody waits for a copy from page-locked memory.
+        device => Ok(transfer::send(&transfer::pin(&counts)?, device)?),
+    }
 }
 
 /// Memory for rows, asked for in large pieces: a small one would be a kernel for each layer.

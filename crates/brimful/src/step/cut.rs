@@ -9,8 +9,7 @@ use tch::Device;
 
 use super::size::Size;
 use crate::auto::SizeWatch;
-use crate::batch::Batch;
-use crate::batch::BatchError;
+use crate::batch::{Batch, BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::copies::Copies;
 use crate::{Result, feed};
@@ -18,7 +17,7 @@ use crate::{Result, feed};
 /// A mini-batch on its way through a device.
 #[derive(Debug)]
 pub(crate) struct Cut {
-    samples: usize,
+    samples: Samples,
     /// The first sample that has not been handed out.
     next: usize,
     pieces: Pieces,
@@ -54,11 +53,11 @@ impl MicroBatchRun {
 }
 
 impl Cut {
-    /// So many samples by a given size; none of them where there are none.
-    pub(crate) fn given(samples: usize, size: Size) -> Result<Self> {
-        let ranges = match samples {
+    /// These samples by a given size; none of them where there are none.
+    pub(crate) fn given(samples: Samples, size: Size) -> Result<Self> {
+        let ranges = match samples.count() {
             0 => Vec::new(),
-            _ => size.cut(samples)?.ok_or(BatchError::NothingToCut)?,
+            _ => size.cut(&samples)?.ok_or(BatchError::NothingToCut)?,
         };
         let pieces = Pieces::Given { size, ranges };
         Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
@@ -67,10 +66,10 @@ impl Cut {
     /// No sample.
     pub(crate) fn none() -> Self {
         let pieces = Pieces::Given { size: Size::Count(1), ranges: Vec::new() };
-        Self { samples: 0, next: 0, pieces, sizes: Vec::new() }
+        Self { samples: Samples::default(), next: 0, pieces, sizes: Vec::new() }
     }
 
-    pub(crate) fn watched(samples: usize, watch: SizeWatch) -> Self {
+    pub(crate) fn watched(samples: Samples, watch: SizeWatch) -> Self {
         let pieces = Pieces::Watched(Box::new(watch));
         Self { samples, next: 0, pieces, sizes: Vec::new() }
     }
@@ -100,6 +99,11 @@ impl Cut {
         }
     }
 
+    /// The samples that are cut, in the order in which they are run.
+    pub(crate) fn samples(&self) -> &Samples {
+        &self.samples
+    }
+
     /// The lengths of the micro-batches handed out so far.
     pub(crate) fn sizes(&self) -> &[usize] {
         &self.sizes
@@ -127,12 +131,13 @@ impl Cut {
         copies: &Copies,
         mut f: impl FnMut(MicroBatchInfo, B) -> Result<MicroBatchRun>,
     ) -> Result<()> {
-        while self.next < self.samples {
+        while self.next < self.samples.count() {
             let first = self.sizes.len();
             let ranges = self.next_piece(copies.device())?;
             // A piece of less than the mini-batch tries its size: nothing that is to last, such as a
             // captured graph, is worth preparing for it.
-            let tried = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples;
+            let tried =
+                ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, copies, |i, micro_batch| {
                 let samples = ranges[i].len();
                 let ran = f(MicroBatchInfo { number: first + i, samples, tried }, micro_batch)?;
@@ -151,9 +156,9 @@ impl Cut {
     fn next_piece(&mut self, device: Device) -> Result<Vec<Range<usize>>> {
         let ranges = match &mut self.pieces {
             Pieces::Given { ranges, .. } => ranges.clone(),
-            Pieces::Watched(watch) => watch.begin(self.next, self.samples, device)?,
+            Pieces::Watched(watch) => watch.begin(self.next, &self.samples, device)?,
         };
-        self.next = ranges.last().map_or(self.samples, |last| last.end);
+        self.next = ranges.last().map_or(self.samples.count(), |last| last.end);
         self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
         Ok(ranges)
     }

@@ -15,6 +15,15 @@ pub enum StepError {
         /// The micro-batch, counted from 0.
         micro_batch: usize,
     },
+    /// A number of tokens for samples that have none.
+    #[error(
+        "micro-batches of {tokens} tokens need sequences: put the samples into `batch::Sequences`, or \
+         give a number of samples by `Size::Fixed`"
+    )]
+    NoSequences {
+        /// What a micro-batch was to have.
+        tokens: usize,
+    },
     /// A commit of nothing.
     #[error("there is nothing to commit: call `accumulate` first")]
     NothingAccumulated,

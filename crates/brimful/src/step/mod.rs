@@ -59,15 +59,16 @@ pub(crate) use trained::{Trained, names};
 pub(crate) use tried::{Summed, Tried, gradient_bytes, parameters};
 pub(crate) use undo::Undo;
 pub(crate) use unmanaged::UnmanagedStatistics;
-pub(crate) use whole::{RowGradients, as_leaves};
+pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
 use crate::Result;
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
+use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::random::{Randomness, with_passing_seed, with_step_seed};
 use opening::OwnPart;
 use settle::settle;
-use sizing::{Ran, Warnings, until_it_fits};
+use sizing::{Ran, ToCut, Warnings, until_it_fits};
 
 /// A kind of engine, as a step sees it.
 pub(crate) trait Engine: Sized {
@@ -97,9 +98,9 @@ pub(crate) trait Engine: Sized {
     /// What is trained, where gradients set out to other replicas before the step's end.
     fn trained(&mut self) -> Result<Option<Trained>>;
 
-    /// The longest part of so many samples.
-    fn longest_part(&self, samples: usize) -> usize {
-        samples
+    /// The largest part of these samples that runs by itself.
+    fn largest_part(&self, samples: &Samples) -> Result<Samples> {
+        Ok(samples.clone())
     }
 
     /// Whether a step of this kind, alone in one memory, is cut piece by piece.
@@ -363,8 +364,12 @@ fn until_done<E: Engine, O, T>(
     let mut parked = ParkedPanic::default();
     let done = seeded(engine, team, brought.kind.is_training(), |engine, seed| {
         let opening = open(engine, team, brought, seed)?;
-        let longest = engine.longest_part(opening.own());
-        let ran = until_it_fits(engine, &opening.kind, longest, team, |engine, cut| {
+        let to_cut = ToCut {
+            samples: opening.own(),
+            part: engine.largest_part(opening.own())?,
+            least: opening.least(),
+        };
+        let ran = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
             // Channels of its own for every try: messages that a failed one left under way cannot be
             // taken for this one's.
             let exchange = team.exchange()?;

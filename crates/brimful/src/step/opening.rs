@@ -11,15 +11,14 @@ use super::settle::Team;
 use super::size::Size;
 use super::trained::Trained;
 use crate::auto::{Kind, Use};
-use crate::batch::BatchError;
-use crate::batch::{self, Batch};
+use crate::batch::{self, Arranged, Batch, BatchError, Samples};
 use crate::world::WorldError;
 use crate::{Error, Result};
 
 /// A mini-batch as this rank brings it to a step.
 #[derive(Debug)]
 pub(crate) struct Brought {
-    samples: Result<usize>,
+    samples: Result<Samples>,
     pub(crate) kind: Kind,
     /// Of its tensors.
     pub(crate) devices: Vec<Device>,
@@ -29,9 +28,10 @@ pub(crate) struct Brought {
 
 impl Brought {
     /// The inputs of a step, with what belongs to them.
-    pub(crate) fn new(used: Use, batch: &impl Batch) -> Self {
+    pub(crate) fn new(used: Use, arranged: &Arranged<'_, impl Batch>) -> Self {
+        let batch = arranged.batch();
         Self {
-            samples: batch::len(batch),
+            samples: arranged.samples(),
             kind: Kind::of(used, batch),
             devices: batch::devices(batch),
             hash: None,
@@ -43,8 +43,9 @@ impl Brought {
         Self { hash: Some(described), ..self }
     }
 
-    /// The same with other devices and another number of samples, which may be none.
-    pub(crate) fn with(self, samples: Result<usize>, devices: Vec<Device>) -> Self {
+    /// The same with what comes beside it, which may be of other samples.
+    pub(crate) fn with(self, fits: Result<()>, devices: Vec<Device>) -> Self {
+        let samples = self.samples.and_then(|samples| fits.map(|()| samples));
         Self { samples, devices: [self.devices, devices].concat(), ..self }
     }
 }
@@ -63,7 +64,7 @@ pub(super) struct OwnPart {
 /// What one rank has.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct StepHello {
-    samples: usize,
+    samples: Samples,
     /// In words; none where there is no sample.
     kind: Option<String>,
     hash: Option<String>,
@@ -90,10 +91,10 @@ impl StepHello {
     }
 
     /// Samples of each replica, whose ranks all bring the same: the first of them counts.
-    fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<usize>> {
+    fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<Samples>> {
         let firsts = all.iter().step_by(team.ranks_of_replica());
-        let samples: Vec<usize> = firsts.map(|hello| hello.samples).collect();
-        if samples.iter().all(|samples| *samples == 0) {
+        let samples: Vec<Samples> = firsts.map(|hello| hello.samples.clone()).collect();
+        if samples.iter().all(|samples| samples.count() == 0) {
             return Err(BatchError::Empty.into());
         }
         Ok(samples)
@@ -104,7 +105,7 @@ impl StepHello {
 #[derive(Debug)]
 pub(crate) struct Opening {
     /// Samples of each replica.
-    samples: Vec<usize>,
+    samples: Vec<Samples>,
     replica: usize,
     /// Whether this rank's replica has the step's first sample.
     pub(crate) first: bool,
@@ -128,15 +129,19 @@ impl Opening {
         let samples = match samples {
             // An epoch's last mini-batch may not suffice for all replicas: one without a sample takes
             // part with nothing, because the others wait for its share of the sums.
-            Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(0),
+            Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(Samples::default()),
             other => other,
         };
+        let own = samples.clone();
         let hello = samples.and_then(|samples| {
+            let any = samples.count() > 0;
             // A size that cannot cut these samples is refused here, where all ranks still hear of it.
-            size.cut(samples.max(1))?;
+            if any {
+                size.cut(&samples)?;
+            }
             Ok(StepHello {
                 samples,
-                kind: (samples > 0).then(|| kind.to_string()),
+                kind: any.then(|| kind.to_string()),
                 hash,
                 size: format!("{size:?}"),
                 seed: seed.unwrap_or_default(),
@@ -146,10 +151,12 @@ impl Opening {
         });
         let all = team.world.settle(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
         StepHello::check(&all, team)?;
-        let samples = StepHello::samples_of_replicas(&all, team)?;
+        let mut samples = StepHello::samples_of_replicas(&all, team)?;
         let replica = team.replica();
+        // With the order of its own mini-batch, which others need not know.
+        samples[replica] = own?;
         Ok(Self {
-            first: samples.iter().position(|samples| *samples > 0) == Some(replica),
+            first: samples.iter().position(|samples| samples.count() > 0) == Some(replica),
             samples,
             replica,
             seed: seed.map(|_| all[0].seed),
@@ -160,16 +167,21 @@ impl Opening {
 
     /// Samples of all replicas.
     pub(crate) fn total(&self) -> usize {
-        self.samples.iter().sum()
+        self.samples.iter().map(Samples::count).sum()
+    }
+
+    /// The least that a micro-batch has that any sample fits in: one, or the longest one's tokens.
+    pub(crate) fn least(&self) -> usize {
+        self.samples.iter().map(Samples::least).max().unwrap_or(1)
     }
 
     /// Samples of this rank's replica.
-    pub(crate) fn own(&self) -> usize {
-        self.samples[self.replica]
+    pub(crate) fn own(&self) -> &Samples {
+        &self.samples[self.replica]
     }
 
     /// Samples of the replicas before this rank's.
-    pub(crate) fn before(&self) -> &[usize] {
+    pub(crate) fn before(&self) -> &[Samples] {
         &self.samples[..self.replica]
     }
 

@@ -4,6 +4,7 @@
 use super::settle::Team;
 use super::{Cut, Engine, Size};
 use crate::auto::{Ending, FEW_SAMPLES, Identity, Kind, Peaks, SizeLog, SizeWatch, Sizer};
+use crate::batch::Samples;
 use crate::bytes::Bytes;
 use crate::{Error, Result, memory};
 
@@ -42,18 +43,28 @@ pub(crate) struct Warnings {
     few: bool,
 }
 
-/// Runs a mini-batch whose longest part has so many samples: `run` is called until memory suffices on
-/// all devices of all ranks in the team.
+/// What an automatic size is to cut.
+#[derive(Debug)]
+pub(super) struct ToCut<'a> {
+    pub(super) samples: &'a Samples,
+    /// Those of the largest part that runs by itself.
+    pub(super) part: Samples,
+    /// The least that a micro-batch of any rank has.
+    pub(super) least: usize,
+}
+
+/// Runs a mini-batch: `run` is called until memory suffices on all devices of all ranks in the team.
 pub(super) fn until_it_fits<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,
-    samples: usize,
+    to_cut: &ToCut<'_>,
     team: &Team,
     mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
 ) -> Result<(T, SizeLog)> {
     let size = engine.state().size;
     if !size.is_automatic() {
-        return Ok((run(engine, &mut Cut::given(samples, size)?)?.value, SizeLog::default()));
+        let mut cut = Cut::given(to_cut.samples.clone(), size)?;
+        return Ok((run(engine, &mut cut)?.value, SizeLog::default()));
     }
     // Ranks agree on a size once a try: pieces that each cuts by what it has seen would need a word
     // with all others between any two of them.
@@ -62,11 +73,11 @@ pub(super) fn until_it_fits<E: Engine, T>(
     loop {
         let watch = watch(engine, kind, in_pieces)?;
         let (ran, watch) = if in_pieces {
-            let mut cut = Cut::watched(samples, watch);
+            let mut cut = Cut::watched(to_cut.samples.clone(), watch);
             let ran = run(engine, &mut cut);
             (ran, cut.into_watch().expect("it was given one"))
         } else {
-            run_whole(engine, samples, team, watch, &mut run)
+            run_whole(engine, to_cut, team, watch, &mut run)
         };
         // The sizer goes back before an error is returned: what it has learnt outlives the step.
         let (sizer, ended) = learn(engine, watch, ran, &mut log)?;
@@ -116,15 +127,17 @@ fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
 /// One try of one size, which all ranks agree on.
 fn run_whole<E: Engine, T>(
     engine: &mut E,
-    samples: usize,
+    to_cut: &ToCut<'_>,
     team: &Team,
     mut watch: SizeWatch,
     run: &mut impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
 ) -> (Result<Ran<T>>, SizeWatch) {
     // A rank without samples has an opinion on no size, but asks and is asked all the same.
-    let agree = |size| smallest(team, size, samples > 0);
-    let ran = watch.whole(samples, agree, |size| {
-        let mut ran = run(engine, &mut Cut::given(samples, Size::Fixed(size))?)?;
+    let has_samples = to_cut.samples.count() > 0;
+    let agree = |size| Ok(smallest(team, size, has_samples)?.max(to_cut.least));
+    let ran = watch.whole(&to_cut.part, agree, |size| {
+        let size = Size::of_units(to_cut.samples, size);
+        let mut ran = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
         let peaks = std::mem::take(&mut ran.lesson.peaks);
         Ok((ran, peaks))
     });

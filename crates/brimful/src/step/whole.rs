@@ -24,8 +24,8 @@ pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
         count += 1;
         match leaf {
             Leaf::Shared(_) => Err(StepError::OutputNotRows { leaf: count - 1 }.into()),
-            Leaf::Cut(output) => {
-                let leaf = output.f_detach()?;
+            leaf => {
+                let leaf = leaf.tensor().f_detach()?;
                 // Whole numbers, such as labels that were passed through, cannot have a gradient.
                 Ok(if leaf.is_floating_point() { leaf.set_requires_grad(true) } else { leaf })
             }
@@ -83,8 +83,16 @@ impl RowGradients {
             if output.size().first() != gradient.size().first() {
                 return Err(StepError::OutputNotRows { leaf }.into());
             }
-            roots.push((output, gradient));
+            roots.push((output, as_wide_as(output, gradient)?));
         }
         Ok(roots)
+    }
+}
+
+/// A gradient of outputs that were padded to the longest sequence of all, without the padding.
+pub(crate) fn as_wide_as(output: &Tensor, gradient: Tensor) -> Result<Tensor> {
+    match (output.size().get(1), gradient.size().get(1)) {
+        (Some(&own), Some(&padded)) if own < padded => Ok(gradient.f_narrow(1, 0, own)?),
+        _ => Ok(gradient),
     }
 }

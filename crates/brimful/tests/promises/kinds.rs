@@ -50,10 +50,11 @@ impl WholeStep {
 pub type Make = fn(&Setup) -> Box<dyn Engine>;
 
 /// The kinds that need one process.
-pub const HERE: &[Make] = &[one_device, replicas, pipeline, replicated_pipeline, streamed];
+pub const HERE: &[Make] =
+    &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline];
 
 /// The kinds that are spread over ranks.
-pub const OVER_RANKS: &[Make] = &[one_device, pipeline];
+pub const OVER_RANKS: &[Make] = &[one_device, pipeline, split_pipeline];
 
 /// What an engine is made of.
 pub struct Setup {
@@ -424,6 +425,13 @@ pub fn pipeline(setup: &Setup) -> Box<dyn Engine> {
 
 pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, 4, 2)
+}
+
+/// With backwards in two halves.
+pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
+    let arenas = arenas(2 / setup.world.size());
+    let builder = Pipeline::builder((setup.layers)()).schedule(Schedule::ZeroBubbleH1);
+    built(setup, builder.devices(on_cpus(&arenas)), arenas, "a split pipeline", 1)
 }
 
 const STREAMED: &str = "a streamed pipeline";

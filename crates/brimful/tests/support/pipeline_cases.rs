@@ -64,6 +64,16 @@ pub const GPT: Case = Case {
     shows_cut: true,
 };
 
+/// With recurrent layers.
+pub const LSTM: Case = Case {
+    name: "lstm",
+    layers: lstm,
+    input: |n| Tensor::randn([n, SEQUENCE, 4], DOUBLE),
+    target: classes,
+    loss: cross_entropy,
+    shows_cut: false,
+};
+
 pub const CASES: [Case; 4] = [MLP, CNN, U_NET, GPT];
 
 const VOCABULARY: i64 = 11;
@@ -150,6 +160,25 @@ fn gpt() -> Layers {
             let table = table(p);
             nn::func(move |x| x.linear(&table, None::<Tensor>))
         })
+}
+
+fn lstm() -> Layers {
+    let recurrent = |inputs| {
+        move |p: &Path| {
+            let lstm = nn::lstm(p, inputs, WIDTH, Default::default());
+            nn::func(move |x| {
+                let zero = Tensor::zeros([1, x.size()[0], WIDTH], (x.kind(), x.device()));
+                let state = nn::LSTMState((zero.shallow_clone(), zero));
+                nn::RNN::seq_init(&lstm, x, &state).0
+            })
+        }
+    };
+    Layers::new()
+        .add("lstm1", recurrent(4))
+        .add("fc1", linear(WIDTH, WIDTH))
+        .add("lstm2", recurrent(WIDTH))
+        .add_fn("last", |x| x.select(1, -1))
+        .add("fc2", linear(WIDTH, 3))
 }
 
 fn classes(n: i64) -> Tensor {

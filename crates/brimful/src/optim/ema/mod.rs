@@ -24,12 +24,13 @@ mod update;
 
 use brimful_torch::foreach;
 use brimful_torch::optim::fits;
-use tch::{Kind, Tensor, nn};
+use tch::{Tensor, nn};
 
 use super::check_names;
 use super::method::within;
 use crate::Result;
 use crate::memory::Arena;
+use crate::ranks::summed_in;
 
 /// Averages of a model's variables over its steps: *average ← decay · average + (1 − decay) ·
 /// weight*.
@@ -157,10 +158,7 @@ impl Ema {
 impl Average {
     fn of(name: String, variable: Tensor, home: Option<Arena>) -> Result<Self> {
         let _charged = home.as_ref().map(Arena::enter);
-        let kind = match variable.kind() {
-            Kind::Half | Kind::BFloat16 => Kind::Float,
-            own => own,
-        };
+        let kind = summed_in(variable.kind());
         let present = variable.f_detach()?;
         let value = if kind == present.kind() {
             let mut copy = present.f_empty_like()?;

@@ -9,7 +9,7 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::optim::Method;
 use crate::plan::{self, Misfit, Request};
-use crate::schedule::{DeviceId, Recompute, Schedule, StageId};
+use crate::schedule::{DeviceId, Recompute, Schedule, ScheduleRecipe, StageId};
 use crate::workers::DeviceSpec;
 use crate::{Layers, Result};
 
@@ -94,18 +94,28 @@ pub(crate) struct Question<'a> {
     pub(crate) schedule: Schedule,
     pub(crate) recompute: Recompute,
     pub(crate) micro_batches: usize,
+    /// What automatic lists are made from, where a plan says it.
+    pub(crate) recipe: Option<&'a ScheduleRecipe>,
+}
+
+/// A balance in numbers.
+pub(crate) struct SettledBalance {
+    pub(crate) balance: balance::Balance,
+    /// What automatic lists are made from, where the stages' times are known.
+    pub(crate) recipe: Option<ScheduleRecipe>,
 }
 
 impl Question<'_> {
     /// The balance in numbers.
-    pub(crate) fn settle(&self, balance: &BalanceBy) -> Result<balance::Balance> {
+    pub(crate) fn settle(&self, balance: &BalanceBy) -> Result<SettledBalance> {
         let state = balance.optimizer_bytes;
-        match &balance.choice {
-            Choice::Given(sizes) => Ok(balance::Balance::new(sizes.clone(), self.layers.len())?),
-            Choice::Even => self.evenly(),
-            Choice::ByTime(sample) => self.by_time(sample, state),
-            Choice::ByBytes(sample) => self.by_bytes(sample, state),
-        }
+        let balance = match &balance.choice {
+            Choice::ByTime(sample) => return self.by_time(sample, state),
+            Choice::Given(sizes) => balance::Balance::new(sizes.clone(), self.layers.len())?,
+            Choice::Even => self.evenly()?,
+            Choice::ByBytes(sample) => self.by_bytes(sample, state)?,
+        };
+        Ok(SettledBalance { balance, recipe: self.recipe.cloned() })
     }
 
     fn evenly(&self) -> Result<balance::Balance> {
@@ -115,7 +125,7 @@ impl Question<'_> {
     }
 
     /// The planner's balance for this schedule, with the sample as a micro-batch.
-    fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
+    fn by_time(&self, sample: &Vec<Tensor>, state: f64) -> Result<SettledBalance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? * self.micro_batches;
         let device = |memory: &Option<u64>| plan::PlanDevice { memory: *memory, speed: 1.0 };
@@ -130,7 +140,7 @@ impl Question<'_> {
             let (needed, memory) = (Bytes(*needed), Bytes(*memory));
             tracing::warn!(%device, %needed, %memory, "no balance fits by plan: this one lacks the least");
         }
-        Ok(best.balance)
+        Ok(SettledBalance { balance: best.balance, recipe: best.recipe })
     }
 
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
@@ -163,9 +173,7 @@ impl Question<'_> {
 }
 
 fn leaves(sample: &impl Batch) -> Vec<Tensor> {
-    let mut leaves = Vec::new();
-    sample.visit(&mut |leaf| leaves.push(leaf.tensor().shallow_clone()));
-    leaves
+    batch::tensors(sample).into_iter().map(Tensor::shallow_clone).collect()
 }
 
 /// Where the device's memory ends, if that is known.

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use tch::{Device, Kind};
 
-use super::balance::{BalanceBy, Question};
-use super::homes::Homes;
+use super::balance::{BalanceBy, Question, SettledBalance};
+use super::exact::cut_at_norms;
+use super::homes::{Homes, HostNeed, check_halves_at_home};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
@@ -16,11 +17,11 @@ use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
-use crate::pipeline::worker::{Blueprint, Worker};
+use crate::pipeline::worker::{Blueprint, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{Home, Recompute, Schedule};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe};
 use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, Workers, settled};
 use crate::{Layers, Result, World};
@@ -34,6 +35,8 @@ pub struct Builder {
     balance: BalanceBy,
     size: Size,
     schedule: Schedule,
+    /// Of a plan.
+    recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
     kind: Kind,
     homes: Homes,
@@ -53,6 +56,7 @@ impl Builder {
             balance: BalanceBy::default(),
             size: Size::Count(1),
             schedule: Schedule::OneFOneB,
+            recipe: None,
             recompute: Recompute::Never,
             kind: Kind::Float,
             homes: Homes::default(),
@@ -113,6 +117,10 @@ impl Builder {
     }
 
     /// The order of the actions. The default is 1F1B.
+    ///
+    /// [`Schedule::Auto`] goes by the stages' times where they are known: those of a
+    /// [plan](Self::plan), or of layers that are measured for a balance
+    /// [by time](BalanceBy::by_time). Over ranks all stages are taken to be equal.
     pub fn schedule(self, schedule: Schedule) -> Self {
         Self { schedule, ..self }
     }
@@ -122,11 +130,13 @@ impl Builder {
         Self { recompute, ..self }
     }
 
-    /// BalanceBy, schedule, number of micro-batches and recompute of a planner's answer.
+    /// Balance, schedule, number of micro-batches, recompute and homes of a planner's answer.
     pub fn plan(self, row: &PlanRow) -> Self {
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
-        let balance = (&row.balance).into();
-        Self { balance, schedule, size: Size::Count(micro_batches), recompute, ..self }
+        let (balance, recipe) = ((&row.balance).into(), row.recipe.clone());
+        let homes = row.homes.as_ref().map_or(Homes::Device, Homes::from);
+        let size = Size::Count(micro_batches);
+        Self { balance, schedule, recipe, size, recompute, homes, ..self }
     }
 
     /// The number type of the parameters. The default is f32.
@@ -164,16 +174,17 @@ impl Builder {
         let brought = self.bring();
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
-        let balance = self.settle_balance(&roster, &devices[0])?;
-        let workers = self.workers(balance.sizes().len(), roster.limits.len())?;
+        let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
+        let (balance, schedule) = self.cut_at_norms(balance)?;
+        let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
-        let one = self.schedule.actions(workers, 1, Recompute::Never)?;
+        let one = schedule.actions(workers, 1, Recompute::Never)?;
+        let homes = self.settle_homes(&balance, &one)?;
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
-        let homes = self.homes.of(layout.stages.len())?;
         let Self { kind, non_finite, host, .. } = self;
         let build = StageBuild { kind, non_finite, host, homes: homes.clone() };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
@@ -192,7 +203,8 @@ impl Builder {
             ranks,
             devices,
             balance,
-            schedule: self.schedule,
+            schedule,
+            recipe,
             recompute: self.recompute,
             homes,
             actions: HashMap::new(),
@@ -209,7 +221,7 @@ impl Builder {
     }
 
     /// The balance that all ranks take.
-    fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<Balance> {
+    fn settle_balance(&self, roster: &Roster, first: &DeviceSpec) -> Result<SettledBalance> {
         let question = Question {
             layers: &self.layers,
             first,
@@ -217,15 +229,32 @@ impl Builder {
             schedule: self.schedule,
             recompute: self.recompute,
             micro_batches: self.usual_micro_batches(roster.limits.len()),
+            recipe: self.recipe.as_ref(),
         };
         roster.settle_balance(&question, &self.balance)
+    }
+
+    /// Where each stage lives, which there is room for.
+    fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<Home>> {
+        let homes = self.homes.of(balance.sizes().len())?;
+        check_halves_at_home(actions, &homes)?;
+        let need = HostNeed {
+            layers: &self.layers,
+            sizes: balance.sizes(),
+            homes: &homes,
+            kind: self.kind,
+            method: self.reserved,
+            arena: self.host.as_ref(),
+        };
+        need.check()?;
+        Ok(homes)
     }
 
     /// This rank's devices, and what all ranks must have in common.
     fn bring(&self) -> Result<(Vec<DeviceSpec>, String)> {
         self.check()?;
         let mut devices = settled(self.devices.clone())?;
-        if self.size.cut(1)?.is_none() {
+        if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
         let Self { schedule, recompute, kind, homes, size, replicas, .. } = self;
@@ -249,23 +278,20 @@ impl Builder {
         if self.world.size() == 1 && !(replicas > 0 && devices.is_multiple_of(replicas)) {
             return Err(PipelineError::UnevenReplicas { devices, replicas }.into());
         }
-        if !self.schedule.is_executed() {
-            return Err(PipelineError::NotExecuted { schedule: self.schedule }.into());
-        }
         // A size or count of 0 is refused before anything is built.
-        self.size.cut(1).map(drop)
+        self.size.check()
     }
 
-    /// How many workers so many stages need.
-    fn workers(&self, stages: usize, devices: usize) -> Result<usize> {
-        let per_device = self.schedule.stages_per_device();
-        if per_device == 0 || !stages.is_multiple_of(per_device) {
-            return Err(PipelineError::UnevenStages { stages, per_device }.into());
+    /// The balance and the schedule with exact BatchNorms, where there are some.
+    fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule)> {
+        let Some(cut) = cut_at_norms(&self.layers, &balance)? else {
+            return Ok((balance, self.schedule));
+        };
+        let (devices, replicas, ranks) = (self.devices.len(), self.replicas, self.world.size());
+        match devices.max(replicas).max(ranks) {
+            1 => Ok(cut),
+            _ => Err(PipelineError::ExactOnSeveral { devices, replicas, ranks }.into()),
         }
-        if stages / per_device > devices {
-            return Err(PipelineError::TooFewDevices { stages, per_device, devices }.into());
-        }
-        Ok(stages / per_device)
     }
 
     /// The number of micro-batches, where it does not depend on the mini-batch; else one a stage.
@@ -275,6 +301,18 @@ impl Builder {
             _ => devices * self.schedule.stages_per_device(),
         }
     }
+}
+
+/// How many workers so many stages need.
+fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
+    let per_device = schedule.stages_per_device();
+    if per_device == 0 || !stages.is_multiple_of(per_device) {
+        return Err(PipelineError::UnevenStages { stages, per_device }.into());
+    }
+    if stages / per_device > devices {
+        return Err(PipelineError::TooFewDevices { stages, per_device, devices }.into());
+    }
+    Ok(stages / per_device)
 }
 
 /// What this rank's workers are made for.
@@ -339,7 +377,8 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
         let is_here =
             |name: &str| worker.site.homes.as_ref().and_then(|homes| homes.home_of(name)).is_none();
         let owned = worker.variables.owned();
-        let owned = owned.filter(|variable| variable.trainable && is_here(&variable.name));
+        let trained = |variable: &&Variable| variable.trainable && variable.tensor.requires_grad();
+        let owned = owned.filter(|variable| trained(variable) && is_here(&variable.name));
         Ok(method.state_bytes(owned.map(|variable| &variable.tensor)))
     })
 }

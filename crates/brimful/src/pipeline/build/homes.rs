@@ -1,8 +1,19 @@
 //! Where each stage lives: on its device, or on the host.
 
-use crate::Result;
+use std::collections::BTreeSet;
+
+use brimful_torch::meta;
+use tch::{Device, Kind, Tensor};
+
+use crate::bytes::Bytes;
+use crate::memory::{self, Arena};
+use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
-use crate::schedule::Home;
+use crate::pipeline::home::SLOTS;
+use crate::plan::RowHomes;
+use crate::ranks::summed_in;
+use crate::schedule::{Action, ActionKind, Actions, Home};
+use crate::{Layers, Result};
 
 /// Where the stages' weights, gradients and optimizer state live between their uses.
 ///
@@ -37,6 +48,21 @@ impl Homes {
     }
 }
 
+/// Where backwards are split, all stages of a device that live on the host must have their place there:
+/// others would take it between the halves, and what a graph has kept of the weights is in that place.
+pub(crate) fn check_halves_at_home(actions: &Actions, homes: &[Home]) -> Result<()> {
+    let is_half = |action: &Action| action.kind == ActionKind::WeightGradient;
+    let at_host = |action: &&Action| homes[action.stage.index()] == Home::Host;
+    for (device, list) in actions.lists().iter().enumerate() {
+        let hosted: BTreeSet<_> = list.iter().filter(at_host).map(|a| a.stage).collect();
+        if list.iter().any(is_half) && hosted.len() > SLOTS {
+            let stages = hosted.len();
+            return Err(PipelineError::SplitAtHome { device, stages, slots: SLOTS }.into());
+        }
+    }
+    Ok(())
+}
+
 impl From<Vec<Home>> for Homes {
     fn from(homes: Vec<Home>) -> Self {
         Self::Each(homes)
@@ -46,5 +72,62 @@ impl From<Vec<Home>> for Homes {
 impl<const N: usize> From<[Home; N]> for Homes {
     fn from(homes: [Home; N]) -> Self {
         Self::Each(homes.into())
+    }
+}
+
+impl From<&RowHomes> for Homes {
+    fn from(row: &RowHomes) -> Self {
+        Self::Each(row.homes.iter().map(|stage| stage.weights).collect())
+    }
+}
+
+/// What lives on the host: what it takes is said before any of it is there.
+pub(super) struct HostNeed<'a> {
+    pub(super) layers: &'a Layers,
+    /// How many layers each stage has.
+    pub(super) sizes: &'a [usize],
+    pub(super) homes: &'a [Home],
+    pub(super) kind: Kind,
+    /// The optimizer, where it is known.
+    pub(super) method: Option<Method>,
+    pub(super) arena: Option<&'a Arena>,
+}
+
+impl HostNeed<'_> {
+    pub(super) fn check(&self) -> Result<()> {
+        let stages = self.homes.iter().filter(|home| **home == Home::Host).count();
+        if stages == 0 {
+            return Ok(());
+        }
+        let (needed, room) = (self.bytes()?, self.room()?);
+        if needed <= room {
+            return Ok(());
+        }
+        let (needed, room) = (Bytes(needed), Bytes(room));
+        Err(PipelineError::HostTooSmall { stages, needed, room }.into())
+    }
+
+    /// Of the weights, the gradients as they come home, and what the optimizer keeps.
+    fn bytes(&self) -> Result<u64> {
+        let counts = self.layers.parameter_counts()?;
+        let mut counts = counts.iter();
+        let mut numbers = 0;
+        for (size, home) in self.sizes.iter().zip(self.homes) {
+            let stage: u64 = counts.by_ref().take(*size).sum();
+            numbers += if *home == Home::Host { stage } else { 0 };
+        }
+        let each = self.kind.elt_size_in_bytes() + summed_in(self.kind).elt_size_in_bytes();
+        let _shapes_alone = meta::enter();
+        let all = Tensor::f_empty([numbers as i64], (self.kind, Device::Cpu))?;
+        let state = self.method.map_or(0, |method| method.state_bytes([&all]));
+        Ok(numbers * each as u64 + state)
+    }
+
+    fn room(&self) -> Result<u64> {
+        let limit = self.arena.and_then(|arena| Some(arena.limit()? - arena.current()));
+        match limit {
+            Some(room) => Ok(room),
+            None => Ok(memory::host()?.available.0),
+        }
     }
 }

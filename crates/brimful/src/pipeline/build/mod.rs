@@ -2,6 +2,7 @@
 
 mod balance;
 mod builder;
+mod exact;
 mod homes;
 mod layout;
 mod roster;
@@ -9,4 +10,5 @@ mod roster;
 pub use balance::BalanceBy;
 pub use builder::Builder;
 pub use homes::Homes;
+pub(crate) use homes::check_halves_at_home;
 pub(crate) use layout::{Export, StageLayout, StagePlan};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::balance::{BalanceBy, Question, limit};
+use super::balance::{BalanceBy, Question, SettledBalance, limit};
 use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
@@ -68,12 +68,17 @@ impl<'a> Roster<'a> {
         &self,
         question: &Question<'_>,
         balance: &BalanceBy,
-    ) -> Result<balance::Balance> {
+    ) -> Result<SettledBalance> {
+        if self.world.size() == 1 {
+            return question.settle(balance);
+        }
         let here = match self.world.rank() {
-            0 => question.settle(balance).map(|balance| balance.sizes().to_vec()),
+            0 => question.settle(balance).map(|settled| settled.balance.sizes().to_vec()),
             _ => Ok(Vec::new()),
         };
         let mut all = self.world.settle("balance", here, Duration::ZERO)?;
-        Ok(balance::Balance::new(all.swap_remove(0), question.layers.len())?)
+        let balance = balance::Balance::new(all.swap_remove(0), question.layers.len())?;
+        // Ranks make the same lists, and none knows another's times.
+        Ok(SettledBalance { balance, recipe: None })
     }
 }

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Tensor};
 
-use crate::batch::BatchError;
-use crate::batch::{self, Batch, Lender};
+use crate::batch::{self, Batch, BatchError, Lender, Samples};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::portion::Portion;
 use crate::pipeline::run::LossFn;
@@ -130,19 +129,20 @@ impl<O> OutputPlace<O> {
 }
 
 /// What the closure gave beside its losses, in sample order.
-pub(crate) fn joined<O: Batch>(collected: &Collected<O>) -> Result<O> {
+pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<O> {
     let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
-    batch::join(parts.iter_mut().filter_map(Option::take).collect())
+    let outputs = samples.join(parts.iter_mut().filter_map(Option::take).collect())?;
+    samples.restored(outputs)
 }
 
-/// The samples of both, which must be as many; a target may also have nothing to cut.
-pub(crate) fn common_len(input: &impl Batch, target: &impl Batch) -> Result<usize> {
+/// The samples of both must be as many; a target may also have nothing to cut.
+pub(crate) fn check_common_len(input: &impl Batch, target: &impl Batch) -> Result<()> {
     let input = batch::len(input)?;
     match batch::len(target) {
         Ok(target) if target != input => {
             Err(BatchError::LeafLengthsDiffer { lengths: vec![input, target] }.into())
         }
-        Ok(_) | Err(Error::Batch(BatchError::NothingToCut)) => Ok(input),
+        Ok(_) | Err(Error::Batch(BatchError::NothingToCut)) => Ok(()),
         Err(error) => Err(error),
     }
 }

@@ -11,14 +11,14 @@ pub(crate) use whole::OpenForward;
 pub use whole::Outputs;
 
 use crate::auto::Use;
-use crate::batch::{self, Batch};
+use crate::batch::{self, Arranged, Batch};
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
 use crate::step::{self, Attempted, Brought, Failed, Outcome, Step, Try, described};
 use crate::{Loss, Result};
-use loss_fn::{SharedLoss, common_len};
+use loss_fn::{SharedLoss, check_common_len};
 
 impl Pipeline {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
@@ -48,9 +48,17 @@ impl Pipeline {
         step::check_no_window(self)?;
         check_no_gradients(input)?;
         let loss = with_loss(loss);
-        let brought = self.brought(Use::Train, input, target);
+        let input = Arranged::of(input)?;
+        let target = input.beside(target)?;
+        let brought = self.brought(Use::Train, &input, target.batch());
         step::run(self, brought, |this, this_try| {
-            this.try_batch(input, target, &loss, this_try, Mode::Train { last: true })
+            this.try_batch(
+                input.batch(),
+                target.batch(),
+                &loss,
+                this_try,
+                Mode::Train { last: true },
+            )
         })
     }
 
@@ -73,9 +81,17 @@ impl Pipeline {
     {
         check_no_gradients(input)?;
         let loss = with_loss(loss);
-        let brought = self.brought(Use::Train, input, target);
+        let input = Arranged::of(input)?;
+        let target = input.beside(target)?;
+        let brought = self.brought(Use::Train, &input, target.batch());
         step::accumulate(self, brought, |this, this_try| {
-            this.try_batch(input, target, &loss, this_try, Mode::Train { last: false })
+            this.try_batch(
+                input.batch(),
+                target.batch(),
+                &loss,
+                this_try,
+                Mode::Train { last: false },
+            )
         })
     }
 
@@ -105,9 +121,11 @@ impl Pipeline {
         R: Outcome,
     {
         let loss = with_loss(loss);
-        let brought = self.brought(Use::Evaluate, input, target);
+        let input = Arranged::of(input)?;
+        let target = input.beside(target)?;
+        let brought = self.brought(Use::Evaluate, &input, target.batch());
         step::run(self, brought, |this, this_try| {
-            this.try_batch(input, target, &loss, this_try, Mode::Evaluate)
+            this.try_batch(input.batch(), target.batch(), &loss, this_try, Mode::Evaluate)
         })
     }
 
@@ -141,16 +159,23 @@ impl Pipeline {
         let shared = SharedLoss::new(move |values: Vec<Tensor>, (): &()| {
             Ok((None, f(M::from_tensors(values)?)))
         });
-        let brought = self.brought(Use::Map, input, &());
+        let input = Arranged::of(input)?;
+        let brought = self.brought(Use::Map, &input, &());
         step::map(self, brought, |this, this_try| {
-            this.try_batch(input, &(), &shared, this_try, Mode::Evaluate)
+            this.try_batch(input.batch(), &(), &shared, this_try, Mode::Evaluate)
         })
     }
 
     /// A mini-batch as the step is told of it.
-    pub(crate) fn brought(&self, used: Use, input: &impl Batch, target: &impl Batch) -> Brought {
-        let brought = Brought::new(used, input);
-        let brought = brought.with(common_len(input, target), batch::devices(target));
+    pub(crate) fn brought(
+        &self,
+        used: Use,
+        arranged: &Arranged<'_, impl Batch>,
+        target: &impl Batch,
+    ) -> Brought {
+        let brought = Brought::new(used, arranged);
+        let input = arranged.batch();
+        let brought = brought.with(check_common_len(input, target), batch::devices(target));
         // What all ranks of one pipeline must bring alike is compared where there are several.
         match self.ranks.of_pipeline().len() {
             1 => brought,
@@ -173,6 +198,7 @@ impl Pipeline {
         F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
     {
         let exchange = this_try.exchange;
+        let samples = this_try.opening.own();
         let plan = self.plan(&this_try, mode, false)?;
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;
@@ -184,7 +210,7 @@ impl Pipeline {
         };
         let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
         let (tried, _) = self.attempt(&plan, inputs, closures, exchange)?;
-        match self.ranks.outputs(exchange, last, self.output_device(), &collected) {
+        match self.ranks.outputs(exchange, last, self.output_device(), &collected, samples) {
             Ok(outputs) => Ok((tried, outputs)),
             Err(error) => {
                 tried.undo(self)?;
@@ -223,9 +249,8 @@ pub(crate) fn inputs(
     ranges: impl Iterator<Item = std::ops::Range<usize>>,
 ) -> Result<Vec<Vec<Tensor>>> {
     let leaves = |range| {
-        let mut leaves = Vec::new();
-        batch::slice(batch, range)?.visit(&mut |leaf| leaves.push(leaf.tensor().detach()));
-        Ok(leaves)
+        let slice = batch::slice(batch, range)?;
+        Ok(batch::tensors(&slice).into_iter().map(Tensor::detach).collect())
     };
     ranges.map(leaves).collect()
 }

@@ -5,8 +5,7 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::loss_fn::{Collected, joined};
-use crate::batch::BatchError;
-use crate::batch::{self, Batch};
+use crate::batch::{Batch, BatchError, Samples};
 use crate::pipeline::ranks::Ranks;
 use crate::step::Exchange;
 use crate::world::WorldError;
@@ -21,10 +20,11 @@ impl Ranks {
         last: usize,
         device: Device,
         collected: &Collected<O>,
+        samples: &Samples,
     ) -> Result<O> {
         let blank = O::blank();
         if self.of_pipeline().len() == 1 {
-            return match (joined(collected), blank) {
+            return match (joined(collected, samples), blank) {
                 // A replica without a sample.
                 (Err(Error::Batch(BatchError::NothingToJoin)), Some(blank)) => Ok(blank),
                 (outputs, _) => outputs,
@@ -34,7 +34,7 @@ impl Ranks {
         if let Some(empty) = blank.as_ref().filter(|blank| leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
-        let own = if self.has(last) { some(joined(collected))? } else { None };
+        let own = if self.has(last) { some(joined(collected, samples))? } else { None };
         let tensors = own.as_ref().map(leaves).unwrap_or_default();
         let name = std::any::type_name::<O>;
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
@@ -59,8 +59,9 @@ impl Ranks {
         last: usize,
         device: Device,
         own: Vec<Vec<Tensor>>,
+        samples: &Samples,
     ) -> Result<(Vec<Tensor>, Range<usize>)> {
-        let own = if own.is_empty() { Vec::new() } else { batch::join(own)? };
+        let own = if own.is_empty() { Vec::new() } else { samples.join(own)? };
         if self.is_alone() {
             let rows = rows(&own);
             return Ok((own, 0..rows));
@@ -82,7 +83,7 @@ impl Ranks {
             }
             start = end;
         }
-        Ok((batch::join(parts)?, mine))
+        Ok((samples.join(parts)?, mine))
     }
 }
 
@@ -102,5 +103,7 @@ fn some<O>(joined: Result<O>) -> Result<Option<O>> {
 }
 
 fn leaves(batch: &impl Batch) -> Vec<Tensor> {
-    batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect()
+    let mut leaves = Vec::new();
+    batch.visit(&mut |leaf| leaves.push(leaf.tensor().shallow_clone()));
+    leaves
 }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::pipeline::Pipeline;
+use crate::pipeline::build::check_halves_at_home;
 use crate::pipeline::error::PipelineError;
-use crate::schedule::{ActionKind, Actions};
+use crate::schedule::Actions;
 
 impl Pipeline {
     /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's
@@ -24,8 +25,9 @@ impl Pipeline {
     /// ```
     ///
     /// # Errors
-    /// When the list is for another number of devices, puts a stage on another device, or splits a
-    /// backward; the schedule's own stays then.
+    /// When the list is for another number of devices, puts a stage on another device, or splits
+    /// backwards of more stages that live on the host than a device has room for; the schedule's own
+    /// stays then.
     pub fn set_actions(&mut self, actions: Actions) -> Result<()> {
         let here = self.layout.stages.iter().map(|stage| stage.worker);
         let given = actions.placement().iter().map(|device| device.index());
@@ -33,11 +35,7 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        let halves = |kind| matches!(kind, ActionKind::InputGradient | ActionKind::WeightGradient);
-        let mut all = actions.lists().iter().flatten();
-        if let Some(&action) = all.find(|action| halves(action.kind)) {
-            return Err(PipelineError::SplitBackward { action }.into());
-        }
+        check_halves_at_home(&actions, &self.homes)?;
         // Lists are found by their number of micro-batches: with another size, it would not be run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
@@ -47,10 +45,10 @@ impl Pipeline {
 
 #[cfg(test)]
 mod tests {
-    use tch::{Device, nn};
+    use tch::{Device, Kind, Tensor, nn};
 
     use super::*;
-    use crate::{Layers, Size};
+    use crate::{Layers, Loss, Size};
 
     #[test]
     fn a_list_for_another_pipeline_is_refused_and_nothing_changes() {
@@ -63,8 +61,33 @@ mod tests {
         };
         let placement = refusal("1F0,1B0\n0F0,0B0");
         assert!(placement.contains("on devices [1, 0]") && placement.contains("on [0, 1]"));
-        let halves = refusal("0F0,0I0,0W0\n1F0,1I0,1W0");
-        assert!(halves.starts_with("0I0 is half a backward"), "{halves}");
         assert_eq!(pipe.state.size, Size::Count(1));
+    }
+
+    #[test]
+    fn a_list_may_have_whole_and_split_backwards() {
+        let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
+        let layers = || Layers::new().add("a", linear).add("b", linear);
+        let x = Tensor::arange(8, (Kind::Float, Device::Cpu)).view([4, 2]);
+        let built = || {
+            let builder = Pipeline::builder(layers()).devices([Device::Cpu; 2]);
+            builder.micro_batches(2).build().expect("a pipeline")
+        };
+        let gradients = |mut pipe: Pipeline| {
+            let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Float));
+            pipe.backward(&x, &x, loss).expect("a step");
+            pipe.gradients().expect("gradients")
+        };
+        let mut listed = built();
+        let actions = "0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0".parse().expect("a valid list");
+        listed.set_actions(actions).expect("taken");
+        let mut plain = built();
+        plain.set_variables(listed.variables().expect("variables")).expect("the same values");
+        let mixed = gradients(listed);
+        let expected = gradients(plain);
+        assert_eq!(mixed.len(), expected.len());
+        for ((name, got), (_, expected)) in mixed.iter().zip(&expected) {
+            assert!(got.allclose(expected, 1e-6, 1e-6, false), "{name}");
+        }
     }
 }

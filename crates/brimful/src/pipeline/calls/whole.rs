@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::{check_no_gradients, inputs};
 use crate::auto::Use;
-use crate::batch::Batch;
+use crate::batch::{Arranged, Batch, Samples};
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::{PipelineTried, TryPlan};
 use crate::pipeline::error::PipelineError;
@@ -16,17 +16,20 @@ use crate::pipeline::run::Tensors;
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{preserving_generators, with_step_seed};
 use crate::step::{
-    self, Counted, Exchange, Failed, Opening, RowGradients, Step, Tally, TermGroup, Try, as_leaves,
+    self, Counted, Exchange, Failed, Opening, RowGradients, Step, StepError, Tally, TermGroup, Try,
+    as_leaves,
 };
 use crate::{Error, Result, oom};
 
 /// The model's outputs for a whole mini-batch, in sample order and on the last stage's device.
 ///
-/// They are leaves of a graph of their own: compute a loss from them, call its `backward`, and give
+/// They have a graph of their own: compute a loss from them, call its `backward`, and give
 /// them to [`Pipeline::backward_from`]. A model of one output can be used as that tensor.
 #[derive(Debug)]
 pub struct Outputs {
     tensors: Vec<Tensor>,
+    /// What they are made of, in the order in which samples are run: where gradients arrive.
+    run: Vec<Tensor>,
     /// Which forward they are of.
     number: u64,
 }
@@ -94,24 +97,27 @@ impl Pipeline {
         }
         let start = Instant::now();
         let team = self.state.team.clone();
-        let brought = self.brought(Use::TrainWhole, input, &());
+        let input = Arranged::of(input)?;
+        let brought = self.brought(Use::TrainWhole, &input, &());
         let devices = self.seeded_devices();
         with_step_seed(devices, |seed| {
             let opening = step::open(self, &team, brought, Some(seed))?;
             let mode = Mode::Train { last: true };
             let plan = self.plan_for(&opening, self.state.size, mode, true)?;
             let exchange = team.exchange()?;
-            let run = self.all_forwards(input, &plan, &exchange);
-            let (tensors, rows) = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            let run = self.all_forwards(input.batch(), &plan, &exchange, opening.own());
+            let (run, rows) = run.map_err(|failed| exchange.report_failure(failed, start))?;
+            let mut tensors = Vec::new();
+            let restored = self.restored(&run, opening.own()).map(|all| tensors = all);
             // Another rank has failed, whose gradients will never come: the graphs are dropped now.
-            if let Err(error) = exchange.report(Ok(()), start) {
+            if let Err(error) = exchange.report(restored, start) {
                 self.workers().all(|worker| worker.undo())?;
                 return Err(error);
             }
             self.forwards += 1;
             let number = self.forwards;
             self.open = Some(OpenForward { number, plan, rows, exchange, opening, start });
-            Ok(Outputs { tensors, number })
+            Ok(Outputs { tensors, run, number })
         })
     }
 
@@ -125,7 +131,7 @@ impl Pipeline {
         let open = self.open.take_if(|open| open.number == outputs.number);
         let OpenForward { plan, rows, exchange, opening, start, .. } =
             open.ok_or(PipelineError::OldOutputs)?;
-        let gradients = RowGradients::of(&outputs.tensors);
+        let gradients = RowGradients::of(&outputs.run);
         let devices = self.seeded_devices();
         // No new seed: a recompute draws by the forward's, which the workers' runs have kept.
         preserving_generators(devices, || {
@@ -163,8 +169,11 @@ impl Pipeline {
     ) -> Result<Step<Outputs>> {
         step::check_no_window(self)?;
         check_no_gradients(input)?;
-        let brought = self.brought(Use::TrainWhole, input, &());
-        step::run(self, brought, |this, this_try| this.try_whole(input, this_try, &mut loss))
+        let input = Arranged::of(input)?;
+        let brought = self.brought(Use::TrainWhole, &input, &());
+        step::run(self, brought, |this, this_try| {
+            this.try_whole(input.batch(), this_try, &mut loss)
+        })
     }
 
     fn try_whole(
@@ -175,10 +184,15 @@ impl Pipeline {
     ) -> Result<(PipelineTried, Outputs), Failed> {
         let exchange = this_try.exchange;
         let plan = self.plan(&this_try, Mode::Train { last: true }, true)?;
-        let (tensors, rows) = self.all_forwards(input, &plan, exchange)?;
-        // Forwards are counted from 1: `backward_from` refuses these, whose backward is run here.
-        let outputs = Outputs { tensors, number: 0 };
-        let (counted, gradients) = match oom::catch(|| self.loss_of(&outputs, loss)) {
+        let samples = this_try.opening.own();
+        let (run, rows) = self.all_forwards(input, &plan, exchange, samples)?;
+        let counted = oom::catch(|| {
+            let tensors = self.restored(&run, samples)?;
+            // Forwards are counted from 1: `backward_from` refuses these, whose backward is run here.
+            let outputs = Outputs { tensors, run, number: 0 };
+            Ok::<_, Error>((self.loss_of(&outputs, loss)?, outputs))
+        });
+        let ((counted, gradients), outputs) = match counted {
             Ok(found) => found,
             Err(caught) => {
                 self.workers().all(|worker| worker.undo())?;
@@ -190,7 +204,7 @@ impl Pipeline {
         // Leaves would keep their gradients, as large as the outputs, while the caller has them.
         let tensors = outputs.tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>();
         let tensors = tensors.map_err(Error::from)?;
-        Ok((tried, Outputs { tensors, ..outputs }))
+        Ok((tried, Outputs { tensors, run: Vec::new(), ..outputs }))
     }
 
     /// All outputs, as leaves, and which rows of them are this process's.
@@ -199,13 +213,14 @@ impl Pipeline {
         input: &impl Batch,
         plan: &TryPlan,
         exchange: &Exchange,
+        samples: &Samples,
     ) -> Result<(Vec<Tensor>, Range<usize>), Failed> {
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let done = self.attempt_forward(plan, inputs(input, ranges)?, exchange)?;
         let own = done.into_iter().flat_map(|WorkerDone { outputs, .. }| outputs);
         let own = own.filter(|tensors| !tensors.is_empty()).collect();
         let (last, device) = (self.layout.last_worker(), self.output_device());
-        let gathered = self.ranks.model_outputs(exchange, last, device, own);
+        let gathered = self.ranks.model_outputs(exchange, last, device, own, samples);
         let leaves = gathered.and_then(|(outputs, rows)| Ok((as_leaves(&outputs)?, rows)));
         leaves.map_err(|error| match self.workers().all(|worker| worker.undo()) {
             Ok(_) => error.into(),
@@ -223,7 +238,16 @@ impl Pipeline {
         // Before the backward, which a loss that is refused is spared.
         let counted = tally.read(self.state.non_finite)?;
         loss.f_backward()?;
-        Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.tensors)))
+        Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run)))
+    }
+
+    /// The outputs in the user's order.
+    fn restored(&self, run: &[Tensor], samples: &Samples) -> Result<Vec<Tensor>> {
+        // Of sequences, the orders of other ranks' mini-batches are not known here.
+        if samples.lengths().is_some() && !self.ranks.is_alone() {
+            return Err(StepError::NotOverRanks { ranks: self.ranks.world().size() }.into());
+        }
+        samples.restored(run.iter().map(Tensor::shallow_clone).collect())
     }
 
     /// Runs all backwards from this process's rows of the outputs' gradients.

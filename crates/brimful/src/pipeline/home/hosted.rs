@@ -18,25 +18,15 @@ pub(crate) struct HostedVariable {
     /// The one that layers, optimizers and files know: at home its numbers are `at_home`.
     tensor: Tensor,
     at_home: Tensor,
-    place: Offsets,
-}
-
-/// Where a variable's bytes begin in its stage's slot, and its gradient's among the stage's; or where
-/// those of all variables so far end.
-#[derive(Debug, Clone, Copy, Default)]
-struct Offsets {
+    /// Where its bytes begin in its stage's slot.
     in_slot: usize,
-    in_gradients: usize,
 }
 
-impl Offsets {
-    /// Makes room for a variable behind the others, and gives its place.
-    fn after(&mut self, numbers: usize, kind: Kind) -> Self {
-        let place = *self;
-        self.in_slot += room(numbers, kind);
-        self.in_gradients += room(numbers, summed_in(kind));
-        place
-    }
+/// Makes room for so many numbers behind the others, which end at this byte, and gives the place.
+fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
+    let place = *end;
+    *end += room(numbers, kind);
+    place
 }
 
 /// A stage's part of the host's memory.
@@ -49,8 +39,8 @@ pub(crate) struct HostedStage {
     own: usize,
     /// What a slot must hold.
     pub(crate) slot_bytes: usize,
-    gradient_bytes: usize,
-    /// One a group of loss terms; more where somebody keeps the gradients of an earlier step.
+    /// One a group of loss terms; more where somebody keeps the gradients of an earlier step. Each is as large
+    /// as what is trained: of what is frozen nothing comes.
     gradients: Vec<Slab>,
 }
 
@@ -63,30 +53,28 @@ impl HostedStage {
         kind: Kind,
         memory: &HomeMemory,
     ) -> Result<Self> {
-        let mut end = Offsets::default();
+        let mut end = 0;
         let mut laid_out = Vec::new();
         for (name, tensor) in own {
             let kind = if tensor.is_floating_point() { kind } else { tensor.kind() };
-            laid_out.push((name, end.after(tensor.numel(), kind), kind, tensor));
+            laid_out.push((name, after(&mut end, tensor.numel(), kind), kind, tensor));
         }
-        let weights = memory.slab(end.in_slot)?;
-        let own = end.in_slot;
+        let weights = memory.slab(end)?;
+        let own = end;
         let mut variables = Vec::new();
-        for (name, place, kind, mut tensor) in laid_out {
-            let at_home = view(weights.bytes(), place.in_slot, &tensor.size(), kind)?;
+        for (name, in_slot, kind, mut tensor) in laid_out {
+            let at_home = view(weights.bytes(), in_slot, &tensor.size(), kind)?;
             tch::no_grad(|| -> Result<()> {
                 at_home.shallow_clone().f_copy_(&tensor)?;
                 Ok(tensor.f_set_data(&at_home)?)
             })?;
-            variables.push(HostedVariable { name, tensor, at_home, place });
+            variables.push(HostedVariable { name, tensor, at_home, in_slot });
         }
         for guest in shared {
-            let place = end.after(guest.tensor.numel(), guest.tensor.kind());
-            variables.push(HostedVariable { place, ..guest });
+            let in_slot = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
+            variables.push(HostedVariable { in_slot, ..guest });
         }
-        let Offsets { in_slot: slot_bytes, in_gradients: gradient_bytes } = end;
-        let gradients = Vec::new();
-        Ok(Self { variables, weights, own, slot_bytes, gradient_bytes, gradients })
+        Ok(Self { variables, weights, own, slot_bytes: end, gradients: Vec::new() })
     }
 
     /// The variable of this name, for another stage that shares it.
@@ -102,9 +90,7 @@ impl HostedStage {
 
     /// Whether the variable's home is here.
     pub(crate) fn owns(&self, name: &str) -> bool {
-        self.variables
-            .iter()
-            .any(|variable| variable.name == name && variable.place.in_slot < self.own)
+        self.variables.iter().any(|variable| variable.name == name && variable.in_slot < self.own)
     }
 
     pub(crate) fn is_trained(&self) -> bool {
@@ -121,7 +107,7 @@ impl HostedStage {
         let own = self.own as i64;
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
         transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
-        for guest in self.variables.iter().filter(|variable| variable.place.in_slot >= self.own) {
+        for guest in self.variables.iter().filter(|variable| variable.in_slot >= self.own) {
             transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
         }
         Ok(())
@@ -156,14 +142,21 @@ impl HostedStage {
         place_of: &[usize],
         memory: &HomeMemory,
     ) -> Result<Sum> {
-        let at = self.free_gradients(memory)?;
+        let needed = sums.iter().zip(place_of).filter(|(_, place)| self.has(**place));
+        let needed = needed.filter_map(|(sum, _)| sum.as_ref());
+        let needed: usize = needed.map(|sum| room(sum.numel(), sum.kind())).sum();
+        if needed == 0 {
+            return Ok(sums.iter().map(|_| None).collect());
+        }
+        let at = self.free_gradients(needed, memory)?;
         let slab = self.gradients[at].bytes();
         let mut home = Vec::with_capacity(sums.len());
+        let mut end = 0;
         for (sum, place) in sums.iter().zip(place_of) {
-            let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
-            let room = match (sum, variable) {
-                (Some(sum), Some(v)) => {
-                    let room = view(slab, v.place.in_gradients, &sum.size(), sum.kind())?;
+            let room = match sum {
+                Some(sum) if self.has(*place) => {
+                    let start = after(&mut end, sum.numel(), sum.kind());
+                    let room = view(slab, start, &sum.size(), sum.kind())?;
                     transfer::copy(&room, sum)?;
                     Some(room)
                 }
@@ -174,21 +167,57 @@ impl HostedStage {
         Ok(home)
     }
 
-    /// The place of a slab that nobody looks at: gradients of an earlier step may be in use.
-    fn free_gradients(&mut self, memory: &HomeMemory) -> Result<usize> {
+    /// The sums at home, by group and parameter, under the names of the stage's own variables, together
+    /// with what later stages have left in `shared` of them; those of variables that an earlier stage
+    /// owns are left there.
+    pub(crate) fn named(
+        &self,
+        home: Vec<Sum>,
+        places: &[usize],
+        shared: &mut Vec<(String, Tensor)>,
+    ) -> Vec<(String, Vec<Tensor>)> {
+        let mut own: Vec<(String, Vec<Tensor>)> = Vec::new();
+        for (sum, place) in home.into_iter().flat_map(|sum| sum.into_iter().zip(places)) {
+            let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
+            let (Some(sum), Some(variable)) = (sum, variable) else { continue };
+            if self.owns(&variable.name) {
+                own.push((variable.name.clone(), vec![sum]));
+            } else {
+                shared.push((variable.name.clone(), sum));
+            }
+        }
+        let left = std::mem::take(shared).into_iter().filter_map(|(name, sum)| {
+            match own.iter_mut().find(|(own, _)| *own == name) {
+                Some((_, parts)) => {
+                    parts.push(sum);
+                    None
+                }
+                None if self.owns(&name) => {
+                    own.push((name, vec![sum]));
+                    None
+                }
+                None => Some((name, sum)),
+            }
+        });
+        *shared = left.collect();
+        own
+    }
+
+    /// The place of a slab of so many bytes that nobody looks at: gradients of an earlier step may be in use.
+    fn free_gradients(&mut self, bytes: usize, memory: &HomeMemory) -> Result<usize> {
         for (at, slab) in self.gradients.iter().enumerate() {
-            if slab.is_free()? {
+            if slab.bytes().numel() >= bytes && slab.is_free()? {
                 return Ok(at);
             }
         }
-        self.gradients.push(memory.slab(self.gradient_bytes)?);
+        self.gradients.push(memory.slab(bytes)?);
         Ok(self.gradients.len() - 1)
     }
 }
 
 impl HostedVariable {
     fn in_slot(&self, slot: &Tensor) -> Result<Tensor> {
-        view(slot, self.place.in_slot, &self.at_home.size(), self.at_home.kind())
+        view(slot, self.in_slot, &self.at_home.size(), self.at_home.kind())
     }
 }
 
@@ -222,11 +251,6 @@ impl HomeMemory {
 /// Bytes of so many numbers, up to where the next ones may begin.
 fn room(numbers: usize, kind: Kind) -> usize {
     (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
-}
-
-/// The kind that gradients of parameters of a kind are summed in.
-fn summed_in(kind: Kind) -> Kind {
-    if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind }
 }
 
 /// A tensor of this shape and kind that begins at this byte.

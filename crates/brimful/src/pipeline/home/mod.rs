@@ -17,9 +17,10 @@ mod slots;
 mod update;
 
 use std::collections::VecDeque;
+use std::sync::mpsc::Sender;
 
 pub(crate) use hosted::{HomeMemory, HostedStage};
-use update::Update;
+use update::{StageGradients, Update};
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::threads::threads;
@@ -33,7 +34,7 @@ use crate::schedule::{Action, Home, Move, Moves, StageHome};
 use slots::Slots;
 
 /// How many stages are in slots at a time: one computes while the next is on its way.
-const SLOTS: usize = 2;
+pub(crate) const SLOTS: usize = 2;
 /// How many actions the host may be ahead of the device.
 const AHEAD: usize = 3;
 
@@ -54,7 +55,22 @@ pub(crate) struct HostedStages {
     leaving: Option<(Vec<Sum>, Event)>,
     /// Sums that have set out, as they are at home, by group of terms.
     home: Vec<Vec<Sum>>,
+    /// Whether updates follow the backward, and what the step under way has for them.
+    pub(crate) follows: bool,
+    following: Option<Following>,
     update: Option<Update>,
+}
+
+/// Updates that follow the backward under way.
+#[derive(Debug)]
+struct Following {
+    give: Sender<StageGradients>,
+    /// Of stages whose parameters are still in their slots.
+    waiting: Vec<(usize, StageGradients)>,
+    /// Of parameters that an earlier stage has too: theirs are whole when its are.
+    shared: Vec<(String, Tensor)>,
+    /// How many stages were given.
+    given: usize,
 }
 
 impl HostedStages {
@@ -76,6 +92,8 @@ impl HostedStages {
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
+            follows: false,
+            following: None,
             update: None,
             memory,
             stages,
@@ -111,7 +129,7 @@ impl HostedStages {
     /// Starts to bring a stage's weights to a slot, once its last update is done.
     pub(crate) fn fetch(&mut self, at: usize) -> Result<()> {
         let Some(stage) = &self.stages[at] else { return Ok(()) };
-        if let Some(update) = &mut self.update {
+        if let Some(update) = self.update.as_mut().filter(|_| self.following.is_none()) {
             update.wait_for(at);
         }
         self.slots.fetch(at, stage)
@@ -134,7 +152,41 @@ impl HostedStages {
 
     /// Gives a stage's slot up.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
-        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))
+        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.release(at, stage))?;
+        self.give_gradients(|stage| stage == at);
+        Ok(())
+    }
+
+    /// Lets the updates of a step that begins follow its backward.
+    pub(crate) fn begin_following(&mut self, optimizer: Optimizer) {
+        let (give, update) = Update::follow(optimizer, self.update_threads());
+        self.update = Some(update);
+        self.following =
+            Some(Following { give, waiting: Vec::new(), shared: Vec::new(), given: 0 });
+    }
+
+    /// Gives the updates of these stages, whose parameters are at home, what they need.
+    fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
+        let Some(following) = &mut self.following else { return };
+        for (at, gradients) in std::mem::take(&mut following.waiting) {
+            if of(at) {
+                following.given += 1;
+                // The thread listens until its channel is dropped.
+                let _ = following.give.send(gradients);
+            } else {
+                following.waiting.push((at, gradients));
+            }
+        }
+    }
+
+    /// Whether updates follow the backward that is under way.
+    pub(crate) fn is_following(&self) -> bool {
+        self.following.is_some()
+    }
+
+    /// Ends the following of a step; gives how many stages were updated, or will be.
+    pub(crate) fn end_following(&mut self) -> usize {
+        self.following.take().map_or(0, |following| following.given)
     }
 
     /// Starts to bring a stage's sums home. The sums of the stage before it are given up by now: two
@@ -157,7 +209,14 @@ impl HostedStages {
                 home.push(stage.bring_home(sum, &self.places, &self.memory)?);
             }
         }
-        self.home.push(home);
+        match &mut self.following {
+            Some(following) => {
+                let own = stage.named(home, &self.places, &mut following.shared);
+                let arrived = Event::after(self.outward.outward)?;
+                following.waiting.push((at, StageGradients { of: own, arrived }));
+            }
+            None => self.home.push(home),
+        }
         self.leaving = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
     }
@@ -198,22 +257,32 @@ impl HostedStages {
 
     /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
     pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
-        let threads = match self.memory.device {
+        self.update = Some(Update::start(optimizer, plan, self.update_threads()));
+    }
+
+    fn update_threads(&self) -> usize {
+        match self.memory.device {
             Device::Cpu => threads(),
             // One is left to the thread that keeps the accelerator busy.
             _ => threads().saturating_sub(1).max(1),
-        };
-        self.update = Some(Update::start(optimizer, plan, threads));
+        }
     }
 
     /// Waits for the update under way, if there is one, and gives the optimizer back.
     pub(crate) fn settle(&mut self) -> Option<(Optimizer, Result<()>)> {
+        // Before the thread is waited for, which goes on as long as it may be given something.
+        self.following = None;
         self.update.take().map(Update::finish)
     }
 
     /// Sends every parameter home, whatever was under way.
     pub(crate) fn send_all_home(&mut self) -> Result<()> {
         self.slots.leave_all(&self.stages)
+    }
+
+    /// Gives all updates that are left what they need, now that every parameter is at home.
+    pub(crate) fn give_all_gradients(&mut self) {
+        self.give_gradients(|_| true);
     }
 
     /// Lets go what a step that failed has left.

@@ -1,13 +1,40 @@
 //! The optimizer at home: it works through its stages on a thread of its own, while the next step
 //! begins with those that are done.
 
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
+use brimful_torch::foreach;
+use brimful_torch::stream::Event;
 use brimful_torch::threads::limit_threads;
+use tch::Tensor;
 
 use crate::Result;
 use crate::optim::{Optimizer, OptimizerPlan};
+
+/// A stage's whole gradients, on their way home.
+#[derive(Debug)]
+pub(crate) struct StageGradients {
+    /// By parameter: those of several stages that share it are still to be added up.
+    pub(crate) of: Vec<(String, Vec<Tensor>)>,
+    pub(crate) arrived: Event,
+}
+
+impl StageGradients {
+    fn apply(self, optimizer: &mut Optimizer) -> Result<()> {
+        self.arrived.synchronize()?;
+        let mut gradients = Vec::new();
+        for (name, mut parts) in self.of {
+            let sum = parts.swap_remove(0);
+            for part in parts {
+                foreach::add(&[sum.shallow_clone()], &[part], 1.0)?;
+            }
+            gradients.push((name, sum));
+        }
+        let plan = optimizer.prepare_with(&gradients)?;
+        optimizer.commit(plan)
+    }
+}
 
 /// An update that is under way.
 #[derive(Debug)]
@@ -32,6 +59,29 @@ impl Update {
             (optimizer, result)
         };
         Self { done, known: 0, thread: Some(thread::spawn(work)) }
+    }
+
+    /// Lets the optimizer work on each stage's gradients as they are given, until the other end of the
+    /// channel is dropped.
+    pub(crate) fn follow(
+        mut optimizer: Optimizer,
+        threads: usize,
+    ) -> (Sender<StageGradients>, Self) {
+        let (give, given) = channel::<StageGradients>();
+        // Nothing is told but the end: stages come last first, and the next step begins with the first.
+        let (ended, done) = channel();
+        let work = move || {
+            let _threads = limit_threads(threads);
+            let _ended = ended;
+            let mut result = Ok(());
+            for gradients in given {
+                if result.is_ok() {
+                    result = gradients.apply(&mut optimizer);
+                }
+            }
+            (optimizer, result)
+        };
+        (give, Self { done, known: 0, thread: Some(thread::spawn(work)) })
     }
 
     /// Waits until the stage at this place, and all before it, are done.

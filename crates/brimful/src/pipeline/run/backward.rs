@@ -1,27 +1,27 @@
-//! The backward of one stage: from its output's gradients to its input's.
+//! The backward of one stage, whole or in two halves: from its output's gradients to its input's.
 
+use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
 use super::stage::Boundary;
 use super::transfer::Tensors;
+use super::{HeldInput, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::loss::{MicroBatchWeight, Term};
-use crate::step::{TermGroup, roots};
+use crate::pipeline::worker::Site;
+use crate::schedule::Action;
+use crate::step::{TermGroup, as_wide_as, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
 #[derive(Debug)]
-pub(crate) struct Roots {
+struct Roots {
     groups: Vec<Vec<(Tensor, Tensor)>>,
 }
 
 impl Roots {
     /// The terms of a loss, in groups of one common denominator.
-    pub(crate) fn of_terms(
-        terms: &[Term],
-        weight: &MicroBatchWeight,
-        groups: &[TermGroup],
-    ) -> Result<Self> {
+    fn of_terms(terms: &[Term], weight: &MicroBatchWeight, groups: &[TermGroup]) -> Result<Self> {
         let groups = roots(terms, groups, |_, term| term.root_gradient(weight))?;
         let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);
         let groups = groups.into_iter().map(|roots| roots.into_iter().map(owned).collect());
@@ -29,7 +29,7 @@ impl Roots {
     }
 
     /// A stage's output, with the gradients of its values and of each skip.
-    pub(crate) fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Self {
+    fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Self> {
         let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
         let mut groups: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
         let parts = std::iter::once(&output.values).chain(&output.skips);
@@ -38,38 +38,161 @@ impl Roots {
                 // A forward that is run again had no graph, and guessed what would be traced: some
                 // of these gradients come for values that have none either.
                 let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
-                let pairs = pairs.filter_map(|(value, gradient)| {
-                    gradient.map(|gradient| (value.shallow_clone(), gradient))
-                });
-                roots.extend(pairs);
+                for (value, gradient) in pairs {
+                    let gradient = gradient.map(|gradient| as_wide_as(value, gradient));
+                    roots.extend(gradient.transpose()?.map(|found| (value.shallow_clone(), found)));
+                }
             }
         }
-        Self { groups }
+        Ok(Self { groups })
     }
 }
 
-/// Runs backward from the roots; gives the gradients of the input's values and of each skip.
-pub(crate) fn run(
-    accumulator: &mut Accumulator,
+/// What a backward starts from, and where it leads.
+struct Start {
     roots: Roots,
     input: Boundary,
-) -> Result<Vec<Tensors>> {
-    let groups = roots.groups;
+}
+
+impl WorkerRun {
+    /// Runs a whole backward.
+    pub(super) fn backward(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        action: Action,
+    ) -> Result<(), Stop> {
+        let i = action.micro_batch.index();
+        let start = self.start(site, at, i)?;
+        self.expect_the_last();
+        // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
+        // activations.
+        let mut gradients = run(self.accumulator(), start)?;
+        self.note_norm(site, i)?;
+        self.note_probe(at, &mut gradients)?;
+        self.timeline.end(action)?;
+        self.hand_back(site, at, gradients)
+    }
+
+    /// Runs the half of a backward that the stage before waits for, and keeps the other one.
+    pub(super) fn input_gradient(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        action: Action,
+    ) -> Result<(), Stop> {
+        let i = action.micro_batch.index();
+        let start = self.start(site, at, i)?;
+        let (mut gradients, weights) = run_input_half(self.accumulator(), start)?;
+        self.note_probe(at, &mut gradients)?;
+        if let Some(nodes) = weights.run_whole() {
+            site.tell_of_whole(at, &nodes);
+        }
+        self.begun[at][i] = Some(weights);
+        self.timeline.end(action)?;
+        self.hand_back(site, at, gradients)
+    }
+
+    /// Runs the half of a backward that nobody waits for.
+    pub(super) fn weight_gradient(&mut self, site: &Site, at: usize, action: Action) -> Result<()> {
+        let i = action.micro_batch.index();
+        let begun = self.begun[at][i].take();
+        let mut weights = begun.expect("a weight gradient comes after its input gradient");
+        self.timeline.begin()?;
+        self.expect_the_last();
+        for group in 0..weights.groups() {
+            self.accumulator().add_split(group, &mut weights)?;
+        }
+        drop(weights);
+        self.note_norm(site, i)?;
+        self.timeline.end(action)
+    }
+
+    /// Takes what a backward needs; from here on it is at work.
+    fn start(&mut self, site: &mut Site, at: usize, i: usize) -> Result<Start, Stop> {
+        let kept = self.kept[at][i].take().expect("a backward comes after its forward");
+        let HeldInput::Here(input) = kept.input else {
+            unreachable!("its recompute brought it back")
+        };
+        let roots = match kept.output.expect("a backward comes after its recompute") {
+            Output::Terms(terms) => {
+                self.timeline.begin()?;
+                let groups = self.tally.groups(self.job.mode.is_last());
+                Roots::of_terms(&terms, &self.job.weights[i], &groups)?
+            }
+            Output::Boundary(output) => {
+                let gradients = self.receive_gradients(site, at, i)?;
+                self.timeline.begin()?;
+                Roots::of_boundary(&output, self.complete(at, &output, gradients)?)?
+            }
+        };
+        Ok(Start { roots, input })
+    }
+
+    fn accumulator(&mut self) -> &mut Accumulator {
+        self.accumulator.as_mut().expect("training has an accumulator")
+    }
+
+    /// Gradients are complete after the worker's last backward, or weight half of one, of whatever
+    /// stage: from then on they may set out to other replicas.
+    fn expect_the_last(&mut self) {
+        if !self.list[self.next..].iter().any(|action| action.kind.releases()) {
+            self.accumulator().expect_the_last();
+        }
+    }
+
+    /// Takes the norm of the gradients so far, where one that is not finite is refused.
+    fn note_norm(&mut self, site: &Site, i: usize) -> Result<()> {
+        if !site.refuses_gradients {
+            return Ok(());
+        }
+        let norm = self.accumulator().norm()?;
+        let earlier = self.norms[i].take().filter(|_| site.homes.is_some());
+        // Sums that went home are in no later norm, so what was found of them is added to it.
+        self.norms[i] = match (earlier, norm) {
+            (Some(earlier), Some(norm)) => Some(earlier.f_add(&norm)?),
+            (earlier, norm) => earlier.or(norm),
+        };
+        Ok(())
+    }
+}
+
+/// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
+/// normalises it.
+fn run(accumulator: &mut Accumulator, start: Start) -> Result<Vec<Tensors>> {
+    let Start { roots: Roots { groups }, input } = start;
     accumulator.expect_groups(groups.len());
     // Of those with roots: it frees the graph, which an empty group behind it could not.
     let last = groups.iter().rposition(|roots| !roots.is_empty());
-    let mut gradients: Vec<Tensors> = (0..=input.skips.len()).map(|_| Vec::new()).collect();
+    let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
     for (group, roots) in groups.iter().enumerate() {
         if !roots.is_empty() {
             accumulator.add(group, roots, Some(group) != last)?;
         }
-        let parts = std::iter::once(&input.values).chain(&input.skips);
-        for (gradients, leaves) in gradients.iter_mut().zip(parts) {
+        for (gradients, leaves) in gradients.iter_mut().zip(input.leaves()) {
             // Taken after each group, or the next group's would be added to it in the same leaf.
             gradients.push(leaves.iter().map(taken).collect::<Result<_>>()?);
         }
     }
     Ok(gradients)
+}
+
+/// Runs the input half from the roots; gives the same gradients, and the weight half.
+fn run_input_half(
+    accumulator: &mut Accumulator,
+    start: Start,
+) -> Result<(Vec<Tensors>, SplitBackward)> {
+    let Start { roots, input } = start;
+    let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
+    let (groups, weights) = accumulator.begin_split(&roots.groups, &leaves)?;
+    let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
+    for group in groups {
+        let mut all = group.into_iter();
+        for (gradients, leaves) in gradients.iter_mut().zip(input.leaves()) {
+            gradients.push(all.by_ref().take(leaves.len()).collect());
+        }
+    }
+    Ok((gradients, weights))
 }
 
 /// The gradients of both, tensor by tensor; of one, where the other is still empty.

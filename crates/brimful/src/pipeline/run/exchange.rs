@@ -38,7 +38,7 @@ impl WorkerRun {
         }
         let all = resting.len() == 1 + skips.len();
         site.keep_pace()?;
-        Ok((Boundary { values, skips }, all.then_some(resting)))
+        Ok((Boundary { values, skips, met: None }, all.then_some(resting)))
     }
 
     /// What entered the stage, once more on the device.
@@ -49,7 +49,7 @@ impl WorkerRun {
         }
         site.keep_pace()?;
         let values = parts.remove(0);
-        Ok(Boundary { values, skips: parts })
+        Ok(Boundary { values, skips: parts, met: None })
     }
 
     /// Sends the output on, or ends the model with it. Gives what its backward will start from.
@@ -66,6 +66,7 @@ impl WorkerRun {
             self.timeline.end(action)?;
             return Ok(output);
         }
+        self.count_in(at, &output)?;
         let ports = &self.job.ports[at];
         let pack = |values: &[Tensor], outlet: &StageOutlet| {
             site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet)

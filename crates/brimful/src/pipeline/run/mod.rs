@@ -4,6 +4,8 @@
 //!   F   take the input · run the layers · hand the output on          keep input and output's graph
 //!   R   run the layers again                                          keep the output's graph
 //!   B   take the output's gradient · run backward · hand the input's back            keep nothing
+//!   I   take the output's gradient · run its input half · hand the input's back   keep its weight half
+//!   W   run the weight half                                                          keep nothing
 //! ```
 //!
 //! A forward that will be run again keeps its input alone. On the last stage of a step nobody waits
@@ -13,6 +15,7 @@ mod backward;
 mod exchange;
 mod intake;
 mod job;
+mod meeting;
 mod recompute;
 mod stage;
 mod timeline;
@@ -28,6 +31,7 @@ use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
 pub(crate) use wiring::{StageOutlet, wire};
 
+use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
 use crate::accumulate::Accumulator;
@@ -38,11 +42,11 @@ use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
 use crate::schedule::{Action, ActionKind, Move, MoveKind};
-use crate::step::Tally;
+use crate::step::{Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
-use backward::Roots;
 use intake::Intake;
+use meeting::Meeting;
 use timeline::ActionClock;
 
 /// Why a worker did not come to the end of its list.
@@ -52,6 +56,19 @@ pub(crate) enum WorkerFailure {
     Stopped,
     /// It failed itself.
     Failed { at: Instant, error: Error },
+}
+
+impl WorkerFailure {
+    /// The same of a step some of whose updates were made already: it cannot be taken back, nor run again.
+    pub(crate) fn after_updates(self, stages: usize) -> Self {
+        match self {
+            Self::Failed { at, error } if stages > 0 => {
+                let cause = error.to_string();
+                Self::Failed { at, error: PipelineError::PartlyUpdated { stages, cause }.into() }
+            }
+            other => other,
+        }
+    }
 }
 
 /// Why an action was not done.
@@ -73,6 +90,10 @@ pub(crate) struct WorkerRun {
     next: usize,
     /// By stage and micro-batch.
     kept: Vec<Vec<Option<HeldMicroBatch>>>,
+    /// Backwards whose input half has run, in the same way.
+    begun: Vec<Vec<Option<SplitBackward>>>,
+    /// By stage, before the exact BatchNorm that it begins with.
+    meetings: Vec<Option<Meeting>>,
     /// None in an evaluation.
     pub(crate) accumulator: Option<Accumulator>,
     pub(crate) tally: Tally,
@@ -122,6 +143,8 @@ impl WorkerRun {
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
         Ok(Self {
             kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
+            begun: job.ports.iter().map(|_| row_of_none(m)).collect(),
+            meetings: meeting::before(&worker.site.stages, m),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: worker.tally(),
@@ -171,6 +194,11 @@ impl WorkerRun {
                 MoveKind::Fetch => homes.fetch(at)?,
                 MoveKind::Release => homes.release(at)?,
                 MoveKind::GradientsHome => {
+                    let groups = self.tally.groups(self.job.mode.is_last());
+                    if homes.is_following() && groups.iter().any(|group| *group != TermGroup::Done)
+                    {
+                        return Err(PipelineError::FollowsUnknown.into());
+                    }
                     let accumulator = self.accumulator.as_mut();
                     homes.send_gradients(at, accumulator.expect("training has an accumulator"))?;
                 }
@@ -193,9 +221,8 @@ impl WorkerRun {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
             ActionKind::Backward => self.backward(site, at, action),
-            ActionKind::InputGradient | ActionKind::WeightGradient => {
-                unreachable!("schedules that split the backward are refused when building")
-            }
+            ActionKind::InputGradient => self.input_gradient(site, at, action),
+            ActionKind::WeightGradient => Ok(self.weight_gradient(site, at, action)?),
         }
     }
 
@@ -203,6 +230,7 @@ impl WorkerRun {
         let i = action.micro_batch.index();
         let (input, resting) = self.receive(site, at, i)?;
         self.timeline.begin()?;
+        let input = self.let_meet(site, at, input)?;
         let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
@@ -268,6 +296,7 @@ impl WorkerRun {
             HeldInput::Host(parcels) => Self::bring_back(site, &parcels)?,
         };
         self.timeline.begin()?;
+        let held = self.let_meet(site, at, held)?;
         let input = held.share();
         // Where a closure follows, no forward was run: this is the first, and statistics count it.
         let output = if self.ends_in_closure(at) {
@@ -279,47 +308,6 @@ impl WorkerRun {
         let input = HeldInput::Here(held);
         self.kept[at][i] = Some(HeldMicroBatch { input, output: Some(output) });
         self.timeline.end(action)
-    }
-
-    fn backward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
-        let i = action.micro_batch.index();
-        let kept = self.kept[at][i].take().expect("a backward comes after its forward");
-        let output = kept.output.expect("a backward comes after its recompute");
-        let roots = match &output {
-            Output::Terms(terms) => {
-                self.timeline.begin()?;
-                let groups = self.tally.groups(self.job.mode.is_last());
-                Roots::of_terms(terms, &self.job.weights[i], &groups)?
-            }
-            Output::Boundary(output) => {
-                let gradients = self.receive_gradients(site, at, i)?;
-                self.timeline.begin()?;
-                Roots::of_boundary(output, gradients)
-            }
-        };
-        // Gradients are complete after the worker's last backward, of whatever stage: from then on they
-        // may set out to other replicas.
-        let more = self.list[self.next..].iter().any(|action| action.kind == ActionKind::Backward);
-        let accumulator = self.accumulator.as_mut().expect("training has an accumulator");
-        if !more {
-            accumulator.expect_the_last();
-        }
-        let HeldInput::Here(input) = kept.input else {
-            unreachable!("its recompute brought it back")
-        };
-        let gradients = backward::run(accumulator, roots, input)?;
-        if site.refuses_gradients {
-            let earlier = self.norms[i].take().filter(|_| site.homes.is_some());
-            // Sums that went home are in no later norm, so what was found of them is added to it.
-            self.norms[i] = match (earlier, accumulator.norm()?) {
-                (Some(earlier), Some(norm)) => Some(earlier.f_add(&norm).map_err(Error::from)?),
-                (earlier, norm) => earlier.or(norm),
-            };
-        }
-        // Before the neighbour may be waited for: a stage that waits keeps no activations.
-        drop(output);
-        self.timeline.end(action)?;
-        self.hand_back(site, at, gradients)
     }
 
     fn pass<'a>(&self, i: usize, site: &'a Site) -> StagePass<'a> {

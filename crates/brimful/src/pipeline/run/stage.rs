@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::layers::{Model, Stashed};
+use crate::nn::{ExactNorm, Met};
 use crate::pipeline::build::{Export, StagePlan};
 use crate::random::{Draws, Generator};
 use crate::schedule::StageId;
@@ -24,6 +25,8 @@ pub(crate) struct Stage {
 pub(crate) struct Boundary {
     pub(crate) values: Vec<Tensor>,
     pub(crate) skips: Vec<Vec<Tensor>>,
+    /// What normalises the first value, where a stage begins with an exact BatchNorm.
+    pub(crate) met: Option<Met>,
 }
 
 /// One run over a micro-batch: what it draws, and where it is.
@@ -46,6 +49,8 @@ impl Stage {
     /// # Panics
     /// When one of them does.
     pub(crate) fn run(&self, input: Boundary, pass: StagePass<'_>) -> Boundary {
+        let norm = self.exact_norm().zip(input.met);
+        let _lent = norm.map(|(norm, met)| norm.lend(met));
         let mut stashed = Stashed::default();
         for (stash, values) in self.imports.iter().zip(input.skips) {
             stashed.put(*stash, values);
@@ -56,7 +61,12 @@ impl Stage {
         });
         pass.layer.set(None);
         let leaving = |export: &Export| stashed.take(export.stash).unwrap_or_default();
-        Boundary { values, skips: self.exports.iter().map(leaving).collect() }
+        Boundary { values, skips: self.exports.iter().map(leaving).collect(), met: None }
+    }
+
+    /// The exact BatchNorm that it begins with.
+    pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
+        self.model.exact_norm()
     }
 }
 
@@ -66,10 +76,21 @@ impl Boundary {
         self.values.iter().chain(self.skips.iter().flatten())
     }
 
+    /// The leaves that gradients gather in: of the values, of each skip, and of what normalises.
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = &[Tensor]> {
+        let probe = self.met.iter().map(|met| std::slice::from_ref(&met.probe));
+        let skips = self.skips.iter().map(Vec::as_slice);
+        std::iter::once(self.values.as_slice()).chain(skips).chain(probe)
+    }
+
     /// The same tensors, not copied.
     pub(crate) fn share(&self) -> Self {
         let share = |values: &Vec<Tensor>| values.iter().map(Tensor::shallow_clone).collect();
-        Self { values: share(&self.values), skips: self.skips.iter().map(share).collect() }
+        Self {
+            values: share(&self.values),
+            skips: self.skips.iter().map(share).collect(),
+            met: self.met.as_ref().map(Met::share),
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use super::saved;
 use crate::optim::OptimError;
 use crate::optim::{self, Method, Optimizer};
 use crate::pipeline::Pipeline;
+use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::workers::Workers;
@@ -124,6 +125,31 @@ impl PipelineOptimizer {
     /// With what an update failed with.
     pub fn wait(&mut self) -> Result<()> {
         self.workers().all(|worker| worker.settle()).map(drop)
+    }
+
+    /// Lets the updates of stages that live on the host follow the backward, stage by stage, instead of
+    /// coming after it: they are hidden behind the rest of the backward, and [`step`](Self::step)
+    /// updates what lives on the device alone. Parameters then have no gradient to read or clip.
+    ///
+    /// A step that fails after the first update cannot be taken back:
+    /// [`PartlyUpdated`](crate::pipeline::PipelineError::PartlyUpdated) says so, and the way back is
+    /// the model that was saved last. It is for losses whose denominator is known beforehand
+    /// ([`Loss::mean`](crate::Loss::mean)), in a pipeline on one device.
+    ///
+    /// # Errors
+    /// When the pipeline has several devices, replicas or ranks.
+    pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
+        let workers = self.workers();
+        if follow && (workers.len() > 1 || self.ranks.world().size() > 1) {
+            return Err(PipelineError::FollowsParts.into());
+        }
+        let set = workers.all(move |worker| {
+            if let Some(homes) = &mut worker.site.homes {
+                homes.follows = follow;
+            }
+            Ok(())
+        });
+        set.map(drop)
     }
 
     /// Leaves every parameter without a gradient.

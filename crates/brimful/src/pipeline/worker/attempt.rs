@@ -7,6 +7,8 @@ use tch::Tensor;
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
 use crate::bytes::Bytes;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::home::HostedStages;
 use crate::pipeline::run::Tensors;
 use crate::pipeline::run::{Job, Mode};
 use crate::pipeline::run::{WorkerFailure, WorkerRun};
@@ -47,6 +49,7 @@ impl Worker {
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
             run.accumulator = Some(self.accumulator(&run).map_err(failed)?);
+            self.begin_following(run.job.mode).map_err(failed)?;
         }
         let mode = run.job.mode;
         let (undo, result) = self.collecting(run, unmanaged, |kind| mode.runs(kind));
@@ -128,6 +131,21 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
+    /// Lets updates at home follow this run's backward, if they are to.
+    fn begin_following(&mut self, mode: Mode) -> Result<()> {
+        if !self.site.homes.as_ref().is_some_and(|homes| homes.follows) {
+            return Ok(());
+        }
+        if !mode.is_last() || self.window.is_some() {
+            return Err(PipelineError::FollowsParts.into());
+        }
+        self.settle()?;
+        if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
+            homes.begin_following(optimizer);
+        }
+        Ok(())
+    }
+
     pub(crate) fn parameters(&self) -> Vec<Tensor> {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
@@ -153,8 +171,9 @@ impl Worker {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which puts earlier gradients back where their parameters live.
         let home = self.site.send_all_home(&mut run, result.is_ok());
+        let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_following);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
-        result?;
+        result.map_err(|failure| failure.after_updates(updated))?;
         home.map_err(failed)?;
         Ok(run)
     }

@@ -73,6 +73,8 @@ pub(crate) struct Site {
     pub(crate) unmanaged: Vec<Tensor>,
     /// Of stages that live on the host; none where all live here.
     pub(crate) homes: Option<HostedStages>,
+    /// The stages of which it was told that some of their backward is not split.
+    told_of_whole: HashSet<StageId>,
 }
 
 /// One thread's part of the pipeline.
@@ -206,7 +208,7 @@ impl Site {
     /// Keeps what entered a stage until it is run again: on the host, where stages live there.
     pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
         let Some(homes) = &self.homes else { return Ok(HeldInput::Here(input)) };
-        let Boundary { values, skips } = input;
+        let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
             let parcel = StageParcel::values(values, self.device)?;
@@ -220,10 +222,27 @@ impl Site {
         self.homes.as_mut().map_or(Ok(()), HostedStages::keep_pace)
     }
 
+    /// Tells once of a stage that has functions of somebody's own in its graph, which run whole.
+    pub(crate) fn tell_of_whole(&mut self, at: usize, functions: &str) {
+        let stage = self.stages[at].id;
+        if self.told_of_whole.insert(stage) {
+            let range = self.layout.stages[stage.index()].range.clone();
+            let (first, last) = (self.layer_name(range.start), self.layer_name(range.end - 1));
+            tracing::info!(
+                %stage, first, last, functions,
+                "functions that are not libtorch's own have no halves: their weights' gradients are \
+                 computed with their inputs'"
+            );
+        }
+    }
+
     /// Sends all parameters home that live on the host, and their sums where a step went well.
     pub(crate) fn send_all_home(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
         let Some(homes) = &mut self.homes else { return Ok(()) };
         homes.send_all_home()?;
+        if went_well {
+            homes.give_all_gradients();
+        }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => homes.finish(accumulator),
             None => homes.forget(),
@@ -266,6 +285,7 @@ impl Worker {
             refuses_gradients: *non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
             homes,
+            told_of_whole: HashSet::new(),
         };
         Ok(Self {
             number: *number,

@@ -1,0 +1,138 @@
+//! Sequences of unlike length, in micro-batches that are as wide as their own longest alone.
+
+use std::ops::Deref;
+
+use tch::{Device, Kind, Tensor};
+
+use super::{Batch, BatchError, Leaf, check_alike, leaf_len};
+use crate::Result;
+
+/// Widths are multiples of 64 tokens: few shapes, which captured work is made for one by one, and no
+/// more than 32 tokens of padding a sequence on average.
+const WIDTH_STEP: usize = 64;
+
+/// Sequences of unlike length: tokens, frames, or whatever comes one after the other.
+///
+/// A mini-batch of them is cut by tokens, not by samples ([`Size::Tokens`](crate::Size::Tokens), or an
+/// automatic size): sequences of like length come together, the longest first, and every micro-batch is
+/// padded to its own longest alone. A closure uses it as the tensor that it is, `[samples, width, ...]`.
+/// Outputs come back in the order of the mini-batch; those that have a place for every token are padded
+/// with zeros to the longest of all.
+///
+/// ```
+/// use brimful::batch::Sequences;
+/// use brimful::{Loss, MicroBatcher, Size};
+/// use tch::{Device, Kind, Tensor, nn};
+///
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let words = nn::embedding(store.root(), 100, 1, Default::default());
+/// let mut micro = MicroBatcher::new(&store, Size::Tokens(256));
+///
+/// let row = |length: i64| Tensor::randint(100, [length], (Kind::Int64, Device::Cpu));
+/// let batch = Sequences::new(&[row(3), row(200), row(70), row(60)], -1.0)?;
+/// let step = micro.backward(&batch, |tokens| {
+///     let real = tokens.ne(-1); // what is no padding
+///     let values = words.ws.index_select(0, &tokens.clamp_min(0).view([-1])).view_as(&real);
+///     Loss::ratio((values * &real).sum(Kind::Float), real.sum(Kind::Double))
+/// })?;
+/// assert_eq!(step.sizes, [1, 2, 1]); // 1 of 256 tokens, 2 of 128 and 1 of 64
+/// # Ok::<(), brimful::Error>(())
+/// ```
+///
+/// *What counts as a token* is a place of the longest sequence that a sample has: inputs and targets of
+/// one length, each `Sequences`, count once. *A loss over tokens* is written as [`Loss::ratio`] or
+/// [`Loss::mean_over`](crate::Loss::mean_over) the tokens that count: then the gradient does not depend on
+/// the cut.
+///
+/// [`Loss::ratio`]: crate::Loss::ratio
+#[derive(Debug)]
+pub struct Sequences {
+    /// All of them, padded.
+    values: Tensor,
+    /// What each takes, in the host's memory: its length, rounded up.
+    widths: Tensor,
+}
+
+impl Sequences {
+    /// These sequences, each with a place for every token along its first dimension, and what stands in
+    /// the places after a sequence's end. Micro-batches are multiples of 64 tokens wide.
+    ///
+    /// # Errors
+    /// When there is none, or they differ in more than their lengths.
+    pub fn new(sequences: &[Tensor], padding: f64) -> Result<Self> {
+        Self::in_steps_of(WIDTH_STEP, sequences, padding)
+    }
+
+    /// The same with widths that are multiples of `step` tokens: with many shapes little is padding, with
+    /// few of them captured work is used more often.
+    ///
+    /// # Errors
+    /// As [`Sequences::new`].
+    pub fn in_steps_of(step: usize, sequences: &[Tensor], padding: f64) -> Result<Self> {
+        check_alike(sequences)?;
+        let lengths = sequences.iter().map(|sequence| leaf_len(0, sequence));
+        let lengths = lengths.collect::<Result<Vec<usize>>>()?;
+        let step = step.max(1);
+        let width = |length: &usize| (length.div_ceil(step).max(1) * step) as i64;
+        let widths: Vec<i64> = lengths.iter().map(width).collect();
+        let first = &sequences[0];
+        let mut shape = vec![sequences.len() as i64, widths.iter().copied().max().unwrap_or(0)];
+        shape.extend(&first.size()[1..]);
+        let values = Tensor::f_full(shape, padding, (first.kind(), first.device()))?;
+        let _without = tch::no_grad_guard();
+        for (i, (sequence, length)) in sequences.iter().zip(lengths).enumerate() {
+            values.f_get(i as i64)?.f_narrow(0, 0, length as i64)?.f_copy_(sequence)?;
+        }
+        Ok(Self { values, widths: Tensor::f_from_slice(&widths)? })
+    }
+}
+
+impl Deref for Sequences {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.values
+    }
+}
+
+impl Batch for Sequences {
+    fn visit<'a>(&'a self, f: &mut dyn FnMut(Leaf<'a>)) {
+        f(Leaf::Ragged { values: &self.values, widths: &self.widths });
+        f(Leaf::Widths(&self.widths));
+    }
+
+    fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self> {
+        let values = f(Leaf::Ragged { values: &self.values, widths: &self.widths })?;
+        Ok(Self { values, widths: f(Leaf::Widths(&self.widths))? })
+    }
+}
+
+/// The values, no wider than the widest of them takes. In memory of their own: models expect rows that
+/// follow each other.
+pub(super) fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
+    let widest = numbers(widths)?.into_iter().max().unwrap_or(0);
+    if widest >= values.size()[1] {
+        return Ok(values.shallow_clone());
+    }
+    Ok(values.f_narrow(1, 0, widest)?.f_contiguous()?)
+}
+
+/// What each sample takes: the most that any of its sequences does. None where there are no sequences.
+pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
+    let mut all: Option<Tensor> = None;
+    let mut result = Ok(());
+    batch.visit(&mut |leaf| {
+        if let (Leaf::Widths(widths), true) = (leaf, result.is_ok()) {
+            let most = all.as_ref().map_or(Ok(widths.shallow_clone()), |all| all.f_maximum(widths));
+            result = most.map(|most| all = Some(most));
+        }
+    });
+    result?;
+    let Some(all) = all else { return Ok(None) };
+    Ok(Some(numbers(&all)?.into_iter().map(|width| width as usize).collect()))
+}
+
+fn numbers(widths: &Tensor) -> Result<Vec<i64>> {
+    let numbers = widths.f_to_device(Device::Cpu)?.f_to_kind(Kind::Int64)?;
+    Vec::<i64>::try_from(&numbers).map_err(|_| BatchError::NothingToCut.into())
+}

@@ -1,0 +1,72 @@
+//! Layers with LoRA: what they had is frozen, what was added is trained.
+
+use std::sync::Arc;
+
+use tch::nn::Path;
+
+use super::Layers;
+use super::description::{Build, Description, Make, descend, variable_shapes};
+use super::model::Module;
+use crate::nn::Lora;
+
+impl Layers {
+    /// The same layers with LoRA beside their projections ([`Projection`](crate::nn::Projection)): nothing
+    /// else is trained, has a gradient or an optimizer's state, or goes home from a device.
+    ///
+    /// ```
+    /// use brimful::Layers;
+    /// use brimful::nn::{Lora, Projection, ProjectionConfig, WeightOrder};
+    /// use tch::{Device, nn};
+    ///
+    /// let config = ProjectionConfig { spread: 0.1, bias: true, order: WeightOrder::OutputsFirst };
+    /// let layers = Layers::new().add("fc", move |p| Projection::new(p, 8, 4, config));
+    /// let store = nn::VarStore::new(Device::Cpu);
+    /// layers.lora(&Lora::new(2)).build(&store.root())?;
+    /// for (name, variable) in store.variables() {
+    ///     assert_eq!(variable.requires_grad(), Lora::is_adapter(&name));
+    /// }
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn lora(self, lora: &Lora) -> Self {
+        let lora = Arc::new(lora.clone());
+        let list = self.list.into_iter().map(|layer| adapted(layer, &lora));
+        Self { list: list.collect() }
+    }
+}
+
+fn adapted(layer: Description, lora: &Arc<Lora>) -> Description {
+    let make = match layer.make {
+        Make::Build(build) => {
+            let lora = Arc::clone(lora);
+            Make::of(move |own, other| adapt(&*build, own, other, &lora))
+        }
+        other => other,
+    };
+    Description { make, ..layer }
+}
+
+/// Builds a layer with LoRA, and freezes all that is not LoRA's.
+fn adapt(build: &Build, own: &Path, other: &Path, lora: &Arc<Lora>) -> Module {
+    let module = {
+        let _adapting = Lora::enter(lora);
+        build(own, other)
+    };
+    let (own_names, other_names) = variable_shapes(build);
+    for (path, names) in [(own, own_names), (other, other_names)] {
+        for name in names.keys() {
+            if let Some(variable) = descended(path, name) {
+                let _itself = variable.set_requires_grad(false);
+            }
+        }
+    }
+    module
+}
+
+/// The variable of this joined name under the path.
+fn descended(path: &Path, name: &str) -> Option<tch::Tensor> {
+    match name.rsplit_once('.') {
+        Some((layer, name)) => descend(path, layer).get(name),
+        None => path.get(name),
+    }
+}

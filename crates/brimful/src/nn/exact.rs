@@ -1,0 +1,199 @@
+//! BatchNorm by the statistics of a whole mini-batch, of which each layer sees a micro-batch at a time.
+//!
+//! With N values a channel in all, x̂ = (x − μ) / √(σ² + ε) and y = w x̂ + b, the gradient of x is
+//!
+//! ```text
+//!   w / √(σ² + ε) · dy                                 what a layer with fixed statistics has
+//! − w / √(σ² + ε) / N · (Σ dy + x̂ Σ dy x̂)              what is missing, with sums over all micro-batches
+//! ```
+//!
+//! A micro-batch's own backward gives the first line and its share of both sums, which are the gradients
+//! of weight and bias. So both are read at a *probe*, zeros that are added to weight and bias; and when all
+//! micro-batches are back, the second line, a BatchNorm of x with another weight and bias, is added to
+//! each one's gradient.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use brimful_torch::batch_norm::{Addend, NormInput, batch_norm};
+use tch::{Kind, Tensor};
+
+use crate::Result;
+use crate::nn::kernels::told;
+use crate::statistics::{Running, WholeBatch};
+
+thread_local! {
+    static BUILT: RefCell<Option<Vec<ExactNorm>>> = const { RefCell::new(None) };
+}
+
+/// The exact layers that `f` builds, and what it gives.
+pub(crate) fn built_in<T>(f: impl FnOnce() -> T) -> (Vec<ExactNorm>, T) {
+    let outer = BUILT.replace(Some(Vec::new()));
+    let result = f();
+    (BUILT.replace(outer).unwrap_or_default(), result)
+}
+
+/// A layer tells of itself where somebody asks.
+pub(super) fn tell_of(norm: ExactNorm) {
+    BUILT.with_borrow_mut(|built| {
+        if let Some(built) = built {
+            built.push(norm);
+        }
+    });
+}
+
+/// What others need of an exact BatchNorm layer.
+#[derive(Debug)]
+pub(crate) struct ExactNorm {
+    pub(super) running: Running,
+    pub(super) weight: Option<Tensor>,
+    pub(super) eps: f64,
+    pub(super) place: MetPlace,
+}
+
+/// What normalises every micro-batch of one mini-batch.
+#[derive(Debug)]
+pub(crate) struct NormSettled {
+    mean: Tensor,
+    variance: Tensor,
+    /// − w / √(σ² + ε) / N, kept for the backward of what is before the layer: its weight may have left
+    /// the device by then.
+    factor: Tensor,
+    /// Of weight and bias, 2 × channels.
+    zeros: Tensor,
+    eps: f64,
+}
+
+/// The same for one micro-batch.
+#[derive(Debug)]
+pub(crate) struct Met {
+    mean: Tensor,
+    variance: Tensor,
+    /// A leaf in which the gradients of weight and bias gather.
+    pub(crate) probe: Tensor,
+    /// What was counted.
+    input: Tensor,
+}
+
+impl ExactNorm {
+    /// All micro-batches are counted: moves the running statistics, for inputs of this kind.
+    pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
+        let (count, mean, variance) = whole.settle(&self.running, kind)?;
+        let one_over = variance.f_add_scalar(self.eps)?.f_rsqrt()?.f_div_scalar(-(count as f64))?;
+        let factor = match &self.weight {
+            Some(weight) => one_over.f_mul(&weight.f_detach()?.f_to_kind(mean.kind())?)?,
+            None => one_over,
+        };
+        let zeros = Tensor::f_zeros([2, mean.size1()?], (mean.kind(), mean.device()))?;
+        Ok(NormSettled { mean, variance, factor, zeros, eps: self.eps })
+    }
+
+    /// Normalises by this until the guard is dropped.
+    pub(crate) fn lend(&self, met: Met) -> LentMet {
+        self.place.set(Some(met));
+        LentMet(self.place.clone())
+    }
+}
+
+impl NormSettled {
+    /// What this micro-batch is normalised by.
+    pub(crate) fn met(&self, input: &Tensor) -> Result<Met> {
+        Ok(Met {
+            mean: self.mean.shallow_clone(),
+            variance: self.variance.shallow_clone(),
+            // Without what is before the layer, nobody asks for its input's gradient.
+            probe: self.zeros.f_detach()?.f_set_requires_grad(input.requires_grad())?,
+            input: input.shallow_clone(),
+        })
+    }
+
+    /// Weight and bias of what is missing in the gradients, from the probes' sum over all micro-batches.
+    pub(crate) fn missing(&self, sums: &Tensor) -> Result<Tensor> {
+        Ok(sums.f_mul(&self.factor)?)
+    }
+
+    /// The gradient of a micro-batch with what was missing in it.
+    pub(crate) fn completed(
+        &self,
+        x: &Tensor,
+        gradient: Option<&Tensor>,
+        missing: &Tensor,
+    ) -> Result<Tensor> {
+        let _without = tch::no_grad_guard();
+        let weight = missing.f_get(0)?;
+        let bias = missing.f_get(1)?;
+        let norm = NormInput {
+            x: &x.f_detach()?,
+            weight: Some(&weight),
+            bias: Some(&bias),
+            running: Some((&self.mean, &self.variance)),
+            training: false,
+            momentum: 0.0,
+            eps: self.eps,
+        };
+        told(batch_norm(&norm, gradient.map_or(Addend::Nothing, Addend::Tensor), false))
+    }
+}
+
+impl Met {
+    pub(super) fn statistics(&self) -> (&Tensor, &Tensor) {
+        (&self.mean, &self.variance)
+    }
+
+    /// Whether this is what was counted.
+    pub(super) fn is_of(&self, input: &Tensor) -> bool {
+        self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
+    }
+
+    /// Weight and bias of the layer, with the probe added to them.
+    pub(super) fn with_probe(
+        &self,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Result<[Tensor; 2]> {
+        let kind = self.probe.kind();
+        let (scale, offset) = (self.probe.f_get(0)?, self.probe.f_get(1)?);
+        let weight = match weight {
+            Some(weight) => scale.f_add(&weight.f_to_kind(kind)?)?,
+            None => scale.f_add_scalar(1.0)?,
+        };
+        let bias = match bias {
+            Some(bias) => offset.f_add(&bias.f_to_kind(kind)?)?,
+            None => offset,
+        };
+        Ok([weight, bias])
+    }
+
+    pub(crate) fn share(&self) -> Self {
+        Self {
+            mean: self.mean.shallow_clone(),
+            variance: self.variance.shallow_clone(),
+            probe: self.probe.shallow_clone(),
+            input: self.input.shallow_clone(),
+        }
+    }
+}
+
+/// Where a layer finds what normalises its next input.
+#[derive(Debug, Clone, Default)]
+pub(super) struct MetPlace(Arc<Mutex<Option<Met>>>);
+
+impl MetPlace {
+    fn set(&self, met: Option<Met>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = met;
+    }
+
+    /// What is here, to be found again by a second use of the layer.
+    pub(super) fn shared(&self) -> Option<Met> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(Met::share)
+    }
+}
+
+/// What a layer normalises by while this lives; even a panic ends it.
+pub(crate) struct LentMet(MetPlace);
+
+impl Drop for LentMet {
+    fn drop(&mut self) {
+        self.0.set(None);
+    }
+}

@@ -1,0 +1,132 @@
+//! LoRA: a way beside each projection that is a few numbers wide, and alone is trained.
+//!
+//! "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., 2021. The names are those of PEFT.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use tch::Tensor;
+use tch::nn::{Init, Path};
+
+use super::projection::WeightOrder;
+use crate::Result;
+
+/// Where the way begins: rank × inputs.
+const DOWN: &str = "lora_A";
+/// Where it ends: outputs × rank, 0 at the start, so that the model is at first what it was.
+const UP: &str = "lora_B";
+const WEIGHT: &str = "weight";
+
+/// Which projections LoRA is added to, and how.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lora {
+    /// How many numbers wide it is.
+    pub rank: i64,
+    /// What it adds is multiplied by `alpha / rank`.
+    pub alpha: f64,
+    /// The projections by the last part of their names, such as `q_proj`; none for all that there are.
+    pub targets: Vec<String>,
+}
+
+thread_local! {
+    /// What projections that this thread builds are to have.
+    static WANTED: RefCell<Option<Arc<Lora>>> = const { RefCell::new(None) };
+}
+
+/// What projections of this thread had before comes back when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Adapting(Option<Arc<Lora>>);
+
+impl Drop for Adapting {
+    fn drop(&mut self) {
+        WANTED.replace(self.0.take());
+    }
+}
+
+impl Lora {
+    /// Of this rank for all projections, with an alpha of twice as much.
+    pub fn new(rank: i64) -> Self {
+        Self { rank, alpha: 2.0 * rank as f64, targets: Vec::new() }
+    }
+
+    /// Projections that this thread builds have it, until the guard is dropped.
+    pub(crate) fn enter(this: &Arc<Self>) -> Adapting {
+        Adapting(WANTED.replace(Some(Arc::clone(this))))
+    }
+
+    /// Whether a variable of this name is one that LoRA has added.
+    pub fn is_adapter(name: &str) -> bool {
+        name.rsplit('.').nth(1).is_some_and(|layer| [DOWN, UP].contains(&layer))
+    }
+
+    /// What the sum of what it adds is multiplied by.
+    pub fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    fn is_for(&self, path: &Path) -> bool {
+        let last = path.components().last();
+        self.targets.is_empty() || last.is_some_and(|last| self.targets.iter().any(|t| t == last))
+    }
+
+    /// The variables of a model with LoRA as those of one without: what it adds goes into the weights.
+    /// Nothing of the model is changed.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn merged(
+        &self,
+        variables: &[(String, Tensor)],
+        order: WeightOrder,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let find = |name: String| variables.iter().find(|(other, _)| *other == name);
+        let mut merged = Vec::new();
+        for (name, weight) in variables.iter().filter(|(name, _)| !Self::is_adapter(name)) {
+            let layer = name.strip_suffix(WEIGHT);
+            let part = |part| find(format!("{}{part}.{WEIGHT}", layer?));
+            let weight = match (part(DOWN), part(UP)) {
+                (Some((_, down)), Some((_, up))) => {
+                    let added = up.f_detach()?.f_mm(&down.f_detach()?)? * self.scale();
+                    let added = match order {
+                        WeightOrder::OutputsFirst => added,
+                        WeightOrder::InputsFirst => added.f_tr()?,
+                    };
+                    weight.f_detach()?.f_add(&added)?
+                }
+                _ => weight.shallow_clone(),
+            };
+            merged.push((name.clone(), weight));
+        }
+        Ok(merged)
+    }
+}
+
+/// What LoRA adds to one projection.
+#[derive(Debug)]
+pub(super) struct LowRank {
+    down: Tensor,
+    up: Tensor,
+    scale: f64,
+}
+
+impl LowRank {
+    /// That of a projection at this path, where this thread builds with one.
+    pub(super) fn wanted(path: &Path, inputs: i64, outputs: i64) -> Option<Self> {
+        let lora = WANTED.with_borrow(Clone::clone).filter(|lora| lora.is_for(path))?;
+        let rank = lora.rank;
+        // As PEFT begins.
+        let bound = 1.0 / (inputs as f64).sqrt();
+        let spread = Init::Uniform { lo: -bound, up: bound };
+        Some(Self {
+            down: (path / DOWN).var(WEIGHT, &[rank, inputs], spread),
+            up: (path / UP).zeros(WEIGHT, &[outputs, rank]),
+            scale: lora.scale(),
+        })
+    }
+
+    /// Adds it to what the projection makes of these rows.
+    pub(super) fn add_to(&self, mut out: Tensor, rows: &Tensor) -> Tensor {
+        let narrow = rows.mm(&self.down.tr()) * self.scale;
+        out.addmm_(&narrow, &self.up.tr())
+    }
+}

@@ -1,0 +1,103 @@
+//! A safetensors file that is open: what is in it is known, and its tensors are copied one by one into
+//! those that want them.
+
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use brimful_torch::mapped::{self, MappedError};
+use safetensors::tensor::{Metadata as Header, TensorInfo};
+use tch::{Kind, Tensor};
+
+use super::{Metadata, damaged, kind_of, read_header, unreadable};
+use crate::Result;
+
+/// A safetensors file of which nothing but the header was read.
+#[derive(Debug)]
+pub struct OpenedFile {
+    path: PathBuf,
+    file: File,
+    header: Header,
+    /// Where the tensors' bytes begin.
+    start: u64,
+}
+
+impl OpenedFile {
+    /// Opens a file and reads what it holds.
+    ///
+    /// # Errors
+    /// When the file cannot be read, is no safetensors file, or was cut off.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let file = File::open(path).map_err(|reason| unreadable(path, reason))?;
+        let found = file.metadata().map_err(|reason| unreadable(path, reason))?;
+        if found.is_dir() {
+            return Err(unreadable(path, "it is a folder: name a file in it"));
+        }
+        let length = found.len();
+        let header = read_header(&mut BufReader::new(&file), path, length)?;
+        let start = length - header.data_len() as u64;
+        Ok(Self { path: path.to_owned(), file, header, start })
+    }
+
+    /// The names of its tensors, in the order of their bytes.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    /// The shape of the tensor of this name, if there is one.
+    pub fn shape(&self, name: &str) -> Option<Vec<i64>> {
+        self.header.info(name).map(shape_of)
+    }
+
+    /// The texts that go with the tensors.
+    pub fn metadata(&self) -> Metadata {
+        self.header.metadata().clone().unwrap_or_default().into_iter().collect()
+    }
+
+    /// Copies a tensor's numbers into another of its shape, of whatever kind and on whatever device. They
+    /// are in the host's memory no second time.
+    ///
+    /// # Errors
+    /// When there is no tensor of this name and shape, the file cannot be read any more, or memory runs out.
+    pub fn copy(&self, name: &str, into: &Tensor) -> Result<()> {
+        let info = self.header.info(name);
+        let info = info.ok_or_else(|| damaged(&self.path, format!("'{name}' is not in it")))?;
+        let kind = self.kind_to_copy(name, info, into)?;
+        let start = self.start + info.data_offsets.0 as u64;
+        mapped::copy(&self.file, start, kind, into).map_err(|error| match error {
+            MappedError::File(reason) => unreadable(&self.path, reason),
+            MappedError::Torch(error) => error.into(),
+        })
+    }
+
+    /// All tensors, on the CPU, in the order of their bytes: the file is read from front to back.
+    pub(super) fn read_all(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut file = BufReader::new(&self.file);
+        let begun = file.seek(SeekFrom::Start(self.start));
+        begun.map_err(|reason| unreadable(&self.path, reason))?;
+        let mut tensors = Vec::new();
+        for name in self.names() {
+            let info = self.header.info(&name).expect("the name is one of the header's");
+            let kind = kind_of(&self.path, &name, info)?;
+            let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+            file.read_exact(&mut bytes).map_err(|reason| unreadable(&self.path, reason))?;
+            let tensor = Tensor::f_from_data_size(&bytes, &shape_of(info), kind)?;
+            tensors.push((name, tensor));
+        }
+        Ok(tensors)
+    }
+
+    fn kind_to_copy(&self, name: &str, info: &TensorInfo, into: &Tensor) -> Result<Kind> {
+        let (here, wanted) = (shape_of(info), into.size());
+        if here != wanted {
+            let reason = format!("'{name}' is of shape {here:?}, not {wanted:?}");
+            return Err(damaged(&self.path, reason));
+        }
+        kind_of(&self.path, name, info)
+    }
+}
+
+fn shape_of(info: &TensorInfo) -> Vec<i64> {
+    info.shape.iter().map(|&size| size as i64).collect()
+}

@@ -1,0 +1,390 @@
+//! An exact BatchNorm makes of every cut what the plain model makes of the whole mini-batch.
+
+use brimful::memory::Arena;
+use brimful::nn::{
+    BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
+};
+use brimful::optim::{Optimizer, Sgd};
+use brimful::pipeline::{Builder, Homes};
+use brimful::schedule::Recompute;
+use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size};
+use tch::nn::{self, ModuleT, Path, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::support::pipeline_cases::builder;
+use crate::support::{
+    Named, alone, assert_same, assert_within, numbers, numbers_there, test_device,
+};
+
+const EXACT: BatchNormConfig =
+    BatchNormConfig { policy: BatchNormPolicy::Exact, eps: 1e-5, momentum: 0.1, affine: true };
+
+fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
+    let make = [batch_norm1d, batch_norm1d, batch_norm2d, batch_norm3d][dimensions];
+    make(p, 4, config)
+}
+
+/// A matrix over the channels.
+fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
+    move |p| {
+        let weight = p.randn("weight", &[from, 4], 0.0, 1.0);
+        nn::func(move |x| x.transpose(1, -1).matmul(&weight).transpose(1, -1))
+    }
+}
+
+/// Three BatchNorms of an input with so many dimensions behind the channels, one of them in a shortcut.
+fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
+    Layers::new()
+        .add("first", mix(3))
+        .add_norm("norm1", move |p| norm(p, dimensions, config).with_relu())
+        .stash("shortcut")
+        .add("second", mix(4))
+        .add_norm("norm2", move |p| norm(p, dimensions, config))
+        .pop("sum", "shortcut", |x, shortcut| (x + shortcut).tanh())
+        .add("third", mix(4))
+        .add_norm("norm3", move |p| norm(p, dimensions, config))
+        .add_fn("square", |x| x.square() + x)
+}
+
+fn input(samples: i64, dimensions: usize) -> Tensor {
+    let shape = [vec![samples, 3], vec![3; dimensions]].concat();
+    numbers_there(&shape, 7) * 2.0 + 0.5
+}
+
+/// A term that is a mean, and one whose denominator is known at the end alone.
+fn loss(out: &Tensor, x: &Tensor) -> Loss {
+    let weights = x.flatten(1, -1).select(1, 0).abs() + 0.1;
+    let each = out.sin().flatten(1, -1).sum_dim_intlist(1, false, Kind::Double);
+    let mean = out.square().flatten(1, -1).mean_dim(1, false, Kind::Double).mean(Kind::Double);
+    Loss::ratio((each * &weights).sum(Kind::Double), weights.sum(Kind::Double)) + Loss::mean(mean)
+}
+
+/// The plain model, in which a deferred BatchNorm outside a step is an ordinary one.
+struct Plain {
+    store: VarStore,
+    model: brimful::layers::Model,
+}
+
+impl Plain {
+    fn of(layers: &Layers, values: &Named) -> Self {
+        Self::on(test_device(), layers, values)
+    }
+
+    fn on(device: Device, layers: &Layers, values: &Named) -> Self {
+        let mut store = VarStore::new(device);
+        let model = layers.build(&store.root()).expect("a model");
+        store.set_kind(values[0].1.kind());
+        let variables = store.variables();
+        assert_eq!(variables.len(), values.len(), "the same variables");
+        tch::no_grad(|| {
+            for (name, value) in values {
+                variables[name].shallow_clone().copy_(value);
+            }
+        });
+        Self { store, model }
+    }
+
+    fn backward(&self, x: &Tensor) -> f64 {
+        let mut whole = MicroBatcher::new(&self.store, Size::Fixed(x.size()[0] as usize));
+        let step = whole.backward(x, |x| loss(&self.model.forward_t(&x, true), &x));
+        step.expect("the whole mini-batch").loss
+    }
+
+    fn variables(&self) -> Named {
+        let mut all: Named = self.store.variables().into_iter().collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    }
+
+    fn gradients(&self) -> Named {
+        let trained = self.variables().into_iter().filter(|(_, value)| value.requires_grad());
+        trained.map(|(name, value)| (name, value.grad())).collect()
+    }
+}
+
+fn sorted(mut all: Named) -> Named {
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+/// Both models, with the same variables.
+fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline, Plain) {
+    let plain = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..config };
+    let values = pipe.variables().expect("variables");
+    let plain = Plain::of(&layers(dimensions, plain), &values);
+    (pipe, plain)
+}
+
+/// One step of both, compared.
+fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
+    let expected = plain.backward(x);
+    let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
+    assert!((step.loss - expected).abs() <= part * expected.abs().max(1.0), "{what}: the loss");
+    let gradients = sorted(pipe.gradients().expect("gradients"));
+    assert_within(&gradients, &plain.gradients(), part, &format!("{what}: gradients"));
+    let variables = sorted(pipe.variables().expect("variables"));
+    assert_within(&variables, &plain.variables(), part, &format!("{what}: variables"));
+}
+
+#[test]
+fn every_cut_is_the_full_batch() {
+    let _turn = alone();
+    for dimensions in 0..4 {
+        for samples in [2, 5, 33] {
+            for size in [1, 2, 7, samples] {
+                let pipe = builder(layers(dimensions, EXACT), 1).micro_batches(Size::Fixed(size));
+                let (mut pipe, plain) = both(dimensions, EXACT, pipe.build().expect("a pipeline"));
+                let x = input(samples as i64, dimensions);
+                let what = format!("{dimensions} dimensions, {samples} by {size}");
+                assert_exact(&mut pipe, &plain, &x, 1e-10, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn whatever_is_recomputed_and_wherever_stages_live() {
+    let _turn = alone();
+    for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
+        for homes in [Homes::Device, Homes::Host] {
+            for affine in [true, false] {
+                let what = format!("{recompute}, {homes:?}, affine: {affine}");
+                let config = BatchNormConfig { affine, momentum: 0.3, ..EXACT };
+                let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(3));
+                let pipe = pipe.recompute(recompute).homes(homes.clone()).build();
+                let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
+                assert_exact(&mut pipe, &plain, &input(11, 2), 1e-10, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn three_steps_of_sgd_stay_together() {
+    let _turn = alone();
+    let pipe = builder(layers(2, EXACT), 1).micro_batches(Size::Fixed(2)).balance([4, 5]);
+    let pipe = pipe.schedule(brimful::schedule::Schedule::BreadthFirst { stages_per_device: 2 });
+    let (mut pipe, plain) = both(2, EXACT, pipe.build().expect("a pipeline"));
+    let mut ours = pipe.optimizer(Sgd::new(0.05)).expect("an optimizer");
+    let mut theirs = Optimizer::new(&plain.store, Sgd::new(0.05)).expect("an optimizer");
+    for step in 0..3 {
+        let x = input(9, 2) + f64::from(step);
+        assert_exact(&mut pipe, &plain, &x, 1e-9, &format!("step {step}"));
+        ours.step().expect("a step");
+        theirs.step().expect("a step");
+        ours.zero_grad().expect("no gradients");
+        theirs.zero_grad().expect("no gradients");
+    }
+    assert_within(&sorted(pipe.variables().expect("variables")), &plain.variables(), 1e-9, "after");
+}
+
+#[test]
+fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
+    let _turn = alone();
+    let constant = input(6, 2) * 0.0 + 3.0;
+    // Without a variance each of the three layers multiplies rounding errors by 1 / √ε.
+    let config = BatchNormConfig { eps: 0.1, ..EXACT };
+    for (dimensions, x) in [(0, input(1, 0)), (2, input(1, 2)), (2, constant)] {
+        let pipe = builder(layers(dimensions, config), 1).micro_batches(Size::Fixed(2));
+        let (mut pipe, plain) = both(dimensions, config, pipe.build().expect("a pipeline"));
+        assert_exact(&mut pipe, &plain, &x, 1e-10, &format!("{:?}", x.size()));
+    }
+}
+
+/// What enters has the large mean itself: a product before it would round in f32 by as much.
+fn layers_of_inputs(config: BatchNormConfig) -> Layers {
+    let norm = move |p: &Path| batch_norm2d(p, 3, config);
+    Layers::new()
+        .add_fn("input", |x| x * 1.0)
+        .add_norm("norm", norm)
+        // Without it the next BatchNorm would take the bias back: its gradient were rounding alone.
+        .add_fn("tanh", |x| x.tanh())
+        .add_layers("rest", layers(2, config))
+}
+
+#[test]
+fn f32_is_close_to_f64_even_around_a_large_mean() {
+    let _turn = alone();
+    tch::manual_seed(5);
+    for (mean, part) in [(0.0, 1e-4), (1e4, 5e-3)] {
+        let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::Float);
+        let mut pipe = pipe.micro_batches(Size::Fixed(2)).build().expect("a pipeline");
+        let values = pipe.variables().expect("variables").into_iter();
+        let values = values.map(|(name, value)| (name, value.to_kind(Kind::Double))).collect();
+        let deferred = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
+        let plain = Plain::of(&layers_of_inputs(deferred), &values);
+        let x = (input(33, 2) + mean).to_kind(Kind::Float);
+        plain.backward(&x.to_kind(Kind::Double));
+        pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
+        let gradients = sorted(pipe.gradients().expect("gradients"));
+        assert_within(&gradients, &plain.gradients(), part, &format!("around {mean}"));
+        let is_first = |(name, _): &(String, Tensor)| name.starts_with("norm.running");
+        let running = |all: Named| all.into_iter().filter(is_first).collect::<Named>();
+        let ours = running(sorted(pipe.variables().expect("variables")));
+        // Each micro-batch's mean is an f32, which around 10,000 is off by up to 0.0005.
+        assert_within(&ours, &running(plain.variables()), 1e-4, &format!("around {mean}"));
+    }
+}
+
+#[test]
+fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
+    let _turn = alone();
+    let made = || builder(layers(1, EXACT), 1).micro_batches(Size::Fixed(2)).build();
+    let x = input(7, 1);
+    let (mut pipe, plain) = both(1, EXACT, made().expect("a pipeline"));
+    let root = |out: &Tensor| out.square().sum(Kind::Double).sqrt();
+    pipe.backward_whole(&x, |out| root(&out.tensors()[0])).expect("a step");
+    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
+    whole.expect("the whole mini-batch");
+    let gradients = sorted(pipe.gradients().expect("gradients"));
+    assert_within(&gradients, &plain.gradients(), 1e-10, "a loss of all outputs");
+
+    let (mut pipe, plain) = both(1, EXACT, made().expect("a pipeline"));
+    let mut micro = MicroBatcher::new(&plain.store, Size::Fixed(7));
+    for x in [&x, &(&x * 3.0)] {
+        pipe.accumulate(x, x, |out: Tensor, x| loss(&out, x)).expect("a mini-batch");
+        micro.accumulate(x, |x| loss(&plain.model.forward_t(&x, true), &x)).expect("a mini-batch");
+    }
+    pipe.commit().expect("all");
+    micro.commit().expect("all");
+    let gradients = sorted(pipe.gradients().expect("gradients"));
+    assert_within(&gradients, &plain.gradients(), 1e-10, "a window");
+    let variables = sorted(pipe.variables().expect("variables"));
+    assert_within(&variables, &plain.variables(), 1e-10, "a window");
+}
+
+#[test]
+fn frozen_layers_before_it_need_nothing_of_it() {
+    let _turn = alone();
+    let pipe = builder(layers(2, EXACT), 1).micro_batches(Size::Fixed(2)).build();
+    let (mut pipe, plain) = both(2, EXACT, pipe.expect("a pipeline"));
+    let frozen = |name: &str| name.starts_with("first") || name.starts_with("norm1");
+    pipe.freeze(frozen).expect("frozen");
+    for (name, value) in plain.variables() {
+        let _itself = value.set_requires_grad(value.requires_grad() && !frozen(&name));
+    }
+    let x = input(5, 2);
+    let expected = plain.backward(&x);
+    let step = pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
+    assert!((step.loss - expected).abs() <= 1e-10 * expected.abs());
+    let gradients: Named = sorted(pipe.gradients().expect("gradients"));
+    assert_within(&gradients, &plain.gradients(), 1e-10, "what is trained");
+}
+
+#[test]
+fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
+    let _turn = alone();
+    let x = input(4, 0);
+    let several = builder(layers(0, EXACT), 2).build().expect_err("two devices").to_string();
+    assert!(several.contains("2 devices") && several.contains("Deferred"), "{several}");
+    let first = Layers::new().add_norm("norm", |p| norm(p, 0, EXACT));
+    let first = builder(first, 1).build().expect_err("nothing before it").to_string();
+    assert!(first.contains("'norm'") && first.contains("put one before it"), "{first}");
+
+    let store = VarStore::new(test_device());
+    let layer = batch_norm1d(store.root(), 3, EXACT);
+    let x32 = x.to_kind(Kind::Float);
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+    let closure = |x: Tensor| {
+        Ok::<_, brimful::Error>(Loss::sum(layer.f_forward_t(&x, true)?.sum(Kind::Float)))
+    };
+    let error = micro.backward(&x32, closure).expect_err("in a closure").to_string();
+    assert!(error.contains("add_norm") && error.contains("Pipeline::builder"), "{error}");
+
+    let hidden = Layers::new().add("first", mix(3)).add("norm", |p| norm(p, 0, EXACT));
+    let mut hidden = builder(hidden, 1).build().expect("a pipeline");
+    let error = hidden.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect_err("not met");
+    assert!(error.to_string().contains("add_norm"), "{error}");
+
+    let changed = Layers::new().add("first", mix(3)).add_norm_many("norm", |p| {
+        let norm = norm(p, 0, EXACT);
+        move |x: &[Tensor], train| vec![norm.forward_t(&x[0].relu(), train)]
+    });
+    let mut changed = builder(changed, 1).build().expect("a pipeline");
+    let error = changed.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect_err("changed");
+    assert!(error.to_string().contains("layer before it"), "{error}");
+}
+
+#[test]
+fn other_policies_run_in_the_same_list_without_a_cut() {
+    let _turn = alone();
+    for policy in
+        [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch, BatchNormPolicy::Frozen]
+    {
+        let config = BatchNormConfig { policy, ..EXACT };
+        let mut pipe = builder(layers(1, config), 1).micro_batches(3).build().expect("a pipeline");
+        assert_eq!(pipe.balance().sizes(), [9]);
+        let x = input(6, 1);
+        pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
+    }
+}
+
+/// A device of its own account, with stages that live on the host.
+fn streamed(layers: Layers, arena: &Arena) -> Builder {
+    let device = DeviceSpec::cpu().threads(1).arena(arena.clone());
+    Pipeline::builder(layers).devices([device]).homes(Homes::Host).kind(Kind::Double)
+}
+
+#[test]
+fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
+    let _turn = alone();
+    let x = numbers(&[3, 3], 7);
+    // A list as short as can be: every allocation is a step.
+    let layers = |config| {
+        let layers = Layers::new().add("first", mix(3));
+        layers.add_norm("norm", move |p| norm(p, 0, config)).add("last", mix(4))
+    };
+    let plain_loss = |out: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+    for homes in [Homes::Device, Homes::Host] {
+        let arena = Arena::new("device");
+        let pipe = streamed(layers(EXACT), &arena).homes(homes.clone());
+        let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
+        let mut pipe = pipe.expect("a pipeline");
+        let copied = |all: Named| all.into_iter().map(|(name, value)| (name, value.copy()));
+        let before: Named = copied(pipe.variables().expect("variables")).collect();
+        let deferred = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
+        let mut failures = 0;
+        loop {
+            arena.fail_nth_allocation(failures + 1);
+            let step = pipe.backward(&x, &x, move |out: Tensor, _| plain_loss(&out));
+            let Err(error) = step else { break };
+            assert!(error.out_of_memory().is_some(), "{error}");
+            failures += 1;
+            let what = format!("{homes:?}, allocation {failures}");
+            assert_same(&what, &before, &pipe.variables().expect("variables"));
+            assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
+        }
+        assert!(failures > 100, "{failures} allocations were tried");
+        let plain = Plain::on(Device::Cpu, &layers(deferred), &before);
+        let whole = MicroBatcher::new(&plain.store, Size::Fixed(3))
+            .backward(&x, |x| plain_loss(&plain.model.forward_t(&x, true)));
+        whole.expect("the whole mini-batch");
+        let gradients = sorted(pipe.gradients().expect("gradients"));
+        assert_within(&gradients, &plain.gradients(), 1e-10, "after all failures");
+        let variables = sorted(pipe.variables().expect("variables"));
+        assert_within(&variables, &plain.variables(), 1e-10, "after all failures");
+    }
+}
+
+#[test]
+fn with_stages_at_home_on_the_host_memory_does_not_grow_with_the_mini_batch() {
+    let _turn = alone();
+    let peak = |samples: i64| {
+        let arena = Arena::new("device");
+        let wide = (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
+            layers
+                .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
+                .add_fn(format!("tanh{number}"), |x| x.tanh())
+        });
+        let pipe = streamed(wide, &arena).micro_batches(Size::Fixed(4));
+        let mut pipe = pipe.recompute(Recompute::Always).build().expect("a pipeline");
+        let x = numbers(&[samples, 3, 32, 32], 7);
+        for _ in 0..2 {
+            pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
+        }
+        arena.peak() as f64
+    };
+    let (few, many) = (peak(32), peak(256));
+    assert!(many <= 1.03 * few, "{few} bytes for 32 samples, {many} for 256");
+}
