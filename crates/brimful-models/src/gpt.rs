@@ -5,18 +5,20 @@
 //! block is one layer. Linear weights are inputs × outputs, as GPT-2's published ones are.
 
 use brimful::Layers;
-use brimful::nn::{Gelu, LayerNorm, bias_gelu, layer_norm};
+use brimful::nn::{
+    Gelu, LayerNorm, Projection, ProjectionConfig, WeightOrder, bias_gelu, layer_norm,
+};
 use tch::Tensor;
-use tch::nn::{Init, Module, ModuleT, Path};
+use tch::nn::{Module, ModuleT, Path};
+
+use crate::KeyValueCache;
+use crate::attention::{BlockCache, Heads};
+use crate::tokens::{self, TokenTable, add_head, token_table};
 
 /// How far GPT-2's weights spread at the start.
 const SPREAD: f64 = 0.02;
-/// The name of a GPT's last layer.
-pub const GPT_HEAD: &str = "lm_head";
 /// The name of the layer with the table of tokens.
 const TOKEN_TABLE: &str = "wte";
-/// A GPU's fast kernels take a table whose rows are a multiple of this.
-const FAST_ROWS: i64 = 64;
 
 /// The shape of a GPT.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,18 +74,23 @@ impl Gpt {
 ///
 /// A width that is not a multiple of the heads is refused when the first block is built.
 pub fn gpt(config: &Gpt) -> Layers {
-    let Gpt { width, vocabulary, tied, .. } = *config;
-    let body = gpt_body(config);
-    match tied {
-        true => body
-            .add_sharing(GPT_HEAD, TOKEN_TABLE, move |_, p| GptHead(table(p, vocabulary, width))),
-        false => body.add(GPT_HEAD, move |p| GptHead(table(p, vocabulary, width))),
-    }
+    with_head(config, gpt_body(config), TOKEN_TABLE)
 }
 
-/// The weight of the head of a [`gpt`] that was built under this path, tied or not.
-pub fn gpt_head_weight(root: &Path) -> Option<Tensor> {
-    [GPT_HEAD, TOKEN_TABLE].iter().find_map(|layer| (root / *layer).get("weight"))
+/// A [`gpt`] that keeps what it has seen, to go on from there: see [`KeyValueCache`].
+pub fn gpt_with_cache(config: &Gpt, cache: &KeyValueCache) -> Layers {
+    with_head(config, body(config, Some(cache)), TOKEN_TABLE)
+}
+
+/// A [`gpt`] whose body's layers stand under this name.
+pub(crate) fn gpt_under(name: &str, config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
+    let inner = Layers::new().add_layers(name, body(config, cache));
+    with_head(config, inner, &format!("{name}.{TOKEN_TABLE}"))
+}
+
+fn with_head(config: &Gpt, body: Layers, owner: &str) -> Layers {
+    let table = TokenTable { rows: config.vocabulary, width: config.width, spread: SPREAD };
+    add_head(body, table, config.tied.then_some(owner))
 }
 
 /// A [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width): for a
@@ -109,59 +116,45 @@ pub fn gpt_head_weight(root: &Path) -> Option<Tensor> {
 /// # Ok::<(), brimful::Error>(())
 /// ```
 pub fn gpt_body(config: &Gpt) -> Layers {
+    body(config, None)
+}
+
+fn body(config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
     let Gpt { layers, width, heads, context, vocabulary, dropout, .. } = *config;
     let shape = TransformerShape { layers, width, heads, dropout };
     let blocks = (0..layers).fold(Layers::new(), |blocks, number| {
-        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape))
+        let cache = BlockCache::of(cache, number);
+        blocks.add(number.to_string(), move |p| TransformerBlock::new(p, shape, cache.clone()))
     });
+    let tokens = TokenTable { rows: vocabulary, width, spread: SPREAD };
+    let places = TokenTable { rows: context, width, spread: SPREAD };
+    let cache = cache.cloned();
     Layers::new()
-        .add(TOKEN_TABLE, move |p| Embedding(table(p, vocabulary, width)))
-        .add("wpe", move |p| Positions(table(p, context, width)))
+        .add(TOKEN_TABLE, move |p| tokens::Embedding(token_table(p, tokens)))
+        .add("wpe", move |p| Positions { table: token_table(p, places), cache: cache.clone() })
         .add_fn_t("drop", move |x, train| x.dropout(dropout, train))
         .add_layers("h", blocks)
         .add("ln_f", move |p| layer_norm(p, width))
 }
 
-/// Looks each token up in a table.
-#[derive(Debug)]
-struct Embedding(Tensor);
-
-impl Module for Embedding {
-    fn forward(&self, tokens: &Tensor) -> Tensor {
-        Tensor::embedding(&self.0, tokens, -1, false, false)
-    }
-}
-
 /// Adds to each token what stands for its place.
 #[derive(Debug)]
-struct Positions(Tensor);
+struct Positions {
+    table: Tensor,
+    cache: Option<KeyValueCache>,
+}
 
 impl Module for Positions {
     fn forward(&self, x: &Tensor) -> Tensor {
-        let (sequence, context) = (x.size()[1], self.0.size()[0]);
+        let first = self.cache.as_ref().map_or(0, KeyValueCache::seen);
+        let (sequence, context) = (x.size()[1], self.table.size()[0]);
+        let last = first + sequence;
         assert!(
-            sequence <= context,
-            "a sequence of {sequence} tokens is longer than the context of {context}: shorten it, \
+            last <= context,
+            "a sequence of {last} tokens is longer than the context of {context}: shorten it, \
              or build the model with a longer context"
         );
-        x + self.0.narrow(0, 0, sequence)
-    }
-}
-
-/// Compares each place with every token of a table.
-#[derive(Debug)]
-struct GptHead(Tensor);
-
-impl Module for GptHead {
-    fn forward(&self, x: &Tensor) -> Tensor {
-        let rows = self.0.size()[0];
-        let missing = (-rows).rem_euclid(FAST_ROWS);
-        if missing == 0 || !self.0.device().is_cuda() {
-            return x.linear(&self.0, None::<Tensor>);
-        }
-        // GPT-2's 50,257 rows are odd, which leaves only kernels that are three times slower.
-        let table = self.0.constant_pad_nd([0, 0, 0, missing]);
-        x.linear(&table, None::<Tensor>).narrow(-1, 0, rows)
+        x + self.table.narrow(0, first, sequence)
     }
 }
 
@@ -185,22 +178,24 @@ struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    fn new(path: &Path, shape: TransformerShape) -> Self {
+    fn new(path: &Path, shape: TransformerShape, cache: Option<BlockCache>) -> Self {
         let width = shape.checked_width();
         let mlp = path / "mlp";
+        let residual = projection(shape.residual_spread());
         Self {
             ln_1: layer_norm(path / "ln_1", width),
-            attention: Attention::new(&(path / "attn"), shape),
+            attention: Attention::new(&(path / "attn"), shape, cache),
             ln_2: layer_norm(path / "ln_2", width),
-            expand: Projection::new(&(&mlp / "c_fc"), width, 4 * width, SPREAD),
-            contract: Projection::new(
-                &(&mlp / "c_proj"),
-                4 * width,
-                width,
-                shape.residual_spread(),
-            ),
+            expand: Projection::new(&(&mlp / "c_fc"), width, 4 * width, projection(SPREAD)),
+            contract: Projection::new(&(&mlp / "c_proj"), 4 * width, width, residual),
             dropout: shape.dropout,
         }
+    }
+
+    /// The first half of the network, with a GELU whose pass adds the bias and sums up its gradient.
+    fn expand(&self, x: &Tensor) -> Tensor {
+        let out = bias_gelu(&self.expand.forward_unbiased(x), self.expand.bias(), Gelu::Tanh);
+        out.unwrap_or_else(|error| panic!("{error}"))
     }
 }
 
@@ -208,7 +203,7 @@ impl ModuleT for TransformerBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let attended = self.attention.forward_t(&self.ln_1.forward(x), train);
         let (x, normed) = self.ln_2.forward_add(&attended.dropout(self.dropout, train), x);
-        let mixed = self.contract.forward(&self.expand.forward_gelu(&normed));
+        let mixed = self.contract.forward(&self.expand(&normed));
         x + mixed.dropout(self.dropout, train)
     }
 }
@@ -237,16 +232,19 @@ struct Attention {
     join: Projection,
     heads: i64,
     dropout: f64,
+    cache: Option<BlockCache>,
 }
 
 impl Attention {
-    fn new(path: &Path, shape: TransformerShape) -> Self {
-        let width = shape.width;
+    fn new(path: &Path, shape: TransformerShape, cache: Option<BlockCache>) -> Self {
+        let TransformerShape { width, heads, dropout, .. } = shape;
+        let residual = projection(shape.residual_spread());
         Self {
-            split: Projection::new(&(path / "c_attn"), width, 3 * width, SPREAD),
-            join: Projection::new(&(path / "c_proj"), width, width, shape.residual_spread()),
-            heads: shape.heads,
-            dropout: shape.dropout,
+            split: Projection::new(&(path / "c_attn"), width, 3 * width, projection(SPREAD)),
+            join: Projection::new(&(path / "c_proj"), width, width, residual),
+            heads,
+            dropout,
+            cache,
         }
     }
 }
@@ -256,54 +254,14 @@ impl ModuleT for Attention {
         let (samples, sequence, width) = x.size3().expect("samples × sequence × width");
         let cut = [samples, sequence, self.heads, width / self.heads];
         let parts = self.split.forward(x).split(width, 2);
-        let [q, k, v] = [0, 1, 2].map(|part: usize| parts[part].view(cut).transpose(1, 2));
+        let part = |at: usize| parts[at].view(cut);
+        let heads = Heads { queries: part(0), keys: part(1), values: part(2) };
         let dropout = if train { self.dropout } else { 0.0 };
-        let mask = None::<Tensor>;
-        let out =
-            Tensor::scaled_dot_product_attention(&q, &k, &v, mask, dropout, true, None, false);
-        self.join.forward(&out.transpose(1, 2).reshape([samples, sequence, width]))
+        self.join.forward(&heads.attend(self.cache.as_ref(), dropout))
     }
 }
 
-/// A linear layer whose weights are inputs × outputs.
-#[derive(Debug)]
-struct Projection {
-    weight: Tensor,
-    bias: Tensor,
-}
-
-impl Projection {
-    fn new(path: &Path, inputs: i64, outputs: i64, spread: f64) -> Self {
-        let weight = path.randn("weight", &[inputs, outputs], 0.0, spread);
-        Self { weight, bias: path.zeros("bias", &[outputs]) }
-    }
-}
-
-impl Projection {
-    /// The rows of `x`, and the shape of what comes out.
-    fn rows(&self, x: &Tensor) -> (Tensor, [i64; 3]) {
-        let (samples, sequence, inputs) = x.size3().expect("samples × sequence × width");
-        (x.reshape([samples * sequence, inputs]), [samples, sequence, self.bias.size()[0]])
-    }
-
-    /// With a GELU after it, whose pass adds the bias and sums up its gradient.
-    fn forward_gelu(&self, x: &Tensor) -> Tensor {
-        let (rows, shape) = self.rows(x);
-        let out = bias_gelu(&rows.mm(&self.weight), Some(&self.bias), Gelu::Tanh);
-        out.unwrap_or_else(|error| panic!("{error}")).view(shape)
-    }
-}
-
-impl Module for Projection {
-    fn forward(&self, x: &Tensor) -> Tensor {
-        let (rows, shape) = self.rows(x);
-        // One kernel for the product and the bias.
-        self.bias.addmm(&rows, &self.weight).view(shape)
-    }
-}
-
-/// The table of this path, made if it is not there.
-fn table(path: &Path, rows: i64, width: i64) -> Tensor {
-    let init = Init::Randn { mean: 0.0, stdev: SPREAD };
-    path.get("weight").unwrap_or_else(|| path.var("weight", &[rows, width], init))
+/// As GPT-2's published ones: inputs × outputs, with a bias.
+fn projection(spread: f64) -> ProjectionConfig {
+    ProjectionConfig { spread, bias: true, order: WeightOrder::InputsFirst }
 }

@@ -1,9 +1,10 @@
 //! The batch normalisation of every model here, chosen in one place.
 
-use brimful::nn::BatchNorm;
+use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy};
 use tch::nn::Path;
 
-/// Starts as the identity, and moves its running statistics once a step.
-pub(crate) fn batch_norm2d(path: &Path, channels: i64) -> BatchNorm {
-    brimful::nn::batch_norm2d(path, channels, Default::default())
+/// Starts as the identity.
+pub(crate) fn batch_norm2d(path: &Path, channels: i64, policy: BatchNormPolicy) -> BatchNorm {
+    let config = BatchNormConfig { policy, ..Default::default() };
+    brimful::nn::batch_norm2d(path, channels, config)
 }

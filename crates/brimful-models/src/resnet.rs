@@ -1,10 +1,12 @@
 //! Residual networks for images, with torchvision's names and shapes, so that its weights load.
 //!
 //! "Deep Residual Learning for Image Recognition", He et al., 2015; a bottleneck's stride is at its
-//! 3×3 convolution, as in torchvision. Each residual block is one layer.
+//! 3×3 convolution, as in torchvision. Each residual block is one layer; with exact BatchNorms each of its
+//! convolutions and BatchNorms is, because all micro-batches meet before each of these. The variables have
+//! the same names.
 
 use brimful::Layers;
-use brimful::nn::{BatchNorm, second_use};
+use brimful::nn::{BatchNorm, BatchNormPolicy, second_use};
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
@@ -35,6 +37,8 @@ pub struct ResNet {
     pub classes: i64,
     /// How an image enters.
     pub stem: Stem,
+    /// What a micro-batch does to the BatchNorms' statistics, and what normalises it.
+    pub batch_norm: BatchNormPolicy,
 }
 
 /// ResNet-18, for 224×224 images of three channels.
@@ -69,7 +73,8 @@ impl ResNet {
     }
 
     fn new(blocks: [usize; 4], bottleneck: bool, classes: i64) -> Self {
-        Self { blocks, bottleneck, in_channels: 3, classes, stem: Stem::default() }
+        let batch_norm = BatchNormPolicy::default();
+        Self { blocks, bottleneck, in_channels: 3, classes, stem: Stem::default(), batch_norm }
     }
 
     /// The same for small images with this many channels: handwritten digits have one.
@@ -78,8 +83,15 @@ impl ResNet {
         Self { in_channels, stem: Stem::Small, ..self }
     }
 
+    /// The same with this policy of its BatchNorms.
+    #[must_use]
+    pub fn batch_norm(self, policy: BatchNormPolicy) -> Self {
+        Self { batch_norm: policy, ..self }
+    }
+
     /// The network as a list: `conv1`, `bn1` (with its ReLU, and a large stem's pooling), the blocks
-    /// `layer1.0` to `layer4.…`, `avgpool`, `flatten`, `fc`.
+    /// `layer1.0` to `layer4.…`, `avgpool`, `flatten`, `fc`. With exact BatchNorms, a block's layers are
+    /// `layer1.0.conv1`, `layer1.0.bn1` and on.
     pub fn layers(&self) -> Layers {
         let features = 512 * self.expansion();
         let classes = self.classes;
@@ -94,11 +106,12 @@ impl ResNet {
 
     fn stem_layers(&self) -> Layers {
         let (channels, large) = (self.in_channels, self.stem == Stem::Large);
+        let policy = self.batch_norm;
         let (kernel, stride) = if large { (7, 2) } else { (3, 1) };
         let layers = Layers::new().add("conv1", move |p| conv(p, channels, 64, kernel, stride));
         match large {
-            true => layers.add("bn1", |p| NormPool(batch_norm2d(p, 64))),
-            false => layers.add("bn1", |p| batch_norm2d(p, 64).with_relu()),
+            true => layers.add_norm("bn1", move |p| NormPool(batch_norm2d(p, 64, policy))),
+            false => layers.add_norm("bn1", move |p| batch_norm2d(p, 64, policy).with_relu()),
         }
     }
 
@@ -107,15 +120,18 @@ impl ResNet {
         let width = 64 << group;
         let out = width * self.expansion();
         let before = if group == 0 { 64 } else { out / 2 };
-        let bottleneck = self.bottleneck;
         (0..self.blocks[group]).fold(Layers::new(), |layers, number| {
             let stride = if group > 0 && number == 0 { 2 } else { 1 };
             let channels = if number == 0 { before } else { out };
-            let shape = ResidualShape { channels, width, out, stride };
-            layers.add(number.to_string(), move |p| match bottleneck {
-                true => ResidualBlock::bottleneck(p, shape),
-                false => ResidualBlock::basic(p, shape),
-            })
+            let shape = match self.bottleneck {
+                true => ResidualShape::bottleneck(channels, width, out, stride),
+                false => ResidualShape::basic(channels, width, out, stride),
+            };
+            let (name, policy) = (number.to_string(), self.batch_norm);
+            match policy {
+                BatchNormPolicy::Exact => layers.add_layers(name, shape.cut_at_norms()),
+                _ => layers.add(name, move |p| ResidualBlock::new(p, &shape, policy)),
+            }
         })
     }
 
@@ -125,13 +141,90 @@ impl ResNet {
     }
 }
 
-/// The numbers of channels at a block's entry, in its middle and at its exit, and its stride.
+/// One convolution of a block, without a bias.
 #[derive(Clone, Copy)]
-struct ResidualShape {
-    channels: i64,
-    width: i64,
-    out: i64,
+struct ConvShape {
+    from: i64,
+    to: i64,
+    kernel: i64,
     stride: i64,
+}
+
+impl ConvShape {
+    fn build(self, path: &Path) -> nn::Conv2D {
+        let Self { from, to, kernel, stride } = self;
+        conv(path, from, to, kernel, stride)
+    }
+}
+
+/// The convolutions of a block, each before its BatchNorm.
+struct ResidualShape {
+    convolutions: Vec<ConvShape>,
+    /// The shortcut's, where the entry and the exit differ in shape.
+    downsample: Option<ConvShape>,
+}
+
+impl ResidualShape {
+    fn basic(channels: i64, width: i64, out: i64, stride: i64) -> Self {
+        let first = ConvShape { from: channels, to: width, kernel: 3, stride };
+        Self::of(vec![first, ConvShape { from: width, to: out, kernel: 3, stride: 1 }], stride)
+    }
+
+    fn bottleneck(channels: i64, width: i64, out: i64, stride: i64) -> Self {
+        let narrow = ConvShape { from: channels, to: width, kernel: 1, stride: 1 };
+        let middle = ConvShape { from: width, to: width, kernel: 3, stride };
+        let wide = ConvShape { from: width, to: out, kernel: 1, stride: 1 };
+        Self::of(vec![narrow, middle, wide], stride)
+    }
+
+    fn of(convolutions: Vec<ConvShape>, stride: i64) -> Self {
+        let from = convolutions[0].from;
+        let to = convolutions[convolutions.len() - 1].to;
+        let differs = stride != 1 || from != to;
+        let downsample = differs.then_some(ConvShape { from, to, kernel: 1, stride });
+        Self { convolutions, downsample }
+    }
+
+    /// The block as a list that can be cut before each of its BatchNorms, which are exact.
+    fn cut_at_norms(&self) -> Layers {
+        let exact = BatchNormPolicy::Exact;
+        let last = self.convolutions.len();
+        let inner = Layers::new().stash("entry");
+        let inner = (1..).zip(&self.convolutions).fold(inner, |layers, (n, &shape)| {
+            let layers = layers.add(format!("conv{n}"), move |p| shape.build(p));
+            if n == last {
+                return layers;
+            }
+            let norm = move |p: &Path| batch_norm2d(p, shape.to, exact).with_relu();
+            layers.add_norm(format!("bn{n}"), norm)
+        });
+        let beside = inner.pop_many("shortcut", "entry", |x, entry| shared(&[&x[0], &entry[0]]));
+        let beside = match self.downsample {
+            Some(shape) => downsampled(beside, shape),
+            None => beside,
+        };
+        let out = self.convolutions[last - 1].to;
+        beside.add_norm_many(format!("bn{last}"), move |p| {
+            let norm = batch_norm2d(p, out, exact);
+            move |x: &[Tensor], train| vec![norm.forward_add_relu(&x[0], &x[1], train)]
+        })
+    }
+}
+
+/// Two tensors flow: the second goes through a convolution and an exact BatchNorm, which normalises the
+/// first that it is given.
+fn downsampled(layers: Layers, shape: ConvShape) -> Layers {
+    layers
+        .add_many("downsample.0", move |p| {
+            let conv = shape.build(p);
+            move |x: &[Tensor], _| vec![conv.forward(&x[1]), x[0].shallow_clone()]
+        })
+        .add_norm("downsample.1", move |p| batch_norm2d(p, shape.to, BatchNormPolicy::Exact))
+        .add_many("turned", |_| |x: &[Tensor], _| shared(&[&x[1], &x[0]]))
+}
+
+fn shared(tensors: &[&Tensor]) -> Vec<Tensor> {
+    tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
 }
 
 /// A residual block: convolutions beside a shortcut.
@@ -143,32 +236,18 @@ struct ResidualBlock {
 }
 
 impl ResidualBlock {
-    fn basic(path: &Path, ResidualShape { channels, out, stride, width }: ResidualShape) -> Self {
-        let convolutions = [(channels, width, 3, stride), (width, out, 3, 1)];
-        Self::new(path, &convolutions, stride)
-    }
-
-    fn bottleneck(
-        path: &Path,
-        ResidualShape { channels, out, stride, width }: ResidualShape,
-    ) -> Self {
-        let convolutions = [(channels, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)];
-        Self::new(path, &convolutions, stride)
-    }
-
-    /// Each convolution as (channels in, channels out, kernel, stride).
-    fn new(path: &Path, convolutions: &[(i64, i64, i64, i64)], stride: i64) -> Self {
-        let channels = convolutions[0].0;
-        let out = convolutions[convolutions.len() - 1].1;
-        let convolutions = convolutions.iter().zip(1..).map(|(&(from, to, kernel, stride), n)| {
-            let conv = conv(&(path / format!("conv{n}")), from, to, kernel, stride);
-            (conv, batch_norm2d(&(path / format!("bn{n}")), to))
-        });
+    fn new(path: &Path, shape: &ResidualShape, policy: BatchNormPolicy) -> Self {
+        let normed = |conv: Path, norm: Path, shape: &ConvShape| {
+            (shape.build(&conv), batch_norm2d(&norm, shape.to, policy))
+        };
+        let convolutions =
+            shape.convolutions.iter().zip(1..).map(|(shape, n)| {
+                normed(path / format!("conv{n}"), path / format!("bn{n}"), shape)
+            });
         let convolutions = convolutions.collect();
-        let downsample = (stride != 1 || channels != out).then(|| {
-            let path = path / "downsample";
-            (conv(&(&path / 0), channels, out, 1, stride), batch_norm2d(&(&path / 1), out))
-        });
+        let shortcut = path / "downsample";
+        let downsample = shape.downsample.as_ref();
+        let downsample = downsample.map(|shape| normed(&shortcut / 0, &shortcut / 1, shape));
         Self { convolutions, downsample }
     }
 }

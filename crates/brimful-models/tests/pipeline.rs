@@ -1,13 +1,14 @@
-//! U-Net and AmoebaNet-D in a pipeline leave the plain model's loss and gradients: with skips across
-//! stages, and with pairs of tensors at every boundary.
+//! U-Net, AmoebaNet-D and ResNets in a pipeline leave the plain model's loss and gradients: with skips
+//! across stages, with pairs of tensors at every boundary, and with exact BatchNorms.
 
 use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use brimful::layers::Model;
+use brimful::nn::BatchNormPolicy;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Draws, Layers, Loss, MicroBatcher, Pipeline, Size};
-use brimful_models::{AmoebaNet, UNet};
+use brimful_models::{AmoebaNet, ResNet, UNet};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -70,6 +71,10 @@ fn compare(layers: &Layers, mut pipe: Pipeline, x: &Tensor, loss: fn(&Tensor) ->
         let error = norm(&(&gradient - variables[&name].grad())) / largest;
         assert!(error < 1e-10, "{what}: {name} is off by {error:e}");
     }
+    for (name, value) in pipe.variables().expect("variables") {
+        let error = norm(&(&value - &variables[&name])) / norm(&value).max(1e-3);
+        assert!(error < 1e-10, "{what}: {name} has moved elsewhere, by {error:e}");
+    }
 }
 
 fn mean_square(out: &Tensor) -> Loss {
@@ -115,4 +120,36 @@ fn an_amoebanet_in_stages_is_the_plain_one_on_the_same_micro_batches() {
             compare(&layers, pipe, &x, cross_entropy, Size::Count(2));
         }
     }
+}
+
+/// One step of a pipeline with exact BatchNorms, in micro-batches of these sizes, and of the plain model on
+/// the whole mini-batch, which has the same variables in other layers.
+fn compare_exact(exact: &Layers, coarse: &Layers, x: &Tensor, sizes: &[usize]) {
+    for size in sizes {
+        let pipe = Pipeline::builder(exact.clone()).kind(Kind::Double);
+        let pipe = pipe.micro_batches(Size::Fixed(*size)).recompute(Recompute::ExceptLast);
+        let whole = Size::Fixed(x.size()[0] as usize);
+        compare(coarse, pipe.build().expect("a pipeline"), x, mean_square, whole);
+    }
+}
+
+#[test]
+fn residual_networks_with_exact_batch_norms_are_the_plain_ones_on_the_whole_mini_batch() {
+    let _turn = alone();
+    let exact = |net: ResNet| net.batch_norm(BatchNormPolicy::Exact).layers();
+    let digits = Tensor::randn([SAMPLES, 1, 8, 8], DOUBLE);
+    let small = || ResNet::resnet18(4).small_images(1);
+    compare_exact(&exact(small()), &small().layers(), &digits, &[1, 2, 5]);
+    let photographs = Tensor::randn([SAMPLES, 3, 33, 33], DOUBLE);
+    let large = || ResNet::resnet50(4);
+    compare_exact(&exact(large()), &large().layers(), &photographs, &[2]);
+}
+
+#[test]
+fn an_amoebanet_with_exact_batch_norms_is_the_plain_one_on_the_whole_mini_batch() {
+    let _turn = alone();
+    let net = AmoebaNet::new(3, 8, 4);
+    let exact = net.clone().batch_norm(BatchNormPolicy::Exact).layers().expect("a shape");
+    let x = Tensor::randn([SAMPLES, 3, 64, 64], DOUBLE);
+    compare_exact(&exact, &net.layers().expect("a shape"), &x, &[1, 2]);
 }

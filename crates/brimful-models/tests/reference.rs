@@ -1,7 +1,10 @@
 //! The models have the variables of torchvision's and of GPT-2, and answer as those do with the
 //! same weights.
 //!
-//! The files in `reference/` come from bench/peers/reference_models.py, which says how.
+//! The files in `reference/` come from bench/peers/reference_models.py, which says how. `pretrained/` has whole
+//! folders, of `transformers`.
+
+mod pretrained;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -16,23 +16,33 @@
 //! The paper's figure joins 4, 5 and 6 of the normal cell; its authors' own program, and the
 //! parameter counts of both later papers, join 0, 3, 4 and 6.
 
+use brimful::nn::BatchNormPolicy;
 use tch::Tensor;
 use tch::nn::Path;
 
 use super::operation::OperationKind::{
     Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2, MaxPool3, MeanPool3, Same,
 };
-use super::operation::{Adapter, CellState, ConvNorm, Operation, OperationKind};
+use super::operation::{
+    Adapter, AdapterShape, CellState, ConvNorm, ConvStep, Operation, OperationKind,
+};
 
 /// A cell as the papers draw it.
 #[derive(Debug)]
 pub(super) struct Recipe {
     /// Two operations for each sum, each with the state that it is of.
-    sums: [[(OperationKind, usize); 2]; 5],
+    pub(super) sums: [[(OperationKind, usize); 2]; 5],
     /// The states that are joined.
-    joined: &'static [usize],
+    pub(super) joined: &'static [usize],
     /// 2 for a cell that halves the image.
     stride: i64,
+}
+
+impl Recipe {
+    /// The stride of an operation on this state: only what comes from outside is still as large as it was.
+    pub(super) fn stride_from(&self, state: usize) -> i64 {
+        if state < 2 { self.stride } else { 1 }
+    }
 }
 
 pub(super) static NORMAL: Recipe = Recipe {
@@ -85,8 +95,18 @@ impl CellInputs {
         Self { current, previous: self.current, is_halved: recipe.stride == 2, filters }
     }
 
+    /// What the last cell's output enters by.
+    pub(super) fn entering(self, filters: i64) -> ConvStep {
+        ConvStep::square(self.current, filters, 1, 1)
+    }
+
+    /// What the output of the cell before that enters by.
+    pub(super) fn adapter(self, filters: i64) -> AdapterShape {
+        AdapterShape::new(self.previous, filters, self.is_halved)
+    }
+
     /// The filters of such a cell: as many more as the image gets smaller.
-    fn filters(self, recipe: &Recipe) -> i64 {
+    pub(super) fn filters(self, recipe: &Recipe) -> i64 {
         self.filters * recipe.stride
     }
 }
@@ -101,20 +121,23 @@ pub(super) struct AmoebaCell {
 }
 
 impl AmoebaCell {
-    pub(super) fn new(path: &Path, entry: CellInputs, recipe: &'static Recipe) -> Self {
+    pub(super) fn new(
+        path: &Path,
+        entry: CellInputs,
+        recipe: &'static Recipe,
+        policy: BatchNormPolicy,
+    ) -> Self {
         let filters = entry.filters(recipe);
         let operation = |path: Path, (kind, of): (OperationKind, usize)| {
-            // Only what comes from outside is still as large as it was.
-            let stride = if of < 2 { recipe.stride } else { 1 };
-            (Operation::new(&path, kind, filters, stride), of)
+            (Operation::new(&path, kind, filters, recipe.stride_from(of), policy), of)
         };
         let sum = |(number, [left, right]): (usize, &[(OperationKind, usize); 2])| {
             let path = path / format!("sum{}", number + 2);
             [operation(&path / "left", *left), operation(&path / "right", *right)]
         };
         Self {
-            current: ConvNorm::square(&(path / "current"), entry.current, filters, 1, 1),
-            previous: Adapter::new(&(path / "previous"), entry.previous, filters, entry.is_halved),
+            current: ConvNorm::new(&(path / "current"), entry.entering(filters), policy),
+            previous: Adapter::new(&(path / "previous"), entry.adapter(filters), policy),
             sums: recipe.sums.iter().enumerate().map(sum).collect(),
             joined: recipe.joined,
         }

@@ -13,21 +13,24 @@
 //!                                               4F
 //! ```
 //!
-//! Each cell is one layer: L + 6 in all.
+//! Each cell is one layer: L + 6 in all. With exact BatchNorms a cell is a list of its own.
 
 mod cell;
+mod cut_cell;
 mod operation;
 
 use std::iter;
 
 use brimful::Layers;
+use brimful::nn::BatchNormPolicy;
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
 use crate::ShapeError;
 use crate::mlp::linear;
 use cell::{AmoebaCell, CellInputs, NORMAL, REDUCTION, Recipe};
-use operation::ConvNorm;
+use cut_cell::{cut_cell, cut_conv};
+use operation::{ConvNorm, ConvStep};
 
 /// Into how many groups the normal cells are cut.
 const GROUPS: usize = 3;
@@ -41,12 +44,20 @@ pub struct AmoebaNet {
     pub filters: i64,
     /// How many logits come out.
     pub classes: i64,
+    /// What a micro-batch does to the BatchNorms' statistics, and what normalises it.
+    pub batch_norm: BatchNormPolicy,
 }
 
 impl AmoebaNet {
     /// AmoebaNet-D (L, F), for images of three channels; the papers' are 224×224, of 1,000 classes.
     pub fn new(cells: usize, filters: i64, classes: i64) -> Self {
-        Self { cells, filters, classes }
+        Self { cells, filters, classes, batch_norm: BatchNormPolicy::default() }
+    }
+
+    /// The same with this policy of its BatchNorms.
+    #[must_use]
+    pub fn batch_norm(self, policy: BatchNormPolicy) -> Self {
+        Self { batch_norm: policy, ..self }
     }
 
     /// The network as a list: `stem`, `reduction1`, `reduction2`, `group1.0` and on, `reduction3`,
@@ -58,15 +69,25 @@ impl AmoebaNet {
         self.check()?;
         let classes = self.classes;
         let width = self.filters / 4;
-        let stem =
-            Layers::new().add("stem", move |p| StridedStem(ConvNorm::square(p, 3, width, 3, 2)));
+        let entering = ConvStep::square(3, width, 3, 2);
+        let policy = self.batch_norm;
+        let stem = match policy {
+            BatchNormPolicy::Exact => cut_conv(Layers::new(), "stem", entering, false),
+            _ => {
+                Layers::new().add("stem", move |p| StridedStem(ConvNorm::new(p, entering, policy)))
+            }
+        };
         let cells =
             self.cells().fold((stem, CellInputs::of(width)), |(layers, entry), (name, recipe)| {
                 let build = move |p: &Path| {
-                    let cell = AmoebaCell::new(p, entry, recipe);
+                    let cell = AmoebaCell::new(p, entry, recipe, policy);
                     move |x: &[Tensor], train| cell.forward(x, train)
                 };
-                (layers.add_many(name, build), entry.after(recipe))
+                let longer = match policy {
+                    BatchNormPolicy::Exact => layers.add_layers(name, cut_cell(entry, recipe)),
+                    _ => layers.add_many(name, build),
+                };
+                (longer, entry.after(recipe))
             });
         let (layers, CellInputs { current: features, .. }) = cells;
         Ok(layers.add_many("head", move |p| {

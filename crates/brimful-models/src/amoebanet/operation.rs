@@ -2,11 +2,11 @@
 
 use std::cell::OnceCell;
 
-use brimful::nn::BatchNorm;
+use brimful::nn::{BatchNorm, BatchNormPolicy};
 use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, Path};
 
-use crate::conv::{conv, conv_rectangular};
+use crate::conv::conv_rectangular;
 use crate::norm::batch_norm2d;
 
 /// An operation as the papers name it.
@@ -64,34 +64,71 @@ pub(super) enum PoolKind {
     Mean3,
 }
 
+/// A convolution before its normalisation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ConvStep {
+    from: i64,
+    pub(super) to: i64,
+    kernel: [i64; 2],
+    stride: [i64; 2],
+}
+
+impl ConvStep {
+    pub(super) fn square(from: i64, to: i64, kernel: i64, stride: i64) -> Self {
+        Self { from, to, kernel: [kernel; 2], stride: [stride; 2] }
+    }
+
+    pub(super) fn build(self, path: &Path) -> nn::Conv2D {
+        let Self { from, to, kernel, stride } = self;
+        conv_rectangular(path, from, to, kernel, stride)
+    }
+}
+
+impl OperationKind {
+    /// Its convolutions, each of which has a ReLU before it: they keep the filters, and divide the image's
+    /// sides by the stride.
+    pub(super) fn steps(self, filters: i64, stride: i64) -> Vec<ConvStep> {
+        let quarter = filters / 4;
+        let narrow = ConvStep::square(filters, quarter, 1, 1);
+        let wide = ConvStep::square(quarter, filters, 1, 1);
+        let long = |kernel, stride| ConvStep { from: quarter, to: quarter, kernel, stride };
+        match self {
+            Self::Same | Self::MaxPool2 | Self::MaxPool3 | Self::MeanPool3 => Vec::new(),
+            Self::Conv1x1 => vec![ConvStep::square(filters, filters, 1, stride)],
+            Self::Conv3x3 => vec![narrow, ConvStep::square(quarter, quarter, 3, stride), wide],
+            Self::Conv1x7And7x1 => {
+                vec![narrow, long([1, 7], [1, stride]), long([7, 1], [stride, 1]), wide]
+            }
+        }
+    }
+
+    /// What it makes of a state where it has no convolution.
+    pub(super) fn plain(self, stride: i64) -> Operation {
+        match self {
+            Self::MaxPool2 => Operation::Pool { kind: PoolKind::Max2, stride },
+            Self::MaxPool3 => Operation::Pool { kind: PoolKind::Max3, stride },
+            Self::MeanPool3 => Operation::Pool { kind: PoolKind::Mean3, stride },
+            _ => Operation::Same,
+        }
+    }
+}
+
 impl Operation {
     /// Keeps the filters, and divides the image's sides by the stride.
-    pub(super) fn new(path: &Path, kind: OperationKind, filters: i64, stride: i64) -> Self {
-        let quarter = filters / 4;
-        let step = |number: usize, from, to, kernel, stride| {
-            ConvNorm::new(&(path / number), from, to, kernel, stride)
-        };
-        let narrow = || step(0, filters, quarter, [1, 1], [1, 1]);
-        match kind {
-            OperationKind::Same => Self::Same,
-            OperationKind::MaxPool2 => Self::Pool { kind: PoolKind::Max2, stride },
-            OperationKind::MaxPool3 => Self::Pool { kind: PoolKind::Max3, stride },
-            OperationKind::MeanPool3 => Self::Pool { kind: PoolKind::Mean3, stride },
-            OperationKind::Conv1x1 => {
-                Self::Convolve(vec![step(0, filters, filters, [1, 1], [stride, stride])])
-            }
-            OperationKind::Conv3x3 => Self::Convolve(vec![
-                narrow(),
-                step(1, quarter, quarter, [3, 3], [stride, stride]),
-                step(2, quarter, filters, [1, 1], [1, 1]),
-            ]),
-            OperationKind::Conv1x7And7x1 => Self::Convolve(vec![
-                narrow(),
-                step(1, quarter, quarter, [1, 7], [1, stride]),
-                step(2, quarter, quarter, [7, 1], [stride, 1]),
-                step(3, quarter, filters, [1, 1], [1, 1]),
-            ]),
+    pub(super) fn new(
+        path: &Path,
+        kind: OperationKind,
+        filters: i64,
+        stride: i64,
+        policy: BatchNormPolicy,
+    ) -> Self {
+        let steps = kind.steps(filters, stride);
+        if steps.is_empty() {
+            return kind.plain(stride);
         }
+        let step =
+            |(number, step): (usize, &ConvStep)| ConvNorm::new(&(path / number), *step, policy);
+        Self::Convolve(steps.iter().enumerate().map(step).collect())
     }
 
     pub(super) fn apply(&self, state: &CellState, train: bool) -> Tensor {
@@ -128,13 +165,9 @@ pub(super) struct ConvNorm {
 }
 
 impl ConvNorm {
-    fn new(path: &Path, from: i64, to: i64, kernel: [i64; 2], stride: [i64; 2]) -> Self {
-        let conv = conv_rectangular(&(path / "conv"), from, to, kernel, stride);
-        Self { conv, norm: batch_norm2d(&(path / "norm"), to) }
-    }
-
-    pub(super) fn square(path: &Path, from: i64, to: i64, kernel: i64, stride: i64) -> Self {
-        Self::new(path, from, to, [kernel; 2], [stride; 2])
+    pub(super) fn new(path: &Path, step: ConvStep, policy: BatchNormPolicy) -> Self {
+        let norm = batch_norm2d(&(path / "norm"), step.to, policy);
+        Self { conv: step.build(&(path / "conv")), norm }
     }
 
     pub(super) fn forward(&self, x: &Tensor, train: bool) -> Tensor {
@@ -146,30 +179,55 @@ impl ConvNorm {
     }
 }
 
-/// Brings the output of the cell before the last to the size and filters of this one.
+/// How the output of the cell before the last is brought to the size and filters of this one.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum AdapterShape {
+    Same,
+    Widen(ConvStep),
+    /// Two convolutions of stride 2, one of them a pixel aside, so that no pixel is left out.
+    Halve {
+        half: ConvStep,
+        to: i64,
+    },
+}
+
+impl AdapterShape {
+    pub(super) fn new(from: i64, to: i64, halve: bool) -> Self {
+        match (halve, from == to) {
+            (true, _) => Self::Halve { half: ConvStep::square(from, to / 2, 1, 2), to },
+            (false, true) => Self::Same,
+            (false, false) => Self::Widen(ConvStep::square(from, to, 1, 1)),
+        }
+    }
+}
+
+/// The same in its place.
 #[derive(Debug)]
 pub(super) enum Adapter {
     Same,
     Widen(ConvNorm),
-    /// Two convolutions of stride 2, one of them a pixel aside, so that no pixel is left out.
-    Halve {
-        even: nn::Conv2D,
-        odd: nn::Conv2D,
-        norm: BatchNorm,
-    },
+    Halve { even: nn::Conv2D, odd: nn::Conv2D, norm: BatchNorm },
+}
+
+/// One row and one column go at the front, and zeros come at the back.
+pub(super) fn aside(x: &Tensor) -> Tensor {
+    x.constant_pad_nd([-1, 1, -1, 1])
 }
 
 impl Adapter {
-    pub(super) fn new(path: &Path, from: i64, to: i64, halve: bool) -> Self {
-        if halve {
-            let half = |name: &str| conv(&(path / name), from, to / 2, 1, 2);
-            let norm = batch_norm2d(&(path / "norm"), to);
-            return Self::Halve { even: half("even"), odd: half("odd"), norm };
+    pub(super) fn new(path: &Path, shape: AdapterShape, policy: BatchNormPolicy) -> Self {
+        match shape {
+            AdapterShape::Same => Self::Same,
+            AdapterShape::Widen(step) => Self::Widen(ConvNorm::new(path, step, policy)),
+            AdapterShape::Halve { half, to } => {
+                let norm = batch_norm2d(&(path / "norm"), to, policy);
+                Self::Halve {
+                    even: half.build(&(path / "even")),
+                    odd: half.build(&(path / "odd")),
+                    norm,
+                }
+            }
         }
-        if from == to {
-            return Self::Same;
-        }
-        Self::Widen(ConvNorm::square(path, from, to, 1, 1))
     }
 
     pub(super) fn forward(&self, x: &Tensor, train: bool) -> Tensor {
@@ -178,9 +236,7 @@ impl Adapter {
             Self::Widen(step) => step.forward(&x.relu(), train),
             Self::Halve { even, odd, norm } => {
                 let x = x.relu();
-                // One row and one column go at the front, and zeros come at the back.
-                let aside = x.constant_pad_nd([-1, 1, -1, 1]);
-                let halves = [even.forward(&x), odd.forward(&aside)];
+                let halves = [even.forward(&x), odd.forward(&aside(&x))];
                 norm.forward_t(&Tensor::cat(&halves, 1), train)
             }
         }

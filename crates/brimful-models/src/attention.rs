@@ -1,0 +1,57 @@
+//! Attention: each place looks at those before it, and at itself.
+
+use tch::{Kind, Tensor};
+
+use crate::KeyValueCache;
+
+/// One block's place in a cache of keys and values.
+#[derive(Debug, Clone)]
+pub(crate) struct BlockCache {
+    pub(crate) cache: KeyValueCache,
+    pub(crate) block: usize,
+}
+
+impl BlockCache {
+    /// That of a block, where there is a cache.
+    pub(crate) fn of(cache: Option<&KeyValueCache>, block: usize) -> Option<Self> {
+        cache.map(|cache| Self { cache: cache.clone(), block })
+    }
+
+    /// The place of the first token of a forward.
+    pub(crate) fn first_place(this: Option<&Self>) -> i64 {
+        this.map_or(0, |own| own.cache.seen())
+    }
+}
+
+/// Queries, keys and values, each samples × sequence × heads × width; several heads of queries may share one of
+/// the others.
+#[derive(Debug)]
+pub(crate) struct Heads {
+    pub(crate) queries: Tensor,
+    pub(crate) keys: Tensor,
+    pub(crate) values: Tensor,
+}
+
+impl Heads {
+    /// What they see, samples × sequence × all heads' width; a part of what is looked at is dropped.
+    pub(crate) fn attend(&self, cache: Option<&BlockCache>, dropout: f64) -> Tensor {
+        let [q, k, v] = [&self.queries, &self.keys, &self.values].map(|x| x.transpose(1, 2));
+        let (first, sequence) = (BlockCache::first_place(cache), q.size()[2]);
+        let [k, v] = match cache {
+            Some(own) => own.cache.extend(own.block, &k, &v),
+            None => [k, v],
+        };
+        // One token alone sees all before it; several after others each see a token more.
+        let is_causal = first == 0 && sequence > 1;
+        let mask = (first > 0 && sequence > 1).then(|| {
+            let all = Tensor::ones([sequence, first + sequence], (Kind::Bool, q.device()));
+            all.tril(first)
+        });
+        let is_grouped = q.size()[1] != k.size()[1];
+        let out = Tensor::scaled_dot_product_attention(
+            &q, &k, &v, mask, dropout, is_causal, None, is_grouped,
+        );
+        let [samples, heads, _, width] = q.size()[..] else { unreachable!("four dimensions") };
+        out.transpose(1, 2).reshape([samples, sequence, heads * width])
+    }
+}

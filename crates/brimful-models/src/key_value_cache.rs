@@ -1,0 +1,114 @@
+//! Keys and values of tokens that a model has seen, so that the next one is computed alone.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
+
+/// What a transformer's blocks keep of the tokens so far. Clones are the same cache.
+///
+/// A forward takes the tokens after those that were seen; run again, as after a step that failed, it does the
+/// same again. [`KeyValueCache::advance`] then counts them as seen.
+///
+/// ```
+/// use brimful_models::{Gpt, KeyValueCache, gpt, gpt_with_cache};
+/// use tch::nn::{ModuleT, VarStore};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let shape = Gpt { layers: 2, width: 16, heads: 2, context: 8, ..Gpt::gpt2_small() };
+/// let cache = KeyValueCache::new(8);
+/// let store = VarStore::new(Device::Cpu);
+/// let model = gpt_with_cache(&shape, &cache).build(&store.root())?;
+/// let tokens = Tensor::randint(50_257, [1, 8], (Kind::Int64, Device::Cpu));
+/// let first = model.forward_t(&tokens.narrow(1, 0, 7), false);
+/// cache.advance(7);
+/// let last = model.forward_t(&tokens.narrow(1, 7, 1), false);
+/// cache.clear();
+/// let whole = model.forward_t(&tokens, false);
+/// assert!(whole.allclose(&Tensor::cat(&[first, last], 1), 1e-4, 1e-5, false));
+/// # Ok::<(), brimful::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct KeyValueCache {
+    shared: Arc<Mutex<SeenTokens>>,
+}
+
+#[derive(Debug)]
+struct SeenTokens {
+    count: i64,
+    /// The most tokens that it holds.
+    room: i64,
+    /// Each block's, samples × heads × room × width.
+    blocks: HashMap<usize, KeysAndValues>,
+}
+
+#[derive(Debug)]
+struct KeysAndValues {
+    keys: Tensor,
+    values: Tensor,
+}
+
+impl KeyValueCache {
+    /// An empty one with room for so many tokens, which is taken when the first come.
+    pub fn new(room: i64) -> Self {
+        let seen = SeenTokens { count: 0, room, blocks: HashMap::new() };
+        Self { shared: Arc::new(Mutex::new(seen)) }
+    }
+
+    /// How many tokens were seen.
+    pub fn seen(&self) -> i64 {
+        self.lock().count
+    }
+
+    /// The most tokens that it holds.
+    pub fn room(&self) -> i64 {
+        self.lock().room
+    }
+
+    /// The last forward's tokens, so many, are seen from now on.
+    pub fn advance(&self, tokens: i64) {
+        self.lock().count += tokens;
+    }
+
+    /// Nothing was seen; the next forward may be of another number of samples.
+    pub fn clear(&self) {
+        let mut seen = self.lock();
+        seen.count = 0;
+        seen.blocks.clear();
+    }
+
+    /// A block's keys and values of all tokens so far, these (samples × heads × sequence × width) included.
+    ///
+    /// # Panics
+    /// When there is no room for them.
+    pub(crate) fn extend(&self, block: usize, keys: &Tensor, values: &Tensor) -> [Tensor; 2] {
+        let mut seen = self.lock();
+        let SeenTokens { count, room, .. } = *seen;
+        let new = keys.size()[2];
+        assert!(
+            count + new <= room,
+            "{new} tokens after {count} are more than the {room} that there is room for: clear the cache, \
+             or make it larger"
+        );
+        let kept = seen.blocks.entry(block).or_insert_with(|| KeysAndValues {
+            keys: empty(keys, room),
+            values: empty(values, room),
+        });
+        [(&kept.keys, keys), (&kept.values, values)].map(|(kept, new)| {
+            kept.narrow(2, count, new.size()[2]).copy_(&new.detach());
+            kept.narrow(2, 0, count + new.size()[2])
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SeenTokens> {
+        // A forward that panicked has left whole tensors.
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Room for so many tokens of this kind.
+fn empty(like: &Tensor, room: i64) -> Tensor {
+    let mut shape = like.size();
+    shape[2] = room;
+    Tensor::empty(&shape[..], (like.kind(), like.device()))
+}

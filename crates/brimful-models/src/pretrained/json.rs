@@ -1,0 +1,34 @@
+//! JSON objects to and from files.
+
+use std::fmt::Display;
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::PretrainedError;
+
+/// The object that a file holds.
+pub(super) fn read(path: &Path) -> Result<Map<String, Value>, PretrainedError> {
+    let text = fs::read(path).map_err(|reason| unreadable(path, reason))?;
+    serde_json::from_slice(&text).map_err(|reason| unreadable(path, reason))
+}
+
+/// Writes an object for people to read.
+pub(super) fn write(path: &Path, object: Map<String, Value>) -> Result<(), PretrainedError> {
+    let text = format!("{:#}\n", Value::Object(object));
+    fs::write(path, text).map_err(|reason| unwritable(path, reason))
+}
+
+pub(super) fn unreadable(path: &Path, reason: impl Display) -> PretrainedError {
+    refused("read", path, reason)
+}
+
+pub(super) fn unwritable(path: &Path, reason: impl Display) -> PretrainedError {
+    refused("write", path, reason)
+}
+
+fn refused(action: &'static str, path: &Path, reason: impl Display) -> PretrainedError {
+    let (path, reason) = (path.display().to_string(), reason.to_string());
+    PretrainedError::File { action, path, reason }
+}

@@ -1,0 +1,181 @@
+//! Folders of models that others have trained, as Hugging Face's libraries read and write them: config.json,
+//! model.safetensors or shards with their index, and the tokenizer's files, which go along untouched.
+//!
+//! ```no_run
+//! use brimful::Pipeline;
+//! use brimful_models::pretrained::Pretrained;
+//! use tch::Device;
+//!
+//! let folder = Pretrained::open("llama")?;
+//! let layers = folder.config().layers();
+//! let pipe = Pipeline::builder(layers).devices([Device::Cpu, Device::Cpu]).build()?;
+//! folder.load(&pipe.variables()?)?;       // each weight straight to the stage that owns it
+//! // … training …
+//! folder.save("llama-tuned", &pipe.variables()?)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Known are `gpt2`, `llama`, `mistral` and `qwen2`. A file's weights are mapped, and copied one by one into the
+//! variables that own them, wherever these live and of whatever number type they are: the model is never whole on a
+//! device that does not hold it, nor twice in the host's memory.
+
+mod adapter;
+mod config;
+mod error;
+mod fields;
+mod json;
+mod weights;
+mod whole_folder;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use brimful::nn::Lora;
+use brimful::save::{self, Metadata};
+use serde_json::{Map, Value};
+use tch::{Kind, Tensor};
+
+pub use adapter::{AdapterFolder, check_adapter_place};
+pub use config::Config;
+pub use error::PretrainedError;
+use fields::Fields;
+use weights::{WEIGHTS, Weights};
+use whole_folder::{FolderBeside, check_place};
+
+/// What tells of the model.
+const CONFIG: &str = "config.json";
+/// What tokenizers and generation are made of: it goes along with the weights.
+const TOKENIZER_FILES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+];
+
+/// A folder with a model that was trained.
+#[derive(Debug)]
+pub struct Pretrained {
+    folder: PathBuf,
+    config: Config,
+    /// config.json as it was read: what is not known here goes along too.
+    told: Map<String, Value>,
+    /// None of a model that is to begin with random numbers.
+    weights: Option<Weights>,
+}
+
+impl Pretrained {
+    /// Opens a folder, and reads all of it but the weights.
+    ///
+    /// # Errors
+    /// When files are missing or cannot be understood, the model's type is not known, or the weights are not
+    /// those of the model that config.json tells of.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
+        let described = Self::without_weights(folder)?;
+        let weights = Weights::open(&described.folder, described.config.prefix())?;
+        weights.check(&described.config.layers().variable_shapes()?)?;
+        Ok(Self { weights: Some(weights), ..described })
+    }
+
+    /// The model of a folder without its weights, if it has any: [`Pretrained::load`] leaves all as it is, so
+    /// that a training begins with random numbers.
+    ///
+    /// # Errors
+    /// When config.json is missing or cannot be understood, or the model's type is not known.
+    pub fn without_weights(folder: impl AsRef<Path>) -> Result<Self, PretrainedError> {
+        let folder = folder.as_ref();
+        let path = folder.join(CONFIG);
+        let told = json::read(&path)?;
+        let config = Config::of(&Fields::new(&path, &told))?;
+        Ok(Self { folder: folder.to_owned(), config, told, weights: None })
+    }
+
+    /// The folder itself.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The model.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The tokens that end a text, if the model has any.
+    pub fn end_tokens(&self) -> Vec<i64> {
+        match self.told.get("eos_token_id") {
+            Some(Value::Array(several)) => several.iter().filter_map(Value::as_i64).collect(),
+            one => one.and_then(Value::as_i64).into_iter().collect(),
+        }
+    }
+
+    /// Copies the weights into the variables of their names, of the model or of a part of it, as
+    /// [`Pipeline::variables`](brimful::Pipeline::variables) or a `VarStore` give them. Those that LoRA has added
+    /// stay as they are.
+    ///
+    /// # Errors
+    /// When a file cannot be read any more, or memory runs out.
+    pub fn load(&self, variables: &[(String, Tensor)]) -> Result<(), PretrainedError> {
+        let Some(weights) = &self.weights else { return Ok(()) };
+        let mut own = variables.iter().filter(|(name, _)| !Lora::is_adapter(name));
+        own.try_for_each(|(name, variable)| weights.copy(name, variable))
+    }
+
+    /// Writes variables of this model to a folder that `transformers` loads, whole or not at all: config.json,
+    /// weights (those of a tied head once), and the tokenizer's files.
+    ///
+    /// # Errors
+    /// When the folder holds something else, or the file system refuses. What was there before is there then.
+    pub fn save(
+        &self,
+        folder: impl AsRef<Path>,
+        variables: &[(String, Tensor)],
+    ) -> Result<(), PretrainedError> {
+        let folder = folder.as_ref();
+        check_model_place(folder)?;
+        let beside = FolderBeside::new(folder)?;
+        let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
+        save::write(beside.path.join(WEIGHTS), variables, &metadata)?;
+        json::write(&beside.path.join(CONFIG), self.told_of(variables))?;
+        self.copy_tokenizer(&beside.path)?;
+        beside.replace()
+    }
+
+    /// config.json for these variables: of their number type.
+    fn told_of(&self, variables: &[(String, Tensor)]) -> Map<String, Value> {
+        let mut told = self.told.clone();
+        let kind = variables.first().map_or(Kind::Float, |(_, tensor)| tensor.kind());
+        let word = match kind {
+            Kind::BFloat16 => "bfloat16",
+            Kind::Half => "float16",
+            Kind::Double => "float64",
+            _ => "float32",
+        };
+        // Its older name stays where it was.
+        let field = if told.contains_key("torch_dtype") { "torch_dtype" } else { "dtype" };
+        told.insert(field.into(), word.into());
+        told
+    }
+
+    fn copy_tokenizer(&self, into: &Path) -> Result<(), PretrainedError> {
+        for name in TOKENIZER_FILES {
+            let from = self.folder.join(name);
+            if from.is_file() {
+                fs::copy(&from, into.join(name))
+                    .map_err(|reason| json::unreadable(&from, reason))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a place for [`Pretrained::save`] that is taken by something else.
+///
+/// # Errors
+/// With what would be lost.
+pub fn check_model_place(folder: &Path) -> Result<(), PretrainedError> {
+    check_place(folder, |name| [CONFIG, WEIGHTS].contains(&name) || TOKENIZER_FILES.contains(&name))
+}

@@ -1,0 +1,71 @@
+//! Both ends of a language model: tokens are looked up in a table, and places compared with every token of one.
+
+use brimful::Layers;
+use brimful::nn::spread_weight;
+use tch::Tensor;
+use tch::nn::{Module, Path};
+
+/// The name of a language model's last layer, its head.
+pub const LANGUAGE_HEAD: &str = "lm_head";
+/// The tables that a tied head may share, by the models that there are.
+const TABLES: [&str; 3] = ["wte", "transformer.wte", "model.embed_tokens"];
+/// A GPU's fast kernels take a table whose rows are a multiple of this.
+const FAST_ROWS: i64 = 64;
+
+/// The weight of the head of a language model that was built under this path, tied or not.
+pub fn language_head_weight(root: &Path) -> Option<Tensor> {
+    let weight =
+        |layer: &str| layer.split('.').fold(root.clone(), |path, step| path / step).get("weight");
+    [LANGUAGE_HEAD].into_iter().chain(TABLES).find_map(weight)
+}
+
+/// A table of so many rows, which spread so far at the start.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TokenTable {
+    pub(crate) rows: i64,
+    pub(crate) width: i64,
+    pub(crate) spread: f64,
+}
+
+/// The table of this path, made if it is not there.
+pub(crate) fn token_table(path: &Path, table: TokenTable) -> Tensor {
+    let TokenTable { rows, width, spread } = table;
+    path.get("weight").unwrap_or_else(|| spread_weight(path, &[rows, width], spread))
+}
+
+/// Appends the head, which may share the table of the layer `tied`.
+pub(crate) fn add_head(body: Layers, table: TokenTable, tied: Option<&str>) -> Layers {
+    match tied {
+        Some(owner) => {
+            body.add_sharing(LANGUAGE_HEAD, owner, move |_, p| LanguageHead(token_table(p, table)))
+        }
+        None => body.add(LANGUAGE_HEAD, move |p| LanguageHead(token_table(p, table))),
+    }
+}
+
+/// Looks each token up in a table.
+#[derive(Debug)]
+pub(crate) struct Embedding(pub(crate) Tensor);
+
+impl Module for Embedding {
+    fn forward(&self, tokens: &Tensor) -> Tensor {
+        Tensor::embedding(&self.0, tokens, -1, false, false)
+    }
+}
+
+/// Compares each place with every token of a table.
+#[derive(Debug)]
+struct LanguageHead(Tensor);
+
+impl Module for LanguageHead {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        let rows = self.0.size()[0];
+        let missing = (-rows).rem_euclid(FAST_ROWS);
+        if missing == 0 || !self.0.device().is_cuda() {
+            return x.linear(&self.0, None::<Tensor>);
+        }
+        // GPT-2's 50,257 rows are odd, which leaves only kernels that are three times slower.
+        let table = self.0.constant_pad_nd([0, 0, 0, missing]);
+        x.linear(&table, None::<Tensor>).narrow(-1, 0, rows)
+    }
+}
