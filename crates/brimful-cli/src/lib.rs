@@ -19,6 +19,7 @@ pub mod data;
 #[doc(hidden)]
 pub mod exit;
 mod files;
+mod fine_tune;
 mod interrupt;
 mod log;
 #[doc(hidden)]
@@ -34,3 +35,5 @@ mod saved_weights;
 #[doc(hidden)]
 pub mod setting;
 mod shell;
+#[doc(hidden)]
+pub mod tokenizer;

@@ -89,7 +89,7 @@ fn what_cannot_be_is_refused_with_file_and_line() {
         ("[train]\nlearning-rate = \"fast\"", "RUN line 2: learning-rate is a number"),
         (
             "[train]\nmodel = 3",
-            "RUN line 2: invalid value '3' for '--model <NAME>': there is no such model",
+            "RUN line 2: invalid value '3' for '--model <NAME|FOLDER>': there is no such model",
         ),
         ("[train]\njson = 1", "RUN line 2: json is true or false"),
         ("[train]\nmodel = [\"mlp\"]", "RUN line 2: model is "),

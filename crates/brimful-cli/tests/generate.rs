@@ -1,7 +1,8 @@
-//! `brimful generate`: text by a GPT that was trained before.
+//! `brimful generate`: text by a language model that was trained before, of a file or of a folder.
 
 mod program;
 
+use std::fs;
 use std::path::Path;
 
 use predicates::prelude::*;
@@ -61,4 +62,162 @@ fn weights_of_something_else_are_wrong_use() {
     let run = generate.args(["generate", "--device", "cpu", "--weights"]).arg(&weights);
     let run = run.assert().code(2);
     run.stderr(predicate::str::contains("has no weights of a gpt: generate needs some\n"));
+}
+
+/// A folder with a config.json alone, of the tiny Llama that comes with the repository.
+fn tiny_llama(folder: &Path) -> String {
+    let tiny = folder.join("tiny");
+    fs::create_dir_all(&tiny).expect("a folder");
+    let config =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-llama/config.json");
+    fs::copy(config, tiny.join("config.json")).expect("copied");
+    tiny.display().to_string()
+}
+
+/// Trains a folder's model on the text for two steps, or as many as are asked for.
+fn tune(folder: &Path, model: &str, save: &str, more: &str) -> String {
+    let saved = folder.join(save).display().to_string();
+    let text = program::text(folder);
+    brimful()
+        .args("train --device cpu --batch-size 4 --micro-batch 2 --sequence 16".split(' '))
+        .args(["--data", &text, "--model", model, "--save", &saved])
+        .args(more.split_whitespace())
+        .args(["--max-steps", "2"].iter().filter(|_| !more.contains("--max-steps")))
+        .assert()
+        .success();
+    saved
+}
+
+fn written(arguments: &[&str]) -> String {
+    let run = brimful()
+        .args("generate --device cpu --tokens 20 --temperature 0 --prompt x".split(' '))
+        .args(arguments)
+        .assert()
+        .success();
+    String::from_utf8(run.get_output().stdout.clone()).expect("text")
+}
+
+fn files(folder: &str) -> Vec<String> {
+    program::names(Path::new(folder))
+}
+
+#[test]
+fn a_folders_model_is_trained_saved_and_goes_on_with_a_text() {
+    let folder = folder("generate-folder");
+    let tiny = tiny_llama(&folder);
+    let base = tune(&folder, &tiny, "base", "--from-scratch --keep best");
+    assert_eq!(files(&base), ["config.json", "model.safetensors"]);
+    assert_eq!(files(&folder.join("base.best").display().to_string()), files(&base));
+
+    let whole = written(&["--model", &base]);
+    assert!(whole.starts_with('x') && whole.ends_with('\n'), "{whole}");
+    assert_eq!(written(&["--model", &base, "--from-host"]), whole);
+
+    let fast = "--learning-rate 0.1";
+    let adapter = tune(&folder, &base, "adapter", &format!("--lora 4:8 --offload all {fast}"));
+    assert_eq!(files(&adapter), ["adapter_config.json", "adapter_model.safetensors"]);
+    let merged =
+        tune(&folder, &base, "merged", &format!("--lora 4:8 --merge --offload all {fast}"));
+    assert_eq!(files(&merged), ["config.json", "model.safetensors"]);
+    let adapted = written(&["--model", &base, "--adapter", &adapter]);
+    assert_ne!(adapted, whole, "LoRA has learnt something");
+    assert_eq!(written(&["--model", &base, "--adapter", &adapter, "--from-host"]), adapted);
+    assert_eq!(written(&["--model", &merged]), adapted);
+}
+
+#[test]
+fn a_run_with_a_folders_model_goes_on_from_its_file() {
+    let folder = folder("generate-resume");
+    let tiny = tiny_llama(&folder);
+    let base = tune(&folder, &tiny, "base", "--from-scratch");
+    let whole = tune(&folder, &base, "whole.safetensors", "--lora 2 --max-steps 4");
+    let half = tune(&folder, &base, "half.safetensors", "--lora 2");
+    let rest = format!("--lora 2 --max-steps 4 --resume {half}");
+    let rest = tune(&folder, &base, "rest.safetensors", &rest);
+    assert_eq!(fs::read(whole).expect("read"), fs::read(rest).expect("read"));
+}
+
+/// A file of conversations whose answers are of unlike length.
+fn conversations(folder: &Path) -> String {
+    let path = folder.join("chat.jsonl");
+    let line = |number: usize| {
+        let answer = "one more ".repeat(number % 4 + 1);
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "Count to {number}."}}, {{"role": "assistant", "content": "{answer}"}}]}}"#
+        )
+    };
+    let lines: Vec<String> = (0..30).map(line).collect();
+    fs::write(&path, lines.join("\n")).expect("written");
+    path.display().to_string()
+}
+
+#[test]
+fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
+    let folder = folder("generate-chat");
+    let base = tune(&folder, &tiny_llama(&folder), "base", "--from-scratch");
+    let chat = conversations(&folder);
+    let train = "train --device cpu --batch-size 8 --sequence 64 --epochs 1 --dtype f64 --json";
+    let figures = |cut: &str| {
+        let given = format!("{train} --model {base} --data {chat} {cut}");
+        let last = program::lines(&given.split(' ').collect::<Vec<_>>()).pop().expect("an epoch");
+        ["loss", "test_loss", "test_accuracy"].map(|key| last[key].as_f64().expect(key))
+    };
+    let whole = figures("--micro-batch 8");
+    for cut in ["--micro-batch 1", "--replicas 2", "--offload all --micro-batches 3"] {
+        for (found, expected) in figures(cut).iter().zip(whole) {
+            assert!((found - expected).abs() < 1e-9, "{cut}: {found} and {expected}");
+        }
+    }
+    let follow = format!("{train} --model {base} --data {chat} --offload all --follow-backward");
+    let run = brimful().args(follow.split(' ')).assert().code(2);
+    run.stderr(predicate::str::contains("--follow-backward needs a loss of all tokens"));
+}
+
+#[test]
+fn folders_that_do_not_do_are_wrong_use() {
+    let folder = folder("generate-refused");
+    let tiny = tiny_llama(&folder);
+    let text = program::text(&folder);
+    let strange = folder.join("strange").display().to_string();
+    fs::create_dir_all(&strange).expect("a folder");
+    fs::write(format!("{strange}/config.json"), r#"{"model_type": "mamba"}"#).expect("written");
+    let wordy = tiny_llama(&folder.join("wordy"));
+    let words = r#"{"added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 256}}}"#;
+    fs::write(format!("{wordy}/tokenizer.json"), words).expect("written");
+    for (arguments, complaint) in [
+        (
+            format!("train --model {wordy} --from-scratch --data {text}"),
+            "its tokenizer has 257 tokens, but its model knows 256: they do not go together",
+        ),
+        (format!("train --model {tiny} --data {text}"), "model.safetensors"),
+        (format!("train --model {strange} --data {text}"), "known are gpt2, llama, mistral, qwen2"),
+        (format!("train --model {folder}/none", folder = folder.display()), "there is no folder"),
+        (format!("train --model {tiny} --from-scratch"), "a folder's model needs text"),
+        (
+            format!("train --model {tiny} --from-scratch --data {text} --sequence 300"),
+            "--sequence 300 is longer than the 256 tokens that the model takes",
+        ),
+        (
+            format!("train --model {tiny} --from-scratch --data {text} --save {tiny}"),
+            "would overwrite what --model reads",
+        ),
+        (
+            format!(
+                "train --model {tiny} --from-scratch --data {text} --save {}",
+                folder.display()
+            ),
+            "which would be lost",
+        ),
+        (
+            format!("train --model {tiny} --from-scratch --data {text} --save {tiny}2 --keep 3"),
+            "--keep N is for a file of --save",
+        ),
+        ("train --lora 4".into(), "--lora is for a model of a folder: give --model FOLDER"),
+        ("train --lora four".into(), "give a rank from 1 on"),
+        ("generate".into(), "give --weights FILE, or --model FOLDER"),
+        (format!("generate --model {tiny} --weights {text}"), "a folder has weights of its own"),
+    ] {
+        let run = brimful().args(arguments.split(' ')).assert().code(2);
+        run.stdout("").stderr(predicate::str::contains(complaint));
+    }
 }

@@ -143,17 +143,22 @@ fn what_a_run_was_told_must_be_told_again() {
 }
 
 /// All that the program has for a longer run at once.
-const LONG: &str = "--batch-size 32 --max-steps 200 --micro-batch 8 --clip-norm 1 --warmup 20 \
+const LONG: &str = "--batch-size 32 --max-steps 200 --clip-norm 1 --warmup 20 \
                     --ema 0.9 --accumulate 2 --eval-every 50 --save-every 20 --keep 3 \
                     --learning-rate-decay cosine";
 
+/// On the device, and on the host, where the optimizer works beside the next step.
+const ON_THE_DEVICE: &str = "--micro-batch 8";
+const AT_HOME: &str = "--offload all --micro-batches 4";
+
 struct LongRun {
     folder: PathBuf,
+    place: &'static str,
 }
 
 impl LongRun {
-    fn new(name: &str) -> Self {
-        Self { folder: folder(name) }
+    fn new(name: &str, place: &'static str) -> Self {
+        Self { folder: folder(name), place }
     }
 
     fn start(&self, resume: bool) -> std::process::Child {
@@ -161,6 +166,7 @@ impl LongRun {
         process.current_dir(&self.folder).env_remove("LD_LIBRARY_PATH");
         process.args(["train", "--device", "cpu", "--threads", "1"]);
         process.args(LONG.split_whitespace()).args(["--save", "m.safetensors"]);
+        process.args(self.place.split_whitespace());
         process.args(["--log", "log.csv", "--events", "events"]);
         if resume {
             process.args(["--resume", "m.safetensors"]);
@@ -182,9 +188,18 @@ impl LongRun {
 
 #[test]
 fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
-    let whole = LongRun::new("long-whole");
+    let whole = LongRun::new("long-whole", ON_THE_DEVICE);
+    check_killed(&whole, &LongRun::new("long-killed", ON_THE_DEVICE));
+}
+
+#[test]
+fn so_does_one_whose_optimizer_was_at_work_at_home() {
+    let whole = LongRun::new("home-whole", AT_HOME);
+    check_killed(&whole, &LongRun::new("home-killed", AT_HOME));
+}
+
+fn check_killed(whole: &LongRun, killed: &LongRun) {
     assert!(whole.start(false).wait().expect("an end").success());
-    let killed = LongRun::new("long-killed");
     let file = killed.folder.join("m.safetensors");
     for kill in 0..3 {
         let mut run = killed.start(kill > 0);
@@ -215,7 +230,7 @@ fn a_run_that_is_killed_three_times_ends_in_the_same_files() {
     assert_eq!(left, expected);
     for name in expected.iter().filter(|name| name.ends_with(".safetensors")) {
         let read = |run: &LongRun| save::read(run.folder.join(name)).expect("a saved run");
-        assert_eq!(read(&whole), read(&killed), "{name}");
+        assert_eq!(read(whole), read(killed), "{name}");
     }
     assert_eq!(whole.log(), killed.log());
 }

@@ -105,7 +105,10 @@ fn what_cannot_be_is_one_clear_line() {
             &["--offload", "all", "--schedule", "breadth-first-4"],
             "4 stages need as many layers with parameters",
         ),
-        (&["--offload", "all", "--schedule", "zero-bubble-v"], "not executed yet"),
+        (
+            &["--offload", "all", "--schedule", "interleaved-zero-bubble-3"],
+            "splits backwards, for which 2 stages of a model on the host are the most",
+        ),
         (
             &["--offload", "auto", "--schedule", "gpipe"],
             "--schedule is for a model in stages: give --stages <S> or --offload all too",

@@ -102,7 +102,7 @@ fn refuses_with_the_fix() {
     For more information, try '--help'.
     ");
     insta::assert_snapshot!(refusal("-s 4 -m 4 --schedule pipedream"), @"
-    error: invalid value 'pipedream' for '--schedule <NAME,…>': no schedule is called 'pipedream': choose gpipe, 1f1b, interleaved, breadth-first, zero-bubble-h1, interleaved-zero-bubble or zero-bubble-v (interleaved-4 for 4 stages on each device)
+    error: invalid value 'pipedream' for '--schedule <NAME,…>': no schedule is called 'pipedream': choose gpipe, 1f1b, interleaved, breadth-first, zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v or auto (interleaved-4 for 4 stages on each device)
 
     For more information, try '--help'.
     ");

@@ -191,7 +191,7 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
 
 #[test]
 fn nonsense_on_the_command_line_is_one_clear_error() {
-    let cases: [(&[&str], &str); 14] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["train", "--report", "/no/folder/report.html"], "there is no folder /no/folder"),
         (&["train", "--stages", "0"], "give a whole number from 1 on"),
         (&["train", "--stages", "9"], "9 stages need as many layers, but the model has 6"),
@@ -199,7 +199,6 @@ fn nonsense_on_the_command_line_is_one_clear_error() {
             &["train", "--stages", "4", "--schedule", "interleaved-2"],
             "8 stages need as many layers",
         ),
-        (&["train", "--stages", "2", "--schedule", "zero-bubble-v"], "not executed yet"),
         (&["train", "--schedule", "gpipe"], "--stages <S>"),
         (&["train", "--micro-batches", "2", "--micro-batch", "2"], "cannot be used with"),
         (&["train", "--micro-batch", "0"], "from 1 on, auto or largest"),
@@ -226,4 +225,34 @@ fn verify_finds_full_and_split_the_same() {
         assert_eq!(report["sizes"], serde_json::json!([2, 2, 1]));
     }
     brimful().args(["verify"]).assert().success().stdout(predicate::str::contains("the same"));
+}
+
+#[test]
+fn with_exact_batch_norms_verify_finds_them_the_same_in_training_mode() {
+    let verify = |statistics: &str, tolerance: &str| {
+        let mut program = brimful();
+        program.args(["verify", "--model", "resnet18", "--batch-size", "5", "--micro-batch", "2"]);
+        program.args(["--batch-norm", statistics, "--tolerance", tolerance]).assert()
+    };
+    verify("exact", "1e-10").success().stdout(predicate::str::contains("[2, 2, 1]"));
+    verify("deferred", "1e-10").failure().stdout(predicate::str::contains("NOT the same"));
+    brimful()
+        .args(["verify", "--batch-norm", "exact"])
+        .assert()
+        .code(2)
+        .stderr(predicate::str::contains("--batch-norm is for resnet18"));
+}
+
+#[test]
+fn a_residual_network_trains_with_exact_batch_norms_on_one_device() {
+    let train = "train --model resnet18 --batch-size 16 --micro-batch 4 --max-steps 2 --device cpu \
+                 --batch-norm exact";
+    let arguments: Vec<&str> = train.split_whitespace().collect();
+    brimful().args(&arguments).assert().success();
+    brimful()
+        .args(&arguments)
+        .args(["--stages", "2"])
+        .assert()
+        .code(2)
+        .stderr(predicate::str::contains("--batch-norm exact is for one device"));
 }

@@ -1,21 +1,18 @@
-//! `brimful generate`: text that a trained GPT writes, byte by byte.
+//! `brimful generate`: text that a trained language model writes, token by token.
+
+mod writer;
 
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use brimful::layers::Model;
 use clap::Args;
-use tch::nn::{ModuleT, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::data::Sample;
 use crate::exit::{Exit, wrong_use};
 use crate::output;
-use crate::saved_weights::SavedWeights;
-use crate::setting::{self, MODELS, ModelName, words};
-
-/// Different tokens of a text: bytes.
-const BYTES: i64 = 256;
+use crate::setting::{MODELS, ModelSource, NumberType, words};
+use crate::tokenizer::Tokenizer;
+use writer::Writer;
 
 /// Options of `brimful generate`.
 #[derive(Debug, Args)]
@@ -24,17 +21,27 @@ Examples:
   brimful train --model gpt --data book.txt --save gpt.safetensors
   brimful generate --weights gpt.safetensors --prompt 'Once upon a time'
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0.8 --top-k 20 --seed 7
-  brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   always the likeliest")]
+  brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   always the likeliest
+  brimful generate --model llama --prompt 'Once' --dtype bf16          a folder of Hugging Face's
+  brimful generate --model llama --adapter llama-book --from-host --prompt 'Once'
+                                                      with LoRA, from the host's memory")]
 pub struct GenerateOptions {
     /// A file of brimful train --save, or a safetensors or .ot file with the model's names
     #[arg(long, value_name = "FILE")]
-    weights: PathBuf,
-    #[arg(long, value_name = "NAME", help = format!("{MODELS} [default: as the file tells]"))]
-    model: Option<ModelName>,
+    weights: Option<PathBuf>,
+    #[arg(long, value_name = "NAME|FOLDER")]
+    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's [default: as the file tells]"))]
+    model: Option<ModelSource>,
+    /// A folder with LoRA's weights for a folder's model, of brimful train --lora or of PEFT
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
+    /// Keep a folder's model on the host; its layers come to the device one after the other
+    #[arg(long)]
+    from_host: bool,
     /// What the text begins with
     #[arg(long, value_name = "TEXT", default_value = "\n", hide_default_value = true)]
     prompt: String,
-    /// Tokens to write after it, each a byte
+    /// Tokens to write after it; a folder's model may end before
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = words::count)]
     tokens: usize,
     /// How freely it chooses: 0 takes the likeliest token, 1 draws as the model says
@@ -47,6 +54,8 @@ pub struct GenerateOptions {
     seed: u64,
     #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
     device: Option<String>,
+    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
+    dtype: NumberType,
 }
 
 /// Writes the prompt and what follows it, as it is made.
@@ -57,66 +66,22 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
         wrong_use(format!("--temperature {temperature}: give it a number from 0 on"))
     );
     ensure!(!options.prompt.is_empty(), wrong_use("--prompt is empty: give it a character"));
-    let writer = Writer::new(options)?;
+    let mut writer = Writer::open(options)?;
     tch::manual_seed(i64::from_ne_bytes(options.seed.to_ne_bytes()));
-    let mut tokens: Vec<i64> = options.prompt.bytes().map(i64::from).collect();
-    let mut text = Utf8::default();
+    let mut tokens = writer.tokenizer.encode(&options.prompt)?;
+    let mut text = GrowingText::after(&tokens, &writer.tokenizer)?;
     output::piece(&options.prompt)?;
     for _ in 0..options.tokens {
-        let token = writer.next(&tokens, options)?;
+        let logits = writer.next(&tokens)?;
+        let token = choose(&logits, temperature, options.top_k).int64_value(&[0]);
+        if writer.ends.contains(&token) {
+            break;
+        }
         tokens.push(token);
-        output::piece(&text.push(u8::try_from(token)?))?;
+        output::piece(text.grown(&tokens, &writer.tokenizer)?)?;
     }
-    output::line(&text.rest())?;
+    output::line(text.rest())?;
     Ok(Exit::Done)
-}
-
-/// A GPT that goes on with a text.
-struct Writer {
-    model: Model,
-    device: Device,
-    /// The most tokens that it looks back on.
-    context: i64,
-    /// Keeps the model's parameters.
-    _store: VarStore,
-}
-
-impl Writer {
-    fn new(options: &GenerateOptions) -> Result<Self> {
-        let weights = SavedWeights::read(&options.weights)?;
-        let name = weights.model(options.model)?;
-        let path = options.weights.display();
-        let no_gpt = || wrong_use(format!("{path} has no weights of a gpt: generate needs some"));
-        let vocabulary = weights.rows("wte.weight").ok_or_else(no_gpt)?;
-        let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
-        ensure!(
-            vocabulary == BYTES,
-            wrong_use(format!(
-                "{path} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {BYTES}"
-            ))
-        );
-        let layers = name.layers(&Sample::Sequence { length: context, vocabulary }, 0.0);
-        let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
-        let device = setting::device(options.device.as_deref())?;
-        let store = VarStore::new(device);
-        let model = layers.build(&store.root())?;
-        weights.put_into(&store, name)?;
-        Ok(Self { model, device, context, _store: store })
-    }
-
-    /// The token after these.
-    fn next(&self, tokens: &[i64], options: &GenerateOptions) -> Result<i64> {
-        let _without = tch::no_grad_guard();
-        let seen = &tokens[tokens.len().saturating_sub(usize::try_from(self.context)?)..];
-        let input = Tensor::from_slice(seen).unsqueeze(0).to_device(self.device);
-        let logits = self.model.forward_t(&input, false).select(1, -1).squeeze();
-        let logits = logits.to_kind(Kind::Double).to_device(Device::Cpu);
-        ensure!(
-            bool::try_from(logits.isfinite().all())?,
-            "the model answers with numbers that are not finite: was its training?"
-        );
-        Ok(choose(&logits, options.temperature, options.top_k).int64_value(&[0]))
-    }
 }
 
 /// A token by its logit: the likeliest, or one that is drawn among all or the likeliest few.
@@ -131,26 +96,32 @@ fn choose(logits: &Tensor, temperature: f64, top_k: Option<usize>) -> Tensor {
     tokens.index_select(0, &chances.multinomial(1, false))
 }
 
-/// Bytes that come one by one, as text: what is no UTF-8 becomes the sign for that.
-#[derive(Debug, Default)]
-struct Utf8 {
-    pending: Vec<u8>,
+/// The text of tokens that come one by one, of which each piece is shown once.
+#[derive(Debug)]
+struct GrowingText {
+    text: String,
+    /// How many of its bytes were shown.
+    shown: usize,
 }
 
-impl Utf8 {
-    /// The characters that this byte completes.
-    fn push(&mut self, byte: u8) -> String {
-        self.pending.push(byte);
-        match std::str::from_utf8(&self.pending) {
-            // The beginning of a character.
-            Err(error) if error.error_len().is_none() => String::new(),
-            _ => self.rest(),
-        }
+impl GrowingText {
+    /// Of these tokens, which were shown.
+    fn after(tokens: &[i64], tokenizer: &Tokenizer) -> Result<Self> {
+        let text = tokenizer.decode(tokens)?;
+        Ok(Self { shown: text.len(), text })
     }
 
-    /// What is left, broken off as it is.
-    fn rest(&mut self) -> String {
-        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    /// What has come to it with the last token: nothing while a character is broken off.
+    fn grown(&mut self, tokens: &[i64], tokenizer: &Tokenizer) -> Result<&str> {
+        self.text = tokenizer.decode(tokens)?;
+        let is_broken_off = self.text.ends_with(char::REPLACEMENT_CHARACTER);
+        Ok(if is_broken_off { "" } else { self.rest() })
+    }
+
+    /// What was not shown, broken off as it is.
+    fn rest(&mut self) -> &str {
+        let start = std::mem::replace(&mut self.shown, self.text.len());
+        self.text.get(start..).unwrap_or_default()
     }
 }
 
@@ -160,14 +131,21 @@ mod tests {
 
     #[test]
     fn characters_come_whole_and_broken_bytes_as_the_sign_for_them() {
-        let mut text = Utf8::default();
-        let pieces: Vec<String> = "aé€".bytes().map(|byte| text.push(byte)).collect();
-        assert_eq!(pieces, ["a", "", "é", "", "", "€"]);
-        assert_eq!(
-            [text.push(0xC3), text.push(b'x'), text.push(0xFF)],
-            ["", "\u{FFFD}x", "\u{FFFD}"]
-        );
-        assert_eq!((text.push(0xE2), text.rest()), (String::new(), "\u{FFFD}".to_owned()));
+        let tokenizer = Tokenizer::bytes();
+        let pieces = |bytes: &[u8]| {
+            let mut tokens = vec![i64::from(b'>')];
+            let mut text = GrowingText::after(&tokens, &tokenizer).expect("bytes");
+            let mut pieces = Vec::new();
+            for byte in bytes {
+                tokens.push(i64::from(*byte));
+                pieces.push(text.grown(&tokens, &tokenizer).expect("bytes").to_owned());
+            }
+            pieces.push(text.rest().to_owned());
+            pieces
+        };
+        assert_eq!(pieces("aé€".as_bytes()), ["a", "", "é", "", "", "€", ""]);
+        assert_eq!(pieces(&[0xC3, b'x', 0xFF]), ["", "\u{FFFD}x", "", "\u{FFFD}"]);
+        assert_eq!(pieces(&[0xE2]), ["", "\u{FFFD}"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::fmt;
 
 use anyhow::Result;
 use brimful::layers::Model;
-use brimful::{Loss, MicroBatcher, Size, batch, device};
+use brimful::{Loss, MicroBatcher, Pipeline, Size, batch, device};
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
@@ -15,7 +15,9 @@ use tch::{Kind, Tensor};
 use crate::data::{self, Examples, Synthetic};
 use crate::exit::Exit;
 use crate::output;
-use crate::setting::{DROPOUT, MODELS, ModelName, NumberType, clear_gradients, loss, typed, words};
+use crate::setting::{
+    DROPOUT, MODELS, ModelName, NormStatistics, NumberType, clear_gradients, loss, typed, words,
+};
 
 /// Options of `brimful verify`.
 #[derive(Debug, Args)]
@@ -24,8 +26,11 @@ Examples:
   brimful verify --model gpt --batch-size 65 --micro-batch 16
   brimful verify --model resnet18 --batch-size 10 --micro-batch 4 --dtype f32
 
+  brimful verify --model resnet18 --batch-size 10 --micro-batch 2 --batch-norm exact
+
 Dropout and BatchNorm see only a micro-batch at a time, so that the cut itself shows in their
-training mode: the models are compared in evaluation mode, where both are fixed.")]
+training mode: the models are compared in evaluation mode, where both are fixed. With --batch-norm
+they are compared in training mode: exact BatchNorms are the full batch's there too.")]
 pub struct VerifyOptions {
     #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
     model: ModelName,
@@ -40,6 +45,8 @@ pub struct VerifyOptions {
     tolerance: Option<f64>,
     #[arg(long, value_enum, default_value = "f64", help = words::DTYPE)]
     dtype: NumberType,
+    #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
+    batch_norm: Option<NormStatistics>,
     #[arg(long, value_name = "NAME", default_value = "cpu", help = words::DEVICE)]
     device: String,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
@@ -53,7 +60,11 @@ pub struct VerifyOptions {
 pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
     let subject = VerifiedModel::new(options)?;
     let full = subject.gradients(Size::Count(1))?;
-    let split = subject.gradients(Size::Fixed(options.micro_batch))?;
+    let size = Size::Fixed(options.micro_batch);
+    let split = match options.batch_norm {
+        Some(NormStatistics::Exact) => subject.exact_gradients(options, size)?,
+        _ => subject.gradients(size)?,
+    };
     let report = VerifyReport::new(options, &full, &split);
     output::report(&report, options.json)?;
     Ok(if report.ok { Exit::Done } else { Exit::Fault })
@@ -64,6 +75,8 @@ struct VerifiedModel {
     model: Model,
     examples: (Tensor, Tensor),
     kind: Kind,
+    /// Whether it is run in training mode.
+    trains: bool,
 }
 
 /// A loss, the micro-batches it took, and each parameter's gradient.
@@ -76,7 +89,12 @@ struct Gradients {
 impl VerifiedModel {
     fn new(options: &VerifyOptions) -> Result<Self> {
         let sample = options.model.synthetic_sample();
-        let layers = options.model.layers(&sample, DROPOUT)?;
+        // Whole, a mini-batch is its only micro-batch: deferred is exact.
+        let statistics = match options.batch_norm {
+            Some(NormStatistics::Exact) => Some(NormStatistics::Deferred),
+            other => other,
+        };
+        let layers = options.model.layers_normed(&sample, DROPOUT, statistics)?;
         let (train, seed) = (options.batch_size, options.seed);
         let Examples { inputs, targets } =
             data::synthetic(&Synthetic { sample, train, test: 1, seed })?.train;
@@ -87,14 +105,15 @@ impl VerifiedModel {
         let model = layers.build(&store.root())?;
         let kind = options.dtype.kind();
         store.set_kind(kind);
-        Ok(Self { store, model, examples: (inputs, targets), kind })
+        let trains = options.batch_norm.is_some();
+        Ok(Self { store, model, examples: (inputs, targets), kind, trains })
     }
 
     fn gradients(&self, size: Size) -> Result<Gradients> {
         let mut micro = MicroBatcher::new(&self.store, size);
         let whole = batch::slice(&self.examples, 0..batch::len(&self.examples)?)?;
         let step = micro.backward(&whole, |(x, y)| {
-            let logits = self.model.forward_t(&typed(&x, self.kind), false);
+            let logits = self.model.forward_t(&typed(&x, self.kind), self.trains);
             Loss::mean(loss(&logits, &y))
         })?;
         let gradient = |(name, variable): (String, Tensor)| {
@@ -104,6 +123,24 @@ impl VerifiedModel {
         let named = self.store.variables().into_iter().filter_map(gradient).collect();
         clear_gradients(&self.store)?;
         Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
+    }
+
+    /// Those of a pipeline with the same parameters, in which all micro-batches meet at each BatchNorm.
+    fn exact_gradients(&self, options: &VerifyOptions, size: Size) -> Result<Gradients> {
+        let sample = options.model.synthetic_sample();
+        let layers = options.model.layers_normed(&sample, DROPOUT, options.batch_norm)?;
+        let mut pipeline = Pipeline::builder(layers)
+            .devices([device::find(&options.device)?])
+            .micro_batches(size)
+            .kind(self.kind)
+            .build()?;
+        pipeline.set_variables(self.store.variables().into_iter().collect())?;
+        let (x, y) = &self.examples;
+        let x = typed(x, self.kind);
+        let step = pipeline.backward(&x, y, |out: Tensor, y: &Tensor| Loss::mean(loss(&out, y)))?;
+        let gradients = pipeline.gradients()?.into_iter();
+        let named = gradients.map(|(name, gradient)| (name, gradient.to_kind(Kind::Double)));
+        Ok(Gradients { loss: step.loss, sizes: step.sizes, named: named.collect() })
     }
 }
 

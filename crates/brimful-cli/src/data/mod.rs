@@ -1,7 +1,10 @@
 //! The data sets that the program trains on: shipped, read from files, or made up.
 
+mod chat_template;
+mod conversations;
 mod digits;
 mod idx;
+mod json_lines;
 mod synthetic;
 mod text;
 
@@ -10,7 +13,12 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use tch::Tensor;
 
+use crate::setting::MeanOver;
+use crate::tokenizer::Tokenizer;
 pub(crate) use synthetic::Synthetic;
+
+/// The target of a place that does not count, as the losses of libtorch know it.
+pub(crate) const IGNORED: i64 = -100;
 
 /// Samples and what they should give, side by side along the first dimension.
 #[derive(Debug)]
@@ -23,6 +31,14 @@ impl Examples {
     /// The samples of these numbers.
     pub(crate) fn choose(&self, numbers: &Tensor) -> (Tensor, Tensor) {
         (self.inputs.index_select(0, numbers), self.targets.index_select(0, numbers))
+    }
+
+    /// What their loss is a mean over.
+    pub(crate) fn mean_over(&self) -> MeanOver {
+        match self.targets.eq(IGNORED).any().int64_value(&[]) {
+            0 => MeanOver::Samples,
+            _ => MeanOver::Targets,
+        }
     }
 
     /// How many samples there are.
@@ -38,7 +54,8 @@ pub enum Sample {
     Image { shape: [i64; 3], classes: i64 },
     /// An image as floats; the target marks each pixel with 0 or 1, as floats too.
     Mask { shape: [i64; 3] },
-    /// A sequence of token numbers; the targets are the same sequence, one token later.
+    /// A sequence of token numbers; the targets are the same sequence, one token later, or
+    /// -100 where they do not count.
     Sequence { length: i64, vocabulary: i64 },
 }
 
@@ -80,7 +97,18 @@ pub(crate) fn open(path: &Path, length: i64) -> Result<Dataset> {
     let what = path
         .metadata()
         .with_context(|| format!("no data at {}: give a folder or a file", path.display()))?;
-    if what.is_dir() { idx::load(path) } else { text::load(path, length) }
+    match what.is_dir() {
+        true => idx::load(path),
+        false => open_text(path, length, &Tokenizer::bytes()),
+    }
+}
+
+/// A file of text, or of JSON that holds texts, in sequences of so many tokens.
+pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
+    match path.extension().is_some_and(|extension| extension == "jsonl") {
+        true => json_lines::load(path, length, tokenizer),
+        false => text::load(path, length, tokenizer),
+    }
 }
 
 /// Puts two halves of images (samples × channels × height × width) together, pixels moved to mean 0

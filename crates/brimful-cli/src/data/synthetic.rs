@@ -15,6 +15,13 @@ pub(crate) struct Synthetic {
     pub(crate) seed: u64,
 }
 
+impl Synthetic {
+    /// As many samples as a training makes up: 512, and 128 to test on.
+    pub(crate) fn usual(sample: Sample, seed: u64) -> Self {
+        Self { sample, train: 512, test: 128, seed }
+    }
+}
+
 /// Images of noise with random classes or masks, or random tokens and what follows them.
 pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
     let Synthetic { sample, train, test, seed } = config;

@@ -1,4 +1,4 @@
-//! A file of text as sequences of tokens, each token a byte.
+//! A file of text as sequences of tokens.
 
 use std::fs;
 use std::path::Path;
@@ -7,33 +7,43 @@ use anyhow::{Context, Result, ensure};
 use tch::Tensor;
 
 use super::{Dataset, Examples, Sample};
+use crate::tokenizer::Tokenizer;
 
-/// Tokens that there can be.
-const VOCABULARY: i64 = 256;
+/// The whole text, cut into sequences.
+pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
+    of_tokens(&tokenizer.encode(&read(path)?)?, path, length, tokenizer)
+}
 
-/// Cuts the text into sequences one after the other; the last tenth is for testing.
-pub(super) fn load(path: &Path, length: i64) -> Result<Dataset> {
+pub(super) fn read(path: &Path) -> Result<String> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| error.utf8_error());
-    let text = text.with_context(|| format!("{} is not UTF-8 text", path.display()))?;
+    text.with_context(|| format!("{} is not UTF-8 text", path.display()))
+}
+
+/// Cuts a file's tokens into sequences one after the other; the last tenth is for testing.
+pub(super) fn of_tokens(
+    tokens: &[i64],
+    path: &Path,
+    length: i64,
+    tokenizer: &Tokenizer,
+) -> Result<Dataset> {
     let (train, test) =
-        split(&text, length).with_context(|| format!("{} does not do", path.display()))?;
+        split(tokens, length).with_context(|| format!("{} does not do", path.display()))?;
     Ok(Dataset {
         train,
         test,
-        sample: Sample::Sequence { length, vocabulary: VOCABULARY },
-        description: format!("{}, sequences of {length} bytes", path.display()),
+        sample: Sample::Sequence { length, vocabulary: tokenizer.vocabulary() },
+        description: format!("{}, sequences of {length} tokens", path.display()),
     })
 }
 
-fn split(text: &str, length: i64) -> Result<(Examples, Examples)> {
+fn split(tokens: &[i64], length: i64) -> Result<(Examples, Examples)> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
-    let tokens: Vec<i64> = text.bytes().map(i64::from).collect();
     let test = tokens.len() / 10;
     // The shorter part needs a sequence, and one token more as its last target.
     ensure!(
         test as i64 > length,
-        "it has {} bytes, but at least {} are needed, so that the tenth of it that is for testing holds \
+        "it has {} tokens, but at least {} are needed, so that the tenth of it that is for testing holds \
          a sequence of {length} and one more: take a longer text, or --sequence {} at most",
         tokens.len(),
         10 * (length + 1),
@@ -64,7 +74,7 @@ mod tests {
 
     fn load_once(name: &str, bytes: &[u8], length: i64) -> Result<Dataset> {
         let path = file(name, bytes);
-        let loaded = load(&path, length);
+        let loaded = load(&path, length, &Tokenizer::bytes());
         fs::remove_file(path).expect("removed");
         loaded
     }
@@ -88,8 +98,8 @@ mod tests {
     #[test]
     fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
         for (text, length, expected) in [
-            ("", 1, "it has 0 bytes, but at least 20 are needed"),
-            (&"x".repeat(49), 4, "it has 49 bytes, but at least 50 are needed, so that the tenth"),
+            ("", 1, "it has 0 tokens, but at least 20 are needed"),
+            (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed, so that the tenth"),
             ("abc", 0, "give at least 1"),
         ] {
             let error = load_once("short", text.as_bytes(), length);

@@ -4,11 +4,12 @@
 use brimful::layers::Model;
 use brimful::nn::linear_cross_entropy;
 use brimful::{Layers, Loss, Result};
-use brimful_models::{GPT_HEAD, gpt_head_weight};
+use brimful_models::{LANGUAGE_HEAD, language_head_weight};
 use tch::nn::{ModuleT, Path};
-use tch::{Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
-use super::{loss, right};
+use super::{counted, loss, right};
+use crate::data::IGNORED;
 
 /// As many logits are compared at once in a test.
 const LOGITS_AT_ONCE: i64 = 1 << 25;
@@ -28,13 +29,13 @@ impl LossModel {
     /// # Errors
     /// As [`Layers::build`].
     pub fn build(layers: &Layers, root: &Path) -> Result<Self> {
-        if layers.names().last() != Some(GPT_HEAD) {
+        if layers.names().last() != Some(LANGUAGE_HEAD) {
             return layers.build(root).map(Self::Whole);
         }
         let (last, all) = (layers.len() - 1, layers.len());
         let body = layers.build_range(root, 0..last)?;
         let head = layers.build_range(root, last..all)?;
-        match gpt_head_weight(root) {
+        match language_head_weight(root) {
             Some(weight) => Ok(Self::Text { body, head, weight }),
             None => layers.build(root).map(Self::Whole),
         }
@@ -76,7 +77,7 @@ impl LossModel {
     }
 }
 
-/// The mean loss of tokens, and which are right, a part of their logits at a time.
+/// The mean loss of the tokens that count, and which are right, a part of their logits at a time.
 fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Loss, Tensor) {
     let rows = (LOGITS_AT_ONCE / classes).max(1);
     let parts = hidden.flatten(0, -2).split(rows, 0);
@@ -84,12 +85,12 @@ fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Los
     let judged = parts.iter().zip(&targets).map(|(part, targets)| {
         let logits = head.forward_t(part, false);
         let none = None::<&Tensor>;
-        let sum = logits.cross_entropy_loss(targets, none, Reduction::Sum, -100, 0.0);
+        let sum = logits.cross_entropy_loss(targets, none, Reduction::Sum, IGNORED, 0.0);
         (sum, right(&logits, targets))
     });
     let (sums, rights): (Vec<_>, Vec<_>) = judged.unzip();
-    let mean = Tensor::stack(&sums, 0).sum(sums[0].kind()) / y.numel() as f64;
-    (Loss::mean(mean), Tensor::cat(&rights, 0).view_as(y))
+    let sum = Tensor::stack(&sums, 0).sum(Kind::Double);
+    (Loss::ratio(sum, counted(y)), Tensor::cat(&rights, 0).view_as(y))
 }
 
 #[cfg(test)]
@@ -98,10 +99,11 @@ mod tests {
 
     use brimful::{MicroBatcher, Size};
     use brimful_models::{Gpt, gpt};
+    use tch::Device;
     use tch::nn::VarStore;
-    use tch::{Device, Kind};
 
     use super::*;
+    use crate::setting::{MeanOver, mean_loss};
 
     const TOKENS: i64 = 300;
 
@@ -151,6 +153,39 @@ mod tests {
             for (name, variable) in store.variables() {
                 let error = (variable.grad() - plain[&name].grad()).abs().max();
                 assert!(error.double_value(&[]) < 1e-10, "{name}: {error:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_loss_with_ignored_targets_is_the_mean_of_the_others_however_it_is_cut() {
+        let (x, y) = samples();
+        let (store, model) = built(&tiny(true));
+        let LossModel::Text { body, head, .. } = &model else { panic!("a GPT has a head") };
+        // 1 answer, 2, 3, 4 and 5 of them, each at the end.
+        let places = Tensor::arange(16, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+        let first = Tensor::from_slice(&[15_i64, 14, 13, 12, 11]).unsqueeze(1);
+        let counts = places.ge_tensor(&first);
+        let batch = (x, y.masked_fill(&counts.logical_not(), IGNORED));
+        let answers = head.forward_t(&body.forward_t(&batch.0, false), false);
+        let answers =
+            answers.flatten(0, 1).index_select(0, &counts.flatten(0, 1).nonzero().view(-1));
+        let expected = loss(&answers, &y.masked_select(&counts)).double_value(&[]);
+        for size in [1, 2, 5] {
+            let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+            let trained = micro.backward(&batch, |(x, y)| model.loss(&x, &y, true));
+            let tested = micro.evaluate(&batch, |(x, y)| model.judge(&x, &y));
+            let of_logits = micro.evaluate(&batch, |(x, y)| {
+                let logits = head.forward_t(&body.forward_t(&x, false), false);
+                (mean_loss(&logits, &y, MeanOver::Targets), right(&logits, &y))
+            });
+            let losses = [
+                trained.expect("a step").loss,
+                tested.expect("a test").loss,
+                of_logits.expect("a test").loss,
+            ];
+            for found in losses {
+                assert!((found - expected).abs() < 1e-10, "{size}: {found} and {expected}");
             }
         }
     }

@@ -4,20 +4,25 @@
 mod loss_model;
 mod memory;
 mod model;
+mod model_source;
+mod norm_statistics;
 mod number_type;
 mod order;
 pub mod words;
 
 use anyhow::Result;
-use brimful::{World, device};
+use brimful::{Loss, World, device};
 use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
+use crate::data::IGNORED;
 pub use loss_model::LossModel;
 pub use memory::{accounts, within};
-pub(crate) use model::DROPOUT;
+pub(crate) use model::{DROPOUT, SEQUENCE};
 pub use model::{MODELS, ModelName};
+pub use model_source::ModelSource;
+pub use norm_statistics::NormStatistics;
 pub use number_type::NumberType;
 pub use order::{recompute, schedule};
 
@@ -46,7 +51,30 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
         return logits.binary_cross_entropy_with_logits(&targets, none, none, Reduction::Mean);
     }
     let (logits, targets) = (logits.flatten(0, -2), targets.flatten(0, -1));
-    logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, -100, 0.0)
+    logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, IGNORED, 0.0)
+}
+
+/// What the loss of a mini-batch is a mean over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MeanOver {
+    /// Its samples, which have as many targets each.
+    Samples,
+    /// Those targets that are not ignored.
+    Targets,
+}
+
+/// The loss of logits, with what it is a mean over.
+pub(crate) fn mean_loss(logits: &Tensor, targets: &Tensor, over: MeanOver) -> Loss {
+    let mean = loss(logits, targets);
+    match over {
+        MeanOver::Samples => Loss::mean(mean),
+        MeanOver::Targets => Loss::mean_over(mean, counted(targets)),
+    }
+}
+
+/// How many targets are not ignored.
+pub(crate) fn counted(targets: &Tensor) -> Tensor {
+    targets.ne(IGNORED).sum(Kind::Double)
 }
 
 /// Which answers are right, of samples, tokens or pixels.

@@ -12,6 +12,7 @@ use serde::{Serialize, Serializer};
 use crate::data::{self, Dataset, Sample, Synthetic};
 use crate::exit::wrong_use;
 use crate::nearest::did_you_mean;
+use crate::setting::NormStatistics;
 
 macro_rules! names {
     () => {
@@ -25,8 +26,8 @@ macro_rules! names {
 pub const MODELS: &str = concat!("The model: ", names!());
 /// The part of the activations that the models with dropout drop in training.
 pub(crate) const DROPOUT: f64 = 0.1;
-/// Tokens in a sequence.
-const SEQUENCE: i64 = 64;
+/// Tokens in a sequence where nobody says otherwise.
+pub(crate) const SEQUENCE: i64 = 64;
 /// Different tokens of GPT-2.
 const VOCABULARY: i64 = 50_257;
 
@@ -97,18 +98,57 @@ impl ModelName {
             Sample::Image { shape, classes } => self.for_images(shape, *classes),
             Sample::Mask { shape: [channels, _, _] } => self.for_masks(*channels, dropout),
             Sample::Sequence { length, vocabulary } => {
-                let (context, vocabulary) = (*length, *vocabulary);
-                Ok(gpt(&Gpt { context, vocabulary, dropout, ..self.for_text()? }))
+                Ok(gpt(&self.text_shape(*length, *vocabulary, dropout)?))
             }
         }
     }
 
+    /// The same with these statistics in its BatchNorms, where they are asked for.
+    pub fn layers_normed(
+        self,
+        sample: &Sample,
+        dropout: f64,
+        statistics: Option<NormStatistics>,
+    ) -> Result<Layers> {
+        let Some(statistics) = statistics else { return self.layers(sample, dropout) };
+        let policy = statistics.policy();
+        match (self, sample) {
+            (Self::AmoebaNet { cells, filters }, Sample::Image { shape: [3, ..], classes }) => {
+                Ok(AmoebaNet::new(cells, filters, *classes).batch_norm(policy).layers()?)
+            }
+            _ => match self.residual_shape(sample) {
+                Some(network) => Ok(network.batch_norm(policy).layers()),
+                None => Err(wrong_use(format!(
+                    "--batch-norm is for resnet18, resnet50, resnet101 and amoebanet:LxF, on images, and \
+                     the model is {self}: leave it out"
+                ))),
+            },
+        }
+    }
+
+    /// What a residual network for these samples is like.
+    fn residual_shape(self, sample: &Sample) -> Option<ResNet> {
+        let Sample::Image { shape, classes } = sample else { return None };
+        let network = match self {
+            Self::Resnet18 => ResNet::resnet18(*classes),
+            Self::Resnet50 => ResNet::resnet50(*classes),
+            Self::Resnet101 => ResNet::resnet101(*classes),
+            _ => return None,
+        };
+        let [channels, height, _] = *shape;
+        // Small images keep their size at the stem.
+        Some(match height < 64 {
+            true => network.small_images(channels),
+            false => ResNet { in_channels: channels, ..network },
+        })
+    }
+
     fn for_images(self, shape: &[i64; 3], classes: i64) -> Result<Layers> {
+        if let Some(network) = self.residual_shape(&Sample::Image { shape: *shape, classes }) {
+            return Ok(network.layers());
+        }
         Ok(match self {
             Self::Mlp => mlp(shape.iter().product(), &[512, 256], classes),
-            Self::Resnet18 => residual(ResNet::resnet18(classes), shape),
-            Self::Resnet50 => residual(ResNet::resnet50(classes), shape),
-            Self::Resnet101 => residual(ResNet::resnet101(classes), shape),
             Self::AmoebaNet { cells, filters } => {
                 let channels = shape[0];
                 ensure!(channels == 3, self.other_data());
@@ -125,6 +165,11 @@ impl ModelName {
             }
             other => Err(other.other_data()),
         }
+    }
+
+    /// The shape of a GPT for sequences of up to so many tokens, of so many different ones.
+    pub(crate) fn text_shape(self, context: i64, vocabulary: i64, dropout: f64) -> Result<Gpt> {
+        Ok(Gpt { context, vocabulary, dropout, ..self.for_text()? })
     }
 
     fn for_text(self) -> Result<Gpt> {
@@ -160,12 +205,10 @@ impl ModelName {
         let sequence = sequence.map(|tokens| tokens as i64);
         match name {
             "digits" => data::digits(),
-            "synthetic" => data::synthetic(&Synthetic {
-                sample: self.synthetic_sample().with_length(sequence),
-                train: 512,
-                test: 128,
-                seed,
-            }),
+            "synthetic" => {
+                let sample = self.synthetic_sample().with_length(sequence);
+                data::synthetic(&Synthetic::usual(sample, seed))
+            }
             path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE)),
         }
     }
@@ -184,16 +227,6 @@ impl ModelName {
             }
         }
     }
-}
-
-/// A residual network for images of this shape: small ones keep their size at the stem.
-fn residual(network: ResNet, &[channels, height, _]: &[i64; 3]) -> Layers {
-    let network = if height < 64 {
-        network.small_images(channels)
-    } else {
-        ResNet { in_channels: channels, ..network }
-    };
-    network.layers()
 }
 
 impl FromStr for ModelName {

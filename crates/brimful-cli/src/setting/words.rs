@@ -14,7 +14,11 @@ pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each st
                                   of a machine takes one [default: cuda where there is one]";
 /// Of `--data`.
 pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
-                               MNIST-format IDX files, or a text file";
+                               MNIST-format IDX files, or a text file (.jsonl: a document or a \
+                               conversation a line)";
+/// Of `--batch-norm`.
+pub const BATCH_NORM: &str =
+    "What normalises in the BatchNorms of a resnet or an amoebanet [default: deferred]";
 /// Of `--dtype`.
 pub const DTYPE: &str = "Numbers of parameters and activations";
 /// Of `--batch-size`.
@@ -29,8 +33,8 @@ pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G
 pub const STAGES: &str = "Devices to cut the layers over, a stage on each: interleaved-V and breadth-first-V put V stages on \
      each";
 /// Of `--schedule`, where the executor is to run it.
-pub const SCHEDULE: &str =
-    "The order of the actions: gpipe, 1f1b, interleaved-V or breadth-first-V";
+pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, \
+     interleaved-zero-bubble-V, zero-bubble-v or auto";
 /// Of `--recompute`.
 pub const RECOMPUTE: &str =
     "Which activations are computed again to save memory: never, except-last or always";

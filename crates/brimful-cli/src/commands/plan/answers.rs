@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
 use brimful::plan::{Misfit, PlanRow, PlannedStep, Request, misfits, plan};
-use brimful::schedule::{ActionKind, Actions, Costs, Recompute, Schedule, StageCost, simulate};
+use brimful::schedule::{Actions, Costs, Recompute, Schedule, ScheduleRecipe, StageCost, simulate};
 use serde::Serialize;
 
 use super::measure;
@@ -38,9 +38,9 @@ pub(super) struct PlanAnswer {
 }
 
 impl PlanAnswer {
-    /// What can be used first, then by time, then by what is held.
+    /// What fits first, then by time, then by what is held.
     fn rank(&self, other: &Self) -> Ordering {
-        (self.line.usefulness().cmp(&other.line.usefulness()))
+        (other.line.fits.cmp(&self.line.fits))
             .then(self.line.makespan.total_cmp(&other.line.makespan))
             .then(self.held().total_cmp(&other.held()))
     }
@@ -66,8 +66,6 @@ pub(super) struct PlanLine {
     pub(super) bubble: f64,
     pub(super) peak_bytes: Vec<u64>,
     pub(super) fits: bool,
-    /// Whether a pipeline runs it: other schedules are simulated alone.
-    pub(super) runs: bool,
     /// Why it does not fit.
     pub(super) reason: Option<String>,
 }
@@ -114,8 +112,8 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
     let mut plan = plan(&request)?;
-    // A stable order: the planner's own among those of one use.
-    plan.rows.sort_by_key(|row| PlanLine::of_row(row).usefulness());
+    // A stable order: the planner's own among those that fit, and among the others.
+    plan.rows.sort_by_key(|row| !row.fits);
     let best = |schedule| plan.rows.iter().position(|row| row.choice.schedule == schedule);
     let mut ranks: Vec<_> =
         request.schedules.iter().filter_map(|schedule| best(*schedule)).collect();
@@ -182,10 +180,19 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     };
     let recompute = options.recompute.unwrap_or_default();
     let answer = |schedule: Schedule| {
-        let actions = schedule.actions(stages, micro_batches, recompute)?;
+        let actions = match schedule {
+            Schedule::Auto => auto(options, stages)?.actions(micro_batches, recompute)?,
+            schedule => schedule.actions(stages, micro_batches, recompute)?,
+        };
         simulated(options, schedule.to_string(), Some(recompute), actions)
     };
     options.schedules().into_iter().map(answer).collect()
+}
+
+/// What automatic lists are made from: devices that are alike.
+fn auto(options: &PlanOptions, stages: usize) -> Result<ScheduleRecipe> {
+    let costs = Costs::equal(stages, options.numbers.stage_cost(1.0));
+    Ok(ScheduleRecipe::new(costs, vec![options.device().memory; stages])?)
 }
 
 fn simulated(
@@ -207,7 +214,6 @@ fn simulated(
         bubble: simulation.bubble(),
         peak_bytes: simulation.devices().iter().map(|device| device.peak_bytes).collect(),
         fits: misfits.is_empty(),
-        runs: is_run(&actions),
         reason: reason(&misfits),
     };
     Ok(PlanAnswer { line, step: PlannedStep { actions, costs, simulation } })
@@ -224,21 +230,9 @@ impl PlanLine {
             bubble: row.bubble,
             peak_bytes: row.peak_bytes.clone(),
             fits: row.fits,
-            runs: row.choice.schedule.is_executed(),
             reason: reason(&row.misfits),
         }
     }
-
-    /// What fits and is run comes before what only fits, and that before the rest.
-    fn usefulness(&self) -> (bool, bool) {
-        (!self.fits, !self.runs)
-    }
-}
-
-/// Whether no backward is split, which no pipeline runs.
-fn is_run(actions: &Actions) -> bool {
-    let is_half = |kind| matches!(kind, ActionKind::InputGradient | ActionKind::WeightGradient);
-    !actions.lists().iter().flatten().any(|action| is_half(action.kind))
 }
 
 fn reason(misfits: &[Misfit]) -> Option<String> {
@@ -263,24 +257,29 @@ impl PlainNumbers {
         self.backward.or(sum).unwrap_or(BACKWARD)
     }
 
-    /// A device's numbers, as if it were one layer.
+    /// A device's numbers, as if it were one layer; halves that are not given are the two parts of the
+    /// whole, as in the books.
     fn whole_device(&self) -> LayerCost {
+        let backward = self.backward();
+        let rest = |half: Option<f64>| f64::max(backward - half.unwrap_or(backward / 2.0), 0.0);
+        let input = self.input_gradient.unwrap_or_else(|| rest(self.weight_gradient));
+        let weight = self.weight_gradient.unwrap_or_else(|| rest(self.input_gradient));
         LayerCost {
-            backward: self.backward(),
-            input_gradient: self.input_gradient,
-            weight_gradient: self.weight_gradient,
+            backward,
+            input_gradient: Some(input),
+            weight_gradient: Some(weight),
             ..LayerCost::default()
         }
     }
 
-    /// Refuses parts of a backward that are not the whole.
+    /// Refuses halves of a backward that are less than the whole.
     fn check(&self) -> Result<()> {
         let device = self.whole_device();
         let (input, weight) = device.halves();
         ensure!(
             device.halves_add_up(),
             wrong_use(format!(
-                "--backward {} is not what --input-gradient {input} and --weight-gradient {weight} \
+                "--backward {} is more than --input-gradient {input} and --weight-gradient {weight} \
                  add up to: leave one of them out",
                 device.backward
             ))

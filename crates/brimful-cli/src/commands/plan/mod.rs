@@ -8,6 +8,7 @@ mod table;
 
 use anyhow::{Result, ensure};
 use brimful::plan::PlannedStep;
+use brimful::schedule::ActionKind;
 use brimful::schedule::render::{self, Panel};
 
 use crate::exit::Exit;
@@ -39,19 +40,11 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         output::line(&serde_json::json!({ "rows": lines }).to_string())?;
     } else {
         let table = table::table(&shown, in_seconds);
-        output::prose(&[table, not_run(&shown).to_owned(), left_out(&refused)].concat())?;
+        output::prose(&[table, left_out(&refused)].concat())?;
         output::line(&grid(&shown[0]))?;
     }
     let fits = lines.iter().any(|line| line.fits);
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
-}
-
-/// What nobody should plan a training with.
-fn not_run(shown: &[PlanAnswer]) -> &'static str {
-    match shown.iter().any(|answer| !answer.line.runs) {
-        true => "\nZero-bubble schedules split the backward: they are simulated, not run yet.\n",
-        false => "",
-    }
 }
 
 /// One reason for all is enough: they mostly have the same.
@@ -70,7 +63,9 @@ fn grid(best: &PlanAnswer) -> String {
     let grid = || render::grid(actions).width(columns).color(output::colored()).to_string();
     match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
         Some(grid) => {
-            let two = if best.line.runs { ", two for a whole backward (B)" } else { "" };
+            let mut all = actions.lists().iter().flatten();
+            let is_whole = all.any(|action| action.kind == ActionKind::Backward);
+            let two = if is_whole { ", two for a whole backward (B)" } else { "" };
             format!("\n{}, a tick for each action{two}:\n\n{grid}", best.line.schedule)
         }
         None => "\nThe grid is too large for a terminal: use --svg or --trace.\n".to_owned(),

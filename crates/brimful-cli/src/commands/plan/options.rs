@@ -25,7 +25,7 @@ pub struct PlanOptions {
     pub(super) micro_batches: Option<usize>,
 
     /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, breadth-first,
-    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v
+    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, auto (made for the stages' times)
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
     pub(super) schedule: Vec<ScheduleChoice>,
 
@@ -80,11 +80,11 @@ pub(super) struct PlainNumbers {
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) backward: Option<f64>,
 
-    /// The part of the backward that the stage before waits for [default: half].
+    /// The half of the backward that the stage before waits for [default: half the time].
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) input_gradient: Option<f64>,
 
-    /// The part of the backward that can wait [default: the rest].
+    /// The half of the backward that can wait [default: the rest]; both may take longer than the whole.
     #[arg(long, value_parser = words::not_negative, value_name = "TIME")]
     pub(super) weight_gradient: Option<f64>,
 

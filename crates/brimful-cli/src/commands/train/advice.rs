@@ -43,7 +43,8 @@ impl FixedBytes {
     /// Those of a model and its optimizer, once its state is there.
     pub(super) fn of(store: &VarStore, method: &Method) -> Self {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-        let trained = store.trainable_variables();
+        let mut trained = store.trainable_variables();
+        trained.retain(Tensor::requires_grad);
         let gradients = trained.iter().map(bytes).sum();
         Self {
             parameters: store.variables().values().map(bytes).sum(),

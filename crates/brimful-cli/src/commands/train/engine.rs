@@ -1,7 +1,7 @@
 //! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
@@ -13,8 +13,10 @@ use super::TrainOptions;
 use super::advice::FixedBytes;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
+use crate::exit::wrong_use;
 use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
+use crate::setting::{MeanOver, NormStatistics};
 
 /// What is kept beside a model: what its optimizer knows, and the averages of its weights, if there
 /// are any.
@@ -72,14 +74,25 @@ pub(super) fn build(
     layers: Layers,
     world: &World,
     options: &TrainOptions,
+    over: MeanOver,
     sample: impl FnOnce() -> brimful::Result<Tensor>,
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
-    let is_cut = stages.stages.is_some() || stages.offload.is_at_home(&layers, 1, options)?;
+    ensure!(
+        over == MeanOver::Samples || !stages.follow_backward,
+        wrong_use(
+            "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
+             out"
+        )
+    );
+    let is_exact = options.batch_norm == Some(NormStatistics::Exact);
+    // All micro-batches meet at exact BatchNorms, which a pipeline of one device lets them.
+    let is_cut =
+        is_exact || stages.stages.is_some() || stages.offload.is_at_home(&layers, 1, options)?;
     let whole = options.ranks.whole_models(world).filter(|_| !is_cut);
     Ok(match whole {
         Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
-        None => Box::new(Pipelined::new(layers, world, options, &sample()?)?),
+        None => Box::new(Pipelined::new(layers, world, options, over, &sample()?)?),
     })
 }
 

@@ -21,15 +21,17 @@ mod running;
 mod saved;
 mod stages;
 mod tested;
+mod trained_model;
 mod trainer;
 mod whole_model;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use brimful::report::Ended;
 
-use crate::exit::Exit;
+use crate::exit::{Exit, wrong_use};
 use crate::interrupt::Interrupt;
 use crate::log_files::LogFiles;
+use crate::setting::NormStatistics;
 use crate::{output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
@@ -66,6 +68,8 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
     if let Some(path) = &options.files.resume {
         saved::load(path, trainer, options)
             .with_context(|| format!("cannot go on from {}", path.display()))?;
+    } else if let Some(folder) = &trainer.folder {
+        folder.load(&trainer.engine.variables()?)?;
     }
     match &options.files.init {
         Some(path) => init::load(path, options.files.init_partial, trainer),
@@ -95,7 +99,7 @@ fn train(trainer: &mut Trainer, options: &TrainOptions) -> Result<Exit> {
             checkpoints.finish()?;
             drop(display);
             if trainer.is_first() {
-                let story = resume::story(trainer, options.files.save.as_deref());
+                let story = resume::story(trainer, options);
                 progress::say(&format!("brimful: {story}"));
             }
             return Ok(exit);
@@ -135,9 +139,25 @@ fn look(
     if due && steps > 0 { checkpoints.save(trainer, options) } else { Ok(()) }
 }
 
+/// Exact BatchNorms see the samples of one device.
+fn check_batch_norm(options: &TrainOptions) -> Result<()> {
+    let is_exact = options.batch_norm == Some(NormStatistics::Exact);
+    let stages = options.stages.stages.unwrap_or(1);
+    let replicas = options.ranks.replicas;
+    ensure!(
+        !is_exact || stages.max(replicas) == 1,
+        wrong_use(format!(
+            "--batch-norm exact is for one device, but --stages is {stages} and --replicas {replicas}: leave \
+             both out, or give --batch-norm deferred"
+        ))
+    );
+    Ok(())
+}
+
 /// Refuses what would fail later, after work was put into it.
 fn check(options: &TrainOptions) -> Result<()> {
     options.stages.check()?;
+    check_batch_norm(options)?;
     options.recipe.check()?;
     options.files.check()
 }

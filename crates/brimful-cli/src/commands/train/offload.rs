@@ -39,7 +39,11 @@ impl Offload {
                 let weights =
                     layers.parameter_count()? * options.dtype.kind().elt_size_in_bytes() as u64;
                 // Weights, their gradients, and what the optimizer keeps of each.
-                let each = 2.0 + options.recipe.method().state_factor();
+                let each = match options.fine_tune.lora {
+                    // What LoRA trains is small beside the weights.
+                    Some(_) => 1.0,
+                    None => 2.0 + options.recipe.method().state_factor(),
+                };
                 Ok(weights as f64 * each > limit as f64 * devices as f64)
             }
             (Self::Auto | Self::None, _) => Ok(false),

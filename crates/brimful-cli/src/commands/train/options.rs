@@ -1,6 +1,7 @@
 //! The command line of `brimful train`.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use anyhow::Result;
@@ -13,7 +14,8 @@ use super::ranks::RankOptions;
 use super::recipe::Recipe;
 use super::run_files::RunFiles;
 use super::stages::Stages;
-use crate::setting::{self, MODELS, ModelName, NumberType, words};
+use crate::fine_tune::{FineTuneOptions, is_folder};
+use crate::setting::{self, MODELS, ModelSource, NormStatistics, NumberType, words};
 
 /// Options of `brimful train`.
 #[derive(Debug, Clone, Args)]
@@ -38,10 +40,15 @@ Examples:
                                                       on four cards, each with a part of every batch
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
+  brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
+                                                      a folder of Hugging Face's, fine-tuned
+  brimful train --model llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
+                --save llama-book                         all of its weights, from the host's memory
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed")]
 pub struct TrainOptions {
-    #[arg(long, default_value = "mlp", value_name = "NAME", help = MODELS)]
-    pub(crate) model: ModelName,
+    #[arg(long, default_value = "mlp", value_name = "NAME|FOLDER")]
+    #[arg(help = format!("{MODELS}; or a folder of Hugging Face's: gpt2, llama, mistral, qwen2"))]
+    pub(crate) model: ModelSource,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
     pub(crate) data: String,
     /// Tokens in a sequence of a text [default: 64]
@@ -69,6 +76,8 @@ pub struct TrainOptions {
     pub(crate) no_replay: bool,
     #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
     pub(crate) dtype: NumberType,
+    #[arg(long, value_enum, value_name = "WHAT", help = words::BATCH_NORM)]
+    pub(crate) batch_norm: Option<NormStatistics>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     #[arg(value_parser = words::seed)]
     pub(crate) seed: u64,
@@ -84,12 +93,20 @@ pub struct TrainOptions {
     #[command(flatten)]
     pub(crate) files: RunFiles,
     #[command(flatten)]
+    pub(crate) fine_tune: FineTuneOptions,
+    #[command(flatten)]
     pub(crate) stages: Stages,
     #[command(flatten)]
     pub(crate) ranks: RankOptions,
 }
 
 impl TrainOptions {
+    /// The folder that a folder's model is saved to: what is called as a file is a file of the run.
+    pub(super) fn saved_folder(&self) -> Option<&Path> {
+        let is_folders = matches!(self.model, ModelSource::Folder(_));
+        self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
+    }
+
     /// How a mini-batch is cut.
     pub(super) fn size(&self) -> Size {
         self.micro_batches.map_or(self.micro_batch.0, Size::Count)

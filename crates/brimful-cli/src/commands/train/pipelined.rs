@@ -7,7 +7,7 @@ use brimful::memory::Memory;
 use brimful::pipeline::{Homes, PipelineEma, PipelineOptimizer};
 use brimful::report::{self, Record};
 use brimful::schedule::Schedule;
-use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Step, World};
+use brimful::{Bytes, DeviceSpec, Layers, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
@@ -15,7 +15,7 @@ use super::engine::{Kept, TrainingEngine, check_model, count, names};
 use super::offload::StageCut;
 use crate::named::Named;
 use crate::progress::Ticker;
-use crate::setting::{accounts, loss, right, typed};
+use crate::setting::{MeanOver, accounts, mean_loss, right, typed};
 
 /// A model over several devices.
 #[derive(Debug)]
@@ -26,6 +26,7 @@ pub(super) struct Pipelined {
     /// Of the weights, where they are wanted.
     averages: Option<PipelineEma>,
     kind: Kind,
+    over: MeanOver,
     place: StagePlaces,
     /// Where each device's memory ends.
     limit: Option<Bytes>,
@@ -49,6 +50,7 @@ impl Pipelined {
         layers: Layers,
         world: &World,
         options: &TrainOptions,
+        over: MeanOver,
         sample: &Tensor,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
@@ -72,15 +74,19 @@ impl Pipelined {
             .context("the pipeline was not built")?;
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;
+        if stages.follow_backward {
+            optimizer.follow_backward(true).context("--follow-backward")?;
+        }
         let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
         let averages = averages.transpose()?;
         let limit = match devices[0] {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
+        let schedule = pipeline.schedule();
         let place = StagePlaces { schedule, homes, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
-        Ok(Self { pipeline, optimizer, clip_norm, averages, kind, place, limit })
+        Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
 }
 
@@ -91,9 +97,10 @@ impl Pipelined {
         batches: &[(Tensor, Tensor)],
         ticker: Option<Ticker>,
     ) -> brimful::Result<Step> {
+        let over = self.over;
         let mean = move |out: Tensor, y: &Tensor| {
             count(ticker.as_ref(), y);
-            Loss::mean(loss(&out, y))
+            mean_loss(&out, y, over)
         };
         if let [(x, y)] = batches {
             return self.pipeline.backward(&typed(x, self.kind), y, mean);
@@ -106,9 +113,10 @@ impl Pipelined {
 
     fn judge(&mut self, (x, y): (Tensor, Tensor)) -> brimful::Result<(f64, Tensor)> {
         let x = typed(&x, self.kind);
+        let over = self.over;
         let step = self
             .pipeline
-            .evaluate(&x, &y, |out: Tensor, y| (Loss::mean(loss(&out, y)), right(&out, y)))?;
+            .evaluate(&x, &y, move |out: Tensor, y| (mean_loss(&out, y, over), right(&out, y)))?;
         Ok((step.loss, step.outputs))
     }
 }

@@ -15,8 +15,8 @@ use crate::setting::words;
 #[command(next_help_heading = "Files")]
 pub struct RunFiles {
     /// Write model, optimizer and progress to this safetensors file: after every epoch, and when
-    /// interrupted
-    #[arg(long, value_name = "FILE")]
+    /// interrupted; of a folder's model, the model alone to this folder, unless it ends in .safetensors
+    #[arg(long, value_name = "FILE|FOLDER")]
     pub(crate) save: Option<PathBuf>,
     /// Write it after every so many steps too, while the next one runs
     #[arg(long, value_name = "STEPS", value_parser = words::count, requires = "save")]

@@ -1,9 +1,10 @@
 //! A training run in one safetensors file: the model under its own names, the optimizer's state
 //! beside it, and what the run was told.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use brimful::save::{self, Metadata};
@@ -13,6 +14,7 @@ use super::engine::Kept;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
+use crate::fine_tune::FineTune;
 use crate::named::Named;
 use crate::saved_weights::{AVERAGES, OPTIMIZER, model_alone, taken};
 
@@ -28,11 +30,35 @@ const LEARNING_RATE: &str = "learning-rate";
 pub(super) struct SavedRun {
     tensors: Named,
     metadata: Metadata,
+    /// What knows the form of a folder, where the model alone is saved to one.
+    folder: Option<Arc<FineTune>>,
 }
 
 impl SavedRun {
     /// The run after its last finished step. Of several ranks, all take part.
     pub(super) fn of(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
+        match (&trainer.folder, options.saved_folder()) {
+            (Some(folder), Some(_)) => Self::of_model(trainer, folder),
+            _ => Self::of_run(trainer, options),
+        }
+    }
+
+    /// The model alone: its averages, where there are any.
+    fn of_model(trainer: &Trainer, folder: &Arc<FineTune>) -> Result<Self> {
+        let mut tensors = trainer.engine.variables()?;
+        tensors.retain(|(name, _)| folder.writes(name));
+        if trainer.averages_weights() {
+            let averages = trainer.engine.kept()?.averages.map(|(averages, _)| averages);
+            let mut averages: HashMap<_, _> = averages.unwrap_or_default().into_iter().collect();
+            for (name, tensor) in &mut tensors {
+                *tensor = averages.remove(name).unwrap_or_else(|| tensor.shallow_clone());
+            }
+        }
+        let folder = Some(Arc::clone(folder));
+        Ok(Self { tensors: all_copied(tensors)?, metadata: Metadata::new(), folder })
+    }
+
+    fn of_run(trainer: &Trainer, options: &TrainOptions) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
         let mut metadata = told(options);
@@ -41,20 +67,26 @@ impl SavedRun {
             tensors.extend(state.into_iter().map(|(name, t)| (format!("{prefix}{name}"), t)));
             metadata.extend(texts.into_iter().map(|(key, text)| (format!("{prefix}{key}"), text)));
         }
-        let tensors = tensors.into_iter().map(|(name, tensor)| Ok((name, copied(&tensor)?)));
         metadata.insert(EPOCH.into(), trainer.epoch.to_string());
         metadata.insert(STEP.into(), trainer.running.steps.to_string());
         // As it is read back, to the last bit.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(trainer.tests.told());
-        Ok(Self { tensors: tensors.collect::<Result<_>>()?, metadata })
+        Ok(Self { tensors: all_copied(tensors)?, metadata, folder: None })
     }
 
     /// Writes it whole, or not at all.
     pub(super) fn write(&self, path: &Path) -> brimful::Result<()> {
-        save::write(path, &self.tensors, &self.metadata)
+        match &self.folder {
+            Some(folder) => folder.save(path, &self.tensors),
+            None => save::write(path, &self.tensors, &self.metadata),
+        }
     }
+}
+
+fn all_copied(tensors: Named) -> Result<Named> {
+    tensors.into_iter().map(|(name, tensor)| Ok((name, copied(&tensor)?))).collect()
 }
 
 /// On the host, in memory of its own.
@@ -126,8 +158,8 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
 }
 
 /// The flags that a run may have been given or not, and that must be the same for it to go on.
-const FLAGS: [&str; 7] =
-    ["warmup", "weight-decay", "momentum", "clip-norm", "ema", "accumulate", "sequence"];
+const FLAGS: [&str; 8] =
+    ["warmup", "weight-decay", "momentum", "clip-norm", "ema", "accumulate", "sequence", "lora"];
 
 /// What must be the same for a run to go on as it began.
 fn told(options: &TrainOptions) -> Metadata {
@@ -142,6 +174,7 @@ fn told(options: &TrainOptions) -> Metadata {
         ("seed", options.seed.to_string()),
     ];
     let sequence = options.sequence.map(|tokens| ("sequence", tokens.to_string()));
-    let told = always.into_iter().chain(recipe.told()).chain(sequence);
+    let lora = options.fine_tune.lora.as_ref().map(|lora| ("lora", lora.to_string()));
+    let told = always.into_iter().chain(recipe.told()).chain(sequence).chain(lora);
     told.map(|(flag, text)| (flag.to_owned(), text)).collect()
 }

@@ -20,6 +20,10 @@ pub(crate) struct Stages {
     /// a layer, of which two are on the device at a time
     #[arg(long, value_enum, value_name = "WHAT", default_value = "none")]
     pub(crate) offload: Offload,
+    /// Let the updates of a model on the host follow its backward, stage by stage, instead of coming after
+    /// it: faster, but a step that fails then has changed some weights, and only a saved run goes on
+    #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
+    pub(crate) follow_backward: bool,
     #[arg(long, value_name = "NAME", value_parser = setting::schedule)]
     #[arg(help = format!("{} [default: 1f1b; of a model on the host, breadth-first]", words::SCHEDULE))]
     pub(crate) schedule: Option<Schedule>,
@@ -39,11 +43,12 @@ impl Stages {
             schedule.stages_per_device() > 0,
             wrong_use(format!("--schedule {schedule}: give it at least 1 stage"))
         );
+        let splits_at_home = self.offload == Offload::All && schedule.splits_backward();
         ensure!(
-            schedule.is_executed(),
+            !splits_at_home || schedule.stages_per_device() <= 2,
             wrong_use(format!(
-                "--schedule {schedule} splits the backward, which is simulated but not executed yet: \
-                 choose gpipe, 1f1b, interleaved or breadth-first"
+                "--schedule {schedule} splits backwards, for which 2 stages of a model on the host are \
+                 the most: choose breadth-first, or leave --offload all out"
             ))
         );
         Ok(())
@@ -55,6 +60,7 @@ impl Stages {
             ("schedule", self.schedule.is_some()),
             ("recompute", self.recompute.is_some()),
             ("trace", self.trace.is_some()),
+            ("follow-backward", self.follow_backward),
         ];
         let is_cut = self.stages.is_some() || self.offload == Offload::All;
         match said.into_iter().find(|(_, is_said)| *is_said && !is_cut) {

@@ -2,6 +2,7 @@
 
 use std::mem;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -17,18 +18,22 @@ use super::length::Length;
 use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
+use super::trained_model::TrainedModel;
 use super::{TrainOptions, records};
 use crate::data::{Dataset, Examples, Sample};
 use crate::exit::wrong_use;
+use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
 use crate::progress::Ticker;
-use crate::setting::DROPOUT;
+use crate::setting::counted;
 
 /// A model in training.
 #[derive(Debug)]
 pub struct Trainer {
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
+    /// What it is trained from, where that is a folder.
+    pub(super) folder: Option<Arc<FineTune>>,
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
     dataset: Dataset,
@@ -93,12 +98,13 @@ impl Test {
 impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
-        let dataset = options.model.data(&options.data, options.sequence, options.seed)?;
+        let model = TrainedModel::open(options)?;
+        let dataset = model.data(options)?;
         ensure!(
             options.sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
             wrong_use(format!("--sequence is for text, but --data {} is none", options.data))
         );
-        let layers = options.model.layers(&dataset.sample, DROPOUT)?;
+        let layers = model.layers(&dataset.sample, options.batch_norm)?;
         let batch_size = options.batch_size.of(dataset.train.len());
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
@@ -106,7 +112,7 @@ impl Trainer {
             let samples = micro_batch_size(options.size(), batch_size);
             batch::slice(&dataset.train.inputs, 0..samples)
         };
-        let engine = engine::build(layers, &world, options, sample)?;
+        let engine = engine::build(layers, &world, options, dataset.train.mean_over(), sample)?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
         let batches = split::by_size(dataset.train.len(), batch_size)?;
         let windows: Vec<_> =
@@ -115,6 +121,7 @@ impl Trainer {
             engine,
             parts: options.ranks.parts(&world),
             world,
+            folder: model.folder(),
             dataset,
             size: options.size(),
             seed: options.seed,
@@ -138,6 +145,11 @@ impl Trainer {
 
     pub(crate) fn dataset(&self) -> &Dataset {
         &self.dataset
+    }
+
+    /// Whether averages of the weights are what it comes to.
+    pub(super) fn averages_weights(&self) -> bool {
+        self.recipe.ema.is_some()
     }
 
     /// How many steps an epoch has.
@@ -320,8 +332,8 @@ impl Trainer {
     fn judge(&mut self) -> Result<(f64, f64)> {
         let Examples { inputs, targets } = &self.dataset.test;
         let part = self.own_part((inputs.shallow_clone(), targets.shallow_clone()))?;
+        let answers = counted(&part.1).double_value(&[]);
         let (loss, right) = self.engine.test(part)?;
-        let answers = right.numel() as f64;
         let right = right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
         // Of all ranks: those of one pipeline count the same answers, as often each.
         let all = Tensor::from_slice(&[right, answers]);

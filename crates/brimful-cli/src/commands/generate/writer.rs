@@ -1,0 +1,186 @@
+//! A language model that goes on with a text: its weights, where they are, and what it has seen.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use brimful::layers::Model;
+use brimful::pipeline::Homes;
+use brimful::schedule::Schedule;
+use brimful::{Layers, Pipeline};
+use brimful_models::pretrained::{AdapterFolder, Pretrained};
+use brimful_models::{KeyValueCache, gpt_with_cache};
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use super::GenerateOptions;
+use crate::exit::wrong_use;
+use crate::fine_tune::checked_tokenizer;
+use crate::saved_weights::SavedWeights;
+use crate::setting::{self, ModelSource};
+use crate::tokenizer::Tokenizer;
+
+/// A model that goes on with a text.
+#[derive(Debug)]
+pub(super) struct Writer {
+    runner: TextRunner,
+    cache: KeyValueCache,
+    device: Device,
+    pub(super) tokenizer: Tokenizer,
+    /// Tokens that end a text.
+    pub(super) ends: Vec<i64>,
+}
+
+/// Who runs the model.
+#[derive(Debug)]
+enum TextRunner {
+    /// All of it on a device.
+    Whole { model: Model, store: VarStore },
+    /// On the host, a layer at a time on the device.
+    Streamed(Box<Pipeline>),
+}
+
+impl Writer {
+    pub(super) fn open(options: &GenerateOptions) -> Result<Self> {
+        match (&options.model, &options.weights) {
+            (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
+            (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
+                "--weights is for a model that is named: a folder has weights of its own",
+            )),
+            (_, Some(weights)) => Self::of_file(weights, options),
+            (_, None) => {
+                Err(wrong_use("there are no weights: give --weights FILE, or --model FOLDER"))
+            }
+        }
+    }
+
+    fn of_folder(folder: &Path, options: &GenerateOptions) -> Result<Self> {
+        let wrong =
+            |error: brimful_models::pretrained::PretrainedError| wrong_use(error.to_string());
+        let pretrained = Pretrained::open(folder).map_err(wrong)?;
+        let adapter = options.adapter.as_ref().map(AdapterFolder::open);
+        let adapter = adapter.transpose().map_err(wrong)?;
+        let tokenizer = checked_tokenizer(&pretrained)?;
+        let config = pretrained.config();
+        let cache = cache(config.context(), options, &tokenizer)?;
+        let layers = config.layers_with_cache(&cache);
+        let layers = match &adapter {
+            Some(adapter) => layers.lora(adapter.lora()),
+            None => layers,
+        };
+        let device = setting::device(options.device.as_deref())?;
+        options.dtype.prepare(device)?;
+        let runner = TextRunner::build(layers, device, options)?;
+        let variables = runner.variables()?;
+        pretrained.load(&variables)?;
+        if let Some(adapter) = &adapter {
+            adapter.load(&variables).map_err(wrong)?;
+        }
+        Ok(Self { runner, cache, device, tokenizer, ends: pretrained.end_tokens() })
+    }
+
+    fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
+        let said = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
+        if let Some((flag, _)) = said.into_iter().find(|(_, is_said)| *is_said) {
+            return Err(wrong_use(format!(
+                "--{flag} is for a folder's model: give --model FOLDER"
+            )));
+        }
+        let asked = match options.model {
+            Some(ModelSource::Named(name)) => Some(name),
+            _ => None,
+        };
+        let weights = SavedWeights::read(path)?;
+        let name = weights.model(asked)?;
+        let shown = path.display();
+        let no_gpt = || wrong_use(format!("{shown} has no weights of a gpt: generate needs some"));
+        let vocabulary = weights.rows("wte.weight").ok_or_else(no_gpt)?;
+        let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
+        let tokenizer = Tokenizer::bytes();
+        let bytes = tokenizer.vocabulary();
+        ensure!(
+            vocabulary == bytes,
+            wrong_use(format!(
+                "{shown} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {bytes}"
+            ))
+        );
+        let cache = cache(context, options, &tokenizer)?;
+        let shape = name.text_shape(context, vocabulary, 0.0);
+        let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
+        let device = setting::device(options.device.as_deref())?;
+        options.dtype.prepare(device)?;
+        let layers = gpt_with_cache(&shape, &cache);
+        let runner = TextRunner::build(layers, device, options)?;
+        if let TextRunner::Whole { store, .. } = &runner {
+            weights.put_into(store, name)?;
+        }
+        Ok(Self { runner, cache, device, tokenizer, ends: Vec::new() })
+    }
+
+    /// The logits of the token after these.
+    pub(super) fn next(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        let room = usize::try_from(self.cache.room())?;
+        let unseen = match tokens.len() > room {
+            // What it looks back on begins later: all places are other ones.
+            true => {
+                self.cache.clear();
+                &tokens[tokens.len() - room..]
+            }
+            false => &tokens[usize::try_from(self.cache.seen())?..],
+        };
+        let input = Tensor::from_slice(unseen).unsqueeze(0).to_device(self.device);
+        let logits = self.runner.run(&input)?.select(1, -1).squeeze();
+        self.cache.advance(unseen.len() as i64);
+        let logits = logits.to_kind(Kind::Double).to_device(Device::Cpu);
+        ensure!(
+            bool::try_from(logits.isfinite().all())?,
+            "the model answers with numbers that are not finite: was its training?"
+        );
+        Ok(logits)
+    }
+}
+
+/// Room for the text that is to be, as far as the model looks back.
+fn cache(context: i64, options: &GenerateOptions, tokenizer: &Tokenizer) -> Result<KeyValueCache> {
+    let tokens = tokenizer.encode(&options.prompt)?.len() + options.tokens;
+    Ok(KeyValueCache::new(context.min(tokens as i64)))
+}
+
+impl TextRunner {
+    fn build(layers: Layers, device: Device, options: &GenerateOptions) -> Result<Self> {
+        let kind = options.dtype.kind();
+        if !options.from_host {
+            let mut store = VarStore::new(device);
+            let model = layers.build(&store.root()).context("the model was not built")?;
+            store.set_kind(kind);
+            return Ok(Self::Whole { model, store });
+        }
+        let stages_per_device = layers.len();
+        let pipeline = Pipeline::builder(layers)
+            .devices([device])
+            .balance(vec![1; stages_per_device])
+            .schedule(Schedule::BreadthFirst { stages_per_device })
+            .homes(Homes::Host)
+            .kind(kind)
+            .build()
+            .context("the model was not built")?;
+        Ok(Self::Streamed(Box::new(pipeline)))
+    }
+
+    fn variables(&self) -> Result<Vec<(String, Tensor)>> {
+        Ok(match self {
+            Self::Whole { store, .. } => store.variables().into_iter().collect(),
+            Self::Streamed(pipeline) => pipeline.variables()?,
+        })
+    }
+
+    fn run(&mut self, tokens: &Tensor) -> Result<Tensor> {
+        let _without = tch::no_grad_guard();
+        match self {
+            Self::Whole { model, .. } => Ok(model.forward_t(tokens, false)),
+            // The last place alone: the others' logits would be many.
+            Self::Streamed(pipeline) => {
+                Ok(pipeline.map(tokens, |out: Tensor| out.narrow(1, -1, 1))?)
+            }
+        }
+    }
+}

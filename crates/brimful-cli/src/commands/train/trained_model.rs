@@ -1,0 +1,78 @@
+//! The model of a training: one that the program knows, or a folder's.
+
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use brimful::Layers;
+
+use super::TrainOptions;
+use super::run_files::Keep;
+use crate::data::{Dataset, Sample};
+use crate::exit::wrong_use;
+use crate::fine_tune::FineTune;
+use crate::setting::{DROPOUT, ModelName, ModelSource, NormStatistics};
+
+/// A model that is to be trained.
+#[derive(Debug)]
+pub(super) enum TrainedModel {
+    Named(ModelName),
+    Folder(Arc<FineTune>),
+}
+
+impl TrainedModel {
+    /// That of the options; what does not go with it is refused.
+    pub(super) fn open(options: &TrainOptions) -> Result<Self> {
+        match &options.model {
+            ModelSource::Named(name) => {
+                options.fine_tune.check_absent()?;
+                Ok(Self::Named(*name))
+            }
+            ModelSource::Folder(path) => {
+                let folder = FineTune::open(path, &options.fine_tune)?;
+                if let Some(place) = options.saved_folder() {
+                    folder.check_place(place)?;
+                    ensure!(
+                        !matches!(options.files.keep, Keep::Newest(_)),
+                        wrong_use(
+                            "--keep N is for a file of --save: keep last or best of a folder"
+                        )
+                    );
+                }
+                Ok(Self::Folder(folder))
+            }
+        }
+    }
+
+    pub(super) fn data(&self, options: &TrainOptions) -> Result<Dataset> {
+        let TrainOptions { data, sequence, seed, .. } = options;
+        match self {
+            Self::Named(name) => name.data(data, *sequence, *seed),
+            Self::Folder(folder) => folder.data(data, *sequence, *seed),
+        }
+    }
+
+    /// The model for samples of this shape, with these statistics in its BatchNorms where they are asked
+    /// for.
+    pub(super) fn layers(
+        &self,
+        sample: &Sample,
+        statistics: Option<NormStatistics>,
+    ) -> Result<Layers> {
+        match self {
+            Self::Named(name) => name.layers_normed(sample, DROPOUT, statistics),
+            Self::Folder(_) if statistics.is_some() => Err(wrong_use(
+                "--batch-norm is for residual networks, and the model is a folder's, which has none: leave \
+                 it out"
+                    .to_owned(),
+            )),
+            Self::Folder(folder) => Ok(folder.layers()),
+        }
+    }
+
+    pub(super) fn folder(&self) -> Option<Arc<FineTune>> {
+        match self {
+            Self::Named(_) => None,
+            Self::Folder(folder) => Some(Arc::clone(folder)),
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! A model of a Hugging Face folder in the program: its data, its layers, its weights, and what is saved of it.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use brimful::Layers;
+use brimful::nn::Lora;
+use brimful::save::SaveError;
+use brimful_models::pretrained::{
+    Pretrained, PretrainedError, check_adapter_place, check_model_place,
+};
+use clap::Args;
+
+use crate::data::{self, Dataset, Sample, Synthetic};
+use crate::exit::wrong_use;
+use crate::named::Named;
+use crate::setting::{SEQUENCE, words};
+use crate::tokenizer::Tokenizer;
+
+/// How a folder's model is trained.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "A model of a folder")]
+pub struct FineTuneOptions {
+    /// Freeze the model, and train a way of this rank beside each projection of its blocks (LoRA), times
+    /// ALPHA / RANK: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]
+    #[arg(long, value_name = "RANK[:ALPHA]")]
+    pub(crate) lora: Option<LoraFlag>,
+    /// Write the whole model with --save, LoRA's part added to its weights
+    #[arg(long, requires = "lora")]
+    pub(crate) merge: bool,
+    /// Begin with random numbers: the folder needs a config.json alone
+    #[arg(long)]
+    pub(crate) from_scratch: bool,
+}
+
+/// `--lora`.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct LoraFlag(Lora);
+
+impl FromStr for LoraFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (rank, alpha) = match text.split_once(':') {
+            Some((rank, alpha)) => (rank, Some(alpha)),
+            None => (text, None),
+        };
+        let rank = words::whole_number(rank, 1, "give a rank from 1 on, as in 8 or 8:16")? as i64;
+        let lora = Lora::new(rank);
+        let Some(alpha) = alpha else { return Ok(Self(lora)) };
+        let alpha = alpha.parse().ok().filter(|alpha: &f64| alpha.is_finite() && *alpha > 0.0);
+        let alpha = alpha.ok_or("give an alpha above 0 after the colon, as in 8:16")?;
+        Ok(Self(Lora { alpha, ..lora }))
+    }
+}
+
+impl fmt::Display for LoraFlag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Lora { rank, alpha, .. } = &self.0;
+        write!(f, "{rank}:{alpha}")
+    }
+}
+
+impl FineTuneOptions {
+    /// Those of a model that is no folder's: there are none.
+    pub(crate) fn check_absent(&self) -> Result<()> {
+        let said = [("lora", self.lora.is_some()), ("from-scratch", self.from_scratch)];
+        match said.into_iter().find(|(_, is_said)| *is_said) {
+            Some((flag, _)) => {
+                Err(wrong_use(format!("--{flag} is for a model of a folder: give --model FOLDER")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// A model that a folder describes, on its way through a training.
+#[derive(Debug)]
+pub(crate) struct FineTune {
+    pretrained: Pretrained,
+    tokenizer: Tokenizer,
+    lora: Option<Lora>,
+    merge: bool,
+}
+
+impl FineTune {
+    /// Opens the folder.
+    pub(crate) fn open(folder: &Path, options: &FineTuneOptions) -> Result<Arc<Self>> {
+        let pretrained = match options.from_scratch {
+            true => Pretrained::without_weights(folder),
+            false => Pretrained::open(folder),
+        };
+        let pretrained = pretrained.map_err(|error| wrong_use(error.to_string()))?;
+        let tokenizer = checked_tokenizer(&pretrained)?;
+        let lora = options.lora.clone().map(|LoraFlag(lora)| lora);
+        Ok(Arc::new(Self { pretrained, tokenizer, lora, merge: options.merge }))
+    }
+
+    /// Text as the model takes it, in sequences of so many tokens.
+    pub(crate) fn data(&self, name: &str, sequence: Option<usize>, seed: u64) -> Result<Dataset> {
+        let config = self.pretrained.config();
+        let (context, vocabulary) = (config.context(), config.vocabulary());
+        let length = sequence.map_or(SEQUENCE.min(context), |tokens| tokens as i64);
+        ensure!(
+            length <= context,
+            wrong_use(format!(
+                "--sequence {length} is longer than the {context} tokens that the model takes"
+            ))
+        );
+        match name {
+            "digits" => {
+                Err(wrong_use("a folder's model needs text: give --data a text file, or synthetic"))
+            }
+            "synthetic" => {
+                let sample = Sample::Sequence { length, vocabulary };
+                data::synthetic(&Synthetic::usual(sample, seed))
+            }
+            path => data::open_text(Path::new(path), length, &self.tokenizer),
+        }
+    }
+
+    /// The model's layers, with LoRA where it is wanted.
+    pub(crate) fn layers(&self) -> Layers {
+        let layers = self.pretrained.config().layers();
+        match &self.lora {
+            Some(lora) => layers.lora(lora),
+            None => layers,
+        }
+    }
+
+    /// Gives the variables their weights.
+    pub(crate) fn load(&self, variables: &Named) -> Result<()> {
+        Ok(self.pretrained.load(variables)?)
+    }
+
+    /// Refuses a place for the folder of `--save` that would lose something.
+    pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
+        let is_same = |other: &Path| match (folder.canonicalize(), other.canonicalize()) {
+            (Ok(one), Ok(other)) => one == other,
+            _ => false,
+        };
+        let shown = folder.display();
+        ensure!(
+            !is_same(self.pretrained.folder()),
+            wrong_use(format!(
+                "--save {shown} would overwrite what --model reads: name another folder"
+            ))
+        );
+        let place = match self.writes_adapter() {
+            true => check_adapter_place(folder),
+            false => check_model_place(folder),
+        };
+        place.map_err(|error| wrong_use(format!("--save {shown}: {error}")))
+    }
+
+    /// Whether the variable of this name is in what is saved.
+    pub(crate) fn writes(&self, name: &str) -> bool {
+        !self.writes_adapter() || Lora::is_adapter(name)
+    }
+
+    fn writes_adapter(&self) -> bool {
+        self.lora.is_some() && !self.merge
+    }
+
+    /// Writes a folder of the model with these variables, or of what LoRA has added to it.
+    pub(crate) fn save(&self, folder: &Path, variables: &Named) -> brimful::Result<()> {
+        let Self { pretrained, lora, merge, .. } = self;
+        let saved = match (lora, merge) {
+            (None, _) => pretrained.save(folder, variables),
+            (Some(lora), false) => pretrained.save_adapter(folder, lora, variables),
+            (Some(lora), true) => {
+                let merged = lora.merged(variables, pretrained.config().weight_order())?;
+                pretrained.save(folder, &merged)
+            }
+        };
+        saved.map_err(|error| unwritten(folder, error))
+    }
+}
+
+/// Whether `--save` names a folder, not a file of a run.
+pub(crate) fn is_folder(path: &Path) -> bool {
+    path.extension().is_none_or(|extension| extension != "safetensors")
+}
+
+/// The folder's tokenizer, which the model knows all tokens of.
+pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
+    let tokenizer = Tokenizer::open(pretrained.folder())?;
+    let known = pretrained.config().vocabulary();
+    tokenizer
+        .check(known)
+        .map_err(|error| wrong_use(format!("{}: {error}", pretrained.folder().display())))?;
+    let end = pretrained.end_tokens().into_iter().find(|end| (0..known).contains(end));
+    Ok(tokenizer.with_end(end))
+}
+
+fn unwritten(folder: &Path, error: PretrainedError) -> brimful::Error {
+    match error {
+        PretrainedError::Brimful(error) => error,
+        other => SaveError::File {
+            action: "write",
+            path: folder.display().to_string(),
+            reason: other.to_string(),
+        }
+        .into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_comes_alone_or_with_its_alpha() {
+        assert_eq!("8".parse(), Ok(LoraFlag(Lora::new(8))));
+        assert_eq!("8:4".parse(), Ok(LoraFlag(Lora { alpha: 4.0, ..Lora::new(8) })));
+        for (text, words) in [
+            ("0", "give a rank from 1 on"),
+            ("x", "give a rank from 1 on"),
+            ("8:", "give an alpha above 0"),
+            ("8:-1", "give an alpha above 0"),
+        ] {
+            let error = text.parse::<LoraFlag>().expect_err(text);
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+}
