@@ -4,9 +4,6 @@
 MIRI_TESTS ?= -p brimful-plan --lib
 MIRI_OOM_TESTS ?= -p brimful --lib -- oom::tests::each oom::tests::cuda oom::tests::an_arena
 
-# Tests run side by side: threads within each would only get in each other's way.
-ONE_THREAD := OMP_NUM_THREADS=1
-
 # Where MPI is installed, all is built with it and its tests run: one build for both.
 MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
 WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
@@ -23,7 +20,7 @@ demo: libtorch ## show what brimful does, in a minute
 	@cargo run -p brimful-cli -- demo
 
 test: libtorch ## run all tests
-	$(ONE_THREAD) cargo test --workspace $(MPI)
+	scripts/test $(MPI)
 	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
 
 check: ## format, lints, tests, docs, licences: what must hold before a commit
