@@ -28,10 +28,13 @@ def works(rows):
 
 
 def stages_of(row, rank):
-    """The stages of one device, each with its number: every so many-th of the balance's."""
+    """The stages of one device, each with its number: every so many-th of the balance's, or down and up again."""
     balance, makers = row["balance"], models.layers(row)
     assert sum(balance) == len(makers), f"{len(makers)} layers for {balance}"
-    for number in range(rank, len(balance), row["stages"]):
+    numbers = range(rank, len(balance), row["stages"])
+    if row["schedule"] == "zero-bubble-v":
+        numbers = [rank, len(balance) - 1 - rank]
+    for number in numbers:
         start = sum(balance[:number])
         part = makers[start : start + balance[number]]
         yield number, nn.Sequential(*(make() for make in part)).train()
@@ -55,12 +58,21 @@ def alone(row, repeats):
 
 
 def schedule_of(row, stages):
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
 
     name, count = row["schedule"], row["micro_batches"]
-    if name.startswith("interleaved"):
-        return ScheduleInterleaved1F1B(stages, count, loss_fn=models.loss_of)
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    several = {
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        # With one stage a device it is H1.
+        "zero-bubble-h1": schedules.ScheduleInterleavedZeroBubble,
+        "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zero-bubble-v": schedules.ScheduleZBVZeroBubble,
+    }
+    kind = several.get(name) or several.get(name.rpartition("-")[0])
+    if kind:
+        return kind(stages, count, loss_fn=models.loss_of)
+    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[name]
     return kind(stages[0], count, loss_fn=models.loss_of)
 
 

@@ -49,7 +49,12 @@ pub(crate) struct OffloadOptions {
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "8,16")]
     counts: Vec<usize>,
     /// Where stages live, each a contestant
-    #[arg(long, value_name = "WHERE,..", value_delimiter = ',', default_value = "device,host")]
+    #[arg(
+        long,
+        value_name = "WHERE,..",
+        value_delimiter = ',',
+        default_value = "device,host,host-following"
+    )]
     homes: Vec<HomeArgument>,
     /// Measured steps of each contestant
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
@@ -66,6 +71,22 @@ pub(crate) struct OffloadOptions {
 enum HomeArgument {
     Device,
     Host,
+    /// At home, where updates follow the backward.
+    HostFollowing,
+}
+
+impl HomeArgument {
+    fn contestant(self) -> &'static str {
+        match self {
+            Self::Device => "brimful, on the card",
+            Self::Host => "brimful, at home",
+            Self::HostFollowing => "brimful, at home, updates follow",
+        }
+    }
+
+    fn homes(self) -> Homes {
+        if self == Self::Device { Homes::Device } else { Homes::Host }
+    }
 }
 
 /// Measures and prints.
@@ -81,8 +102,7 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
     for &home in &options.homes {
-        let name =
-            if home == HomeArgument::Host { "brimful, at home" } else { "brimful, on the card" };
+        let name = home.contestant();
         progress.row(name);
         let mut contestant = Contestant::new(options, device, home)?;
         for &count in &options.counts {
@@ -117,16 +137,16 @@ impl Contestant {
         balance[0] = 3;
         balance[options.layers + 1] = 2;
         let schedule = Schedule::BreadthFirst { stages_per_device: balance.len() };
-        let homes = if home == HomeArgument::Host { Homes::Host } else { Homes::Device };
         let mut pipeline = Pipeline::builder(layers)
             .devices([DeviceSpec::from(device)])
             .balance(balance)
             .schedule(schedule)
             .recompute(Recompute::Always)
             .kind(Kind::BFloat16)
-            .homes(homes)
+            .homes(home.homes())
             .build()?;
-        let optimizer = pipeline.optimizer(AdamW::new(1e-4))?;
+        let mut optimizer = pipeline.optimizer(AdamW::new(1e-4))?;
+        optimizer.follow_backward(home == HomeArgument::HostFollowing)?;
         Ok(Self { pipeline, optimizer, parameters })
     }
 

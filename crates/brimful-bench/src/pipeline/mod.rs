@@ -49,7 +49,9 @@ pub(crate) struct PipelineOptions {
     #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE)]
-    #[arg(default_value = "gpipe,1f1b,interleaved-2,interleaved-4")]
+    #[arg(
+        default_value = "gpipe,1f1b,interleaved-2,interleaved-4,zero-bubble-h1,interleaved-zero-bubble-2,zero-bubble-v"
+    )]
     #[arg(value_parser = setting::schedule)]
     schedule: Vec<Schedule>,
     #[arg(long, value_name = "WHEN,…", value_delimiter = ',', help = words::RECOMPUTE)]

@@ -88,7 +88,7 @@ fn enter(
         "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
     );
     let columns = format!(
-        "  {:>6}  {:<14}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
+        "  {:>6}  {:<26}{:<12}{:>11}{:>8}{:>8}{:>9}{:>9}{:>10}{:>12}{:>9}{:>9}{:>12}",
         "stages",
         "schedule",
         "recompute",
@@ -178,7 +178,7 @@ impl PipelineRow {
         let Speed { samples_per_s, spread, .. } = &self.speed;
         let percent = |part: f64| format!("{:.1} %", 100.0 * part);
         let text = format!(
-            "  {stages:>6}  {schedule:<14}{recompute:<12}{samples_per_s:>11.2}{ratio:>8.3}\
+            "  {stages:>6}  {schedule:<26}{recompute:<12}{samples_per_s:>11.2}{ratio:>8.3}\
              {limit:>8.3}{simulated:>9.3}{machine:>9.3}{of_limit:>10.3}{of_balance:>12.3}\
              {:>9}{:>9}{:>12}",
             self.bubble.map(percent).unwrap_or_default(),
@@ -210,7 +210,7 @@ impl NotBuiltRow {
 
     pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
         let Self { stages, schedule, recompute, error, .. } = self;
-        let text = format!("  {stages:>6}  {schedule:<14}{recompute:<12}  {error}");
+        let text = format!("  {stages:>6}  {schedule:<26}{recompute:<12}  {error}");
         enter(journal, &self.columns, self.micro_batches, &text, self)
     }
 }
