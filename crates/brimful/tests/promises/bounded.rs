@@ -1,5 +1,6 @@
 //! Bounded: at a given micro-batch size, a longer mini-batch needs no more memory.
 
+use brimful::nn::BatchNormPolicy;
 use brimful::{Layers, Size, World};
 use tch::nn;
 
@@ -14,7 +15,7 @@ const SIZE: i64 = 8;
 /// A gradient more or less may be under way between stages. Without a bound it would be 8.
 const MOST: f64 = 1.3;
 
-fn wide() -> Layers {
+fn wide(_: BatchNormPolicy) -> Layers {
     let hidden = |number: usize| format!("hidden {number}");
     let layers = Layers::new().add("in", |p| nn::linear(p, 4, WIDTH, Default::default()));
     let layers = (0..6).fold(layers, |layers, number| layers.add_fn(hidden(number), |x| x.tanh()));

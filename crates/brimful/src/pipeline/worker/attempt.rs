@@ -27,7 +27,7 @@ pub(crate) struct WorkerDone {
     /// Gathered outputs, by micro-batch.
     pub(crate) outputs: Vec<Vec<Tensor>>,
     pub(crate) peak: Option<Bytes>,
-    /// Whether layers of this library normalised micro-batches.
+    /// Whether layers of this library normalised micro-batches, each by itself.
     pub(crate) normalised: bool,
 }
 
