@@ -2,6 +2,8 @@
 
 #[path = "batch_norm/exact.rs"]
 mod exact;
+#[path = "batch_norm/exact_cases.rs"]
+mod exact_cases;
 mod support;
 
 use brimful::memory::{Arena, Memory};
