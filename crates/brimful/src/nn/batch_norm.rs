@@ -320,7 +320,7 @@ impl BatchNorm {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }
-        let [weight, bias] = met.with_probe(self.weight.as_ref(), self.bias.as_ref())?;
+        let [weight, bias] = met.with_probes(self.weight.as_ref(), self.bias.as_ref())?;
         let (mean, variance) = met.statistics();
         Ok(Movement {
             running: Some((mean.shallow_clone(), variance.shallow_clone())),

@@ -299,7 +299,11 @@ pub(super) fn pooled_kind(kind: Kind) -> Kind {
 }
 
 /// Numbers of values, one below the other.
-fn column(counts: impl Iterator<Item = i64>, kind: Kind, device: Device) -> Result<Tensor> {
+pub(super) fn column(
+    counts: impl Iterator<Item = i64>,
+    kind: Kind,
+    device: Device,
+) -> Result<Tensor> {
     let counts: Vec<f64> = counts.map(|count| count as f64).collect();
     let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
     match device {
