@@ -4,6 +4,8 @@
 mod exact;
 #[path = "batch_norm/exact_cases.rs"]
 mod exact_cases;
+#[path = "batch_norm/exact_waiting.rs"]
+mod exact_waiting;
 mod support;
 
 use brimful::memory::{Arena, Memory};

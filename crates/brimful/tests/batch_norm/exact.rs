@@ -23,13 +23,13 @@ pub const EXACT: BatchNormConfig = BatchNormConfig {
     affine: true,
 };
 
-fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
+pub fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
     let make = [batch_norm1d, batch_norm1d, batch_norm2d, batch_norm3d][dimensions];
     make(p, 4, config)
 }
 
 /// A matrix over the channels.
-fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
+pub fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
     move |p| {
         let weight = p.randn("weight", &[from, 4], 0.0, 1.0);
         nn::func(move |x| x.transpose(1, -1).matmul(&weight).transpose(1, -1))
@@ -345,8 +345,12 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         layers.add_norm("norm", move |p| norm(p, 0, config)).add("last", mix(4))
     };
     let plain_loss = |out: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-    for homes in [Homes::Device, Homes::Host] {
+    // Within the limit everything waits on the host.
+    for (homes, limit) in
+        [(Homes::Device, None), (Homes::Device, Some(1 << 20)), (Homes::Host, None)]
+    {
         let arena = Arena::new("device");
+        arena.set_limit(limit).expect("a limit");
         let pipe = streamed(layers(EXACT), &arena).homes(homes.clone());
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
@@ -360,7 +364,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
             let Err(error) = step else { break };
             assert!(error.out_of_memory().is_some(), "{error}");
             failures += 1;
-            let what = format!("{homes:?}, allocation {failures}");
+            let what = format!("{homes:?}, {limit:?}, allocation {failures}");
             assert_same(&what, &before, &pipe.variables().expect("variables"));
             assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
         }
