@@ -1,17 +1,18 @@
 //! `brimful-bench convergence`: the same training in one piece, in micro-batches and in stages.
 //!
-//! BatchNorm normalises each micro-batch by its own statistics, so they are not equal step by step.
-//! What they come to should differ by no more than chance: each is trained with several seeds, and
+//! A deferred BatchNorm normalises each micro-batch by its own statistics, so they are not equal step by
+//! step. What they come to should differ by no more than chance: each is trained with several seeds, and
 //! the difference of the mean accuracies is put beside twice its own standard error. The stages have
-//! a twin on one device with the same micro-batches, which tells the cut from the pipeline.
+//! a twin on one device with the same micro-batches, which tells the cut from the pipeline. Micro-batches
+//! of two samples are where exact BatchNorms train what deferred ones cannot.
 
 use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::memory::Memory;
 use brimful_cli::args::BrimfulArgs;
 use brimful_cli::commands::train::{Decay, Epoch, TrainOptions, Trainer};
-use brimful_cli::setting::{self, MODELS, ModelName, words};
-use clap::Args;
+use brimful_cli::setting::{self, MODELS, ModelName, NormStatistics, words};
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::json;
 
@@ -28,10 +29,31 @@ enum Training {
     /// Micro-batches as those of the stages, on one device.
     Pieces,
     Stages,
+    /// Micro-batches of two samples, normalised by the whole mini-batch's statistics.
+    PairsExact,
+    /// The same, each normalised by its own.
+    PairsDeferred,
 }
 
-const TRAININGS: [Training; 4] =
-    [Training::Full, Training::Auto, Training::Pieces, Training::Stages];
+/// What is compared with the full batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Question {
+    /// Micro-batches of an automatic size, 16 of them, and four stages
+    Cuts,
+    /// Micro-batches of two samples, with exact and with deferred BatchNorms
+    Norms,
+}
+
+impl Question {
+    /// The full batch comes first.
+    fn trainings(self) -> Vec<Training> {
+        let others: &[Training] = match self {
+            Self::Cuts => &[Training::Auto, Training::Pieces, Training::Stages],
+            Self::Norms => &[Training::PairsExact, Training::PairsDeferred],
+        };
+        std::iter::once(Training::Full).chain(others.iter().copied()).collect()
+    }
+}
 
 /// Options of `brimful-bench convergence`.
 #[derive(Debug, Args)]
@@ -39,6 +61,7 @@ const TRAININGS: [Training; 4] =
 Examples:
   brimful-bench convergence --data digits --batch-size 256 --epochs 4 --memory-limit 208MiB
                                                       in minutes on a CPU
+  brimful-bench convergence --data digits --batch-size 128 --epochs 3 --question norms
   apt-get install dataset-fashion-mnist
   brimful-bench convergence --data /usr/share/datasets/fashion-mnist --device cuda")]
 pub(crate) struct ConvergenceOptions {
@@ -58,6 +81,9 @@ pub(crate) struct ConvergenceOptions {
     epochs: usize,
     #[arg(long, value_enum, default_value = "cosine", help = words::LEARNING_RATE_DECAY)]
     learning_rate_decay: Decay,
+    /// What is compared with the full batch
+    #[arg(long, value_enum, default_value = "cuts")]
+    question: Question,
     /// A run of each contestant for each, with first parameters and an order of its own
     #[arg(long, value_delimiter = ',', default_value = "0,1,2", value_name = "SEED,…")]
     seeds: Vec<u64>,
@@ -70,23 +96,24 @@ pub(crate) struct ConvergenceOptions {
 /// Trains with one seed after the other, then compares.
 pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
+    options.check()?;
     let facts = json!({
         "optimizer": "adamw",
         "learning_rate_decay": options.learning_rate_decay.to_string(),
-        "batch_norm": "deferred",
         "limit": options.memory_limit,
     });
     let mut journal = Journal::begin("convergence", device, &options.output, facts)?;
-    let progress = TurnProgress::new(options.seeds.len() * TRAININGS.len() * options.epochs);
-    let mut accuracies = TRAININGS.map(|_| Vec::new());
+    let trainings = options.question.trainings();
+    let progress = TurnProgress::new(options.seeds.len() * trainings.len() * options.epochs);
+    let mut accuracies: Vec<Vec<f64>> = trainings.iter().map(|_| Vec::new()).collect();
     for &seed in &options.seeds {
-        for (contestant, reached) in TRAININGS.iter().zip(&mut accuracies) {
+        for (contestant, reached) in trainings.iter().zip(&mut accuracies) {
             let epoch = options.train(seed, *contestant, &progress)?;
             reached.push(epoch.test_accuracy);
             TrainingRow::new(options, *contestant, seed, &epoch).enter(&mut journal)?;
         }
     }
-    for (contestant, reached) in TRAININGS.iter().zip(&accuracies) {
+    for (contestant, reached) in trainings.iter().zip(&accuracies) {
         if let Some(comparison) = Comparison::new(reached, &accuracies[0]) {
             let contestant = contestant.name();
             SummaryRow { contestant, model: options.model, comparison }.enter(&mut journal)?;
@@ -102,6 +129,8 @@ impl Training {
             Self::Auto => "micro-batches, auto",
             Self::Pieces => "16 micro-batches",
             Self::Stages => "4 stages",
+            Self::PairsExact => "pairs, exact",
+            Self::PairsDeferred => "pairs, deferred",
         }
     }
 
@@ -112,11 +141,22 @@ impl Training {
             Self::Auto => format!("--micro-batch auto --memory-limit {}", limit.0),
             Self::Pieces => "--micro-batches 16".to_owned(),
             Self::Stages => "--micro-batches 16 --stages 4".to_owned(),
+            Self::PairsExact => "--micro-batch 2 --batch-norm exact".to_owned(),
+            Self::PairsDeferred => "--micro-batch 2 --batch-norm deferred".to_owned(),
         }
     }
 }
 
 impl ConvergenceOptions {
+    /// Whether the model can be asked this, said before anything is trained.
+    fn check(&self) -> Result<()> {
+        if self.question == Question::Norms {
+            let sample = self.model.synthetic_sample();
+            self.model.layers_normed(&sample, 0.0, Some(NormStatistics::Exact))?;
+        }
+        Ok(())
+    }
+
     /// The last epoch of a training.
     fn train(&self, seed: u64, contestant: Training, progress: &TurnProgress) -> Result<Epoch> {
         let title = format!("{}, seed {seed}", contestant.name());

@@ -40,4 +40,5 @@ fn what_cannot_be_compared_is_refused() {
         &["--memory-limit", "64KiB", "--epochs", "1"],
         "the model was not built: out of memory",
     );
+    refused(&["--question", "norms"], "--batch-norm is for resnet18");
 }

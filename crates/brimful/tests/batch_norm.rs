@@ -2,6 +2,10 @@
 
 #[path = "batch_norm/exact.rs"]
 mod exact;
+#[path = "batch_norm/exact_cases.rs"]
+mod exact_cases;
+#[path = "batch_norm/exact_waiting.rs"]
+mod exact_waiting;
 mod support;
 
 use brimful::memory::{Arena, Memory};

@@ -11,7 +11,7 @@ use crate::Result;
 use crate::batch::enumerate;
 use crate::nn::exact::{self, ExactNorm, Met, MetPlace};
 use crate::nn::kernels::told;
-use crate::statistics::{self, Running};
+use crate::statistics::{self, Pace, Running};
 
 /// An input that a BatchNorm layer cannot normalise.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -79,15 +79,16 @@ pub struct BatchNormConfig {
     pub policy: BatchNormPolicy,
     /// Added to the variance.
     pub eps: f64,
-    /// How far a batch moves the running statistics.
-    pub momentum: f64,
+    /// How far a batch moves the running statistics; `None` makes them the averages of all batches so
+    /// far, which a variable `num_batches_tracked` counts.
+    pub momentum: Option<f64>,
     /// Whether the layer has a weight and a bias.
     pub affine: bool,
 }
 
 impl Default for BatchNormConfig {
     fn default() -> Self {
-        Self { policy: BatchNormPolicy::default(), eps: 1e-5, momentum: 0.1, affine: true }
+        Self { policy: BatchNormPolicy::default(), eps: 1e-5, momentum: Some(0.1), affine: true }
     }
 }
 
@@ -149,7 +150,10 @@ impl BatchNorm {
             running: Running::new(
                 path.zeros_no_train("running_mean", &[channels]),
                 path.ones_no_train("running_var", &[channels]),
-                config.momentum,
+                match config.momentum {
+                    Some(momentum) => Pace::Given(momentum),
+                    None => Pace::Average(path.zeros_no_train("num_batches_tracked", &[])),
+                },
             ),
             place: MetPlace::default(),
         };
@@ -316,7 +320,7 @@ impl BatchNorm {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }
-        let [weight, bias] = met.with_probe(self.weight.as_ref(), self.bias.as_ref())?;
+        let [weight, bias] = met.with_probes(self.weight.as_ref(), self.bias.as_ref())?;
         let (mean, variance) = met.statistics();
         Ok(Movement {
             running: Some((mean.shallow_clone(), variance.shallow_clone())),

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A micro-batch's own backward gives the first line and its share of both sums, which are the gradients
-//! of weight and bias. So both are read at a *probe*, zeros that are added to weight and bias; and when all
+//! of weight and bias. So both are read at *probes*, zeros that are added to weight and bias; and when all
 //! micro-batches are back, the second line, a BatchNorm of x with another weight and bias, is added to
 //! each one's gradient.
 
@@ -59,7 +59,7 @@ pub(crate) struct NormSettled {
     /// − w / √(σ² + ε) / N, kept for the backward of what is before the layer: its weight may have left
     /// the device by then.
     factor: Tensor,
-    /// Of weight and bias, 2 × channels.
+    /// What probes are.
     zeros: Tensor,
     eps: f64,
 }
@@ -69,8 +69,8 @@ pub(crate) struct NormSettled {
 pub(crate) struct Met {
     mean: Tensor,
     variance: Tensor,
-    /// A leaf in which the gradients of weight and bias gather.
-    pub(crate) probe: Tensor,
+    /// Leaves in which the gradients of weight and bias gather.
+    pub(crate) probes: [Tensor; 2],
     /// What was counted.
     input: Tensor,
 }
@@ -84,7 +84,7 @@ impl ExactNorm {
             Some(weight) => one_over.f_mul(&weight.f_detach()?.f_to_kind(mean.kind())?)?,
             None => one_over,
         };
-        let zeros = Tensor::f_zeros([2, mean.size1()?], (mean.kind(), mean.device()))?;
+        let zeros = mean.f_zeros_like()?;
         Ok(NormSettled { mean, variance, factor, zeros, eps: self.eps })
     }
 
@@ -98,18 +98,19 @@ impl ExactNorm {
 impl NormSettled {
     /// What this micro-batch is normalised by.
     pub(crate) fn met(&self, input: &Tensor) -> Result<Met> {
+        // Without what is before the layer, nobody asks for its input's gradient.
+        let probe = || self.zeros.f_detach()?.f_set_requires_grad(input.requires_grad());
         Ok(Met {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            // Without what is before the layer, nobody asks for its input's gradient.
-            probe: self.zeros.f_detach()?.f_set_requires_grad(input.requires_grad())?,
+            probes: [probe()?, probe()?],
             input: input.shallow_clone(),
         })
     }
 
-    /// Weight and bias of what is missing in the gradients, from the probes' sum over all micro-batches.
-    pub(crate) fn missing(&self, sums: &Tensor) -> Result<Tensor> {
-        Ok(sums.f_mul(&self.factor)?)
+    /// Weight or bias of what is missing in the gradients, from its probes' sum over all micro-batches.
+    pub(crate) fn missing(&self, sum: &Tensor) -> Result<Tensor> {
+        Ok(sum.f_mul(&self.factor)?)
     }
 
     /// The gradient of a micro-batch with what was missing in it.
@@ -117,15 +118,13 @@ impl NormSettled {
         &self,
         x: &Tensor,
         gradient: Option<&Tensor>,
-        missing: &Tensor,
+        [weight, bias]: [&Tensor; 2],
     ) -> Result<Tensor> {
         let _without = tch::no_grad_guard();
-        let weight = missing.f_get(0)?;
-        let bias = missing.f_get(1)?;
         let norm = NormInput {
             x: &x.f_detach()?,
-            weight: Some(&weight),
-            bias: Some(&bias),
+            weight: Some(weight),
+            bias: Some(bias),
             running: Some((&self.mean, &self.variance)),
             training: false,
             momentum: 0.0,
@@ -145,21 +144,21 @@ impl Met {
         self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
     }
 
-    /// Weight and bias of the layer, with the probe added to them.
-    pub(super) fn with_probe(
+    /// Weight and bias of the layer, with the probes added to them.
+    pub(super) fn with_probes(
         &self,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Result<[Tensor; 2]> {
-        let kind = self.probe.kind();
-        let (scale, offset) = (self.probe.f_get(0)?, self.probe.f_get(1)?);
+        let [scale, offset] = &self.probes;
+        let kind = scale.kind();
         let weight = match weight {
             Some(weight) => scale.f_add(&weight.f_to_kind(kind)?)?,
             None => scale.f_add_scalar(1.0)?,
         };
         let bias = match bias {
             Some(bias) => offset.f_add(&bias.f_to_kind(kind)?)?,
-            None => offset,
+            None => offset.shallow_clone(),
         };
         Ok([weight, bias])
     }
@@ -168,7 +167,7 @@ impl Met {
         Self {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            probe: self.probe.shallow_clone(),
+            probes: self.probes.each_ref().map(Tensor::shallow_clone),
             input: self.input.shallow_clone(),
         }
     }

@@ -33,7 +33,8 @@ pub(crate) struct PipelineTried {
     sizes: Vec<usize>,
     /// What gradients are divided by until the commit.
     unit: f64,
-    peaks: Vec<Option<Bytes>>,
+    /// What each memory must have.
+    needs: Vec<Option<Bytes>>,
     normalised: bool,
     /// What the workers have told, if they did at once.
     reports: Option<Vec<PartReport>>,
@@ -161,7 +162,7 @@ impl Attempted<Pipeline> for PipelineTried {
         all.actions = self.actions;
         all.sizes.extend(self.sizes);
         all.shares.iter_mut().zip(self.shares).for_each(|(all, later)| *all += later);
-        all.peaks.iter_mut().zip(self.peaks).for_each(|(all, later)| *all = (*all).max(later));
+        all.needs.iter_mut().zip(self.needs).for_each(|(all, later)| *all = (*all).max(later));
         all.normalised |= self.normalised;
         Ok(all)
     }
@@ -176,7 +177,7 @@ impl Attempted<Pipeline> for PipelineTried {
 
     fn lesson(&self) -> Lesson {
         Lesson {
-            peaks: self.peaks.clone(),
+            peaks: self.needs.clone(),
             sizes: self.sizes.clone(),
             normalised: self.normalised,
             captured: false,
@@ -351,7 +352,7 @@ impl Pipeline {
             shares: plan.portions.iter().map(Portion::samples).collect(),
             sizes: ranges().map(ExactSizeIterator::len).collect(),
             unit: plan.unit,
-            peaks: done.iter().map(|done| done.peak).collect(),
+            needs: done.iter().map(|done| done.needed).collect(),
             normalised: done.iter().any(|done| done.normalised),
             reports,
             loss: None,

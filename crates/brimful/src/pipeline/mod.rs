@@ -85,6 +85,8 @@ pub struct Pipeline {
     /// What automatic lists are made from.
     recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
+    /// Whether micro-batches meet at exact BatchNorms.
+    meet: bool,
     /// Where each stage lives.
     homes: Vec<Home>,
     /// The lists of actions, by number of micro-batches.
@@ -159,12 +161,21 @@ impl Pipeline {
     }
 
     /// What a stage computes again; one that lives on the host at least this much: graphs look at weights
-    /// that leave between forward and backward.
+    /// that leave between forward and backward. So where micro-batches meet in a memory that ends somewhere,
+    /// unless there is room for activations when it comes to it.
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
-        match self.homes.get(stage.index()) {
-            Some(Home::Host) if self.recompute != Recompute::Always => least,
-            _ => self.recompute,
+        let at_home = self.homes.get(stage.index()) == Some(&Home::Host);
+        match self.recompute {
+            Recompute::Never | Recompute::ExceptLast if at_home || self.meet_within_a_limit() => {
+                least
+            }
+            asked => asked,
         }
+    }
+
+    fn meet_within_a_limit(&self) -> bool {
+        let limit = |device: &DeviceSpec| device.memory()?.usage().ok()?.limit;
+        self.meet && self.devices.iter().any(|device| limit(device).is_some())
     }
 
     fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {

@@ -34,28 +34,70 @@ pub(crate) struct Running {
     id: u64,
     pub(crate) mean: Tensor,
     pub(crate) variance: Tensor,
-    momentum: f64,
+    pace: Pace,
+}
+
+/// How far one batch moves running statistics.
+#[derive(Debug)]
+pub(crate) enum Pace {
+    /// By this part of the way.
+    Given(f64),
+    /// To the average of all batches, of which there were so many.
+    Average(Tensor),
 }
 
 impl Running {
-    pub(crate) fn new(mean: Tensor, variance: Tensor, momentum: f64) -> Self {
+    pub(crate) fn new(mean: Tensor, variance: Tensor, pace: Pace) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, momentum }
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, pace }
     }
 
     pub(crate) fn share(&self) -> Self {
-        let Self { id, momentum, .. } = *self;
         Self {
-            id,
+            id: self.id,
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            momentum,
+            pace: match &self.pace {
+                Pace::Given(momentum) => Pace::Given(*momentum),
+                Pace::Average(batches) => Pace::Average(batches.shallow_clone()),
+            },
         }
     }
 
-    fn whole(&self) -> Target {
-        let Self { mean, variance, momentum, .. } = self.share();
-        Some((mean, variance, momentum))
+    /// All that a batch moves.
+    fn all(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.mean, &self.variance].into_iter().chain(self.pace.batches())
+    }
+
+    /// The tensors themselves, to be moved by the batch that is run now.
+    fn whole(&self) -> Result<Target> {
+        let momentum = match &self.pace {
+            Pace::Given(momentum) => *momentum,
+            Pace::Average(batches) => {
+                let counted = batches.shallow_clone().f_add_scalar_(1.0)?;
+                1.0 / counted.f_double_value(&[])?
+            }
+        };
+        let Self { mean, variance, .. } = self.share();
+        Ok(Some((mean, variance, momentum)))
+    }
+}
+
+impl Pace {
+    /// The part of the way, where it does not depend on the batches so far.
+    fn given(&self) -> Option<f64> {
+        match self {
+            Self::Given(momentum) => Some(*momentum),
+            Self::Average(_) => None,
+        }
+    }
+
+    /// The number of batches so far, where it is counted.
+    fn batches(&self) -> Option<&Tensor> {
+        match self {
+            Self::Given(_) => None,
+            Self::Average(batches) => Some(batches),
+        }
     }
 }
 
@@ -74,7 +116,7 @@ pub(crate) struct Pending {
     deferred: HashMap<u64, Seen>,
     rows: pool::RowSpace,
     /// Layers that were changed in place, and what they were before.
-    changed: HashMap<u64, (Running, Tensor, Tensor)>,
+    changed: HashMap<u64, (Running, Vec<Tensor>)>,
 }
 
 impl Pending {
@@ -134,9 +176,10 @@ impl Pending {
         }
     }
 
-    /// Whether no layer has reported.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.deferred.is_empty() && self.changed.is_empty()
+    /// Whether a layer has normalised micro-batches, each by itself: a whole mini-batch does not show how
+    /// it was cut.
+    pub(crate) fn show_the_cut(&self) -> bool {
+        !self.changed.is_empty() || self.deferred.values().any(|seen| !seen.is_of_whole)
     }
 
     /// Whether a layer with this running mean or variance has reported.
@@ -154,8 +197,8 @@ impl Pending {
     /// Puts everything back to what it was before the step.
     pub(crate) fn undo(self) -> Result<()> {
         let mut moved = Moved::default();
-        for (running, mean, variance) in self.changed.into_values() {
-            moved.push(&running, mean, variance);
+        for (running, before) in self.changed.into_values() {
+            moved.push(&running, before);
         }
         moved.apply()
     }
@@ -198,9 +241,9 @@ pub(crate) struct Moved {
 }
 
 impl Moved {
-    fn push(&mut self, running: &Running, mean: Tensor, variance: Tensor) {
-        self.running.extend([running.mean.shallow_clone(), running.variance.shallow_clone()]);
-        self.values.extend([mean, variance]);
+    fn push(&mut self, running: &Running, values: Vec<Tensor>) {
+        self.running.extend(running.all().map(Tensor::shallow_clone));
+        self.values.extend(values);
     }
 
     /// Gives them those values. Nothing is allocated, so nothing can fail half-way.
@@ -216,10 +259,10 @@ impl Moved {
 pub(crate) fn at_once(running: &Running) -> Result<Target> {
     with_step(running, |pending| {
         if let Entry::Vacant(place) = pending.changed.entry(running.id) {
-            let Running { mean, variance, .. } = running;
-            place.insert((running.share(), mean.f_detach_copy()?, variance.f_detach_copy()?));
+            let before = running.all().map(Tensor::f_detach_copy).collect::<Result<_, _>>()?;
+            place.insert((running.share(), before));
         }
-        Ok(running.whole())
+        running.whole()
     })
 }
 
@@ -246,7 +289,7 @@ pub(crate) fn in_a_step() -> bool {
 /// Asks the step under way, if there is one and it counts.
 fn with_step(running: &Running, f: impl FnOnce(&mut Pending) -> Result<Target>) -> Result<Target> {
     STEP.with_borrow_mut(|step| match step {
-        None => Ok(running.whole()),
+        None => running.whole(),
         Some(pending) if pending.rehearsal => Ok(None),
         // Not the layer's own doing: whoever looks at what that does would see rows being counted.
         Some(pending) => untold(|| f(pending)),

@@ -14,7 +14,7 @@ use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
 use super::ranks::shift;
-use super::{Moved, Running};
+use super::{Moved, Pace, Running};
 use crate::Result;
 
 /// A layer has 16 rows before they are pooled: more would be more memory, fewer more kernels.
@@ -33,6 +33,8 @@ pub(super) struct Seen {
     /// How many values each row is over.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
+    /// Whether these are whole mini-batches, not micro-batches.
+    pub(super) is_of_whole: bool,
 }
 
 /// The mean and the variance of `count` values.
@@ -58,14 +60,16 @@ struct Alike {
     pooled: Vec<i64>,
     kind: Kind,
     device: Device,
-    momentum: f64,
+    /// None where it is a layer's own matter.
+    momentum: Option<f64>,
 }
 
 impl Seen {
     pub(super) fn new(running: Running, space: &mut RowSpace) -> Result<Self> {
         let rows = space.take(&running.mean)?;
         let single = rows.f_flatten(0, 1)?.f_unbind(0)?;
-        Ok(Self { running, rows, single, counts: Vec::new(), pooled: Vec::new() })
+        let (counts, pooled) = (Vec::new(), Vec::new());
+        Ok(Self { running, rows, single, counts, pooled, is_of_whole: false })
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -95,6 +99,7 @@ impl Seen {
     /// Adds what all values of a mini-batch come to.
     pub(super) fn add(&mut self, whole: &Pooled) -> Result<()> {
         let kind = pooled_kind(self.running.mean.kind());
+        self.is_of_whole = true;
         self.pooled.push(Pooled {
             count: whole.count,
             mean: whole.mean.f_to_kind(kind)?,
@@ -118,6 +123,9 @@ impl Seen {
         }
         self.running.mean = mean;
         self.running.variance = variance;
+        if let Pace::Average(batches) = &mut self.running.pace {
+            *batches = twin(batches).unwrap_or_else(|| batches.shallow_clone());
+        }
         Ok(())
     }
 
@@ -164,7 +172,7 @@ impl Seen {
             pooled: self.pooled.iter().map(|part| part.count).collect(),
             kind: self.running.mean.kind(),
             device: self.running.mean.device(),
-            momentum: self.running.momentum,
+            momentum: self.running.pace.given(),
         }
     }
 }
@@ -195,9 +203,13 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
     let mut moved = Moved::default();
     for (alike, group) in grouped(layers) {
         let Pooled { count, mean, squares } = pool(&alike, &group)?;
+        let parts = parts_of_the_way(&group, mean.kind())?;
         let toward = |running: Vec<&Tensor>, seen: &Tensor| {
             let running = Tensor::f_cat(&running, 0)?.f_to_kind(seen.kind())?;
-            running.f_lerp(seen, alike.momentum)
+            match alike.momentum {
+                Some(momentum) => running.f_lerp(seen, momentum),
+                None => running.f_lerp_tensor(seen, &parts),
+            }
         };
         let means = toward(group.iter().map(|seen| &seen.running.mean).collect(), &mean)?;
         let variances: Vec<_> = group.iter().map(|seen| &seen.running.variance).collect();
@@ -210,11 +222,26 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         for seen in &group {
             let channels = seen.running.mean.size1()?;
             let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
-            moved.push(&seen.running, part(&means)?, part(&variances)?);
+            let batches = seen.running.pace.batches();
+            let batches = batches.map(|batches| batches.f_add_scalar(1.0)).transpose()?;
+            let values = [part(&means)?, part(&variances)?].into_iter().chain(batches);
+            moved.push(&seen.running, values.collect());
             start += channels;
         }
     }
     Ok(moved)
+}
+
+/// How far each channel of layers moves whose statistics are averages of all batches.
+fn parts_of_the_way(group: &[&mut Seen], kind: Kind) -> Result<Tensor> {
+    let mut parts = Vec::new();
+    for Running { mean, pace, .. } in group.iter().map(|seen| &seen.running) {
+        if let Some(batches) = pace.batches() {
+            let part = batches.f_to_kind(kind)?.f_add_scalar(1.0)?.f_reciprocal()?;
+            parts.push(part.f_expand(mean.size(), false)?);
+        }
+    }
+    if parts.is_empty() { Ok(Tensor::new()) } else { Ok(Tensor::f_cat(&parts, 0)?) }
 }
 
 fn grouped<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Vec<(Alike, Vec<&'a mut Seen>)> {
@@ -272,7 +299,11 @@ pub(super) fn pooled_kind(kind: Kind) -> Kind {
 }
 
 /// Numbers of values, one below the other.
-fn column(counts: impl Iterator<Item = i64>, kind: Kind, device: Device) -> Result<Tensor> {
+pub(super) fn column(
+    counts: impl Iterator<Item = i64>,
+    kind: Kind,
+    device: Device,
+) -> Result<Tensor> {
     let counts: Vec<f64> = counts.map(|count| count as f64).collect();
     let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
     match device {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::pool::Seen;
-use super::{Pending, Running};
+use super::{Pace, Pending, Running};
 use crate::Result;
 use crate::ranks::RanksTurn;
 
@@ -23,18 +23,21 @@ use crate::ranks::RanksTurn;
 pub(crate) struct ReportedLayer {
     mean: String,
     variance: String,
-    momentum: f64,
+    momentum: Option<f64>,
+    /// What its batches are counted in, where they are.
+    batches: Option<String>,
 }
 
 impl Pending {
     /// The layers that have reported, where `name` knows their variables.
     pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<ReportedLayer> {
         let layer = |seen: &Seen| {
-            let Running { mean, variance, momentum, .. } = &seen.running;
+            let Running { mean, variance, pace, .. } = &seen.running;
             Some(ReportedLayer {
                 mean: name(mean)?,
                 variance: name(variance)?,
-                momentum: *momentum,
+                momentum: pace.given(),
+                batches: pace.batches().and_then(&name),
             })
         };
         self.deferred.values().filter_map(layer).collect()
@@ -62,7 +65,11 @@ impl Pending {
             else {
                 continue;
             };
-            ids.push(self.find_or_add(mean, variance, layer.momentum)?);
+            let batches = layer.batches.and_then(|name| variable(&name));
+            let Some(pace) = layer.momentum.map(Pace::Given).or(batches.map(Pace::Average)) else {
+                continue;
+            };
+            ids.push(self.find_or_add(mean, variance, pace)?);
         }
         let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
         let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
@@ -80,13 +87,13 @@ impl Pending {
     }
 
     /// The layer with these variables; a new one where it has seen nothing here.
-    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: f64) -> Result<u64> {
+    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, pace: Pace) -> Result<u64> {
         let place = mean.data_ptr();
         let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);
         if let Some((id, _)) = known {
             return Ok(*id);
         }
-        let running = Running::new(mean, variance, momentum);
+        let running = Running::new(mean, variance, pace);
         let id = running.id;
         self.deferred.insert(id, Seen::new(running, &mut self.rows)?);
         Ok(id)

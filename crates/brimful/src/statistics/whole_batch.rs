@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::pool::{Pooled, pooled_kind, put_together};
+use super::pool::{Pooled, Row, column, pooled_kind, put_together};
 use super::{Running, STEP};
 use crate::Result;
 use crate::ranks::summed_in;
@@ -13,7 +13,9 @@ const PARTS: usize = 16;
 /// What all micro-batches so far come to. In f64, which for some numbers a channel costs nothing.
 #[derive(Debug, Default)]
 pub(crate) struct WholeBatch {
-    parts: Vec<Pooled>,
+    whole: Option<Pooled>,
+    /// Those that are not in it yet.
+    rows: Vec<Row>,
 }
 
 impl WholeBatch {
@@ -24,16 +26,18 @@ impl WholeBatch {
         let x = if x.device() == Device::Cpu { x.f_to_kind(summed_in(x.kind()))? } else { x };
         let count = x.numel() as i64 / x.size()[1];
         let (mean, variance) = x.f_batch_norm_update_stats(None::<Tensor>, None, 0.0)?;
-        let squares = variance.f_to_kind(Kind::Double)?.f_mul_scalar(count as f64)?;
-        self.parts.push(Pooled { count, mean: mean.f_to_kind(Kind::Double)?, squares });
-        if self.parts.len() == PARTS { self.put_together() } else { Ok(()) }
+        self.rows.push(Row { count, mean, variance });
+        if self.rows.len() == PARTS {
+            self.whole = Some(self.put_together()?);
+            self.rows.clear();
+        }
+        Ok(())
     }
 
     /// The number of values a channel, their mean and their variance, for an input of this kind; moves
     /// the running statistics of the step under way towards them.
-    pub(crate) fn settle(mut self, running: &Running, kind: Kind) -> Result<(i64, Tensor, Tensor)> {
-        self.put_together()?;
-        let whole = self.parts.remove(0);
+    pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<(i64, Tensor, Tensor)> {
+        let whole = self.put_together()?;
         STEP.with_borrow_mut(|step| match step {
             Some(pending) => pending.seen(running)?.add(&whole),
             None => Ok(()),
@@ -43,13 +47,25 @@ impl WholeBatch {
         Ok((whole.count, whole.mean.f_to_kind(kind)?, variance))
     }
 
-    fn put_together(&mut self) -> Result<()> {
-        let counts: Vec<i64> = self.parts.iter().map(|part| part.count).collect();
-        let means: Vec<_> = self.parts.iter().map(|part| &part.mean).collect();
-        let squares: Vec<_> = self.parts.iter().map(|part| &part.squares).collect();
-        let whole =
-            put_together(&counts, &Tensor::f_stack(&means, 0)?, &Tensor::f_stack(&squares, 0)?)?;
-        self.parts = vec![whole];
-        Ok(())
+    /// All of them in one.
+    fn put_together(&self) -> Result<Pooled> {
+        let (mut counts, mut means, mut squares) = (Vec::new(), Vec::new(), Vec::new());
+        if let Some(whole) = &self.whole {
+            counts.push(whole.count);
+            means.push(whole.mean.f_unsqueeze(0)?);
+            squares.push(whole.squares.f_unsqueeze(0)?);
+        }
+        if let Some(first) = self.rows.first() {
+            let own = || self.rows.iter().map(|row| row.count);
+            let stacked = |part: fn(&Row) -> &Tensor| {
+                let parts: Vec<_> = self.rows.iter().map(part).collect();
+                Tensor::f_stack(&parts, 0)?.f_to_kind(Kind::Double)
+            };
+            let lengths = column(own(), Kind::Double, first.mean.device())?;
+            means.push(stacked(|row| &row.mean)?);
+            squares.push(stacked(|row| &row.variance)?.f_mul(&lengths)?);
+            counts.extend(own());
+        }
+        put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?)
     }
 }

@@ -21,7 +21,7 @@ pub(crate) struct Lesson {
     pub(crate) peaks: Peaks,
     /// Samples in each micro-batch.
     pub(crate) sizes: Vec<usize>,
-    /// Whether layers of this library normalised micro-batches.
+    /// Whether layers of this library normalised micro-batches, each by itself.
     pub(crate) normalised: bool,
     /// Whether work was captured for replays, which moves memory about.
     pub(crate) captured: bool,

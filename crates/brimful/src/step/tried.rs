@@ -81,9 +81,9 @@ impl Tried {
         self.sizes.iter().sum()
     }
 
-    /// Whether layers of this library normalised micro-batches.
+    /// Whether layers of this library normalised micro-batches, each by itself.
     pub(crate) fn normalises(&self) -> bool {
-        !self.undo.statistics.is_empty()
+        self.undo.statistics.show_the_cut()
     }
 
     /// Refuses where other parameters are trained now than those that the sums are of.

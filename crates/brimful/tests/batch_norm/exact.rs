@@ -16,16 +16,20 @@ use crate::support::{
     Named, alone, assert_same, assert_within, numbers, numbers_there, test_device,
 };
 
-const EXACT: BatchNormConfig =
-    BatchNormConfig { policy: BatchNormPolicy::Exact, eps: 1e-5, momentum: 0.1, affine: true };
+pub const EXACT: BatchNormConfig = BatchNormConfig {
+    policy: BatchNormPolicy::Exact,
+    eps: 1e-5,
+    momentum: Some(0.1),
+    affine: true,
+};
 
-fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
+pub fn norm(p: &Path, dimensions: usize, config: BatchNormConfig) -> BatchNorm {
     let make = [batch_norm1d, batch_norm1d, batch_norm2d, batch_norm3d][dimensions];
     make(p, 4, config)
 }
 
 /// A matrix over the channels.
-fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
+pub fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
     move |p| {
         let weight = p.randn("weight", &[from, 4], 0.0, 1.0);
         nn::func(move |x| x.transpose(1, -1).matmul(&weight).transpose(1, -1))
@@ -33,7 +37,7 @@ fn mix(from: i64) -> impl Fn(&Path) -> nn::Func<'static> + Send + Sync {
 }
 
 /// Three BatchNorms of an input with so many dimensions behind the channels, one of them in a shortcut.
-fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
+pub fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
     Layers::new()
         .add("first", mix(3))
         .add_norm("norm1", move |p| norm(p, dimensions, config).with_relu())
@@ -46,13 +50,13 @@ fn layers(dimensions: usize, config: BatchNormConfig) -> Layers {
         .add_fn("square", |x| x.square() + x)
 }
 
-fn input(samples: i64, dimensions: usize) -> Tensor {
+pub fn input(samples: i64, dimensions: usize) -> Tensor {
     let shape = [vec![samples, 3], vec![3; dimensions]].concat();
     numbers_there(&shape, 7) * 2.0 + 0.5
 }
 
 /// A term that is a mean, and one whose denominator is known at the end alone.
-fn loss(out: &Tensor, x: &Tensor) -> Loss {
+pub fn loss(out: &Tensor, x: &Tensor) -> Loss {
     let weights = x.flatten(1, -1).select(1, 0).abs() + 0.1;
     let each = out.sin().flatten(1, -1).sum_dim_intlist(1, false, Kind::Double);
     let mean = out.square().flatten(1, -1).mean_dim(1, false, Kind::Double).mean(Kind::Double);
@@ -60,13 +64,13 @@ fn loss(out: &Tensor, x: &Tensor) -> Loss {
 }
 
 /// The plain model, in which a deferred BatchNorm outside a step is an ordinary one.
-struct Plain {
-    store: VarStore,
-    model: brimful::layers::Model,
+pub struct Plain {
+    pub store: VarStore,
+    pub model: brimful::layers::Model,
 }
 
 impl Plain {
-    fn of(layers: &Layers, values: &Named) -> Self {
+    pub fn of(layers: &Layers, values: &Named) -> Self {
         Self::on(test_device(), layers, values)
     }
 
@@ -84,31 +88,36 @@ impl Plain {
         Self { store, model }
     }
 
-    fn backward(&self, x: &Tensor) -> f64 {
+    pub fn backward(&self, x: &Tensor) -> f64 {
         let mut whole = MicroBatcher::new(&self.store, Size::Fixed(x.size()[0] as usize));
         let step = whole.backward(x, |x| loss(&self.model.forward_t(&x, true), &x));
         step.expect("the whole mini-batch").loss
     }
 
-    fn variables(&self) -> Named {
+    pub fn zero_grad(&self) {
+        let mut trained = self.store.trainable_variables();
+        trained.iter_mut().for_each(Tensor::zero_grad);
+    }
+
+    pub fn variables(&self) -> Named {
         let mut all: Named = self.store.variables().into_iter().collect();
         all.sort_by(|a, b| a.0.cmp(&b.0));
         all
     }
 
-    fn gradients(&self) -> Named {
+    pub fn gradients(&self) -> Named {
         let trained = self.variables().into_iter().filter(|(_, value)| value.requires_grad());
         trained.map(|(name, value)| (name, value.grad())).collect()
     }
 }
 
-fn sorted(mut all: Named) -> Named {
+pub fn sorted(mut all: Named) -> Named {
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all
 }
 
 /// Both models, with the same variables.
-fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline, Plain) {
+pub fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline, Plain) {
     let plain = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..config };
     let values = pipe.variables().expect("variables");
     let plain = Plain::of(&layers(dimensions, plain), &values);
@@ -116,7 +125,7 @@ fn both(dimensions: usize, config: BatchNormConfig, pipe: Pipeline) -> (Pipeline
 }
 
 /// One step of both, compared.
-fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
+pub fn assert_exact(pipe: &mut Pipeline, plain: &Plain, x: &Tensor, part: f64, what: &str) {
     let expected = plain.backward(x);
     let step = pipe.backward(x, x, |out: Tensor, x| loss(&out, x)).expect(what);
     assert!((step.loss - expected).abs() <= part * expected.abs().max(1.0), "{what}: the loss");
@@ -149,7 +158,7 @@ fn whatever_is_recomputed_and_wherever_stages_live() {
         for homes in [Homes::Device, Homes::Host] {
             for affine in [true, false] {
                 let what = format!("{recompute}, {homes:?}, affine: {affine}");
-                let config = BatchNormConfig { affine, momentum: 0.3, ..EXACT };
+                let config = BatchNormConfig { affine, momentum: Some(0.3), ..EXACT };
                 let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(3));
                 let pipe = pipe.recompute(recompute).homes(homes.clone()).build();
                 let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
@@ -192,7 +201,7 @@ fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
 }
 
 /// What enters has the large mean itself: a product before it would round in f32 by as much.
-fn layers_of_inputs(config: BatchNormConfig) -> Layers {
+pub fn layers_of_inputs(config: BatchNormConfig) -> Layers {
     let norm = move |p: &Path| batch_norm2d(p, 3, config);
     Layers::new()
         .add_fn("input", |x| x * 1.0)
@@ -336,8 +345,12 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
         layers.add_norm("norm", move |p| norm(p, 0, config)).add("last", mix(4))
     };
     let plain_loss = |out: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-    for homes in [Homes::Device, Homes::Host] {
+    // Within the limit everything waits on the host.
+    for (homes, limit) in
+        [(Homes::Device, None), (Homes::Device, Some(1 << 20)), (Homes::Host, None)]
+    {
         let arena = Arena::new("device");
+        arena.set_limit(limit).expect("a limit");
         let pipe = streamed(layers(EXACT), &arena).homes(homes.clone());
         let pipe = pipe.micro_batches(Size::Fixed(2)).recompute(Recompute::ExceptLast).build();
         let mut pipe = pipe.expect("a pipeline");
@@ -351,7 +364,7 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
             let Err(error) = step else { break };
             assert!(error.out_of_memory().is_some(), "{error}");
             failures += 1;
-            let what = format!("{homes:?}, allocation {failures}");
+            let what = format!("{homes:?}, {limit:?}, allocation {failures}");
             assert_same(&what, &before, &pipe.variables().expect("variables"));
             assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
         }

@@ -1,5 +1,6 @@
 //! Bounded: at a given micro-batch size, a longer mini-batch needs no more memory.
 
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Layers, Size, World};
 use tch::nn;
 
@@ -11,20 +12,24 @@ const WIDTH: i64 = 128;
 /// Micro-batches of a short mini-batch: more than a pipeline of two stages keeps at one moment.
 const FEW: i64 = 8;
 const SIZE: i64 = 8;
+/// Of each memory, beside the model: more than a kind needs that does not keep the whole mini-batch.
+const LIMIT: u64 = 900 << 10;
 /// A gradient more or less may be under way between stages. Without a bound it would be 8.
 const MOST: f64 = 1.3;
 
-fn wide() -> Layers {
+fn wide(policy: BatchNormPolicy) -> Layers {
     let hidden = |number: usize| format!("hidden {number}");
     let layers = Layers::new().add("in", |p| nn::linear(p, 4, WIDTH, Default::default()));
     let layers = (0..6).fold(layers, |layers, number| layers.add_fn(hidden(number), |x| x.tanh()));
+    let config = BatchNormConfig { policy, ..Default::default() };
+    let layers = layers.add_norm("norm", move |p| batch_norm1d(p, WIDTH, config));
     layers.add("out", |p| nn::linear(p, WIDTH, 3, Default::default()))
 }
 
 pub fn holds(make: Make, world: &World) {
     let size = Size::Fixed(SIZE as usize);
     let peaks = |micro_batches: i64| {
-        let mut engine = make(&Setup::new(wide, size, world));
+        let mut engine = make(&Setup { limit: Some(LIMIT), ..Setup::new(wide, size, world) });
         // What is dealt out to several leaves each of them so many.
         let batch = samples(micro_batches * SIZE * engine.parts(100).len() as i64, 10);
         engine.backward(&batch, &MEAN.loss()).expect("a first step, which makes the gradients");

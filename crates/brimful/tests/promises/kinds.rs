@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use brimful::layers::Model;
 use brimful::memory::{Arena, Memory};
+use brimful::nn::BatchNormPolicy;
 use brimful::optim::Adam;
 use brimful::pipeline::{Builder, Homes};
 use brimful::schedule::Schedule;
@@ -51,14 +52,17 @@ pub type Make = fn(&Setup) -> Box<dyn Engine>;
 
 /// The kinds that need one process.
 pub const HERE: &[Make] =
-    &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline];
+    &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline, exact];
 
 /// The kinds that are spread over ranks.
 pub const OVER_RANKS: &[Make] = &[one_device, pipeline, split_pipeline];
 
+/// Layers with BatchNorms of this policy.
+pub type MakeLayers = fn(BatchNormPolicy) -> Layers;
+
 /// What an engine is made of.
 pub struct Setup {
-    pub layers: fn() -> Layers,
+    pub layers: MakeLayers,
     pub size: Size,
     /// Bytes of each memory beside what the model takes.
     pub limit: Option<u64>,
@@ -69,9 +73,14 @@ pub struct Setup {
 }
 
 impl Setup {
-    pub fn new(layers: fn() -> Layers, size: Size, world: &World) -> Self {
+    pub fn new(layers: MakeLayers, size: Size, world: &World) -> Self {
         let world = world.clone();
         Self { layers, size, limit: None, reserve: false, remember: None, world }
+    }
+
+    /// The layers as every kind but one takes them.
+    fn usual_layers(&self) -> Layers {
+        (self.layers)(BatchNormPolicy::Deferred)
     }
 }
 
@@ -105,6 +114,10 @@ pub trait Engine {
     }
     /// Whether an optimizer's state is on the host, and takes nothing of the memories.
     fn is_at_home(&self) -> bool {
+        false
+    }
+    /// Whether the whole mini-batch normalises, whatever its cut.
+    fn is_exact(&self) -> bool {
         false
     }
     /// Whether it can have a loss of all outputs.
@@ -196,7 +209,7 @@ struct OneDevice {
 
 pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
     let mut store = VarStore::new(Device::Cpu);
-    let model = (setup.layers)().build(&store.root()).expect("built");
+    let model = setup.usual_layers().build(&store.root()).expect("built");
     store.set_kind(Kind::Double);
     let arena = [Arena::new("memory 0")];
     limit(&arena, setup);
@@ -314,7 +327,8 @@ struct Replicated {
 pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
     let arenas = arenas(2);
     let layers = setup.layers;
-    let build = move |root: &tch::nn::Path| layers().build(root).expect("built");
+    let build =
+        move |root: &tch::nn::Path| layers(BatchNormPolicy::Deferred).build(root).expect("built");
     let replicas = Replicas::new(on_cpus(&arenas), setup.size, build).expect("replicas");
     // What is measured would cut mini-batches otherwise each time.
     let mut replicas = replicas.speeds(&[1.0, 1.0]).expect("speeds");
@@ -415,7 +429,6 @@ struct Piped {
     pipe: Pipeline,
     arenas: Vec<Arena>,
     name: &'static str,
-    at_home: bool,
     replicas: usize,
 }
 
@@ -430,7 +443,7 @@ pub fn replicated_pipeline(setup: &Setup) -> Box<dyn Engine> {
 /// With backwards in two halves.
 pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
     let arenas = arenas(2 / setup.world.size());
-    let builder = Pipeline::builder((setup.layers)()).schedule(Schedule::ZeroBubbleH1);
+    let builder = Pipeline::builder(setup.usual_layers()).schedule(Schedule::ZeroBubbleH1);
     built(setup, builder.devices(on_cpus(&arenas)), arenas, "a split pipeline", 1)
 }
 
@@ -440,13 +453,22 @@ const STREAMED: &str = "a streamed pipeline";
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     let arenas = arenas(1);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
-    let builder = Pipeline::builder((setup.layers)()).schedule(schedule).homes(Homes::Host);
+    let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).homes(Homes::Host);
     built(setup, builder.devices(on_cpus(&arenas)), arenas, STREAMED, 1)
+}
+
+const EXACT: &str = "a pipeline with exact BatchNorms";
+
+/// One device, on which all micro-batches meet at every BatchNorm.
+pub fn exact(setup: &Setup) -> Box<dyn Engine> {
+    let arenas = arenas(1);
+    let builder = Pipeline::builder((setup.layers)(BatchNormPolicy::Exact));
+    built(setup, builder.devices(on_cpus(&arenas)), arenas, EXACT, 1)
 }
 
 fn piped(setup: &Setup, devices: usize, replicas: usize) -> Box<dyn Engine> {
     let arenas = arenas(devices);
-    let builder = Pipeline::builder((setup.layers)()).devices(on_cpus(&arenas));
+    let builder = Pipeline::builder(setup.usual_layers()).devices(on_cpus(&arenas));
     let name = match (setup.world.size(), replicas) {
         (1, 1) => "a pipeline",
         (1, _) => "two pipelines",
@@ -472,8 +494,7 @@ fn built(
     }
     let pipe = builder.build().expect("a pipeline");
     limit(&arenas, setup);
-    let at_home = name == STREAMED;
-    Box::new(Piped { pipe, arenas, name, at_home, replicas })
+    Box::new(Piped { pipe, arenas, name, replicas })
 }
 
 impl Engine for Piped {
@@ -482,7 +503,11 @@ impl Engine for Piped {
     }
 
     fn is_at_home(&self) -> bool {
-        self.at_home
+        self.name == STREAMED
+    }
+
+    fn is_exact(&self) -> bool {
+        self.name == EXACT
     }
 
     fn arenas(&self) -> &[Arena] {

@@ -1,18 +1,19 @@
 //! What engines are compared with: small models, samples, losses, and the plain model on all of a
 //! mini-batch.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
 use brimful::layers::Model;
-use brimful::nn::batch_norm1d;
+use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Draws, Layers, Loss, MicroBatcher, Size, World, split};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::random::{generator_state, set_generator_state};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::kinds::{Drawing, Engine, LossFn, Make, Samples, Setup, Target, WholeLoss};
+use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Target, WholeLoss};
 use crate::support::{Named, numbers};
 
 /// What the generator is given before every step that is compared.
@@ -22,22 +23,48 @@ pub const SEED: i64 = 5;
 #[derive(Clone, Copy)]
 pub struct Net {
     pub name: &'static str,
-    pub layers: fn() -> Layers,
+    pub layers: MakeLayers,
     pub shows_cut: bool,
 }
 
 /// Samples do not know of each other.
 pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
-/// With deferred BatchNorm.
+/// With BatchNorm.
 pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
-/// With deferred BatchNorm and dropout.
+/// With BatchNorm and dropout.
 pub const DROPPED: Net = Net { name: "dropped", layers: dropped, shows_cut: true };
 
 fn linear(inputs: i64, outputs: i64) -> impl Fn(&Path) -> nn::Linear + Send + Sync {
     move |p| nn::linear(p, inputs, outputs, Default::default())
 }
 
-fn plain() -> Layers {
+fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
+    move |p| batch_norm1d(p, 6, BatchNormConfig { policy, ..Default::default() })
+}
+
+thread_local! {
+    /// The pieces of a mini-batch that is run whole, and what each draws; none elsewhere.
+    static PIECES: RefCell<Vec<(i64, Draws)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Dropout, the layer at this position. Each piece of a whole mini-batch draws what it would by itself.
+fn drop_at(position: usize) -> impl Fn(&Tensor, bool) -> Tensor + Send + Sync {
+    move |x, train| {
+        let pieces = PIECES.with_borrow(Vec::clone);
+        if pieces.is_empty() {
+            return x.dropout(0.3, train);
+        }
+        let sizes: Vec<i64> = pieces.iter().map(|(size, _)| *size).collect();
+        let dropped =
+            x.split_with_sizes(&sizes[..], 0).into_iter().zip(pieces).map(|(x, (_, draws))| {
+                tch::manual_seed(draws.seed(position) as i64);
+                x.dropout(0.3, train)
+            });
+        Tensor::cat(&dropped.collect::<Vec<_>>(), 0)
+    }
+}
+
+fn plain(_: BatchNormPolicy) -> Layers {
     Layers::new()
         .add("in", linear(4, 6))
         .add_fn("tanh", |x| x.tanh())
@@ -45,22 +72,22 @@ fn plain() -> Layers {
         .add("out", linear(6, 3))
 }
 
-fn normed() -> Layers {
+fn normed(policy: BatchNormPolicy) -> Layers {
     Layers::new()
         .add("in", linear(4, 6))
-        .add("norm", |p| batch_norm1d(p, 6, Default::default()))
+        .add_norm("norm", norm(policy))
         .add("mid", linear(6, 6))
-        .add("last norm", |p| batch_norm1d(p, 6, Default::default()))
+        .add_norm("last norm", norm(policy))
         .add("out", linear(6, 3))
 }
 
-fn dropped() -> Layers {
+fn dropped(policy: BatchNormPolicy) -> Layers {
     Layers::new()
         .add("in", linear(4, 6))
-        .add("norm", |p| batch_norm1d(p, 6, Default::default()))
-        .add_fn_t("drop", |x, train| x.dropout(0.3, train))
+        .add_norm("norm", norm(policy))
+        .add_fn_t("drop", drop_at(2))
         .add("mid", linear(6, 6))
-        .add_fn_t("drop again", |x, train| x.dropout(0.3, train))
+        .add_fn_t("drop again", drop_at(4))
         .add("out", linear(6, 3))
 }
 
@@ -163,7 +190,7 @@ pub struct Plain {
 impl Plain {
     pub fn new(net: Net) -> Self {
         let mut store = VarStore::new(Device::Cpu);
-        let model = (net.layers)().build(&store.root()).expect("built");
+        let model = (net.layers)(BatchNormPolicy::Deferred).build(&store.root()).expect("built");
         store.set_kind(Kind::Double);
         let plain = Self { store, model, net };
         plain.set_first_values();
@@ -225,6 +252,9 @@ impl Plain {
         if !self.net.shows_cut {
             return vec![self.model.forward_t(x, true)];
         }
+        if engine.is_exact() {
+            return vec![self.whole_output(engine, x, seed)];
+        }
         let mut all = Vec::new();
         for (part, pieces) in cut(engine, x.size()[0] as usize).into_iter().enumerate() {
             for (number, piece) in pieces.into_iter().enumerate() {
@@ -249,6 +279,18 @@ impl Plain {
             }
         }
         all
+    }
+
+    /// The output of a whole mini-batch, in which the cut shows in what is drawn alone.
+    fn whole_output(&self, engine: &dyn Engine, x: &Tensor, seed: Option<u64>) -> Tensor {
+        let pieces = cut(engine, x.size()[0] as usize).concat().into_iter().enumerate();
+        let drawn = |(number, piece): (usize, Range<usize>)| {
+            (piece.len() as i64, Draws::new(seed.unwrap_or_default(), number))
+        };
+        PIECES.set(pieces.map(drawn).collect());
+        let output = self.model.forward_t(x, true);
+        PIECES.take();
+        output
     }
 }
 

@@ -79,7 +79,12 @@ impl StageCut {
             return Self::at_home(layers, devices, stages.schedule);
         }
         let schedule = stages.schedule.unwrap_or(Schedule::OneFOneB);
-        check_stages(devices * schedule.stages_per_device(), layers.len(), "")?;
+        let count = devices * schedule.stages_per_device();
+        check_stages(count, layers.len(), "")?;
+        if count == 1 {
+            // It has every layer, whatever they cost.
+            return Ok(Self { balance: [layers.len()].into(), schedule, homes: Homes::Device });
+        }
         let sample = typed(sample, options.dtype.kind());
         let balance = BalanceBy::by_time(&sample).optimizer(options.recipe.method());
         Ok(Self { balance, schedule, homes: Homes::Device })

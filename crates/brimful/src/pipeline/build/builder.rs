@@ -175,7 +175,7 @@ impl Builder {
         let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
         let (devices, roster) = Roster::handshake(&self.world, replicas, replicas_here, brought)?;
         let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
-        let (balance, schedule) = self.cut_at_norms(balance)?;
+        let (balance, schedule, meet) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
@@ -186,7 +186,8 @@ impl Builder {
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
         let Self { kind, non_finite, host, .. } = self;
-        let build = StageBuild { kind, non_finite, host, homes: homes.clone() };
+        let keeps_activations = self.recompute == Recompute::Never;
+        let build = StageBuild { keeps_activations, kind, non_finite, host, homes: homes.clone() };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
@@ -206,6 +207,7 @@ impl Builder {
             schedule,
             recipe,
             recompute: self.recompute,
+            meet,
             homes,
             actions: HashMap::new(),
             open: None,
@@ -282,14 +284,14 @@ impl Builder {
         self.size.check()
     }
 
-    /// The balance and the schedule with exact BatchNorms, where there are some.
-    fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule)> {
-        let Some(cut) = cut_at_norms(&self.layers, &balance)? else {
-            return Ok((balance, self.schedule));
+    /// The balance and the schedule with exact BatchNorms, and whether there are some.
+    fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
+        let Some((cut, breadth_first)) = cut_at_norms(&self.layers, &balance)? else {
+            return Ok((balance, self.schedule, false));
         };
         let (devices, replicas, ranks) = (self.devices.len(), self.replicas, self.world.size());
         match devices.max(replicas).max(ranks) {
-            1 => Ok(cut),
+            1 => Ok((cut, breadth_first, true)),
             _ => Err(PipelineError::ExactOnSeveral { devices, replicas, ranks }.into()),
         }
     }
@@ -324,6 +326,7 @@ struct Staff<'a> {
 
 /// How every worker builds its stages.
 struct StageBuild {
+    keeps_activations: bool,
     kind: Kind,
     non_finite: NonFinite,
     homes: Vec<Home>,
@@ -350,6 +353,7 @@ impl Staff<'_> {
             kind: build.kind,
             homes: build.homes.clone(),
             host: build.host.clone().or_else(|| host_of(device)),
+            keeps_activations: build.keeps_activations,
             seed,
             non_finite: build.non_finite,
         };

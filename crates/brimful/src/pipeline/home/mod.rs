@@ -16,7 +16,6 @@ mod hosted;
 mod slots;
 mod update;
 
-use std::collections::VecDeque;
 use std::sync::mpsc::Sender;
 
 pub(crate) use hosted::{HomeMemory, HostedStage};
@@ -29,14 +28,12 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
-use crate::pipeline::run::RestingPlace;
+use crate::pipeline::run::{HostLead, RestingPlace};
 use crate::schedule::{Action, Home, Move, Moves, StageHome};
 use slots::Slots;
 
 /// How many stages are in slots at a time: one computes while the next is on its way.
 pub(crate) const SLOTS: usize = 2;
-/// How many actions the host may be ahead of the device.
-const AHEAD: usize = 3;
 
 /// A worker's stages that live on the host.
 #[derive(Debug)]
@@ -47,8 +44,7 @@ pub(crate) struct HostedStages {
     slots: Slots,
     /// Where gradients and boundaries leave by.
     outward: RestingPlace,
-    /// When the device has come to the last few actions.
-    pace: VecDeque<Event>,
+    lead: HostLead,
     /// The place at home of each parameter of the step under way.
     places: Vec<usize>,
     /// Sums on their way home, and when they are there.
@@ -88,7 +84,7 @@ impl HostedStages {
                 outward: Stream::new(memory.device)?,
                 arena: memory.arena.clone(),
             },
-            pace: VecDeque::new(),
+            lead: HostLead::new(memory.device),
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
@@ -225,19 +221,9 @@ impl HostedStages {
         &self.outward
     }
 
-    /// Waits until the device is at most a few actions behind: what they free can be used again only
-    /// when they are done, so a host that ran ahead would fill the device.
+    /// Waits until the device is at most a few actions behind: a host that ran ahead would fill it.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        if self.memory.device == Device::Cpu {
-            return Ok(());
-        }
-        if self.pace.len() == AHEAD
-            && let Some(earliest) = self.pace.pop_front()
-        {
-            earliest.synchronize()?;
-        }
-        self.pace.push_back(Event::after(Stream::current(self.memory.device)?)?);
-        Ok(())
+        self.lead.keep()
     }
 
     /// Waits until all sums are at home, and adds them to the step's.

@@ -9,6 +9,7 @@
 
 use tch::Tensor;
 
+use super::backward;
 use super::stage::{Boundary, Stage};
 use super::transfer::Tensors;
 use super::{Stop, WorkerRun};
@@ -27,11 +28,11 @@ pub(super) struct Meeting {
     whole: WholeBatch,
     /// From the time on when all have been counted.
     settled: Option<NormSettled>,
-    /// Those that are back, and the sum of what they bring, for each group of loss terms.
+    /// Those that are back, and the sums of what they bring.
     returned: usize,
-    sums: Vec<Option<Tensor>>,
+    sums: Tensors,
     /// What these come to, from the time on when all are back.
-    missing: Option<Vec<Option<Tensor>>>,
+    missing: Option<Tensors>,
 }
 
 /// The meeting before each of a worker's stages, where it has one.
@@ -86,13 +87,7 @@ impl WorkerRun {
         let Some(meeting) = &mut self.meetings[at] else { return Ok(()) };
         let probes = gradients.pop().unwrap_or_default();
         meeting.returned += 1;
-        meeting.sums.resize_with(probes.len().max(meeting.sums.len()), || None);
-        for (sum, probe) in meeting.sums.iter_mut().zip(probes.into_iter().flatten()) {
-            *sum = match (sum.take(), probe) {
-                (Some(sum), Some(probe)) => Some(sum.f_add(&probe)?),
-                (sum, probe) => sum.or(probe),
-            };
-        }
+        meeting.sums = backward::add(std::mem::take(&mut meeting.sums), probes)?;
         Ok(())
     }
 
@@ -112,13 +107,16 @@ impl WorkerRun {
         }
         let Some(settled) = &meeting.settled else { return Ok(gradients) };
         if meeting.missing.is_none() {
-            let all = meeting.sums.iter().map(|sum| sum.as_ref().map(|sum| settled.missing(sum)));
-            meeting.missing = Some(all.map(Option::transpose).collect::<Result<_>>()?);
+            let missing =
+                |sum: &Option<Tensor>| sum.as_ref().map(|sum| settled.missing(sum)).transpose();
+            let groups = meeting.sums.iter().map(|group| group.iter().map(missing).collect());
+            meeting.missing = Some(groups.collect::<Result<_>>()?);
         }
         let missing = meeting.missing.iter().flatten();
         for (group, missing) in gradients[0].iter_mut().zip(missing) {
-            if let (Some(gradient), Some(missing)) = (group.first_mut(), missing) {
-                *gradient = Some(settled.completed(x, gradient.as_ref(), missing)?);
+            if let (Some(gradient), [Some(weight), Some(bias)]) = (group.first_mut(), &missing[..])
+            {
+                *gradient = Some(settled.completed(x, gradient.as_ref(), [weight, bias])?);
             }
         }
         Ok(gradients)

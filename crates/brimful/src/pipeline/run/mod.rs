@@ -8,7 +8,8 @@
 //!   W   run the weight half                                                          keep nothing
 //! ```
 //!
-//! A forward that will be run again keeps its input alone. On the last stage of a step nobody waits
+//! A forward that will be run again keeps its input alone, unless the device has room for all of it: then its
+//! R has nothing to do. On the last stage of a step nobody waits
 //! for such a forward, so it is left to its recompute, and costs nothing.
 
 mod backward;
@@ -20,6 +21,7 @@ mod recompute;
 mod stage;
 mod timeline;
 mod transfer;
+mod waiting;
 mod wiring;
 
 pub(crate) use job::{End, Job, LossFn, Mode};
@@ -29,6 +31,7 @@ pub(crate) use stage::{Boundary, Stage, StagePass};
 use std::collections::VecDeque;
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
+pub(crate) use waiting::{HostLead, StepExtent, WaitingRoom};
 pub(crate) use wiring::{StageOutlet, wire};
 
 use brimful_torch::split_backward::SplitBackward;
@@ -217,6 +220,7 @@ impl WorkerRun {
         if let Some(homes) = &mut site.homes {
             homes.enter(at)?;
         }
+        site.look_for_room()?;
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),
@@ -234,7 +238,7 @@ impl WorkerRun {
         let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
-        } else if !self.job.actions.is_recomputed(action.stage, action.micro_batch) {
+        } else if self.keeps_activations(site, action) {
             let output = self.run_lent(site, at, i, input.share())?;
             Some(self.hand_on(site, at, action, output, Tensor::requires_grad)?)
         } else if self.ends_in_closure(at) {
@@ -261,6 +265,12 @@ impl WorkerRun {
         };
         self.kept[at][i] = Some(HeldMicroBatch { input, output });
         Ok(())
+    }
+
+    /// Whether what the forward computes is kept for its backward.
+    fn keeps_activations(&self, site: &Site, action: Action) -> bool {
+        !self.job.actions.is_recomputed(action.stage, action.micro_batch)
+            || site.keeps_activations()
     }
 
     /// Runs a stage, whose input must stay as it is where it is the mini-batch itself.
@@ -291,6 +301,11 @@ impl WorkerRun {
     fn recompute(&mut self, site: &mut Site, at: usize, action: Action) -> Result<()> {
         let i = action.micro_batch.index();
         let kept = self.kept[at][i].take().expect("a recompute comes after its forward");
+        if kept.output.is_some() {
+            // There was room for its activations.
+            self.kept[at][i] = Some(kept);
+            return Ok(());
+        }
         let held = match kept.input {
             HeldInput::Here(input) => input,
             HeldInput::Host(parcels) => Self::bring_back(site, &parcels)?,

@@ -78,9 +78,9 @@ impl Boundary {
 
     /// The leaves that gradients gather in: of the values, of each skip, and of what normalises.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = &[Tensor]> {
-        let probe = self.met.iter().map(|met| std::slice::from_ref(&met.probe));
+        let probes = self.met.iter().map(|met| met.probes.as_slice());
         let skips = self.skips.iter().map(Vec::as_slice);
-        std::iter::once(self.values.as_slice()).chain(skips).chain(probe)
+        std::iter::once(self.values.as_slice()).chain(skips).chain(probes)
     }
 
     /// The same tensors, not copied.

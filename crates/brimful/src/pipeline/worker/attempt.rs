@@ -10,7 +10,7 @@ use crate::bytes::Bytes;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::HostedStages;
 use crate::pipeline::run::Tensors;
-use crate::pipeline::run::{Job, Mode};
+use crate::pipeline::run::{Job, Mode, StepExtent};
 use crate::pipeline::run::{WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::schedule::ActionKind;
@@ -26,8 +26,9 @@ pub(crate) struct WorkerDone {
     pub(crate) report: Option<PartReport>,
     /// Gathered outputs, by micro-batch.
     pub(crate) outputs: Vec<Vec<Tensor>>,
-    pub(crate) peak: Option<Bytes>,
-    /// Whether layers of this library normalised micro-batches.
+    /// Of its memory, without what could have waited elsewhere.
+    pub(crate) needed: Option<Bytes>,
+    /// Whether layers of this library normalised micro-batches, each by itself.
     pub(crate) normalised: bool,
 }
 
@@ -111,6 +112,12 @@ impl Worker {
     fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
+        }
+        if let Some(waiting) = &mut self.site.waiting {
+            let samples = || job.weights.iter().map(|weight| weight.samples as u64);
+            let largest_micro_batch = samples().max().unwrap_or(0);
+            let extent = StepExtent { largest_micro_batch, mini_batch: samples().sum() };
+            waiting.begin(job.mode.trains(), extent)?;
         }
         self.site.trains = self.variables.trained().next().is_some();
         if !job.mode.trains() {
@@ -234,12 +241,17 @@ impl Worker {
 
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
         let usage = self.memory.as_ref().map(|memory| memory.usage()).transpose()?;
+        let peak = usage.map(|usage| usage.peak);
         // Of all mini-batches that wait for one commit.
-        self.peak = usage.map(|usage| usage.peak).max(self.peak.filter(|_| self.window.is_some()));
+        self.peak = peak.max(self.peak.filter(|_| self.window.is_some()));
+        let needed = match (&mut self.site.waiting, peak) {
+            (Some(waiting), Some(peak)) => Some(waiting.end(peak)),
+            _ => self.peak,
+        };
         Ok(WorkerDone {
             report: tells.at_once.then(|| self.tell(tells.others)).transpose()?,
             outputs,
-            peak: self.peak,
+            needed,
             normalised: self.tried.as_ref().is_some_and(Tried::normalises),
         })
     }

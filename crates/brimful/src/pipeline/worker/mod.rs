@@ -24,6 +24,7 @@ use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
+use crate::pipeline::run::{RestingPlace, WaitingRoom};
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, Home, Move, Span, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -44,6 +45,8 @@ pub(crate) struct Blueprint {
     /// Where each stage of the pipeline lives, and what homes are charged to.
     pub(crate) homes: Vec<Home>,
     pub(crate) host: Option<Arena>,
+    /// Whether activations are kept where there is room.
+    pub(crate) keeps_activations: bool,
     /// Of the parameters' first values.
     pub(crate) seed: u64,
     pub(crate) non_finite: NonFinite,
@@ -73,6 +76,9 @@ pub(crate) struct Site {
     pub(crate) unmanaged: Vec<Tensor>,
     /// Of stages that live on the host; none where all live here.
     pub(crate) homes: Option<HostedStages>,
+    /// Of what waits while micro-batches meet; none where its memory is not counted, or stages live on the
+    /// host, where all waits then.
+    pub(crate) waiting: Option<WaitingRoom>,
     /// The stages of which it was told that some of their backward is not split.
     told_of_whole: HashSet<StageId>,
 }
@@ -130,6 +136,18 @@ impl Blueprint {
             });
         }
         Ok((stages, HostedStages::new(hosted, memory)?))
+    }
+
+    /// Where micro-batches meet on a device whose memory is counted.
+    fn waiting_room(
+        &self,
+        stages: &[Stage],
+        homes: Option<&HostedStages>,
+    ) -> Result<Option<WaitingRoom>> {
+        let meet = homes.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
+        let memory = self.device.memory().filter(|_| meet);
+        let room = |memory| WaitingRoom::new(memory, self.host.clone(), self.keeps_activations);
+        memory.map(room).transpose()
     }
 
     /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
@@ -196,30 +214,47 @@ impl Site {
         homes.moves(list, |stage| self.place_of(StageId::at(stage)))
     }
 
-    /// Lets a parcel for a stage of this process wait on the host, where stages live there: all
+    /// The host's memory, where that is where things wait now.
+    fn resting_place(&self) -> Option<&RestingPlace> {
+        let homes = self.homes.as_ref().map(HostedStages::resting_place);
+        homes.or_else(|| self.waiting.as_ref()?.elsewhere())
+    }
+
+    /// Lets a parcel for a stage of this process wait on the host, where it has to: all
     /// micro-batches pass a stage before the first one's output is taken.
     pub(crate) fn settle(&self, parcel: StageParcel, outlet: &StageOutlet) -> Result<StageParcel> {
-        match (&self.homes, outlet) {
-            (Some(homes), StageOutlet::Near(_)) => parcel.resting(homes.resting_place()),
+        match (self.resting_place(), outlet) {
+            (Some(host), StageOutlet::Near(_)) => parcel.resting(host),
             _ => Ok(parcel),
         }
     }
 
-    /// Keeps what entered a stage until it is run again: on the host, where stages live there.
+    /// Keeps what entered a stage until it is run again: on the host, where it has to be there.
     pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
-        let Some(homes) = &self.homes else { return Ok(HeldInput::Here(input)) };
+        let Some(host) = self.resting_place() else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
             let parcel = StageParcel::values(values, self.device)?;
-            parcels.push(parcel.resting(homes.resting_place())?);
+            parcels.push(parcel.resting(host)?);
         }
         Ok(HeldInput::Host(parcels))
     }
 
     /// Waits while the device is far behind.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        self.homes.as_mut().map_or(Ok(()), HostedStages::keep_pace)
+        self.homes.as_mut().map_or(Ok(()), HostedStages::keep_pace)?;
+        self.waiting.as_mut().map_or(Ok(()), WaitingRoom::keep_pace)
+    }
+
+    /// Looks how much room the next action leaves to what waits.
+    pub(crate) fn look_for_room(&mut self) -> Result<()> {
+        self.waiting.as_mut().map_or(Ok(()), WaitingRoom::look)
+    }
+
+    /// Whether there is room for activations that would be computed again.
+    pub(crate) fn keeps_activations(&self) -> bool {
+        self.waiting.as_ref().is_some_and(WaitingRoom::keeps_activations)
     }
 
     /// Tells once of a stage that has functions of somebody's own in its graph, which run whole.
@@ -270,6 +305,7 @@ impl Worker {
         if *kind != tch::Kind::Float {
             store.set_kind(*kind);
         }
+        let waiting = blueprint.waiting_room(&stages, homes.as_ref())?;
         let site = Site {
             device: device.device,
             stages,
@@ -285,6 +321,7 @@ impl Worker {
             refuses_gradients: *non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
             homes,
+            waiting,
             told_of_whole: HashSet::new(),
         };
         Ok(Self {

@@ -1,0 +1,197 @@
+//! Where what waits for a later action waits: on the device while that has room, then on the host.
+//!
+//! Where micro-batches meet, all of them pass a stage before the first passes the next, so what waits grows
+//! with the mini-batch. The first step of a size leaves nothing on the device, and shows by its peak what the
+//! work itself takes; from then on that much is left free, and what waits may have the rest.
+
+use std::collections::VecDeque;
+
+use brimful_torch::stream::{Event, Stream};
+use tch::Device;
+
+use super::transfer::RestingPlace;
+use crate::Result;
+use crate::bytes::Bytes;
+use crate::memory::{Arena, Memory};
+
+/// How many actions the host may be ahead of the device.
+const AHEAD: usize = 3;
+
+/// When the device has come to the last few actions, so that the host is not far ahead: what they free
+/// can be used again only when they are done.
+#[derive(Debug)]
+pub(crate) struct HostLead {
+    device: Device,
+    reached: VecDeque<Event>,
+}
+
+impl HostLead {
+    pub(crate) fn new(device: Device) -> Self {
+        Self { device, reached: VecDeque::new() }
+    }
+
+    /// Waits until the device is at most a few actions behind.
+    pub(crate) fn keep(&mut self) -> Result<()> {
+        if self.device == Device::Cpu {
+            return Ok(());
+        }
+        if self.reached.len() == AHEAD
+            && let Some(earliest) = self.reached.pop_front()
+        {
+            earliest.synchronize()?;
+        }
+        self.reached.push_back(Event::after(Stream::current(self.device)?)?);
+        Ok(())
+    }
+}
+
+/// A device's memory, as a place to wait in, with the host's behind it.
+#[derive(Debug)]
+pub(crate) struct WaitingRoom {
+    memory: Memory,
+    host: RestingPlace,
+    lead: HostLead,
+    /// Whether activations wait too, and are computed again only where there is no room.
+    keeps_activations: bool,
+    known: Option<WorkNeed>,
+    /// The largest step all of which has waited here.
+    fitted: Option<StepExtent>,
+    /// The step under way.
+    step: Option<WaitingStep>,
+    space: Space,
+}
+
+/// How large a step is, in samples.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StepExtent {
+    pub(crate) largest_micro_batch: u64,
+    pub(crate) mini_batch: u64,
+}
+
+/// What the work takes with micro-batches of at most so many samples.
+#[derive(Debug, Clone, Copy)]
+struct WorkNeed {
+    samples: u64,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct WaitingStep {
+    trains: bool,
+    extent: StepExtent,
+    /// In use at its start.
+    start: u64,
+    /// What its work takes, where that is known.
+    work: Option<u64>,
+    /// Whether there was room for all at every action so far.
+    fits: bool,
+}
+
+/// How much room there is at the action under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Space {
+    None,
+    /// For what enters a stage.
+    ForInputs,
+    /// For its activations too.
+    ForAll,
+}
+
+impl WaitingRoom {
+    pub(crate) fn new(
+        memory: Memory,
+        host: Option<Arena>,
+        keeps_activations: bool,
+    ) -> Result<Self> {
+        let device = memory.device();
+        let host = RestingPlace { outward: Stream::new(device)?, arena: host };
+        Ok(Self {
+            memory,
+            host,
+            lead: HostLead::new(device),
+            keeps_activations,
+            known: None,
+            fitted: None,
+            step: None,
+            space: Space::None,
+        })
+    }
+
+    /// A step begins.
+    pub(crate) fn begin(&mut self, trains: bool, extent: StepExtent) -> Result<()> {
+        // One that did not come to its end may have lacked what was taken here.
+        if self.step.take().is_some() {
+            (self.known, self.fitted) = (None, None);
+        }
+        let known = self.known.filter(|known| extent.largest_micro_batch <= known.samples);
+        let usage = self.memory.usage()?;
+        // It does not change while a step is under way where nothing limits it, where one as large had room
+        // enough, or where nothing is known yet.
+        self.space = match (usage.limit, self.fitted) {
+            (None, _) => Space::ForAll,
+            (_, Some(fitted)) if extent.is_within(fitted) => Space::ForAll,
+            _ => Space::None,
+        };
+        let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
+        let (start, fits) = (usage.current.0, work.is_some());
+        self.step = Some(WaitingStep { trains, extent, start, work, fits });
+        Ok(())
+    }
+
+    /// Looks how much room there is, for the next action.
+    pub(crate) fn look(&mut self) -> Result<()> {
+        let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
+        else {
+            return Ok(());
+        };
+        // An eighth more, for what an allocator cannot join.
+        let left_free = work + work / 8;
+        let free = self.memory.usage()?.available.unwrap_or(Bytes(u64::MAX)).0;
+        // Activations are not more than all that the work takes.
+        self.space = match free / left_free.max(1) {
+            0 => Space::None,
+            1 => Space::ForInputs,
+            _ => Space::ForAll,
+        };
+        step.fits &= self.space == Space::ForAll;
+        Ok(())
+    }
+
+    /// Whether activations wait, so that nothing is computed again.
+    pub(crate) fn keeps_activations(&self) -> bool {
+        self.keeps_activations && self.space == Space::ForAll
+    }
+
+    /// Where parcels wait, where they cannot do so on the device.
+    pub(crate) fn elsewhere(&self) -> Option<&RestingPlace> {
+        (self.space == Space::None).then_some(&self.host)
+    }
+
+    pub(crate) fn keep_pace(&mut self) -> Result<()> {
+        if self.space == Space::None { self.lead.keep() } else { Ok(()) }
+    }
+
+    /// The step has come to its end with this peak; gives what it needs at least.
+    pub(crate) fn end(&mut self, peak: Bytes) -> Bytes {
+        let Some(WaitingStep { trains, extent, start, work, fits }) = self.step.take() else {
+            return peak;
+        };
+        if trains && fits {
+            self.fitted = Some(extent);
+        }
+        if trains && work.is_none() && self.space == Space::None {
+            let samples = extent.largest_micro_batch;
+            self.known = Some(WorkNeed { samples, bytes: peak.0.saturating_sub(start) });
+        }
+        match self.known {
+            Some(known) => peak.min(Bytes(start + known.bytes)),
+            None => peak,
+        }
+    }
+}
+
+impl StepExtent {
+    fn is_within(self, other: Self) -> bool {
+        self.largest_micro_batch <= other.largest_micro_batch && self.mini_batch <= other.mini_batch
+    }
+}

@@ -1,0 +1,115 @@
+//! What else a plain BatchNorm has, an exact one has too: averages of all batches, gradients of what
+//! enters the model, half precision.
+
+use brimful::nn::{BatchNormConfig, BatchNormPolicy};
+use brimful::{Layers, MicroBatcher, Size};
+use tch::nn::{self, ModuleT, Path};
+use tch::{Kind, Tensor};
+
+use super::exact::{
+    EXACT, Plain, assert_exact, both, input, layers, layers_of_inputs, loss, sorted,
+};
+use crate::support::pipeline_cases::builder;
+use crate::support::{Named, alone, assert_within, test_device};
+
+const DEFERRED: BatchNormConfig = BatchNormConfig { policy: BatchNormPolicy::Deferred, ..EXACT };
+
+#[test]
+fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
+    let _turn = alone();
+    let config = BatchNormConfig { momentum: None, ..EXACT };
+    let pipe = builder(layers(2, config), 1).micro_batches(Size::Fixed(2)).build();
+    let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
+    let first = plain.variables().into_iter().find(|(name, _)| name == "first.weight");
+    let (_, weight) = first.expect("the first layer");
+    let (mut means, mut variances) = (Vec::new(), Vec::new());
+    for number in 0..3 {
+        let x = input(7, 2) * f64::from(number + 1);
+        assert_exact(&mut pipe, &plain, &x, 1e-10, &format!("batch {number}"));
+        pipe.zero_grad().expect("no gradients");
+        plain.zero_grad();
+        let values = x.transpose(1, -1).matmul(&weight).flatten(0, 2).detach();
+        means.push(values.mean_dim(0, false, Kind::Double));
+        variances.push(values.var_dim(0_i64, true, false));
+    }
+    let average = |all: &[Tensor]| Tensor::stack(all, 0).mean_dim(0, false, Kind::Double);
+    let expected = vec![
+        ("norm1.num_batches_tracked".to_owned(), Tensor::from(3.0).to_device(test_device())),
+        ("norm1.running_mean".to_owned(), average(&means)),
+        ("norm1.running_var".to_owned(), average(&variances)),
+    ];
+    let named = |(name, _): &(String, Tensor)| expected.iter().any(|(other, _)| other == name);
+    let found: Named =
+        sorted(pipe.variables().expect("variables")).into_iter().filter(named).collect();
+    assert_within(&found, &expected, 1e-10, "averages");
+}
+
+/// The samples of a mini-batch as variables, found by their numbers: their gradients are those of what
+/// enters the model.
+fn layers_of_samples(config: BatchNormConfig) -> Layers {
+    let samples = |p: &Path| {
+        let samples = p.randn("samples", &[11, 3, 3, 3], 0.5, 2.0);
+        nn::func(move |numbers| samples.index_select(0, numbers))
+    };
+    Layers::new().add("input", samples).add_layers("model", layers(2, config))
+}
+
+#[test]
+fn gradients_of_what_enters_are_the_full_batchs() {
+    let _turn = alone();
+    let numbers = Tensor::arange(11, (Kind::Int64, test_device()));
+    let weights = input(11, 2);
+    for size in [1, 2, 7, 11] {
+        let pipe = builder(layers_of_samples(EXACT), 1).micro_batches(Size::Fixed(size)).build();
+        let mut pipe = pipe.expect("a pipeline");
+        let values = pipe.variables().expect("variables");
+        let plain = Plain::of(&layers_of_samples(DEFERRED), &values);
+        let mut whole = MicroBatcher::new(&plain.store, Size::Fixed(11));
+        let batch = (numbers.shallow_clone(), weights.shallow_clone());
+        let expected = whole.backward(&batch, |(x, weights): (Tensor, Tensor)| {
+            loss(&plain.model.forward_t(&x, true), &weights)
+        });
+        expected.expect("the whole mini-batch");
+        let step = pipe.backward(&numbers, &weights, |out: Tensor, weights| loss(&out, weights));
+        step.expect("a step");
+        let gradients = sorted(pipe.gradients().expect("gradients"));
+        assert!(gradients.iter().any(|(name, _)| name == "input.samples"), "of what enters");
+        assert_within(&gradients, &plain.gradients(), 1e-10, &format!("micro-batches of {size}"));
+    }
+}
+
+/// How far all gradients are from others, as a part of their length.
+fn distance(ours: &Named, theirs: &Named) -> f64 {
+    let all = |named: &Named| {
+        let flat = named.iter().map(|(_, value)| value.to_kind(Kind::Double).flatten(0, -1));
+        Tensor::cat(&flat.collect::<Vec<_>>(), 0)
+    };
+    let (ours, theirs) = (all(ours), all(theirs));
+    ((ours - &theirs).norm() / theirs.norm()).double_value(&[])
+}
+
+#[test]
+fn bf16_loses_no_more_than_in_the_plain_layer() {
+    let _turn = alone();
+    tch::manual_seed(5);
+    // Around 10,000 neighbouring numbers are 64 apart: a deviation of 1 makes channels constant.
+    for (mean, spread) in [(0.0, 1.0), (1e4, 64.0), (1e4, 1.0)] {
+        let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::BFloat16);
+        let mut pipe = pipe.micro_batches(Size::Fixed(4)).build().expect("a pipeline");
+        let values = pipe.variables().expect("variables");
+        let wide = values.iter().map(|(name, value)| (name.clone(), value.to_kind(Kind::Double)));
+        let reference = Plain::of(&layers_of_inputs(DEFERRED), &wide.collect());
+        let plain = Plain::of(&layers_of_inputs(DEFERRED), &values);
+        let x = (input(32, 2) * spread + mean).to_kind(Kind::BFloat16);
+        reference.backward(&x.to_kind(Kind::Double));
+        plain.backward(&x);
+        pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
+        let theirs = distance(&plain.gradients(), &reference.gradients());
+        let ours = distance(&sorted(pipe.gradients().expect("gradients")), &reference.gradients());
+        let least = 1e-6;
+        assert!(
+            ours <= 1.1 * theirs.max(least),
+            "around {mean} ± {spread}: off by {ours}, the plain layer by {theirs}"
+        );
+    }
+}

@@ -1,0 +1,99 @@
+//! What waits where micro-batches meet stays on the device while it fits there, then waits on the host.
+
+use brimful::memory::Arena;
+use brimful::schedule::Recompute;
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, Size};
+use tch::{Kind, Tensor};
+
+use super::exact::{EXACT, mix, norm};
+use crate::support::{Named, alone, assert_within, numbers};
+
+const SIZE: usize = 4;
+
+/// A device and a host of accounts of their own, and a pipeline that computes on the one.
+struct Site {
+    device: Arena,
+    host: Arena,
+    pipe: Pipeline,
+}
+
+impl Site {
+    fn new(recompute: Recompute) -> Self {
+        let layers = (0..4).fold(Layers::new().add("in", mix(3)), |layers, number| {
+            layers
+                .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
+                .add_fn(format!("tanh{number}"), |x| x.tanh())
+        });
+        let (device, host) = (Arena::new("device"), Arena::new("host"));
+        let spec = DeviceSpec::cpu().threads(1).arena(device.clone());
+        let pipe = Pipeline::builder(layers).devices([spec]).host(host.clone()).kind(Kind::Double);
+        let pipe = pipe.recompute(recompute).micro_batches(Size::Fixed(SIZE));
+        tch::manual_seed(3);
+        Self { pipe: pipe.build().expect("a pipeline"), device, host }
+    }
+
+    /// Three steps, in each of which something is made of what was learnt in the one before; gives the
+    /// most that the device and the host had in the last.
+    fn steps(&mut self, samples: i64) -> (u64, u64) {
+        let x = numbers(&[samples, 3, 16, 16], 7);
+        for _ in 0..3 {
+            self.device.reset_peak();
+            self.host.reset_peak();
+            let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+            self.pipe.zero_grad().expect("no gradients");
+            self.pipe.backward(&x, &x, square).expect("a step");
+        }
+        (self.device.peak(), self.host.peak())
+    }
+
+    fn results(&self) -> Named {
+        let gradients = self.pipe.gradients().expect("gradients").into_iter();
+        let gradients = gradients.map(|(name, value)| (format!("gradient of {name}"), value));
+        gradients.chain(self.pipe.variables().expect("variables")).collect()
+    }
+}
+
+#[test]
+fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
+    let _turn = alone();
+    for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
+        let (few, _) = Site::new(recompute).steps(4 * SIZE as i64);
+        let mut free = Site::new(recompute);
+        let (all, _) = free.steps(64 * SIZE as i64);
+        let limit = few + few / 4;
+        assert!(all > 3 * limit, "{recompute}: {all} bytes with no limit, {few} for few samples");
+        let mut limited = Site::new(recompute);
+        limited.device.set_limit(Some(limit)).expect("a limit");
+        let (most, on_host) = limited.steps(64 * SIZE as i64);
+        assert!(most <= limit && on_host > 0, "{recompute}: {most} bytes here, {on_host} there");
+        // It is used: half of what there is beside the model and its work, at least.
+        assert!(2 * most > limit, "{recompute}: {most} bytes of {limit}");
+        assert_within(&limited.results(), &free.results(), 1e-12, &format!("{recompute}"));
+    }
+}
+
+#[test]
+fn what_fits_stays_on_the_device() {
+    let _turn = alone();
+    let mut free = Site::new(Recompute::Never);
+    let (all, _) = free.steps(16 * SIZE as i64);
+    let mut site = Site::new(Recompute::Never);
+    site.device.set_limit(Some(4 * all)).expect("a limit");
+    let (most, on_host) = site.steps(16 * SIZE as i64);
+    assert_eq!(on_host, 0, "{most} bytes on the device");
+    assert_within(&site.results(), &free.results(), 1e-12, "the same");
+    // Nothing was computed again, so as much is kept as without a limit.
+    assert!(most >= all, "{most} bytes with much room, {all} with no limit");
+}
+
+#[test]
+fn larger_micro_batches_are_learnt_of_anew() {
+    let _turn = alone();
+    let mut site = Site::new(Recompute::Never);
+    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    site.device.set_limit(Some(2 * few)).expect("a limit");
+    site.steps(64 * SIZE as i64);
+    site.pipe.set_size(Size::Fixed(2 * SIZE));
+    let (most, on_host) = site.steps(64 * SIZE as i64);
+    assert!(most <= 2 * few && on_host > 0, "{most} bytes here, {on_host} there");
+}
