@@ -44,7 +44,7 @@ impl Runner {
             Request::new(profile, vec![plan::PlanDevice::default(); stages], work.batch);
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
-        request.recompute = vec![choice.recompute];
+        request.recompute = Some(choice.recompute);
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::PlannedStep::new(&request, &row)?;
         let devices = devices.iter().map(|device| DeviceSpec::from(*device).threads(1));

@@ -56,10 +56,11 @@ use tch::Device;
 pub use build::{BalanceBy, Builder, Homes};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
+pub use home::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageId};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, Workers};
 use crate::{Layers, Result};
@@ -85,8 +86,11 @@ pub struct Pipeline {
     /// What automatic lists are made from.
     recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
-    /// Where each stage lives.
-    homes: Vec<Home>,
+    /// The same of each stage, where a plan says it.
+    recompute_each: Vec<Recompute>,
+    /// Where each stage lives, and how many of those on the host a device has room for at one time.
+    homes: Vec<StageHome>,
+    slots: usize,
     /// The lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
     /// The forward that waits for its backward.
@@ -161,9 +165,10 @@ impl Pipeline {
     /// What a stage computes again; one that lives on the host at least this much: graphs look at weights
     /// that leave between forward and backward.
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
-        match self.homes.get(stage.index()) {
-            Some(Home::Host) if self.recompute != Recompute::Always => least,
-            _ => self.recompute,
+        let mode = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
+        match self.homes.get(stage.index()).map(|home| home.weights) {
+            Some(Home::Host) if mode != Recompute::Always => least,
+            _ => mode,
         }
     }
 
