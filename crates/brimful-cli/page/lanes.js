@@ -94,7 +94,7 @@ class LanePainter {
     context.beginPath();
     context.rect(layout.left, 0, layout.right - layout.left, layout.height - AXIS);
     context.clip();
-    step.lanes.forEach((lane, d) => this.lane(lane, d));
+    step.rows.forEach((lane, d) => this.lane(lane, d));
     context.restore();
     this.names();
     this.axis();
@@ -170,7 +170,7 @@ class LanePainter {
     context.fill();
     const size = Math.min(12, height - 1);
     if (size < 9 || width < 10) return;
-    const text = String(lane.microBatches[i]);
+    const text = lane.label(i);
     context.font = `${size}px ${theme.font}`;
     const shown = Math.min(to, this.layout.right) - Math.max(from, this.layout.left);
     if (context.measureText(text).width + 3 > Math.min(width, shown)) return;
@@ -181,18 +181,18 @@ class LanePainter {
     context.fillText(text, middle, y + height / 2 + 0.5);
   }
 
-  /** The devices' names: of many, as many as there is room for. */
+  /** The names of devices and of the ways of their buses: of many, as many as there is room for. */
   names() {
     const { context, layout, step, theme } = this;
     const every = Math.ceil(15 / layout.pitch);
-    const word = step.stages === step.lanes.length ? "stage" : "device";
     context.font = `${LABEL_FONT} ${theme.font}`;
     context.fillStyle = theme.text;
     context.textAlign = "left";
     context.textBaseline = "middle";
-    for (let d = 0; d < step.lanes.length; d += every) {
+    for (let d = 0; d < step.rows.length; d += every) {
       const y = d * layout.pitch + (layout.pitch - layout.gap) / 2 + 0.5;
-      context.fillText(layout.isNarrow ? String(d) : `${word} ${d}`, 2, Math.max(y, 7));
+      const { title, short, isBus } = step.rows[d];
+      context.fillText(layout.isNarrow ? short : title, isBus && !layout.isNarrow ? 12 : 2, Math.max(y, 7));
     }
   }
 

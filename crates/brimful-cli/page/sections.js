@@ -63,7 +63,7 @@ function fillChoices(container, titles, choose) {
 
 function fillLegend(compared) {
   const steps = [compared.measured, compared.simulated].filter(Boolean);
-  const occurs = (kind) => steps.some((step) => step.lanes.some((lane) => lane.kinds.includes(kind)));
+  const occurs = (kind) => steps.some((step) => step.rows.some((lane) => lane.kinds.includes(kind)));
   const entries = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color }) =>
     element("li", {}, element("span", { class: "swatch", style: `background: var(${color})` }), name));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
@@ -78,7 +78,8 @@ function fillIdle({ measured, simulated }, devices) {
   const said = steps.map(([word, step]) => `${percent(step.bubble)} ${word}`).join(", ");
   byId("idle-summary").textContent = `The bubble is idle time over all time of all devices: ${said}.`
     + (measured && simulated ? " Simulated is the same schedule with each kind of action as long as"
-      + " it took here on average, and transfers that take no time." : "");
+      + " it took here on average, and transfers that take no time." : "")
+    + steps.map(([word, step]) => waitedForBus(word, step)).join("");
   const head = ["device", "stages",
     ...steps.flatMap(([word]) => [`busy, ${word}`, `idle, ${word}`]), "peak", "limit"];
   const isWide = (column) => column === 1 || head[column].startsWith("busy") || column >= head.length - 2;
@@ -100,6 +101,17 @@ function fillIdle({ measured, simulated }, devices) {
     element("thead", {}, element("tr", {},
       ...head.map((word, column) => cell("th", column, word, { scope: "col" })))),
     element("tbody", {}, ...rows));
+}
+
+/** How long compute waited for what came over the bus. */
+function waitedForBus(word, step) {
+  if (!step.lanes.some((lane) => lane.inward)) return "";
+  const waits = step.lanes.flatMap((lane) => Array.from({ length: lane.count }, (_, i) => lane.awaited(i)));
+  const all = waits.filter(Boolean);
+  const sum = all.reduce((sum, wait) => sum + wait.time, 0);
+  const longest = all.sort((a, b) => b.time - a.time)[0];
+  const most = longest ? `, longest for ${longest.name} (${time(longest.time, step.unit, 3)})` : "";
+  return ` Compute waited for the bus ${time(sum, step.unit, 3)}, ${word}${most}.`;
 }
 
 function idleCells(step, lane) {

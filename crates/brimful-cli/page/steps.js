@@ -1,52 +1,100 @@
 // The columns of a run file as typed arrays: when each action of a device began and ended.
 
-/** The kinds of actions by their letters, in the order of a micro-batch's life. */
+/** The kinds of actions by their letters, in the order of a micro-batch's life; then those of moves. */
 const KINDS = [
   { letter: "F", name: "forward", color: "--forward" },
   { letter: "R", name: "recompute", color: "--recompute" },
   { letter: "B", name: "backward", color: "--backward" },
   { letter: "I", name: "input gradient", color: "--input-gradient" },
   { letter: "W", name: "weight gradient", color: "--weight-gradient" },
+  { letter: "f", name: "weights to the device", color: "--fetch" },
+  { letter: "h", name: "gradients home", color: "--gradients-home" },
+  { letter: "o", name: "boundary out", color: "--boundary" },
+  { letter: "i", name: "boundary in", color: "--boundary" },
+  { letter: "u", name: "boundary's gradient out", color: "--boundary-gradient" },
+  { letter: "d", name: "boundary's gradient in", color: "--boundary-gradient" },
 ];
 /** By the letters' codes. */
 const KIND_OF_LETTER = new Uint8Array(128);
 KINDS.forEach(({ letter }, index) => { KIND_OF_LETTER[letter.charCodeAt(0)] = index; });
 
-/** A step of the run file, ready to be drawn. */
+/** A step of the run file, ready to be drawn: a lane for each device, and a row for each lane and each way
+ * of its bus. */
 function decoded(timeline) {
-  return { ...timeline, lanes: timeline.lanes.map((lane) => decodedLane(lane, timeline)) };
+  const lanes = timeline.lanes.map((lane) => decodedLane(lane, timeline));
+  const word = timeline.stages === lanes.length ? "stage" : "device";
+  const rows = lanes.flatMap((lane, d) => {
+    lane.title = `${word} ${d}`;
+    lane.short = String(d);
+    const ways = [["in", "↓", lane.inward], ["out", "↑", lane.outward]];
+    return [lane, ...ways.filter(([, , way]) => way).map(([title, short, way]) => ({ ...way, title, short }))];
+  });
+  return { ...timeline, lanes, rows };
+}
+
+/** When each entry of these columns began and ended. */
+function decodedTimes({ kinds, waits, times }, resolution) {
+  const count = kinds.length;
+  const decodedKinds = new Uint8Array(count);
+  const [starts, ends] = [new Float64Array(count), new Float64Array(count)];
+  let now = 0;
+  for (let i = 0; i < count; i++) {
+    now += waits[i];
+    starts[i] = now * resolution;
+    now += times[i];
+    ends[i] = now * resolution;
+    decodedKinds[i] = KIND_OF_LETTER[kinds.charCodeAt(i)];
+  }
+  return { count, starts, ends, kinds: decodedKinds };
 }
 
 function decodedLane(lane, { resolution, lanes }) {
-  const count = lane.kinds.length;
-  const starts = new Float64Array(count);
-  const ends = new Float64Array(count);
-  const kinds = new Uint8Array(count);
-  let now = 0;
-  for (let i = 0; i < count; i++) {
-    now += lane.waits[i];
-    starts[i] = now * resolution;
-    now += lane.times[i];
-    ends[i] = now * resolution;
-    kinds[i] = KIND_OF_LETTER[lane.kinds.charCodeAt(i)];
-  }
   const stage = (i) => lane.stages[lane.stages.length === 1 ? 0 : i];
-  return {
+  const inward = decodedWay(lane.inward, resolution);
+  const decoded = {
+    ...decodedTimes(lane, resolution),
     busy: lane.busy,
     idle: lane.idle,
     peakBytes: lane.peak_bytes,
     bytes: lane.bytes,
     microBatches: lane.micro_batches,
-    count,
-    starts,
-    ends,
     stage,
-    kinds,
+    inward,
+    outward: decodedWay(lane.outward, resolution),
+    label: (i) => String(lane.micro_batches[i]),
     /** Those that it holds. */
     stages: [...new Set(lane.stages)].sort((a, b) => a - b),
     /** Which of the device's stages it is, in the order of the model. */
     turn: (i) => Math.floor(stage(i) / lanes.length),
   };
+  decoded.awaited = (i) => awaited(decoded, inward, i, resolution);
+  return decoded;
+}
+
+/** One way of a device's bus; none where nothing crosses it. */
+function decodedWay(way, resolution) {
+  if (!way) return null;
+  const boundary = (i) => (way.micro_batches[i] === null ? "" : `.${way.micro_batches[i]}`);
+  return {
+    ...decodedTimes(way, resolution),
+    bytes: [],
+    microBatches: way.micro_batches,
+    stage: (i) => way.stages[i],
+    label: (i) => `${way.stages[i]}${boundary(i)}`,
+    turn: () => 0,
+    awaited: () => null,
+    isBus: true,
+  };
+}
+
+/** The move that an action waited for: the one at whose end it began. */
+function awaited(lane, inward, i, resolution) {
+  const before = i > 0 ? lane.ends[i - 1] : 0;
+  const start = lane.starts[i];
+  if (!inward || start - before < 1.5 * resolution) return null;
+  const move = firstAfter(inward, start - 1.5 * resolution);
+  const isIt = move < inward.count && Math.abs(inward.ends[move] - start) < 1.5 * resolution;
+  return isIt ? { name: `${KINDS[inward.kinds[move]].name} ${inward.label(move)}`, time: start - before } : null;
 }
 
 /** The first action that ends after this time. */
@@ -70,5 +118,6 @@ function actionAt(lane, time, slack) {
 
 /** `2F0` is stage 2, forward, micro-batch 0. */
 function actionName(lane, i) {
+  if (lane.isBus) return `${lane.title} ${lane.label(i)}`;
   return `${lane.stage(i)}${KINDS[lane.kinds[i]].letter}${lane.microBatches[i]}`;
 }

@@ -102,7 +102,7 @@ class Panel {
   }
 
   resize(width) {
-    this.layout = laneLayout(this.step.lanes.length, width);
+    this.layout = laneLayout(this.step.rows.length, width);
     this.painter = new LanePainter(this.canvas, this.step, this.timeline.theme, this.layout);
     for (const overlay of [this.cursor, this.range]) {
       overlay.style.height = `${this.layout.height - AXIS}px`;
@@ -132,7 +132,7 @@ class Panel {
   /** The action under a point of the canvas. */
   hit(x, y) {
     const { left, right, pitch } = this.layout;
-    const lane = this.step.lanes[Math.floor(y / pitch)];
+    const lane = this.step.rows[Math.floor(y / pitch)];
     if (!lane || x < left || x > right) return null;
     const slack = this.timeAt(2) - this.timeAt(0);
     const i = actionAt(lane, this.timeAt(x), slack);
@@ -150,7 +150,7 @@ class Panel {
     this.selected = found;
     this.placeMark();
     if (!found) return hideTooltip();
-    const lane = this.step.lanes[found.d];
+    const lane = this.step.rows[found.d];
     if (speak) byId("selected").textContent = `${this.title}: ${spoken(this.step, lane, found.i)}`;
     const box = this.mark.getBoundingClientRect();
     showTooltip(actionFigures(this.step, lane, found.i), box);
@@ -159,7 +159,7 @@ class Panel {
   placeMark() {
     this.mark.hidden = !this.isSelectedInView();
     if (this.mark.hidden) return;
-    const lane = this.step.lanes[this.selected.d];
+    const lane = this.step.rows[this.selected.d];
     const { left, right, pitch, gap } = this.layout;
     const clamp = (x) => Math.min(Math.max(x, left), right);
     const [from, to] = [lane.starts, lane.ends].map((times) => clamp(this.xAt(times[this.selected.i])));
@@ -174,7 +174,7 @@ class Panel {
   isSelectedInView() {
     if (!this.selected) return false;
     const { d, i } = this.selected;
-    const { starts, ends } = this.step.lanes[d];
+    const { starts, ends } = this.step.rows[d];
     return ends[i] >= this.timeline.view.from && starts[i] <= this.timeline.view.to;
   }
 
@@ -182,13 +182,13 @@ class Panel {
   middle() {
     const { from, to } = this.timeline.view;
     if (!this.isSelectedInView()) return (from + to) / 2;
-    const { starts, ends } = this.step.lanes[this.selected.d];
+    const { starts, ends } = this.step.rows[this.selected.d];
     return (starts[this.selected.i] + ends[this.selected.i]) / 2;
   }
 
   /** Goes from the selected action to a neighbour, and follows it. */
   goTo(across, down) {
-    const { lanes } = this.step;
+    const { rows: lanes } = this.step;
     const { view } = this.timeline;
     let { d, i } = this.selected ?? { d: 0, i: firstAfter(lanes[0], view.from) - across };
     if (down !== 0) {
@@ -211,13 +211,16 @@ class Panel {
 function actionFigures(step, lane, i) {
   const kind = KINDS[lane.kinds[i]];
   const before = i > 0 ? lane.ends[i - 1] : 0;
-  const figures = [
-    ["stage", String(lane.stage(i))],
-    ["micro-batch", String(lane.microBatches[i])],
+  const microBatch = lane.microBatches[i];
+  const figures = [["stage", String(lane.stage(i))]];
+  if (microBatch !== null) figures.push(["micro-batch", String(microBatch)]);
+  figures.push(
     ["took", time(lane.ends[i] - lane.starts[i], step.unit)],
     ["began at", time(lane.starts[i], step.unit, 5)],
     ["idle before", time(lane.starts[i] - before, step.unit)],
-  ];
+  );
+  const move = lane.awaited(i);
+  if (move) figures.push(["waited for", move.name]);
   if (lane.bytes.length > 0) figures.push(["in use", bytes(lane.bytes[i])]);
   return { name: actionName(lane, i), kind: kind.name, color: `var(${kind.color})`, figures };
 }

@@ -24,6 +24,7 @@ mod interrupt;
 mod log;
 #[doc(hidden)]
 pub mod log_files;
+mod measured;
 mod named;
 mod nearest;
 #[doc(hidden)]

@@ -58,19 +58,45 @@ fn a_run_goes_on_at_home_and_back_on_the_device() {
     train("3", Some("home"), "back", &[]);
 }
 
+/// The mlp's first layer has most of its parameters: within the limit, one of the others stays.
 #[test]
-fn auto_goes_to_the_host_where_the_device_has_no_room_and_says_where_it_is() {
+fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let run = |limit: &str| {
         let mut run = brimful();
         run.args(["train", "--device", "cpu", "--epochs", "1", "--micro-batches", "4"]);
         run.args(["--offload", "auto", "--memory-limit", limit]);
         run.assert().success()
     };
-    let at_home = predicate::str::contains(
-        "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, at home on the host",
+    let stages = "in 3 stages of [3, 2, 1] layers on cpu, breadth-first-3, ";
+    let why = predicate::str::is_match(
+        "breadth-first-3, [12] of 3 stages at home on the host \\(.*\\), [1-3] computed again: all on the device \
+         would take .* of its 2.48 MiB",
     );
-    run(LIMIT).stdout(at_home);
+    run(LIMIT).stdout(predicate::str::contains(stages).and(why.expect("a pattern")));
     run("32MB").stdout(predicate::str::contains("at home").not());
+}
+
+#[test]
+fn what_is_partly_at_home_learns_what_it_learns_elsewhere() {
+    let train = ["train", "--device", "cpu", "--epochs", "2", "--json", "--micro-batches", "4"];
+    let with_room = lines(&[&train[..], &["--stages", "1"]].concat());
+    let planned = ["--offload", "auto", "--memory-limit", LIMIT];
+    let partly = lines(&[&train[..], &planned].concat());
+    for (partly, device) in partly.iter().zip(&with_room) {
+        let [home, device] = [partly, device].map(|line| line["loss"].as_f64().expect("a loss"));
+        assert!((home - device).abs() < 1e-4, "{home} and {device}");
+        assert!(partly["peak_bytes"].as_u64() <= Some(2_600_000), "{partly}");
+    }
+}
+
+#[test]
+fn a_model_that_fits_is_trained_as_without_the_flag() {
+    let train = ["train", "--device", "cpu", "--epochs", "1", "--json", "--memory-limit", "32MB"];
+    let losses = |more: &[&str]| -> Vec<Value> {
+        let told = lines(&[&train[..], &["--micro-batch", "32"], more].concat());
+        told.iter().map(|line| line["loss"].clone()).collect()
+    };
+    assert_eq!(losses(&["--offload", "auto"]), losses(&["--offload", "none"]));
 }
 
 #[test]

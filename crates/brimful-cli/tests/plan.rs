@@ -53,6 +53,32 @@ fn plans_a_profile() {
     assert!(rows.len() > 100, "every alternative is there");
 }
 
+/// Weights with Adam's state take more than the card has: what each stage keeps is said, in words and JSON.
+#[test]
+fn what_does_not_fit_on_the_card_lives_on_the_host() {
+    let card = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
+                --micro-batches 8 --memory-limit 300MiB";
+    assert!(!plan(card).status.success(), "without a host nothing fits");
+    let hosted = format!("{card} --host-memory 4GiB --bus 2GB,1GB");
+    let shown = answer(&hosted);
+    assert!(shown.contains("on the host") && shown.contains("weights live on the host"), "{shown}");
+    let json: serde_json::Value =
+        serde_json::from_str(&answer(&format!("{hosted} --json"))).unwrap();
+    let best = &json["rows"][0];
+    assert_eq!(best["fits"], true);
+    assert!(best["host_bytes"].as_u64() > Some(0), "{best}");
+    let stages = best["stages"].as_array().unwrap();
+    assert_eq!(stages.len(), best["balance"].as_array().unwrap().len());
+    let homes: Vec<_> = stages.iter().map(|stage| stage["weights"].as_str().unwrap()).collect();
+    assert!(homes.contains(&"host") && homes.contains(&"device"), "{homes:?}");
+    for stage in stages {
+        assert!(stage["layers"].as_array().is_some_and(|layers| !layers.is_empty()), "{stage}");
+        assert!(stage["recompute"].is_string() && stage["boundaries"].is_string(), "{stage}");
+    }
+    insta::assert_snapshot!(refusal(&format!("{card} --host-memory 4GiB")), @"brimful: --host-memory needs --bus beside a --profile, which does not tell it");
+    insta::assert_snapshot!(refusal(&format!("{card} --bus 0B")), @"brimful: --bus has a rate above 0 to the device, and one back where that differs");
+}
+
 #[test]
 fn plans_a_model_that_it_measures() {
     for (model, layers) in [("mlp", 6), ("gpt", 9)] {

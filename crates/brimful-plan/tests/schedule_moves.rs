@@ -51,9 +51,15 @@ fn boundaries_leave_and_come_back_one_ahead() {
     let homes = [StageHome { boundaries: Home::Host, ..StageHome::DEVICE }; 2];
     let moves = Moves::new(&actions, &homes, 2).unwrap();
     insta::assert_snapshot!(told(&actions.lists()[0], moves.of(0)));
-    // Of what is kept, the activations hold the input: it cannot go.
+    // Of what is kept, the activations hold the input: it comes once, and the model's own never leaves.
     let kept = breadth_first(2, 3, Recompute::Never);
-    assert!(Moves::new(&kept, &homes, 2).unwrap().is_empty());
+    let moves = Moves::new(&kept, &homes, 2).unwrap();
+    let crossed = |kind| -> Vec<_> { of_kind(moves.of(0), kind).map(|one| one.stage.0).collect() };
+    for kind in
+        [MoveKind::BoundaryOut, MoveKind::BoundaryIn, MoveKind::GradientOut, MoveKind::GradientIn]
+    {
+        assert_eq!(crossed(kind), [1, 1, 1], "{kind:?}");
+    }
 }
 
 #[test]
@@ -117,8 +123,12 @@ fn broken_rules_are_named() {
     assert!(matches!(remove(MoveKind::Fetch), MoveRule::NotFetched(action) if action.stage.0 == 0));
     assert!(matches!(remove(MoveKind::Release), MoveRule::SlotsFull { slots: 2, .. }));
     assert!(matches!(remove(MoveKind::GradientsHome), MoveRule::GradientsKept(StageId(2))));
-    assert!(matches!(remove(MoveKind::BoundaryOut), MoveRule::NoBoundary(_)));
-    assert!(matches!(remove(MoveKind::BoundaryIn), MoveRule::BoundaryAway(_)));
+    for kind in [MoveKind::BoundaryOut, MoveKind::GradientOut] {
+        assert!(matches!(remove(kind), MoveRule::NothingToMove(_)), "{kind:?}");
+    }
+    for kind in [MoveKind::BoundaryIn, MoveKind::GradientIn] {
+        assert!(matches!(remove(kind), MoveRule::BoundaryAway(_)), "{kind:?}");
+    }
     let twice = |kind| change(&|moves| moves.insert(first(kind), good[first(kind)]));
     assert!(matches!(twice(MoveKind::Fetch), MoveRule::FetchedTwice(_)));
     assert!(matches!(twice(MoveKind::Release), MoveRule::NothingToRelease(_)));

@@ -80,17 +80,19 @@ fn slots_take_the_place_of_resident_weights() {
 
 #[test]
 fn boundaries_on_the_host_free_the_device() {
-    let peak = |boundaries: Home, stages: usize| {
-        let actions = breadth_first(stages, 4, Recompute::Always);
+    let peak_of = |boundaries: Home, stages: usize, m: usize| {
+        let actions = breadth_first(stages, m, Recompute::Always);
         let homes = vec![StageHome { boundaries, ..StageHome::HOST }; stages];
         let moves = Moves::new(&actions, &homes, 2).unwrap();
         let mut costs = costs(stages, f64::INFINITY);
         costs.stages.iter_mut().for_each(|stage| stage.output_bytes = 1_000);
         simulate_moves(&actions, &moves, &costs).unwrap().devices()[0].peak_bytes
     };
+    let peak = |boundaries, stages| peak_of(boundaries, stages, 4);
     // Two slots, gradients, and the boundaries: all of them, or those of the stages at work.
     assert!(peak(Home::Device, 8) > 7 * 4 * 1_000);
     assert_eq!(peak(Home::Host, 8), peak(Home::Host, 16));
+    assert_eq!(peak_of(Home::Host, 8, 4), peak_of(Home::Host, 8, 16));
     assert!(peak(Home::Host, 8) < 10_000);
 }
 

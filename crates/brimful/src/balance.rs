@@ -16,4 +16,5 @@ pub use crate::measure::{measure, measure_watched};
 #[doc(inline)]
 pub use brimful_plan::balance::{
     Balance, BalanceError, LayerCost, Load, Profile, Slot, by_bytes, by_time, by_time_within,
+    finest,
 };

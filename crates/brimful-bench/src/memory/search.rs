@@ -110,7 +110,7 @@ impl LargestSearch {
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         if experiment.is_naive {
-            (request.micro_batches, request.recompute) = (vec![1], vec![Recompute::Never]);
+            (request.micro_batches, request.recompute) = (vec![1], Some(Recompute::Never));
         } else {
             request.micro_batches = vec![work.batch];
         }

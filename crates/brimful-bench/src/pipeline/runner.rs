@@ -44,7 +44,7 @@ impl Runner {
             Request::new(profile, vec![plan::PlanDevice::default(); stages], work.batch);
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
-        request.recompute = vec![choice.recompute];
+        request.recompute = Some(choice.recompute);
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::PlannedStep::new(&request, &row)?;
         let devices = devices.iter().map(|device| DeviceSpec::from(*device).threads(1));
@@ -98,7 +98,7 @@ impl Runner {
 
     /// The speed-up that the stages' measured times promise.
     pub(super) fn simulated(&self) -> f64 {
-        let plan::PlannedStep { actions, costs, simulation } = &self.planned;
+        let plan::PlannedStep { actions, costs, simulation, .. } = &self.planned;
         let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();
         once * actions.micro_batches() as f64 / simulation.makespan()
     }

@@ -24,3 +24,11 @@ pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
     }
     Ok(memory)
 }
+
+/// How much of the device's memory there is for a model; none where nothing limits it.
+pub fn room(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
+    match device {
+        Device::Cpu => Ok(limit),
+        accelerator => Ok(within(Memory::of(accelerator)?, limit)?.usage()?.available),
+    }
+}

@@ -41,6 +41,34 @@ fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
     assert_calm(&browser);
 }
 
+#[test]
+fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
+    let Some(mut browser) = Browser::start("bus") else { return };
+    let hosted = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
+                  --micro-batches 8 --memory-limit 300MiB --host-memory 4GiB --bus 200MB";
+    let page = plan("bus.html", hosted);
+    browser.before_pages(KEEP_LABELS);
+    for look in [WIDE, PHONE] {
+        browser.open(&page, look);
+        let rows = browser.evaluate(
+            "window.labels.filter((l) => ['in', 'out', '↓', '↑'].includes(l.text)).length",
+        );
+        assert_eq!(rows, 2, "a lane each way");
+        assert_eq!(browser.evaluate(OVERLAPS), json!([]));
+        let summary = browser.text("document.getElementById('idle-summary').textContent");
+        assert!(summary.contains("Compute waited for the bus"), "{summary}");
+        let legend = browser.text("document.getElementById('legend').textContent");
+        assert!(legend.contains("weights to the device"), "{legend}");
+    }
+    // The first fetch is there before the first forward, which waits for it.
+    browser.open(&page, WIDE);
+    let at = point(&mut browser, 1.0, 1e-6);
+    browser.mouse("mouseMoved", at, json!({}));
+    let shown = tooltip(&mut browser);
+    assert!(shown.contains("weights to the device"), "{shown}");
+    assert_calm(&browser);
+}
+
 /// Pairs of words of one chart that lie on each other.
 fn overlapping_texts(browser: &mut Browser) -> Value {
     browser.evaluate(

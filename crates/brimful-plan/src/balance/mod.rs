@@ -18,6 +18,7 @@
 
 mod bands;
 mod error;
+mod finest;
 mod partition;
 mod problem;
 mod profile;
@@ -25,6 +26,7 @@ mod sizes;
 mod transfer;
 
 pub use error::BalanceError;
+pub use finest::finest;
 use problem::{BalanceGoal, PartitionProblem};
 pub use problem::{Load, Slot};
 pub use profile::{LayerCost, Profile};

@@ -13,7 +13,7 @@ pub struct PlanChoice {
     pub schedule: Schedule,
     /// The number of micro-batches.
     pub micro_batches: usize,
-    /// What is recomputed.
+    /// What is recomputed, at the most: a [row](super::PlanRow::stages) says it of each stage.
     pub recompute: Recompute,
 }
 

@@ -1,5 +1,5 @@
-//! Chooses balance, schedule, number of micro-batches and recompute for the shortest step that
-//! fits.
+//! Chooses balance, schedule, number of micro-batches, and what each stage keeps or computes again, for
+//! the shortest step that fits.
 //!
 //! ```
 //! # use brimful_plan as brimful;
@@ -20,6 +20,9 @@
 mod choice;
 mod error;
 pub mod homes;
+mod kept;
+mod knapsack;
+mod planned_stage;
 mod request;
 mod row;
 mod search;
@@ -31,10 +34,10 @@ use serde::Serialize;
 
 pub use choice::PlanChoice;
 pub use error::{Misfit, PlanError, Reason, Refusal};
+pub use planned_stage::PlannedStage;
 pub use request::{PlanDevice, Request};
 pub use row::{PlanRow, misfits};
 pub use step::PlannedStep;
-pub use with_homes::RowHomes;
 
 /// The planner's answer.
 #[derive(Debug, Clone, PartialEq, Serialize)]

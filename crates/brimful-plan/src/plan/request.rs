@@ -45,13 +45,13 @@ pub struct Request<'a> {
     pub schedules: Vec<Schedule>,
     /// The numbers of micro-batches to choose from.
     pub micro_batches: Vec<usize>,
-    /// The recompute modes to choose from.
-    pub recompute: Vec<Recompute>,
+    /// What every stage computes again; `None` chooses for each stage whether it keeps its activations.
+    pub recompute: Option<Recompute>,
 }
 
 impl<'a> Request<'a> {
-    /// Everything to choose from: all schedules, all recompute modes, and twelve numbers of
-    /// micro-batches.
+    /// Everything to choose from: all schedules, twelve numbers of micro-batches, and what each stage
+    /// keeps.
     #[must_use]
     pub fn new(profile: &'a Profile, devices: Vec<PlanDevice>, samples: usize) -> Self {
         Self {
@@ -65,17 +65,17 @@ impl<'a> Request<'a> {
             home_update: 0.0,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
-            recompute: Recompute::ALL.to_vec(),
+            recompute: None,
         }
     }
 
     /// Every combination of what there is to choose from.
     pub(super) fn choices(&self) -> impl Iterator<Item = PlanChoice> {
-        let pairs =
-            self.schedules.iter().flat_map(|s| self.micro_batches.iter().map(move |m| (s, m)));
-        pairs.flat_map(|(&schedule, &micro_batches)| {
-            let choice = move |&recompute| PlanChoice { schedule, micro_batches, recompute };
-            self.recompute.iter().map(choice)
+        // What is not computed again is the fastest: more is only where that does not fit.
+        let recompute = self.recompute.unwrap_or(Recompute::Never);
+        self.schedules.iter().flat_map(move |&schedule| {
+            let choice = move |&micro_batches| PlanChoice { schedule, micro_batches, recompute };
+            self.micro_batches.iter().map(choice)
         })
     }
 
@@ -86,7 +86,6 @@ impl<'a> Request<'a> {
             ("samples", self.samples == 0),
             ("schedules", self.schedules.is_empty()),
             ("numbers of micro-batches", self.micro_batches.is_empty()),
-            ("recompute modes", self.recompute.is_empty()),
         ];
         if let Some((what, _)) = lists.into_iter().find(|(_, is_empty)| *is_empty) {
             return Err(PlanError::Nothing { what });

@@ -5,9 +5,9 @@ use std::cmp::Ordering;
 use serde::Serialize;
 
 use crate::balance::Balance;
-use crate::schedule::{DeviceId, DeviceUse, ScheduleRecipe, Simulation};
+use crate::schedule::{DeviceId, DeviceUse, Home, Recompute, ScheduleRecipe, Simulation, StageId};
 
-use super::{Misfit, PlanChoice, PlanDevice, RowHomes};
+use super::{Misfit, PlanChoice, PlanDevice, PlannedStage};
 
 /// A way to run the step. Its fields are the keys of the program's `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,16 +27,19 @@ pub struct PlanRow {
     pub fits: bool,
     /// The devices that have not.
     pub misfits: Vec<Misfit>,
-    /// Where the stages live, if not all on their devices. What is recomputed is said here for each.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub homes: Option<RowHomes>,
+    /// Where each stage lives, and what it computes again.
+    pub stages: Vec<PlannedStage>,
+    /// How many stages that live on the host a device has room for at one time.
+    pub slots: usize,
+    /// The bytes that live on the host.
+    pub host_bytes: u64,
     /// What the lists of [`Schedule::Auto`](crate::schedule::Schedule::Auto) are made from.
     #[serde(skip)]
     pub recipe: Option<ScheduleRecipe>,
 }
 
 impl PlanRow {
-    /// Puts a simulated step beside what the devices have.
+    /// Puts a simulated step, whose stages all live on their devices, beside what these have.
     #[must_use]
     pub fn new(
         choice: PlanChoice,
@@ -45,7 +48,11 @@ impl PlanRow {
         devices: &[PlanDevice],
     ) -> Self {
         let misfits = misfits(step, devices);
+        let stages = balance.sizes().len();
         Self {
+            stages: vec![PlannedStage::resident(choice.recompute); stages],
+            slots: 0,
+            host_bytes: 0,
             choice,
             balance,
             makespan: step.makespan(),
@@ -53,7 +60,6 @@ impl PlanRow {
             peak_bytes: step.devices().iter().map(|used| used.peak_bytes).collect(),
             fits: misfits.is_empty(),
             misfits,
-            homes: None,
             recipe: None,
         }
     }
@@ -62,6 +68,18 @@ impl PlanRow {
     #[must_use]
     pub fn largest_peak(&self) -> u64 {
         self.peak_bytes.iter().copied().max().unwrap_or(0)
+    }
+
+    /// How many stages live on the host.
+    #[must_use]
+    pub fn at_host(&self) -> usize {
+        self.stages.iter().filter(|stage| stage.weights == Home::Host).count()
+    }
+
+    /// What a stage computes again.
+    #[must_use]
+    pub fn recompute_of(&self, stage: StageId) -> Recompute {
+        self.stages.get(stage.index()).map_or(self.choice.recompute, |stage| stage.recompute)
     }
 
     /// Bytes by which the worst device is over.

@@ -1,16 +1,17 @@
 //! Looks for the best balance of one choice of schedule, number of micro-batches and recompute.
 
 use crate::balance::{self, Balance, BalanceError, Load, Slot};
-use crate::schedule::{Actions, DeviceId, Schedule, ScheduleRecipe, StageId, simulate};
+use crate::schedule::{
+    Actions, Costs, DeviceId, Recompute, Schedule, ScheduleRecipe, StageId, simulate,
+};
 
 use super::stage_costs::StepCosts;
-use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request};
+use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request, kept};
 
 /// How often a balance that does not fit is tried again with lower limits.
 const TRIES: usize = 4;
 
-/// The best way to run the step with this choice: the fastest balance if it fits, else the fastest
-/// that the memory allows, else the one that is least over.
+/// The best way to run the step with this choice, if it can be built.
 pub(super) fn best_row(
     request: &Request<'_>,
     choice: PlanChoice,
@@ -18,23 +19,25 @@ pub(super) fn best_row(
     if let Some(reason) = impossible(request, choice) {
         return Ok(Err(Refusal { choice, reason }));
     }
-    let devices = request.devices.len();
-    // An automatic list is made for a balance; before there is one, the leanest stands for it.
-    let listed = match choice.schedule {
-        Schedule::Auto => Schedule::OneFOneB,
-        schedule => schedule,
-    };
-    let actions = listed.actions(devices, choice.micro_batches, choice.recompute)?;
-    let trial = BalanceTrial::new(request, choice, &actions);
+    match request.recompute {
+        Some(_) => row_of_mode(request, choice).map(Ok),
+        None => kept::best_row(request, choice).map(Ok),
+    }
+}
+
+/// The best way with this choice for every stage: the fastest balance if it fits, else the fastest that
+/// the memory allows, else the one that is least over.
+pub(super) fn row_of_mode(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
+    let trial = BalanceTrial::new(request, choice)?;
     let fastest = trial.row(balance::by_time(&trial.loads, &trial.slots)?)?;
     if fastest.fits {
-        return Ok(Ok(fastest));
+        return Ok(fastest);
     }
     // Where two lack as much, the earlier one stays, which is the faster.
-    Ok(Ok(trial
+    Ok(trial
         .within_memory()?
         .into_iter()
-        .fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best })))
+        .fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
 }
 
 fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
@@ -47,18 +50,27 @@ fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
     (micro_batches > samples).then_some(Reason::TooFewSamples { samples, micro_batches })
 }
 
-/// The balances that one list of actions is tried with.
-struct BalanceTrial<'a> {
+/// The list of a choice. An automatic one is made for a balance; before there is one, the leanest stands
+/// for it.
+pub(super) fn listed(request: &Request<'_>, choice: PlanChoice) -> Result<Actions, PlanError> {
+    let PlanChoice { schedule, micro_batches, recompute } = choice;
+    let schedule = if schedule == Schedule::Auto { Schedule::OneFOneB } else { schedule };
+    Ok(schedule.actions(request.devices.len(), micro_batches, recompute)?)
+}
+
+/// The balances that one choice is tried with.
+pub(super) struct BalanceTrial<'a> {
     request: &'a Request<'a>,
     choice: PlanChoice,
-    actions: &'a Actions,
+    pub(super) actions: Actions,
     costs: StepCosts<'a>,
     loads: Vec<Load>,
     slots: Vec<Slot>,
 }
 
 impl<'a> BalanceTrial<'a> {
-    fn new(request: &'a Request<'a>, choice: PlanChoice, actions: &'a Actions) -> Self {
+    pub(super) fn new(request: &'a Request<'a>, choice: PlanChoice) -> Result<Self, PlanError> {
+        let actions = listed(request, choice)?;
         let costs = StepCosts::new(request, choice.micro_batches);
         let loads = costs.loads(choice.recompute);
         // A device's memory, in equal parts for its stages: the balancer knows stages alone, and the
@@ -70,19 +82,34 @@ impl<'a> BalanceTrial<'a> {
             Slot { speed: device.speed, memory: device.memory.map(|memory| memory / parts), held }
         };
         let slots = actions.placement().iter().enumerate().map(slot).collect();
-        Self { request, choice, actions, costs, loads, slots }
+        Ok(Self { request, choice, actions, costs, loads, slots })
+    }
+
+    /// The costs of the stages of a balance.
+    pub(super) fn costs(&self, balance: &Balance) -> Costs {
+        self.costs.stages(balance, self.actions.placement())
     }
 
     fn row(&self, balance: Balance) -> Result<PlanRow, PlanError> {
-        let costs = self.costs.stages(&balance, self.actions.placement());
-        let devices = &self.request.devices;
-        if self.choice.schedule != Schedule::Auto {
-            let step = simulate(self.actions, &costs)?;
+        self.row_by_stage(balance, |_| self.choice.recompute)
+    }
+
+    /// The step with this balance, and what each stage computes again.
+    pub(super) fn row_by_stage(
+        &self,
+        balance: Balance,
+        mode: impl Fn(StageId) -> Recompute,
+    ) -> Result<PlanRow, PlanError> {
+        let PlanChoice { schedule, micro_batches, .. } = self.choice;
+        let (costs, devices) = (self.costs(&balance), &self.request.devices);
+        if schedule != Schedule::Auto {
+            let actions = schedule.actions_by_stage(devices.len(), micro_batches, mode)?;
+            let step = simulate(&actions, &costs)?;
             return Ok(PlanRow::new(self.choice, balance, &step, devices));
         }
         let memory = devices.iter().map(|device| device.memory).collect();
         let recipe = ScheduleRecipe::new(costs, memory)?;
-        let actions = recipe.actions(self.choice.micro_batches, self.choice.recompute)?;
+        let actions = recipe.actions_by_stage(micro_batches, mode)?;
         let step = simulate(&actions, recipe.costs())?;
         let row = PlanRow::new(self.choice, balance, &step, devices);
         Ok(PlanRow { recipe: Some(recipe), ..row })

@@ -1,9 +1,7 @@
 //! A row of the answer with its timeline, to be drawn or traced.
 
 use crate::balance::Balance;
-use crate::schedule::{
-    Actions, CostError, Costs, Moves, Recompute, Simulation, StageId, simulate, simulate_moves,
-};
+use crate::schedule::{Actions, CostError, Costs, Moves, Simulation, simulate, simulate_moves};
 
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, Request};
@@ -15,6 +13,8 @@ pub struct PlannedStep {
     pub actions: Actions,
     /// What it costs.
     pub costs: Costs,
+    /// What moves between devices and host.
+    pub moves: Moves,
     /// When it runs.
     pub simulation: Simulation,
 }
@@ -26,11 +26,8 @@ impl PlannedStep {
     /// Where the row is not an answer to the request.
     pub fn new(request: &Request<'_>, row: &PlanRow) -> Result<Self, PlanError> {
         request.check()?;
-        let PlanChoice { schedule, micro_batches, recompute } = row.choice;
-        let mode = |stage: StageId| -> Recompute {
-            let by_stage = row.homes.as_ref().map(|homes| &homes.recompute);
-            by_stage.and_then(|modes| modes.get(stage.index())).copied().unwrap_or(recompute)
-        };
+        let PlanChoice { schedule, micro_batches, .. } = row.choice;
+        let mode = |stage| row.recompute_of(stage);
         let actions = match &row.recipe {
             Some(recipe) => recipe.actions_by_stage(micro_batches, mode)?,
             None => schedule.actions_by_stage(request.devices.len(), micro_batches, mode)?,
@@ -39,13 +36,12 @@ impl PlannedStep {
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
         let costs =
             StepCosts::new(request, micro_batches).stages(&row.balance, actions.placement());
-        let simulation = match &row.homes {
-            None => simulate(&actions, &costs)?,
-            Some(homes) => {
-                let moves = Moves::new(&actions, &homes.homes, homes.slots);
-                simulate_moves(&actions, &moves.map_err(CostError::from)?, &costs)?
-            }
+        let homes: Vec<_> = row.stages.iter().map(|stage| stage.home()).collect();
+        let moves = Moves::new(&actions, &homes, row.slots).map_err(CostError::from)?;
+        let simulation = match moves.is_empty() {
+            true => simulate(&actions, &costs)?,
+            false => simulate_moves(&actions, &moves, &costs)?,
         };
-        Ok(Self { actions, costs, simulation })
+        Ok(Self { actions, costs, moves, simulation })
     }
 }

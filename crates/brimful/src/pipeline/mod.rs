@@ -56,10 +56,11 @@ use tch::Device;
 pub use build::{BalanceBy, Builder, Homes};
 pub use calls::{ModelOutput, Outputs};
 pub use error::{Cause, PipelineError, StageError};
+pub use home::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageId};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, Workers};
 use crate::{Layers, Result};
@@ -85,10 +86,13 @@ pub struct Pipeline {
     /// What automatic lists are made from.
     recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
+    /// The same of each stage, where a plan says it.
+    recompute_each: Vec<Recompute>,
     /// Whether micro-batches meet at exact BatchNorms.
     meet: bool,
-    /// Where each stage lives.
-    homes: Vec<Home>,
+    /// Where each stage lives, and how many of those on the host a device has room for at one time.
+    homes: Vec<StageHome>,
+    slots: usize,
     /// The lists of actions, by number of micro-batches.
     actions: HashMap<usize, Arc<Actions>>,
     /// The forward that waits for its backward.
@@ -164,11 +168,11 @@ impl Pipeline {
     /// that leave between forward and backward. So where micro-batches meet in a memory that ends somewhere,
     /// unless there is room for activations when it comes to it.
     fn recompute_of(&self, stage: StageId, least: Recompute) -> Recompute {
-        let at_home = self.homes.get(stage.index()) == Some(&Home::Host);
-        match self.recompute {
-            Recompute::Never | Recompute::ExceptLast if at_home || self.meet_within_a_limit() => {
-                least
-            }
+        let asked = self.recompute_each.get(stage.index()).copied().unwrap_or(self.recompute);
+        let home = self.homes.get(stage.index()).map(|home| home.weights);
+        let is_run_again = home == Some(Home::Host) || self.meet_within_a_limit();
+        match asked {
+            Recompute::Never | Recompute::ExceptLast if is_run_again => least,
             asked => asked,
         }
     }

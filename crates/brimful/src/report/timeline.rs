@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::{ActionKind, Actions, DeviceUse, Simulation, Span};
+use crate::schedule::{ActionKind, Actions, DeviceUse, MoveKind, MoveSpan, Simulation, Span};
 
 /// A step, as it was run or simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -56,6 +56,28 @@ pub struct Lane {
     pub times: Vec<u64>,
     /// The most bytes on the device as it began or ended; empty where they are not counted.
     pub bytes: Vec<u64>,
+    /// What came over the bus from the host.
+    #[serde(default, skip_serializing_if = "BusLane::is_empty")]
+    pub inward: BusLane,
+    /// What went over the bus to the host.
+    #[serde(default, skip_serializing_if = "BusLane::is_empty")]
+    pub outward: BusLane,
+}
+
+/// One way of a device's bus, in the order in which it was used: in each column one entry a move.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BusLane {
+    /// The [letters](MoveKind::letter) of the kinds.
+    pub kinds: String,
+    /// The stages that weights, gradients and boundaries are of.
+    pub stages: Vec<u32>,
+    /// The micro-batches of boundaries.
+    pub micro_batches: Vec<Option<u32>>,
+    /// Counts from the end of the move before, or from the step's beginning, to its own beginning.
+    pub waits: Vec<u64>,
+    /// Counts from its beginning to its end.
+    pub times: Vec<u64>,
 }
 
 impl TimelineRecord {
@@ -63,7 +85,8 @@ impl TimelineRecord {
     #[must_use]
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
         let resolution = resolution(step.makespan());
-        let lanes = step.timeline().iter().zip(step.devices());
+        let moves = |d: usize| step.moves().get(d).map_or(&[][..], Vec::as_slice);
+        let lanes = step.timeline().iter().zip(step.devices()).enumerate();
         Self {
             unit,
             resolution,
@@ -71,7 +94,9 @@ impl TimelineRecord {
             bubble: step.bubble(),
             stages: actions.stages(),
             micro_batches: actions.micro_batches(),
-            lanes: lanes.map(|(spans, used)| Lane::new(spans, used, resolution)).collect(),
+            lanes: lanes
+                .map(|(d, (spans, used))| Lane::new(spans, moves(d), used, resolution))
+                .collect(),
         }
     }
 
@@ -94,11 +119,8 @@ fn resolution(makespan: f64) -> f64 {
 }
 
 impl Lane {
-    fn new(spans: &[Span], used: &DeviceUse, resolution: f64) -> Self {
-        // From rounded moments, so that the rounding does not add up.
-        let count = |time: f64| (time / resolution).round() as u64;
-        let before = [0.0].into_iter().chain(spans.iter().map(|span| span.end));
-        let waits = spans.iter().zip(before);
+    fn new(spans: &[Span], moves: &[MoveSpan], used: &DeviceUse, resolution: f64) -> Self {
+        let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
         let stages: Vec<u32> = spans.iter().map(|span| span.action.stage.0).collect();
         let is_one = stages.windows(2).all(|pair| pair[0] == pair[1]);
         let is_counted = spans.iter().any(|span| span.bytes > 0);
@@ -110,9 +132,11 @@ impl Lane {
             kinds: spans.iter().map(|span| span.action.kind.letter()).collect(),
             stages: if is_one { stages.into_iter().take(1).collect() } else { stages },
             micro_batches: spans.iter().map(|span| span.action.micro_batch.0).collect(),
-            waits: waits.map(|(span, end)| count(span.start).saturating_sub(count(end))).collect(),
-            times: spans.iter().map(|s| count(s.end).saturating_sub(count(s.start))).collect(),
+            waits,
+            times,
             bytes: bytes.collect(),
+            inward: BusLane::new(moves, MoveKind::is_inward, resolution),
+            outward: BusLane::new(moves, MoveKind::is_outward, resolution),
         }
     }
 
@@ -138,14 +162,65 @@ impl Lane {
         if too_large(&self.stages, of.stages) || too_large(&self.micro_batches, of.micro_batches) {
             return Err("a stage or micro-batch that the step has not, among the actions".into());
         }
-        Ok(())
+        self.inward.check(of)?;
+        self.outward.check(of)
     }
+}
+
+impl BusLane {
+    fn new(moves: &[MoveSpan], is_this_way: fn(MoveKind) -> bool, resolution: f64) -> Self {
+        let here = || moves.iter().filter(|span| is_this_way(span.moved.kind));
+        let (waits, times) = counts(here().map(|span| (span.start, span.end)), resolution);
+        Self {
+            kinds: here().map(|span| span.moved.kind.letter()).collect(),
+            stages: here().map(|span| span.moved.stage.0).collect(),
+            micro_batches: here().map(|span| span.moved.micro_batch.map(|i| i.0)).collect(),
+            waits,
+            times,
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.kinds.is_empty()
+    }
+
+    fn check(&self, of: &TimelineRecord) -> Result<(), String> {
+        let moves = self.kinds.len();
+        let is_kind = |letter: char| MoveKind::ALL.iter().any(|kind| kind.letter() == letter);
+        if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
+            return Err(format!("'{letter}' among the moves"));
+        }
+        let columns =
+            [self.stages.len(), self.micro_batches.len(), self.waits.len(), self.times.len()];
+        if let Some(found) = columns.into_iter().find(|found| *found != moves) {
+            return Err(format!("{moves} moves, but {found} entries in a column"));
+        }
+        match self.stages.iter().any(|stage| *stage as usize >= of.stages) {
+            true => Err("a stage that the step has not, among the moves".into()),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Counts between spans and within them; from rounded moments, so that the rounding does not add up.
+fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>, Vec<u64>) {
+    let count = |time: f64| (time / resolution).round() as u64;
+    let mut before = 0;
+    let both = spans.map(|(start, end)| {
+        let wait = count(start).saturating_sub(before);
+        before = count(end);
+        (wait, count(end).saturating_sub(count(start)))
+    });
+    both.unzip()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
+    use crate::schedule::{
+        BusCost, Costs, Home, Moves, Recompute, Schedule, StageCost, StageHome, simulate,
+        simulate_moves,
+    };
 
     #[test]
     fn columns_tell_every_action_and_its_times() {
@@ -170,6 +245,47 @@ mod tests {
                 assert!((end - span.end).abs() < timeline.resolution, "{action}");
             }
         }
+    }
+
+    #[test]
+    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+        let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
+        let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");
+        let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
+        let moves = Moves::new(&actions, &[home; 4], 2).expect("moves");
+        let stage = StageCost {
+            fetched_bytes: 10,
+            sent_bytes: 20,
+            output_bytes: 3,
+            ..StageCost::new(1.0, 1.0, 1.0)
+        };
+        let costs = Costs { bus: BusCost::equal(7.0), ..Costs::equal(4, stage) };
+        let step = simulate_moves(&actions, &moves, &costs).expect("costs");
+        let timeline = TimelineRecord::new(&actions, &step, Unit::Own);
+        assert_eq!(timeline.check(), Ok(()));
+        for (lane, is_inward) in
+            [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
+        {
+            let spans =
+                step.moves()[0].iter().filter(|span| span.moved.kind.is_inward() == is_inward);
+            let mut now = 0;
+            for (i, span) in spans.enumerate() {
+                assert_eq!(lane.kinds.chars().nth(i), Some(span.moved.kind.letter()));
+                let micro_batch = span.moved.micro_batch.map(|i| i.0);
+                assert_eq!(
+                    (lane.stages[i], lane.micro_batches[i]),
+                    (span.moved.stage.0, micro_batch)
+                );
+                now += lane.waits[i] + lane.times[i];
+                assert!((now as f64 * timeline.resolution - span.end).abs() < timeline.resolution);
+            }
+        }
+        let kinds = [&timeline.lanes[0].inward, &timeline.lanes[0].outward].map(|lane| &lane.kinds);
+        assert!("fid".chars().all(|kind| kinds[0].contains(kind)), "{kinds:?}");
+        assert!("hou".chars().all(|kind| kinds[1].contains(kind)), "{kinds:?}");
+        let mut broken = timeline;
+        broken.lanes[0].inward.stages[0] = 4;
+        assert!(broken.check().is_err());
     }
 
     #[test]

@@ -8,11 +8,14 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
 use brimful::plan::{Misfit, PlanRow, PlannedStep, Request, misfits, plan};
-use brimful::schedule::{Actions, Costs, Recompute, Schedule, ScheduleRecipe, StageCost, simulate};
+use brimful::schedule::{
+    Actions, Costs, Moves, Recompute, Schedule, ScheduleRecipe, StageCost, StageHome, simulate,
+};
 use serde::Serialize;
 
 use super::measure;
 use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
+use super::stage_table::StageLine;
 use crate::config;
 use crate::exit::wrong_use;
 
@@ -60,8 +63,13 @@ pub(super) struct PlanLine {
     pub(super) schedule: String,
     pub(super) balance: Vec<usize>,
     pub(super) micro_batches: usize,
-    /// Not known of a file.
+    /// At the most; not known of a file.
     pub(super) recompute: Option<Recompute>,
+    /// Of a model's: where each lives, and what it keeps.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) stages: Vec<StageLine>,
+    /// What lives on the host.
+    pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
     pub(super) peak_bytes: Vec<u64>,
@@ -114,17 +122,18 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     let mut plan = plan(&request)?;
     // A stable order: the planner's own among those that fit, and among the others.
     plan.rows.sort_by_key(|row| !row.fits);
-    let best = |schedule| plan.rows.iter().position(|row| row.choice.schedule == schedule);
-    let mut ranks: Vec<_> =
-        request.schedules.iter().filter_map(|schedule| best(*schedule)).collect();
-    ranks.sort_unstable();
-    let answer = |rank: usize| {
-        let row = &plan.rows[rank];
-        Ok(PlanAnswer { line: PlanLine::of_row(row), step: PlannedStep::new(&request, row)? })
-    };
+    let mut best: Vec<&PlanRow> = Vec::new();
+    for row in &plan.rows {
+        if !best.iter().any(|better| better.choice.schedule == row.choice.schedule) {
+            best.push(row);
+        }
+    }
+    let line = |row: &PlanRow| PlanLine::of_row(row, profile);
+    let answer =
+        |row: &PlanRow| Ok(PlanAnswer { line: line(row), step: PlannedStep::new(&request, row)? });
     Ok(Answers {
-        lines: plan.rows.iter().map(PlanLine::of_row).collect(),
-        shown: ranks.into_iter().map(answer).collect::<Result<_>>()?,
+        lines: plan.rows.iter().map(line).collect(),
+        shown: best.into_iter().map(answer).collect::<Result<_>>()?,
         refused: plan.refused.iter().map(ToString::to_string).collect(),
         in_seconds: true,
     })
@@ -147,9 +156,8 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     if let Some(m) = options.micro_batches {
         request.micro_batches = vec![m];
     }
-    if let Some(recompute) = options.recompute {
-        request.recompute = vec![recompute];
-    }
+    request.recompute = options.recompute;
+    options.measured.host(&mut request)?;
     Ok(request)
 }
 
@@ -210,18 +218,23 @@ fn simulated(
         balance: vec![1; actions.stages()],
         micro_batches: actions.micro_batches(),
         recompute,
+        stages: Vec::new(),
+        host_bytes: 0,
         makespan: simulation.makespan(),
         bubble: simulation.bubble(),
         peak_bytes: simulation.devices().iter().map(|device| device.peak_bytes).collect(),
         fits: misfits.is_empty(),
         reason: reason(&misfits),
     };
-    Ok(PlanAnswer { line, step: PlannedStep { actions, costs, simulation } })
+    let moves = Moves::new(&actions, &vec![StageHome::DEVICE; actions.stages()], 0)?;
+    Ok(PlanAnswer { line, step: PlannedStep { actions, costs, moves, simulation } })
 }
 
 impl PlanLine {
-    fn of_row(row: &PlanRow) -> Self {
+    fn of_row(row: &PlanRow, profile: &Profile) -> Self {
         Self {
+            stages: StageLine::of_row(row, profile),
+            host_bytes: row.host_bytes,
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
             micro_batches: row.choice.micro_batches,

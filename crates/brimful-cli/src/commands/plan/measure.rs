@@ -1,11 +1,11 @@
 //! A model that the program knows, measured on the spot.
 
 use anyhow::Result;
-use brimful::balance::{self, Profile};
+use brimful::balance::Profile;
 use brimful::device;
 
 use crate::data::{self, Synthetic};
-use crate::progress::Progress;
+use crate::measured;
 use crate::setting::{DROPOUT, ModelName};
 
 /// Samples that are measured together: enough to tell a sample's time from a call's.
@@ -18,9 +18,5 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.inputs;
-    let progress = Progress::new(layers.len(), "layers");
-    Ok(balance::measure_watched(&layers, device, &batch, |layer| {
-        progress.doing(format!("measured {}", layer.name));
-        progress.advance(1);
-    })?)
+    measured::profile(&layers, device, &batch)
 }

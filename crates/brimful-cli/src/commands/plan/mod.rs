@@ -1,9 +1,11 @@
 //! `brimful plan`: predicts time, bubble and memory of a step before anything runs.
 
 mod answers;
+mod host;
 mod measure;
 mod options;
 mod report;
+mod stage_table;
 mod table;
 
 use anyhow::{Result, ensure};
@@ -30,7 +32,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         output::file(path, &picture(&shown)?)?;
     }
     if let Some(path) = &options.trace {
-        let PlannedStep { actions, costs, simulation } = &shown[0].step;
+        let PlannedStep { actions, costs, simulation, .. } = &shown[0].step;
         output::file(path, &render::trace(actions, costs, simulation))?;
     }
     if let Some(path) = &options.report {
@@ -40,8 +42,9 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         output::line(&serde_json::json!({ "rows": lines }).to_string())?;
     } else {
         let table = table::table(&shown, in_seconds);
-        output::prose(&[table, left_out(&refused)].concat())?;
-        output::line(&grid(&shown[0]))?;
+        let stages = stages_of(&shown[0]);
+        output::prose(&[table, left_out(&refused), stages].concat())?;
+        output::line(&grid(&shown[0])?)?;
     }
     let fits = lines.iter().any(|line| line.fits);
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
@@ -56,12 +59,22 @@ fn left_out(refused: &[String]) -> String {
     }
 }
 
-fn grid(best: &PlanAnswer) -> String {
-    let actions = &best.step.actions;
+/// What each stage of the best one does, where they are unlike each other.
+fn stages_of(best: &PlanAnswer) -> String {
+    let stages = &best.line.stages;
+    if stage_table::differ(stages) { stage_table::table(stages) } else { String::new() }
+}
+
+fn grid(best: &PlanAnswer) -> Result<String> {
+    let PlannedStep { actions, moves, .. } = &best.step;
     let columns = output::columns().unwrap_or(COLUMNS);
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
-    let grid = || render::grid(actions).width(columns).color(output::colored()).to_string();
-    match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
+    let grid = match moves.is_empty() {
+        true => render::grid(actions),
+        false => render::grid_with_moves(actions, moves)?,
+    };
+    let grid = || grid.width(columns).color(output::colored()).to_string();
+    Ok(match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
         Some(grid) => {
             let mut all = actions.lists().iter().flatten();
             let is_whole = all.any(|action| action.kind == ActionKind::Backward);
@@ -69,7 +82,7 @@ fn grid(best: &PlanAnswer) -> String {
             format!("\n{}, a tick for each action{two}:\n\n{grid}", best.line.schedule)
         }
         None => "\nThe grid is too large for a terminal: use --svg or --trace.\n".to_owned(),
-    }
+    })
 }
 
 fn picture(shown: &[PlanAnswer]) -> Result<String> {

@@ -123,6 +123,16 @@ pub(super) struct MeasuredModel {
     /// Adam.
     #[arg(long, value_parser = words::not_negative, value_name = "FACTOR", default_value_t = 0.0)]
     pub(super) optimizer_state: f64,
+
+    /// Memory of the host for stages that do not fit on their devices, such as 128GB [default: what it has
+    /// free; of a --profile none]
+    #[arg(long, value_name = "BYTES", requires = "batch_size")]
+    pub(super) host_memory: Option<Bytes>,
+
+    /// Bytes a second between the host and a device: to the device, and back where that differs, such as
+    /// 55GB or 55GB,50GB [default: measured]
+    #[arg(long, value_name = "BYTES[,BYTES]", value_delimiter = ',', requires = "batch_size")]
+    pub(super) bus: Vec<Bytes>,
 }
 
 const EXAMPLES: &str = "\
@@ -142,6 +152,10 @@ Examples:
   The same from measurements of your own:
       brimful plan --profile model.toml --batch-size 256 --stages 4 --memory-limit 16GiB \
                    --optimizer-state 2
+
+  What stays on a card of 8 GB, and what lives on a host of 64 GB:
+      brimful plan --profile model.toml --batch-size 256 --stages 1 --memory-limit 8GB \
+                   --optimizer-state 2 --host-memory 64GB --bus 55GB
 
   A schedule of your own:
       brimful plan --schedule-file mine.csv --trace mine.json

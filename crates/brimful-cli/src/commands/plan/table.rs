@@ -3,6 +3,7 @@
 use brimful::Bytes;
 
 use super::answers::PlanAnswer;
+use super::stage_table;
 
 /// A line for each answer under a line of headings.
 pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
@@ -18,6 +19,9 @@ pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
 fn headings(shown: &[PlanAnswer]) -> Vec<String> {
     let mut headings = vec!["schedule", "m", "recompute", "makespan", "bubble"];
     headings.push(if has_bytes(shown) { "peak" } else { "holds" });
+    if has_homes(shown) {
+        headings.push("on the host");
+    }
     if has_balance(shown) {
         headings.push("balance");
     }
@@ -32,7 +36,7 @@ fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<Str
     let mut cells = vec![
         line.schedule.clone(),
         line.micro_batches.to_string(),
-        line.recompute.map_or("-".to_owned(), |mode| mode.to_string()),
+        line.recompute.map_or("-".to_owned(), |mode| stage_table::recomputed(&line.stages, mode)),
         if in_seconds { seconds(line.makespan) } else { number(line.makespan) },
         format!("{:.1} %", 100.0 * line.bubble),
     ];
@@ -42,6 +46,9 @@ fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<Str
     } else {
         format!("{} A", number(answer.held()))
     });
+    if has_homes(shown) {
+        cells.push(stage_table::at_home(&line.stages, line.host_bytes));
+    }
     if has_balance(shown) {
         cells.push(line.balance.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
     }
@@ -53,6 +60,10 @@ fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<Str
 
 fn has_bytes(shown: &[PlanAnswer]) -> bool {
     shown.iter().any(|answer| answer.line.peak_bytes.iter().any(|bytes| *bytes > 0))
+}
+
+fn has_homes(shown: &[PlanAnswer]) -> bool {
+    shown.iter().any(|answer| answer.line.host_bytes > 0)
 }
 
 fn has_balance(shown: &[PlanAnswer]) -> bool {

@@ -11,6 +11,7 @@ use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
+use super::offload::{MeasuredInputs, StageHomes};
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
 use crate::exit::wrong_use;
@@ -69,13 +70,13 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     fn devices(&self) -> Result<Vec<report::Device>>;
 }
 
-/// The model's engine, as the options ask for it; `sample` gives a micro-batch to measure layers with.
+/// The model's engine, as the options ask for it; `inputs` gives those to measure layers with.
 pub(super) fn build(
     layers: Layers,
     world: &World,
     options: &TrainOptions,
     over: MeanOver,
-    sample: impl FnOnce() -> brimful::Result<Tensor>,
+    inputs: impl Fn() -> brimful::Result<MeasuredInputs>,
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
     ensure!(
@@ -85,14 +86,15 @@ pub(super) fn build(
              out"
         )
     );
+    let whole = options.ranks.whole_models(world);
+    let each = options.ranks.devices_of_pipeline(world, stages);
+    let homes = StageHomes::settle(&layers, each, world, options, &inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     // All micro-batches meet at exact BatchNorms, which a pipeline of one device lets them.
-    let is_cut =
-        is_exact || stages.stages.is_some() || stages.offload.is_at_home(&layers, 1, options)?;
-    let whole = options.ranks.whole_models(world).filter(|_| !is_cut);
-    Ok(match whole {
+    let is_cut = is_exact || stages.stages.is_some() || !matches!(homes, StageHomes::Device);
+    Ok(match whole.filter(|_| !is_cut) {
         Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
-        None => Box::new(Pipelined::new(layers, world, options, over, &sample()?)?),
+        None => Box::new(Pipelined::new(layers, world, options, over, homes, inputs)?),
     })
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::pipeline::{Homes, PipelineEma, PipelineOptimizer};
+use brimful::pipeline::{Builder, PipelineEma, PipelineOptimizer};
 use brimful::report::{self, Record};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline, Step, World};
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, names};
-use super::offload::StageCut;
+use super::offload::{MeasuredInputs, StageHomes};
 use crate::named::Named;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, accounts, mean_loss, right, typed};
@@ -36,7 +36,8 @@ pub(super) struct Pipelined {
 #[derive(Debug)]
 struct StagePlaces {
     schedule: Schedule,
-    homes: Homes,
+    /// Where its stages live, in words.
+    home: String,
     /// Of this rank.
     devices: Vec<Device>,
     ranks: usize,
@@ -44,34 +45,32 @@ struct StagePlaces {
 }
 
 impl Pipelined {
-    /// The model, cut by the time that its layers take for `sample`, a micro-batch, or as fine as it can
-    /// be where it lives on the host.
+    /// The model, cut by the time that its layers take for `inputs`, as fine as it can be where all of it
+    /// lives on the host, or as it was planned.
     pub(super) fn new(
         layers: Layers,
         world: &World,
         options: &TrainOptions,
         over: MeanOver,
-        sample: &Tensor,
+        homes: StageHomes,
+        inputs: impl FnOnce() -> brimful::Result<MeasuredInputs>,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
         let limit = options.memory_limit;
         let each = options.ranks.devices_of_pipeline(world, stages);
-        let StageCut { balance, schedule, homes } = StageCut::new(&layers, each, options, sample)?;
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
-        let mut pipeline = Pipeline::builder(layers)
+        let home = homes.to_string();
+        let cut = homes.cut(&layers, each, options, inputs)?;
+        let builder = Pipeline::builder(layers)
             .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
             .world(world)
             .replicas(replicas)
-            .balance(balance)
-            .micro_batches(size)
-            .schedule(schedule)
-            .homes(homes.clone())
-            .recompute(stages.recompute.unwrap_or_default())
             .kind(kind)
-            .reserve(options.recipe.method())
-            .build()
-            .context("the pipeline was not built")?;
+            .reserve(options.recipe.method());
+        let builder = cut.described_to(builder).micro_batches(size);
+        let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
+        let mut pipeline = builder.build().context("the pipeline was not built")?;
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;
         if stages.follow_backward {
@@ -84,7 +83,7 @@ impl Pipelined {
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let schedule = pipeline.schedule();
-        let place = StagePlaces { schedule, homes, devices, ranks: world.size(), replicas };
+        let place = StagePlaces { schedule, home, devices, ranks: world.size(), replicas };
         let clip_norm = options.recipe.clip_norm;
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
@@ -178,9 +177,8 @@ impl TrainingEngine for Pipelined {
     }
 
     fn place(&self) -> String {
-        let StagePlaces { schedule, homes, devices, ranks, replicas } = &self.place;
+        let StagePlaces { schedule, home, devices, ranks, replicas } = &self.place;
         let (sizes, names) = (self.pipeline.balance().sizes(), names(devices));
-        let home = if *homes == Homes::Host { ", at home on the host" } else { "" };
         let stages =
             format!("in {} stages of {sizes:?} layers on {names}, {schedule}{home}", sizes.len());
         match ranks {

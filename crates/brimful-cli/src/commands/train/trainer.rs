@@ -15,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 use super::advice::FailedStep;
 use super::engine::{self, TrainingEngine};
 use super::length::Length;
+use super::offload::MeasuredInputs;
 use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
@@ -108,11 +109,12 @@ impl Trainer {
         let batch_size = options.batch_size.of(dataset.train.len());
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
-        let sample = || {
+        let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
-            batch::slice(&dataset.train.inputs, 0..samples)
+            let micro_batch = batch::slice(&dataset.train.inputs, 0..samples)?;
+            Ok(MeasuredInputs { micro_batch, batch_size })
         };
-        let engine = engine::build(layers, &world, options, dataset.train.mean_over(), sample)?;
+        let engine = engine::build(layers, &world, options, dataset.train.mean_over(), inputs)?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
         let batches = split::by_size(dataset.train.len(), batch_size)?;
         let windows: Vec<_> =

@@ -28,7 +28,6 @@
 
 mod choice;
 mod error;
-mod knapsack;
 mod search;
 mod ways;
 

@@ -4,7 +4,7 @@ use crate::schedule::{
     Actions, DeviceId, Home, Move, MoveKind, Moves, Recompute, StageHome, StageId, simulate_moves,
 };
 
-use super::knapsack::{self, Offer};
+use super::super::knapsack::{self, Offer};
 use super::ways::{Kept, StageStep, StageWay, WayCost};
 use super::{HomeChoice, HomeError, HomeRequest};
 
@@ -26,6 +26,9 @@ const SLOTS: [usize; 2] = [2, 1];
 /// is too small for the shortest step: from little to more than anything else.
 const HOST_PRICES: [f64; 5] = [0.0, 0.01, 0.1, 1.0, 100.0];
 
+/// One of the ways of a stage: its number in [`StageWay::ALL`], and what it costs.
+type WayOffer = (usize, WayCost);
+
 /// The number of each stage's way in [`StageWay::ALL`].
 type Ways = Vec<usize>;
 
@@ -39,7 +42,7 @@ pub(super) struct Search<'a> {
     request: &'a HomeRequest<'a>,
     placement: Vec<DeviceId>,
     /// Of each stage, the ways that are allowed and what they cost by themselves; the leanest last.
-    offers: Vec<Vec<Offer>>,
+    offers: Vec<Vec<WayOffer>>,
 }
 
 impl<'a> Search<'a> {
@@ -174,9 +177,9 @@ impl<'a> Search<'a> {
         for (d, room) in rooms.iter().enumerate() {
             let here: Vec<_> =
                 (0..ways.len()).filter(|j| self.placement[*j].index() == d).collect();
-            let priced = |(number, cost): &Offer| {
+            let priced = |(way, cost): &WayOffer| {
                 let seconds = cost.seconds + price * cost.host_bytes as f64;
-                (*number, WayCost { seconds, ..*cost })
+                Offer { way: *way, bytes: cost.device_bytes, seconds }
             };
             let offers: Vec<Vec<_>> =
                 here.iter().map(|j| self.offers[*j].iter().map(priced).collect()).collect();
@@ -288,7 +291,7 @@ impl<'a> Search<'a> {
     }
 }
 
-fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize) -> Vec<Offer> {
+fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize) -> Vec<WayOffer> {
     let is_fetch = |one: &&Move| one.kind == MoveKind::Fetch && one.stage.index() == j;
     let step = StageStep {
         costs: request.costs,
@@ -302,7 +305,7 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
 }
 
-fn last_of(offers: &[Offer]) -> usize {
+fn last_of(offers: &[WayOffer]) -> usize {
     offers.last().map_or(0, |(number, _)| *number)
 }
 

@@ -21,12 +21,12 @@ pub(super) enum Kept {
 }
 
 impl StageWay {
-    /// All ways, the leanest last.
-    pub(super) const ALL: [Self; 6] = [
+    /// All ways, the leanest last. Activations are kept with the weights alone: their graph looks at the
+    /// very memory that others take when a stage leaves for the host.
+    pub(super) const ALL: [Self; 5] = [
         Self { weights: Home::Device, kept: Kept::Activations },
         Self { weights: Home::Device, kept: Kept::Input },
         Self { weights: Home::Device, kept: Kept::Nothing },
-        Self { weights: Home::Host, kept: Kept::Activations },
         Self { weights: Home::Host, kept: Kept::Input },
         Self { weights: Home::Host, kept: Kept::Nothing },
     ];
@@ -84,7 +84,8 @@ impl StageStep<'_> {
             .saturating_add(cost.gradient_bytes)
             .saturating_add(cost.optimizer_bytes);
         let bus = self.bus_times(way, cost, input as f64);
-        let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 2.0 * bus.boundaries);
+        // A boundary goes out once and comes in twice, its gradient once each.
+        let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 5.0 * bus.boundaries);
         WayCost {
             device_bytes: kept.saturating_add(if way.weights == Home::Device {
                 resident
@@ -128,7 +129,9 @@ impl StageStep<'_> {
         let updates = way.weights == Home::Host && self.trained;
         let update = if updates { cost.home_update } else { 0.0 };
         let forward = (m * cost.forward).max(bus.fetch).max(bus.boundaries).max(update);
-        let backward = (m * (cost.backward + again)).max(bus.fetch + bus.boundaries).max(bus.sent);
+        let inward = bus.fetch + 2.0 * bus.boundaries;
+        let outward = bus.sent + bus.boundaries;
+        let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
 }

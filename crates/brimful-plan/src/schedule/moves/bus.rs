@@ -44,12 +44,12 @@ impl BusClock {
         lane.waiting.push_back(waiting);
     }
 
-    /// Begins the next move in each direction that is free; returns those.
-    pub(super) fn begin(&mut self, now: f64) -> Vec<Move> {
+    /// Begins the next move in each direction that is free, where what comes in is on the host; returns
+    /// those.
+    pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) -> Vec<Move> {
         let outward = self.outward.begin(now);
-        // What has not left yet cannot come back.
-        let is_here = self.inward.waiting.front().is_none_or(|next| !self.outward.has(next.moved));
-        let inward = if is_here { self.inward.begin(now) } else { None };
+        let can_come = self.inward.waiting.front().is_none_or(|next| is_on_host(next.moved));
+        let inward = if can_come { self.inward.begin(now) } else { None };
         outward.into_iter().chain(inward).collect()
     }
 
@@ -86,15 +86,6 @@ impl BusClock {
 }
 
 impl BusLane {
-    /// Whether the boundary of a move is under way or waits for it.
-    fn has(&self, boundary: Move) -> bool {
-        let current = self.current.as_ref().map(|transit| transit.moved);
-        let waiting = self.waiting.iter().map(|waiting| waiting.moved);
-        let is_same =
-            |one: Move| (one.stage, one.micro_batch) == (boundary.stage, boundary.micro_batch);
-        boundary.micro_batch.is_some() && current.into_iter().chain(waiting).any(is_same)
-    }
-
     fn begin(&mut self, now: f64) -> Option<Move> {
         if self.current.is_some() {
             return None;

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::{Action, ActionKind, MicroBatchId, StageId};
 use super::error::{MoveError, MoveRule};
+use super::make::{waiting, waits_on_host};
 use super::{Home, Move, MoveKind, StageHome};
 
 /// Whether there is a home for each stage, and a slot where one is needed.
@@ -33,7 +34,8 @@ pub(super) fn list(
     slots: usize,
 ) -> Result<(), MoveRule> {
     in_order(moves, list.len())?;
-    let mut device = MovingState { homes, slots, ..MovingState::default() };
+    let mut device =
+        MovingState { homes, slots, waiting: waiting(list, homes), ..MovingState::default() };
     device.stages.extend(list.iter().map(|action| action.stage));
     let mut next = moves.iter().peekable();
     for (at, &action) in list.iter().enumerate() {
@@ -68,7 +70,24 @@ struct MovingState<'a> {
     /// Gradients that wait to go home, and those that went.
     summed: BTreeSet<StageId>,
     sent: BTreeMap<StageId, Move>,
-    boundaries: BTreeMap<(StageId, MicroBatchId), Home>,
+    /// Micro-batches that are let go of between forward and recompute.
+    waiting: BTreeSet<(StageId, MicroBatchId)>,
+    boundaries: BTreeMap<Crossed, Passage>,
+    gradients: BTreeMap<Crossed, Passage>,
+}
+
+/// What enters a stage for one micro-batch, or its gradient.
+type Crossed = (StageId, MicroBatchId);
+
+/// How far something that waits on the host has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Passage {
+    /// On this device, by this action.
+    Made(Action),
+    OnHost,
+    /// On this device, for whoever needs it.
+    Back,
+    UsedUp,
 }
 
 impl MovingState<'_> {
@@ -85,20 +104,37 @@ impl MovingState<'_> {
                 Ok(())
             }
             MoveKind::GradientsHome => Err(MoveRule::NoGradients(one)),
-            MoveKind::BoundaryOut => self.carry(one, Home::Device, Home::Host),
-            MoveKind::BoundaryIn => self.carry(one, Home::Host, Home::Device),
+            MoveKind::BoundaryOut => send(&mut self.boundaries, one),
+            MoveKind::GradientOut => send(&mut self.gradients, one),
+            MoveKind::BoundaryIn => {
+                let is_made_here =
+                    one.stage.0.checked_sub(1).is_none_or(|before| self.has(StageId(before)));
+                bring(&mut self.boundaries, one, is_made_here)
+            }
+            MoveKind::GradientIn => {
+                let is_made_here = self.has(one.stage);
+                bring(&mut self.gradients, one, is_made_here)
+            }
         }
     }
 
+    fn has(&self, stage: StageId) -> bool {
+        self.stages.contains(&stage)
+    }
+
+    /// A boundary concerns the stage that it enters and the one before.
     fn may_move(&self, one: Move) -> bool {
-        if !self.stages.contains(&one.stage) {
-            return false;
-        }
-        let home = self.homes[one.stage.index()];
+        let Some(home) = self.homes.get(one.stage.index()) else { return false };
+        let is_before =
+            |stage: StageId| stage.0.checked_sub(1).is_some_and(|j| self.has(StageId(j)));
         match one.kind {
-            MoveKind::Fetch | MoveKind::Release => home.weights == Home::Host,
-            MoveKind::GradientsHome => home.weights == Home::Host && home.trained,
-            MoveKind::BoundaryOut | MoveKind::BoundaryIn => home.boundaries == Home::Host,
+            MoveKind::Fetch | MoveKind::Release => {
+                self.has(one.stage) && home.weights == Home::Host
+            }
+            MoveKind::GradientsHome => {
+                self.has(one.stage) && home.weights == Home::Host && home.trained
+            }
+            _ => home.boundaries == Home::Host && (self.has(one.stage) || is_before(one.stage)),
         }
     }
 
@@ -113,29 +149,13 @@ impl MovingState<'_> {
         Ok(())
     }
 
-    fn carry(&mut self, one: Move, from: Home, to: Home) -> Result<(), MoveRule> {
-        let place = one.micro_batch.and_then(|i| self.boundaries.get_mut(&(one.stage, i)));
-        match place {
-            Some(place) if *place == from => {
-                *place = to;
-                Ok(())
-            }
-            _ => Err(MoveRule::NoBoundary(one)),
-        }
-    }
-
     fn run(&mut self, action: Action) -> Result<(), MoveRule> {
         let stage = action.stage;
         let home = self.homes[stage.index()];
         if home.weights == Home::Host && !self.in_slots.contains(&stage) {
             return Err(MoveRule::NotFetched(action));
         }
-        let boundary = (stage, action.micro_batch);
-        if action.kind == ActionKind::Forward {
-            self.boundaries.insert(boundary, Home::Device);
-        } else if self.boundaries.get(&boundary) == Some(&Home::Host) {
-            return Err(MoveRule::BoundaryAway(action));
-        }
+        self.cross(action)?;
         if action.kind.releases() && home.weights == Home::Host && home.trained {
             if let Some(&gradients) = self.sent.get(&stage) {
                 return Err(MoveRule::GradientsTooEarly { gradients, action });
@@ -145,10 +165,89 @@ impl MovingState<'_> {
         Ok(())
     }
 
+    /// What the action needs is there; what it makes is to leave.
+    fn cross(&mut self, action: Action) -> Result<(), MoveRule> {
+        let (own, next) = (action.stage, StageId(action.stage.0 + 1));
+        let (own, next) = ((own, action.micro_batch), (next, action.micro_batch));
+        let (enters, leaves) =
+            (waits_on_host(self.homes, own.0), waits_on_host(self.homes, next.0));
+        let is_first = action.stage == StageId(0);
+        let is_away = |place: Option<&Passage>| place != Some(&Passage::Back);
+        match action.kind {
+            ActionKind::Forward => {
+                if enters && !is_first && is_away(self.boundaries.get(&own)) {
+                    return Err(MoveRule::BoundaryAway(action));
+                }
+                match (enters && self.waiting.contains(&own), is_first) {
+                    (true, true) => self.boundaries.insert(own, Passage::Made(action)),
+                    (true, false) => self.boundaries.insert(own, Passage::OnHost),
+                    (false, _) => None,
+                };
+                if leaves {
+                    self.boundaries.insert(next, Passage::Made(action));
+                }
+            }
+            ActionKind::Recompute => {
+                if self.waiting.contains(&own) && is_away(self.boundaries.get(&own)) {
+                    return Err(MoveRule::BoundaryAway(action));
+                }
+            }
+            kind if kind.passes_gradient() => {
+                if leaves && is_away(self.gradients.insert(next, Passage::UsedUp).as_ref()) {
+                    return Err(MoveRule::BoundaryAway(action));
+                }
+                if enters && !is_first {
+                    self.gradients.insert(own, Passage::Made(action));
+                }
+            }
+            _ => {}
+        }
+        if action.kind.releases() && enters {
+            self.boundaries.insert(own, Passage::UsedUp);
+        }
+        Ok(())
+    }
+
     fn finish(self) -> Result<(), MoveRule> {
+        let left = self.boundaries.values().chain(self.gradients.values());
+        let made = |passage: &Passage| match passage {
+            Passage::Made(action) => Some(*action),
+            _ => None,
+        };
+        if let Some(action) = left.copied().find_map(|passage| made(&passage)) {
+            return Err(MoveRule::BoundaryKept(action));
+        }
         if let Some(&stage) = self.in_slots.first() {
             return Err(MoveRule::NeverReleased(stage));
         }
         self.summed.first().map_or(Ok(()), |&stage| Err(MoveRule::GradientsKept(stage)))
     }
+}
+
+/// Sends to the host what was made here.
+fn send(places: &mut BTreeMap<Crossed, Passage>, one: Move) -> Result<(), MoveRule> {
+    let place = one.micro_batch.and_then(|i| places.get_mut(&(one.stage, i)));
+    match place {
+        Some(place @ Passage::Made(_)) => {
+            *place = Passage::OnHost;
+            Ok(())
+        }
+        _ => Err(MoveRule::NothingToMove(one)),
+    }
+}
+
+/// Brings something back that this device or another has sent.
+fn bring(
+    places: &mut BTreeMap<Crossed, Passage>,
+    one: Move,
+    is_made_here: bool,
+) -> Result<(), MoveRule> {
+    let crossed = one.micro_batch.map(|i| (one.stage, i)).ok_or(MoveRule::NothingToMove(one))?;
+    match places.get(&crossed) {
+        Some(Passage::OnHost) => {}
+        None if !is_made_here => {}
+        _ => return Err(MoveRule::NothingToMove(one)),
+    }
+    places.insert(crossed, Passage::Back);
+    Ok(())
 }

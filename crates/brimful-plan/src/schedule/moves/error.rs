@@ -89,12 +89,13 @@ pub enum MoveRule {
     /// The optimizer at home needs them.
     #[error("the gradients of stage {0} never go home: send them after its last backward")]
     GradientsKept(StageId),
-    /// A boundary leaves after its forward, and once.
-    #[error(
-        "{0} has no boundary to move: the forward has not run, or the boundary is not where it starts"
-    )]
-    NoBoundary(Move),
-    /// A boundary is back when it is needed.
-    #[error("{0} comes while its boundary is on the host: bring it back before")]
+    /// A boundary or its gradient leaves when it is made, and once.
+    #[error("{0} has nothing to move: it is not made yet, is not where it starts, or is used up")]
+    NothingToMove(Move),
+    /// A boundary and its gradient are back when they are needed.
+    #[error("{0} comes while what it needs is on the host: bring it back before")]
     BoundaryAway(Action),
+    /// What others wait for on the host has to get there.
+    #[error("what {0} makes never leaves for the host, where it is to wait: send it after it")]
+    BoundaryKept(Action),
 }

@@ -3,8 +3,8 @@
 //! ```text
 //! slots        as large as the largest stage that lives on the host, all the time
 //! gradients    of a stage that lives on the host, from its first backward until they are home
-//! boundary     from its arrival until the backward, without the time that it spends on the host
-//! its gradient from its arrival until the backward that takes it
+//! boundary     from its making or arrival until the backward, without the time that it spends on the host
+//! its gradient from its making or arrival until the backward that takes it, without that time
 //! ```
 //!
 //! Activations, and all that lives on the device, as in `memory`.
@@ -62,7 +62,7 @@ impl HeldBytes {
         &self.levels
     }
 
-    /// A boundary or its gradient is there.
+    /// A boundary or its gradient is there: made, or come from another device.
     pub(super) fn take(&mut self, time: f64, bytes: u64) {
         self.change(time, u128::from(bytes), 0);
     }
@@ -103,12 +103,17 @@ impl HeldBytes {
         self.change(time, 0, gives);
     }
 
-    /// A boundary begins to come back.
+    /// A boundary is let go of: the host has it.
+    pub(super) fn drop(&mut self, time: f64, stage: StageId) {
+        self.change(time, 0, u128::from(self.costs.input_bytes_of(stage)));
+    }
+
+    /// A boundary or its gradient begins to come back.
     pub(super) fn come(&mut self, time: f64, moved: Move) {
         self.change(time, u128::from(self.costs.input_bytes_of(moved.stage)), 0);
     }
 
-    /// Gradients or a boundary are on the host.
+    /// A stage's gradients, a boundary or its gradient are on the host.
     pub(super) fn leave(&mut self, time: f64, moved: Move) {
         let bytes = match moved.kind {
             MoveKind::GradientsHome => self.costs.stages[moved.stage.index()].gradient_bytes,

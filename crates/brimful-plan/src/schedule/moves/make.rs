@@ -89,44 +89,94 @@ fn gradients(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
     last.into_iter().map(leave).collect()
 }
 
-/// The boundaries that wait on the host. Only what is recomputed can: of anything else the activations
-/// hold the input.
-fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
-    let at_host = |action: &Action| homes[action.stage.index()].boundaries == Home::Host;
-    let is_recompute = |action: &Action| action.kind == ActionKind::Recompute;
-    let pair = |action: &Action| (action.stage, action.micro_batch);
-    let recomputed: BTreeSet<_> =
-        list.iter().filter(|a| is_recompute(a) && at_host(a)).map(pair).collect();
-    let mut left: BTreeMap<(StageId, MicroBatchId), usize> = BTreeMap::new();
-    let mut previous = None;
-    let mut moves = Vec::new();
+/// The micro-batches of stages whose boundaries live on the host that are let go of between forward and
+/// recompute: not where they would have to turn back at once. Of what is kept, the activations hold the
+/// input.
+pub(super) fn waiting(list: &[Action], homes: &[StageHome]) -> BTreeSet<(StageId, MicroBatchId)> {
+    let mut forwards = BTreeMap::new();
+    let mut waiting = BTreeSet::new();
     for (at, action) in list.iter().enumerate() {
-        if !recomputed.contains(&pair(action)) {
-            continue;
-        }
+        let pair = (action.stage, action.micro_batch);
         if action.kind == ActionKind::Forward {
-            left.insert(pair(action), at + 1);
+            forwards.insert(pair, at);
         }
-        if let Some(out) = left.get(&pair(action)).filter(|_| is_recompute(action)) {
-            // While the recompute before this one runs, so that at most two are there.
-            let back = previous.filter(|previous| previous > out).unwrap_or(at - 1);
-            previous = Some(at);
-            moves.extend(there_and_back(action, *out, back));
+        let is_recompute =
+            action.kind == ActionKind::Recompute && waits_on_host(homes, action.stage);
+        if is_recompute && forwards.get(&pair).is_some_and(|forward| forward + 2 < at) {
+            waiting.insert(pair);
         }
     }
-    moves
+    waiting
 }
 
-/// Nothing, where it would have to turn back at once.
-fn there_and_back(action: &Action, out: usize, back: usize) -> Vec<Move> {
-    if back <= out {
-        return Vec::new();
+/// Whether what enters the stage waits on the host; nothing enters the stage after the last.
+pub(super) fn waits_on_host(homes: &[StageHome], stage: StageId) -> bool {
+    homes.get(stage.index()).is_some_and(|home| home.boundaries == Home::Host)
+}
+
+/// The boundaries and gradients that wait on the host. They leave as soon as they are made, and come back
+/// while the action before the one that needs them runs: at most two of a kind are there. What another
+/// device makes is waited for when it is needed, as everywhere.
+fn boundaries(list: &[Action], homes: &[StageHome]) -> Vec<Move> {
+    let mut crossing = Crossing { moves: Vec::new(), left: BTreeMap::new() };
+    let waiting = waiting(list, homes);
+    for (at, action) in list.iter().enumerate() {
+        let (stage, next) = (action.stage, StageId(action.stage.0 + 1));
+        let (here, after) = (waits_on_host(homes, stage), waits_on_host(homes, next));
+        let is_first = stage == StageId(0);
+        let waits = waiting.contains(&(stage, action.micro_batch));
+        let of = |kind, stage| (kind, stage, action.micro_batch);
+        match action.kind {
+            ActionKind::Forward => {
+                crossing.bring_if(here && !is_first, of(MoveKind::BoundaryIn, stage), at);
+                crossing.send_if(waits && is_first, of(MoveKind::BoundaryOut, stage), at);
+                crossing.send_if(after, of(MoveKind::BoundaryOut, next), at);
+            }
+            ActionKind::Recompute => {
+                crossing.bring_if(waits, of(MoveKind::BoundaryIn, stage), at);
+            }
+            kind if kind.passes_gradient() => {
+                crossing.bring_if(after, of(MoveKind::GradientIn, next), at);
+                crossing.send_if(here && !is_first, of(MoveKind::GradientOut, stage), at);
+            }
+            _ => {}
+        }
     }
-    let boundary = |kind, before| Move {
-        kind,
-        stage: action.stage,
-        micro_batch: Some(action.micro_batch),
-        before,
-    };
-    vec![boundary(MoveKind::BoundaryOut, out), boundary(MoveKind::BoundaryIn, back)]
+    crossing.moves
+}
+
+/// What crosses the bus for one micro-batch on one stage.
+type Crossed = (MoveKind, StageId, MicroBatchId);
+
+/// Moves of boundaries, as they are found.
+struct Crossing {
+    moves: Vec<Move>,
+    /// Before which action each has left.
+    left: BTreeMap<Crossed, usize>,
+}
+
+impl Crossing {
+    fn send_if(&mut self, is_so: bool, crossed: Crossed, at: usize) {
+        if is_so {
+            self.left.insert(crossed, at + 1);
+            self.push(crossed, at + 1);
+        }
+    }
+
+    fn bring_if(&mut self, is_so: bool, (kind, stage, micro_batch): Crossed, at: usize) {
+        if is_so {
+            let out = if kind == MoveKind::GradientIn {
+                MoveKind::GradientOut
+            } else {
+                MoveKind::BoundaryOut
+            };
+            let left = self.left.get(&(out, stage, micro_batch));
+            let before = left.map_or(at, |left| (*left).max(at.saturating_sub(1)));
+            self.push((kind, stage, micro_batch), before);
+        }
+    }
+
+    fn push(&mut self, (kind, stage, micro_batch): Crossed, before: usize) {
+        self.moves.push(Move { kind, stage, micro_batch: Some(micro_batch), before });
+    }
 }

@@ -45,7 +45,8 @@ pub enum Home {
 pub struct StageHome {
     /// Of the weights, and with them of their gradients and the optimizer's state.
     pub weights: Home,
-    /// Of the inputs that the stage recomputes from, between its forward and its backward.
+    /// Of what enters the stage, from its making until the forward and between forward and recompute, and of
+    /// its gradients.
     pub boundaries: Home,
     /// Whether any parameter is trained: a frozen stage has no gradients to send home.
     pub trained: bool,
@@ -60,26 +61,38 @@ impl StageHome {
 }
 
 /// What moves, and which way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MoveKind {
     /// A stage's summed gradients leave for the host; then their memory on the device is free.
     GradientsHome,
     /// A stage's slot is free again. Nothing is copied and it takes no time: the host has the weights.
     Release,
-    /// A stage's input of one micro-batch leaves for the host, after the forward has used it.
+    /// What enters a stage leaves for the host: after the forward of the stage before, or, of the model's
+    /// own input, after the first stage's.
     BoundaryOut,
+    /// The gradient of what entered a stage leaves for the host, after the stage's backward.
+    GradientOut,
     /// A stage's weights come from the host into a free slot.
     Fetch,
-    /// A stage's input of one micro-batch comes back, for the recompute.
+    /// What enters a stage comes back, for its forward or its recompute.
     BoundaryIn,
+    /// The gradient of what entered a stage comes back, for the backward of the stage before.
+    GradientIn,
 }
 
 impl MoveKind {
     /// All kinds, in the order of moves that are started at one time: what makes room comes before
     /// what takes it.
-    pub const ALL: [Self; 5] =
-        [Self::GradientsHome, Self::Release, Self::BoundaryOut, Self::Fetch, Self::BoundaryIn];
+    pub const ALL: [Self; 7] = [
+        Self::GradientsHome,
+        Self::Release,
+        Self::BoundaryOut,
+        Self::GradientOut,
+        Self::Fetch,
+        Self::BoundaryIn,
+        Self::GradientIn,
+    ];
 
     /// The name in prose.
     #[must_use]
@@ -88,21 +101,37 @@ impl MoveKind {
             Self::GradientsHome => "gradients home",
             Self::Release => "release",
             Self::BoundaryOut => "boundary out",
+            Self::GradientOut => "gradient out",
             Self::Fetch => "fetch",
             Self::BoundaryIn => "boundary in",
+            Self::GradientIn => "gradient in",
+        }
+    }
+
+    /// The letter in a run's file, where actions have capitals.
+    #[must_use]
+    pub const fn letter(self) -> char {
+        match self {
+            Self::GradientsHome => 'h',
+            Self::Release => 'r',
+            Self::BoundaryOut => 'o',
+            Self::GradientOut => 'u',
+            Self::Fetch => 'f',
+            Self::BoundaryIn => 'i',
+            Self::GradientIn => 'd',
         }
     }
 
     /// Whether it brings something onto the device; a release goes neither way.
     #[must_use]
     pub const fn is_inward(self) -> bool {
-        matches!(self, Self::Fetch | Self::BoundaryIn)
+        matches!(self, Self::Fetch | Self::BoundaryIn | Self::GradientIn)
     }
 
     /// Whether it takes something off the device, over the bus.
     #[must_use]
     pub const fn is_outward(self) -> bool {
-        matches!(self, Self::GradientsHome | Self::BoundaryOut)
+        matches!(self, Self::GradientsHome | Self::BoundaryOut | Self::GradientOut)
     }
 }
 
@@ -113,9 +142,9 @@ impl MoveKind {
 pub struct Move {
     /// What moves.
     pub kind: MoveKind,
-    /// Of which stage.
+    /// Of which stage; a boundary is that of the stage which it enters.
     pub stage: StageId,
-    /// Of which micro-batch, where it is a boundary.
+    /// Of which micro-batch, where it is a boundary or its gradient.
     pub micro_batch: Option<MicroBatchId>,
     /// The number of the action in its device's list; the length of the list is after the last one.
     pub before: usize,
@@ -196,7 +225,8 @@ impl Moves {
     /// 2. there are never more stages in slots than slots;
     /// 3. gradients go home once, after their stage's last backward, where a stage that lives on the
     ///    host is trained;
-    /// 4. a boundary leaves after its forward and is back before what needs it.
+    /// 4. a boundary that lives on the host leaves after the forward that makes it, and its gradient after the
+    ///    backward; they are back before what needs them.
     ///
     /// # Errors
     /// With the broken rule.

@@ -15,7 +15,8 @@ use super::super::{
 };
 use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
-use super::{Home, Move, MoveKind, Moves};
+use super::make::{waiting, waits_on_host};
+use super::{Home, MicroBatchId, Move, MoveKind, Moves};
 
 /// Simulates one step whose weights or boundaries live on the host, with a lane for each device's bus.
 ///
@@ -66,6 +67,10 @@ struct Player<'a> {
     updated: Vec<f64>,
     /// What is on its way between devices: when it is there, where, and its bytes.
     arriving: Vec<(f64, DeviceId, u64)>,
+    /// Boundaries and gradients that have come to the host, from whatever device.
+    on_host: BTreeSet<Moved>,
+    /// Micro-batches that are let go of between forward and recompute.
+    waiting: BTreeSet<(StageId, MicroBatchId)>,
 }
 
 /// How far a device and its bus have come.
@@ -81,15 +86,27 @@ struct DevicePlay {
     held: HeldBytes,
 }
 
-/// What a move brings or takes: a stage's weights, or one boundary.
-type Moved = (StageId, Option<super::MicroBatchId>);
+/// What a move brings or takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Moved {
+    Weights(StageId),
+    Boundary(StageId, MicroBatchId),
+    Gradient(StageId, MicroBatchId),
+}
+
+impl Moved {
+    fn of(one: Move) -> Self {
+        match (one.kind, one.micro_batch) {
+            (MoveKind::GradientOut | MoveKind::GradientIn, Some(i)) => Self::Gradient(one.stage, i),
+            (_, Some(i)) => Self::Boundary(one.stage, i),
+            (_, None) => Self::Weights(one.stage),
+        }
+    }
+}
 
 impl<'a> Player<'a> {
     fn new(actions: &'a Actions, moves: &'a Moves, costs: &'a Costs) -> Self {
-        let at_host = |(j, home): (usize, &super::StageHome)| {
-            (home.weights == Home::Host).then_some((StageId::at(j), None))
-        };
-        let away: BTreeSet<_> = moves.homes().iter().enumerate().filter_map(at_host).collect();
+        let away = first_away(actions, moves);
         let device = |d: usize| DevicePlay {
             spans: Vec::with_capacity(actions.lists()[d].len()),
             done: 0,
@@ -110,6 +127,8 @@ impl<'a> Player<'a> {
             ways: Ways::new(actions.devices(), costs.link),
             updated: updated(moves, costs),
             arriving: Vec::new(),
+            on_host: BTreeSet::new(),
+            waiting: actions.lists().iter().flat_map(|list| waiting(list, moves.homes())).collect(),
         }
     }
 
@@ -172,9 +191,10 @@ impl<'a> Player<'a> {
             let bytes = self.costs.moved_bytes(moved);
             play.moved.push(MoveSpan { moved, start, end: self.now, bytes });
             if moved.kind.is_inward() {
-                play.away.remove(&(moved.stage, moved.micro_batch));
+                play.away.remove(&Moved::of(moved));
             } else {
                 play.held.leave(self.now, moved);
+                self.on_host.insert(Moved::of(moved));
             }
         }
         !ended.is_empty()
@@ -187,8 +207,9 @@ impl<'a> Player<'a> {
         let first = play.next_move;
         while let Some(&one) = list.get(play.next_move).filter(|one| one.before <= play.done) {
             play.next_move += 1;
+            // A boundary that leaves before its own stage has used it is away all the time until then.
             if matches!(one.kind, MoveKind::Release | MoveKind::BoundaryOut) {
-                play.away.insert((one.stage, one.micro_batch));
+                play.away.insert(Moved::of(one));
             }
             if one.kind != MoveKind::Release {
                 let bytes = self.costs.moved_bytes(one);
@@ -197,8 +218,10 @@ impl<'a> Player<'a> {
                 play.bus.queue(WaitingMove { moved: one, bytes, ready });
             }
         }
-        for begun in play.bus.begin(self.now) {
-            if begun.kind == MoveKind::BoundaryIn {
+        let on_host = &self.on_host;
+        let can_come = |one: Move| one.kind == MoveKind::Fetch || on_host.contains(&Moved::of(one));
+        for begun in play.bus.begin(self.now, can_come) {
+            if matches!(begun.kind, MoveKind::BoundaryIn | MoveKind::GradientIn) {
                 play.held.come(self.now, begun);
             }
         }
@@ -230,6 +253,11 @@ impl<'a> Player<'a> {
             return true;
         }
         let gradient = action.kind.passes_gradient();
+        let boundary = if gradient { StageId(action.stage.0 + 1) } else { action.stage };
+        if waits_on_host(self.moves.homes(), boundary) {
+            // Moves bring it: until then it is away.
+            return true;
+        }
         let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
         // NaN before it is sent, which is no time that has come.
         *arrivals.cell(action.stage, action) <= self.now
@@ -244,6 +272,13 @@ impl<'a> Player<'a> {
         };
         play.done += 1;
         play.held.end(now, action);
+        let pair = (action.stage, action.micro_batch);
+        let is_let_go = action.kind == ActionKind::Forward && self.waiting.contains(&pair);
+        // The first stage's has yet to leave; of others the host has a copy.
+        if is_let_go && action.stage > StageId(0) {
+            play.held.drop(now, action.stage);
+            play.away.insert(Moved::Boundary(action.stage, action.micro_batch));
+        }
         self.deliver(action, device);
         let play = &mut self.devices[device.index()];
         let bytes = play.held.now();
@@ -261,6 +296,11 @@ impl<'a> Player<'a> {
         // A boundary's gradient has its size.
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
+        if waits_on_host(self.moves.homes(), boundary) {
+            // It is here until its move has taken it to the host.
+            self.devices[from.index()].held.take(self.now, bytes);
+            return;
+        }
         let to = self.actions.placement()[target.index()];
         let arrival = self.ways.transfer(from, to, bytes, self.now);
         let gradient = action.kind.passes_gradient();
@@ -291,12 +331,33 @@ impl DevicePlay {
         self.spans.last().filter(|_| self.spans.len() > self.done)
     }
 
-    /// Whether the action's weights or boundary are not there.
+    /// Whether something that the action needs is not there.
     fn lacks(&self, action: Action) -> bool {
-        let boundary = (action.stage, Some(action.micro_batch));
-        self.away.contains(&(action.stage, None))
-            || action.kind != ActionKind::Forward && self.away.contains(&boundary)
+        let Action { kind, stage, micro_batch } = action;
+        let is_away = |moved: Moved| self.away.contains(&moved);
+        let uses_input = matches!(kind, ActionKind::Forward | ActionKind::Recompute);
+        is_away(Moved::Weights(stage))
+            || uses_input && is_away(Moved::Boundary(stage, micro_batch))
+            || kind.passes_gradient() && is_away(Moved::Gradient(StageId(stage.0 + 1), micro_batch))
     }
+}
+
+/// What is on no device as the step begins: weights that live on the host, and what is to be made and
+/// will wait there.
+fn first_away(actions: &Actions, moves: &Moves) -> BTreeSet<Moved> {
+    let mut away = BTreeSet::new();
+    for (j, home) in moves.homes().iter().enumerate() {
+        let stage = StageId::at(j);
+        if home.weights == Home::Host {
+            away.insert(Moved::Weights(stage));
+        }
+        if home.boundaries == Home::Host && j > 0 {
+            for i in (0..actions.micro_batches()).map(MicroBatchId::at) {
+                away.extend([Moved::Boundary(stage, i), Moved::Gradient(stage, i)]);
+            }
+        }
+    }
+    away
 }
 
 impl Costs {
@@ -306,7 +367,10 @@ impl Costs {
         match one.kind {
             MoveKind::Fetch => stage.fetched_bytes,
             MoveKind::GradientsHome => stage.sent_bytes,
-            MoveKind::BoundaryOut | MoveKind::BoundaryIn => self.input_bytes_of(one.stage),
+            MoveKind::BoundaryOut
+            | MoveKind::BoundaryIn
+            | MoveKind::GradientOut
+            | MoveKind::GradientIn => self.input_bytes_of(one.stage),
             MoveKind::Release => 0,
         }
     }

@@ -197,6 +197,7 @@ fn move_color(kind: MoveKind) -> &'static str {
         MoveKind::Fetch | MoveKind::Release => "94",
         MoveKind::GradientsHome => "92",
         MoveKind::BoundaryOut | MoveKind::BoundaryIn => "90",
+        MoveKind::GradientOut | MoveKind::GradientIn => "93",
     }
 }
 

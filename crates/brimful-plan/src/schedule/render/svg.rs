@@ -264,6 +264,8 @@ fn move_color(kind: MoveKind) -> &'static str {
         MoveKind::GradientsHome => "#7fbf9d",
         MoveKind::BoundaryOut => "#b9a37e",
         MoveKind::BoundaryIn => "#d3c19c",
+        MoveKind::GradientOut => "#c98f8f",
+        MoveKind::GradientIn => "#e0b3b3",
     }
 }
 

@@ -133,7 +133,7 @@ impl Question<'_> {
         let mut request = Request::new(&profile, devices, samples);
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
-        request.recompute = vec![self.recompute];
+        request.recompute = Some(self.recompute);
         request.optimizer_bytes = state;
         let best = plan::plan(&request)?.rows.swap_remove(0);
         if let Some(Misfit { device, needed, memory }) = best.misfits.first() {

@@ -9,19 +9,20 @@ use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
 use super::exact::cut_at_norms;
-use super::homes::{Homes, HostNeed, check_halves_at_home};
+use super::homes::{Homes, HostNeed, check_halves_at_home, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
 use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::home::SLOTS;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::{Blueprint, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
-use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe};
+use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome};
 use crate::step::{NonFinite, Size, StepState, Team};
 use crate::workers::{DeviceSpec, Workers, settled};
 use crate::{Layers, Result, World};
@@ -38,8 +39,13 @@ pub struct Builder {
     /// Of a plan.
     recipe: Option<ScheduleRecipe>,
     recompute: Recompute,
+    /// The same of each stage, where a plan says it.
+    recompute_each: Vec<Recompute>,
     kind: Kind,
     homes: Homes,
+    /// Where what enters each stage waits, where a plan says it.
+    boundaries: Vec<Home>,
+    slots: usize,
     host: Option<Arena>,
     non_finite: NonFinite,
     world: World,
@@ -58,8 +64,11 @@ impl Builder {
             schedule: Schedule::OneFOneB,
             recipe: None,
             recompute: Recompute::Never,
+            recompute_each: Vec::new(),
             kind: Kind::Float,
             homes: Homes::default(),
+            boundaries: Vec::new(),
+            slots: SLOTS,
             host: None,
             non_finite: NonFinite::default(),
             world: World::alone(),
@@ -127,16 +136,20 @@ impl Builder {
 
     /// Which activations are computed again. The default is none.
     pub fn recompute(self, recompute: Recompute) -> Self {
-        Self { recompute, ..self }
+        Self { recompute, recompute_each: Vec::new(), ..self }
     }
 
-    /// Balance, schedule, number of micro-batches, recompute and homes of a planner's answer.
+    /// Balance, schedule, number of micro-batches, and of each stage home and recompute, of a planner's
+    /// answer.
     pub fn plan(self, row: &PlanRow) -> Self {
         let PlanChoice { schedule, micro_batches, recompute } = row.choice;
         let (balance, recipe) = ((&row.balance).into(), row.recipe.clone());
-        let homes = row.homes.as_ref().map_or(Homes::Device, Homes::from);
+        let recompute_each = row.stages.iter().map(|stage| stage.recompute).collect();
+        let boundaries = row.stages.iter().map(|stage| stage.boundaries).collect();
+        let of_stages =
+            Self { recompute_each, homes: row.into(), boundaries, slots: row.slots, ..self };
         let size = Size::Count(micro_batches);
-        Self { balance, schedule, recipe, size, recompute, homes, ..self }
+        Self { balance, schedule, recipe, size, recompute, ..of_stages }
     }
 
     /// The number type of the parameters. The default is f32.
@@ -148,7 +161,7 @@ impl Builder {
     ///
     /// A stage that lives on the host computes on its device: see [`Homes`].
     pub fn homes(self, homes: impl Into<Homes>) -> Self {
-        Self { homes: homes.into(), ..self }
+        Self { homes: homes.into(), boundaries: Vec::new(), slots: SLOTS, ..self }
     }
 
     /// The arena that what lives on the host is charged to, where the device is a CPU.
@@ -185,9 +198,10 @@ impl Builder {
         let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
-        let Self { kind, non_finite, host, .. } = self;
+        let Self { kind, non_finite, host, slots, .. } = self;
         let keeps_activations = self.recompute == Recompute::Never;
-        let build = StageBuild { keeps_activations, kind, non_finite, host, homes: homes.clone() };
+        let build =
+            StageBuild { keeps_activations, kind, non_finite, host, homes: homes.clone(), slots };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
@@ -208,7 +222,9 @@ impl Builder {
             recipe,
             recompute: self.recompute,
             meet,
+            recompute_each: self.recompute_each,
             homes,
+            slots,
             actions: HashMap::new(),
             open: None,
             forwards: 0,
@@ -237,9 +253,9 @@ impl Builder {
     }
 
     /// Where each stage lives, which there is room for.
-    fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<Home>> {
+    fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
         let homes = self.homes.of(balance.sizes().len())?;
-        check_halves_at_home(actions, &homes)?;
+        check_halves_at_home(actions, &homes, self.slots)?;
         let need = HostNeed {
             layers: &self.layers,
             sizes: balance.sizes(),
@@ -249,7 +265,7 @@ impl Builder {
             arena: self.host.as_ref(),
         };
         need.check()?;
-        Ok(homes)
+        Ok(stage_homes(&homes, &self.boundaries, actions.placement()))
     }
 
     /// This rank's devices, and what all ranks must have in common.
@@ -259,10 +275,10 @@ impl Builder {
         if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
         }
-        let Self { schedule, recompute, kind, homes, size, replicas, .. } = self;
+        let Self { schedule, recompute, recompute_each, kind, homes, size, replicas, .. } = self;
         let layers = self.layers.names().collect::<Vec<_>>().join(", ");
         let common = format!(
-            "{schedule} of {size:?}, recomputing {recompute}, at home {homes:?}, in {kind:?}, {replicas} replicas, with \
+            "{schedule} of {size:?}, recomputing {recompute} {recompute_each:?}, at home {homes:?}, in {kind:?}, {replicas} replicas, with \
              the layers {layers}"
         );
         Ok((devices, common))
@@ -329,7 +345,8 @@ struct StageBuild {
     keeps_activations: bool,
     kind: Kind,
     non_finite: NonFinite,
-    homes: Vec<Home>,
+    homes: Vec<StageHome>,
+    slots: usize,
     host: Option<Arena>,
 }
 
@@ -352,6 +369,7 @@ impl Staff<'_> {
             turn,
             kind: build.kind,
             homes: build.homes.clone(),
+            slots: build.slots,
             host: build.host.clone().or_else(|| host_of(device)),
             keeps_activations: build.keeps_activations,
             seed,

@@ -9,10 +9,9 @@ use crate::bytes::Bytes;
 use crate::memory::{self, Arena};
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::SLOTS;
-use crate::plan::RowHomes;
+use crate::plan::PlanRow;
 use crate::ranks::summed_in;
-use crate::schedule::{Action, ActionKind, Actions, Home};
+use crate::schedule::{Action, ActionKind, Actions, DeviceId, Home, StageHome};
 use crate::{Layers, Result};
 
 /// Where the stages' weights, gradients and optimizer state live between their uses.
@@ -50,14 +49,14 @@ impl Homes {
 
 /// Where backwards are split, all stages of a device that live on the host must have their place there:
 /// others would take it between the halves, and what a graph has kept of the weights is in that place.
-pub(crate) fn check_halves_at_home(actions: &Actions, homes: &[Home]) -> Result<()> {
+pub(crate) fn check_halves_at_home(actions: &Actions, homes: &[Home], slots: usize) -> Result<()> {
     let is_half = |action: &Action| action.kind == ActionKind::WeightGradient;
     let at_host = |action: &&Action| homes[action.stage.index()] == Home::Host;
     for (device, list) in actions.lists().iter().enumerate() {
         let hosted: BTreeSet<_> = list.iter().filter(at_host).map(|a| a.stage).collect();
-        if list.iter().any(is_half) && hosted.len() > SLOTS {
+        if list.iter().any(is_half) && hosted.len() > slots {
             let stages = hosted.len();
-            return Err(PipelineError::SplitAtHome { device, stages, slots: SLOTS }.into());
+            return Err(PipelineError::SplitAtHome { device, stages, slots }.into());
         }
     }
     Ok(())
@@ -75,10 +74,29 @@ impl<const N: usize> From<[Home; N]> for Homes {
     }
 }
 
-impl From<&RowHomes> for Homes {
-    fn from(row: &RowHomes) -> Self {
-        Self::Each(row.homes.iter().map(|stage| stage.weights).collect())
+impl From<&PlanRow> for Homes {
+    fn from(row: &PlanRow) -> Self {
+        Self::Each(row.stages.iter().map(|stage| stage.weights).collect())
     }
+}
+
+/// Where all that belongs to each stage lives. Where nobody has said it of `boundaries`, those wait on the
+/// host that a device with stages at home makes or takes: such a device has no room for all that waits.
+pub(super) fn stage_homes(
+    weights: &[Home],
+    boundaries: &[Home],
+    placement: &[DeviceId],
+) -> Vec<StageHome> {
+    let of_devices = weights.iter().zip(placement);
+    let crowded: BTreeSet<_> =
+        of_devices.filter(|(home, _)| **home == Home::Host).map(|(_, device)| *device).collect();
+    let home = |j: usize| {
+        let is_crowded = placement[j.saturating_sub(1)..=j].iter().any(|at| crowded.contains(at));
+        let usual = if is_crowded { Home::Host } else { Home::Device };
+        let boundaries = boundaries.get(j).copied().unwrap_or(usual);
+        StageHome { weights: weights[j], boundaries, trained: true }
+    };
+    (0..weights.len()).map(home).collect()
 }
 
 /// What lives on the host: what it takes is said before any of it is there.

@@ -35,7 +35,8 @@ impl Pipeline {
             let (here, given) = (here.collect(), given.collect());
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
-        check_halves_at_home(&actions, &self.homes)?;
+        let weights: Vec<_> = self.homes.iter().map(|home| home.weights).collect();
+        check_halves_at_home(&actions, &weights, self.slots)?;
         // Lists are found by their number of micro-batches: with another size, it would not be run.
         self.set_size(actions.micro_batches());
         self.actions.insert(actions.micro_batches(), Arc::new(actions));

@@ -14,11 +14,13 @@
 
 mod hosted;
 mod slots;
+mod speed;
 mod update;
 
 use std::sync::mpsc::Sender;
 
 pub(crate) use hosted::{HomeMemory, HostedStage};
+pub use speed::HostSpeed;
 use update::{StageGradients, Update};
 
 use brimful_torch::stream::{Event, Stream};
@@ -29,10 +31,10 @@ use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
 use crate::pipeline::run::{HostLead, RestingPlace};
-use crate::schedule::{Action, Home, Move, Moves, StageHome};
 use slots::Slots;
 
-/// How many stages are in slots at a time: one computes while the next is on its way.
+/// How many stages are in slots at a time, unless a plan says it: one computes while the next is on its
+/// way.
 pub(crate) const SLOTS: usize = 2;
 
 /// A worker's stages that live on the host.
@@ -74,16 +76,14 @@ impl HostedStages {
     pub(crate) fn new(
         stages: Vec<Option<HostedStage>>,
         memory: HomeMemory,
+        slots: usize,
     ) -> Result<Option<Self>> {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
             return Ok(None);
         };
         Ok(Some(Self {
-            slots: Slots::new(memory.device, SLOTS, largest)?,
-            outward: RestingPlace {
-                outward: Stream::new(memory.device)?,
-                arena: memory.arena.clone(),
-            },
+            slots: Slots::new(memory.device, slots, largest)?,
+            outward: RestingPlace::new(memory.device, memory.arena.clone())?,
             lead: HostLead::new(memory.device),
             places: Vec::new(),
             leaving: None,
@@ -96,24 +96,14 @@ impl HostedStages {
         }))
     }
 
-    /// The moves of a list of this worker's actions; `at` gives a stage's place among the worker's.
-    pub(crate) fn moves(
-        &self,
-        list: &[Action],
-        at: impl Fn(usize) -> Option<usize>,
-    ) -> Result<Vec<Move>> {
-        let last = list.iter().map(|action| action.stage.index()).max();
-        let home = |j: usize| {
-            let hosted = at(j).and_then(|at| self.stages[at].as_ref());
-            hosted.map_or(StageHome::DEVICE, |stage| StageHome {
-                weights: Home::Host,
-                boundaries: Home::Device,
-                trained: stage.is_trained(),
-            })
-        };
-        let homes: Vec<StageHome> = (0..last.map_or(0, |last| last + 1)).map(home).collect();
-        let moves = Moves::of_lists(&[list.to_vec()], &homes, SLOTS)?;
-        Ok(moves.of(0).to_vec())
+    /// Whether the stage at this place is trained; none of one that lives on the device.
+    pub(crate) fn is_trained(&self, at: usize) -> Option<bool> {
+        self.stages[at].as_ref().map(HostedStage::is_trained)
+    }
+
+    /// How many stages are in slots at a time.
+    pub(crate) fn slots(&self) -> usize {
+        self.slots.count()
     }
 
     /// A step begins that sums the gradients of these parameters, all at home.

@@ -36,6 +36,10 @@ impl Slots {
         Ok(Self { device, count, bytes, slots: Vec::new(), inward, current: None })
     }
 
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
     pub(super) fn is_current(&self, at: usize) -> bool {
         self.current == Some(at)
     }

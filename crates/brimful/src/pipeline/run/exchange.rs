@@ -7,10 +7,10 @@ use super::job::End;
 use super::stage::{Boundary, leaves};
 use super::transfer::{StageParcel, Tensors};
 use super::wiring::StageOutlet;
-use super::{Output, Stop, WorkerRun};
+use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::pipeline::worker::Site;
-use crate::schedule::Action;
+use crate::schedule::{Action, StageId};
 
 impl WorkerRun {
     /// What enters the stage; and the same as it waits on the host, where it does.
@@ -19,7 +19,10 @@ impl WorkerRun {
         site: &mut Site,
         at: usize,
         i: usize,
-    ) -> Result<(Boundary, Option<Vec<StageParcel>>), Stop> {
+    ) -> Result<Entered, Stop> {
+        if let Some(arrived) = self.arrived[at][i].take() {
+            return Ok(arrived);
+        }
         let ports = &self.job.ports[at];
         let mut resting = Vec::new();
         let mut taken = |parcel: StageParcel| {
@@ -39,6 +42,31 @@ impl WorkerRun {
         let all = resting.len() == 1 + skips.len();
         site.keep_pace()?;
         Ok((Boundary { values, skips, met: None }, all.then_some(resting)))
+    }
+
+    /// Lets what a stage needs for its next run of a micro-batch come back from the host.
+    pub(crate) fn bring_in(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(), Stop> {
+        match self.kept[at][i].take() {
+            None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
+            Some(HeldMicroBatch { input: HeldInput::Host(parcels), output }) => {
+                let input = HeldInput::Here(Self::bring_back(site, &parcels)?);
+                self.kept[at][i] = Some(HeldMicroBatch { input, output });
+            }
+            // The mini-batch itself, which never left.
+            here => self.kept[at][i] = here,
+        }
+        Ok(())
+    }
+
+    /// Lets the gradients of a stage's output come back from the host.
+    pub(crate) fn bring_gradients(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        i: usize,
+    ) -> Result<(), Stop> {
+        self.gradients[at][i] = Some(self.receive_gradients(site, at, i)?);
+        Ok(())
     }
 
     /// What entered the stage, once more on the device.
@@ -68,19 +96,21 @@ impl WorkerRun {
         }
         self.count_in(at, &output)?;
         let ports = &self.job.ports[at];
-        let pack = |values: &[Tensor], outlet: &StageOutlet| {
-            site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet)
+        let pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
+            site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet, to)
         };
         let mut parcels = Vec::new();
-        for (values, ends) in output.skips.iter().zip(&ports.skips_out) {
+        let targets = site.stages[at].targets();
+        for ((values, ends), targets) in output.skips.iter().zip(&ports.skips_out).zip(targets) {
             // Each target gets a leaf of its own: gradients gather in it, on the target's thread.
-            for (outlet, _) in ends {
-                parcels.push((outlet, pack(values, outlet)?));
+            for ((outlet, _), to) in ends.iter().zip(targets) {
+                parcels.push((outlet, pack(values, outlet, StageId::at(*to))?));
             }
         }
         // After the skips, which never wait for a place: they are on their way while this waits.
         if let Some(outlet) = &ports.values_out {
-            parcels.push((outlet, pack(&output.values, outlet)?));
+            let next = StageId(action.stage.0 + 1);
+            parcels.push((outlet, pack(&output.values, outlet, next)?));
         }
         // The action ends here: a wait for a place is idle time, and the timeline is to show it.
         self.timeline.end(action)?;
@@ -103,6 +133,9 @@ impl WorkerRun {
         at: usize,
         i: usize,
     ) -> Result<Vec<Tensors>, Stop> {
+        if let Some(arrived) = self.gradients[at][i].take() {
+            return Ok(arrived);
+        }
         let ports = &self.job.ports[at];
         let mut gradients = vec![match &ports.gradients_in {
             Some(inlet) => site.dock.unpack(inlet.take()?)?,
@@ -132,7 +165,7 @@ impl WorkerRun {
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
                 let parcel = StageParcel::pack(gradients, site.device)?;
-                parcels.push((outlet, site.settle(parcel, outlet)?));
+                parcels.push((outlet, site.settle(parcel, outlet, site.stages[at].id)?));
             }
         }
         // The values' come last: theirs is the channel that may be full.

@@ -28,7 +28,7 @@ pub(crate) use job::{End, Job, LossFn, Mode};
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, StagePass};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
 pub(crate) use waiting::{HostLead, StepExtent, WaitingRoom};
@@ -44,7 +44,7 @@ use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
 use crate::pipeline::worker::{Site, Worker};
 use crate::random::Draws;
-use crate::schedule::{Action, ActionKind, Move, MoveKind};
+use crate::schedule::{Action, ActionKind, MicroBatchId, Move, MoveKind, StageId};
 use crate::step::{Tally, TermGroup};
 use crate::workers::panic_message;
 use crate::{Error, Result};
@@ -93,6 +93,11 @@ pub(crate) struct WorkerRun {
     next: usize,
     /// By stage and micro-batch.
     kept: Vec<Vec<Option<HeldMicroBatch>>>,
+    /// What has come ahead of the action that needs it, in the same way: inputs, and gradients of outputs.
+    arrived: Vec<Vec<Option<Entered>>>,
+    gradients: Vec<Vec<Option<Vec<Tensors>>>>,
+    /// How often what enters a stage is still to come from the host.
+    returns: HashMap<(StageId, MicroBatchId), usize>,
     /// Backwards whose input half has run, in the same way.
     begun: Vec<Vec<Option<SplitBackward>>>,
     /// By stage, before the exact BatchNorm that it begins with.
@@ -118,6 +123,9 @@ struct HeldMicroBatch {
     output: Option<Output>,
 }
 
+/// What enters a stage; and the same as it waits on the host, where it does.
+pub(crate) type Entered = (Boundary, Option<Vec<StageParcel>>);
+
 /// What entered a stage, to be run again or traced back to.
 pub(crate) enum HeldInput {
     Here(Boundary),
@@ -135,7 +143,13 @@ impl WorkerRun {
     pub(crate) fn new(mut job: Job, worker: &Worker) -> Result<Self> {
         let mut list = job.actions.lists()[worker.number].clone();
         list.retain(|action| job.mode.runs(action.kind));
-        let moves = worker.site.moves(&list)?.into();
+        let moves: VecDeque<Move> = worker.site.moves(&list)?.into();
+        let mut returns = HashMap::new();
+        for one in moves.iter().filter(|one| one.kind == MoveKind::BoundaryIn) {
+            if let Some(i) = one.micro_batch {
+                *returns.entry((one.stage, i)).or_default() += 1;
+            }
+        }
         let m = job.actions.micro_batches();
         let device = worker.site.device;
         let timeline = ActionClock::new(device, worker.memory.as_ref(), job.start, list.len())?;
@@ -146,6 +160,9 @@ impl WorkerRun {
         let intake = Intake::new(inputs, order, &worker.site.inputs)?;
         Ok(Self {
             kept: job.ports.iter().map(|_| row_of_none(m)).collect(),
+            arrived: job.ports.iter().map(|_| row_of_none(m)).collect(),
+            gradients: job.ports.iter().map(|_| row_of_none(m)).collect(),
+            returns,
             begun: job.ports.iter().map(|_| row_of_none(m)).collect(),
             meetings: meeting::before(&worker.site.stages, m),
             outputs: (0..m).map(|_| Vec::new()).collect(),
@@ -183,32 +200,51 @@ impl WorkerRun {
             return Ok(());
         };
         // What follows the last action: its gradients go home.
-        let done = oom::catch(|| Ok(self.start_moves(site)?));
+        let done = oom::catch(|| self.start_moves(site));
         done.map_err(|caught| failure(site, last, caught))
     }
 
     /// Starts what is to move before the next action.
-    fn start_moves(&mut self, site: &mut Site) -> Result<()> {
+    fn start_moves(&mut self, site: &mut Site) -> Result<(), Stop> {
         while let Some(one) = self.moves.front().filter(|one| one.before <= self.next).copied() {
             self.moves.pop_front();
-            let at = site.place_of(one.stage).expect("moves are of the worker's own stages");
-            let Some(homes) = &mut site.homes else { continue };
-            match one.kind {
-                MoveKind::Fetch => homes.fetch(at)?,
-                MoveKind::Release => homes.release(at)?,
-                MoveKind::GradientsHome => {
-                    let groups = self.tally.groups(self.job.mode.is_last());
-                    if homes.is_following() && groups.iter().any(|group| *group != TermGroup::Done)
-                    {
-                        return Err(PipelineError::FollowsUnknown.into());
-                    }
-                    let accumulator = self.accumulator.as_mut();
-                    homes.send_gradients(at, accumulator.expect("training has an accumulator"))?;
+            let at = |stage| site.place_of(stage).expect("moves are of the worker's own stages");
+            match (one.kind, one.micro_batch) {
+                // The action that made it has sent it on its way.
+                (MoveKind::BoundaryOut | MoveKind::GradientOut, _) => {}
+                (MoveKind::BoundaryIn, Some(i)) => {
+                    let place = at(one.stage);
+                    self.returns.entry((one.stage, i)).and_modify(|times| *times -= 1);
+                    self.bring_in(site, place, i.index())?;
                 }
-                MoveKind::BoundaryOut | MoveKind::BoundaryIn => {}
+                (MoveKind::GradientIn, Some(i)) => {
+                    let place = at(StageId(one.stage.0 - 1));
+                    self.bring_gradients(site, place, i.index())?;
+                }
+                _ => {
+                    let place = at(one.stage);
+                    self.move_weights(site, place, one.kind)?;
+                }
             }
         }
         Ok(())
+    }
+
+    /// Starts to move a stage's weights, or its gradients.
+    fn move_weights(&mut self, site: &mut Site, at: usize, kind: MoveKind) -> Result<()> {
+        let Some(homes) = &mut site.homes else { return Ok(()) };
+        match kind {
+            MoveKind::Fetch => homes.fetch(at),
+            MoveKind::Release => homes.release(at),
+            _ => {
+                let groups = self.tally.groups(self.job.mode.is_last());
+                if homes.is_following() && groups.iter().any(|group| *group != TermGroup::Done) {
+                    return Err(PipelineError::FollowsUnknown.into());
+                }
+                let accumulator = self.accumulator.as_mut();
+                homes.send_gradients(at, accumulator.expect("training has an accumulator"))
+            }
+        }
     }
 
     pub(crate) fn micro_batches(&self) -> usize {
@@ -258,9 +294,10 @@ impl WorkerRun {
             Some(_) => HeldInput::Here(input),
             // The mini-batch itself takes no memory of the device's.
             None if self.is_lent(at) => HeldInput::Here(input),
+            None if !self.comes_back(action) && !site.is_full() => HeldInput::Here(input),
             None => match resting {
                 Some(parcels) => HeldInput::Host(parcels),
-                None => site.put_aside(input)?,
+                None => site.put_aside(input, action.stage)?,
             },
         };
         self.kept[at][i] = Some(HeldMicroBatch { input, output });
@@ -308,6 +345,7 @@ impl WorkerRun {
         }
         let held = match kept.input {
             HeldInput::Here(input) => input,
+            // It waited there for want of room, which no move knows of.
             HeldInput::Host(parcels) => Self::bring_back(site, &parcels)?,
         };
         self.timeline.begin()?;
@@ -345,6 +383,11 @@ impl WorkerRun {
         let terms = loss.into_terms(self.job.mode.trains())?;
         self.tally.count(&terms, &self.job.weights[i])?;
         Ok(terms)
+    }
+
+    /// Whether the action's input is to come from the host once more.
+    fn comes_back(&self, action: Action) -> bool {
+        self.returns.get(&(action.stage, action.micro_batch)).is_some_and(|times| *times > 0)
     }
 
     /// Whether the stage's input is the mini-batch itself.

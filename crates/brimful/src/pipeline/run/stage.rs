@@ -64,6 +64,11 @@ impl Stage {
         Boundary { values, skips: self.exports.iter().map(leaving).collect(), met: None }
     }
 
+    /// Of each export, the stages that it goes to.
+    pub(crate) fn targets(&self) -> impl Iterator<Item = &[usize]> {
+        self.exports.iter().map(|export| export.targets.as_slice())
+    }
+
     /// The exact BatchNorm that it begins with.
     pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
         self.model.exact_norm()

@@ -17,11 +17,17 @@ use crate::memory::Arena;
 pub(crate) use crate::world::Tensors;
 
 /// The host's memory, as a place for parcels to wait in.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct RestingPlace {
     pub(crate) outward: Stream,
     /// What they are charged to there.
-    pub(crate) arena: Option<Arena>,
+    arena: Option<Arena>,
+}
+
+impl RestingPlace {
+    pub(crate) fn new(device: Device, arena: Option<Arena>) -> Result<Self> {
+        Ok(Self { outward: Stream::new(device)?, arena })
+    }
 }
 
 /// What travels between stages.

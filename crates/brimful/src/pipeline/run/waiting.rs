@@ -104,7 +104,7 @@ impl WaitingRoom {
         keeps_activations: bool,
     ) -> Result<Self> {
         let device = memory.device();
-        let host = RestingPlace { outward: Stream::new(device)?, arena: host };
+        let host = RestingPlace::new(device, host)?;
         Ok(Self {
             memory,
             host,

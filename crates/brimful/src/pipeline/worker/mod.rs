@@ -26,7 +26,7 @@ use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
 use crate::pipeline::run::{RestingPlace, WaitingRoom};
 use crate::random::{Draws, Generator};
-use crate::schedule::{Action, Home, Move, Span, StageId};
+use crate::schedule::{Action, Home, Move, Moves, Span, StageHome, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
@@ -43,10 +43,12 @@ pub(crate) struct Blueprint {
     pub(crate) turn: Option<Arc<Mutex<()>>>,
     pub(crate) kind: tch::Kind,
     /// Where each stage of the pipeline lives, and what homes are charged to.
-    pub(crate) homes: Vec<Home>,
+    pub(crate) homes: Vec<StageHome>,
     pub(crate) host: Option<Arena>,
     /// Whether activations are kept where there is room.
     pub(crate) keeps_activations: bool,
+    /// How many stages that live on the host the device has room for at one time.
+    pub(crate) slots: usize,
     /// Of the parameters' first values.
     pub(crate) seed: u64,
     pub(crate) non_finite: NonFinite,
@@ -79,6 +81,10 @@ pub(crate) struct Site {
     /// Of what waits while micro-batches meet; none where its memory is not counted, or stages live on the
     /// host, where all waits then.
     pub(crate) waiting: Option<WaitingRoom>,
+    /// Where each stage of the pipeline lives, and where what waits on the host waits; none where nothing
+    /// does.
+    stage_homes: Vec<StageHome>,
+    resting_place: Option<RestingPlace>,
     /// The stages of which it was told that some of their backward is not split.
     told_of_whole: HashSet<StageId>,
 }
@@ -130,12 +136,23 @@ impl Blueprint {
                     generator.seed(first.seed(position))
                 });
             stages.push(Stage::new(id, built?, plan));
-            hosted.push(match self.homes[id.index()] {
+            hosted.push(match self.homes[id.index()].weights {
                 Home::Host => Some(self.bring_home(plan, store, &hosted, &memory)?),
                 Home::Device => None,
             });
         }
-        Ok((stages, HostedStages::new(hosted, memory)?))
+        Ok((stages, HostedStages::new(hosted, memory, self.slots)?))
+    }
+
+    /// Where boundaries wait on the host, if any do.
+    fn resting_place(&self, homes: Option<&HostedStages>) -> Result<Option<RestingPlace>> {
+        if self.homes.iter().all(|home| home.boundaries == Home::Device) {
+            return Ok(None);
+        }
+        // What goes to the host goes by one way.
+        let shared = homes.map(|homes| homes.resting_place().clone());
+        let own = || RestingPlace::new(self.device.device, self.host.clone());
+        shared.map_or_else(own, Ok).map(Some)
     }
 
     /// Where micro-batches meet on a device whose memory is counted.
@@ -210,28 +227,51 @@ impl Site {
 
     /// What moves while this list of actions is run.
     pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
-        let Some(homes) = &self.homes else { return Ok(Vec::new()) };
-        homes.moves(list, |stage| self.place_of(StageId::at(stage)))
+        if self.resting_place.is_none() && self.homes.is_none() {
+            return Ok(Vec::new());
+        }
+        let home = |(j, home): (usize, &StageHome)| {
+            let at = self.place_of(StageId::at(j));
+            let hosted = at.and_then(|at| self.homes.as_ref()?.is_trained(at));
+            match hosted {
+                Some(trained) => StageHome { trained, ..*home },
+                None => StageHome { weights: Home::Device, ..*home },
+            }
+        };
+        let homes: Vec<_> = self.stage_homes.iter().enumerate().map(home).collect();
+        let slots = self.homes.as_ref().map_or(0, HostedStages::slots);
+        Ok(Moves::of_lists(&[list.to_vec()], &homes, slots)?.of(0).to_vec())
     }
 
-    /// The host's memory, where that is where things wait now.
-    fn resting_place(&self) -> Option<&RestingPlace> {
-        let homes = self.homes.as_ref().map(HostedStages::resting_place);
-        homes.or_else(|| self.waiting.as_ref()?.elsewhere())
+    /// Where what enters a stage waits, if that is on the host: as it was planned, or for want of room.
+    fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
+        let home = self.stage_homes.get(stage.index())?;
+        let planned = self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host);
+        planned.or_else(|| self.waiting.as_ref()?.elsewhere())
     }
 
-    /// Lets a parcel for a stage of this process wait on the host, where it has to: all
-    /// micro-batches pass a stage before the first one's output is taken.
-    pub(crate) fn settle(&self, parcel: StageParcel, outlet: &StageOutlet) -> Result<StageParcel> {
-        match (self.resting_place(), outlet) {
+    /// Whether the device has no room for what waits.
+    pub(crate) fn is_full(&self) -> bool {
+        self.waiting.as_ref().is_some_and(|waiting| waiting.elsewhere().is_some())
+    }
+
+    /// Lets a parcel that enters this stage, or comes back from it, wait on the host where it is to: all
+    /// micro-batches may pass a stage before the first one's output is taken.
+    pub(crate) fn settle(
+        &self,
+        parcel: StageParcel,
+        outlet: &StageOutlet,
+        of: StageId,
+    ) -> Result<StageParcel> {
+        match (self.resting_place_of(of), outlet) {
             (Some(host), StageOutlet::Near(_)) => parcel.resting(host),
             _ => Ok(parcel),
         }
     }
 
-    /// Keeps what entered a stage until it is run again: on the host, where it has to be there.
-    pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
-        let Some(host) = self.resting_place() else { return Ok(HeldInput::Here(input)) };
+    /// Keeps what entered a stage until it is run again: on the host, where it is to wait there.
+    pub(crate) fn put_aside(&self, input: Boundary, of: StageId) -> Result<HeldInput> {
+        let Some(host) = self.resting_place_of(of) else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
@@ -302,6 +342,7 @@ impl Worker {
         let generator = Generator::new(device.device);
         let mut store = VarStore::new(device.device);
         let (stages, homes) = blueprint.stages(&store, &generator)?;
+        let resting_place = blueprint.resting_place(homes.as_ref())?;
         if *kind != tch::Kind::Float {
             store.set_kind(*kind);
         }
@@ -322,6 +363,8 @@ impl Worker {
             unmanaged: Vec::new(),
             homes,
             waiting,
+            stage_homes: blueprint.homes.clone(),
+            resting_place,
             told_of_whole: HashSet::new(),
         };
         Ok(Self {

@@ -1,14 +1,20 @@
 //! Picks one way for each stage of a device: the least time within the room, exactly, in units of
 //! bytes.
 
-use super::ways::WayCost;
-
 /// Units of the room. A way's bytes are rounded up to whole ones, so what fits in units fits in bytes;
 /// at most one unit a stage is lost.
 const UNITS: usize = 4096;
 
-/// One of the ways of a stage: its number among all ways, and what it costs.
-pub(super) type Offer = (usize, WayCost);
+/// One of the ways of a stage.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Offer {
+    /// Its number among all ways.
+    pub(super) way: usize,
+    /// What it takes of the device.
+    pub(super) bytes: u64,
+    /// What it takes of the step.
+    pub(super) seconds: f64,
+}
 
 /// The number of the way of each stage with the least time in all, or `None` where even the smallest
 /// ways need more than `room`.
@@ -22,8 +28,8 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
     for offers in stages {
         let mut next = vec![f64::INFINITY; capacity + 1];
         let mut by = vec![usize::MAX; capacity + 1];
-        for (at, (_, cost)) in offers.iter().enumerate() {
-            let size = units(cost.device_bytes);
+        for (at, cost) in offers.iter().enumerate() {
+            let size = units(cost.bytes);
             for c in size..=capacity {
                 let seconds = least[c - size] + cost.seconds;
                 if seconds < next[c] {
@@ -38,9 +44,9 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
     let mut left = capacity;
     let mut picked = Vec::with_capacity(stages.len());
     for (offers, by) in stages.iter().zip(&taken).rev() {
-        let (number, cost) = offers.get(by[left])?;
-        picked.push(*number);
-        left -= units(cost.device_bytes);
+        let cost = offers.get(by[left])?;
+        picked.push(cost.way);
+        left -= units(cost.bytes);
     }
     picked.reverse();
     Some(picked)
@@ -50,8 +56,8 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
 mod tests {
     use super::*;
 
-    fn offer(number: usize, device_bytes: u64, seconds: f64) -> Offer {
-        (number, WayCost { device_bytes, host_bytes: 0, seconds, disturbance: 0.0 })
+    fn offer(way: usize, bytes: u64, seconds: f64) -> Offer {
+        Offer { way, bytes, seconds }
     }
 
     #[test]

@@ -1,0 +1,56 @@
+//! The host behind the devices: its memory and the bus, given or measured.
+
+use anyhow::{Result, ensure};
+use brimful::optim::{Adam, Method, Sgd};
+use brimful::pipeline::HostSpeed;
+use brimful::plan::Request;
+use brimful::schedule::BusCost;
+use brimful::{Bytes, device, memory};
+
+use super::options::MeasuredModel;
+use crate::exit::wrong_use;
+
+impl MeasuredModel {
+    /// Lets stages that fit on no device live on the host, where it is known.
+    pub(super) fn host(&self, request: &mut Request<'_>) -> Result<()> {
+        let is_measured = self.model.is_some();
+        request.host_memory = match self.host_memory {
+            Some(memory) => Some(memory.0),
+            None if is_measured => Some(memory::host()?.available.0),
+            None => None,
+        };
+        if is_measured {
+            let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
+            // Layers are measured in f32.
+            (request.bus, request.home_update) = (speed.bus, speed.update / 4.0);
+        }
+        match self.given_bus()? {
+            Some(bus) => request.bus = bus,
+            None => ensure!(
+                is_measured || request.host_memory.is_none(),
+                wrong_use("--host-memory needs --bus beside a --profile, which does not tell it")
+            ),
+        }
+        Ok(())
+    }
+
+    fn given_bus(&self) -> Result<Option<BusCost>> {
+        ensure!(
+            self.bus.len() <= 2 && !self.bus.contains(&Bytes(0)),
+            wrong_use("--bus has a rate above 0 to the device, and one back where that differs")
+        );
+        let rates: Vec<_> = self.bus.iter().map(|rate| rate.0 as f64).collect();
+        let Some((&inward, back)) = rates.split_first() else { return Ok(None) };
+        let outward = back.first().copied().unwrap_or(inward);
+        Ok(Some(BusCost { inward, outward, both: inward.min(outward) }))
+    }
+
+    /// An optimizer that keeps about as much as was said.
+    fn method(&self) -> Method {
+        match self.optimizer_state {
+            0.0 => Sgd::new(0.0).into(),
+            factor if factor <= 1.0 => Sgd::new(0.0).momentum(0.9).into(),
+            _ => Adam::new(0.0).into(),
+        }
+    }
+}

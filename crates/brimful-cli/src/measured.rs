@@ -1,0 +1,17 @@
+//! Layers measured on the spot, with a line of progress.
+
+use anyhow::Result;
+use brimful::balance::{self, Profile};
+use brimful::{Layers, batch::Batch};
+use tch::Device;
+
+use crate::progress::Progress;
+
+/// The times and sizes of the layers on this device, with these inputs.
+pub(crate) fn profile(layers: &Layers, device: Device, inputs: &impl Batch) -> Result<Profile> {
+    let progress = Progress::new(layers.len(), "layers");
+    Ok(balance::measure_watched(layers, device, inputs, |layer| {
+        progress.doing(format!("measured {}", layer.name));
+        progress.advance(1);
+    })?)
+}

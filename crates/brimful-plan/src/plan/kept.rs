@@ -1,0 +1,161 @@
+//! Chooses for each stage whether it keeps its activations or computes them again, for the shortest step
+//! within the devices' memory.
+//!
+//! A knapsack takes for each device the stages that save most time in the room that is left where none
+//! keeps anything. What they really take depends on when the others hold theirs, which the simulation
+//! tells: the room is corrected by what was over or left. In the end stages are tried one by one.
+
+use crate::balance::Balance;
+use crate::schedule::{Action, ActionKind, Recompute, Schedule, StageId};
+
+use super::knapsack::{self, Offer};
+use super::search::{BalanceTrial, listed, row_of_mode};
+use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
+
+/// How often the room is corrected: each time by all that was over or left, which is enough after a few.
+const TRIES: usize = 4;
+
+/// A stage that does not keep anything: as lean as one that always computes again, and sooner done.
+const LEAN: Recompute = Recompute::ExceptLast;
+
+/// The number of each way in a stage's offers.
+const KEEPS: usize = 0;
+const COMPUTES_AGAIN: usize = 1;
+
+/// The best way to run the step: everything kept where that fits, else as much as there is room for,
+/// else what is least over.
+pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
+    let all = row_of_mode(request, PlanChoice { recompute: Recompute::Never, ..choice })?;
+    if all.fits {
+        return Ok(all);
+    }
+    let choice = PlanChoice { recompute: LEAN, ..choice };
+    let mut best = row_of_mode(request, choice)?;
+    if !best.fits {
+        return Ok(if all.excess() < best.excess() { all } else { best });
+    }
+    let mut balances = vec![best.balance.clone(), all.balance];
+    balances.dedup();
+    for balance in balances {
+        let mixed = KeptStages::new(request, choice, balance)?.best()?;
+        if let Some(mixed) = mixed.filter(|mixed| mixed.fits && mixed.makespan <= best.makespan) {
+            best = mixed;
+        }
+    }
+    Ok(best)
+}
+
+/// The stages of one balance, of which some keep their activations.
+struct KeptStages<'a> {
+    request: &'a Request<'a>,
+    trial: BalanceTrial<'a>,
+    balance: Balance,
+    /// Of each stage: what it would take to keep, and what to compute again.
+    offers: Vec<[Offer; 2]>,
+}
+
+impl<'a> KeptStages<'a> {
+    /// Of a choice with which nothing is kept.
+    fn new(
+        request: &'a Request<'a>,
+        choice: PlanChoice,
+        balance: Balance,
+    ) -> Result<Self, PlanError> {
+        let trial = BalanceTrial::new(request, choice)?;
+        let kept = listed(request, PlanChoice { recompute: Recompute::Never, ..choice })?;
+        let costs = trial.costs(&balance);
+        let offers = (0..costs.stages.len()).map(|j| {
+            let (stage, cost) = (StageId::at(j), &costs.stages[j]);
+            let again =
+                |action: &&Action| action.kind == ActionKind::Recompute && action.stage == stage;
+            let runs = trial.actions.lists().iter().flatten().filter(again).count();
+            // One micro-batch's are there during its backward in any case.
+            let more = kept.held(stage).saturating_sub(1) as u64;
+            let bytes = more.saturating_mul(cost.activation_bytes);
+            let seconds = runs as f64 * cost.recompute;
+            let keeps = Offer { way: KEEPS, bytes, seconds: 0.0 };
+            [keeps, Offer { way: COMPUTES_AGAIN, bytes: 0, seconds }]
+        });
+        let offers = offers.collect();
+        Ok(Self { request, trial, balance, offers })
+    }
+
+    /// The shortest that fits; none where not even the leanest does.
+    fn best(&self) -> Result<Option<PlanRow>, PlanError> {
+        let mut best = self.row(&vec![false; self.offers.len()])?;
+        if !best.fits {
+            return Ok(None);
+        }
+        let mut room = self.left(&best);
+        for _ in 0..TRIES {
+            let keeps = self.picked(&room);
+            let row = self.row(&keeps)?;
+            let left = self.left(&row);
+            room.iter_mut().zip(&left).for_each(|(room, left)| *room += left);
+            if row.fits && row.makespan < best.makespan {
+                best = row;
+            }
+            if left.iter().all(|left| *left == 0) {
+                break;
+            }
+        }
+        self.one_by_one(best).map(Some)
+    }
+
+    /// Lets those stages keep theirs too that find room all the same, the longest first. An automatic
+    /// list is made anew for each try, which is a search of its own: it is left as it is.
+    fn one_by_one(&self, mut best: PlanRow) -> Result<PlanRow, PlanError> {
+        if best.choice.schedule == Schedule::Auto {
+            return Ok(best);
+        }
+        let seconds = |j: &usize| self.offers[*j][COMPUTES_AGAIN].seconds;
+        let mut order: Vec<_> = (0..self.offers.len()).filter(|j| seconds(j) > 0.0).collect();
+        order.sort_by(|a, b| seconds(b).total_cmp(&seconds(a)));
+        for j in order {
+            let mut keeps: Vec<_> = best.stages.iter().map(keeps_all).collect();
+            if std::mem::replace(&mut keeps[j], true) {
+                continue;
+            }
+            let row = self.row(&keeps)?;
+            if row.fits && row.makespan <= best.makespan {
+                best = row;
+            }
+        }
+        Ok(best)
+    }
+
+    fn row(&self, keeps: &[bool]) -> Result<PlanRow, PlanError> {
+        let mode = |keeps: &bool| if *keeps { Recompute::Never } else { LEAN };
+        let modes: Vec<_> = keeps.iter().map(mode).collect();
+        let row = self.trial.row_by_stage(self.balance.clone(), |stage| modes[stage.index()])?;
+        Ok(PlanRow { stages: modes.into_iter().map(PlannedStage::resident).collect(), ..row })
+    }
+
+    /// Which stages the knapsack lets keep, device by device.
+    fn picked(&self, room: &[i128]) -> Vec<bool> {
+        let mut keeps = vec![false; self.offers.len()];
+        for (d, room) in room.iter().enumerate() {
+            let is_here = |j: &usize| self.trial.actions.placement()[*j].index() == d;
+            let here: Vec<_> = (0..keeps.len()).filter(is_here).collect();
+            let offers: Vec<_> = here.iter().map(|j| self.offers[*j].to_vec()).collect();
+            let room = u64::try_from((*room).max(0)).unwrap_or(u64::MAX);
+            let picked = knapsack::pick(&offers, room).unwrap_or_default();
+            here.iter().zip(picked).for_each(|(j, way)| keeps[*j] = way == KEEPS);
+        }
+        keeps
+    }
+
+    /// The bytes that each device has left, below 0 where it is over; none where there is no limit, as
+    /// all that can be kept is by then.
+    fn left(&self, row: &PlanRow) -> Vec<i128> {
+        let all = self.offers.iter().map(|[keeps, _]| i128::from(keeps.bytes)).sum::<i128>();
+        let left = |(device, peak): (&super::PlanDevice, &u64)| {
+            device.memory.map_or(all, |memory| i128::from(memory) - i128::from(*peak))
+        };
+        self.request.devices.iter().zip(&row.peak_bytes).map(left).collect()
+    }
+}
+
+fn keeps_all(stage: &PlannedStage) -> bool {
+    stage.recompute == Recompute::Never
+}
