@@ -4,7 +4,7 @@
 
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::plan::{Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
-use brimful_plan::schedule::{BusCost, Home, Recompute, Schedule};
+use brimful_plan::schedule::{ActionKind, BusCost, Home, Recompute, Schedule};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -35,7 +35,7 @@ fn without_a_limit_the_shortest_step_wins() {
     assert_eq!(best.choice.recompute, Recompute::Never);
     assert!(plan.rows.iter().all(|row| row.fits && row.makespan >= plan.rows[0].makespan));
     assert_eq!(best.choice, plan.rows[0].choice);
-    assert_eq!(plan.rows.len(), 8 * 12 * 3);
+    assert_eq!(plan.rows.len(), Schedule::all(2).len() * 12 * 3);
 }
 
 #[test]
@@ -82,6 +82,44 @@ fn halves_that_were_not_measured_take_longer_than_the_whole() {
     let profile = Profile { layers: vec![less], ..Profile::default() };
     let error = profile.check().unwrap_err().to_string();
     assert!(error.contains("takes 100, but its halves 30 and 60"), "{error}");
+}
+
+/// What the halves take decides; that of a profile without them is a transformer's.
+#[test]
+fn a_split_is_proposed_only_where_it_wins() {
+    let split = |input: Option<f64>, weight: Option<f64>| {
+        let mut profile = model(8);
+        for layer in &mut profile.layers {
+            (layer.input_gradient, layer.weight_gradient) = (input, weight);
+        }
+        let mut request = Request::new(&profile, devices(4, None), 16);
+        request.micro_batches = vec![8];
+        request.recompute = vec![Recompute::Never];
+        let plan = plan(&request).unwrap();
+        let step = PlannedStep::new(&request, plan.best().unwrap()).unwrap();
+        let is_half = |kind| kind == ActionKind::WeightGradient;
+        step.actions.lists().iter().flatten().any(|action| is_half(action.kind))
+    };
+    assert!(split(Some(1.1), Some(1.0)));
+    assert!(split(None, None));
+    assert!(!split(Some(2.0), Some(2.0)));
+}
+
+/// A layer without weights has no weight half, and none of the overhead is its.
+#[test]
+fn halves_share_the_overhead_as_they_share_the_time() {
+    let mut profile = model(2);
+    let relu = LayerCost {
+        input_gradient: Some(2.0),
+        weight_gradient: Some(0.0),
+        ..profile.layers[0].clone()
+    };
+    profile.layers[1] = LayerCost { overhead: 4.0, ..relu };
+    let mut request = Request::new(&profile, devices(2, None), 6);
+    request.micro_batches = vec![2];
+    let row = &plan(&request).unwrap().rows[0];
+    let stage = PlannedStep::new(&request, row).unwrap().costs.stages[1];
+    assert_eq!((stage.backward, stage.input_gradient, stage.weight_gradient), (10.0, 10.0, 0.0));
 }
 
 #[test]

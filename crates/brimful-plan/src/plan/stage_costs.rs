@@ -79,12 +79,12 @@ impl<'a> StepCosts<'a> {
     fn layer(&self, layer: &LayerCost) -> StageCost {
         let time = |each: f64| layer.overhead + each * self.mean_samples;
         let bytes = |each: u64| each.saturating_mul(self.most_samples);
-        let (input, weight) = layer.halves();
+        let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
             backward: time(layer.backward),
-            input_gradient: time(input),
-            weight_gradient: time(weight),
+            input_gradient,
+            weight_gradient,
             recompute: time(layer.forward),
             home_update: layer.parameter_bytes as f64 * self.request.home_update,
             parameter_bytes: layer.parameter_bytes,
