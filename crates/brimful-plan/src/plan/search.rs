@@ -1,7 +1,7 @@
 //! Looks for the best balance of one choice of schedule, number of micro-batches and recompute.
 
 use crate::balance::{self, Balance, BalanceError, Load, Slot};
-use crate::schedule::{Actions, DeviceId, Schedule, ScheduleRecipe, StageId, simulate};
+use crate::schedule::{Actions, DeviceId, ScheduleRecipe, StageId, simulate};
 
 use super::stage_costs::StepCosts;
 use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request};
@@ -19,11 +19,8 @@ pub(super) fn best_row(
         return Ok(Err(Refusal { choice, reason }));
     }
     let devices = request.devices.len();
-    // An automatic list is made for a balance; before there is one, the leanest stands for it.
-    let listed = match choice.schedule {
-        Schedule::Auto => Schedule::OneFOneB,
-        schedule => schedule,
-    };
+    // An automatic list is made for a balance; before there is one, the leanest alike stands for it.
+    let listed = choice.schedule.alike()[0];
     let actions = listed.actions(devices, choice.micro_batches, choice.recompute)?;
     let trial = BalanceTrial::new(request, choice, &actions);
     let fastest = trial.row(balance::by_time(&trial.loads, &trial.slots)?)?;
@@ -76,12 +73,12 @@ impl<'a> BalanceTrial<'a> {
     fn row(&self, balance: Balance) -> Result<PlanRow, PlanError> {
         let costs = self.costs.stages(&balance, self.actions.placement());
         let devices = &self.request.devices;
-        if self.choice.schedule != Schedule::Auto {
+        if !self.choice.schedule.is_automatic() {
             let step = simulate(self.actions, &costs)?;
             return Ok(PlanRow::new(self.choice, balance, &step, devices));
         }
         let memory = devices.iter().map(|device| device.memory).collect();
-        let recipe = ScheduleRecipe::new(costs, memory)?;
+        let recipe = ScheduleRecipe::new(self.choice.schedule, costs, memory)?;
         let actions = recipe.actions(self.choice.micro_batches, self.choice.recompute)?;
         let step = simulate(&actions, recipe.costs())?;
         let row = PlanRow::new(self.choice, balance, &step, devices);
