@@ -122,6 +122,29 @@ fn halves_share_the_overhead_as_they_share_the_time() {
     assert_eq!((stage.backward, stage.input_gradient, stage.weight_gradient), (10.0, 10.0, 0.0));
 }
 
+/// What the weight half needs may be more than the forward has kept; whole backwards never hold it.
+#[test]
+fn what_is_held_between_halves_counts() {
+    let peaks = |split_bytes: Option<u64>, schedule: Schedule| {
+        let mut profile = model(4);
+        profile.layers.iter_mut().for_each(|layer| layer.split_bytes = split_bytes);
+        let mut request = Request::new(&profile, devices(4, None), 8);
+        request.schedules = vec![schedule];
+        request.micro_batches = vec![8];
+        request.recompute = vec![Recompute::Never];
+        plan(&request).unwrap().rows[0].peak_bytes.clone()
+    };
+    let (unknown, twice) = (None, Some(2 * MIB));
+    assert_eq!(peaks(unknown, Schedule::OneFOneB), peaks(twice, Schedule::OneFOneB));
+    let (before, after) = [unknown, twice].map(|split| peaks(split, Schedule::ZeroBubbleH1)).into();
+    // Nobody waits for the first stage's input half: between its halves all is as it was.
+    assert_eq!(before[0], after[0]);
+    // The last stage holds four micro-batches, of which up to four are between their halves; each had
+    // 1 MiB of its own and an eighth for the input.
+    let more = after[3] - before[3];
+    assert!((3 * 7 * MIB / 8..=4 * 7 * MIB / 8).contains(&more), "{more}");
+}
+
 #[test]
 fn what_does_not_fit_says_why() {
     let profile = model(16);

@@ -59,6 +59,10 @@ pub struct LayerCost {
     /// without.
     #[serde(default)]
     pub activation_bytes: u64,
+    /// Bytes that one sample holds between the halves of its backward: its input among them where the
+    /// second half needs it. If not known, as many as before the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split_bytes: Option<u64>,
     /// Bytes of one sample's output.
     #[serde(default)]
     pub output_bytes: u64,

@@ -28,6 +28,9 @@ pub struct StageCost {
     pub optimizer_bytes: u64,
     /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
     pub activation_bytes: u64,
+    /// Bytes that one micro-batch holds between the halves of its backward, the stage's input among them
+    /// where the second half needs it; if not known, as many as before the first one.
+    pub split_bytes: Option<u64>,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
     /// Bytes of the weights at home, where the stage lives on the host: those that are trained, and the

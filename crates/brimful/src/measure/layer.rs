@@ -116,6 +116,33 @@ impl MeasuredLayer<'_> {
         Ok((kept, detached(&output)?, stashed.map(detached)?))
     }
 
+    /// The bytes that are there between the halves of a backward, the input among them where the second
+    /// half needs it; none where there is no first half.
+    pub(super) fn kept_between(&self, input: &[Tensor]) -> Result<Option<u64>> {
+        let leaves = self.leaves(input, None)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
+        let traced = leaves.iter().chain(stashed.all()).filter(|leaf| leaf.requires_grad());
+        let inputs: Vec<Tensor> = traced.map(Tensor::shallow_clone).collect();
+        let before = self.meter.in_use()?;
+        // Values of their own: to its leaves a graph holds on in any case.
+        let value = |leaf: &Tensor| -> Result<Tensor> {
+            let zero = Tensor::f_zeros([] as [i64; 0], (leaf.kind(), leaf.device()))?;
+            Ok(leaf.f_add(&zero)?)
+        };
+        let values = leaves.iter().map(value).collect::<Result<Vec<_>>>()?;
+        let output = self.forward(values, &mut stashed)?;
+        drop(stashed);
+        let groups = [with_gradients(output)?];
+        if groups[0].is_empty() || inputs.is_empty() {
+            return Ok(None);
+        }
+        let (gradients, weights) = SplitBackward::input_half(&groups, &inputs)?;
+        drop((groups, gradients));
+        let kept = self.meter.in_use()?.saturating_sub(before);
+        drop(weights);
+        Ok(Some(kept))
+    }
+
     /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
     fn leaves(&self, values: &[Tensor], few: Option<i64>) -> Result<Vec<Tensor>> {
         let leaf = |value: &Tensor| {
@@ -152,12 +179,7 @@ impl MeasuredLayer<'_> {
         inputs: &[Tensor],
         others: &[Tensor],
     ) -> Result<(f64, f64)> {
-        let traced = output.into_iter().filter(|value| value.requires_grad());
-        let root = |value: Tensor| {
-            let gradient = value.f_ones_like()?;
-            Ok((value, gradient))
-        };
-        let groups = [traced.map(root).collect::<Result<Vec<_>>>()?];
+        let groups = [with_gradients(output)?];
         if groups[0].is_empty() {
             return Ok((0.0, 0.0));
         }
@@ -174,6 +196,16 @@ impl MeasuredLayer<'_> {
         let weight_half = || Ok(drop(weights.weight_gradients(0, others)?));
         Ok((input, self.meter.timed(weight_half)?.1))
     }
+}
+
+/// Those of the outputs that a backward starts from, each with a gradient.
+fn with_gradients(output: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
+    let traced = output.into_iter().filter(Tensor::requires_grad);
+    let root = |value: Tensor| {
+        let gradient = value.f_ones_like()?;
+        Ok((value, gradient))
+    };
+    traced.map(root).collect()
 }
 
 /// Whether enough runs took no longer than the fastest, more or less.

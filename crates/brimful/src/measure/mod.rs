@@ -132,6 +132,7 @@ impl Measurement {
         let layer = LayerCost {
             parameter_bytes: subject.parameters.iter().map(bytes).sum(),
             activation_bytes: self.per_sample(activation_bytes),
+            split_bytes: subject.kept_between(input)?.map(|bytes| self.per_sample(bytes)),
             output_bytes: self.bytes_of(&output),
             ..self.costs(whole, subject.part_times(input)?)
         };
