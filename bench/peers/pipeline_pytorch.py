@@ -23,7 +23,7 @@ def works(rows):
         if row["model"] not in alone:
             alone.add(row["model"])
             yield {**row, "stages": 1, "schedule": None, "recompute": None, "balance": None}
-        if row["schedule"] and row["stages"] > 1 and row["recompute"] == "never":
+        if row["stages"] > 1 and row["recompute"] == "never" and kind_of(row):
             yield row
 
 
@@ -57,23 +57,30 @@ def alone(row, repeats):
     return contest.timed(step, lambda: network.zero_grad(set_to_none=True), wait, repeats, WARM_UP)
 
 
-def schedule_of(row, stages):
+def kind_of(row):
+    """The peers' schedule of that name, or None: they have none by the stages' times."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
-    name, count = row["schedule"], row["micro_batches"]
-    several = {
+    kinds = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
         "interleaved": pipelining.ScheduleInterleaved1F1B,
         # With one stage a device it is H1.
         "zero-bubble-h1": schedules.ScheduleInterleavedZeroBubble,
         "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
         "zero-bubble-v": schedules.ScheduleZBVZeroBubble,
     }
-    kind = several.get(name) or several.get(name.rpartition("-")[0])
-    if kind:
-        return kind(stages, count, loss_fn=models.loss_of)
-    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[name]
-    return kind(stages[0], count, loss_fn=models.loss_of)
+    name = row["schedule"] or ""
+    return kinds.get(name) or kinds.get(name.rpartition("-")[0])
+
+
+def schedule_of(row, stages):
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    kind = kind_of(row)
+    given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    return kind(given, row["micro_batches"], loss_fn=models.loss_of)
 
 
 def pipelined(row, repeats, rank):

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 /// Those with lists of their own; what `auto` makes, which takes a search, has tests of its own.
 fn named(v: usize) -> impl Iterator<Item = Schedule> {
-    Schedule::all(v).into_iter().filter(|schedule| *schedule != Schedule::Auto)
+    Schedule::all(v).into_iter().filter(|schedule| !schedule.is_automatic())
 }
 
 fn schedule() -> impl Strategy<Value = Schedule> {

@@ -249,20 +249,25 @@ class SplitBackward {
   }
 
   // Adds the group's gradients to those of the leaves; groups in their order.
-  void weight_half(size_t group) {
-    Roots roots = std::exchange(groups_.at(group), Roots());
-    if (roots.edges.empty()) return;
-    const auto is_open = [](const Roots& later) { return !later.edges.empty(); };
-    const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
-    const bool keep_graph = std::any_of(later, groups_.end(), is_open);
-    // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
-    const auto start = roots.gradients.front().new_empty({0});
-    std::shared_ptr<Feed> feed(
-        new Feed(std::move(roots.edges), std::move(roots.gradients)), torch::autograd::deleteNode);
-    feed->add_input_metadata(start);
-    Engine::get_default_engine().execute(
-        {Edge(std::move(feed), 0)}, {start}, keep_graph, /*create_graph=*/false,
-        /*accumulate_grad=*/true, graph_.leaves);
+  void weight_half(size_t group) { run_outward(group, /*accumulate=*/true, graph_.leaves); }
+
+  // The group's gradients of these leaves, in place of adding them: one for each, or none.
+  variable_list weight_gradients(size_t group, const variable_list& leaves) {
+    edge_list outputs;
+    std::vector<size_t> places;
+    for (size_t at = 0; at < leaves.size(); ++at) {
+      if (!leaves[at].requires_grad()) continue;
+      outputs.push_back(torch::autograd::impl::gradient_edge(leaves[at]));
+      places.push_back(at);
+    }
+    variable_list result(leaves.size());
+    // To the engine, no outputs are all of them.
+    if (outputs.empty()) return result;
+    auto gradients = run_outward(group, /*accumulate=*/false, outputs);
+    for (size_t at = 0; at < gradients.size(); ++at) {
+      result[places[at]] = std::move(gradients[at]);
+    }
+    return result;
   }
 
   const std::string& unknown() const { return unknown_; }
@@ -335,6 +340,21 @@ class SplitBackward {
     return result;
   }
 
+  variable_list run_outward(size_t group, bool accumulate, const edge_list& outputs) {
+    Roots roots = std::exchange(groups_.at(group), Roots());
+    if (roots.edges.empty()) return {};
+    const auto is_open = [](const Roots& later) { return !later.edges.empty(); };
+    const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
+    const bool keep_graph = std::any_of(later, groups_.end(), is_open);
+    // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
+    const auto start = roots.gradients.front().new_empty({0});
+    std::shared_ptr<Feed> feed(
+        new Feed(std::move(roots.edges), std::move(roots.gradients)), torch::autograd::deleteNode);
+    feed->add_input_metadata(start);
+    return Engine::get_default_engine().execute(
+        {Edge(std::move(feed), 0)}, {start}, keep_graph, /*create_graph=*/false, accumulate, outputs);
+  }
+
   void release_on_the_way() {
     for (const auto& [node, leads, is_frontier] : graph_.places) {
       if ((leads & kToInput) == 0 || is_frontier) continue;
@@ -376,6 +396,12 @@ class SplitBackward {
   std::string unknown_;
 };
 
+void give(variable_list gradients, at::Tensor** out) {
+  for (at::Tensor& gradient : gradients) {
+    *out++ = gradient.defined() ? new at::Tensor(std::move(gradient)) : nullptr;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -394,15 +420,21 @@ int32_t brimful_split_input_half(
     bool last, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto from = brimful::list_of(roots, count);
-    auto result = split->input_half(from, brimful::list_of(gradients, count), last);
-    for (at::Tensor& gradient : result) {
-      *out++ = gradient.defined() ? new at::Tensor(std::move(gradient)) : nullptr;
-    }
+    give(split->input_half(from, brimful::list_of(gradients, count), last), out);
   });
 }
 
 int32_t brimful_split_weight_half(SplitBackward* split, size_t group, char** message) noexcept {
   return brimful::guarded(message, [&] { split->weight_half(group); });
+}
+
+// `out` has a place for each leaf, null where there is no gradient.
+int32_t brimful_split_weight_gradients(
+    SplitBackward* split, size_t group, at::Tensor* const* leaves, size_t count, at::Tensor** out,
+    char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    give(split->weight_gradients(group, brimful::list_of(leaves, count)), out);
+  });
 }
 
 // The nodes that run whole because nobody knows what is in them, or null.

@@ -291,6 +291,14 @@ unsafe extern "C" {
         group: usize,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_split_weight_gradients(
+        split: *mut RawSplit,
+        group: usize,
+        leaves: Tensors,
+        count: usize,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_split_unknown(split: *const RawSplit) -> *mut c_char;
     pub(crate) fn brimful_split_free(split: *mut RawSplit);
 

@@ -72,7 +72,7 @@ impl SplitBackward {
             let out = out.as_mut_ptr();
             ffi::brimful_split_input_half(self.split, roots, gradients, count, last, out, message)
         })?;
-        Ok(out.into_iter().map(|one| (!one.is_null()).then(|| owned(one))).collect())
+        Ok(taken(out))
     }
 
     /// How many groups of roots there were.
@@ -91,6 +91,25 @@ impl SplitBackward {
         call(|message| unsafe { ffi::brimful_split_weight_half(self.split, group, message) })
     }
 
+    /// A group's gradients of these leaves alone, in place of adding them to anyone's.
+    ///
+    /// # Errors
+    /// As [`weight_half`](Self::weight_half).
+    pub fn weight_gradients(
+        &mut self,
+        group: usize,
+        leaves: &[Tensor],
+    ) -> Result<Vec<Option<Tensor>>, TorchError> {
+        let mut out: Vec<*mut RawTensor> = vec![ptr::null_mut(); leaves.len()];
+        let leaves = raw_list(leaves);
+        // SAFETY: the array has that many valid tensors; `out` has a place for each.
+        call(|message| unsafe {
+            let (leaves, count, out) = (leaves.as_ptr(), leaves.len(), out.as_mut_ptr());
+            ffi::brimful_split_weight_gradients(self.split, group, leaves, count, out, message)
+        })?;
+        Ok(taken(out))
+    }
+
     /// The nodes that have run whole because they are not libtorch's own, by name.
     pub fn run_whole(&self) -> Option<String> {
         // SAFETY: it lives as long as `self`; the text is ours.
@@ -103,4 +122,9 @@ impl Drop for SplitBackward {
         // SAFETY: made by `brimful_split_backward`, and given back once.
         unsafe { ffi::brimful_split_free(self.split) }
     }
+}
+
+/// What was given out, where there is something.
+fn taken(out: Vec<*mut RawTensor>) -> Vec<Option<Tensor>> {
+    out.into_iter().map(|one| (!one.is_null()).then(|| owned(one))).collect()
 }

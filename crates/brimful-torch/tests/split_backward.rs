@@ -65,9 +65,21 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         ([gradients.remove(0), taken(&self.weights)], split.run_whole())
     }
 
+    /// The same, with the weights' gradients given and not added.
+    fn apart(&self) -> Gradients {
+        let (roots, inputs) = self.forward();
+        let (mut gradients, mut split) =
+            SplitBackward::input_half(&[roots], &inputs).expect("an input half");
+        let weights = split.weight_gradients(0, &self.weights).expect("a weight half");
+        assert!(taken(&self.weights).iter().all(Option::is_none), "nobody's are added to");
+        [gradients.remove(0), weights]
+    }
+
     fn check(&self, what: &str) {
         let (halves, unknown) = self.in_halves();
-        assert_same(&halves, &self.whole(), what);
+        let whole = self.whole();
+        assert_same(&halves, &whole, what);
+        assert_same(&self.apart(), &whole, what);
         assert_eq!(unknown, None, "{what}");
     }
 }

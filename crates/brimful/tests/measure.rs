@@ -73,6 +73,19 @@ fn times_are_there_and_a_larger_layer_takes_longer() {
 }
 
 #[test]
+fn both_halves_of_a_backward_are_measured() {
+    let measured = measure(&perceptron(), &Tensor::ones([64, 256], CPU));
+    let halves = |layer: &LayerCost| {
+        (layer.input_gradient.expect("measured"), layer.weight_gradient.expect("measured"))
+    };
+    assert_eq!(halves(&measured[0]).0, 0.0, "nobody waits for it");
+    assert_eq!(halves(&measured[1]).1, 0.0, "it has no weights");
+    let (input, weight) = halves(&measured[2]);
+    assert!(input > 0.0 && weight > 0.0, "{measured:?}");
+    assert!(measured.iter().all(LayerCost::halves_add_up), "{measured:?}");
+}
+
+#[test]
 fn a_layer_without_a_backward_takes_no_time_for_it() {
     let layers = Layers::new()
         .add_fn("same", |x| x.shallow_clone())

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use brimful::memory::Arena;
 use brimful::optim::Adam;
-use brimful::pipeline::{Builder, PipelineOptimizer};
+use brimful::pipeline::{BalanceBy, Builder, PipelineOptimizer};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
@@ -163,6 +163,30 @@ fn two_ranks_of_two_devices_each() {
 #[test]
 fn four_ranks() {
     every_schedule(4, 1);
+}
+
+/// What was measured differs from rank to rank: all go by the first one's times, and make the same lists.
+#[test]
+fn automatic_lists_over_ranks() {
+    in_ranks(2, |world| {
+        let interleaved = Schedule::AutoInterleaved { stages_per_device: 2 };
+        for schedule in [Schedule::Auto, interleaved, Schedule::AutoV] {
+            for (case, sample) in [(&MLP, (MLP.input)(4)), (&GPT, (GPT.input)(4))] {
+                let what = format!("{}, {schedule} over two ranks", case.name);
+                let mut pipe = builder(case, &world, 1)
+                    .schedule(schedule)
+                    .balance(BalanceBy::by_time(&sample))
+                    .micro_batches(4)
+                    .build()
+                    .unwrap_or_else(|error| panic!("{what}: {error}"));
+                let lists = pipe.actions(4).expect("lists").to_string();
+                let all = world.share("the lists", &lists).expect("shared");
+                assert!(all.iter().all(|other| *other == lists), "{what}: {all:?}");
+                let cut = Cut { samples: 13, replicas: 1, micro_batches: 4 };
+                compare(case, &world, pipe, cut, &what);
+            }
+        }
+    });
 }
 
 /// A user's own optimizer: each rank's on the variables that the rank has.

@@ -50,7 +50,7 @@ pub(crate) struct PipelineOptions {
     stages: Vec<usize>,
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', help = words::SCHEDULE)]
     #[arg(
-        default_value = "gpipe,1f1b,interleaved-2,interleaved-4,zero-bubble-h1,interleaved-zero-bubble-2,zero-bubble-v"
+        default_value = "gpipe,1f1b,interleaved-2,interleaved-4,zero-bubble-h1,interleaved-zero-bubble-2,zero-bubble-v,auto,auto-interleaved-2,auto-v"
     )]
     #[arg(value_parser = setting::schedule)]
     schedule: Vec<Schedule>,

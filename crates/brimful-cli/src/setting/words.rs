@@ -34,7 +34,7 @@ pub const STAGES: &str = "Devices to cut the layers over, a stage on each: inter
      each";
 /// Of `--schedule`, where the executor is to run it.
 pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, \
-     interleaved-zero-bubble-V, zero-bubble-v or auto";
+     interleaved-zero-bubble-V, zero-bubble-v, auto, auto-interleaved-V or auto-v";
 /// Of `--recompute`.
 pub const RECOMPUTE: &str =
     "Which activations are computed again to save memory: never, except-last or always";

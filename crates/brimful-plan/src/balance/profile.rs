@@ -48,7 +48,8 @@ pub struct LayerCost {
     /// the other leaves of both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_gradient: Option<f64>,
-    /// Time of each call, however few samples it has: what makes small micro-batches slow.
+    /// Time of each call, however few samples it has: what makes small micro-batches slow. The halves of
+    /// a backward share it as they share the time of a sample.
     #[serde(default)]
     pub overhead: f64,
     /// Bytes of the parameters.
@@ -58,6 +59,10 @@ pub struct LayerCost {
     /// without.
     #[serde(default)]
     pub activation_bytes: u64,
+    /// Bytes that one sample holds between the halves of its backward: its input among them where the
+    /// second half needs it. If not known, as many as before the first one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split_bytes: Option<u64>,
     /// Bytes of one sample's output.
     #[serde(default)]
     pub output_bytes: u64,
@@ -80,6 +85,16 @@ impl LayerCost {
             (None, Some(weight)) => (rest(weight), weight),
             (None, None) => (self.backward * INPUT_HALF, self.backward * WEIGHT_HALF),
         }
+    }
+
+    /// The times of the two halves of the backward of so many samples, with their shares of the overhead.
+    pub(crate) fn halves_of(&self, samples: f64) -> (f64, f64) {
+        let (input, weight) = self.halves();
+        let both = input + weight;
+        // Of a backward that takes no time, the half that others wait for has it all.
+        let share = if both > 0.0 { input / both } else { 1.0 };
+        let overhead = (self.overhead * share, self.overhead * (1.0 - share));
+        (overhead.0 + input * samples, overhead.1 + weight * samples)
     }
 
     /// Whether the two halves take as long as the whole, or longer, but for rounding.

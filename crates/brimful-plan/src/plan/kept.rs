@@ -6,7 +6,7 @@
 //! tells: the room is corrected by what was over or left. In the end stages are tried one by one.
 
 use crate::balance::Balance;
-use crate::schedule::{Action, ActionKind, Recompute, Schedule, StageId};
+use crate::schedule::{Action, ActionKind, Recompute, StageId};
 
 use super::knapsack::{self, Offer};
 use super::search::{BalanceTrial, listed, row_of_mode};
@@ -105,7 +105,7 @@ impl<'a> KeptStages<'a> {
     /// Lets those stages keep theirs too that find room all the same, the longest first. An automatic
     /// list is made anew for each try, which is a search of its own: it is left as it is.
     fn one_by_one(&self, mut best: PlanRow) -> Result<PlanRow, PlanError> {
-        if best.choice.schedule == Schedule::Auto {
+        if best.choice.schedule.is_automatic() {
             return Ok(best);
         }
         let seconds = |j: &usize| self.offers[*j][COMPUTES_AGAIN].seconds;

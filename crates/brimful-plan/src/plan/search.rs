@@ -1,9 +1,7 @@
 //! Looks for the best balance of one choice of schedule, number of micro-batches and recompute.
 
 use crate::balance::{self, Balance, BalanceError, Load, Slot};
-use crate::schedule::{
-    Actions, Costs, DeviceId, Recompute, Schedule, ScheduleRecipe, StageId, simulate,
-};
+use crate::schedule::{Actions, Costs, DeviceId, Recompute, ScheduleRecipe, StageId, simulate};
 
 use super::stage_costs::StepCosts;
 use super::{Misfit, PlanChoice, PlanError, PlanRow, Reason, Refusal, Request, kept};
@@ -50,12 +48,11 @@ fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
     (micro_batches > samples).then_some(Reason::TooFewSamples { samples, micro_batches })
 }
 
-/// The list of a choice. An automatic one is made for a balance; before there is one, the leanest stands
-/// for it.
+/// The list of a choice. An automatic one is made for a balance; before there is one, the leanest alike
+/// stands for it.
 pub(super) fn listed(request: &Request<'_>, choice: PlanChoice) -> Result<Actions, PlanError> {
     let PlanChoice { schedule, micro_batches, recompute } = choice;
-    let schedule = if schedule == Schedule::Auto { Schedule::OneFOneB } else { schedule };
-    Ok(schedule.actions(request.devices.len(), micro_batches, recompute)?)
+    Ok(schedule.alike()[0].actions(request.devices.len(), micro_batches, recompute)?)
 }
 
 /// The balances that one choice is tried with.
@@ -102,13 +99,13 @@ impl<'a> BalanceTrial<'a> {
     ) -> Result<PlanRow, PlanError> {
         let PlanChoice { schedule, micro_batches, .. } = self.choice;
         let (costs, devices) = (self.costs(&balance), &self.request.devices);
-        if schedule != Schedule::Auto {
+        if !schedule.is_automatic() {
             let actions = schedule.actions_by_stage(devices.len(), micro_batches, mode)?;
             let step = simulate(&actions, &costs)?;
             return Ok(PlanRow::new(self.choice, balance, &step, devices));
         }
         let memory = devices.iter().map(|device| device.memory).collect();
-        let recipe = ScheduleRecipe::new(costs, memory)?;
+        let recipe = ScheduleRecipe::new(schedule, costs, memory)?;
         let actions = recipe.actions_by_stage(micro_batches, mode)?;
         let step = simulate(&actions, recipe.costs())?;
         let row = PlanRow::new(self.choice, balance, &step, devices);

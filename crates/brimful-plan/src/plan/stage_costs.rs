@@ -62,7 +62,12 @@ impl<'a> StepCosts<'a> {
         let is_first = range.start == 0;
         let sum = layers.reduce(add).unwrap_or_default();
         let sum = match is_first {
-            true => StageCost { input_gradient: 0.0, weight_gradient: sum.backward, ..sum },
+            true => StageCost {
+                input_gradient: 0.0,
+                weight_gradient: sum.backward,
+                split_bytes: None,
+                ..sum
+            },
             false => sum,
         };
         StageCost {
@@ -79,18 +84,19 @@ impl<'a> StepCosts<'a> {
     fn layer(&self, layer: &LayerCost) -> StageCost {
         let time = |each: f64| layer.overhead + each * self.mean_samples;
         let bytes = |each: u64| each.saturating_mul(self.most_samples);
-        let (input, weight) = layer.halves();
+        let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
             backward: time(layer.backward),
-            input_gradient: time(input),
-            weight_gradient: time(weight),
+            input_gradient,
+            weight_gradient,
             recompute: time(layer.forward),
             home_update: layer.parameter_bytes as f64 * self.request.home_update,
             parameter_bytes: layer.parameter_bytes,
             gradient_bytes: layer.parameter_bytes,
             optimizer_bytes: (layer.parameter_bytes as f64 * self.request.optimizer_bytes) as u64,
             activation_bytes: bytes(layer.activation_bytes),
+            split_bytes: layer.split_bytes.map(bytes),
             output_bytes: bytes(layer.output_bytes),
             home_bytes: layer.parameter_bytes,
             fetched_bytes: layer.parameter_bytes,
@@ -112,6 +118,13 @@ fn add(a: StageCost, b: StageCost) -> StageCost {
         gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
         optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
         activation_bytes: a.activation_bytes.saturating_add(b.activation_bytes),
+        split_bytes: match (a.split_bytes, b.split_bytes) {
+            (None, None) => None,
+            (one, other) => Some(
+                one.unwrap_or(a.activation_bytes)
+                    .saturating_add(other.unwrap_or(b.activation_bytes)),
+            ),
+        },
         output_bytes: b.output_bytes,
         home_bytes: a.home_bytes.saturating_add(b.home_bytes),
         fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),

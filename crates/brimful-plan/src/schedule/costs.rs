@@ -1,9 +1,11 @@
 //! What an action costs: time and bytes, for each stage, and the link between devices.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Action, ActionKind, CostError, StageId};
 
 /// What one micro-batch costs on one stage. Times are in any one unit; a missing byte count is 0.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageCost {
     /// Time of a forward.
     pub forward: f64,
@@ -26,6 +28,9 @@ pub struct StageCost {
     pub optimizer_bytes: u64,
     /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
     pub activation_bytes: u64,
+    /// Bytes that one micro-batch holds between the halves of its backward, the stage's input among them
+    /// where the second half needs it; if not known, as many as before the first one.
+    pub split_bytes: Option<u64>,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
     /// Bytes of the weights at home, where the stage lives on the host: those that are trained, and the
@@ -73,7 +78,7 @@ impl StageCost {
 
 /// The way from one device to another. Each carries one boundary at a time, while the devices go on
 /// working.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LinkCost {
     /// Time from the end of sending to the arrival.
     pub latency: f64,
@@ -90,7 +95,7 @@ impl Default for LinkCost {
 
 /// The way between a device and host memory; each device has one of its own. It carries one move at
 /// a time in each direction, while the device goes on working.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct BusCost {
     /// Bytes per unit of time to the device, while nothing goes the other way; may be infinite.
     pub inward: f64,
@@ -124,7 +129,7 @@ impl BusCost {
 }
 
 /// The costs of every stage.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
     /// One for each stage.
     pub stages: Vec<StageCost>,

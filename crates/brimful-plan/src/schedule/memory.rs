@@ -8,8 +8,9 @@
 //! while B (or I) runs, also the gradients of the stage's output and of its input
 //! ```
 //!
-//! Between its halves a split backward holds what the forward kept: what I is done with goes, and as much
-//! comes for W, so that I gives nothing back by itself.
+//! Between its halves a split backward holds what W needs: gradients that I has made, and some of what the
+//! forward kept. In a transformer that is as much as before, and where it is not known it is taken to be;
+//! in a chain of linear layers and tanh it is twice as much.
 //!
 //! Parameters, their gradients and the optimizer's state are there all the time.
 
@@ -104,14 +105,31 @@ impl Hold {
             ActionKind::Forward => !is_recomputed,
             kind => kind == ActionKind::Recompute,
         };
-        let takes_input = action.kind == ActionKind::Forward;
+        let before = input + activations;
+        let between = cost.split_bytes.map_or(before, u128::from);
+        let takes = match action.kind {
+            ActionKind::Forward => input,
+            ActionKind::InputGradient => between.saturating_sub(before),
+            _ => 0,
+        };
+        let gives = match action.kind {
+            ActionKind::InputGradient => before.saturating_sub(between),
+            ActionKind::WeightGradient => between,
+            kind => {
+                if kind.releases() {
+                    before
+                } else {
+                    0
+                }
+            }
+        };
         // Of its input, the first stage makes no gradient: nobody is before it.
         let gradients =
             u128::from(cost.output_bytes) + if action.stage > StageId(0) { input } else { 0 };
         Self {
-            takes: if takes_input { input } else { 0 } + if kept { activations } else { 0 },
+            takes: takes + if kept { activations } else { 0 },
             passing: if action.kind.passes_gradient() { gradients } else { 0 },
-            gives: if action.kind.releases() { input + activations } else { 0 },
+            gives,
             kept,
         }
     }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Actions, Recompute, ScheduleError, ScheduleRecipe, StageId};
+use super::{Action, Actions, DeviceId, Recompute, ScheduleError, ScheduleRecipe, StageId};
 use super::{
     breadth_first, gpipe, interleaved, one_f_one_b, recompute, zero_bubble, zero_bubble_v,
 };
@@ -24,7 +24,7 @@ use super::{
 /// | [`ZeroBubbleH1`](Self::ZeroBubbleH1) | (p − 1)(F + I − W) | p A |
 /// | [`InterleavedZeroBubble`](Self::InterleavedZeroBubble) | (p − 1)(F + I − W) / v | p A |
 /// | [`ZeroBubbleV`](Self::ZeroBubbleV) | (p − 1) F / 2 where F = I = W | p A |
-/// | [`Auto`](Self::Auto) | by the stages' times | as the memory allows |
+/// | [`Auto`](Self::Auto), [`AutoInterleaved`](Self::AutoInterleaved), [`AutoV`](Self::AutoV) | by the stages' times | as the memory allows |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 #[non_exhaustive]
@@ -57,6 +57,13 @@ pub enum Schedule {
     /// filling the bubbles where that pays: made from a [`ScheduleRecipe`]. Without one, all stages are
     /// taken to be equal.
     Auto,
+    /// The same with several stages on each device, placed as by [`Interleaved`](Self::Interleaved).
+    AutoInterleaved {
+        /// How many (letter v).
+        stages_per_device: usize,
+    },
+    /// The same with two stages on each device, placed as by [`ZeroBubbleV`](Self::ZeroBubbleV).
+    AutoV,
 }
 
 /// The most pairs of a stage and a micro-batch; eight times what is benchmarked.
@@ -65,7 +72,7 @@ const LARGEST: u128 = 1 << 25;
 impl Schedule {
     /// Every schedule; those that may have several stages on each device with `v` of them.
     #[must_use]
-    pub const fn all(v: usize) -> [Self; 8] {
+    pub const fn all(v: usize) -> [Self; 10] {
         [
             Self::GPipe,
             Self::OneFOneB,
@@ -75,7 +82,36 @@ impl Schedule {
             Self::InterleavedZeroBubble { stages_per_device: v },
             Self::ZeroBubbleV,
             Self::Auto,
+            Self::AutoInterleaved { stages_per_device: v },
+            Self::AutoV,
         ]
+    }
+
+    /// Whether its lists are made from the stages' times.
+    #[must_use]
+    pub const fn is_automatic(self) -> bool {
+        matches!(self, Self::Auto | Self::AutoInterleaved { .. } | Self::AutoV)
+    }
+
+    /// The schedules that place stages as this one does and have lists by name, the one that holds least
+    /// first; of one that has them itself, it alone.
+    pub(crate) fn alike(self) -> Vec<Self> {
+        match self {
+            // Interleaved with one stage a device is 1F1B that runs ahead twice as far.
+            Self::Auto => vec![
+                Self::OneFOneB,
+                Self::GPipe,
+                Self::ZeroBubbleH1,
+                Self::Interleaved { stages_per_device: 1 },
+            ],
+            Self::AutoInterleaved { stages_per_device } => vec![
+                Self::InterleavedZeroBubble { stages_per_device },
+                Self::Interleaved { stages_per_device },
+                Self::BreadthFirst { stages_per_device },
+            ],
+            Self::AutoV => vec![Self::ZeroBubbleV],
+            named => vec![named],
+        }
     }
 
     /// Whether all backwards are split into halves; an automatic list splits those for which it pays.
@@ -90,10 +126,22 @@ impl Schedule {
         match self {
             Self::Interleaved { stages_per_device }
             | Self::BreadthFirst { stages_per_device }
-            | Self::InterleavedZeroBubble { stages_per_device } => stages_per_device,
-            Self::ZeroBubbleV => 2,
+            | Self::InterleavedZeroBubble { stages_per_device }
+            | Self::AutoInterleaved { stages_per_device } => stages_per_device,
+            Self::ZeroBubbleV | Self::AutoV => 2,
             Self::GPipe | Self::OneFOneB | Self::ZeroBubbleH1 | Self::Auto => 1,
         }
+    }
+
+    /// The device of each stage: dealt round the devices, or down them and up again.
+    #[must_use]
+    pub fn placement(self, devices: usize) -> Vec<DeviceId> {
+        let stages = devices.saturating_mul(self.stages_per_device());
+        let device = |j: usize| match self {
+            Self::ZeroBubbleV | Self::AutoV if j >= devices => stages - 1 - j,
+            _ => j % devices,
+        };
+        (0..stages).map(|j| DeviceId::at(device(j))).collect()
     }
 
     /// The same schedule with `v` stages on each device, where that is free to choose.
@@ -105,6 +153,7 @@ impl Schedule {
             Self::InterleavedZeroBubble { .. } => {
                 Self::InterleavedZeroBubble { stages_per_device: v }
             }
+            Self::AutoInterleaved { .. } => Self::AutoInterleaved { stages_per_device: v },
             fixed => fixed,
         }
     }
@@ -133,14 +182,14 @@ impl Schedule {
         recompute: impl Fn(StageId) -> Recompute,
     ) -> Result<Actions, ScheduleError> {
         self.check(devices, micro_batches)?;
-        if self == Self::Auto {
-            return ScheduleRecipe::equal(devices).actions_by_stage(micro_batches, recompute);
+        if self.is_automatic() {
+            return ScheduleRecipe::equal(self, devices).actions_by_stage(micro_batches, recompute);
         }
         let lists = self.lists(devices, micro_batches);
         Actions::new(lists.into_iter().map(|list| recompute::weave(list, &recompute)).collect())
     }
 
-    /// The lists without recomputes; those of `Auto` are made from a recipe.
+    /// The lists without recomputes; those of an automatic one are made from a recipe, and here alike.
     pub(super) fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
         match self {
             Self::GPipe => gpipe::lists(p, m),
@@ -148,8 +197,9 @@ impl Schedule {
             Self::Interleaved { stages_per_device: v } => interleaved::lists(p, v, m),
             Self::BreadthFirst { stages_per_device: v } => breadth_first::lists(p, v, m),
             Self::ZeroBubbleH1 => zero_bubble::lists(p, 1, m),
-            Self::InterleavedZeroBubble { stages_per_device: v } => zero_bubble::lists(p, v, m),
-            Self::ZeroBubbleV => zero_bubble_v::lists(p, m),
+            Self::InterleavedZeroBubble { stages_per_device: v }
+            | Self::AutoInterleaved { stages_per_device: v } => zero_bubble::lists(p, v, m),
+            Self::ZeroBubbleV | Self::AutoV => zero_bubble_v::lists(p, m),
         }
     }
 
@@ -164,7 +214,8 @@ impl Schedule {
         }
         let stages = (devices as u128).saturating_mul(self.stages_per_device() as u128);
         // Zero-bubble V makes 2p − 1 micro-batches even where fewer are kept.
-        let made = (micro_batches as u128).max(if self == Self::ZeroBubbleV { stages } else { 1 });
+        let is_v = matches!(self, Self::ZeroBubbleV | Self::AutoV);
+        let made = (micro_batches as u128).max(if is_v { stages } else { 1 });
         if stages.saturating_mul(made) > LARGEST {
             let micro_batches = micro_batches as u128;
             return Err(ScheduleError::TooLarge { stages, micro_batches, limit: LARGEST });
@@ -182,6 +233,8 @@ impl Schedule {
             Self::InterleavedZeroBubble { .. } => "interleaved-zero-bubble",
             Self::ZeroBubbleV => "zero-bubble-v",
             Self::Auto => "auto",
+            Self::AutoInterleaved { .. } => "auto-interleaved",
+            Self::AutoV => "auto-v",
         }
     }
 }
@@ -191,7 +244,8 @@ impl fmt::Display for Schedule {
         match self {
             Self::Interleaved { stages_per_device: v }
             | Self::BreadthFirst { stages_per_device: v }
-            | Self::InterleavedZeroBubble { stages_per_device: v } => {
+            | Self::InterleavedZeroBubble { stages_per_device: v }
+            | Self::AutoInterleaved { stages_per_device: v } => {
                 f.pad(&format!("{}-{v}", self.name()))
             }
             _ => f.pad(self.name()),

@@ -1,19 +1,18 @@
 //! What lists are made from where stages are unlike each other: their costs, and the devices' memory.
 
 use super::automatic::{self, Work};
-use super::{Actions, Costs, DeviceId, Recompute, ScheduleError, StageId};
+use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 
-/// What [`Schedule::Auto`](super::Schedule::Auto) goes by: what a micro-batch costs on each stage, one
-/// stage on each device, and how much memory each device has. Lists are made from it for any number of
-/// micro-batches.
+/// What [`Schedule::Auto`] goes by: what a micro-batch costs on each stage, where the stages are, and how
+/// much memory each device has. Lists are made from it for any number of micro-batches.
 ///
 /// ```
 /// # use brimful_plan as brimful;
-/// use brimful::schedule::{Costs, Recompute, ScheduleRecipe, StageCost, simulate};
+/// use brimful::schedule::{Costs, Recompute, Schedule, ScheduleRecipe, StageCost, simulate};
 ///
 /// let mut costs = Costs::ticks(4);
 /// costs.stages[1] = StageCost::new(2.0, 2.0, 2.0);
-/// let recipe = ScheduleRecipe::new(costs.clone(), vec![None; 4])?;
+/// let recipe = ScheduleRecipe::new(Schedule::Auto, costs.clone(), vec![None; 4])?;
 /// let actions = recipe.actions(8, Recompute::Never)?;
 /// // The slow stage waits for its first input alone.
 /// assert_eq!(simulate(&actions, &costs)?.makespan(), 1.0 + 8.0 * 6.0);
@@ -21,26 +20,40 @@ use super::{Actions, Costs, DeviceId, Recompute, ScheduleError, StageId};
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleRecipe {
+    /// It says where the stages are.
+    schedule: Schedule,
     costs: Costs,
     memory: Vec<Option<u64>>,
 }
 
 impl ScheduleRecipe {
-    /// Of stages with these costs, each on a device that has so many bytes; `None` is no limit.
+    /// Of stages with these costs, placed as by this schedule on devices that have so many bytes; `None` is
+    /// no limit.
     ///
     /// # Errors
-    /// Where a cost is none, or there are more or fewer devices than stages.
-    pub fn new(costs: Costs, memory: Vec<Option<u64>>) -> Result<Self, super::CostError> {
-        costs.check(memory.len())?;
-        Ok(Self { costs, memory })
+    /// Where a cost is none, or the schedule has more or fewer stages on so many devices.
+    pub fn new(
+        schedule: Schedule,
+        costs: Costs,
+        memory: Vec<Option<u64>>,
+    ) -> Result<Self, super::CostError> {
+        costs.check(memory.len().saturating_mul(schedule.stages_per_device()))?;
+        Ok(Self { schedule, costs, memory })
     }
 
-    /// Of so many equal stages, an action a tick, on devices that have room for as many micro-batches:
-    /// what zero-bubble H1 needs.
-    pub(super) fn equal(stages: usize) -> Self {
+    /// Of equal stages, an action a tick, on devices that have room for as many activations as there are
+    /// stages: what zero-bubble schedules need.
+    pub(super) fn equal(schedule: Schedule, devices: usize) -> Self {
+        let stages = devices * schedule.stages_per_device();
         let mut costs = Costs::ticks(stages);
         costs.stages.iter_mut().for_each(|stage| stage.activation_bytes = 1);
-        Self { costs, memory: vec![Some(stages as u64); stages] }
+        Self { schedule, costs, memory: vec![Some(stages as u64); devices] }
+    }
+
+    /// Whether its lists are those of this schedule on so many devices.
+    #[must_use]
+    pub fn is_of(&self, schedule: Schedule, devices: usize) -> bool {
+        self.schedule == schedule && self.memory.len() == devices
     }
 
     /// What a micro-batch costs on each stage.
@@ -56,10 +69,10 @@ impl ScheduleRecipe {
     }
 
     /// The list of actions of each device, for any number of micro-batches from 1: never longer, by
-    /// simulation, than the shortest named schedule that fits.
+    /// simulation, than the shortest named schedule of the same placement that fits.
     ///
     /// # Errors
-    /// As [`Schedule::actions`](super::Schedule::actions).
+    /// As [`Schedule::actions`].
     pub fn actions(
         &self,
         micro_batches: usize,
@@ -77,14 +90,15 @@ impl ScheduleRecipe {
         micro_batches: usize,
         recompute: impl Fn(StageId) -> Recompute,
     ) -> Result<Actions, ScheduleError> {
-        let stages = self.memory.len();
-        let auto = super::Schedule::Auto;
-        auto.check(stages, micro_batches)?;
-        let placement: Vec<_> = (0..stages).map(DeviceId::at).collect();
-        let modes: Vec<_> = (0..stages).map(|j| recompute(StageId::at(j))).collect();
+        let devices = self.memory.len();
+        self.schedule.check(devices, micro_batches)?;
+        let placement = self.schedule.placement(devices);
+        let modes: Vec<_> = (0..placement.len()).map(|j| recompute(StageId::at(j))).collect();
+        let named = self.schedule.alike();
         let work = Work {
             costs: &self.costs,
             placement: &placement,
+            named: &named,
             memory: &self.memory,
             micro_batches,
             recompute: &modes,
@@ -92,7 +106,7 @@ impl ScheduleRecipe {
         match automatic::best(work) {
             Ok(Some(best)) => Ok(best.actions),
             // Times whose sum is no number are nothing to go by.
-            _ => super::Schedule::OneFOneB.actions_by_stage(stages, micro_batches, recompute),
+            _ => named[0].actions_by_stage(devices, micro_batches, recompute),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! One layer under measurement: its times, and what it keeps.
 
+use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
 use super::meter::Meter;
@@ -21,8 +22,18 @@ const AGREEMENT: f64 = 1.1;
 pub(super) struct LayerTimes {
     pub(super) forward: f64,
     pub(super) backward: f64,
-    /// The backward for the input's gradient alone.
+    /// The half of a split backward that makes the input's gradient.
     pub(super) input_gradient: f64,
+    /// The half that makes the weights' gradients.
+    pub(super) weight_gradient: f64,
+}
+
+/// A forward that waits for its backward.
+struct TracedForward {
+    /// The input and what was stashed, where it wants a gradient.
+    inputs: Vec<Tensor>,
+    output: Vec<Tensor>,
+    seconds: f64,
 }
 
 /// The layer that is being measured.
@@ -51,6 +62,7 @@ impl MeasuredLayer<'_> {
             forward: least(&runs, |run| run.forward),
             backward: least(&runs, |run| run.backward),
             input_gradient: least(&runs, |run| run.input_gradient),
+            weight_gradient: least(&runs, |run| run.weight_gradient),
         })
     }
 
@@ -65,19 +77,30 @@ impl MeasuredLayer<'_> {
         Ok(Some((few, self.times(input, Some(few))?)))
     }
 
+    /// Runs the layer twice: once with a whole backward, once with one in halves.
     fn run(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
+        let once = self.traced(input, few)?;
+        let all: Vec<Tensor> =
+            self.parameters.iter().chain(&once.inputs).map(Tensor::shallow_clone).collect();
+        let forward = once.seconds;
+        // Without inputs all of a backward is its second half.
+        let (_, backward) = self.halves(once.output, &[], &all)?;
+        let again = self.traced(input, few)?;
+        let forward = forward.min(again.seconds);
+        let (input_gradient, weight_gradient) = match again.inputs.as_slice() {
+            [] => (0.0, backward),
+            inputs => self.halves(again.output, inputs, &self.parameters)?,
+        };
+        Ok(LayerTimes { forward, backward, input_gradient, weight_gradient })
+    }
+
+    fn traced(&self, input: &[Tensor], few: Option<i64>) -> Result<TracedForward> {
         let input = self.leaves(input, few)?;
         let mut stashed = self.stashed.map(|values| self.leaves(values, few))?;
-        let leaves: Vec<Tensor> =
-            input.iter().chain(stashed.all()).map(Tensor::shallow_clone).collect();
-        let (output, forward) = self.meter.timed(|| self.forward(input, &mut stashed))?;
-        let traced: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
-        let mut wanted: Vec<&Tensor> = self.parameters.iter().collect();
-        wanted.extend(&traced);
-        // The first half keeps the graph for the second, which is the whole backward.
-        let input_gradient = self.backward(&output, &traced, true)?;
-        let backward = self.backward(&output, &wanted, false)?;
-        Ok(LayerTimes { forward, backward, input_gradient: input_gradient.min(backward) })
+        let leaves = input.iter().chain(stashed.all()).filter(|leaf| leaf.requires_grad());
+        let inputs = leaves.map(Tensor::shallow_clone).collect();
+        let (output, seconds) = self.meter.timed(|| self.forward(input, &mut stashed))?;
+        Ok(TracedForward { inputs, output, seconds })
     }
 
     /// The bytes that the forward leaves behind, its output, and what is stashed for later layers.
@@ -91,6 +114,33 @@ impl MeasuredLayer<'_> {
         let output = self.forward(input, &mut stashed)?;
         let kept = self.meter.in_use()?.saturating_sub(before);
         Ok((kept, detached(&output)?, stashed.map(detached)?))
+    }
+
+    /// The bytes that are there between the halves of a backward, the input among them where the second
+    /// half needs it; none where there is no first half.
+    pub(super) fn kept_between(&self, input: &[Tensor]) -> Result<Option<u64>> {
+        let leaves = self.leaves(input, None)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
+        let traced = leaves.iter().chain(stashed.all()).filter(|leaf| leaf.requires_grad());
+        let inputs: Vec<Tensor> = traced.map(Tensor::shallow_clone).collect();
+        let before = self.meter.in_use()?;
+        // Values of their own: to its leaves a graph holds on in any case.
+        let value = |leaf: &Tensor| -> Result<Tensor> {
+            let zero = Tensor::f_zeros([] as [i64; 0], (leaf.kind(), leaf.device()))?;
+            Ok(leaf.f_add(&zero)?)
+        };
+        let values = leaves.iter().map(value).collect::<Result<Vec<_>>>()?;
+        let output = self.forward(values, &mut stashed)?;
+        drop(stashed);
+        let groups = [with_gradients(output)?];
+        if groups[0].is_empty() || inputs.is_empty() {
+            return Ok(None);
+        }
+        let (gradients, weights) = SplitBackward::input_half(&groups, &inputs)?;
+        drop((groups, gradients));
+        let kept = self.meter.in_use()?.saturating_sub(before);
+        drop(weights);
+        Ok(Some(kept))
     }
 
     /// The input as the boundary of a stage: with a gradient, unless it comes from outside.
@@ -121,21 +171,47 @@ impl MeasuredLayer<'_> {
         })
     }
 
-    /// The seconds of a backward to these tensors; none where there is nothing to trace back to.
-    /// No `grad` of anyone is touched.
-    fn backward(&self, output: &[Tensor], wanted: &[&Tensor], keep_graph: bool) -> Result<f64> {
-        let roots: Vec<&Tensor> = output.iter().filter(|value| value.requires_grad()).collect();
-        if wanted.is_empty() || roots.is_empty() {
-            return Ok(0.0);
+    /// The seconds of a backward to these inputs, and of the one to the other leaves after it; none where
+    /// there is nothing to trace back to. No `grad` of anyone is touched.
+    fn halves(
+        &self,
+        output: Vec<Tensor>,
+        inputs: &[Tensor],
+        others: &[Tensor],
+    ) -> Result<(f64, f64)> {
+        let groups = [with_gradients(output)?];
+        if groups[0].is_empty() {
+            return Ok((0.0, 0.0));
         }
-        let run = || Ok(Tensor::f_run_backward(&roots, wanted, keep_graph, false)?);
-        Ok(self.meter.timed(run)?.1)
+        let input_half = || {
+            let (gradients, weights) = SplitBackward::input_half(&groups, inputs)?;
+            drop(gradients);
+            Ok(weights)
+        };
+        let (mut weights, input) = self.meter.timed(input_half)?;
+        drop(groups);
+        if others.is_empty() {
+            return Ok((input, 0.0));
+        }
+        let weight_half = || Ok(drop(weights.weight_gradients(0, others)?));
+        Ok((input, self.meter.timed(weight_half)?.1))
     }
+}
+
+/// Those of the outputs that a backward starts from, each with a gradient.
+fn with_gradients(output: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
+    let traced = output.into_iter().filter(Tensor::requires_grad);
+    let root = |value: Tensor| {
+        let gradient = value.f_ones_like()?;
+        Ok((value, gradient))
+    };
+    traced.map(root).collect()
 }
 
 /// Whether enough runs took no longer than the fastest, more or less.
 fn agree(runs: &[LayerTimes]) -> bool {
-    let all = |run: &LayerTimes| run.forward + run.backward;
+    let all =
+        |run: &LayerTimes| run.forward + run.backward + run.input_gradient + run.weight_gradient;
     let limit = least(runs, all) * AGREEMENT;
     runs.iter().filter(|run| all(run) <= limit).count() >= AGREEING_RUNS
 }

@@ -20,7 +20,7 @@ use meter::Meter;
 /// Each layer is built, run and freed before the next one, so a model that is larger than the
 /// device can be measured on it. Random numbers go on afterwards as if nothing had been drawn.
 ///
-/// LayerTimes are measured with the whole batch and, from 8 samples on, with a quarter of it, which
+/// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which
 /// tells the time of a call from the time of a sample. A layer that shares another's variables
 /// is measured with its own copy of them, which is what it has on another device than theirs.
 ///
@@ -132,6 +132,7 @@ impl Measurement {
         let layer = LayerCost {
             parameter_bytes: subject.parameters.iter().map(bytes).sum(),
             activation_bytes: self.per_sample(activation_bytes),
+            split_bytes: subject.kept_between(input)?.map(|bytes| self.per_sample(bytes)),
             output_bytes: self.bytes_of(&output),
             ..self.costs(whole, subject.part_times(input)?)
         };
@@ -139,7 +140,7 @@ impl Measurement {
     }
 
     /// The times of a sample and of a call. A layer has one overhead for both directions, their
-    /// mean, so that the sum of both is what was measured.
+    /// mean, so that the sum of both is what was measured; a backward's halves share it.
     fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
         let n = self.samples as f64;
         let fixed = |whole: f64, few: i64, part: f64| {
@@ -151,10 +152,18 @@ impl Measurement {
             f64::midpoint(forward, fixed(whole.backward, few, part.backward))
         });
         let each = |time: f64| f64::max(time - overhead, 0.0) / n;
+        // Halves are never faster than the whole: where they seem so, it is the clock.
+        let (input, weight) = match (whole.input_gradient, whole.weight_gradient) {
+            (input, 0.0) => (input.max(whole.backward), 0.0),
+            (input, weight) => (input, weight.max(whole.backward - input)),
+        };
+        let halves = input + weight;
+        let share = |half: f64| if halves > 0.0 { each(halves) * half / halves } else { 0.0 };
         LayerCost {
             forward: each(whole.forward),
             backward: each(whole.backward),
-            input_gradient: Some(each(whole.input_gradient)),
+            input_gradient: Some(share(input)),
+            weight_gradient: Some(share(weight)),
             overhead,
             ..LayerCost::default()
         }

@@ -153,10 +153,10 @@ impl Pipeline {
             return Ok(Arc::clone(known));
         }
         let recompute = |stage| self.recompute_of(stage, Recompute::ExceptLast);
-        let made = match (self.schedule, &self.recipe) {
-            (Schedule::Auto, Some(recipe)) => recipe.actions_by_stage(micro_batches, recompute)?,
-            (schedule, _) => {
-                schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
+        let made = match &self.recipe {
+            Some(recipe) => recipe.actions_by_stage(micro_batches, recompute)?,
+            None => {
+                self.schedule.actions_by_stage(self.layout.workers, micro_batches, recompute)?
             }
         };
         let made = Arc::new(made);

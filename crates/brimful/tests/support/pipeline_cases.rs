@@ -176,9 +176,12 @@ fn lstm() -> Layers {
     Layers::new()
         .add("lstm1", recurrent(4))
         .add("fc1", linear(WIDTH, WIDTH))
+        .add_fn("tanh1", |x| x.tanh())
         .add("lstm2", recurrent(WIDTH))
         .add_fn("last", |x| x.select(1, -1))
-        .add("fc2", linear(WIDTH, 3))
+        .add("fc2", linear(WIDTH, WIDTH))
+        .add_fn("tanh2", |x| x.tanh())
+        .add("fc3", linear(WIDTH, 3))
 }
 
 fn classes(n: i64) -> Tensor {

@@ -188,9 +188,9 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     };
     let recompute = options.recompute.unwrap_or_default();
     let answer = |schedule: Schedule| {
-        let actions = match schedule {
-            Schedule::Auto => auto(options, stages)?.actions(micro_batches, recompute)?,
-            schedule => schedule.actions(stages, micro_batches, recompute)?,
+        let actions = match schedule.is_automatic() {
+            true => recipe(options, schedule, stages)?.actions(micro_batches, recompute)?,
+            false => schedule.actions(stages, micro_batches, recompute)?,
         };
         simulated(options, schedule.to_string(), Some(recompute), actions)
     };
@@ -198,9 +198,11 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
 }
 
 /// What automatic lists are made from: devices that are alike.
-fn auto(options: &PlanOptions, stages: usize) -> Result<ScheduleRecipe> {
-    let costs = Costs::equal(stages, options.numbers.stage_cost(1.0));
-    Ok(ScheduleRecipe::new(costs, vec![options.device().memory; stages])?)
+fn recipe(options: &PlanOptions, schedule: Schedule, devices: usize) -> Result<ScheduleRecipe> {
+    let per_device = schedule.stages_per_device();
+    let stage = options.numbers.stage_cost(per_device as f64);
+    let costs = Costs::equal(devices.saturating_mul(per_device), stage);
+    Ok(ScheduleRecipe::new(schedule, costs, vec![options.device().memory; devices])?)
 }
 
 fn simulated(

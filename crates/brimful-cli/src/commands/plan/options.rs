@@ -25,7 +25,8 @@ pub struct PlanOptions {
     pub(super) micro_batches: Option<usize>,
 
     /// The order of the actions: all, or some of gpipe, 1f1b, interleaved, breadth-first,
-    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, auto (made for the stages' times)
+    /// zero-bubble-h1, interleaved-zero-bubble, zero-bubble-v, and, made for the stages' times, auto,
+    /// auto-interleaved, auto-v
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "all")]
     pub(super) schedule: Vec<ScheduleChoice>,
 

@@ -1,6 +1,6 @@
 //! Lists beside each other: what they need and how long they take.
 
-use super::super::{Action, ActionKind, Actions, CostError, Schedule, recompute, simulate};
+use super::super::{Action, ActionKind, Actions, CostError, recompute, simulate};
 use super::Work;
 
 /// Steps that differ by less are equal: sums in another order.
@@ -58,12 +58,4 @@ impl Candidate {
         }
         rest(self) < rest(other)
     }
-}
-
-/// The lists of a named schedule, if it places the stages as they are here.
-pub(super) fn named(work: Work<'_>, schedule: Schedule) -> Option<Vec<Vec<Action>>> {
-    let lists = schedule.lists(work.memory.len(), work.micro_batches);
-    let stage = |list: &Vec<Action>| list.first().map(|action| action.stage.index());
-    let in_order = work.placement.iter().enumerate().all(|(j, device)| device.index() == j);
-    (in_order && lists.iter().enumerate().all(|(d, list)| stage(list) == Some(d))).then_some(lists)
 }

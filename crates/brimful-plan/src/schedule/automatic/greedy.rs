@@ -295,7 +295,7 @@ impl<'a> GreedyRun<'a> {
             return hold;
         }
         let again = Action { kind: ActionKind::Recompute, ..action };
-        Hold { takes: Hold::new(self.work.costs, again, true).takes, ..hold }
+        Hold { takes: hold.takes + Hold::new(self.work.costs, again, true).takes, ..hold }
     }
 
     fn last(&self) -> StageId {

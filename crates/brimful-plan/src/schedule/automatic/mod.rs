@@ -14,13 +14,10 @@ pub(super) use candidate::Candidate;
 use super::{CostError, Costs, DeviceId, Recompute, Schedule};
 use policy::Policy;
 
-/// How many actions are simulated for policies, and for changes: together a tenth of a second's work. Of
+/// How many actions are simulated for policies, and for changes: together less than a tenth of a second's work. Of
 /// a step so large that not all can be tried within it, the first ones are.
 const POLICY_EFFORT: usize = 1 << 17;
-const CHANGE_EFFORT: usize = 1 << 18;
-
-/// The named schedules with one stage on each device.
-const NAMED: [Schedule; 3] = [Schedule::OneFOneB, Schedule::GPipe, Schedule::ZeroBubbleH1];
+const CHANGE_EFFORT: usize = 1 << 17;
 
 /// What is to be done, and where.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +25,8 @@ pub(super) struct Work<'a> {
     pub(super) costs: &'a Costs,
     /// The device of each stage.
     pub(super) placement: &'a [DeviceId],
+    /// The schedules by name that place the stages as they are here.
+    pub(super) named: &'a [Schedule],
     /// How many bytes each device has; `None` is no limit.
     pub(super) memory: &'a [Option<u64>],
     pub(super) micro_batches: usize,
@@ -40,9 +39,10 @@ pub(super) fn best(work: Work<'_>) -> Result<Option<Candidate>, CostError> {
     let actions = work.placement.len() * work.micro_batches * 3;
     let tries = |effort: usize| (effort / actions).max(1);
     let mut best: Option<Candidate> = None;
-    let named = NAMED.iter().map(|schedule| candidate::named(work, *schedule));
-    let played = Policy::all().take(tries(POLICY_EFFORT)).map(|policy| greedy::play(work, policy));
-    for lists in named.chain(played).flatten() {
+    let named = work.named.iter().map(|named| named.lists(work.memory.len(), work.micro_batches));
+    let played =
+        Policy::all().take(tries(POLICY_EFFORT)).filter_map(|policy| greedy::play(work, policy));
+    for lists in named.chain(played) {
         let Some(found) = Candidate::new(work, lists)? else { continue };
         if best.as_ref().is_none_or(|best| found.is_better(best)) {
             best = Some(found);

@@ -129,7 +129,7 @@ impl Builder {
     ///
     /// [`Schedule::Auto`] goes by the stages' times where they are known: those of a
     /// [plan](Self::plan), or of layers that are measured for a balance
-    /// [by time](BalanceBy::by_time). Over ranks all stages are taken to be equal.
+    /// [by time](BalanceBy::by_time). Over ranks the first one's are taken.
     pub fn schedule(self, schedule: Schedule) -> Self {
         Self { schedule, ..self }
     }
@@ -190,6 +190,8 @@ impl Builder {
         let SettledBalance { balance, recipe } = self.settle_balance(&roster, &devices[0])?;
         let (balance, schedule, meet) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
+        // A plan's may be of another schedule, if one was named after it.
+        let recipe = recipe.filter(|recipe| recipe.is_of(schedule, workers));
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::balance::{BalanceBy, Question, SettledBalance, limit};
+use crate::schedule::{Costs, ScheduleRecipe};
 use crate::workers::DeviceSpec;
 use crate::world::{World, WorldError};
 use crate::{Result, balance};
@@ -63,7 +64,8 @@ impl<'a> Roster<'a> {
         Ok((brought?.0, roster))
     }
 
-    /// The balance in numbers, as rank 0 finds it: measured times differ from rank to rank.
+    /// The balance in numbers and what automatic lists are made from, as rank 0 finds them: measured
+    /// times differ from rank to rank, and all must make the same lists.
     pub(crate) fn settle_balance(
         &self,
         question: &Question<'_>,
@@ -73,12 +75,28 @@ impl<'a> Roster<'a> {
             return question.settle(balance);
         }
         let here = match self.world.rank() {
-            0 => question.settle(balance).map(|settled| settled.balance.sizes().to_vec()),
-            _ => Ok(Vec::new()),
+            0 => question.settle(balance).map(|settled| Some(ToldBalance::from(settled))),
+            _ => Ok(None),
         };
-        let mut all = self.world.settle("balance", here, Duration::ZERO)?;
-        let balance = balance::Balance::new(all.swap_remove(0), question.layers.len())?;
-        // Ranks make the same lists, and none knows another's times.
-        Ok(SettledBalance { balance, recipe: None })
+        let first = self.world.settle("balance", here, Duration::ZERO)?.swap_remove(0);
+        let ToldBalance { sizes, recipe } = first.unwrap_or_default();
+        let balance = balance::Balance::new(sizes, question.layers.len())?;
+        let made = |(costs, memory)| ScheduleRecipe::new(question.schedule, costs, memory);
+        Ok(SettledBalance { balance, recipe: recipe.map(made).transpose()? })
+    }
+}
+
+/// A balance on its way to other ranks.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct ToldBalance {
+    sizes: Vec<usize>,
+    /// The stages' costs, and the devices' memory.
+    recipe: Option<(Costs, Vec<Option<u64>>)>,
+}
+
+impl From<SettledBalance> for ToldBalance {
+    fn from(settled: SettledBalance) -> Self {
+        let parts = |recipe: ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
+        Self { sizes: settled.balance.sizes().to_vec(), recipe: settled.recipe.map(parts) }
     }
 }
