@@ -50,7 +50,7 @@ fn plans_a_profile() {
         serde_json::from_str(&answer(&format!("{arguments} --json"))).unwrap();
     let rows = json["rows"].as_array().unwrap();
     assert_eq!(rows[0]["fits"], true);
-    assert!(rows.len() > 100, "every alternative is there");
+    assert!(rows.len() > 90, "every alternative is there");
 }
 
 /// Weights with Adam's state take more than the card has: what each stage keeps is said, in words and JSON.

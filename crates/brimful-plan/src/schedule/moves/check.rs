@@ -155,7 +155,10 @@ impl MovingState<'_> {
         if home.weights == Home::Host && !self.in_slots.contains(&stage) {
             return Err(MoveRule::NotFetched(action));
         }
-        self.cross(action)?;
+        if self.lacks(action) {
+            return Err(MoveRule::BoundaryAway(action));
+        }
+        self.pass(action);
         if action.kind.releases() && home.weights == Home::Host && home.trained {
             if let Some(&gradients) = self.sent.get(&stage) {
                 return Err(MoveRule::GradientsTooEarly { gradients, action });
@@ -165,47 +168,54 @@ impl MovingState<'_> {
         Ok(())
     }
 
-    /// What the action needs is there; what it makes is to leave.
-    fn cross(&mut self, action: Action) -> Result<(), MoveRule> {
-        let (own, next) = (action.stage, StageId(action.stage.0 + 1));
-        let (own, next) = ((own, action.micro_batch), (next, action.micro_batch));
-        let (enters, leaves) =
-            (waits_on_host(self.homes, own.0), waits_on_host(self.homes, next.0));
-        let is_first = action.stage == StageId(0);
+    /// Whether something that the action needs waits on the host.
+    fn lacks(&self, action: Action) -> bool {
+        let own = (action.stage, action.micro_batch);
+        let next = (StageId(action.stage.0 + 1), action.micro_batch);
         let is_away = |place: Option<&Passage>| place != Some(&Passage::Back);
         match action.kind {
             ActionKind::Forward => {
-                if enters && !is_first && is_away(self.boundaries.get(&own)) {
-                    return Err(MoveRule::BoundaryAway(action));
-                }
-                match (enters && self.waiting.contains(&own), is_first) {
-                    (true, true) => self.boundaries.insert(own, Passage::Made(action)),
-                    (true, false) => self.boundaries.insert(own, Passage::OnHost),
-                    (false, _) => None,
-                };
-                if leaves {
-                    self.boundaries.insert(next, Passage::Made(action));
-                }
+                let came_by_bus = own.0 > StageId(0) && waits_on_host(self.homes, own.0);
+                came_by_bus && is_away(self.boundaries.get(&own))
             }
             ActionKind::Recompute => {
-                if self.waiting.contains(&own) && is_away(self.boundaries.get(&own)) {
-                    return Err(MoveRule::BoundaryAway(action));
-                }
+                self.waiting.contains(&own) && is_away(self.boundaries.get(&own))
             }
             kind if kind.passes_gradient() => {
-                if leaves && is_away(self.gradients.insert(next, Passage::UsedUp).as_ref()) {
-                    return Err(MoveRule::BoundaryAway(action));
-                }
-                if enters && !is_first {
-                    self.gradients.insert(own, Passage::Made(action));
-                }
+                waits_on_host(self.homes, next.0) && is_away(self.gradients.get(&next))
             }
-            _ => {}
+            _ => false,
+        }
+    }
+
+    /// What the action makes is to leave, and what it has used is gone.
+    fn pass(&mut self, action: Action) {
+        let own = (action.stage, action.micro_batch);
+        let next = (StageId(action.stage.0 + 1), action.micro_batch);
+        let is_first = action.stage == StageId(0);
+        let (enters, leaves) =
+            (waits_on_host(self.homes, own.0), waits_on_host(self.homes, next.0));
+        let made = Passage::Made(action);
+        if action.kind == ActionKind::Forward {
+            if self.waiting.contains(&own) {
+                // The model's own input has yet to leave; of others the host has a copy.
+                self.boundaries.insert(own, if is_first { made } else { Passage::OnHost });
+            }
+            if leaves {
+                self.boundaries.insert(next, made);
+            }
+        }
+        if action.kind.passes_gradient() {
+            if leaves {
+                self.gradients.insert(next, Passage::UsedUp);
+            }
+            if enters && !is_first {
+                self.gradients.insert(own, made);
+            }
         }
         if action.kind.releases() && enters {
             self.boundaries.insert(own, Passage::UsedUp);
         }
-        Ok(())
     }
 
     fn finish(self) -> Result<(), MoveRule> {
