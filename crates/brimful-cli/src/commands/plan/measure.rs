@@ -17,7 +17,7 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let sample = model.synthetic_sample();
     let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
-    let batch = data::synthetic(&made_up)?.train.inputs;
+    let batch = data::synthetic(&made_up)?.train.all()?.inputs;
     let progress = Progress::new(layers.len(), "layers");
     Ok(balance::measure_watched(&layers, device, &batch, |layer| {
         progress.doing(format!("measured {}", layer.name));

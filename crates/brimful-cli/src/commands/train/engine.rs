@@ -75,7 +75,7 @@ pub(super) fn build(
     world: &World,
     options: &TrainOptions,
     over: MeanOver,
-    sample: impl FnOnce() -> brimful::Result<Tensor>,
+    sample: impl FnOnce() -> Result<Tensor>,
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
     ensure!(
