@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -59,12 +59,8 @@ pub(super) struct NumberWriter {
 impl NumberWriter {
     /// For whole numbers from 0 up to this limit.
     pub(super) fn new(limit: i64) -> Result<Self> {
-        let width = match limit {
-            ..=0x100 => 1,
-            ..=0x1_0000 => 2,
-            ..=0x1_0000_0000 => 4,
-            _ => 8,
-        };
+        let holds = |width: &usize| limit <= 1 << (8 * width);
+        let width = [1, 2, 4].into_iter().find(holds).unwrap_or(8);
         let folder = scratch_folder();
         let file = fs::create_dir_all(&folder).and_then(|()| tempfile::tempfile_in(&folder));
         let file = file.with_context(|| unwritten(&folder))?;
@@ -92,7 +88,7 @@ impl NumberWriter {
     }
 }
 
-fn unwritten(folder: &std::path::Path) -> String {
+fn unwritten(folder: &Path) -> String {
     format!(
         "the tokens cannot be kept in {}: make room there, or let XDG_CACHE_HOME name a folder on a larger disk",
         folder.display()

@@ -158,4 +158,27 @@ mod tests {
         let error = format!("{error:#}");
         assert!(error.contains("not UTF-8 text: byte 2"), "{error}");
     }
+
+    /// Longer than a portion, with words and lines of any length.
+    #[test]
+    fn tokens_do_not_depend_on_the_portions_that_a_text_is_read_in() {
+        let words = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null,
+            "decoder": null, "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 0, "to": 1,
+            "be": 2, "or": 3, "not": 400}}}"#;
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join("tokenizer.json"), words).expect("written");
+        let tokenizer = Tokenizer::open(folder.path()).expect("a tokenizer");
+        let line = |number: usize| {
+            ["to be ", "or\n", "not\n\n  to ", "be\n", "si\u{ea}\n"][number * number % 7 % 5]
+        };
+        let text: String = (0..100_000).map(line).collect();
+        let path = folder.path().join("text");
+        fs::write(&path, &text).expect("written");
+        let mut data = load(&path, 10, &tokenizer).expect("data");
+        assert_eq!(data.sample, Sample::Sequence { length: 10, vocabulary: 401 });
+        let tokens = tokenizer.encode(&text).expect("tokens");
+        let read = numbers(&data.train.all().expect("samples").inputs);
+        assert!(read.len() > 100_000 && tokens.starts_with(&read));
+    }
 }

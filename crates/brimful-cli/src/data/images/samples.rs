@@ -94,3 +94,57 @@ impl SampleSource for ImageSamples {
         Ok(Examples { inputs, targets: Tensor::from_slice(&targets) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use image::{Rgb, RgbImage};
+
+    use super::*;
+
+    /// Five images, each of a class of its own, of which the fourth is none.
+    fn samples(folder: &std::path::Path) -> ImageSamples {
+        let file = |number: u32| {
+            let path = folder.join(format!("{number}.png"));
+            let shade = |x, y| Rgb([(x * 9 + number) as u8, (y * 5) as u8, (x * y % 251) as u8]);
+            RgbImage::from_fn(24, 32, shade).save(&path).expect("written");
+            ImageFile { path, class: number.into() }
+        };
+        let files: Vec<_> = (0..5).map(file).collect();
+        fs::write(&files[3].path, "no image").expect("written");
+        ImageSamples::new(files, 8, 2)
+    }
+
+    fn request(numbers: &[usize], seed: Option<u64>) -> SampleRequest {
+        SampleRequest { numbers: numbers.to_vec(), seed }
+    }
+
+    #[test]
+    fn the_seed_and_the_image_decide_what_is_shown() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut samples = samples(folder.path());
+        let mut inputs = |numbers: &[usize], seed| {
+            samples.bring(&request(numbers, seed)).expect("images").inputs
+        };
+        let [one, other] = [&[0, 1, 2][..], &[2, 0]].map(|numbers| inputs(numbers, Some(7)));
+        assert_eq!(one.size(), [3, 3, 8, 8]);
+        // Whatever else is brought beside it, and in which order.
+        assert_eq!(other.get(0), one.get(2));
+        assert_eq!(other.get(1), one.get(0));
+        assert_ne!(inputs(&[0, 1, 2], Some(8)), one);
+        assert_eq!(inputs(&[0, 1], None), inputs(&[0, 1], None));
+        assert_eq!(inputs(&[], None).size(), [0, 3, 8, 8]);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_left_out_with_its_class() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut samples = samples(folder.path());
+        let Examples { inputs, targets } = samples.bring(&request(&[4, 3, 1], None)).expect("two");
+        assert_eq!(Vec::<i64>::try_from(targets).expect("classes"), [4, 1]);
+        assert_eq!(inputs, samples.bring(&request(&[4, 1], None)).expect("two").inputs);
+        let error = samples.bring(&request(&[3], None)).expect_err("none is left").to_string();
+        assert!(error.starts_with("none of the 1 images of a mini-batch can be read"), "{error}");
+    }
+}
