@@ -282,7 +282,10 @@ impl Trainer {
     }
 
     fn note(&mut self, step: &Record, time: Duration) {
-        let share = step.samples as f64 / self.dataset.train.len() as f64;
+        // Of those that were asked for: an image that cannot be read is missing in what came.
+        let steps = self.running.steps;
+        let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
+        let share = samples as f64 / self.dataset.train.len() as f64;
         self.running.add(step, share, time);
         self.found = self.running.size().or(self.found);
     }
