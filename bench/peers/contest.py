@@ -66,6 +66,7 @@ def ours(path, bench):
 IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes"]
 IDENTITY += ["stages", "schedule", "recompute", "balance", "ranks"]
 IDENTITY += ["heads", "sequences", "memory_limit"]
+IDENTITY += ["data", "image", "workers"]
 
 
 def identity(work):

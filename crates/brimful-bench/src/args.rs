@@ -8,7 +8,9 @@ use clap::{Parser, Subcommand};
 
 #[cfg(feature = "mpi")]
 use crate::ranks;
-use crate::{arena, auto, compare, convergence, memory, micro, offload, pipeline, plot, world};
+use crate::{
+    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, world,
+};
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
 #[derive(Debug, Parser)]
@@ -38,6 +40,8 @@ enum Benchmark {
     Auto(auto::AutoOptions),
     /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
     Convergence(convergence::ConvergenceOptions),
+    /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
+    Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
     Memory(memory::MemoryOptions),
     /// A model that lives on the host, against the same one on its device.
@@ -66,6 +70,7 @@ impl CommandLine for BenchArgs {
         match &self.bench {
             Benchmark::Arena(options) => arena::run(options)?,
             Benchmark::Convergence(options) => convergence::run(options)?,
+            Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,
             Benchmark::Auto(options) => auto::run(options)?,

@@ -10,6 +10,7 @@ mod compare;
 mod convergence;
 mod interrupt;
 mod journal;
+mod loader;
 mod memory;
 mod micro;
 mod offload;

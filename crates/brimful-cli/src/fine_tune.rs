@@ -111,7 +111,7 @@ impl FineTune {
             ))
         );
         match name {
-            "digits" => {
+            path if path == "digits" || Path::new(path).is_dir() => {
                 Err(wrong_use("a folder's model needs text: give --data a text file, or synthetic"))
             }
             "synthetic" => {

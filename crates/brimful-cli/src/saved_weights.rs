@@ -16,6 +16,8 @@ use crate::setting::ModelName;
 pub(crate) const OPTIMIZER: &str = "optimizer.";
 /// And those of the averages of weights.
 pub(crate) const AVERAGES: &str = "ema.";
+/// The text that tells what a model's classes are called: a list in JSON.
+pub(crate) const CLASSES: &str = "classes";
 /// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
 const COUNTER: &str = "num_batches_tracked";
 
@@ -61,6 +63,16 @@ impl SavedWeights {
                 .or(told)
                 .ok_or_else(|| wrong_use(format!("{path} does not tell its model: give --model"))),
         }
+    }
+
+    /// What the file says under this name.
+    pub(crate) fn told(&self, name: &str) -> Option<&str> {
+        self.metadata.get(name).map(String::as_str)
+    }
+
+    /// The names of its classes, in their order, where it tells them.
+    pub(crate) fn class_names(&self) -> Option<Vec<String>> {
+        serde_json::from_str(self.told(CLASSES)?).ok()
     }
 
     /// The rows of a tensor, if there is one of this name.

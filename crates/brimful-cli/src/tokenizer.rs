@@ -53,6 +53,11 @@ impl Tokenizer {
         Self { end, ..self }
     }
 
+    /// Whether a text's bytes are its tokens.
+    pub fn is_bytes(&self) -> bool {
+        matches!(self.way, Way::Bytes)
+    }
+
     /// The token that ends a text, where there is one.
     pub fn end(&self) -> Option<i64> {
         self.end

@@ -132,7 +132,7 @@ fn data_that_a_model_does_not_take_is_told_with_all_that_it_does() {
     for data in ["digits", &text] {
         let train = |model: &str| format!("train --model {model} --data {data}");
         refused(&train("unet:2x4"), 2, "images with masks, which --data synthetic alone has");
-        refused(&train("amoebanet:3x8"), 2, "colour images, which --data synthetic alone has");
+        refused(&train("amoebanet:3x8"), 2, "colour images: give --data synthetic, or a folder");
     }
     refused("train --model unet", 2, "as in unet:5x64, with --data synthetic");
     refused("train --model amoebanet:axb", 2, "as in amoebanet:18x256, with --data synthetic");

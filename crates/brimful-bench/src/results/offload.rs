@@ -1,7 +1,7 @@
 //! Models that live on the host, beside the same ones on their device and what others make of them.
 
 use super::chart::{Bar, BarPanel};
-use super::row::ResultRow;
+use super::row::{ResultRow, works};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
 const COLUMNS: [TableColumn; 6] = [
@@ -40,7 +40,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
         let lines = of_work.iter().map(line).collect();
         Table { title: work, columns: COLUMNS.into(), lines }
     };
-    works(rows).into_iter().map(table).collect()
+    works(rows, name).into_iter().map(table).collect()
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
@@ -53,18 +53,7 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
         let bars = bars.iter().filter_map(bar).collect();
         BarPanel { title: work, unit: "tokens a second", bars, mark: "", is_zoomed: false }
     };
-    works(rows).into_iter().map(panel).collect()
-}
-
-/// Each piece of work once, in the order of its first row.
-fn works(rows: &[&ResultRow]) -> Vec<String> {
-    let mut works: Vec<String> = Vec::new();
-    for row in rows {
-        if !works.contains(&name(row)) {
-            works.push(name(row));
-        }
-    }
-    works
+    works(rows, name).into_iter().map(panel).collect()
 }
 
 fn name(row: &ResultRow) -> String {

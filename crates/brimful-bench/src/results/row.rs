@@ -20,6 +20,17 @@ pub(super) enum Side {
     Reference,
 }
 
+/// Each piece of work once, by its name, in the order of its first row.
+pub(super) fn works(rows: &[&ResultRow], name: fn(&ResultRow) -> String) -> Vec<String> {
+    let mut works: Vec<String> = Vec::new();
+    for row in rows {
+        if !works.contains(&name(row)) {
+            works.push(name(row));
+        }
+    }
+    works
+}
+
 impl ResultRow {
     /// The text under this key; a number as text; else nothing.
     pub(super) fn text(&self, key: &str) -> String {

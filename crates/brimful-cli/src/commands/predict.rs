@@ -5,19 +5,22 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
-use brimful::{Bytes, MicroBatcher};
+use brimful::{Bytes, MicroBatcher, split};
 use clap::Args;
 use serde::Serialize;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::commands::train::MicroBatch;
-use crate::data::{Examples, Sample};
+use crate::data::{Dataset, Examples, Sample, SampleRequest, SampleSizes};
 use crate::exit::{Exit, wrong_use};
 use crate::files::{self, FlagFile};
 use crate::output;
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, MODELS, ModelName, NumberType, typed, within, words};
+
+/// Samples that are in memory together where they are streamed.
+const AT_ONCE: usize = 256;
 
 /// Options of `brimful predict`.
 #[derive(Debug, Args)]
@@ -37,6 +40,8 @@ pub struct PredictOptions {
     model: Option<ModelName>,
     #[arg(long, default_value = "digits", value_name = "NAME|PATH", help = words::DATA)]
     data: String,
+    #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
+    image: Option<usize>,
     /// Samples in a micro-batch: a number, auto (the fastest that fits) or largest (that fits)
     #[arg(long, default_value = "auto", value_name = "N|auto|largest")]
     micro_batch: MicroBatch,
@@ -72,6 +77,9 @@ struct Prediction {
     class: i64,
     probability: f64,
     target: i64,
+    /// What its class is called, where it has a name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
 }
 
 /// Answers every sample.
@@ -93,11 +101,14 @@ pub(crate) fn run(options: &PredictOptions) -> Result<Exit> {
 fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let weights = SavedWeights::read(&options.weights)?;
     let name = weights.model(options.model)?;
-    let dataset = name.data(&options.data, None, options.seed)?;
+    let told = weights.told("image").and_then(|pixels| pixels.parse().ok());
+    let sizes = SampleSizes { image: options.image.or(told), sequence: None };
+    let mut dataset = name.data(&options.data, sizes, options.seed)?;
     ensure!(
         matches!(dataset.sample, Sample::Image { .. }),
         wrong_use("predict tells the class of images: for text there is brimful generate")
     );
+    check_classes(&weights, &dataset)?;
     let layers = name.layers(&dataset.sample, 0.0);
     let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
     let device = setting::device(options.device.as_deref())?;
@@ -110,24 +121,55 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     store.set_kind(kind);
     weights.put_into(&store, name)?;
     let mut micro = MicroBatcher::new(&store, options.micro_batch.0).memory(memory.clone());
-    let Examples { inputs, targets } = dataset.test;
-    let likeliest = micro.map(&inputs, |x: Tensor| {
-        let logits = model.forward_t(&typed(&x, kind), false);
-        logits.softmax(-1, Kind::Float).max_dim(-1, false)
-    })?;
-    Prediction::all(likeliest, &targets)
+    let samples = dataset.test.len();
+    let at_once = dataset.test.at_once(AT_ONCE);
+    let mut predictions = Vec::with_capacity(samples);
+    for places in split::by_size(samples, at_once)? {
+        let Examples { inputs, targets } = dataset.test.bring(&SampleRequest::plain(places))?;
+        let likeliest = micro.map(&inputs, |x: Tensor| {
+            let logits = model.forward_t(&typed(&x, kind), false);
+            logits.softmax(-1, Kind::Float).max_dim(-1, false)
+        })?;
+        Prediction::add(&mut predictions, likeliest, &targets, &dataset.class_names)?;
+    }
+    Ok(predictions)
+}
+
+/// A folder with other classes would be answered with the wrong names.
+fn check_classes(weights: &SavedWeights, dataset: &Dataset) -> Result<()> {
+    let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
+    ensure!(
+        known == dataset.class_names,
+        wrong_use(format!(
+            "the model knows the classes {}, but the data have {}: give it data with the same ones",
+            known.join(", "),
+            match dataset.class_names.is_empty() {
+                true => "none with a name".to_owned(),
+                false => dataset.class_names.join(", "),
+            }
+        ))
+    );
+    Ok(())
 }
 
 impl Prediction {
-    /// The predictions in the order of the samples, of probabilities and classes.
-    fn all((probabilities, classes): (Tensor, Tensor), targets: &Tensor) -> Result<Vec<Self>> {
+    /// Those of the next samples, of probabilities and classes, after those that there are.
+    fn add(
+        predictions: &mut Vec<Self>,
+        (probabilities, classes): (Tensor, Tensor),
+        targets: &Tensor,
+        names: &[String],
+    ) -> Result<()> {
         let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
         let classes = Vec::<i64>::try_from(classes)?;
         let targets = Vec::<i64>::try_from(targets)?;
-        let answers = classes.into_iter().zip(probabilities).zip(targets).enumerate();
-        let prediction =
-            |(index, ((class, probability), target))| Self { index, class, probability, target };
-        Ok(answers.map(prediction).collect())
+        let answers = classes.into_iter().zip(probabilities).zip(targets);
+        let prediction = |(index, ((class, probability), target))| {
+            let name = usize::try_from(class).ok().and_then(|class| names.get(class).cloned());
+            Self { index, class, probability, target, name }
+        };
+        predictions.extend((predictions.len()..).zip(answers).map(prediction));
+        Ok(())
     }
 }
 
@@ -147,8 +189,9 @@ fn summary(predictions: &[Prediction]) -> String {
 
 impl fmt::Display for Prediction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { index, class, probability, target } = self;
+        let Self { index, class, probability, target, name } = self;
         write!(f, "sample {index:>5}  class {class:>3}  {:5.1} %", probability * 100.0)?;
+        name.iter().try_for_each(|name| write!(f, "  {name}"))?;
         if class == target { Ok(()) } else { write!(f, "  wrong: it is {target}") }
     }
 }

@@ -1,58 +1,62 @@
-//! Conversations as samples: their answers are learnt, the rest is what these follow on.
+//! Conversations as samples, which stay on the disk: their answers are learnt, the rest is what these follow
+//! on.
 
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 use tch::Tensor;
 
 use super::chat_template::MarkedTokens;
+use super::number_file::{NumberFile, NumberWriter};
+use super::sample_set::SampleRequest;
+use super::streamed::SampleSource;
 use super::{Dataset, Examples, IGNORED, Sample};
+use crate::setting::MeanOver;
 
 /// What stands after a conversation's end: any token does, since no answer sees what follows it.
 const PADDING: i64 = 0;
+/// What marks and tokens are below: both are one number, of which the lowest bit is the mark.
+const MARKED: i64 = 1 << 32;
 
 /// Conversations of a file, each a sample that is cut at so many tokens.
 #[derive(Debug)]
 pub(super) struct Conversations {
     length: i64,
-    rows: Vec<Row>,
+    /// The marked tokens of one after the other.
+    tokens: NumberWriter,
+    /// Where each of them ends.
+    ends: NumberWriter,
+    longest: usize,
     /// How many have no answer within their length, so that there is nothing to learn.
-    left_out: usize,
-}
-
-#[derive(Debug)]
-struct Row {
-    inputs: Vec<i64>,
-    targets: Vec<i64>,
+    left_out: u64,
 }
 
 impl Conversations {
-    pub(super) fn new(length: i64) -> Self {
-        Self { length, rows: Vec::new(), left_out: 0 }
+    pub(super) fn new(length: i64) -> Result<Self> {
+        let (tokens, ends) = (NumberWriter::new(MARKED)?, NumberWriter::new(i64::MAX)?);
+        Ok(Self { length, tokens, ends, longest: 0, left_out: 0 })
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.rows.is_empty() && self.left_out == 0
-    }
-
-    pub(super) fn push(&mut self, MarkedTokens { mut tokens, mut answers }: MarkedTokens) {
+    pub(super) fn push(&mut self, MarkedTokens { tokens, answers }: MarkedTokens) -> Result<()> {
         let most = self.length as usize + 1;
-        tokens.truncate(most);
-        answers.truncate(most);
-        let target = |(token, is_answer): (&i64, &bool)| if *is_answer { *token } else { IGNORED };
-        let targets: Vec<i64> = tokens.iter().zip(&answers).skip(1).map(target).collect();
-        if targets.iter().all(|target| *target == IGNORED) {
+        let marked = tokens.iter().zip(&answers).take(most);
+        // The first token is nobody's target.
+        if !marked.clone().skip(1).any(|(_, is_answer)| *is_answer) {
             self.left_out += 1;
-            return;
+            return Ok(());
         }
-        tokens.truncate(targets.len());
-        self.rows.push(Row { inputs: tokens, targets });
+        let marked: Vec<i64> =
+            marked.map(|(token, is_answer)| token << 1 | i64::from(*is_answer)).collect();
+        self.longest = self.longest.max(marked.len() - 1);
+        self.tokens.append(&marked)?;
+        self.ends.append(&[self.tokens.len() as i64])
     }
 
     /// All of them, padded to the longest; the last tenth is for testing.
     pub(super) fn dataset(self, path: &Path, vocabulary: i64) -> Result<Dataset> {
-        let Self { length, rows, left_out } = self;
-        let (path, count) = (path.display(), rows.len());
+        let Self { length, tokens, ends, longest, left_out } = self;
+        let (path, count) = (path.display(), ends.len());
         ensure!(
             count > 1,
             "{path} does not do: {count} of its {} conversations have a part of an answer within {length} \
@@ -63,30 +67,66 @@ impl Conversations {
             0 => String::new(),
             _ => format!("; {left_out} without an answer in them are left out"),
         };
-        let width = rows.iter().map(|row| row.inputs.len()).max().unwrap_or(0);
-        let (train, test) = rows.split_at(count - (count / 10).max(1));
-        Ok(Dataset {
-            train: examples(train, width),
-            test: examples(test, width),
-            sample: Sample::Sequence { length, vocabulary },
-            description: format!("{path}, conversations of up to {length} tokens{others}"),
-        })
+        let (tokens, ends) = (tokens.finish()?, ends.finish()?);
+        let rows = |rows| ConversationRows {
+            tokens: tokens.clone(),
+            ends: ends.clone(),
+            rows,
+            width: longest,
+        };
+        let first_test = count - (count / 10).max(1);
+        Ok(Dataset::streamed(
+            rows(0..first_test),
+            rows(first_test..count),
+            Sample::Sequence { length, vocabulary },
+            format!("{path}, conversations of up to {length} tokens{others}"),
+        ))
     }
 }
 
-fn examples(rows: &[Row], width: usize) -> Examples {
-    let inputs = rows.iter().map(|row| &row.inputs[..]);
-    let targets = rows.iter().map(|row| &row.targets[..]);
-    Examples { inputs: padded(inputs, width, PADDING), targets: padded(targets, width, IGNORED) }
+/// Some of the conversations.
+#[derive(Debug)]
+struct ConversationRows {
+    tokens: NumberFile,
+    ends: NumberFile,
+    rows: Range<u64>,
+    /// What each is padded to.
+    width: usize,
 }
 
-fn padded<'a>(rows: impl Iterator<Item = &'a [i64]>, width: usize, padding: i64) -> Tensor {
-    let filled = rows.flat_map(|row| {
-        let rest = width - row.len();
-        row.iter().copied().chain(std::iter::repeat_n(padding, rest))
-    });
-    let filled: Vec<i64> = filled.collect();
-    Tensor::from_slice(&filled).view([-1, width as i64])
+impl ConversationRows {
+    /// The marked tokens of one of them.
+    fn row(&self, number: usize) -> Result<Vec<i64>> {
+        let row = self.rows.start + number as u64;
+        let around = self.ends.read(row.saturating_sub(1)..row + 1)?;
+        let start = if row == 0 { 0 } else { around[0] };
+        self.tokens.read(start as u64..around[around.len() - 1] as u64)
+    }
+}
+
+impl SampleSource for ConversationRows {
+    fn len(&self) -> usize {
+        (self.rows.end - self.rows.start) as usize
+    }
+
+    fn mean_over(&self) -> MeanOver {
+        MeanOver::Targets
+    }
+
+    fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
+        let (width, count) = (self.width, request.numbers.len());
+        let mut inputs = vec![PADDING; count * width];
+        let mut targets = vec![IGNORED; count * width];
+        for (place, number) in request.numbers.iter().enumerate() {
+            let row = self.row(*number)?;
+            for (at, pair) in (place * width..).zip(row.windows(2)) {
+                inputs[at] = pair[0] >> 1;
+                targets[at] = if pair[1] & 1 == 1 { pair[1] >> 1 } else { IGNORED };
+            }
+        }
+        let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).view([-1, width as i64]);
+        Ok(Examples { inputs: tensor(&inputs), targets: tensor(&targets) })
+    }
 }
 
 #[cfg(test)]
@@ -96,11 +136,11 @@ mod tests {
     const NO: i64 = IGNORED;
 
     fn conversations(length: i64, marks: &[&str]) -> Conversations {
-        let mut all = Conversations::new(length);
+        let mut all = Conversations::new(length).expect("a place");
         for marks in marks {
             let tokens = (1..=marks.len() as i64).collect();
             let answers = marks.chars().map(|mark| mark == 'A').collect();
-            all.push(MarkedTokens { tokens, answers });
+            all.push(MarkedTokens { tokens, answers }).expect("kept");
         }
         all
     }
@@ -108,12 +148,14 @@ mod tests {
     #[test]
     fn answers_alone_are_targets_and_short_conversations_are_padded() {
         let all = conversations(5, &["..AA.A", "..A", "..A", ".....", "......A", ""]);
-        let data = all.dataset(Path::new("chat.jsonl"), 9).expect("data");
+        let mut data = all.dataset(Path::new("chat.jsonl"), 9).expect("data");
+        let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         let inputs = Tensor::from_slice(&[1, 2, 3, 4, 5, 1, 2, 0, 0, 0_i64]).view([2, 5]);
         let targets = [NO, 3, 4, NO, 6, NO, 3, NO, NO, NO];
-        assert_eq!(data.train.inputs, inputs);
-        assert_eq!(data.train.targets, Tensor::from_slice(&targets).view([2, 5]));
-        assert_eq!((data.test.len(), data.test.targets.size()), (1, vec![1, 5]));
+        assert_eq!(train.inputs, inputs);
+        assert_eq!(train.targets, Tensor::from_slice(&targets).view([2, 5]));
+        assert_eq!((data.test.len(), test.targets.size()), (1, vec![1, 5]));
+        assert_eq!(test.inputs, train.inputs.narrow(0, 1, 1));
         assert_eq!(data.sample, Sample::Sequence { length: 5, vocabulary: 9 });
         assert!(data.description.ends_with("; 3 without an answer in them are left out"));
     }

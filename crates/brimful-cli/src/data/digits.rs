@@ -54,9 +54,14 @@ mod tests {
     use std::io::Write;
     use tch::nn::{self, ModuleT, OptimizerConfig};
 
+    fn loaded() -> (Sample, [Examples; 2]) {
+        let Dataset { train, test, sample, .. } = load().expect("digits");
+        (sample, [train, test].map(|mut half| half.all().expect("samples")))
+    }
+
     #[test]
     fn the_digits_are_the_published_ones() {
-        let Dataset { train, test, sample, .. } = load().expect("digits");
+        let (sample, [train, test]) = loaded();
         assert_eq!((train.len(), test.len()), (1437, 360));
         assert_eq!(sample, Sample::Image { shape: [1, 8, 8], classes: 10 });
         assert_eq!(train.inputs.size(), [1437, 1, 8, 8]);
@@ -69,14 +74,14 @@ mod tests {
 
     #[test]
     fn pixels_have_mean_0_and_deviation_1() {
-        let images = load().expect("digits").train.inputs;
+        let (_, [Examples { inputs: images, .. }, _]) = loaded();
         assert!(images.mean(Kind::Double).double_value(&[]).abs() < 1e-4);
         assert!((images.std(true).double_value(&[]) - 1.0).abs() < 1e-4);
     }
 
     #[test]
     fn a_small_network_learns_them() {
-        let Dataset { train, test, .. } = load().expect("digits");
+        let (_, [train, test]) = loaded();
         let vs = nn::VarStore::new(tch::Device::Cpu);
         let model = brimful_models::mlp(64, &[64], 10).build(&vs.root()).expect("a model");
         let mut adam = nn::Adam::default().build(&vs, 0.01).expect("an optimizer");

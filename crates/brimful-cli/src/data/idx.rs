@@ -54,8 +54,9 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     match candidates.into_iter().find(|path| path.is_file()) {
         Some(path) => Ok(path),
         None => bail!(
-            "{} has neither {name} nor {name}.gz: a folder of MNIST-format data has both images and \
-             labels, train-… and t10k-…, under their original names",
+            "{} has neither {name} nor {name}.gz, nor a subfolder: a folder of MNIST-format data has both \
+             images and labels, train-… and t10k-…, under their original names; one of images has a subfolder \
+             for each class",
             folder.display()
         ),
     }
@@ -181,19 +182,21 @@ mod tests {
 
     #[test]
     fn reads_both_halves_and_normalises_by_the_first() {
-        let data = load(&Folder::filled("good").0).expect("data");
+        let mut data = load(&Folder::filled("good").0).expect("data");
+        let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         assert_eq!(data.sample, Sample::Image { shape: [1, 2, 2], classes: 3 });
         assert_eq!((data.train.len(), data.test.len()), (3, 2));
-        assert_eq!(data.train.inputs.size(), [3, 1, 2, 2]);
-        assert!(data.train.inputs.mean(None).double_value(&[]).abs() < 1e-6);
-        assert_eq!(data.test.inputs, data.train.inputs.narrow(0, 0, 2));
-        assert_eq!(Vec::<i64>::try_from(&data.train.targets).expect("labels"), [0, 1, 2]);
+        assert_eq!(train.inputs.size(), [3, 1, 2, 2]);
+        assert!(train.inputs.mean(None).double_value(&[]).abs() < 1e-6);
+        assert_eq!(test.inputs, train.inputs.narrow(0, 0, 2));
+        assert_eq!(Vec::<i64>::try_from(&train.targets).expect("labels"), [0, 1, 2]);
     }
 
     #[test]
     fn gzipped_files_are_read_under_either_name() {
         let folder = Folder::filled("gz");
-        let plain = load(&folder.0).expect("plain").train.inputs;
+        let inputs = || load(&folder.0).expect("data").train.all().expect("samples").inputs;
+        let plain = inputs();
         for (from, to) in [
             ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"),
             ("t10k-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"),
@@ -202,7 +205,7 @@ mod tests {
             fs::remove_file(folder.0.join(from)).expect("removed");
             folder.write(to, &gz(&bytes));
         }
-        assert_eq!(load(&folder.0).expect("gzipped").train.inputs, plain);
+        assert_eq!(inputs(), plain);
     }
 
     #[test]

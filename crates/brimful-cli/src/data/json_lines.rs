@@ -5,10 +5,14 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use super::chat_template::{ChatMessage, ChatTemplate};
+use super::chat_template::{ChatMessage, ChatTemplate, MarkedTokens};
 use super::conversations::Conversations;
+use super::number_file::NumberWriter;
+use super::portions::{self, Portion, TextCut};
 use super::{Dataset, text};
 use crate::tokenizer::Tokenizer;
+
+const TOGETHER: &str = "text and messages do not go together: give each a file of its own";
 
 /// What of a line is read; there may be more.
 #[derive(Debug, Deserialize)]
@@ -20,46 +24,81 @@ struct Line {
 /// Packs documents one after the other, each ended by the tokenizer's token for that; a conversation is a
 /// sample by itself.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    let read = text::read(path)?;
-    let mut lines = ReadLines {
-        tokenizer,
-        template: ChatTemplate::of(tokenizer),
-        documents: Vec::new(),
-        conversations: Conversations::new(length),
+    let (template, vocabulary) = (ChatTemplate::of(tokenizer), tokenizer.vocabulary());
+    let mut kept = KeptLines::None;
+    let place = |line: usize| format!("{}, line {line}", path.display());
+    let read = |portion: &Portion| {
+        let lines = portion.text.lines().zip(portion.lines_before + 1..);
+        let lines = lines.filter(|(line, _)| !line.trim().is_empty());
+        let read = lines.map(|(line, number)| {
+            let read = ReadLine::new(line, template, tokenizer).with_context(|| place(number))?;
+            Ok((read, number))
+        });
+        read.collect::<Result<Vec<_>>>()
     };
-    for (index, line) in read.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        lines.add(line).with_context(|| format!("{}, line {}", path.display(), index + 1))?;
-    }
-    match lines.conversations.is_empty() {
-        true => text::of_tokens(&lines.documents, path, length, tokenizer),
-        false => lines.conversations.dataset(path, tokenizer.vocabulary()),
+    portions::each(path, TextCut::Lines, read, |lines| {
+        let mut lines = lines.into_iter();
+        lines.try_for_each(|(line, number)| {
+            kept.add(line, length, vocabulary).with_context(|| place(number))
+        })
+    })?;
+    match kept {
+        KeptLines::Conversations(conversations) => conversations.dataset(path, vocabulary),
+        KeptLines::Documents(documents) => {
+            text::of_tokens(documents.finish()?, path, length, tokenizer)
+        }
+        KeptLines::None => {
+            text::of_tokens(NumberWriter::new(vocabulary)?.finish()?, path, length, tokenizer)
+        }
     }
 }
 
-/// The lines so far.
-struct ReadLines<'a> {
-    tokenizer: &'a Tokenizer,
-    template: ChatTemplate,
-    documents: Vec<i64>,
-    conversations: Conversations,
+/// What a line holds.
+#[derive(Debug)]
+enum ReadLine {
+    Document(Vec<i64>),
+    Conversation(MarkedTokens),
 }
 
-impl ReadLines<'_> {
-    fn add(&mut self, line: &str) -> Result<()> {
+impl ReadLine {
+    fn new(line: &str, template: ChatTemplate, tokenizer: &Tokenizer) -> Result<Self> {
         let Line { text, messages } =
             serde_json::from_str(line).context("no JSON object with text or messages")?;
         match (text, messages) {
-            (Some(text), None) if self.conversations.is_empty() => {
-                self.documents.extend(self.tokenizer.encode(&text)?);
-                self.documents.extend(self.tokenizer.separator()?);
+            (Some(text), None) => {
+                let mut tokens = tokenizer.encode(&text)?;
+                tokens.extend(tokenizer.separator()?);
+                Ok(Self::Document(tokens))
             }
-            (None, Some(messages)) if self.documents.is_empty() => {
-                self.conversations.push(self.template.encode(&messages, self.tokenizer)?);
-            }
+            (None, Some(messages)) => template.encode(&messages, tokenizer).map(Self::Conversation),
             (None, None) => bail!("it has neither \"text\" nor \"messages\": give one of them"),
-            _ => bail!("text and messages do not go together: give each a file of its own"),
+            (Some(_), Some(_)) => bail!(TOGETHER),
         }
-        Ok(())
+    }
+}
+
+/// The lines so far, of one kind, on the disk.
+enum KeptLines {
+    None,
+    Documents(NumberWriter),
+    Conversations(Conversations),
+}
+
+impl KeptLines {
+    fn add(&mut self, line: ReadLine, length: i64, vocabulary: i64) -> Result<()> {
+        if matches!(self, Self::None) {
+            *self = match line {
+                ReadLine::Document(_) => Self::Documents(NumberWriter::new(vocabulary)?),
+                ReadLine::Conversation(_) => Self::Conversations(Conversations::new(length)?),
+            };
+        }
+        match (self, line) {
+            (Self::Documents(documents), ReadLine::Document(tokens)) => documents.append(&tokens),
+            (Self::Conversations(conversations), ReadLine::Conversation(marked)) => {
+                conversations.push(marked)
+            }
+            _ => bail!(TOGETHER),
+        }
     }
 }
 
@@ -85,11 +124,14 @@ mod tests {
     #[test]
     fn documents_follow_on_each_other_with_the_end_token_or_a_line_break_between_them() {
         let lines = "{\"text\": \"ab\", \"from\": 1}\n\n{\"text\": \"c\"}\n".repeat(20);
-        let data = load_lines(&lines, 5, &Tokenizer::bytes().with_end(Some(7))).expect("data");
-        assert_eq!(first(&data.train.inputs), [97, 98, 7, 99, 7]);
-        assert_eq!(first(&data.train.targets), [98, 7, 99, 7, 97]);
-        let data = load_lines(&lines, 5, &Tokenizer::bytes()).expect("data");
-        assert_eq!(first(&data.train.inputs), [97, 98, 10, 99, 10]);
+        let train = |tokenizer| {
+            let mut data = load_lines(&lines, 5, &tokenizer).expect("data");
+            data.train.all().expect("samples")
+        };
+        let examples = train(Tokenizer::bytes().with_end(Some(7)));
+        assert_eq!(first(&examples.inputs), [97, 98, 7, 99, 7]);
+        assert_eq!(first(&examples.targets), [98, 7, 99, 7, 97]);
+        assert_eq!(first(&train(Tokenizer::bytes()).inputs), [97, 98, 10, 99, 10]);
     }
 
     #[test]

@@ -4,7 +4,15 @@ mod chat_template;
 mod conversations;
 mod digits;
 mod idx;
+mod images;
 mod json_lines;
+mod number_file;
+mod number_stream;
+mod portions;
+mod sample_set;
+mod shuffle;
+mod side_by_side;
+mod streamed;
 mod synthetic;
 mod text;
 
@@ -13,8 +21,11 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use tch::Tensor;
 
-use crate::setting::MeanOver;
 use crate::tokenizer::Tokenizer;
+pub use images::ImageLoader;
+pub(crate) use sample_set::{SampleRequest, SampleSet};
+pub(crate) use shuffle::Shuffle;
+use streamed::{SampleSource, StreamedSamples};
 pub(crate) use synthetic::Synthetic;
 
 /// The target of a place that does not count, as the losses of libtorch know it.
@@ -29,16 +40,9 @@ pub(crate) struct Examples {
 
 impl Examples {
     /// The samples of these numbers.
-    pub(crate) fn choose(&self, numbers: &Tensor) -> (Tensor, Tensor) {
-        (self.inputs.index_select(0, numbers), self.targets.index_select(0, numbers))
-    }
-
-    /// What their loss is a mean over.
-    pub(crate) fn mean_over(&self) -> MeanOver {
-        match self.targets.eq(IGNORED).any().int64_value(&[]) {
-            0 => MeanOver::Samples,
-            _ => MeanOver::Targets,
-        }
+    fn choose(&self, numbers: &Tensor) -> Self {
+        let chosen = |tensor: &Tensor| tensor.index_select(0, numbers);
+        Self { inputs: chosen(&self.inputs), targets: chosen(&self.targets) }
     }
 
     /// How many samples there are.
@@ -74,11 +78,33 @@ impl Sample {
 /// Examples to train on, others to test on, and what they are.
 #[derive(Debug)]
 pub(crate) struct Dataset {
-    pub(crate) train: Examples,
-    pub(crate) test: Examples,
+    pub(crate) train: SampleSet,
+    pub(crate) test: SampleSet,
     pub(crate) sample: Sample,
     /// One line for people.
     pub(crate) description: String,
+    /// What the classes are called, where they have names.
+    pub(crate) class_names: Vec<String>,
+}
+
+impl Dataset {
+    /// Samples in memory.
+    fn held(train: Examples, test: Examples, sample: Sample, description: String) -> Self {
+        let [train, test] = [train, test].map(SampleSet::Held);
+        Self { train, test, sample, description, class_names: Vec::new() }
+    }
+
+    /// Samples that are made when they are asked for.
+    fn streamed(
+        train: impl SampleSource,
+        test: impl SampleSource,
+        sample: Sample,
+        description: String,
+    ) -> Self {
+        let train = SampleSet::Streamed(StreamedSamples::new(train));
+        let test = SampleSet::Streamed(StreamedSamples::new(test));
+        Self { train, test, sample, description, class_names: Vec::new() }
+    }
 }
 
 /// The handwritten digits that come with the program: 8×8 pixels, one channel.
@@ -91,13 +117,28 @@ pub(crate) fn synthetic(config: &Synthetic) -> Result<Dataset> {
     synthetic::generate(config)
 }
 
-/// The data at this path: a folder of MNIST-format files, or a file of text, which is cut into
+/// How large samples are wanted, where that is for the user to say.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct SampleSizes {
+    /// Tokens of a sequence.
+    pub(crate) sequence: Option<usize>,
+    /// Height and width of an image of a folder of these.
+    pub(crate) image: Option<usize>,
+}
+
+/// Pixels of an image's side where nobody says otherwise.
+const SIDE: i64 = 224;
+
+/// The data at this path: a folder of images or of MNIST-format files, or a file of text, which is cut into
 /// sequences of the given length.
-pub(crate) fn open(path: &Path, length: i64) -> Result<Dataset> {
+pub(crate) fn open(path: &Path, length: i64, side: Option<usize>) -> Result<Dataset> {
     let what = path
         .metadata()
         .with_context(|| format!("no data at {}: give a folder or a file", path.display()))?;
     match what.is_dir() {
+        true if images::has_classes(path)? => {
+            images::load(path, side.map_or(SIDE, |pixels| pixels as i64))
+        }
         true => idx::load(path),
         false => open_text(path, length, &Tokenizer::bytes()),
     }
@@ -125,12 +166,12 @@ fn of_images(train: Examples, test: Examples, classes: i64, name: &str) -> Resul
         let inputs = (half.inputs - &mean) / &deviation;
         Examples { inputs, ..half }
     };
-    Ok(Dataset {
-        train: normalise(train),
-        test: normalise(test),
-        sample: Sample::Image { shape: [channels, height, width], classes },
-        description: format!("{name}, {height}×{width} pixels, {classes} classes"),
-    })
+    Ok(Dataset::held(
+        normalise(train),
+        normalise(test),
+        Sample::Image { shape: [channels, height, width], classes },
+        format!("{name}, {height}×{width} pixels, {classes} classes"),
+    ))
 }
 
 #[cfg(test)]
@@ -139,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_path_without_data_is_an_error_that_names_it() {
-        let error = open(Path::new("/no/such/data"), 8).expect_err("nothing there");
+        let error = open(Path::new("/no/such/data"), 8, None).expect_err("nothing there");
         assert!(format!("{error:#}").starts_with("no data at /no/such/data"), "{error:#}");
     }
 

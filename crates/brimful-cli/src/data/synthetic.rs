@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use tch::kind::Element;
 use tch::{Kind, Tensor};
 
+use super::number_stream::{NumberStream, scaled};
 use super::{Dataset, Examples, Sample};
 
 /// What to make up.
@@ -29,10 +30,10 @@ pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
         *train > 0 && *test > 0,
         "{train} samples to train on and {test} to test on: make at least 1 of each"
     );
-    let mut numbers = NumberStream(*seed);
+    let mut numbers = NumberStream::new(*seed);
     let [train, test] = [*train, *test].map(|count| examples(sample, count, &mut numbers));
     let description = format!("made-up {}, seed {seed}", describe(sample));
-    Ok(Dataset { train, test, sample: sample.clone(), description })
+    Ok(Dataset::held(train, test, sample.clone(), description))
 }
 
 fn describe(sample: &Sample) -> String {
@@ -52,14 +53,14 @@ fn examples(sample: &Sample, count: usize, numbers: &mut NumberStream) -> Exampl
     match *sample {
         Sample::Image { shape: [channels, height, width], classes } => Examples {
             inputs: numbers.noise(&[count, channels, height, width]),
-            targets: numbers.below(classes, &[count]),
+            targets: numbers.all_below(classes, &[count]),
         },
         Sample::Mask { shape: [channels, height, width] } => Examples {
             inputs: numbers.noise(&[count, channels, height, width]),
-            targets: numbers.below(2, &[count, 1, height, width]).to_kind(Kind::Float),
+            targets: numbers.all_below(2, &[count, 1, height, width]).to_kind(Kind::Float),
         },
         Sample::Sequence { length, vocabulary } => {
-            let tokens = numbers.below(vocabulary, &[count, length + 1]);
+            let tokens = numbers.all_below(vocabulary, &[count, length + 1]);
             let [inputs, targets] =
                 [0, 1].map(|start| tokens.narrow(1, start, length).contiguous());
             Examples { inputs, targets }
@@ -67,20 +68,10 @@ fn examples(sample: &Sample, count: usize, numbers: &mut NumberStream) -> Exampl
     }
 }
 
-/// Random numbers of our own (SplitMix64), so that making data moves nobody else's generator.
-struct NumberStream(u64);
-
 impl NumberStream {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
     /// Whole numbers from 0 up to this limit.
-    fn below(&mut self, limit: i64, shape: &[i64]) -> Tensor {
-        self.tensor(shape, |bits| ((u128::from(bits) * limit as u128) >> 64) as i64)
+    fn all_below(&mut self, limit: i64, shape: &[i64]) -> Tensor {
+        self.tensor(shape, |bits| scaled(bits, limit as u64) as i64)
     }
 
     /// Even noise with mean 0 and deviation 1.
@@ -104,24 +95,26 @@ mod tests {
     const MASK: Sample = Sample::Mask { shape: [3, 16, 8] };
     const SEQUENCE: Sample = Sample::Sequence { length: 9, vocabulary: 50 };
 
-    fn made_up(sample: Sample, seed: u64) -> Dataset {
-        generate(&Synthetic { sample, train: 40, test: 20, seed }).expect("data")
+    /// Examples to train on and to test on.
+    fn made_up(sample: Sample, seed: u64) -> [Examples; 2] {
+        let data = generate(&Synthetic { sample, train: 40, test: 20, seed }).expect("data");
+        [data.train, data.test].map(|mut half| half.all().expect("samples"))
     }
 
     #[test]
     fn images_are_noise_with_classes() {
-        let data = made_up(IMAGE, 1);
-        assert_eq!(data.train.inputs.size(), [40, 3, 16, 16]);
-        assert!(data.train.inputs.mean(Kind::Double).double_value(&[]).abs() < 0.05);
-        assert!((data.train.inputs.std(true).double_value(&[]) - 1.0).abs() < 0.05);
-        let (low, high) = (data.train.targets.min(), data.train.targets.max());
+        let [train, test] = made_up(IMAGE, 1);
+        assert_eq!(train.inputs.size(), [40, 3, 16, 16]);
+        assert!(train.inputs.mean(Kind::Double).double_value(&[]).abs() < 0.05);
+        assert!((train.inputs.std(true).double_value(&[]) - 1.0).abs() < 0.05);
+        let (low, high) = (train.targets.min(), train.targets.max());
         assert_eq!((low.int64_value(&[]), high.int64_value(&[])), (0, 6));
-        assert_eq!((data.train.targets.size(), data.test.len()), (vec![40], 20));
+        assert_eq!((train.targets.size(), test.len()), (vec![40], 20));
     }
 
     #[test]
     fn masks_mark_each_pixel() {
-        let Examples { inputs, targets } = made_up(MASK, 1).train;
+        let [Examples { inputs, targets }, _] = made_up(MASK, 1);
         assert_eq!((inputs.size(), targets.size()), (vec![40, 3, 16, 8], vec![40, 1, 16, 8]));
         let marked = targets.mean(Kind::Double).double_value(&[]);
         assert!((marked - 0.5).abs() < 0.05, "{marked}");
@@ -129,7 +122,7 @@ mod tests {
 
     #[test]
     fn sequences_are_followed_by_themselves() {
-        let Examples { inputs, targets } = made_up(SEQUENCE, 1).train;
+        let [Examples { inputs, targets }, _] = made_up(SEQUENCE, 1);
         assert_eq!((inputs.size(), inputs.kind()), (vec![40, 9], Kind::Int64));
         assert_eq!(inputs.narrow(1, 1, 8), targets.narrow(1, 0, 8));
         assert!(inputs.max().int64_value(&[]) < 50);
@@ -139,12 +132,9 @@ mod tests {
     fn the_seed_decides_and_the_halves_differ() {
         for sample in [IMAGE, SEQUENCE] {
             let [a, same, other] = [1, 1, 2].map(|seed| made_up(sample.clone(), seed));
-            assert_eq!(
-                (&a.train.inputs, &a.test.targets),
-                (&same.train.inputs, &same.test.targets)
-            );
-            assert_ne!(a.train.inputs, other.train.inputs);
-            assert_ne!(a.train.inputs.narrow(0, 0, 20), a.test.inputs);
+            assert_eq!((&a[0].inputs, &a[1].targets), (&same[0].inputs, &same[1].targets));
+            assert_ne!(a[0].inputs, other[0].inputs);
+            assert_ne!(a[0].inputs.narrow(0, 0, 20), a[1].inputs);
         }
     }
 

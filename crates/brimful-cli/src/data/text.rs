@@ -1,69 +1,106 @@
-//! A file of text as sequences of tokens.
+//! A file of text as sequences of tokens, which stay on the disk.
 
-use std::fs;
+use std::fs::File;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use tch::Tensor;
 
+use super::number_file::{NumberFile, NumberWriter};
+use super::portions::{self, TextCut};
+use super::sample_set::SampleRequest;
+use super::streamed::SampleSource;
 use super::{Dataset, Examples, Sample};
 use crate::tokenizer::Tokenizer;
 
 /// The whole text, cut into sequences.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    of_tokens(&tokenizer.encode(&read(path)?)?, path, length, tokenizer)
-}
-
-pub(super) fn read(path: &Path) -> Result<String> {
-    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let text = String::from_utf8(bytes).map_err(|error| error.utf8_error());
-    text.with_context(|| format!("{} is not UTF-8 text", path.display()))
+    let tokens = match tokenizer.is_bytes() {
+        true => {
+            portions::each(path, TextCut::Words, |_| Ok(()), Ok)?;
+            NumberFile::of_bytes(File::open(path)?)?
+        }
+        false => {
+            let mut tokens = NumberWriter::new(tokenizer.vocabulary())?;
+            let encode = |portion: &portions::Portion| tokenizer.encode(&portion.text);
+            portions::each(path, TextCut::Words, encode, |encoded| tokens.append(&encoded))?;
+            tokens.finish()?
+        }
+    };
+    of_tokens(tokens, path, length, tokenizer)
 }
 
 /// Cuts a file's tokens into sequences one after the other; the last tenth is for testing.
 pub(super) fn of_tokens(
-    tokens: &[i64],
+    tokens: NumberFile,
     path: &Path,
     length: i64,
     tokenizer: &Tokenizer,
 ) -> Result<Dataset> {
     let (train, test) =
         split(tokens, length).with_context(|| format!("{} does not do", path.display()))?;
-    Ok(Dataset {
+    Ok(Dataset::streamed(
         train,
         test,
-        sample: Sample::Sequence { length, vocabulary: tokenizer.vocabulary() },
-        description: format!("{}, sequences of {length} tokens", path.display()),
-    })
+        Sample::Sequence { length, vocabulary: tokenizer.vocabulary() },
+        format!("{}, sequences of {length} tokens", path.display()),
+    ))
 }
 
-fn split(tokens: &[i64], length: i64) -> Result<(Examples, Examples)> {
+fn split(tokens: NumberFile, length: i64) -> Result<(TokenWindows, TokenWindows)> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
-    let test = tokens.len() / 10;
+    let (all, test) = (tokens.len(), tokens.len() / 10);
     // The shorter part needs a sequence, and one token more as its last target.
     ensure!(
-        test as i64 > length,
-        "it has {} tokens, but at least {} are needed, so that the tenth of it that is for testing holds \
+        test > length as u64,
+        "it has {all} tokens, but at least {} are needed, so that the tenth of it that is for testing holds \
          a sequence of {length} and one more: take a longer text, or --sequence {} at most",
-        tokens.len(),
         10 * (length + 1),
         test.saturating_sub(1)
     );
-    let (train, test) = tokens.split_at(tokens.len() - test);
-    Ok((cut(train, length), cut(test, length)))
+    let length = length as u64;
+    let windows = |first, end| TokenWindows {
+        tokens: tokens.clone(),
+        first,
+        count: (end - first - 1) / length,
+        length,
+    };
+    Ok((windows(0, all - test), windows(all - test, all)))
 }
 
 /// Sequences that follow on each other; a rest that is too short is left out.
-fn cut(tokens: &[i64], length: i64) -> Examples {
-    let count = (tokens.len() as i64 - 1) / length;
-    let tokens = Tensor::from_slice(tokens);
-    let from = |start| tokens.narrow(0, start, count * length).reshape([count, length]);
-    Examples { inputs: from(0), targets: from(1) }
+#[derive(Debug)]
+struct TokenWindows {
+    tokens: NumberFile,
+    /// The place of the first token.
+    first: u64,
+    count: u64,
+    length: u64,
+}
+
+impl SampleSource for TokenWindows {
+    fn len(&self) -> usize {
+        self.count as usize
+    }
+
+    fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
+        let Self { tokens, first, length, .. } = self;
+        let wide = *length as usize + 1;
+        let mut windows = Vec::with_capacity(request.numbers.len() * wide);
+        for number in &request.numbers {
+            let start = *first + *number as u64 * *length;
+            windows.extend(tokens.read(start..start + *length + 1)?);
+        }
+        let windows = Tensor::from_slice(&windows).view([-1, wide as i64]);
+        let from = |start| windows.narrow(1, start, *length as i64).contiguous();
+        Ok(Examples { inputs: from(0), targets: from(1) })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::path::PathBuf;
 
     fn file(name: &str, bytes: &[u8]) -> PathBuf {
@@ -86,13 +123,20 @@ mod tests {
     #[test]
     fn sequences_follow_on_each_other_and_targets_are_one_later() {
         let text: Vec<u8> = (0..50).map(|i| b'0' + i).collect();
-        let data = load_once("bytes", &text, 4).expect("data");
+        let mut data = load_once("bytes", &text, 4).expect("data");
         assert_eq!(data.sample, Sample::Sequence { length: 4, vocabulary: 256 });
         // 45 tokens to train on: 11 sequences and the last target; 5 to test on.
         assert_eq!((data.train.len(), data.test.len()), (11, 1));
-        assert_eq!(numbers(&data.train.inputs), (48..92).collect::<Vec<_>>());
-        assert_eq!(numbers(&data.train.targets), (49..93).collect::<Vec<_>>());
-        assert_eq!(numbers(&data.test.inputs), (93..97).collect::<Vec<_>>());
+        let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
+        assert_eq!(numbers(&train.inputs), (48..92).collect::<Vec<_>>());
+        assert_eq!(numbers(&train.targets), (49..93).collect::<Vec<_>>());
+        assert_eq!(numbers(&test.inputs), (93..97).collect::<Vec<_>>());
+        let some = data.train.bring(&SampleRequest::plain([10, 0])).expect("two");
+        assert_eq!(numbers(&some.inputs), [88, 89, 90, 91, 48, 49, 50, 51]);
+        assert_eq!(
+            data.train.bring(&SampleRequest::plain([])).expect("none").inputs.size(),
+            [0, 4]
+        );
     }
 
     #[test]
@@ -112,6 +156,29 @@ mod tests {
     fn a_file_that_is_not_text_is_refused_with_the_place() {
         let error = load_once("binary", b"ok\xff\xfe", 1).expect_err("binary");
         let error = format!("{error:#}");
-        assert!(error.contains("not UTF-8 text") && error.contains("index 2"), "{error}");
+        assert!(error.contains("not UTF-8 text: byte 2"), "{error}");
+    }
+
+    /// Longer than a portion, with words and lines of any length.
+    #[test]
+    fn tokens_do_not_depend_on_the_portions_that_a_text_is_read_in() {
+        let words = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null,
+            "decoder": null, "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 0, "to": 1,
+            "be": 2, "or": 3, "not": 400}}}"#;
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join("tokenizer.json"), words).expect("written");
+        let tokenizer = Tokenizer::open(folder.path()).expect("a tokenizer");
+        let line = |number: usize| {
+            ["to be ", "or\n", "not\n\n  to ", "be\n", "si\u{ea}\n"][number * number % 7 % 5]
+        };
+        let text: String = (0..100_000).map(line).collect();
+        let path = folder.path().join("text");
+        fs::write(&path, &text).expect("written");
+        let mut data = load(&path, 10, &tokenizer).expect("data");
+        assert_eq!(data.sample, Sample::Sequence { length: 10, vocabulary: 401 });
+        let tokens = tokenizer.encode(&text).expect("tokens");
+        let read = numbers(&data.train.all().expect("samples").inputs);
+        assert!(read.len() > 100_000 && tokens.starts_with(&read));
     }
 }

@@ -9,7 +9,7 @@ use brimful::Layers;
 use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
-use crate::data::{self, Dataset, Sample, Synthetic};
+use crate::data::{self, Dataset, Sample, SampleSizes, Synthetic};
 use crate::exit::wrong_use;
 use crate::nearest::did_you_mean;
 use crate::setting::NormStatistics;
@@ -188,10 +188,11 @@ impl ModelName {
     fn other_data(self) -> anyhow::Error {
         wrong_use(match self {
             Self::Mlp | Self::Resnet18 | Self::Resnet50 | Self::Resnet101 => format!(
-                "{self} needs images: give --data digits, synthetic or a folder of IDX files"
+                "{self} needs images: give --data digits, synthetic, or a folder of images or of IDX files"
             ),
             Self::AmoebaNet { .. } => {
-                "an amoebanet needs colour images, which --data synthetic alone has".into()
+                "an amoebanet needs colour images: give --data synthetic, or a folder of images"
+                    .into()
             }
             Self::UNet { .. } => {
                 "a unet needs images with masks, which --data synthetic alone has".into()
@@ -201,15 +202,15 @@ impl ModelName {
     }
 
     /// The data of this name or at this path; made up, it is what the model takes.
-    pub(crate) fn data(self, name: &str, sequence: Option<usize>, seed: u64) -> Result<Dataset> {
-        let sequence = sequence.map(|tokens| tokens as i64);
+    pub(crate) fn data(self, name: &str, sizes: SampleSizes, seed: u64) -> Result<Dataset> {
+        let sequence = sizes.sequence.map(|tokens| tokens as i64);
         match name {
             "digits" => data::digits(),
             "synthetic" => {
                 let sample = self.synthetic_sample().with_length(sequence);
                 data::synthetic(&Synthetic::usual(sample, seed))
             }
-            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE)),
+            path => data::open(Path::new(path), sequence.unwrap_or(SEQUENCE), sizes.image),
         }
     }
 

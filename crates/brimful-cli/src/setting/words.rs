@@ -14,8 +14,10 @@ pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each st
                                   of a machine takes one [default: cuda where there is one]";
 /// Of `--data`.
 pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
-                               MNIST-format IDX files, or a text file (.jsonl: a document or a \
-                               conversation a line)";
+                               images (a subfolder a class) or of MNIST-format IDX files, or a text \
+                               file (.jsonl: a document or a conversation a line)";
+/// Of `--image`.
+pub const IMAGE: &str = "Height and width of the images: of a folder of these [default: 224]";
 /// Of `--batch-norm`.
 pub const BATCH_NORM: &str =
     "What normalises in the BatchNorms of a resnet or an amoebanet [default: deferred]";

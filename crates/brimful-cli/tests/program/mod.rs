@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use image::{Rgb, RgbImage};
 use serde_json::Value;
 
 /// The program, whatever the caller has exported.
@@ -35,6 +36,14 @@ pub fn text(folder: &Path) -> String {
     let path = folder.join("text");
     fs::write(&path, "A stage is consecutive layers on one device. ".repeat(100)).expect("written");
     path.display().to_string()
+}
+
+/// A picture in warm or cold colours, with a grain of its own.
+pub fn picture(width: u32, height: u32, warm: bool, grain: u32) -> RgbImage {
+    RgbImage::from_fn(width, height, |x, y| {
+        let grain = ((x * 7 + y * 13 + grain * 29) % 40) as u8;
+        if warm { Rgb([200 + grain, 90, grain]) } else { Rgb([grain, 90, 200 + grain]) }
+    })
 }
 
 /// The names of what is in a folder.

@@ -17,6 +17,6 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let sample = model.synthetic_sample();
     let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
-    let batch = data::synthetic(&made_up)?.train.inputs;
+    let batch = data::synthetic(&made_up)?.train.all()?.inputs;
     measured::profile(&layers, device, &batch)
 }

@@ -4,6 +4,7 @@ mod advice;
 mod checkpoints;
 mod display;
 mod engine;
+mod epoch_cut;
 mod init;
 mod length;
 mod logs;

@@ -69,7 +69,7 @@ impl StageHomes {
         devices: usize,
         world: &World,
         options: &TrainOptions,
-        inputs: impl FnOnce() -> brimful::Result<MeasuredInputs>,
+        inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         match options.stages.offload {
             Offload::None => Ok(Self::Device),
@@ -96,7 +96,7 @@ impl StageHomes {
         layers: &Layers,
         devices: usize,
         options: &TrainOptions,
-        inputs: impl FnOnce() -> brimful::Result<MeasuredInputs>,
+        inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<StageCut> {
         match self {
             Self::Device => StageCut::resident(layers, devices, options, &inputs()?),

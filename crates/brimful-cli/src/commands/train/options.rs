@@ -31,6 +31,8 @@ Examples:
                 --micro-batches 16 --report report.html   two stages on each; what they did when
   brimful train --model gpt --data book.txt --offload all --micro-batches 16 --memory-limit 8GB
                                                       a model that lives on the host
+  brimful train --model resnet50 --data flowers --batch-size 256 --save flowers.safetensors
+                                                      a folder of images, with a subfolder a class
   brimful train --data ~/fashion-mnist --save model.safetensors
   brimful train --data ~/fashion-mnist --save model.safetensors --resume model.safetensors
   brimful train --model gpt --data book.txt --max-steps 2000 --warmup 100 --clip-norm 1 \\
@@ -54,6 +56,8 @@ pub struct TrainOptions {
     /// Tokens in a sequence of a text [default: 64]
     #[arg(long, value_name = "N", value_parser = words::count)]
     pub(crate) sequence: Option<usize>,
+    #[arg(long, value_name = "PIXELS", value_parser = words::count, help = words::IMAGE)]
+    pub(crate) image: Option<usize>,
     /// Samples in a mini-batch: a number, or all of the training set
     #[arg(long, default_value = "128", value_name = "N|all")]
     pub(crate) batch_size: BatchSize,

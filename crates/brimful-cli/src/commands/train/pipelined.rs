@@ -53,7 +53,7 @@ impl Pipelined {
         options: &TrainOptions,
         over: MeanOver,
         homes: StageHomes,
-        inputs: impl FnOnce() -> brimful::Result<MeasuredInputs>,
+        inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         let (kind, size, stages) = (options.dtype.kind(), options.size(), &options.stages);
         let limit = options.memory_limit;

@@ -16,7 +16,7 @@ use super::tested::TestsSoFar;
 use super::{TrainOptions, Trainer};
 use crate::fine_tune::FineTune;
 use crate::named::Named;
-use crate::saved_weights::{AVERAGES, OPTIMIZER, model_alone, taken};
+use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, model_alone, taken};
 
 /// How many epochs are done, how many steps of the next one, and their part of its loss.
 const EPOCH: &str = "epoch";
@@ -72,6 +72,7 @@ impl SavedRun {
         // As it is read back, to the last bit.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
+        metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
         metadata.extend(trainer.tests.told());
         Ok(Self { tensors: all_copied(tensors)?, metadata, folder: None })
     }
@@ -111,6 +112,13 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         running.steps,
         trainer.steps()
     );
+    let classes = class_names(trainer)?;
+    ensure!(
+        metadata.get(CLASSES) == classes.as_ref(),
+        "its classes are {}, but those of the data are {}: give it the data that it was made with",
+        metadata.get(CLASSES).map_or("without names", String::as_str),
+        classes.as_deref().unwrap_or("without names"),
+    );
     let tests = TestsSoFar::read(&metadata);
     let averages = options.recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
     let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
@@ -118,6 +126,12 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
     (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
     trainer.rate = rate;
     Ok(())
+}
+
+/// What the classes of its data are called, as a file tells it.
+fn class_names(trainer: &Trainer) -> Result<Option<String>> {
+    let names = &trainer.dataset().class_names;
+    Ok((!names.is_empty()).then(|| serde_json::to_string(names)).transpose()?)
 }
 
 /// Tensors and texts whose names begin so, without that.
@@ -158,8 +172,17 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
 }
 
 /// The flags that a run may have been given or not, and that must be the same for it to go on.
-const FLAGS: [&str; 8] =
-    ["warmup", "weight-decay", "momentum", "clip-norm", "ema", "accumulate", "sequence", "lora"];
+const FLAGS: [&str; 9] = [
+    "warmup",
+    "weight-decay",
+    "momentum",
+    "clip-norm",
+    "ema",
+    "accumulate",
+    "sequence",
+    "image",
+    "lora",
+];
 
 /// What must be the same for a run to go on as it began.
 fn told(options: &TrainOptions) -> Metadata {
@@ -174,7 +197,8 @@ fn told(options: &TrainOptions) -> Metadata {
         ("seed", options.seed.to_string()),
     ];
     let sequence = options.sequence.map(|tokens| ("sequence", tokens.to_string()));
+    let image = options.image.map(|pixels| ("image", pixels.to_string()));
     let lora = options.fine_tune.lora.as_ref().map(|lora| ("lora", lora.to_string()));
-    let told = always.into_iter().chain(recipe.told()).chain(sequence).chain(lora);
+    let told = always.into_iter().chain(recipe.told()).chain(sequence).chain(image).chain(lora);
     told.map(|(flag, text)| (flag.to_owned(), text)).collect()
 }

@@ -7,7 +7,7 @@ use brimful::Layers;
 
 use super::TrainOptions;
 use super::run_files::Keep;
-use crate::data::{Dataset, Sample};
+use crate::data::{Dataset, Sample, SampleSizes};
 use crate::exit::wrong_use;
 use crate::fine_tune::FineTune;
 use crate::setting::{DROPOUT, ModelName, ModelSource, NormStatistics};
@@ -43,12 +43,23 @@ impl TrainedModel {
         }
     }
 
+    /// The samples of the options; what does not go with them is refused.
     pub(super) fn data(&self, options: &TrainOptions) -> Result<Dataset> {
-        let TrainOptions { data, sequence, seed, .. } = options;
-        match self {
-            Self::Named(name) => name.data(data, *sequence, *seed),
+        let TrainOptions { data, sequence, image, seed, .. } = options;
+        let sizes = SampleSizes { sequence: *sequence, image: *image };
+        let dataset = match self {
+            Self::Named(name) => name.data(data, sizes, *seed),
             Self::Folder(folder) => folder.data(data, *sequence, *seed),
-        }
+        }?;
+        ensure!(
+            sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
+            wrong_use(format!("--sequence is for text, but --data {data} is none"))
+        );
+        ensure!(
+            image.is_none() || !dataset.class_names.is_empty(),
+            wrong_use(format!("--image is for a folder of images, but --data {data} is none"))
+        );
+        Ok(dataset)
     }
 
     /// The model for samples of this shape, with these statistics in its BatchNorms where they are asked

@@ -5,15 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::report::{Record, Recorder};
-use brimful::{Bytes, Size, World, batch, split};
+use brimful::{Bytes, Size, World, split};
 use serde::Serialize;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::advice::FailedStep;
 use super::engine::{self, TrainingEngine};
+use super::epoch_cut::EpochCut;
 use super::length::Length;
 use super::offload::MeasuredInputs;
 use super::recipe::Recipe;
@@ -21,8 +22,7 @@ use super::running::Running;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
 use super::{TrainOptions, records};
-use crate::data::{Dataset, Examples, Sample};
-use crate::exit::wrong_use;
+use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
 use crate::progress::Ticker;
@@ -38,8 +38,7 @@ pub struct Trainer {
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
     dataset: Dataset,
-    /// The mini-batches of each step of an epoch: near-equal, but for those that the last step lacks.
-    windows: Vec<Vec<Range<usize>>>,
+    cut: EpochCut,
     size: Size,
     seed: u64,
     /// The learning rate at its full height.
@@ -51,8 +50,6 @@ pub struct Trainer {
     pub(super) epoch: usize,
     /// What the epoch that runs has come to so far.
     pub(super) running: Running,
-    /// The order of its samples, once it has begun.
-    order: Option<Tensor>,
     pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
 }
@@ -100,41 +97,34 @@ impl Trainer {
     /// A model with its first parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
         let model = TrainedModel::open(options)?;
-        let dataset = model.data(options)?;
-        ensure!(
-            options.sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
-            wrong_use(format!("--sequence is for text, but --data {} is none", options.data))
-        );
+        let mut dataset = model.data(options)?;
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
         let batch_size = options.batch_size.of(dataset.train.len());
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
+        let over = dataset.train.mean_over();
         let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
-            let micro_batch = batch::slice(&dataset.train.inputs, 0..samples)?;
+            let micro_batch = dataset.train.bring(&SampleRequest::plain(0..samples))?.inputs;
             Ok(MeasuredInputs { micro_batch, batch_size })
         };
-        let engine = engine::build(layers, &world, options, dataset.train.mean_over(), inputs)?;
+        let engine = engine::build(layers, &world, options, over, inputs)?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
-        let batches = split::by_size(dataset.train.len(), batch_size)?;
-        let windows: Vec<_> =
-            batches.chunks(options.recipe.accumulate).map(<[Range<usize>]>::to_vec).collect();
         Ok(Self {
             engine,
             parts: options.ranks.parts(&world),
             world,
             folder: model.folder(),
+            cut: EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate),
             dataset,
             size: options.size(),
             seed: options.seed,
             rate: options.recipe.method().learning_rate(),
             recipe: options.recipe.clone(),
-            windows,
             length: options.length.clone(),
             found: None,
             epoch: 0,
             running: Running::default(),
-            order: None,
             tests: TestsSoFar::default(),
             recorder,
         })
@@ -156,7 +146,7 @@ impl Trainer {
 
     /// How many steps an epoch has.
     pub(crate) fn steps(&self) -> usize {
-        self.windows.len()
+        self.cut.steps()
     }
 
     /// Steps that are done, of all epochs together.
@@ -166,15 +156,13 @@ impl Trainer {
 
     /// Samples that were trained on, all epochs together.
     pub(super) fn samples_done(&self) -> usize {
-        let begun = self.windows.iter().take(self.running.steps).flatten().map(Range::len);
-        self.epoch * self.dataset.train.len() + begun.sum::<usize>()
+        self.epoch * self.dataset.train.len() + self.cut.samples_of(self.running.steps)
     }
 
     /// Samples that there are to train on, in all epochs together.
     pub(super) fn samples_to_do(&self) -> usize {
         let all = self.length.steps(self.steps());
-        let last = self.windows.iter().take(all % self.steps()).flatten().map(Range::len);
-        all / self.steps() * self.dataset.train.len() + last.sum::<usize>()
+        all / self.steps() * self.dataset.train.len() + self.cut.samples_of(all % self.steps())
     }
 
     /// Whether all steps of the running epoch are done, and what they came to is to be told.
@@ -243,47 +231,63 @@ impl Trainer {
     /// that what is run again or broken off and gone on with is the same.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
-        let order = match self.order.take() {
-            Some(order) => order,
-            None => self.new_order(),
-        };
         tch::manual_seed(seed_of(self.seed, self.epoch + 1, self.running.steps + 1));
         self.engine.set_learning_rate(self.learning_rate())?;
-        let window = &self.windows[self.running.steps];
-        let batches = window.iter().map(|range| {
-            let chosen = order.narrow(0, range.start as i64, range.len() as i64);
-            self.own_part(self.dataset.train.choose(&chosen))
-        });
-        let batches = batches.collect::<Result<Vec<_>>>()?;
+        let batches = self.bring()?;
         // One rank's samples are not the step's.
         let ticker = ticker.filter(|_| self.parts == 1);
         let step =
             self.engine.step(batches, ticker).map_err(|error| self.failed_step().advise(error))?;
-        self.order = Some(order);
         self.note(&step, start.elapsed());
         Ok(step)
     }
 
+    /// The mini-batches of the next step; those of the one after it are made ready while it runs.
+    fn bring(&mut self) -> Result<Vec<(Tensor, Tensor)>> {
+        let (epoch, step) = (self.epoch, self.running.steps);
+        let requests = self.requests(epoch, step)?;
+        let brought = requests.iter().map(|request| {
+            let Examples { inputs, targets } = self.dataset.train.bring(request)?;
+            Ok((inputs, targets))
+        });
+        let brought = brought.collect::<Result<Vec<_>>>()?;
+        let is_last = self.steps_done() + 1 >= self.length.steps(self.steps());
+        if self.dataset.train.is_streamed() && !is_last {
+            let next = if step + 1 < self.steps() { (epoch, step + 1) } else { (epoch + 1, 0) };
+            let requests = self.requests(next.0, next.1)?;
+            requests.into_iter().for_each(|request| self.dataset.train.prepare(request));
+        }
+        Ok(brought)
+    }
+
+    /// What this rank brings to a step of an epoch: samples in the order of the epoch, which depends on its
+    /// number alone.
+    fn requests(&self, epoch: usize, step: usize) -> Result<Vec<SampleRequest>> {
+        let seed = seed_of(self.seed, epoch + 1, 0).cast_unsigned();
+        let order = Shuffle::new(self.dataset.train.len(), seed);
+        let request = |places| {
+            let numbers = self.own_part(places)?.map(|place| order.at(place)).collect();
+            Ok(SampleRequest { numbers, seed: Some(seed) })
+        };
+        self.cut.step(step).map(request).collect()
+    }
+
     fn failed_step(&self) -> FailedStep {
-        let window = &self.windows[self.running.steps];
         FailedStep {
             epoch: self.epoch + 1,
             step: self.running.steps + 1,
             size: self.size,
-            batch_size: window.iter().map(Range::len).max().unwrap_or_default(),
+            batch_size: self.cut.largest(),
             learning_rate: self.learning_rate(),
             fixed: self.engine.fixed_bytes(),
         }
     }
 
-    /// The samples in the order of this epoch.
-    fn new_order(&self) -> Tensor {
-        tch::manual_seed(seed_of(self.seed, self.epoch + 1, 0));
-        Tensor::randperm(self.dataset.train.len() as i64, (Kind::Int64, Device::Cpu))
-    }
-
     fn note(&mut self, step: &Record, time: Duration) {
-        let share = step.samples as f64 / self.dataset.train.len() as f64;
+        // Of those that were asked for: an image that cannot be read is missing in what came.
+        let steps = self.running.steps;
+        let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
+        let share = samples as f64 / self.dataset.train.len() as f64;
         self.running.add(step, share, time);
         self.found = self.running.size().or(self.found);
     }
@@ -295,14 +299,13 @@ impl Trainer {
         let samples_per_s = self.running.samples_per_s();
         let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
         self.epoch += 1;
-        self.order = None;
         let epoch = Epoch {
             epoch: self.epoch,
             loss,
             test_loss,
             test_accuracy,
             micro_batch_size: (self.found)
-                .unwrap_or_else(|| micro_batch_size(self.size, self.windows[0][0].len())),
+                .unwrap_or_else(|| micro_batch_size(self.size, self.cut.largest())),
             retries,
             decisions,
             peak_bytes: peak,
@@ -320,28 +323,52 @@ impl Trainer {
         Ok(Test { step, epoch: self.epoch + 1, test_loss, test_accuracy, best })
     }
 
-    /// This rank's part of a mini-batch, which all ranks have.
-    fn own_part(&self, (x, y): (Tensor, Tensor)) -> Result<(Tensor, Tensor)> {
-        let samples = batch::len(&x)?;
+    /// This rank's part of a mini-batch, of whose places all ranks know.
+    fn own_part(&self, places: Range<usize>) -> Result<Range<usize>> {
         let ranks = self.world.size() / self.parts;
-        let parts = split::by_count(samples, self.parts)?;
-        let own = parts.get(self.world.rank() / ranks).cloned().unwrap_or(samples..samples);
-        let (start, length) = (own.start as i64, own.len() as i64);
-        Ok((x.f_narrow(0, start, length)?, y.f_narrow(0, start, length)?))
+        let parts = split::by_count(places.len(), self.parts)?;
+        let own = parts.get(self.world.rank() / ranks).map(|own| (own.start, own.end));
+        let (start, end) = own.unwrap_or((places.len(), places.len()));
+        Ok(places.start + start..places.start + end)
     }
 
     /// The loss and the share of right answers on the test samples.
     fn judge(&mut self) -> Result<(f64, f64)> {
-        let Examples { inputs, targets } = &self.dataset.test;
-        let part = self.own_part((inputs.shallow_clone(), targets.shallow_clone()))?;
-        let answers = counted(&part.1).double_value(&[]);
-        let (loss, right) = self.engine.test(part)?;
-        let right = right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
+        let at_once = self.dataset.test.at_once(self.cut.largest());
+        let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
+        let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
+        let request = |trainer: &Self, part| {
+            let mut places = cut.step(part).map(|places| trainer.own_part(places));
+            places.next().transpose().map(|own| own.map(SampleRequest::plain))
+        };
+        let mut next = request(self, 0)?;
+        while let Some(wanted) = next {
+            let Examples { inputs, targets } = self.dataset.test.bring(&wanted)?;
+            next = request(self, losses.len() + 1)?;
+            if let Some(next) = &next {
+                self.dataset.test.prepare(next.clone());
+            }
+            counts.push(counted(&targets).double_value(&[]));
+            let (loss, right) = self.engine.test((inputs, targets))?;
+            counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
+            losses.push(loss);
+        }
         // Of all ranks: those of one pipeline count the same answers, as often each.
-        let all = Tensor::from_slice(&[right, answers]);
+        let all = Tensor::from_slice(&counts);
         self.world.sum(&[all.shallow_clone()])?;
-        Ok((loss, all.double_value(&[0]) / all.double_value(&[1])))
+        let counts = Vec::<f64>::try_from(all)?;
+        let (loss, answers) = weighted_mean(&losses, &counts[1..]);
+        Ok((loss, counts[0] / answers))
     }
+}
+
+/// The mean of values that stand for so many each, exactly the value where there is one; and how many all
+/// stand for.
+fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
+    values.iter().zip(weights).fold((0.0, 0.0), |(mean, before), (value, weight)| {
+        let all = before + weight;
+        (mean + (value - mean) * (weight / all), all)
+    })
 }
 
 /// Samples in the largest micro-batch; of an automatic size a guess, to measure layers with.

@@ -1,0 +1,26 @@
+//! `brimful-bench loader`: a folder that it makes, and what it says of it.
+
+mod program;
+
+use std::fs;
+
+#[test]
+fn a_folder_is_made_once_and_all_of_its_images_come() {
+    let data = program::folder("loader").join("images");
+    let arguments = "loader --images 12 --image 16 --batch-size 5 --workers 2 --repeats 2 --data";
+    for _ in 0..2 {
+        let mut bench = program::bench();
+        bench.args(arguments.split(' ')).arg(&data);
+        let (rows, _) = program::rows(bench);
+        assert_eq!(rows.len(), 1);
+        let row = &rows[0];
+        assert_eq!(
+            (row["contestant"].as_str(), row["images"].as_u64()),
+            (Some("brimful"), Some(12))
+        );
+        assert!(row["images_per_s"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(row["seconds"].as_array().map(Vec::len), Some(2));
+        let classes = fs::read_dir(&data).expect("a folder").count();
+        assert_eq!(classes, 10);
+    }
+}

@@ -1,0 +1,71 @@
+//! The samples of an epoch as the mini-batches of its steps: computed, since there may be more steps than
+//! memory should know of.
+
+use std::ops::Range;
+
+/// How an epoch is cut: into near-equal mini-batches, of which some make a step together.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct EpochCut {
+    samples: usize,
+    batches: usize,
+    /// Mini-batches of a step; the last step may lack some.
+    accumulate: usize,
+}
+
+impl EpochCut {
+    /// So many samples, of which there is one at least, in mini-batches of at most this size.
+    pub(super) fn new(samples: usize, batch_size: usize, accumulate: usize) -> Self {
+        Self { samples, batches: samples.div_ceil(batch_size.max(1)), accumulate }
+    }
+
+    pub(super) fn steps(&self) -> usize {
+        self.batches.div_ceil(self.accumulate)
+    }
+
+    /// The places of a step's mini-batches in the order of the epoch.
+    pub(super) fn step(self, step: usize) -> impl Iterator<Item = Range<usize>> {
+        let batches = self.batches_of(step)..self.batches_of(step + 1);
+        batches.map(move |batch| self.first(batch)..self.first(batch + 1))
+    }
+
+    /// The samples of so many steps.
+    pub(super) fn samples_of(&self, steps: usize) -> usize {
+        self.first(self.batches_of(steps))
+    }
+
+    /// The samples of the largest mini-batch.
+    pub(super) fn largest(&self) -> usize {
+        self.samples.div_ceil(self.batches)
+    }
+
+    fn batches_of(&self, steps: usize) -> usize {
+        (steps * self.accumulate).min(self.batches)
+    }
+
+    /// The place at which a mini-batch begins: they differ by at most one sample, the larger ones first.
+    fn first(&self, batch: usize) -> usize {
+        batch * (self.samples / self.batches) + batch.min(self.samples % self.batches)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brimful::split;
+
+    #[test]
+    fn an_epoch_is_cut_as_a_mini_batch_is() {
+        for (samples, size, accumulate) in
+            [(1, 5, 1), (10, 3, 2), (65, 16, 2), (64, 16, 4), (7, 1, 3)]
+        {
+            let cut = EpochCut::new(samples, size, accumulate);
+            let batches = split::by_size(samples, size).expect("a cut");
+            let steps: Vec<Vec<_>> =
+                (0..cut.steps()).map(|step| cut.step(step).collect()).collect();
+            let expected: Vec<_> = batches.chunks(accumulate).map(<[_]>::to_vec).collect();
+            assert_eq!(steps, expected, "{samples} by {size}");
+            assert_eq!((cut.largest(), cut.samples_of(steps.len())), (batches[0].len(), samples));
+            assert_eq!(cut.samples_of(1), steps[0].iter().map(Range::len).sum::<usize>());
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Images as samples, decoded by as many threads as there are cores.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use tch::{Device, Kind, Tensor};
+
+use super::super::Examples;
+use super::super::number_stream::{NumberStream, mixed};
+use super::super::sample_set::SampleRequest;
+use super::super::side_by_side;
+use super::super::streamed::SampleSource;
+use super::view::ImageView;
+use super::{decoded, name_broken};
+
+/// An image on the disk.
+#[derive(Debug)]
+pub(super) struct ImageFile {
+    pub(super) path: PathBuf,
+    pub(super) class: i64,
+}
+
+/// Images as squares of one size.
+#[derive(Debug)]
+pub(super) struct ImageSamples {
+    files: Vec<ImageFile>,
+    side: i64,
+    threads: usize,
+    /// Those that turned out not to be whole.
+    broken: BTreeSet<usize>,
+}
+
+impl ImageSamples {
+    pub(super) fn new(files: Vec<ImageFile>, side: i64, threads: usize) -> Self {
+        Self { files, side, threads, broken: BTreeSet::new() }
+    }
+
+    /// What is shown of an image: in training, its own part of it in each epoch.
+    fn shown(&self, number: usize, seed: Option<u64>) -> Result<Tensor> {
+        let pixels = decoded::pixels(&self.files[number].path)?;
+        let (_, _, height, width) = pixels.size4()?;
+        let view = match seed {
+            None => ImageView::central(height, width),
+            Some(seed) => {
+                let mut numbers = NumberStream::new(mixed(seed) ^ mixed(number as u64));
+                ImageView::random(height, width, &mut numbers)
+            }
+        };
+        decoded::shown(&pixels, view, self.side)
+    }
+
+    /// Names those that could not be read, each once.
+    fn note(&mut self, number: usize, error: &anyhow::Error) {
+        if self.broken.insert(number) {
+            name_broken(&self.files[number].path, error, self.broken.len());
+        }
+    }
+}
+
+impl SampleSource for ImageSamples {
+    fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
+        let (side, wanted) = (self.side, request.numbers.len());
+        let inputs = Tensor::f_empty([wanted as i64, 3, side, side], (Kind::Float, Device::Cpu))?;
+        let jobs = (0..wanted as i64).map(|place| inputs.narrow(0, place, 1));
+        let jobs = request.numbers.iter().copied().zip(jobs).collect();
+        let read = side_by_side::each(jobs, self.threads, |(number, mut place)| {
+            place.f_copy_(&self.shown(number, request.seed)?)?;
+            Ok::<_, anyhow::Error>(())
+        });
+        let (mut whole, mut targets) = (Vec::new(), Vec::new());
+        for (place, (number, read)) in request.numbers.iter().zip(read).enumerate() {
+            match read {
+                Ok(()) => {
+                    whole.push(place as i64);
+                    targets.push(self.files[*number].class);
+                }
+                Err(error) => self.note(*number, &error),
+            }
+        }
+        ensure!(
+            wanted == 0 || !whole.is_empty(),
+            "none of the {wanted} images of a mini-batch can be read: remove the broken ones, or take larger \
+             mini-batches"
+        );
+        let inputs = match whole.len() == wanted {
+            true => inputs,
+            false => inputs.index_select(0, &Tensor::from_slice(&whole)),
+        };
+        Ok(Examples { inputs, targets: Tensor::from_slice(&targets) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use image::{Rgb, RgbImage};
+
+    use super::*;
+
+    /// Five images, each of a class of its own, of which the fourth is none.
+    fn samples(folder: &std::path::Path) -> ImageSamples {
+        let file = |number: u32| {
+            let path = folder.join(format!("{number}.png"));
+            let shade = |x, y| Rgb([(x * 9 + number) as u8, (y * 5) as u8, (x * y % 251) as u8]);
+            RgbImage::from_fn(24, 32, shade).save(&path).expect("written");
+            ImageFile { path, class: number.into() }
+        };
+        let files: Vec<_> = (0..5).map(file).collect();
+        fs::write(&files[3].path, "no image").expect("written");
+        ImageSamples::new(files, 8, 2)
+    }
+
+    fn request(numbers: &[usize], seed: Option<u64>) -> SampleRequest {
+        SampleRequest { numbers: numbers.to_vec(), seed }
+    }
+
+    #[test]
+    fn the_seed_and_the_image_decide_what_is_shown() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut samples = samples(folder.path());
+        let mut inputs = |numbers: &[usize], seed| {
+            samples.bring(&request(numbers, seed)).expect("images").inputs
+        };
+        let [one, other] = [&[0, 1, 2][..], &[2, 0]].map(|numbers| inputs(numbers, Some(7)));
+        assert_eq!(one.size(), [3, 3, 8, 8]);
+        // Whatever else is brought beside it, and in which order.
+        assert_eq!(other.get(0), one.get(2));
+        assert_eq!(other.get(1), one.get(0));
+        assert_ne!(inputs(&[0, 1, 2], Some(8)), one);
+        assert_eq!(inputs(&[0, 1], None), inputs(&[0, 1], None));
+        assert_eq!(inputs(&[], None).size(), [0, 3, 8, 8]);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_left_out_with_its_class() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut samples = samples(folder.path());
+        let Examples { inputs, targets } = samples.bring(&request(&[4, 3, 1], None)).expect("two");
+        assert_eq!(Vec::<i64>::try_from(targets).expect("classes"), [4, 1]);
+        assert_eq!(inputs, samples.bring(&request(&[4, 1], None)).expect("two").inputs);
+        let error = samples.bring(&request(&[3], None)).expect_err("none is left").to_string();
+        assert!(error.starts_with("none of the 1 images of a mini-batch can be read"), "{error}");
+    }
+}

@@ -1,0 +1,187 @@
+//! A file of text in portions that can be read by themselves, side by side, and in their order.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+
+use super::side_by_side;
+use crate::progress::Progress;
+
+/// Bytes of a portion, about.
+const PORTION: usize = 1 << 18;
+const MEGABYTE: u64 = 1_000_000;
+/// What takes longer tells how far it is.
+const SOON: Duration = Duration::from_secs(1);
+
+/// Where a text may be cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TextCut {
+    /// After a line.
+    Lines,
+    /// Before the beginning of a line that is not indented; in lines that are too long, before a space, or
+    /// else between letters. Tokens seldom reach over these.
+    Words,
+}
+
+/// Whole lines or words of a text.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Portion {
+    pub(super) text: String,
+    /// How many lines end before it.
+    pub(super) lines_before: usize,
+}
+
+/// The portions of a file, one after the other.
+#[derive(Debug)]
+struct Portions {
+    path: PathBuf,
+    file: File,
+    cut: TextCut,
+    size: usize,
+    /// What was read and not handed out.
+    rest: Vec<u8>,
+    /// Bytes and lines before it.
+    bytes_before: u64,
+    lines_before: usize,
+}
+
+/// Has every portion of the file worked on, several at a time, and takes what comes of them in their order.
+pub(super) fn each<T: Send>(
+    path: &Path,
+    cut: TextCut,
+    work: impl Fn(&Portion) -> Result<T> + Sync,
+    mut take: impl FnMut(T) -> Result<()>,
+) -> Result<()> {
+    let mut portions = Portions::open(path, cut, PORTION)?;
+    let length = portions.file.metadata()?.len();
+    let at_once = side_by_side::cores();
+    let (start, mut progress) = (Instant::now(), None);
+    loop {
+        let group = portions.by_ref().take(at_once).collect::<Result<Vec<_>>>()?;
+        if group.is_empty() {
+            return Ok(());
+        }
+        let worked = side_by_side::each(group, at_once, |portion| work(&portion));
+        worked.into_iter().try_for_each(|worked| take(worked?))?;
+        if start.elapsed() > SOON {
+            let progress = progress
+                .get_or_insert_with(|| Progress::new((length / MEGABYTE) as usize, "MB read"));
+            progress.reach((portions.bytes_before / MEGABYTE) as usize);
+        }
+    }
+}
+
+impl Portions {
+    fn open(path: &Path, cut: TextCut, size: usize) -> Result<Self> {
+        let file = File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let (rest, path) = (Vec::new(), path.to_owned());
+        Ok(Self { path, file, cut, size, rest, bytes_before: 0, lines_before: 0 })
+    }
+
+    fn read_on(&mut self) -> Result<Option<Portion>> {
+        loop {
+            let more = (&mut self.file).take(self.size as u64).read_to_end(&mut self.rest);
+            let more = more.with_context(|| format!("cannot read {}", self.path.display()))?;
+            let cut = if more == 0 { Some(self.rest.len()) } else { self.cut.place(&self.rest) };
+            match cut {
+                Some(0) => return Ok(None),
+                Some(length) => return self.hand_out(length).map(Some),
+                None => {}
+            }
+        }
+    }
+
+    /// So many bytes of what was read.
+    fn hand_out(&mut self, length: usize) -> Result<Portion> {
+        let after = self.rest.split_off(length);
+        let text = String::from_utf8(std::mem::replace(&mut self.rest, after));
+        let text = text.map_err(|error| {
+            let place = self.bytes_before + error.utf8_error().valid_up_to() as u64;
+            anyhow!("{} is not UTF-8 text: byte {place} begins no letter", self.path.display())
+        })?;
+        let lines_before = self.lines_before;
+        self.lines_before += text.bytes().filter(|byte| *byte == b'\n').count();
+        self.bytes_before += length as u64;
+        Ok(Portion { text, lines_before })
+    }
+}
+
+impl Iterator for Portions {
+    type Item = Result<Portion>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read_on().transpose()
+    }
+}
+
+impl TextCut {
+    /// The last place at which these bytes may be cut, if there is one.
+    fn place(self, bytes: &[u8]) -> Option<usize> {
+        match self {
+            Self::Lines => bytes.iter().rposition(|byte| *byte == b'\n').map(|end| end + 1),
+            Self::Words => {
+                let begins_line = |pair: &[u8]| pair[0] == b'\n' && !pair[1].is_ascii_whitespace();
+                let line = bytes.windows(2).rposition(begins_line).map(|end| end + 1);
+                let space = || bytes.iter().rposition(|byte| *byte == b' ');
+                let letter = || bytes.iter().rposition(|byte| *byte & 0xc0 != 0x80);
+                let place = line.or_else(space).filter(|place| *place > 0).or_else(letter);
+                // A letter has four bytes at most: more of them are none, and told so.
+                let none = (bytes.len() > 4).then_some(bytes.len());
+                place.filter(|place| *place > 0).or(none)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn portions(text: &[u8], cut: TextCut, size: usize) -> Result<Vec<String>> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("text");
+        fs::write(&path, text).expect("written");
+        let mut lines = 0;
+        Portions::open(&path, cut, size)?
+            .map(|portion| {
+                let Portion { text, lines_before } = portion?;
+                assert_eq!(lines_before, lines);
+                lines += text.matches('\n').count();
+                Ok(text)
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_text_is_cut_where_a_line_begins_or_else_at_a_space_or_between_letters() {
+        let cut = |text: &str, size| portions(text.as_bytes(), TextCut::Words, size).expect("text");
+        assert_eq!(cut("ab\ncd\n\n  ef\ngh", 8), ["ab\n", "cd\n\n  ef\n", "gh"]);
+        assert_eq!(cut("ab cd ef gh", 7), ["ab cd", " ef", " gh"]);
+        assert_eq!(cut("ééé", 3), ["é", "é", "é"]);
+        assert!(cut("", 3).is_empty());
+        for size in 1..9 {
+            let text = "né\n\n né ü\n€uro né\nabc";
+            assert_eq!(cut(text, size).concat(), text, "{size}");
+        }
+    }
+
+    #[test]
+    fn lines_stay_whole_however_long() {
+        let cut = |text: &str| portions(text.as_bytes(), TextCut::Lines, 3).expect("text");
+        assert_eq!(cut("a\nb\nlonger than three\nc"), ["a\n", "b\n", "longer than three\n", "c"]);
+    }
+
+    #[test]
+    fn what_is_no_text_is_named_with_its_place() {
+        let error = portions(b"some text\nand\xff more", TextCut::Words, 4).expect_err("no text");
+        assert!(
+            error.to_string().ends_with("is not UTF-8 text: byte 13 begins no letter"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,151 @@
+//! Samples that are made when they are asked for, by a thread of their own, ahead of their use.
+
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::panic::resume_unwind;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
+
+use anyhow::{Result, anyhow};
+use brimful_torch::threads::limit_threads;
+
+use super::Examples;
+use super::sample_set::SampleRequest;
+use crate::setting::MeanOver;
+
+/// What samples are made from.
+pub(super) trait SampleSource: Debug + Send + 'static {
+    /// How many samples there are.
+    fn len(&self) -> usize;
+
+    /// What their loss is a mean over.
+    fn mean_over(&self) -> MeanOver {
+        MeanOver::Samples
+    }
+
+    /// The samples that are asked for.
+    fn bring(&mut self, request: &SampleRequest) -> Result<Examples>;
+}
+
+/// Samples of a source that a thread has.
+#[derive(Debug)]
+pub(crate) struct StreamedSamples {
+    len: usize,
+    mean_over: MeanOver,
+    /// Those that were asked for and not taken yet, in the order in which they come.
+    asked: VecDeque<SampleRequest>,
+    requests: Option<Sender<SampleRequest>>,
+    brought: Receiver<Result<Examples>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StreamedSamples {
+    pub(super) fn new(mut source: impl SampleSource) -> Self {
+        let (len, mean_over) = (source.len(), source.mean_over());
+        let (requests, received) = channel::<SampleRequest>();
+        let (answers, brought) = channel();
+        let thread = thread::spawn(move || {
+            // The cores belong to the training, or to threads of the source's own.
+            let _alone = limit_threads(1);
+            for request in received {
+                if answers.send(source.bring(&request)).is_err() {
+                    break;
+                }
+            }
+        });
+        let (requests, thread) = (Some(requests), Some(thread));
+        Self { len, mean_over, asked: VecDeque::new(), requests, brought, thread }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn mean_over(&self) -> MeanOver {
+        self.mean_over
+    }
+
+    /// What is asked for, which is there already where it was prepared.
+    pub(super) fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
+        while self.asked.front().is_some_and(|first| first != request) {
+            // Prepared for nobody, such as the step after one that was the last.
+            drop(self.take());
+        }
+        if self.asked.is_empty() {
+            self.prepare(request.clone());
+        }
+        self.take()
+    }
+
+    /// Has this made while the caller does something else.
+    pub(super) fn prepare(&mut self, request: SampleRequest) {
+        // A thread that is gone is found out by who waits for it.
+        let _ = self.requests.as_ref().map(|requests| requests.send(request.clone()));
+        self.asked.push_back(request);
+    }
+
+    fn take(&mut self) -> Result<Examples> {
+        self.asked.pop_front();
+        self.brought.recv().unwrap_or_else(|_| match self.thread.take().map(JoinHandle::join) {
+            Some(Err(panic)) => resume_unwind(panic),
+            _ => Err(anyhow!("the thread that brings samples has ended")),
+        })
+    }
+}
+
+impl Drop for StreamedSamples {
+    fn drop(&mut self) {
+        self.requests = None;
+        // What it still makes, nobody needs; whether it panics over it, nobody asks.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::ensure;
+    use tch::Tensor;
+
+    use super::*;
+
+    /// Samples that are their own numbers, of which the seventh is broken.
+    #[derive(Debug)]
+    struct Counting;
+
+    impl SampleSource for Counting {
+        fn len(&self) -> usize {
+            10
+        }
+
+        fn bring(&mut self, SampleRequest { numbers, .. }: &SampleRequest) -> Result<Examples> {
+            ensure!(!numbers.contains(&7), "sample 7 is broken");
+            let own: Vec<i64> = numbers.iter().map(|number| *number as i64).collect();
+            Ok(Examples { inputs: Tensor::from_slice(&own), targets: Tensor::from_slice(&own) })
+        }
+    }
+
+    fn numbers(streamed: &mut StreamedSamples, wanted: &[usize]) -> Vec<i64> {
+        let brought = streamed.bring(&SampleRequest::plain(wanted.iter().copied()));
+        brought.expect("samples").inputs.try_into().expect("numbers")
+    }
+
+    #[test]
+    fn what_is_asked_for_comes_whatever_was_prepared() {
+        let mut streamed = StreamedSamples::new(Counting);
+        assert_eq!(numbers(&mut streamed, &[3, 1]), [3, 1]);
+        for prepared in [vec![5, 6], vec![2]] {
+            streamed.prepare(SampleRequest::plain(prepared));
+        }
+        assert_eq!(numbers(&mut streamed, &[5, 6]), [5, 6]);
+        // The other one was for nobody.
+        assert_eq!(numbers(&mut streamed, &[0]), [0]);
+    }
+
+    #[test]
+    fn a_source_that_fails_says_so_and_goes_on() {
+        let mut streamed = StreamedSamples::new(Counting);
+        let broken = streamed.bring(&SampleRequest::plain([7])).expect_err("broken").to_string();
+        assert_eq!(broken, "sample 7 is broken");
+        assert_eq!(numbers(&mut streamed, &[8]), [8]);
+    }
+}

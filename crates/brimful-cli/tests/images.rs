@@ -1,0 +1,125 @@
+//! Folders of images, a subfolder a class: trained on, tested, predicted; and those that do not do.
+
+mod program;
+
+use std::fs;
+use std::path::Path;
+
+use assert_cmd::assert::Assert;
+use brimful::save;
+use predicates::prelude::*;
+use program::{brimful, folder, lines};
+use serde_json::Value;
+
+/// Images of a class: warm or cold, with a grain of their own each.
+fn fill(class: &Path, count: u32, warm: bool) {
+    fs::create_dir_all(class).expect("a folder");
+    for number in 0..count {
+        let ending = if number % 3 == 0 { "png" } else { "jpg" };
+        let path = class.join(format!("{number:03}.{ending}"));
+        program::picture(40, 30 + number, warm, number).save(path).expect("written");
+    }
+}
+
+fn run(line: &str) -> Assert {
+    brimful().args(line.split_whitespace()).assert()
+}
+
+fn refused(line: &str, code: i32, complaint: &str) {
+    let run = run(line).code(code);
+    let told = String::from_utf8_lossy(&run.get_output().stderr).into_owned();
+    assert!(told.starts_with("brimful: ") && told.lines().count() == 1, "{told}");
+    assert!(told.contains(complaint), "{told}");
+}
+
+#[test]
+fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
+    let folder = folder("images");
+    let (data, saved) = (folder.join("weather"), folder.join("weather.safetensors"));
+    for (class, warm) in [("warm", true), ("cold", false)] {
+        fill(&data.join(class), 30, warm);
+    }
+    fs::write(data.join("warm/notes.txt"), "no image").expect("written");
+    // Broken from the start, and broken in the middle.
+    fs::write(data.join("warm/000.jpg"), "no image").expect("written");
+    let whole = fs::read(data.join("cold/001.jpg")).expect("an image");
+    fs::write(data.join("cold/001.jpg"), &whole[..whole.len() - 20]).expect("written");
+    let (data, saved) = (data.display().to_string(), saved.display().to_string());
+
+    let line = format!(
+        "train --device cpu --model resnet18 --data {data} --image 16 --batch-size 16 --micro-batch 8 --epochs 2 \
+         --save {saved} --json"
+    );
+    let trained = run(&line).success().stderr(
+        predicate::str::contains("warm/000.jpg cannot be read and is left out: ")
+            .and(predicate::str::contains("cold/001.jpg cannot be read and is left out: "))
+            .and(predicate::str::contains("notes.txt").not()),
+    );
+    let told = String::from_utf8_lossy(&trained.get_output().stderr).into_owned();
+    assert_eq!(told.matches("001.jpg").count(), 1, "each is named once: {told}");
+    let last: Value = serde_json::from_slice(
+        trained
+            .get_output()
+            .stdout
+            .split(|byte| *byte == b'\n')
+            .rfind(|l| !l.is_empty())
+            .expect("a line"),
+    )
+    .expect("JSON");
+    assert_eq!(last["test_accuracy"], 1.0);
+
+    let (tensors, metadata) = save::read(&saved).expect("a saved run");
+    assert_eq!((&*metadata["classes"], &*metadata["image"]), ("[\"cold\",\"warm\"]", "16"));
+    let head = tensors.iter().find(|(name, _)| name == "fc.weight").expect("torchvision's name");
+    assert_eq!(head.1.size(), [2, 512]);
+
+    let predict = format!("predict --device cpu --weights {saved} --data {data} --json");
+    let answers = lines(&predict.split(' ').collect::<Vec<_>>());
+    let names: Vec<_> = answers.iter().map(|answer| answer["name"].as_str()).collect();
+    assert_eq!(names, [[Some("cold"); 3], [Some("warm"); 3]].concat());
+    fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");
+    fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
+    refused(
+        &format!("predict --device cpu --weights {saved} --data {data} --image 16"),
+        2,
+        "the model knows the classes cold, warm, but the data have cold, hot",
+    );
+}
+
+#[test]
+fn halves_of_their_own_are_trained_and_tested_on() {
+    let folder = folder("image-halves");
+    for (half, count) in [("train", 8), ("val", 3)] {
+        for class in ["warm", "cold"] {
+            fill(&folder.join(half).join(class), count, class == "warm");
+        }
+    }
+    let data = folder.display().to_string();
+    let line = format!("train --device cpu --data {data} --image 8 --epochs 1 --batch-size 4");
+    run(&line).success().stdout(
+        predicate::str::contains("images of 8×8 pixels, 2 classes").and(
+            predicate::str::contains("16 samples").or(predicate::str::contains("16 to train")),
+        ),
+    );
+    fs::remove_dir_all(folder.join("val/cold")).expect("removed");
+    fill(&folder.join("val/windy"), 3, false);
+    refused(&line, 1, "val lacks the class cold: give both halves the same classes");
+}
+
+#[test]
+fn folders_without_classes_or_images_are_told_in_a_line() {
+    let folder = folder("no-images");
+    let data = folder.display().to_string();
+    let train = format!("train --device cpu --model resnet18 --data {data}");
+    refused(&train, 1, "nor a subfolder");
+    fill(&folder.join("warm"), 3, true);
+    refused(&train, 1, "has 1 subfolders with images, but 2 are needed");
+    fs::create_dir(folder.join("cold")).expect("a folder");
+    refused(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
+    fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
+    run(&train).code(1).stderr(predicate::str::contains("no image of the class cold can be read"));
+    refused("train --image 32", 2, "--image is for a folder of images, but --data digits is none");
+    let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/tiny-llama");
+    let train = format!("train --model {tiny} --from-scratch --data {data}");
+    refused(&train, 2, "a folder's model needs text: give --data a text file, or synthetic");
+}

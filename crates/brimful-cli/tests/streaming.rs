@@ -1,0 +1,148 @@
+//! Data that stay on the disk: memory does not grow with them, and a run that is broken off within an epoch
+//! goes on to the same weights.
+
+mod program;
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::process::{Command as Process, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use brimful::save;
+use program::{brimful, folder};
+
+/// A model so small that a test of megabytes takes seconds.
+const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": true, "vocab_size": 256}"#;
+
+fn train(folder: &Path, line: &str) {
+    let mut command = brimful();
+    command.current_dir(folder).args(["train", "--device", "cpu"]);
+    command.args(line.split_whitespace()).assert().success();
+}
+
+/// Trains seven steps at once and in two runs, of which the first ends within an epoch: all that is saved is the
+/// same to the last bit.
+fn check_resumed(folder: &Path, line: &str) {
+    let line = format!("{line} --batch-size 8 --micro-batch 4");
+    train(folder, &format!("{line} --max-steps 7 --save whole.safetensors"));
+    train(folder, &format!("{line} --max-steps 3 --save part.safetensors"));
+    let rest = "--max-steps 7 --resume part.safetensors --save rest.safetensors";
+    train(folder, &format!("{line} {rest}"));
+    let [(whole, told), (rest, told_again)] = ["whole", "rest"].map(|name| {
+        let path = folder.join(name).with_extension("safetensors");
+        save::read(&path).expect("a saved run")
+    });
+    // The epochs have five steps.
+    assert_eq!((&*told["epoch"], &*told["step"]), ("1", "2"));
+    assert_eq!(told, told_again);
+    for ((name, whole), (_, rest)) in whole.iter().zip(&rest) {
+        assert_eq!(whole, rest, "{name}");
+    }
+}
+
+fn lines(count: usize, line: impl Fn(usize) -> String) -> String {
+    (0..count).fold(String::new(), |mut text, number| {
+        writeln!(text, "{}", line(number)).expect("in memory");
+        text
+    })
+}
+
+#[test]
+fn a_run_on_text_goes_on_within_an_epoch() {
+    let folder = folder("streamed-text");
+    // 40 sequences of 8 to train on.
+    fs::write(folder.join("book.txt"), lines(52, |number| format!("{number:06}")))
+        .expect("written");
+    check_resumed(&folder, "--model gpt --data book.txt --sequence 8");
+}
+
+#[test]
+fn a_run_on_documents_goes_on_within_an_epoch() {
+    let folder = folder("streamed-documents");
+    let document = |number| format!("{{\"text\": \"{number:06}\"}}");
+    fs::write(folder.join("book.jsonl"), lines(52, document)).expect("written");
+    check_resumed(&folder, "--model gpt --data book.jsonl --sequence 8");
+}
+
+#[test]
+fn a_run_on_conversations_goes_on_within_an_epoch() {
+    let folder = folder("streamed-conversations");
+    let conversation = |number| {
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{number}?\"}}, {{\"role\": \"assistant\", \
+             \"content\": \"{}\"}}]}}",
+            "!".repeat(number % 9)
+        )
+    };
+    fs::write(folder.join("chat.jsonl"), lines(44, conversation)).expect("written");
+    check_resumed(&folder, "--model gpt --data chat.jsonl --sequence 64");
+}
+
+#[test]
+fn a_run_on_images_goes_on_within_an_epoch() {
+    let folder = folder("streamed-images");
+    for (class, warm) in [("warm", true), ("cold", false)] {
+        let class = folder.join("images").join(class);
+        fs::create_dir_all(&class).expect("a folder");
+        // Of 22 of a class, 20 are to train on.
+        for number in 0..22 {
+            let picture = program::picture(20 + number, 24, warm, number);
+            picture.save(class.join(format!("{number}.jpg"))).expect("written");
+        }
+    }
+    check_resumed(&folder, "--model mlp --data images --image 12");
+}
+
+/// The most memory that the program has had until it has trained some steps, in kB.
+fn peak_of_training(folder: &Path, data: &str) -> u64 {
+    let log = folder.join("steps.csv");
+    let _ = fs::remove_file(&log);
+    let mut training = Process::new(env!("CARGO_BIN_EXE_brimful"));
+    training
+        .current_dir(folder)
+        .env("OMP_NUM_THREADS", "1")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let line = "train --device cpu --model tiny --from-scratch --sequence 500 --batch-size 64 --micro-batch 64 \
+                --log steps.csv --data";
+    training.args(line.split_whitespace()).arg(data);
+    let mut training = training.spawn().expect("it starts");
+    let status = format!("/proc/{}/status", training.id());
+    // A heading and five steps.
+    while fs::read_to_string(&log).unwrap_or_default().lines().count() < 6 {
+        assert!(training.try_wait().expect("it runs").is_none(), "it has ended");
+        sleep(Duration::from_millis(20));
+    }
+    let told = fs::read_to_string(status).expect("it runs");
+    training.kill().and_then(|()| training.wait()).expect("it is gone");
+    let most = told.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
+    most.and_then(|most| most.parse().ok()).expect("a number")
+}
+
+/// What threads leave in their heaps differs by some megabytes from run to run.
+#[test]
+fn memory_does_not_grow_with_the_data() {
+    let folder = folder("streamed-memory");
+    fs::create_dir(folder.join("tiny")).expect("a folder");
+    fs::write(folder.join("tiny/config.json"), CONFIG).expect("written");
+    let text = format!("{}\n", "What is written, is written. ".repeat(34));
+    let document = format!("{{\"text\": {:?}}}\n", text.trim_end());
+    for (kind, line, many) in [("txt", text, 120_000), ("jsonl", document, 80_000)] {
+        let peaks = [8_000, many].map(|count| {
+            let data = folder.join(format!("{count}.{kind}"));
+            fs::write(&data, line.repeat(count)).expect("written");
+            let peak = peak_of_training(&folder, &data.display().to_string());
+            fs::remove_file(data).expect("removed");
+            peak
+        });
+        let [few, more] = peaks;
+        assert!(
+            more < few + 40_000,
+            "{kind}: {few} kB with 8 MB of data, {more} kB with {many} kB"
+        );
+    }
+}
