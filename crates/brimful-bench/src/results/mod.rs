@@ -8,6 +8,7 @@ mod memory;
 mod micro;
 mod offload;
 mod pipeline;
+mod ragged;
 mod ranks;
 mod row;
 mod table;
@@ -36,12 +37,13 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 9] = [
+const BENCHES: [(&str, Views); 10] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
+    ("ragged", (ragged::tables, ragged::panels)),
     ("ranks", (ranks::tables, ranks::panels)),
     ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),
     ("memory", (memory::tables, memory::panels)),
