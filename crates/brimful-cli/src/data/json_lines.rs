@@ -39,7 +39,7 @@ pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Da
 /// The lines so far.
 struct ReadLines<'a> {
     tokenizer: &'a Tokenizer,
-    template: ChatTemplate,
+    template: ChatTemplate<'a>,
     documents: Vec<i64>,
     conversations: Conversations,
 }
