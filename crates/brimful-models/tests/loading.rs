@@ -15,15 +15,16 @@ use tch::nn::VarStore;
 /// Set for the process that loads a folder: the folder, and where its weights are to live.
 const LOADS: [&str; 2] = ["BRIMFUL_TEST_LOADS", "BRIMFUL_TEST_LIVES"];
 const NAME: &str = "a_folder_takes_at_most_a_fifth_more_than_its_weights";
-/// Equal layers of 7 MB: what is on its way is small beside what is there.
-const LAYERS: usize = 28;
+/// Layers and tokens: a table of 50 MB, which is not to be there twice, before equal layers of 7 MB.
+const LARGE: (usize, usize) = (22, 32_768);
+const TINY: (usize, usize) = (1, 64);
 
 #[test]
 fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
     if let [Ok(folder), Ok(home)] = LOADS.map(env::var) {
         return load_and_tell(Path::new(&folder), &home);
     }
-    let [large, tiny] = [LAYERS, 1].map(|layers| described(&format!("loading-{layers}"), layers));
+    let [large, tiny] = [LARGE, TINY].map(described);
     for folder in [&large, &tiny] {
         fill(folder);
     }
@@ -41,13 +42,13 @@ fn a_folder_takes_at_most_a_fifth_more_than_its_weights() {
 }
 
 /// A folder with a config alone.
-fn described(name: &str, layers: usize) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+fn described((layers, tokens): (usize, usize)) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("loading-{layers}"));
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).expect("a folder");
-    let config = json!({ "model_type": "llama", "hidden_act": "silu", "vocab_size": 64, "hidden_size": 384,
+    let config = json!({ "model_type": "llama", "hidden_act": "silu", "vocab_size": tokens, "hidden_size": 384,
         "intermediate_size": 1024, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "max_position_embeddings": 64 });
+        "max_position_embeddings": 64, "tie_word_embeddings": true });
     fs::write(folder.join("config.json"), config.to_string()).expect("written");
     folder
 }
