@@ -10,7 +10,7 @@ WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi install
 
 CHECKS := format typos clippy test own-crate setup-test docs package licences miri
 
-.PHONY: help demo test check bench bench-peers mpi chromium clean rust libtorch $(CHECKS)
+.PHONY: help demo test check bench bench-peers mpi chromium transformers clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -44,6 +44,9 @@ mpi: ## install what training over several processes needs (Debian)
 
 chromium: ## install the browser that the report's page is tested in (Debian)
 	@scripts/chromium
+
+transformers: ## install what folders are tested against: transformers and PEFT, 3.6 GB in the user's cache
+	@scripts/transformers
 
 clean: rust ## remove what was built; the downloaded libtorch stays in the user's cache
 	cargo clean

@@ -9,7 +9,7 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, world,
+    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, ragged, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -48,6 +48,8 @@ enum Benchmark {
     Offload(offload::OffloadOptions),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
     Pipeline(pipeline::PipelineOptions),
+    /// Text of unlike lengths, cut by tokens against cut by samples.
+    Ragged(ragged::RaggedOptions),
     /// A pipeline over the ranks of mpirun against the same pipeline in one process.
     World(world::WorldOptions),
     /// Data parallelism over processes, started by mpirun: all ranks against one.
@@ -76,6 +78,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Auto(options) => auto::run(options)?,
             Benchmark::Offload(options) => offload::run(options)?,
             Benchmark::Pipeline(options) => pipeline::run(options)?,
+            Benchmark::Ragged(options) => ragged::run(options)?,
             Benchmark::World(options) => world::run(options)?,
             #[cfg(feature = "mpi")]
             Benchmark::Ranks(options) => ranks::run(options)?,

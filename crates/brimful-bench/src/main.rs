@@ -16,6 +16,7 @@ mod micro;
 mod offload;
 mod pipeline;
 mod plot;
+mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;

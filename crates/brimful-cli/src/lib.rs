@@ -9,6 +9,7 @@
 #[doc(hidden)]
 pub mod args;
 mod calendar;
+mod chat_message;
 #[doc(hidden)]
 pub mod command_line;
 #[doc(hidden)]
@@ -20,7 +21,9 @@ pub mod data;
 pub mod exit;
 mod files;
 mod fine_tune;
+mod folder_template;
 mod interrupt;
+mod jinja_template;
 mod log;
 #[doc(hidden)]
 pub mod log_files;

@@ -20,6 +20,8 @@ pub(crate) const AVERAGES: &str = "ema.";
 pub(crate) const CLASSES: &str = "classes";
 /// A counter that some libraries keep with every BatchNorm layer, and nothing here reads.
 const COUNTER: &str = "num_batches_tracked";
+/// The endings of files that torch.save writes: torchvision's weights are such.
+const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];
 
 /// Tensors by name, and what their file says of them.
 #[derive(Debug)]
@@ -32,7 +34,11 @@ pub(crate) struct SavedWeights {
 impl SavedWeights {
     /// Reads the model's tensors of a file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let (tensors, metadata) = match path.extension().is_some_and(|end| end == "ot") {
+        let ends_in = |end: &str| path.extension().is_some_and(|found| found == end);
+        if OF_PYTHON.into_iter().any(ends_in) {
+            return Err(wrong_use(of_python(path)));
+        }
+        let (tensors, metadata) = match ends_in("ot") {
             true => {
                 let read = Tensor::load_multi(path);
                 let tensors = read.with_context(|| format!("cannot read {}", path.display()))?;
@@ -93,6 +99,16 @@ impl SavedWeights {
     }
 }
 
+/// What to do with a file that only Python reads.
+fn of_python(path: &Path) -> String {
+    let (from, to) = (path.display(), path.with_extension("safetensors"));
+    let to = to.display();
+    format!(
+        "{from} is a file of torch.save, which Python alone reads: turn it into {to} with \
+         python3 -c 'import torch, safetensors.torch as s; s.save_file(torch.load(\"{from}\", weights_only=True), \"{to}\")'"
+    )
+}
+
 /// Those whose names begin so, without that.
 pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     let taken = |(name, tensor): &(String, Tensor)| {
@@ -109,4 +125,22 @@ pub(crate) fn model_alone(mut tensors: Named) -> Named {
     };
     tensors.retain(|(name, _)| !is_beside(name));
     tensors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_python_s_is_refused_with_the_line_that_turns_it_into_one_of_ours() {
+        let error =
+            SavedWeights::read(Path::new("weights/resnet50.pth")).expect_err("no file of ours");
+        let error = error.to_string();
+        assert!(error.starts_with("weights/resnet50.pth is a file of torch.save"), "{error}");
+        assert!(error.contains("turn it into weights/resnet50.safetensors"), "{error}");
+        assert!(
+            error.contains("torch.load(\"weights/resnet50.pth\", weights_only=True)"),
+            "{error}"
+        );
+    }
 }

@@ -5,6 +5,8 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, ensure};
 use tokenizers::Tokenizer as Vocabulary;
 
+use crate::folder_template::FolderTemplate;
+
 /// What a folder's tokenizer is called.
 const FILE: &str = "tokenizer.json";
 /// The numbers that a byte can be.
@@ -16,6 +18,8 @@ pub struct Tokenizer {
     way: Way,
     /// The token that ends a text, where the model has one.
     end: Option<i64>,
+    /// How conversations are written, where the folder says so.
+    template: Option<FolderTemplate>,
 }
 
 #[derive(Debug)]
@@ -30,9 +34,10 @@ impl Tokenizer {
     /// # Errors
     /// When it cannot be read.
     pub fn open(folder: &Path) -> Result<Self> {
+        let template = FolderTemplate::read(folder)?;
         let path = folder.join(FILE);
         if !path.exists() {
-            return Ok(Self::bytes());
+            return Ok(Self { template, ..Self::bytes() });
         }
         let words = Vocabulary::from_file(&path).map_err(|error| anyhow!("{error}"));
         let mut words = words.with_context(|| format!("{} cannot be read", path.display()))?;
@@ -40,12 +45,12 @@ impl Tokenizer {
         // that would do it unseen.
         words.with_padding(None);
         words.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
-        Ok(Self { way: Way::Words(Box::new(words)), end: None })
+        Ok(Self { way: Way::Words(Box::new(words)), end: None, template })
     }
 
     /// A token for each byte.
     pub fn bytes() -> Self {
-        Self { way: Way::Bytes, end: None }
+        Self { way: Way::Bytes, end: None, template: None }
     }
 
     /// The same with a token that ends a text.
@@ -61,6 +66,11 @@ impl Tokenizer {
     /// The token that ends a text, where there is one.
     pub fn end(&self) -> Option<i64> {
         self.end
+    }
+
+    /// How conversations are written, where the folder says so.
+    pub(crate) fn template(&self) -> Option<&FolderTemplate> {
+        self.template.as_ref()
     }
 
     /// Whether this is one token.

@@ -16,6 +16,7 @@ const SETTINGS: [(c_int, c_int, &str); 3] = [
 #[cfg(target_env = "gnu")]
 unsafe extern "C" {
     fn mallopt(setting: c_int, value: c_int) -> c_int;
+    fn malloc_trim(kept: usize) -> c_int;
 }
 
 /// Lets the process keep large blocks that it frees, for the next ones. Otherwise they go back to the
@@ -34,6 +35,16 @@ pub fn keep_freed_blocks() -> bool {
 fn set(setting: c_int, value: c_int) -> bool {
     // SAFETY: it takes plain numbers, and may be called at any time.
     unsafe { mallopt(setting, value) == 1 }
+}
+
+/// Gives what the process has freed and kept back to the system, wherever it lies between what is in use. For
+/// those who have made and freed much that does not come again; another C library than glibc is left alone.
+pub fn give_freed_back() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it takes a plain number, and may be called at any time.
+    unsafe {
+        malloc_trim(0);
+    }
 }
 
 #[cfg(not(target_env = "gnu"))]

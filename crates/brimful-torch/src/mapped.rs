@@ -7,6 +7,9 @@ use memmap2::MmapOptions;
 use tch::{Device, Kind, TchError, Tensor};
 use thiserror::Error;
 
+/// So many bytes are mapped at a time: while they are, they count as memory of the process.
+const PIECE: usize = 16 << 20;
+
 /// Why numbers could not be copied out of a file.
 #[derive(Debug, Error)]
 pub enum MappedError {
@@ -19,8 +22,8 @@ pub enum MappedError {
 }
 
 /// Copies the numbers of this kind that begin at this byte of the file into a tensor, of whatever kind and
-/// device: as many as the tensor has, in rows. The pages are given back before it returns, so that a file of any size
-/// takes no more of the host's memory than its largest tensor.
+/// device: as many as the tensor has, in rows. Pages are given back as it goes on, so that a file of any size takes
+/// little of the host's memory.
 ///
 /// Whoever cuts the file off meanwhile ends the program, as with every file that is mapped.
 ///
@@ -37,6 +40,22 @@ pub fn copy(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), Ma
         let reason = format!("it has {length} bytes, but the numbers end at byte {needed}");
         return Err(io::Error::new(io::ErrorKind::UnexpectedEof, reason).into());
     }
+    if !into.is_contiguous() {
+        return copy_mapped(file, start, kind, into);
+    }
+    let flat = into.f_detach()?.f_view([-1])?;
+    let most = PIECE / each;
+    for first in (0..numbers).step_by(most) {
+        let count = most.min(numbers - first);
+        let piece = flat.f_narrow(0, first as i64, count as i64)?;
+        copy_mapped(file, start + (first * each) as u64, kind, &piece)?;
+    }
+    Ok(())
+}
+
+/// Maps all numbers that the tensor takes, which are in the file, and copies them.
+fn copy_mapped(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), MappedError> {
+    let (numbers, each) = (into.numel(), kind.elt_size_in_bytes());
     // SAFETY: the map is read only, and its bytes were in the file a moment ago.
     let pages = unsafe { MmapOptions::new().offset(start).len(numbers * each).map(file)? };
     let shape = into.size();

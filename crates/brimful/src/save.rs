@@ -20,6 +20,7 @@
 mod error;
 mod opened;
 mod whole_file;
+mod whole_folder;
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -36,6 +37,7 @@ pub use error::SaveError;
 pub use opened::OpenedFile;
 pub use whole_file::replace;
 use whole_file::{Beside, unwritable};
+pub use whole_folder::replace_folder;
 
 /// Texts that go with the tensors: what was saved, and with which options.
 pub type Metadata = BTreeMap<String, String>;

@@ -221,6 +221,31 @@ fn a_write_that_is_told_to_have_failed_has_left_the_old_file() {
 }
 
 #[test]
+fn a_folder_is_replaced_whole_or_stays_as_it_was() {
+    let folder = Folder::new("whole-folder");
+    let target = folder.0.join("model");
+    let fill = |text: &'static str, then: Result<(), brimful::Error>| {
+        save::replace_folder(&target, |new| {
+            save::replace(new.join(text), text.as_bytes())?;
+            then
+        })
+    };
+    let names = || {
+        let entries = fs::read_dir(&target).expect("a folder");
+        entries.map(|entry| entry.expect("an entry").file_name()).collect::<Vec<_>>()
+    };
+    fill("one", Ok(())).expect("written");
+    let refused = save::read(folder.0.join("none")).map(drop);
+    assert_eq!(fill("two", refused.clone()), refused);
+    assert_eq!((names(), folder.files()), (vec!["one".into()], 1));
+    fill("three", Ok(())).expect("written");
+    assert_eq!((names(), folder.files()), (vec!["three".into()], 1));
+    let nowhere = save::replace_folder(folder.0.join("no/model"), |_| Ok::<_, brimful::Error>(()));
+    let error = nowhere.expect_err("no such folder").to_string();
+    assert!(error.ends_with("make its folder first"), "{error}");
+}
+
+#[test]
 fn readers_see_the_old_file_or_the_new_one_while_it_is_written() {
     let folder = Folder::new("atomic");
     let path = folder.0.join("x.safetensors");

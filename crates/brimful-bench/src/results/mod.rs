@@ -9,6 +9,7 @@ mod memory;
 mod micro;
 mod offload;
 mod pipeline;
+mod ragged;
 mod ranks;
 mod row;
 mod table;
@@ -44,6 +45,7 @@ const BENCHES: [(&str, Views); 10] = [
     ("loader", (loader::tables, loader::panels)),
     ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
+    ("ragged", (ragged::tables, ragged::panels)),
     ("ranks", (ranks::tables, ranks::panels)),
     ("world", (ranks::pipeline_tables, ranks::pipeline_panels)),
     ("memory", (memory::tables, memory::panels)),

@@ -68,7 +68,7 @@ pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     ensure!(!options.prompt.is_empty(), wrong_use("--prompt is empty: give it a character"));
     let mut writer = Writer::open(options)?;
     tch::manual_seed(i64::from_ne_bytes(options.seed.to_ne_bytes()));
-    let mut tokens = writer.tokenizer.encode(&options.prompt)?;
+    let mut tokens = std::mem::take(&mut writer.prompt);
     let mut text = GrowingText::after(&tokens, &writer.tokenizer)?;
     output::piece(&options.prompt)?;
     for _ in 0..options.tokens {

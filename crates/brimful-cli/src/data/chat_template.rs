@@ -1,24 +1,16 @@
 //! A conversation as tokens, in the form that the model's tokenizer knows.
 
 use anyhow::Result;
-use serde::Deserialize;
 
+pub(super) use crate::chat_message::ChatMessage;
+use crate::folder_template::FolderTemplate;
 use crate::tokenizer::Tokenizer;
 
-/// The role whose messages are answers.
-const ANSWERS: &str = "assistant";
 /// The tokens that begin and end a message in ChatML.
 const CHAT_ML: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// What somebody says in a conversation.
-#[derive(Debug, Deserialize)]
-pub(super) struct ChatMessage {
-    role: String,
-    content: String,
-}
-
 /// Tokens, and which of them belong to answers.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<i64>,
     pub(super) answers: Vec<bool>,
@@ -26,7 +18,9 @@ pub(super) struct MarkedTokens {
 
 /// How a conversation is written.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum ChatTemplate {
+pub(super) enum ChatTemplate<'a> {
+    /// As the folder says.
+    Own(&'a FolderTemplate),
     /// `<|role|>`, a line break, what is said, a line break; after an answer the token that ends a text.
     Plain,
     /// `<|im_start|>role`, a line break, what is said, `<|im_end|>`, a line break.
@@ -41,47 +35,54 @@ struct Written {
     after: &'static str,
 }
 
-impl ChatTemplate {
-    pub(super) fn of(tokenizer: &Tokenizer) -> Self {
-        match CHAT_ML.iter().all(|token| tokenizer.has(token)) {
-            true => Self::ChatMl,
-            false => Self::Plain,
+impl<'a> ChatTemplate<'a> {
+    pub(super) fn of(tokenizer: &'a Tokenizer) -> Self {
+        match tokenizer.template() {
+            Some(own) => Self::Own(own),
+            None if CHAT_ML.iter().all(|token| tokenizer.has(token)) => Self::ChatMl,
+            None => Self::Plain,
         }
     }
 
+    /// # Errors
+    /// When the folder's own template cannot be read or does not take these messages, or the tokenizer does
+    /// not take the text.
     pub(super) fn encode(
         self,
         messages: &[ChatMessage],
         tokenizer: &Tokenizer,
     ) -> Result<MarkedTokens> {
-        let mut marked = MarkedTokens { tokens: Vec::new(), answers: Vec::new() };
+        let mut marked = MarkedTokens::default();
+        let (write, end): (fn(&ChatMessage) -> Written, _) = match self {
+            Self::Own(template) => {
+                for (part, is_answer) in template.understood()?.write(messages)? {
+                    marked.add(tokenizer.encode(&part)?, is_answer);
+                }
+                return Ok(marked);
+            }
+            Self::Plain => (plainly, tokenizer.end()),
+            Self::ChatMl => (in_chat_ml, None),
+        };
         for message in messages {
-            let is_answer = message.role == ANSWERS;
-            let Written { before, said, after } = self.write(message);
+            let is_answer = message.is_answer();
+            let Written { before, said, after } = write(message);
             // Each part by itself, so that no token is half an answer's.
             marked.add(tokenizer.encode(&before)?, false);
             marked.add(tokenizer.encode(&said)?, is_answer);
-            if let (Self::Plain, true, Some(end)) = (self, is_answer, tokenizer.end()) {
-                marked.add(vec![end], true);
-            }
+            marked.add(end.filter(|_| is_answer).into_iter().collect(), true);
             marked.add(tokenizer.encode(after)?, false);
         }
         Ok(marked)
     }
+}
 
-    fn write(self, ChatMessage { role, content }: &ChatMessage) -> Written {
-        let [start, end] = CHAT_ML;
-        match self {
-            Self::Plain => {
-                Written { before: format!("<|{role}|>\n"), said: format!("{content}\n"), after: "" }
-            }
-            Self::ChatMl => Written {
-                before: format!("{start}{role}\n"),
-                said: format!("{content}{end}"),
-                after: "\n",
-            },
-        }
-    }
+fn plainly(ChatMessage { role, content }: &ChatMessage) -> Written {
+    Written { before: format!("<|{role}|>\n"), said: format!("{content}\n"), after: "" }
+}
+
+fn in_chat_ml(ChatMessage { role, content }: &ChatMessage) -> Written {
+    let [start, end] = CHAT_ML;
+    Written { before: format!("{start}{role}\n"), said: format!("{content}{end}"), after: "\n" }
 }
 
 impl MarkedTokens {
@@ -99,16 +100,20 @@ mod tests {
 
     /// The conversation's text, and the answers in it.
     fn written(tokenizer: &Tokenizer) -> (String, String) {
-        let message =
-            |role: &str, content: &str| ChatMessage { role: role.into(), content: content.into() };
-        let messages = [message("user", "hi"), message("assistant", "yo"), message("user", "so")];
-        let template = ChatTemplate::of(tokenizer);
+        tried(tokenizer, &[("user", "hi"), ("assistant", "yo"), ("user", "so")]).expect("tokens")
+    }
+
+    fn tried(tokenizer: &Tokenizer, said: &[(&str, &str)]) -> Result<(String, String)> {
+        let message = |(role, content): &(&str, &str)| ChatMessage {
+            role: (*role).into(),
+            content: (*content).into(),
+        };
+        let messages: Vec<ChatMessage> = said.iter().map(message).collect();
         let MarkedTokens { tokens, answers } =
-            template.encode(&messages, tokenizer).expect("tokens");
+            ChatTemplate::of(tokenizer).encode(&messages, tokenizer)?;
         let learnt = tokens.iter().zip(answers).filter(|(_, is_answer)| *is_answer);
         let learnt: Vec<i64> = learnt.map(|(token, _)| *token).collect();
-        let text = |tokens: &[i64]| tokenizer.decode(tokens).expect("text");
-        (text(&tokens), text(&learnt))
+        Ok((tokenizer.decode(&tokens)?, tokenizer.decode(&learnt)?))
     }
 
     #[test]
@@ -137,5 +142,56 @@ mod tests {
         let all = "<|im_start|> user hi <|im_end|> <|im_start|> assistant yo <|im_end|> \
                    <|im_start|> user so <|im_end|>";
         assert_eq!(written(&tokenizer), (all.into(), "yo <|im_end|>".into()));
+    }
+
+    /// Bytes with a template of the folder's own, whose texts begin with `^` and end with `$`.
+    fn with_template(template: &str) -> Tokenizer {
+        let folder = tempfile::tempdir().expect("a folder");
+        let config = serde_json::json!({ "bos_token": "^", "eos_token": { "content": "$" },
+                                         "chat_template": template });
+        fs::write(folder.path().join("tokenizer_config.json"), config.to_string())
+            .expect("written");
+        Tokenizer::open(folder.path()).expect("a tokenizer")
+    }
+
+    const TURNS: &str = "{{ bos_token }}{% for message in messages %}\n\
+        {% if message['role'] not in ['user', 'assistant'] %}\n\
+        {{ raise_exception('who is ' ~ message.role ~ '?') }}\n{% endif %}\n\
+        [{{ message.role }}]{{ message.content.strip() }}{{ eos_token if message.role == 'assistant' }}\n\
+        {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
+
+    #[test]
+    fn a_template_of_the_folder_is_followed_and_an_answer_is_what_its_message_adds() {
+        let said = [("user", " hi "), ("assistant", "yo "), ("user", "so"), ("assistant", "no")];
+        let all = "^[user]hi\n[assistant]yo$\n[user]so\n[assistant]no$\n";
+        let found = tried(&with_template(TURNS), &said).expect("tokens");
+        assert_eq!(found, (all.into(), "yo$no$".into()));
+    }
+
+    #[test]
+    fn a_template_that_says_where_answers_are_is_believed() {
+        let marked = "{% for m in messages %}<{{ m.role }}>\n{%- if m.role == 'assistant' %}\n\
+            {%- generation %}\n{{ m.content }}$\n{%- endgeneration -%}\n\
+            {% else %}{{ m.content }}{% endif %}{% endfor %}";
+        let said = [("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "no")];
+        let all = "<user>hi<assistant>yo$<user>so<assistant>no$";
+        let found = tried(&with_template(marked), &said).expect("tokens");
+        assert_eq!(found, (all.into(), "yo$no$".into()));
+    }
+
+    #[test]
+    fn a_template_that_cannot_be_read_or_followed_is_named_with_its_line() {
+        let said = [("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "no")];
+        let last = "{{ messages[-1].content }}";
+        for (template, said, words) in [
+            ("one\n{% for %}", &said[..], "tokenizer_config.json, line 2: "),
+            (TURNS, &[("system", "x")], "tokenizer_config.json, line 3: who is system?: mend it"),
+            ("{{ messages[7].content.oh() }}", &said, "tokenizer_config.json, line 1: "),
+            (last, &said, "writes message 2 otherwise once others follow it"),
+        ] {
+            let error = tried(&with_template(template), said).expect_err(template).to_string();
+            assert!(error.contains(words), "{error}");
+            assert!(error.contains("take it out"), "{error}");
+        }
     }
 }

@@ -61,7 +61,7 @@ enum ReadLine {
 }
 
 impl ReadLine {
-    fn new(line: &str, template: ChatTemplate, tokenizer: &Tokenizer) -> Result<Self> {
+    fn new(line: &str, template: ChatTemplate<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let Line { text, messages } =
             serde_json::from_str(line).context("no JSON object with text or messages")?;
         match (text, messages) {

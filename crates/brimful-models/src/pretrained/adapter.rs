@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tch::Tensor;
 
 use super::fields::Fields;
-use super::whole_folder::{FolderBeside, check_place};
+use super::taken_place::check_place;
 use super::{Pretrained, PretrainedError, TOKENIZER_FILES, json as files};
 
 const CONFIG: &str = "adapter_config.json";
@@ -36,9 +36,15 @@ impl AdapterFolder {
         let read = files::read(&path)?;
         let fields = Fields::new(&path, &read);
         fields.only("peft_type", &["LORA"])?;
-        for field in ["use_dora", "use_rslora"] {
+        for field in ["use_dora", "use_rslora", "use_qalora", "lora_bias"] {
             let set = fields.flag_or(field, false)?;
             fields.check(field, !set, || "is true: it can be false alone".into())?;
+        }
+        fields.only("bias", &["none"])?;
+        for field in ["modules_to_save", "rank_pattern", "alpha_pattern"] {
+            fields.check(field, fields.is_empty(field), || {
+                "is given: it can be empty alone".into()
+            })?;
         }
         let rank = fields.positive("r")?;
         let alpha = fields.number_or("lora_alpha", rank as f64)?;
@@ -94,17 +100,17 @@ impl Pretrained {
     ) -> Result<(), PretrainedError> {
         let folder = folder.as_ref();
         check_adapter_place(folder)?;
-        let beside = FolderBeside::new(folder)?;
         let adapters = variables.iter().filter(|(name, _)| Lora::is_adapter(name));
         let adapters: Vec<_> = adapters
             .map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor.shallow_clone()))
             .collect();
-        let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
-        save::write(beside.path.join(WEIGHTS), &adapters, &metadata)?;
-        let config = self.adapter_config(lora);
-        files::write(&beside.path.join(CONFIG), config.into_iter().collect())?;
-        self.copy_tokenizer(&beside.path)?;
-        beside.replace()
+        save::replace_folder(folder, |new| {
+            let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
+            save::write(new.join(WEIGHTS), &adapters, &metadata)?;
+            let config = self.adapter_config(lora);
+            files::write(&new.join(CONFIG), config.into_iter().collect())?;
+            self.copy_tokenizer(new)
+        })
     }
 
     fn adapter_config(&self, lora: &Lora) -> BTreeMap<String, Value> {

@@ -31,6 +31,15 @@ impl<'a> Fields<'a> {
         self.value(field).is_some()
     }
 
+    /// Whether nothing stands there, or a list or an object of nothing.
+    pub(super) fn is_empty(&self, field: &str) -> bool {
+        match self.value(field) {
+            Some(Value::Array(list)) => list.is_empty(),
+            Some(Value::Object(map)) => map.is_empty(),
+            other => other.is_none(),
+        }
+    }
+
     /// The fields of an object in this one.
     pub(super) fn inner(&self, field: &str) -> Option<Self> {
         let map = self.value(field)?.as_object()?;

@@ -24,8 +24,8 @@ mod config;
 mod error;
 mod fields;
 mod json;
+mod taken_place;
 mod weights;
-mod whole_folder;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,8 +39,8 @@ pub use adapter::{AdapterFolder, check_adapter_place};
 pub use config::Config;
 pub use error::PretrainedError;
 use fields::Fields;
+use taken_place::check_place;
 use weights::{WEIGHTS, Weights};
-use whole_folder::{FolderBeside, check_place};
 
 /// What tells of the model.
 const CONFIG: &str = "config.json";
@@ -136,12 +136,12 @@ impl Pretrained {
     ) -> Result<(), PretrainedError> {
         let folder = folder.as_ref();
         check_model_place(folder)?;
-        let beside = FolderBeside::new(folder)?;
-        let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
-        save::write(beside.path.join(WEIGHTS), variables, &metadata)?;
-        json::write(&beside.path.join(CONFIG), self.told_of(variables))?;
-        self.copy_tokenizer(&beside.path)?;
-        beside.replace()
+        save::replace_folder(folder, |new| {
+            let metadata = Metadata::from([("format".to_owned(), "pt".to_owned())]);
+            save::write(new.join(WEIGHTS), variables, &metadata)?;
+            json::write(&new.join(CONFIG), self.told_of(variables))?;
+            self.copy_tokenizer(new)
+        })
     }
 
     /// config.json for these variables: of their number type.

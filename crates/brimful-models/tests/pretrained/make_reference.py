@@ -1,10 +1,11 @@
-"""Writes the tiny random models of this folder, as transformers saves them, with what they answer.
+"""Writes tiny random models, as transformers saves them, with what they answer: into the folder given, or into this one.
 
-    pip install torch==2.11.0 transformers==5.22.2
-    python crates/brimful-models/tests/pretrained/make_reference.py
+    make transformers
+    ~/.cache/brimful/transformers/bin/python crates/brimful-models/tests/pretrained/make_reference.py [FOLDER]
 
-Each folder gets config.json and model.safetensors, and reference.safetensors: `tokens`, their `logits`, and under
-`after.` every weight after ten steps of SGD on `batches`, each step's loss the mean over its tokens but the first.
+Each model's folder gets config.json and model.safetensors, and reference.safetensors: `tokens`, their `logits`, and under
+`after.` every weight after ten steps of SGD on `batches`, each step's loss the mean over its tokens but the first. Some get
+an `adapter` too, as PEFT saves it, and the logits with it, `adapted`.
 """
 
 import pathlib
@@ -12,15 +13,17 @@ import shutil
 import sys
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-                          Qwen2Config, Qwen2ForCausalLM)
+from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM)
 
 RATE = 0.1
 STEPS = 10
 SAMPLES = 3
 SEQUENCE = 12
 VOCABULARY = 40
+ADAPTED = {"gpt2": ["c_attn", "c_fc"], "llama_grouped": ["q_proj", "v_proj"], "qwen2": ["o_proj", "down_proj"]}
 
 LLAMA = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=2, max_position_embeddings=32)
@@ -57,8 +60,22 @@ def reference(model):
     return found | after
 
 
+def adapted(folder, targets, tokens):
+    """The logits of the folder's model with an adapter, which is written beside it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Without the usual start, in which an adapter changes nothing.
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).eval()
+    # Else this machine's path would stand there.
+    config.base_model_name_or_path = folder.name
+    model.save_pretrained(folder / "adapter")
+    (folder / "adapter" / "README.md").unlink(missing_ok=True)
+    return model(tokens).logits.detach().clone()
+
+
 def main():
-    here = pathlib.Path(__file__).parent
+    into = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
+    into = into.parent if into.is_file() else into
     for name, model in models():
         torch.manual_seed(7)
         model = model.float()
@@ -66,11 +83,14 @@ def main():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else parameter.data.add_(
                 0.1 * torch.randn_like(parameter))
-        shutil.rmtree(here / name, ignore_errors=True)
-        model.save_pretrained(here / name)
-        (here / name / "generation_config.json").unlink(missing_ok=True)
-        save_file(reference(model), here / name / "reference.safetensors")
-        print(name, sum(file.stat().st_size for file in (here / name).iterdir()), "bytes", file=sys.stderr)
+        folder = into / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        found = reference(model)
+        if name in ADAPTED:
+            found["adapted"] = adapted(folder, ADAPTED[name], found["tokens"])
+        save_file(found, folder / "reference.safetensors")
 
 
 main()

@@ -1,12 +1,14 @@
 //! Folders that `transformers` wrote, with what it made of them: loaded, trained, saved and gone on with.
 //!
-//! make_reference.py, beside this file, says how they were made; check_saved.py lets `transformers` and PEFT load
-//! what these tests have saved.
+//! make_reference.py, beside this file, says how they were made; `peers` lets `transformers` and PEFT themselves take part.
+
+mod peers;
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use brimful::layers::Model;
 use brimful::nn::Lora;
 use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::Homes;
@@ -19,6 +21,8 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 const FOLDERS: [&str; 7] =
     ["gpt2", "gpt2_untied", "llama", "llama_grouped", "llama_biased", "mistral", "qwen2"];
+/// Those that PEFT wrote an adapter to.
+const ADAPTED: [&str; 3] = ["gpt2", "llama_grouped", "qwen2"];
 /// The learning rate of the script.
 const RATE: f64 = 0.1;
 const TOLERANCE: f64 = 1e-4;
@@ -37,7 +41,11 @@ fn folder(name: &str) -> PathBuf {
 }
 
 fn reference(name: &str) -> BTreeMap<String, Tensor> {
-    let (tensors, _) = save::read(folder(name).join("reference.safetensors")).expect("read");
+    reference_in(&folder(name))
+}
+
+fn reference_in(folder: &Path) -> BTreeMap<String, Tensor> {
+    let (tensors, _) = save::read(folder.join("reference.safetensors")).expect("read");
     tensors.into_iter().collect()
 }
 
@@ -54,7 +62,7 @@ fn named(store: &VarStore) -> Named {
 }
 
 /// The folder's model with its weights.
-fn built(pretrained: &Pretrained, layers: &Layers) -> (VarStore, brimful::layers::Model) {
+fn built(pretrained: &Pretrained, layers: &Layers) -> (VarStore, Model) {
     let store = VarStore::new(test_device());
     let model = layers.build(&store.root()).expect("a model");
     pretrained.load(&named(&store)).expect("loaded");
@@ -64,6 +72,10 @@ fn built(pretrained: &Pretrained, layers: &Layers) -> (VarStore, brimful::layers
 fn logits(folder: &Path, tokens: &Tensor) -> Tensor {
     let pretrained = Pretrained::open(folder).expect("a folder");
     let (_store, model) = built(&pretrained, &pretrained.config().layers());
+    answer(&model, tokens)
+}
+
+fn answer(model: &Model, tokens: &Tensor) -> Tensor {
     tch::no_grad(|| model.forward_t(&tokens.to_device(test_device()), false)).to_device(Device::Cpu)
 }
 
@@ -98,30 +110,50 @@ fn mean_loss(logits: &Tensor, targets: &Tensor) -> Loss {
     Loss::mean(loss)
 }
 
-#[test]
-fn folders_of_transformers_give_its_logits() {
+/// The folder's model after a step on each batch of the script.
+fn trained(folder: &Path) -> (VarStore, Model) {
+    let pretrained = Pretrained::open(folder).expect("a folder");
+    let (store, model) = built(&pretrained, &pretrained.config().layers());
+    let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+    let mut optimizer = Optimizer::new(&store, Sgd::new(RATE)).expect("an optimizer");
+    for batch in batches(&reference_in(folder)) {
+        let mean = |(x, y): (Tensor, Tensor)| mean_loss(&model.forward_t(&x, true), &y);
+        micro.backward(&batch, mean).expect("a step");
+        optimizer.step().expect("a step");
+        optimizer.zero_grad().expect("no gradients");
+    }
+    (store, model)
+}
+
+/// The logits of the folder's model with the adapter in it.
+fn adapted_logits(folder: &Path, tokens: &Tensor) -> Tensor {
+    let pretrained = Pretrained::open(folder).expect("a folder");
+    let adapter = AdapterFolder::open(folder.join("adapter")).expect("an adapter");
+    let (store, model) = built(&pretrained, &pretrained.config().layers().lora(adapter.lora()));
+    adapter.load(&named(&store)).expect("loaded");
+    answer(&model, tokens)
+}
+
+/// Makes sure that what `transformers` and PEFT have written in a folder of folders is what they say of it.
+fn assert_read_and_trained(folders: &Path) {
     for name in FOLDERS {
-        let expected = reference(name);
-        assert_near(name, &logits(&folder(name), &expected["tokens"]), &expected["logits"]);
+        let folder = folders.join(name);
+        let expected = reference_in(&folder);
+        assert_near(name, &logits(&folder, &expected["tokens"]), &expected["logits"]);
+        let (store, _) = trained(&folder);
+        assert_after(name, &named(&store), &expected);
+    }
+    for name in ADAPTED {
+        let folder = folders.join(name);
+        let expected = reference_in(&folder);
+        let found = adapted_logits(&folder, &expected["tokens"]);
+        assert_near(&format!("{name}, adapted"), &found, &expected["adapted"]);
     }
 }
 
 #[test]
-fn ten_steps_in_micro_batches_come_to_the_weights_of_transformers() {
-    for name in FOLDERS {
-        let expected = reference(name);
-        let pretrained = Pretrained::open(folder(name)).expect("a folder");
-        let (store, model) = built(&pretrained, &pretrained.config().layers());
-        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
-        let mut optimizer = Optimizer::new(&store, Sgd::new(RATE)).expect("an optimizer");
-        for batch in batches(&expected) {
-            let mean = |(x, y): (Tensor, Tensor)| mean_loss(&model.forward_t(&x, true), &y);
-            micro.backward(&batch, mean).expect("a step");
-            optimizer.step().expect("a step");
-            optimizer.zero_grad().expect("no gradients");
-        }
-        assert_after(name, &named(&store), &expected);
-    }
+fn folders_of_transformers_give_its_logits_and_after_ten_steps_in_micro_batches_its_weights() {
+    assert_read_and_trained(&folder(""));
 }
 
 fn streamed(layers: Layers) -> Pipeline {
@@ -378,7 +410,7 @@ fn copied(variables: Named) -> Named {
 
 #[test]
 fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
-    for name in ["gpt2", "llama_grouped", "qwen2"] {
+    for name in ADAPTED {
         let lora = Lora { alpha: 6.0, ..Lora::new(3) };
         let LoraRun { pretrained, before, after: variables } = LoraRun::new(name, &lora);
         for ((weight, value), (_, now)) in before.iter().zip(&variables) {
@@ -399,6 +431,27 @@ fn lora_trains_what_it_added_alone_and_is_saved_loaded_and_merged() {
         assert_near(name, &found, &logits(&to.join("merged"), &tokens).to_kind(Kind::Double));
         let changed = (found.to_device(Device::Cpu) - &reference(name)["logits"]).abs().max();
         assert!(changed.double_value(&[]) > 1e-3, "{name} has learnt something");
+    }
+}
+
+#[test]
+fn adapters_that_would_be_taken_for_others_are_refused_with_the_field() {
+    use serde_json::json;
+    let to = scratch("strange-adapter");
+    let text = fs::read_to_string(folder("gpt2/adapter/adapter_config.json")).expect("read");
+    for (field, value, words) in [
+        ("peft_type", json!("IA3"), "peft_type is 'IA3': those known are LORA"),
+        ("use_dora", json!(true), "use_dora is true: it can be false alone"),
+        ("bias", json!("all"), "bias is 'all': those known are none"),
+        ("alpha_pattern", json!({"c_fc": 9}), "alpha_pattern is given: it can be empty alone"),
+        ("modules_to_save", json!(["wte"]), "modules_to_save is given: it can be empty alone"),
+    ] {
+        let mut config: serde_json::Map<_, _> = serde_json::from_str(&text).expect("a config");
+        config.insert(field.into(), value);
+        let config = serde_json::Value::Object(config).to_string();
+        fs::write(to.join("adapter_config.json"), config).expect("written");
+        let error = AdapterFolder::open(&to).expect_err(field).to_string();
+        assert!(error.contains(words), "{field}: {error}");
     }
 }
 

@@ -79,14 +79,14 @@ impl Drop for Beside {
 }
 
 /// A name that nobody else writes to.
-fn beside(target: &Path) -> io::Result<PathBuf> {
+pub(super) fn beside(target: &Path) -> io::Result<PathBuf> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let name = target.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     Ok(target.with_file_name(format!(".{name}.{}-{number}.part", process::id())))
 }
 
-fn refusal(path: &Path, reason: &io::Error) -> Error {
+pub(super) fn refusal(path: &Path, reason: &io::Error) -> Error {
     let remedy = match reason.kind() {
         io::ErrorKind::NotFound => "make its folder first",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

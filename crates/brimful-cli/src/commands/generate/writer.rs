@@ -26,6 +26,8 @@ pub(super) struct Writer {
     cache: KeyValueCache,
     device: Device,
     pub(super) tokenizer: Tokenizer,
+    /// What the text begins with.
+    pub(super) prompt: Vec<i64>,
     /// Tokens that end a text.
     pub(super) ends: Vec<i64>,
 }
@@ -61,7 +63,8 @@ impl Writer {
         let adapter = adapter.transpose().map_err(wrong)?;
         let tokenizer = checked_tokenizer(&pretrained)?;
         let config = pretrained.config();
-        let cache = cache(config.context(), options, &tokenizer)?;
+        let prompt = tokenizer.encode(&options.prompt)?;
+        let cache = cache(config.context(), &prompt, options);
         let layers = config.layers_with_cache(&cache);
         let layers = match &adapter {
             Some(adapter) => layers.lora(adapter.lora()),
@@ -75,7 +78,7 @@ impl Writer {
         if let Some(adapter) = &adapter {
             adapter.load(&variables).map_err(wrong)?;
         }
-        Ok(Self { runner, cache, device, tokenizer, ends: pretrained.end_tokens() })
+        Ok(Self { runner, cache, device, tokenizer, prompt, ends: pretrained.end_tokens() })
     }
 
     fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
@@ -103,7 +106,8 @@ impl Writer {
                 "{shown} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {bytes}"
             ))
         );
-        let cache = cache(context, options, &tokenizer)?;
+        let prompt = tokenizer.encode(&options.prompt)?;
+        let cache = cache(context, &prompt, options);
         let shape = name.text_shape(context, vocabulary, 0.0);
         let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
         let device = setting::device(options.device.as_deref())?;
@@ -113,7 +117,7 @@ impl Writer {
         if let TextRunner::Whole { store, .. } = &runner {
             weights.put_into(store, name)?;
         }
-        Ok(Self { runner, cache, device, tokenizer, ends: Vec::new() })
+        Ok(Self { runner, cache, device, tokenizer, prompt, ends: Vec::new() })
     }
 
     /// The logits of the token after these.
@@ -140,9 +144,8 @@ impl Writer {
 }
 
 /// Room for the text that is to be, as far as the model looks back.
-fn cache(context: i64, options: &GenerateOptions, tokenizer: &Tokenizer) -> Result<KeyValueCache> {
-    let tokens = tokenizer.encode(&options.prompt)?.len() + options.tokens;
-    Ok(KeyValueCache::new(context.min(tokens as i64)))
+fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCache {
+    KeyValueCache::new(context.min((prompt.len() + options.tokens) as i64))
 }
 
 impl TextRunner {

@@ -1,5 +1,6 @@
 //! A stage that lives on the host: its variables' places at home, in a slot, and among gradients.
 
+use brimful_torch::host;
 use brimful_torch::slab::Slab;
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
@@ -70,6 +71,8 @@ impl HostedStage {
             })?;
             variables.push(HostedVariable { name, tensor, at_home, in_slot });
         }
+        // Where the device is the host itself, what the stage was built in would stay between the homes.
+        host::give_freed_back();
         for guest in shared {
             let in_slot = after(&mut end, guest.tensor.numel(), guest.tensor.kind());
             variables.push(HostedVariable { in_slot, ..guest });

@@ -1,0 +1,279 @@
+//! `brimful-bench ragged`: text of unlike lengths, in micro-batches that are cut by tokens or by samples.
+//!
+//! All contestants train the same GPT on the same mini-batch, in micro-batches of at most as many places: what
+//! differs is how many of these are padding.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::batch::Sequences;
+use brimful::{Loss, MicroBatcher, Size};
+use brimful_cli::setting::{self, words};
+use brimful_models::{Gpt, gpt};
+use brimful_torch::device as torch_device;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::nn::{ModuleT, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+
+use crate::journal::{Journal, Output};
+use crate::times::StepTimes;
+use crate::turns::TurnProgress;
+
+/// Half of all texts have no more tokens.
+const MEDIAN: f64 = 200.0;
+/// How far the logarithms of lengths spread.
+const SPREAD: f64 = 1.0;
+/// Texts are cut at so many tokens.
+const LONGEST: i64 = 1024;
+const VOCABULARY: i64 = 4096;
+/// What cross entropy passes over.
+const IGNORED: i64 = -100;
+/// How far gradients in f64 may be apart, relative to the largest number.
+const TOLERANCE: f64 = 1e-10;
+/// Samples whose gradients are compared.
+const COMPARED: i64 = 12;
+const WARM_UP: usize = 1;
+
+/// Options of `brimful-bench ragged`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench ragged
+  brimful-bench ragged --device cuda:0 --layers 12 --width 768 --heads 12 --batch-size 512 --token-budget 16384
+  brimful-bench ragged --layers 1 --width 32 --heads 2 --batch-size 8 --repeats 1")]
+pub(crate) struct RaggedOptions {
+    /// Transformer blocks
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = words::count)]
+    layers: usize,
+    /// Numbers that stand for a token
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    width: i64,
+    /// Attention heads of a block
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    heads: i64,
+    #[arg(long, value_name = "N", default_value_t = 64, help = words::BATCH_SIZE)]
+    #[arg(value_parser = clap::value_parser!(i64).range(1..))]
+    batch_size: i64,
+    /// Tokens of a micro-batch, padding included
+    #[arg(long, value_name = "N", default_value_t = 4 * LONGEST)]
+    #[arg(value_parser = clap::value_parser!(i64).range(LONGEST..))]
+    token_budget: i64,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = words::count)]
+    repeats: usize,
+    #[arg(long, value_name = "DEVICE", help = words::DEVICE)]
+    device: Option<String>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// How the mini-batch is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RaggedCut {
+    /// By samples, all as wide as the longest of the mini-batch.
+    Samples,
+    /// By samples in a loop written by hand, each micro-batch as wide as its own longest.
+    Loop,
+    /// By tokens, samples of like length together.
+    Tokens,
+}
+
+const CUTS: [RaggedCut; 3] = [RaggedCut::Samples, RaggedCut::Loop, RaggedCut::Tokens];
+
+impl RaggedCut {
+    fn contestant(self) -> &'static str {
+        match self {
+            Self::Samples => "brimful, by samples",
+            Self::Loop => "tch loop",
+            Self::Tokens => "brimful, by tokens",
+        }
+    }
+}
+
+/// Measures and prints.
+pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    let facts = json!({ "optimizer": "none", "dtype": "f32" });
+    let mut journal = Journal::begin("ragged", device, &options.output, facts)?;
+    let progress = TurnProgress::new(WARM_UP + options.repeats);
+    progress.row("ragged");
+    tch::manual_seed(7);
+    let texts = Texts::made_up(options.batch_size, device);
+    let difference = gradient_difference(options, &texts.first(COMPARED), device)?;
+    let mut trained = RaggedModel::new(options, Kind::Float, device)?;
+    let mut figures = CUTS.map(|cut| (cut, StepTimes::default(), 0));
+    for turn in 0..WARM_UP + options.repeats {
+        for (cut, times, micro_batches) in &mut figures {
+            progress.turn("ragged", cut.contestant(), turn, WARM_UP, options.repeats);
+            torch_device::synchronize(device)?;
+            let start = Instant::now();
+            *micro_batches = trained.backward(*cut, &texts)?;
+            torch_device::synchronize(device)?;
+            times.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
+        }
+        progress.advance(1);
+    }
+    progress.done();
+    for (cut, times, micro_batches) in &figures {
+        journal.enter(&RaggedRow {
+            contestant: cut.contestant(),
+            shape: format!("{}×{}", options.layers, options.width),
+            heads: options.heads,
+            batch: options.batch_size,
+            token_budget: options.token_budget,
+            tokens: texts.tokens(),
+            micro_batches: *micro_batches,
+            repeats: options.repeats,
+            seconds: times.median(),
+            spread: times.spread(),
+            tokens_per_s: texts.tokens() as f64 / times.median(),
+            gradient_difference: difference,
+        })?;
+    }
+    journal.end()
+}
+
+/// The largest difference of any two cuts' gradients in f64, relative to the largest number in them.
+fn gradient_difference(options: &RaggedOptions, texts: &Texts, device: Device) -> Result<f64> {
+    let mut model = RaggedModel::new(options, Kind::Double, device)?;
+    let mut gradients = Vec::new();
+    for cut in CUTS {
+        model.backward(cut, texts)?;
+        let flat = model.store.trainable_variables();
+        let flat: Vec<Tensor> =
+            flat.iter().map(|variable| variable.grad().flatten(0, -1)).collect();
+        gradients.push(Tensor::cat(&flat, 0));
+    }
+    let scale = gradients[0].abs().max().double_value(&[]);
+    let apart = |other: &Tensor| (other - &gradients[0]).abs().max().double_value(&[]) / scale;
+    let difference = gradients.iter().map(apart).fold(0.0, f64::max);
+    ensure!(difference <= TOLERANCE, "the contestants' gradients differ by {difference:e}");
+    Ok(difference)
+}
+
+/// Texts with what follows each of their tokens.
+struct Texts {
+    inputs: Vec<Tensor>,
+    targets: Vec<Tensor>,
+}
+
+impl Texts {
+    fn made_up(count: i64, device: Device) -> Self {
+        let lengths = (Tensor::randn([count], (Kind::Double, Device::Cpu)) * SPREAD).exp() * MEDIAN;
+        let lengths = lengths.clamp(1.0, LONGEST as f64).to_kind(Kind::Int64);
+        let tokens = |at| {
+            let length = lengths.int64_value(&[at]);
+            Tensor::randint(VOCABULARY, [length], (Kind::Int64, Device::Cpu)).to_device(device)
+        };
+        let inputs = (0..count).map(tokens).collect();
+        Self { inputs, targets: (0..count).map(tokens).collect() }
+    }
+
+    /// The first few of them.
+    fn first(&self, count: i64) -> Self {
+        let first =
+            |all: &[Tensor]| all.iter().take(count as usize).map(Tensor::shallow_clone).collect();
+        Self { inputs: first(&self.inputs), targets: first(&self.targets) }
+    }
+
+    fn tokens(&self) -> i64 {
+        self.inputs.iter().map(|text| text.size()[0]).sum()
+    }
+}
+
+/// One width for all of these.
+fn padded(texts: &[Tensor], padding: i64) -> Tensor {
+    Tensor::pad_sequence(texts, true, padding as f64, "right")
+}
+
+/// A GPT, and who cuts its mini-batches.
+struct RaggedModel {
+    store: VarStore,
+    model: brimful::layers::Model,
+    by_samples: MicroBatcher,
+    by_tokens: MicroBatcher,
+    /// Samples of a micro-batch that is cut by samples.
+    samples: usize,
+}
+
+impl RaggedModel {
+    fn new(options: &RaggedOptions, kind: Kind, device: Device) -> Result<Self> {
+        let shape = Gpt {
+            layers: options.layers,
+            width: options.width,
+            heads: options.heads,
+            context: LONGEST,
+            vocabulary: VOCABULARY,
+            dropout: 0.0,
+            tied: true,
+        };
+        let mut store = VarStore::new(device);
+        let model = gpt(&shape).build(&store.root())?;
+        store.set_kind(kind);
+        let samples = (options.token_budget / LONGEST) as usize;
+        let by_samples = MicroBatcher::new(&store, Size::Fixed(samples));
+        let by_tokens = MicroBatcher::new(&store, Size::Tokens(options.token_budget as usize));
+        Ok(Self { store, model, by_samples, by_tokens, samples })
+    }
+
+    /// Makes the mini-batch's gradients anew; gives how many micro-batches that took.
+    fn backward(&mut self, cut: RaggedCut, texts: &Texts) -> Result<usize> {
+        for mut variable in self.store.trainable_variables() {
+            variable.zero_grad();
+        }
+        match cut {
+            RaggedCut::Samples => {
+                let batch = (padded(&texts.inputs, 0), padded(&texts.targets, IGNORED));
+                let loss = |(x, y): (Tensor, Tensor)| mean_loss(&self.model, &x, &y);
+                Ok(self.by_samples.backward(&batch, loss)?.sizes.len())
+            }
+            RaggedCut::Tokens => {
+                let inputs = Sequences::new(&texts.inputs, 0.0)?;
+                let targets = Sequences::new(&texts.targets, IGNORED as f64)?;
+                let loss = |(x, y): (Sequences, Sequences)| mean_loss(&self.model, &x, &y);
+                Ok(self.by_tokens.backward(&(inputs, targets), loss)?.sizes.len())
+            }
+            RaggedCut::Loop => {
+                let parts =
+                    texts.inputs.chunks(self.samples).zip(texts.targets.chunks(self.samples));
+                let count = parts.len();
+                for (inputs, targets) in parts {
+                    let (x, y) = (padded(inputs, 0), padded(targets, IGNORED));
+                    (sum_loss(&self.model, &x, &y) / texts.tokens()).backward();
+                }
+                Ok(count)
+            }
+        }
+    }
+}
+
+fn mean_loss(model: &brimful::layers::Model, x: &Tensor, y: &Tensor) -> Loss {
+    Loss::ratio(sum_loss(model, x, y), y.ne(IGNORED).sum(Kind::Double))
+}
+
+fn sum_loss(model: &brimful::layers::Model, x: &Tensor, y: &Tensor) -> Tensor {
+    let logits = model.forward_t(x, true).flatten(0, 1);
+    logits.cross_entropy_loss(&y.flatten(0, 1), None::<Tensor>, Reduction::Sum, IGNORED, 0.0)
+}
+
+#[derive(Debug, Serialize)]
+struct RaggedRow {
+    contestant: &'static str,
+    shape: String,
+    heads: i64,
+    batch: i64,
+    token_budget: i64,
+    /// Of the mini-batch, without padding.
+    tokens: i64,
+    micro_batches: usize,
+    repeats: usize,
+    /// The median of the steps: forward and backward.
+    seconds: f64,
+    /// (Longest − shortest) / median of the steps.
+    spread: f64,
+    tokens_per_s: f64,
+    /// Between the contestants in f64, relative to the largest number.
+    gradient_difference: f64,
+}

@@ -1,0 +1,58 @@
+//! Text of unlike lengths, cut by tokens or by samples.
+
+use super::chart::{Bar, BarPanel};
+use super::row::{ResultRow, grouped, over};
+use super::table::{Table, TableCell, TableColumn, TableLine};
+
+const COLUMNS: [TableColumn; 6] = [
+    ("contestant", "contestant"),
+    ("seconds", "s a step"),
+    ("tokens_per_s", "tokens/s"),
+    ("ratio", "of by samples"),
+    ("micro_batches", "micro-batches"),
+    ("spread", "spread"),
+];
+
+/// What everything is measured against.
+const BY_SAMPLES: &str = "brimful, by samples";
+
+pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
+    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
+        let by_samples = of_work.iter().find(|row| row.contestant() == BY_SAMPLES);
+        let by_samples = by_samples.and_then(|row| row.number("tokens_per_s"));
+        let line = |row: &&ResultRow| {
+            let rate = row.number("tokens_per_s");
+            TableLine::Figures(vec![
+                TableCell::text(row.contestant()),
+                TableCell::Number(row.number("seconds")),
+                TableCell::Count(rate),
+                TableCell::Ratio(over(rate, by_samples), 2),
+                TableCell::Count(row.number("micro_batches")),
+                TableCell::Percent(row.number("spread"), 0),
+            ])
+        };
+        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
+    };
+    grouped(rows, name).into_iter().map(table).collect()
+}
+
+pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
+    let panel = |(title, of_work): (String, Vec<&ResultRow>)| {
+        let bar = |row: &&ResultRow| {
+            Some(Bar::of(row.contestant(), row.side(), row.number("tokens_per_s")?))
+        };
+        let bars = of_work.iter().filter_map(bar).collect();
+        BarPanel { title, unit: "tokens a second", bars, mark: "", is_zoomed: false }
+    };
+    grouped(rows, name).into_iter().map(panel).collect()
+}
+
+fn name(row: &ResultRow) -> String {
+    format!(
+        "GPT {}, {} texts of {} tokens, micro-batches of up to {}",
+        row.text("shape"),
+        row.text("batch"),
+        row.text("tokens"),
+        row.text("token_budget")
+    )
+}

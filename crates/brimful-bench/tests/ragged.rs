@@ -1,0 +1,20 @@
+//! `brimful-bench ragged` as programs meet it: the same gradient however texts are cut, and fewer places by tokens.
+
+mod program;
+
+#[test]
+fn each_cut_has_a_row_and_all_have_the_same_gradient() {
+    let mut command = program::bench();
+    command.args(["ragged", "--device", "cpu", "--layers", "1", "--width", "16", "--heads", "2"]);
+    command.args(["--batch-size", "9", "--token-budget", "2048", "--repeats", "1"]);
+    let (rows, _) = program::rows(command);
+    let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
+    assert_eq!(names, ["brimful, by samples", "tch loop", "brimful, by tokens"].map(Some));
+    let counts: Vec<_> = rows.iter().filter_map(|row| row["micro_batches"].as_u64()).collect();
+    assert_eq!(counts[..2], [5, 5]);
+    assert!(counts[2] < 5, "{counts:?}");
+    for row in &rows {
+        assert!(row["gradient_difference"].as_f64() <= Some(1e-10), "{row}");
+        assert!(row["tokens_per_s"].as_f64() > Some(0.0), "{row}");
+    }
+}

@@ -1,0 +1,157 @@
+//! A folder's own chat template, in Jinja: conversations as it writes them, and which part of the text answers are.
+//!
+//! A template may say itself where answers are (`{% generation %}`). Of one that does not, an answer is what comes to
+//! the text with its message, after what the template writes to ask for it. Each part becomes tokens by itself, as it
+//! does for a model that is asked, so no token is half an answer's.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use crate::chat_message::ChatMessage;
+
+const NAME: &str = "chat";
+/// What stands where an answer begins and ends while a text is in the making: Unicode keeps both from all texts.
+const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+/// The blocks of which these take the place.
+const BLOCKS: [&str; 2] = ["generation", "endgeneration"];
+const REMEDY: &str =
+    "mend it, or take it out: conversations are then written as for folders that have none";
+
+/// A template that was understood.
+#[derive(Debug)]
+pub(crate) struct JinjaTemplate {
+    environment: Environment<'static>,
+    place: String,
+    /// The token that ends an answer; what a template writes after it is nobody's.
+    end: Option<String>,
+    /// Whether it says itself where answers are.
+    is_marked: bool,
+}
+
+/// A piece of a text, and whether it is an answer.
+pub(crate) type TextPart = (String, bool);
+
+impl JinjaTemplate {
+    /// The template that stands at this place, where these tokens have names.
+    pub(crate) fn new(place: &str, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
+        let mut environment = Environment::new();
+        // As templates of folders are written for.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
+        environment.set_syntax(syntax);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.add_function("raise_exception", |words: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, words))
+        });
+        for (name, token) in tokens {
+            environment.add_global(name.clone(), token.clone());
+        }
+        let marked = with_marks(text);
+        let is_marked = marked != text;
+        let added = environment.add_template_owned(NAME, marked);
+        added.map_err(|error| unreadable(place, &error))?;
+        let end = tokens.get("eos_token").cloned();
+        Ok(Self { environment, place: place.to_owned(), end, is_marked })
+    }
+
+    /// The conversation's text in pieces.
+    pub(crate) fn write(&self, messages: &[ChatMessage]) -> Result<Vec<TextPart>> {
+        let mut said = messages.iter().flat_map(|message| message.content.chars());
+        ensure!(
+            !said.any(|character| MARKS.contains(&character)),
+            "a message has U+FDD0 or U+FDD1, which are no characters of a text: take them out"
+        );
+        let text = self.render(messages, false)?;
+        match self.is_marked {
+            true => Ok(marked_parts(&text)),
+            false => self.parts(messages, &text),
+        }
+    }
+
+    /// The conversation's text; where an answer is asked for, up to where it would begin.
+    fn render(&self, messages: &[ChatMessage], asks: bool) -> Result<String> {
+        let told = |ChatMessage { role, content }: &ChatMessage| context! { role, content };
+        let messages: Vec<Value> = messages.iter().map(told).collect();
+        let given = context! { messages, add_generation_prompt => asks };
+        let template = self.environment.get_template(NAME);
+        let written = template.and_then(|template| template.render(given));
+        written.map_err(|error| unreadable(&self.place, &error))
+    }
+
+    /// The text in pieces: an answer is what its message adds to the text that asks for it.
+    fn parts(&self, messages: &[ChatMessage], text: &str) -> Result<Vec<TextPart>> {
+        let (mut parts, mut done) = (Vec::new(), 0);
+        for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
+            let asked = self.render(&messages[..at], true)?;
+            let answered = self.render(&messages[..=at], false)?;
+            let added = answered.strip_prefix(&asked).filter(|_| text.starts_with(&answered));
+            let added = added.filter(|_| done <= asked.len()).with_context(|| {
+                let (place, number) = (&self.place, at + 1);
+                format!(
+                    "{place} writes message {number} otherwise once others follow it, so where its answer is \
+                     cannot be told: put {{% generation %}} and {{% endgeneration %}} around answers in it, or take it out"
+                )
+            })?;
+            let end = asked.len() + self.said(added);
+            parts.extend([
+                (text[done..asked.len()].into(), false),
+                (text[asked.len()..end].into(), true),
+            ]);
+            done = end;
+        }
+        parts.push((text[done..].into(), false));
+        Ok(parts)
+    }
+
+    /// How many bytes of what an answer has added the model has to say: up to the token that ends it.
+    fn said(&self, added: &str) -> usize {
+        let end = self.end.as_deref().and_then(|end| Some(added.rfind(end)? + end.len()));
+        end.unwrap_or(added.len())
+    }
+}
+
+fn unreadable(place: &str, error: &Error) -> anyhow::Error {
+    let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
+    let reason = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    anyhow!("{place}{line}: {reason}: {REMEDY}")
+}
+
+/// The template with marks instead of the blocks around answers, which Jinja itself does not know: in a condition that
+/// holds, so that white space around them goes as around any block.
+fn with_marks(text: &str) -> String {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some((before, (inner, after))) = next_block(rest) {
+        let name = inner.trim_matches(|c: char| c.is_whitespace() || "+-".contains(c));
+        let sign = |sign: Option<char>| sign.filter(|sign| "+-".contains(*sign));
+        let [left, right] = [sign(inner.chars().next()), sign(inner.chars().next_back())]
+            .map(|sign| sign.map(String::from).unwrap_or_default());
+        out += before;
+        match BLOCKS.iter().position(|block| *block == name) {
+            Some(at) => out += &format!("{{%{left} if true %}}{}{{% endif {right}%}}", MARKS[at]),
+            None => out += &format!("{{%{inner}%}}"),
+        }
+        rest = after;
+    }
+    out + rest
+}
+
+/// What stands before the next block, in it and after it.
+fn next_block(text: &str) -> Option<(&str, (&str, &str))> {
+    let (before, after) = text.split_once("{%")?;
+    Some((before, after.split_once("%}")?))
+}
+
+/// A text in pieces, by the marks in it.
+fn marked_parts(text: &str) -> Vec<TextPart> {
+    let [begin, end] = MARKS;
+    let pieces =
+        text.split(begin).enumerate().flat_map(|(at, piece)| match piece.split_once(end) {
+            Some((answer, rest)) => vec![(answer.into(), true), (rest.into(), false)],
+            None => vec![(piece.into(), at > 0)],
+        });
+    pieces.collect()
+}

@@ -1,0 +1,30 @@
+//! Whether a folder may be written where it is to be: what others have put there would be lost.
+
+use std::fs;
+use std::path::Path;
+
+use super::PretrainedError;
+use super::json::unreadable;
+
+/// Refuses a place that is taken by what `is_own` does not know: it would be lost.
+///
+/// # Errors
+/// With the first name that is not known there.
+pub(super) fn check_place(
+    folder: &Path,
+    is_own: impl Fn(&str) -> bool,
+) -> Result<(), PretrainedError> {
+    let occupied =
+        |other: String| PretrainedError::Occupied { folder: folder.display().to_string(), other };
+    if folder.is_file() {
+        return Err(occupied("a file".into()));
+    }
+    if !folder.exists() {
+        return Ok(());
+    }
+    let entries = fs::read_dir(folder).map_err(|reason| unreadable(folder, reason))?;
+    let mut names: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names.into_iter().find(|name| !is_own(name)).map_or(Ok(()), |other| Err(occupied(other)))
+}
