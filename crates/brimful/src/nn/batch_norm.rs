@@ -11,7 +11,7 @@ use crate::Result;
 use crate::batch::enumerate;
 use crate::nn::exact::{self, ExactNorm, Met, MetPlace};
 use crate::nn::kernels::told;
-use crate::statistics::{self, Pace, Running};
+use crate::statistics::{self, Momentum, Running};
 
 /// An input that a BatchNorm layer cannot normalise.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -151,8 +151,8 @@ impl BatchNorm {
                 path.zeros_no_train("running_mean", &[channels]),
                 path.ones_no_train("running_var", &[channels]),
                 match config.momentum {
-                    Some(momentum) => Pace::Given(momentum),
-                    None => Pace::Average(path.zeros_no_train("num_batches_tracked", &[])),
+                    Some(momentum) => Momentum::Given(momentum),
+                    None => Momentum::Average(path.zeros_no_train("num_batches_tracked", &[])),
                 },
             ),
             place: MetPlace::default(),

@@ -34,12 +34,12 @@ pub(crate) struct Running {
     id: u64,
     pub(crate) mean: Tensor,
     pub(crate) variance: Tensor,
-    pace: Pace,
+    momentum: Momentum,
 }
 
 /// How far one batch moves running statistics.
 #[derive(Debug)]
-pub(crate) enum Pace {
+pub(crate) enum Momentum {
     /// By this part of the way.
     Given(f64),
     /// To the average of all batches, of which there were so many.
@@ -47,9 +47,9 @@ pub(crate) enum Pace {
 }
 
 impl Running {
-    pub(crate) fn new(mean: Tensor, variance: Tensor, pace: Pace) -> Self {
+    pub(crate) fn new(mean: Tensor, variance: Tensor, momentum: Momentum) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, pace }
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), mean, variance, momentum }
     }
 
     pub(crate) fn share(&self) -> Self {
@@ -57,23 +57,23 @@ impl Running {
             id: self.id,
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            pace: match &self.pace {
-                Pace::Given(momentum) => Pace::Given(*momentum),
-                Pace::Average(batches) => Pace::Average(batches.shallow_clone()),
+            momentum: match &self.momentum {
+                Momentum::Given(momentum) => Momentum::Given(*momentum),
+                Momentum::Average(batches) => Momentum::Average(batches.shallow_clone()),
             },
         }
     }
 
     /// All that a batch moves.
     fn all(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.mean, &self.variance].into_iter().chain(self.pace.batches())
+        [&self.mean, &self.variance].into_iter().chain(self.momentum.batches())
     }
 
     /// The tensors themselves, to be moved by the batch that is run now.
     fn whole(&self) -> Result<Target> {
-        let momentum = match &self.pace {
-            Pace::Given(momentum) => *momentum,
-            Pace::Average(batches) => {
+        let momentum = match &self.momentum {
+            Momentum::Given(momentum) => *momentum,
+            Momentum::Average(batches) => {
                 let counted = batches.shallow_clone().f_add_scalar_(1.0)?;
                 1.0 / counted.f_double_value(&[])?
             }
@@ -83,7 +83,7 @@ impl Running {
     }
 }
 
-impl Pace {
+impl Momentum {
     /// The part of the way, where it does not depend on the batches so far.
     fn given(&self) -> Option<f64> {
         match self {

@@ -14,7 +14,7 @@ use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
 use super::ranks::shift;
-use super::{Moved, Pace, Running};
+use super::{Momentum, Moved, Running};
 use crate::Result;
 
 /// A layer has 16 rows before they are pooled: more would be more memory, fewer more kernels.
@@ -123,7 +123,7 @@ impl Seen {
         }
         self.running.mean = mean;
         self.running.variance = variance;
-        if let Pace::Average(batches) = &mut self.running.pace {
+        if let Momentum::Average(batches) = &mut self.running.momentum {
             *batches = twin(batches).unwrap_or_else(|| batches.shallow_clone());
         }
         Ok(())
@@ -172,7 +172,7 @@ impl Seen {
             pooled: self.pooled.iter().map(|part| part.count).collect(),
             kind: self.running.mean.kind(),
             device: self.running.mean.device(),
-            momentum: self.running.pace.given(),
+            momentum: self.running.momentum.given(),
         }
     }
 }
@@ -222,7 +222,7 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         for seen in &group {
             let channels = seen.running.mean.size1()?;
             let part = |whole: &Tensor| whole.f_narrow(0, start, channels);
-            let batches = seen.running.pace.batches();
+            let batches = seen.running.momentum.batches();
             let batches = batches.map(|batches| batches.f_add_scalar(1.0)).transpose()?;
             let values = [part(&means)?, part(&variances)?].into_iter().chain(batches);
             moved.push(&seen.running, values.collect());
@@ -235,8 +235,8 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
 /// How far each channel of layers moves whose statistics are averages of all batches.
 fn parts_of_the_way(group: &[&mut Seen], kind: Kind) -> Result<Tensor> {
     let mut parts = Vec::new();
-    for Running { mean, pace, .. } in group.iter().map(|seen| &seen.running) {
-        if let Some(batches) = pace.batches() {
+    for Running { mean, momentum, .. } in group.iter().map(|seen| &seen.running) {
+        if let Some(batches) = momentum.batches() {
             let part = batches.f_to_kind(kind)?.f_add_scalar(1.0)?.f_reciprocal()?;
             parts.push(part.f_expand(mean.size(), false)?);
         }

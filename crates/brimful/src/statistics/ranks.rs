@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::pool::Seen;
-use super::{Pace, Pending, Running};
+use super::{Momentum, Pending, Running};
 use crate::Result;
 use crate::ranks::RanksTurn;
 
@@ -32,12 +32,12 @@ impl Pending {
     /// The layers that have reported, where `name` knows their variables.
     pub(crate) fn layers(&self, name: impl Fn(&Tensor) -> Option<String>) -> Vec<ReportedLayer> {
         let layer = |seen: &Seen| {
-            let Running { mean, variance, pace, .. } = &seen.running;
+            let Running { mean, variance, momentum, .. } = &seen.running;
             Some(ReportedLayer {
                 mean: name(mean)?,
                 variance: name(variance)?,
-                momentum: pace.given(),
-                batches: pace.batches().and_then(&name),
+                momentum: momentum.given(),
+                batches: momentum.batches().and_then(&name),
             })
         };
         self.deferred.values().filter_map(layer).collect()
@@ -66,10 +66,12 @@ impl Pending {
                 continue;
             };
             let batches = layer.batches.and_then(|name| variable(&name));
-            let Some(pace) = layer.momentum.map(Pace::Given).or(batches.map(Pace::Average)) else {
+            let Some(momentum) =
+                layer.momentum.map(Momentum::Given).or(batches.map(Momentum::Average))
+            else {
                 continue;
             };
-            ids.push(self.find_or_add(mean, variance, pace)?);
+            ids.push(self.find_or_add(mean, variance, momentum)?);
         }
         let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
         let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
@@ -87,13 +89,13 @@ impl Pending {
     }
 
     /// The layer with these variables; a new one where it has seen nothing here.
-    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, pace: Pace) -> Result<u64> {
+    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> Result<u64> {
         let place = mean.data_ptr();
         let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);
         if let Some((id, _)) = known {
             return Ok(*id);
         }
-        let running = Running::new(mean, variance, pace);
+        let running = Running::new(mean, variance, momentum);
         let id = running.id;
         self.deferred.insert(id, Seen::new(running, &mut self.rows)?);
         Ok(id)
