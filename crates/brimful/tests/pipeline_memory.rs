@@ -129,9 +129,12 @@ fn block(p: &nn::Path) -> nn::Func<'static> {
     })
 }
 
+/// A model's name, how it is made, and a micro-batch of it.
+type DeepModel = (&'static str, fn() -> Layers, Tensor);
+
 /// A perceptron and a GPT whose boundaries are small beside what their stages keep: on CPUs these are shared,
 /// and charged to the stage that makes them, where devices of their own would have a copy each.
-fn deep_models() -> [(&'static str, fn() -> Layers, Tensor); 2] {
+fn deep_models() -> [DeepModel; 2] {
     fn repeated(count: usize, layer: fn(&nn::Path) -> nn::Func<'static>) -> Layers {
         (0..count).fold(Layers::new(), |layers, number| layers.add(number.to_string(), layer))
     }

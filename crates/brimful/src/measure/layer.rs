@@ -183,17 +183,13 @@ impl MeasuredLayer<'_> {
         if groups[0].is_empty() {
             return Ok((0.0, 0.0));
         }
-        let input_half = || {
-            let (gradients, weights) = SplitBackward::input_half(&groups, inputs)?;
-            drop(gradients);
-            Ok(weights)
-        };
-        let (mut weights, input) = self.meter.timed(input_half)?;
-        drop(groups);
+        let input_half = || Ok(SplitBackward::input_half(&groups, inputs)?);
+        let ((gradients, mut weights), input) = self.meter.timed(input_half)?;
+        drop((groups, gradients));
         if others.is_empty() {
             return Ok((input, 0.0));
         }
-        let weight_half = || Ok(drop(weights.weight_gradients(0, others)?));
+        let weight_half = || Ok(weights.weight_gradients(0, others)?);
         Ok((input, self.meter.timed(weight_half)?.1))
     }
 }
