@@ -9,7 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, ragged, world,
+    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, ragged,
+    world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.

@@ -58,7 +58,7 @@ pub enum BrimfulCommand {
     /// Write text with a trained GPT.
     Generate(generate::GenerateOptions),
     /// Predict the time, the bubble and the memory of a step before anything runs.
-    Plan(plan::PlanOptions),
+    Plan(Box<plan::PlanOptions>),
     /// Make a page of a run: timeline, memory, sizes, loss and rate.
     Report(report::ReportOptions),
     /// Compare the full batch's gradients with those of its micro-batches.

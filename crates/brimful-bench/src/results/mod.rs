@@ -38,7 +38,7 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 10] = [
+const BENCHES: [(&str, Views); 11] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
