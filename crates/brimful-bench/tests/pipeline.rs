@@ -24,7 +24,7 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     let arguments = ["--stages", "1,2", "--recompute", "never,always", "--svg", path];
     let (rows, _) = program::rows(bench_pipeline(&arguments));
 
-    assert_eq!(rows.len(), 2 * (1 + 7 * 2));
+    assert_eq!(rows.len(), 2 * (1 + 10 * 2));
     let ours = rows.iter().filter(|row| row["contestant"] == "brimful");
     // A model of few layers has no four stages on each of two devices.
     let (piped, missing): (Vec<_>, Vec<_>) = ours.partition(|row| row["error"].is_null());
