@@ -210,8 +210,7 @@ impl Builder {
         // the owner's values over before anything runs.
         ranks::spread(&workers, &ranks)?;
         let mut state = StepState::new(self.size);
-        state.team = team;
-        state.non_finite = self.non_finite;
+        (state.team, state.non_finite) = (team, self.non_finite);
         state.reserved = reserved(&workers, self.reserved)?;
         self.remembered.iter().for_each(|path| state.remember(path));
         Ok(Pipeline {

@@ -144,6 +144,34 @@ impl Blueprint {
         Ok((stages, HostedStages::new(hosted, memory, self.slots)?))
     }
 
+    /// Builds the stages in this store, and all that they need to run.
+    fn site(&self, store: &VarStore) -> Result<Site> {
+        let device = self.device.device;
+        // Before the layers, which on a CPU would else draw from the one that all threads share.
+        let generator = Generator::new(device);
+        let (stages, homes) = self.stages(store, &generator)?;
+        Ok(Site {
+            device,
+            waiting: self.waiting_room(&stages, homes.as_ref())?,
+            stages,
+            // Two, each with streams: a neighbour's gradient must not queue behind the next inputs.
+            dock: Copies::new(device),
+            inputs: Copies::new(device),
+            generator,
+            turn: self.turn.clone(),
+            layer: Cell::new(None),
+            model_length: self.layout.layers.len(),
+            layout: Arc::clone(&self.layout),
+            trains: true,
+            refuses_gradients: self.non_finite == NonFinite::RefuseGradients,
+            unmanaged: Vec::new(),
+            resting_place: self.resting_place(homes.as_ref())?,
+            homes,
+            stage_homes: self.homes.clone(),
+            told_of_whole: HashSet::new(),
+        })
+    }
+
     /// Where boundaries wait on the host, if any do.
     fn resting_place(&self, homes: Option<&HostedStages>) -> Result<Option<RestingPlace>> {
         if self.homes.iter().all(|home| home.boundaries == Home::Device) {
@@ -337,36 +365,12 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, replica, device, turn, kind, non_finite, .. } = blueprint;
-        // Before the layers, which on a CPU would else draw from the one that all threads share.
-        let generator = Generator::new(device.device);
+        let Blueprint { layout, number, replica, device, kind, non_finite, .. } = blueprint;
         let mut store = VarStore::new(device.device);
-        let (stages, homes) = blueprint.stages(&store, &generator)?;
-        let resting_place = blueprint.resting_place(homes.as_ref())?;
+        let site = blueprint.site(&store)?;
         if *kind != tch::Kind::Float {
             store.set_kind(*kind);
         }
-        let waiting = blueprint.waiting_room(&stages, homes.as_ref())?;
-        let site = Site {
-            device: device.device,
-            stages,
-            // Two, each with streams: a neighbour's gradient must not queue behind the next inputs.
-            dock: Copies::new(device.device),
-            inputs: Copies::new(device.device),
-            generator,
-            turn: turn.clone(),
-            layer: Cell::new(None),
-            model_length: layout.layers.len(),
-            layout: Arc::clone(layout),
-            trains: true,
-            refuses_gradients: *non_finite == NonFinite::RefuseGradients,
-            unmanaged: Vec::new(),
-            homes,
-            waiting,
-            stage_homes: blueprint.homes.clone(),
-            resting_place,
-            told_of_whole: HashSet::new(),
-        };
         Ok(Self {
             number: *number,
             has_first_stage: *number == layout.first_worker(),
