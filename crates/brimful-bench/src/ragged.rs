@@ -3,6 +3,7 @@
 //! All contestants train the same GPT on the same mini-batch, in micro-batches of at most as many places: what
 //! differs is how many of these are padding.
 
+use std::fs;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
@@ -103,36 +104,78 @@ pub(crate) fn run(options: &RaggedOptions) -> Result<()> {
     let texts = Texts::made_up(options.batch_size, device);
     let difference = gradient_difference(options, &texts.first(COMPARED), device)?;
     let mut trained = RaggedModel::new(options, Kind::Float, device)?;
-    let mut figures = CUTS.map(|cut| (cut, StepTimes::default(), 0));
+    let mut all = CUTS.map(RaggedFigures::new);
     for turn in 0..WARM_UP + options.repeats {
-        for (cut, times, micro_batches) in &mut figures {
-            progress.turn("ragged", cut.contestant(), turn, WARM_UP, options.repeats);
-            torch_device::synchronize(device)?;
-            let start = Instant::now();
-            *micro_batches = trained.backward(*cut, &texts)?;
-            torch_device::synchronize(device)?;
-            times.push_if(turn >= WARM_UP, start.elapsed().as_secs_f64());
+        for figures in &mut all {
+            let contestant = figures.cut.contestant();
+            progress.turn("ragged", contestant, turn, WARM_UP, options.repeats);
+            figures.take_turn(&mut trained, &texts, turn >= WARM_UP)?;
         }
         progress.advance(1);
     }
     progress.done();
-    for (cut, times, micro_batches) in &figures {
-        journal.enter(&RaggedRow {
-            contestant: cut.contestant(),
+    for figures in &all {
+        journal.enter(&figures.row(options, texts.tokens(), difference))?;
+    }
+    journal.end()
+}
+
+/// What a contestant has shown.
+struct RaggedFigures {
+    cut: RaggedCut,
+    times: StepTimes,
+    /// Seconds that the process's threads have computed: others on the machine do not change them.
+    computed: StepTimes,
+    micro_batches: usize,
+}
+
+impl RaggedFigures {
+    fn new(cut: RaggedCut) -> Self {
+        Self { cut, times: StepTimes::default(), computed: StepTimes::default(), micro_batches: 0 }
+    }
+
+    fn take_turn(&mut self, trained: &mut RaggedModel, texts: &Texts, counts: bool) -> Result<()> {
+        let device = trained.store.device();
+        torch_device::synchronize(device)?;
+        let (start, computed) = (Instant::now(), computed_seconds());
+        self.micro_batches = trained.backward(self.cut, texts)?;
+        torch_device::synchronize(device)?;
+        self.times.push_if(counts, start.elapsed().as_secs_f64());
+        if let (true, Some(before), Some(after)) = (counts, computed, computed_seconds()) {
+            self.computed.push(after - before);
+        }
+        Ok(())
+    }
+
+    fn row(&self, options: &RaggedOptions, tokens: i64, gradient_difference: f64) -> RaggedRow {
+        let seconds = self.times.median();
+        RaggedRow {
+            contestant: self.cut.contestant(),
             shape: format!("{}×{}", options.layers, options.width),
             heads: options.heads,
             batch: options.batch_size,
             token_budget: options.token_budget,
-            tokens: texts.tokens(),
-            micro_batches: *micro_batches,
+            tokens,
+            micro_batches: self.micro_batches,
             repeats: options.repeats,
-            seconds: times.median(),
-            spread: times.spread(),
-            tokens_per_s: texts.tokens() as f64 / times.median(),
-            gradient_difference: difference,
-        })?;
+            seconds,
+            spread: self.times.spread(),
+            cpu_seconds: (!self.computed.0.is_empty()).then(|| self.computed.median()),
+            tokens_per_s: tokens as f64 / seconds,
+            gradient_difference,
+        }
     }
-    journal.end()
+}
+
+/// Seconds that this process has computed so far, all threads together, where Linux tells.
+fn computed_seconds() -> Option<f64> {
+    let text = fs::read_to_string("/proc/self/stat").ok()?;
+    let after_the_name = text.rsplit_once(')')?.1;
+    let fields: Vec<&str> = after_the_name.split_whitespace().collect();
+    // In its own work and in the system's, in hundredths of a second.
+    let ticks = [fields.get(11)?, fields.get(12)?].map(|ticks| ticks.parse::<f64>());
+    let [Ok(own), Ok(system)] = ticks else { return None };
+    Some((own + system) / 100.0)
 }
 
 /// The largest difference of any two cuts' gradients in f64, relative to the largest number in them.
@@ -273,6 +316,8 @@ struct RaggedRow {
     seconds: f64,
     /// (Longest − shortest) / median of the steps.
     spread: f64,
+    /// The median of what the process's threads computed in a step.
+    cpu_seconds: Option<f64>,
     tokens_per_s: f64,
     /// Between the contestants in f64, relative to the largest number.
     gradient_difference: f64,

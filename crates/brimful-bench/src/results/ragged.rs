@@ -4,13 +4,15 @@ use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, grouped, over};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const COLUMNS: [TableColumn; 6] = [
+const COLUMNS: [TableColumn; 8] = [
     ("contestant", "contestant"),
     ("seconds", "s a step"),
     ("tokens_per_s", "tokens/s"),
     ("ratio", "of by samples"),
     ("micro_batches", "micro-batches"),
     ("spread", "spread"),
+    ("cpu_seconds", "CPU s a step"),
+    ("cpu_ratio", "by samples' CPU s : own"),
 ];
 
 /// What everything is measured against.
@@ -19,6 +21,7 @@ const BY_SAMPLES: &str = "brimful, by samples";
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     let table = |(title, of_work): (String, Vec<&ResultRow>)| {
         let by_samples = of_work.iter().find(|row| row.contestant() == BY_SAMPLES);
+        let cpu_by_samples = by_samples.and_then(|row| row.number("cpu_seconds"));
         let by_samples = by_samples.and_then(|row| row.number("tokens_per_s"));
         let line = |row: &&ResultRow| {
             let rate = row.number("tokens_per_s");
@@ -29,6 +32,8 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
                 TableCell::Ratio(over(rate, by_samples), 2),
                 TableCell::Count(row.number("micro_batches")),
                 TableCell::Percent(row.number("spread"), 0),
+                TableCell::Number(row.number("cpu_seconds")),
+                TableCell::Ratio(over(cpu_by_samples, row.number("cpu_seconds")), 2),
             ])
         };
         Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
