@@ -25,20 +25,25 @@ const COMPUTES_AGAIN: usize = 1;
 /// The best way to run the step: everything kept where that fits, else as much as there is room for,
 /// else what is least over.
 pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
-    let all = row_of_mode(request, PlanChoice { recompute: Recompute::Never, ..choice })?;
-    if all.fits {
+    let keeping = PlanChoice { recompute: Recompute::Never, ..choice };
+    let fastest = BalanceTrial::new(request, keeping)?.fastest()?;
+    let all = row_of_mode(request, keeping)?;
+    // With another balance, which the memory forces upon it, computing again can be the lesser evil.
+    if all.fits && all.balance == fastest {
         return Ok(all);
     }
     let choice = PlanChoice { recompute: LEAN, ..choice };
-    let mut best = row_of_mode(request, choice)?;
-    if !best.fits {
-        return Ok(if all.excess() < best.excess() { all } else { best });
-    }
-    let mut balances = vec![best.balance.clone(), all.balance];
+    let lean = row_of_mode(request, choice)?;
+    let mut balances = vec![lean.balance.clone(), all.balance.clone(), fastest];
     balances.dedup();
+    let is_better = |row: &PlanRow, best: &PlanRow| {
+        let (over, least) = (row.excess(), best.excess());
+        over < least || over == least && row.makespan <= best.makespan
+    };
+    let mut best = if is_better(&lean, &all) { lean } else { all };
     for balance in balances {
         let mixed = KeptStages::new(request, choice, balance)?.best()?;
-        if let Some(mixed) = mixed.filter(|mixed| mixed.fits && mixed.makespan <= best.makespan) {
+        if let Some(mixed) = mixed.filter(|mixed| mixed.fits && is_better(mixed, &best)) {
             best = mixed;
         }
     }

@@ -27,7 +27,7 @@ pub(super) fn best_row(
 /// the memory allows, else the one that is least over.
 pub(super) fn row_of_mode(request: &Request<'_>, choice: PlanChoice) -> Result<PlanRow, PlanError> {
     let trial = BalanceTrial::new(request, choice)?;
-    let fastest = trial.row(balance::by_time(&trial.loads, &trial.slots)?)?;
+    let fastest = trial.row(trial.fastest()?)?;
     if fastest.fits {
         return Ok(fastest);
     }
@@ -80,6 +80,11 @@ impl<'a> BalanceTrial<'a> {
         };
         let slots = actions.placement().iter().enumerate().map(slot).collect();
         Ok(Self { request, choice, actions, costs, loads, slots })
+    }
+
+    /// The balance whose slowest stage is as fast as can be, whatever it takes.
+    pub(super) fn fastest(&self) -> Result<Balance, PlanError> {
+        Ok(balance::by_time(&self.loads, &self.slots)?)
     }
 
     /// The costs of the stages of a balance.
