@@ -24,6 +24,9 @@ use crate::turns::TurnProgress;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Training {
     Full,
+    /// The same from the first parameters of the exact pairs: those belong to the list of layers, which
+    /// exact BatchNorms cut finer.
+    FullExact,
     /// Micro-batches of an automatic size, in memory that does not hold the mini-batch.
     Auto,
     /// Micro-batches as those of the stages, on one device.
@@ -47,11 +50,11 @@ enum Question {
 impl Question {
     /// The full batch comes first.
     fn trainings(self) -> Vec<Training> {
-        let others: &[Training] = match self {
-            Self::Cuts => &[Training::Auto, Training::Pieces, Training::Stages],
-            Self::Norms => &[Training::PairsExact, Training::PairsDeferred],
-        };
-        std::iter::once(Training::Full).chain(others.iter().copied()).collect()
+        use Training::{Auto, Full, FullExact, PairsDeferred, PairsExact, Pieces, Stages};
+        match self {
+            Self::Cuts => vec![Full, Auto, Pieces, Stages],
+            Self::Norms => vec![FullExact, PairsExact, PairsDeferred],
+        }
     }
 }
 
@@ -125,7 +128,7 @@ pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
 impl Training {
     fn name(self) -> &'static str {
         match self {
-            Self::Full => "full batch",
+            Self::Full | Self::FullExact => "full batch",
             Self::Auto => "micro-batches, auto",
             Self::Pieces => "16 micro-batches",
             Self::Stages => "4 stages",
@@ -138,6 +141,7 @@ impl Training {
     fn arguments(self, limit: Bytes) -> String {
         match self {
             Self::Full => "--micro-batches 1".to_owned(),
+            Self::FullExact => "--micro-batches 1 --batch-norm exact".to_owned(),
             Self::Auto => format!("--micro-batch auto --memory-limit {}", limit.0),
             Self::Pieces => "--micro-batches 16".to_owned(),
             Self::Stages => "--micro-batches 16 --stages 4".to_owned(),
