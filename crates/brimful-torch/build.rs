@@ -12,37 +12,49 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-const SOURCES: [&str; 29] = [
-    "bridge/activation.cpp",
-    "bridge/arena.cpp",
-    "bridge/autograd.cpp",
-    "bridge/batch_norm.cpp",
-    "bridge/cuda.cpp",
-    "bridge/cuda_object.cpp",
-    "bridge/events.cpp",
-    "bridge/foreach.cpp",
-    "bridge/generator.cpp",
-    "bridge/gradients.cpp",
-    "bridge/host_memory.cpp",
-    "bridge/kernels.cpp",
-    "bridge/layout.cpp",
-    "bridge/libtorch.cpp",
-    "bridge/linear_cross_entropy.cpp",
-    "bridge/memory.cpp",
-    "bridge/meta.cpp",
-    "bridge/norm.cpp",
-    "bridge/optim.cpp",
-    "bridge/own_generator.cpp",
-    "bridge/refusals.cpp",
-    "bridge/rotary.cpp",
-    "bridge/split_backward.cpp",
-    "bridge/start.cpp",
-    "bridge/streams.cpp",
-    "bridge/touched.cpp",
-    "bridge/transfer.cpp",
-    // Neither needs CUDA to be there: the compiler serves on machines without a card too.
-    "cuda/kernels/cache.cpp",
-    "cuda/kernels/compiler.cpp",
+/// The bridge's files, in two units that are compiled side by side: libtorch's headers take longer to read
+/// than our files to compile. Files of one unit cannot each have a thing of the same name.
+const UNITS: [(&str, &[&str]); 2] = [
+    (
+        "layers.cpp",
+        &[
+            "bridge/activation.cpp",
+            "bridge/batch_norm.cpp",
+            "bridge/foreach.cpp",
+            "bridge/kernels.cpp",
+            "bridge/layout.cpp",
+            "bridge/linear_cross_entropy.cpp",
+            "bridge/norm.cpp",
+            "bridge/optim.cpp",
+            "bridge/own_generator.cpp",
+            "bridge/rotary.cpp",
+            // Neither needs CUDA to be there: the compiler serves on machines without a card too.
+            "cuda/kernels/cache.cpp",
+            "cuda/kernels/compiler.cpp",
+        ],
+    ),
+    (
+        "runtime.cpp",
+        &[
+            "bridge/arena.cpp",
+            "bridge/autograd.cpp",
+            "bridge/cuda.cpp",
+            "bridge/cuda_object.cpp",
+            "bridge/events.cpp",
+            "bridge/generator.cpp",
+            "bridge/gradients.cpp",
+            "bridge/host_memory.cpp",
+            "bridge/libtorch.cpp",
+            "bridge/memory.cpp",
+            "bridge/meta.cpp",
+            "bridge/refusals.cpp",
+            "bridge/split_backward.cpp",
+            "bridge/start.cpp",
+            "bridge/streams.cpp",
+            "bridge/touched.cpp",
+            "bridge/transfer.cpp",
+        ],
+    ),
 ];
 
 const CUDA_SOURCES: [&str; 14] = [
@@ -75,10 +87,18 @@ fn main() {
     let include = headers();
     show_libraries_to_cargo();
     write_kernel_sources();
-    compiler(&include).files(SOURCES).compile("brimful_bridge");
+    compiler(&include).files(UNITS.iter().map(write_unit)).compile("brimful_bridge");
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
     cuda_object(&include);
+}
+
+/// Writes a unit: a file that includes its own.
+fn write_unit((name, files): &(&str, &[&str])) -> PathBuf {
+    let path = out_folder().join(name);
+    let text: String = files.iter().map(|file| format!("#include \"{file}\"\n")).collect();
+    fs::write(&path, text).expect("cargo's folder can be written to");
+    path
 }
 
 fn compiler(include: &Path) -> cc::Build {

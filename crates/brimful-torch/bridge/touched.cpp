@@ -57,7 +57,7 @@ struct Touches {
   }
 };
 
-thread_local Touches* innermost = nullptr;
+thread_local Touches* recording = nullptr;
 
 BRIMFUL_READ_AGAIN(
     "which operations write to what their schemas do not mark: batch normalisation its running "
@@ -103,7 +103,7 @@ void say(std::ostream& line, const c10::IValue& value) {
 std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) {
   const auto schema = function.operator_schema();
   // Autograd's own threads may inherit the callback, but nobody's list.
-  if (innermost == nullptr || !schema) return nullptr;
+  if (recording == nullptr || !schema) return nullptr;
   // Reading a number is an operation too.
   const at::DisableRecordFunctionGuard unseen;
   std::ostringstream line;
@@ -115,11 +115,11 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
   for (size_t i = 0; i < inputs.size() && i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
     const bool written = (alias != nullptr && alias->isWrite()) || is_running(arguments[i]);
-    touch(*innermost, inputs[i], written);
+    touch(*recording, inputs[i], written);
     if (!(on_numbers && inputs[i].isTensor())) say(line, inputs[i]);
   }
-  innermost->lines.push_back(line.str());
-  innermost->draws_on_host |= std::any_of(arguments.begin(), arguments.end(), takes_generator) &&
+  recording->lines.push_back(line.str());
+  recording->draws_on_host |= std::any_of(arguments.begin(), arguments.end(), takes_generator) &&
                               std::none_of(inputs.begin(), inputs.end(), is_elsewhere);
   return nullptr;
 }
@@ -139,14 +139,14 @@ void brimful::tell(
     const char* name, std::initializer_list<double> numbers,
     std::initializer_list<const at::Tensor*> read,
     std::initializer_list<const at::Tensor*> written) {
-  if (innermost == nullptr) return;
+  if (recording == nullptr) return;
   std::ostringstream line;
   line.precision(17);
   line << name;
   for (const double number : numbers) line << ' ' << number;
-  innermost->lines.push_back(line.str());
-  for (const auto* tensor : read) innermost->add(*tensor, false);
-  for (const auto* tensor : written) innermost->add(*tensor, true);
+  recording->lines.push_back(line.str());
+  for (const auto* tensor : read) recording->add(*tensor, false);
+  for (const auto* tensor : written) recording->add(*tensor, true);
 }
 
 extern "C" {
@@ -157,15 +157,15 @@ int32_t brimful_touches_begin(Touches** touches, char** message) noexcept {
     auto inner = std::make_unique<Touches>();
     inner->callback = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&before).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-    inner->around = innermost;
-    innermost = inner.release();
-    *touches = innermost;
+    inner->around = recording;
+    recording = inner.release();
+    *touches = recording;
   });
 }
 
 // Nothing is listed until this is called with what it returned.
 Touches* brimful_touches_exchange(Touches* touches) noexcept {
-  return std::exchange(innermost, touches);
+  return std::exchange(recording, touches);
 }
 
 // Whether an operation so far took random numbers of the host.
@@ -181,7 +181,7 @@ int32_t brimful_touches_end(
     char** message) noexcept {
   const std::unique_ptr<Touches> own(touches);
   at::removeCallback(own->callback);
-  innermost = own->around;
+  recording = own->around;
   return brimful::guarded(message, [&] {
     for (const auto& line : own->lines) ran(context, line.c_str());
     for (auto& [_, touch] : own->all) {

@@ -196,23 +196,18 @@ impl Builder {
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
         let one = schedule.actions(workers, 1, Recompute::Never)?;
         let homes = self.settle_homes(&balance, &one)?;
+        let build = self.stage_build(&homes);
+        let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
         let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
         let seeded = devices.iter().map(|device| device.device).collect();
-        let Self { kind, non_finite, host, slots, .. } = self;
-        let keeps_activations = self.recompute == Recompute::Never;
-        let build =
-            StageBuild { keeps_activations, kind, non_finite, host, homes: homes.clone(), slots };
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
         // the owner's values over before anything runs.
         ranks::spread(&workers, &ranks)?;
-        let mut state = StepState::new(self.size);
-        (state.team, state.non_finite) = (team, self.non_finite);
         state.reserved = reserved(&workers, self.reserved)?;
-        self.remembered.iter().for_each(|path| state.remember(path));
         Ok(Pipeline {
             workers: Arc::new(Mutex::new(workers)),
             layout,
@@ -225,12 +220,32 @@ impl Builder {
             meet,
             recompute_each: self.recompute_each,
             homes,
-            slots,
+            slots: self.slots,
             actions: HashMap::new(),
             open: None,
             forwards: 0,
             state,
         })
+    }
+
+    /// How every worker builds its stages, which live there.
+    fn stage_build(&self, homes: &[StageHome]) -> StageBuild {
+        StageBuild {
+            keeps_activations: self.recompute == Recompute::Never,
+            kind: self.kind,
+            non_finite: self.non_finite,
+            homes: homes.to_vec(),
+            slots: self.slots,
+            host: self.host.clone(),
+        }
+    }
+
+    /// What steps begin with.
+    fn first_state(&self, team: Team) -> StepState {
+        let mut state = StepState::new(self.size);
+        (state.team, state.non_finite) = (team, self.non_finite);
+        self.remembered.iter().for_each(|path| state.remember(path));
+        state
     }
 
     /// How many replicas this process has, and how many the ranks make up: alone, a process has all on
