@@ -1,7 +1,5 @@
 //! The balancer against brute force, and against the inputs that broke others.
 
-#![allow(clippy::unwrap_used)]
-
 use brimful_plan::balance::{self, Balance, BalanceError, Load, Slot};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

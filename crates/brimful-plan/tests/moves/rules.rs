@@ -1,14 +1,10 @@
 //! What moves between devices and host memory, and when it starts.
 
-#![allow(clippy::unwrap_used)]
-
-mod moving;
-
+use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
     Action, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves, Recompute,
     Schedule, StageHome, StageId,
 };
-use moving::{breadth_first, home};
 use proptest::prelude::*;
 
 /// A line for each action before which something is started.

@@ -1,7 +1,5 @@
 //! The planner's choices.
 
-#![allow(clippy::unwrap_used)]
-
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::plan::{Plan, PlanDevice, PlanError, PlannedStep, Request, plan};
 use brimful_plan::schedule::{ActionKind, BusCost, Recompute, Schedule};

@@ -1,7 +1,5 @@
 //! Where stages live, and what they keep, recompute and offload.
 
-#![allow(clippy::unwrap_used)]
-
 use brimful_plan::plan::homes::{HomeChoice, HomeError, HomeRequest, choose};
 use brimful_plan::schedule::{
     BusCost, Costs, Home, Moves, Recompute, Schedule, StageCost, StageHome, StageId, simulate_moves,

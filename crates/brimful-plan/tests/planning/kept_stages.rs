@@ -1,7 +1,5 @@
 //! What each stage keeps or computes again, where all live on their devices.
 
-#![allow(clippy::unwrap_used)]
-
 use brimful_plan::balance::{Balance, LayerCost, Profile};
 use brimful_plan::plan::{PlanDevice, PlanRow, PlannedStage, PlannedStep, Request, misfits, plan};
 use brimful_plan::schedule::{Recompute, Schedule};

@@ -1,14 +1,10 @@
 //! Steps whose weights live on the host, simulated with a bus.
 
-#![allow(clippy::unwrap_used)]
-
-mod moving;
-
+use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
     BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation, Span,
     StageCost, StageHome, render, simulate, simulate_moves,
 };
-use moving::{breadth_first, home};
 use proptest::prelude::*;
 
 /// Stages of 10 bytes of weights, a tick for each action, and a bus of `bandwidth` bytes a tick.
