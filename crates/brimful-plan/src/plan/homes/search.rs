@@ -33,6 +33,7 @@ type WayOffer = (usize, WayCost);
 type Ways = Vec<usize>;
 
 /// Ways that were simulated.
+#[derive(Clone)]
 struct Tried {
     ways: Ways,
     choice: HomeChoice,
@@ -88,7 +89,7 @@ impl<'a> Search<'a> {
         for price in HOST_PRICES {
             let best = self.knapsacks(leanest, slots, price)?;
             match self.over(&best.choice) {
-                None => return self.changed(best, slots),
+                None => return self.changed_from([best, leanest.clone()], slots),
                 Some(error) => least_over = Some(error),
             }
         }
@@ -117,6 +118,15 @@ impl<'a> Search<'a> {
             Some(best) => Ok(best),
             None => self.simulated(leanest.ways.clone(), slots),
         }
+    }
+
+    /// The best that changes lead to from either end: from what the knapsack has found, and from the leanest.
+    fn changed_from(&self, starts: [Tried; 2], slots: usize) -> Result<Tried, HomeError> {
+        let [found, leanest] = starts.map(|start| self.changed(start, slots));
+        let (found, leanest) = (found?, leanest?);
+        let fits = self.over(&leanest.choice).is_none();
+        let is_shorter = self.rank(&leanest, 0.0) < self.rank(&found, 0.0);
+        Ok(if fits && is_shorter { leanest } else { found })
     }
 
     /// Changes single stages, then pairs of them, those first that promise most, as long as the simulated
