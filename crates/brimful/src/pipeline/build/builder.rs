@@ -241,7 +241,7 @@ impl Builder {
     }
 
     /// What steps begin with.
-    fn first_state(&self, team: Team) -> StepState {
+    fn first_state<T>(&self, team: Team) -> StepState<T> {
         let mut state = StepState::new(self.size);
         (state.team, state.non_finite) = (team, self.non_finite);
         self.remembered.iter().for_each(|path| state.remember(path));
