@@ -155,12 +155,18 @@ fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// The first `samples % count` ranges take one sample more than the others.
+/// Where one of `count` near-equal ranges begins, and the one before it ends, by its number from 0: what
+/// [`by_size`] and [`by_count`] list, for ranges too many to list.
+#[must_use]
+pub fn start(samples: usize, count: usize, number: usize) -> usize {
+    let count = count.max(1);
+    // The first `samples % count` ranges have one sample more than the others: so have as many of the
+    // `number` ranges before it as are among these.
+    number * (samples / count) + number.min(samples % count)
+}
+
 fn near_equal(samples: usize, count: usize) -> Vec<Range<usize>> {
-    let (length, longer) = (samples / count, samples % count);
-    // Of the i ranges before it, as many as are among the first `longer` have one sample more.
-    let start = |i: usize| i * length + i.min(longer);
-    (0..count).map(|i| start(i)..start(i + 1)).collect()
+    (0..count).map(|i| start(samples, count, i)..start(samples, count, i + 1)).collect()
 }
 
 #[cfg(test)]

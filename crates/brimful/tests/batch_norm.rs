@@ -11,7 +11,7 @@ mod support;
 use brimful::memory::{Arena, Memory};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, Size};
-use support::{assert_within, logged};
+use support::{alone, assert_within, logged};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -56,6 +56,7 @@ fn assert_near(what: &str, expected: &[Tensor; 2], got: &[Tensor; 2]) {
 
 #[test]
 fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
+    let _turn = alone();
     for shape in [vec![13, 3], vec![13, 3, 2, 5], vec![40, 3]] {
         let x = batch(&shape);
         let expected = {
@@ -80,6 +81,7 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
 
 #[test]
 fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
+    let _turn = alone();
     let x = batch(&[5, 3, 2, 2]);
     let two = || [layer(BatchNormPolicy::Deferred, 4), layer(BatchNormPolicy::Deferred, 2)];
     let run = |[first, second]: &[Layer; 2], x: &Tensor| {
@@ -98,6 +100,7 @@ fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
 
 #[test]
 fn a_window_moves_them_once() {
+    let _turn = alone();
     let x = batch(&[13, 3]);
     let plain = layer(BatchNormPolicy::Deferred, 2);
     let _ = plain.layer.forward_t(&x, true);
@@ -113,6 +116,7 @@ fn a_window_moves_them_once() {
 
 #[test]
 fn the_other_policies_do_what_they_say() {
+    let _turn = alone();
     let x = batch(&[12, 3]);
     let frozen = layer(BatchNormPolicy::Frozen, 2);
     let before = statistics(&frozen);
@@ -137,6 +141,7 @@ fn warnings(f: impl FnOnce()) -> usize {
 
 #[test]
 fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
+    let _turn = alone();
     let x = batch(&[12, 3]);
     let warned = |size: usize| {
         let mut store = nn::VarStore::new(Device::Cpu);
@@ -156,6 +161,7 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
 /// What an evaluation sees of such a layer tells nothing of training.
 #[test]
 fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
+    let _turn = alone();
     let x = batch(&[12, 3]);
     let mut store = nn::VarStore::new(Device::Cpu);
     let layer = nn::batch_norm1d(store.root(), 3, Default::default());
@@ -175,6 +181,7 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
 
 #[test]
 fn very_few_samples_at_a_time_are_warned_of_once() {
+    let _turn = alone();
     let x = batch(&[64, 3]);
     let warned = |limit: u64| {
         let split = layer(BatchNormPolicy::Deferred, 2);
@@ -195,6 +202,7 @@ fn very_few_samples_at_a_time_are_warned_of_once() {
 
 #[test]
 fn a_single_value_moves_the_mean_alone() {
+    let _turn = alone();
     let only = layer(BatchNormPolicy::Deferred, 2);
     let before = statistics(&only);
     let mut micro = MicroBatcher::new(&only.store, Size::Fixed(1));
@@ -206,6 +214,7 @@ fn a_single_value_moves_the_mean_alone() {
 
 #[test]
 fn a_loss_over_the_whole_counts_its_two_forwards_once() {
+    let _turn = alone();
     let x = batch(&[12, 3]);
     let plain = layer(BatchNormPolicy::Deferred, 2);
     let _ = plain.layer.forward_t(&x, true);

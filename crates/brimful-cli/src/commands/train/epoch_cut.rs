@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use brimful::split;
+
 /// How an epoch is cut: into near-equal mini-batches, of which some make a step together.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
@@ -42,16 +44,15 @@ impl EpochCut {
         (steps * self.accumulate).min(self.batches)
     }
 
-    /// The place at which a mini-batch begins: they differ by at most one sample, the larger ones first.
+    /// The place at which a mini-batch begins.
     fn first(&self, batch: usize) -> usize {
-        batch * (self.samples / self.batches) + batch.min(self.samples % self.batches)
+        split::start(self.samples, self.batches, batch)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brimful::split;
 
     #[test]
     fn an_epoch_is_cut_as_a_mini_batch_is() {

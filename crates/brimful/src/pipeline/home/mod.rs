@@ -30,7 +30,7 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
-use crate::pipeline::run::{HostLead, RestingPlace};
+use crate::pipeline::run::RestingPlace;
 use slots::Slots;
 
 /// How many stages are in slots at a time, unless a plan says it: one computes while the next is on its
@@ -46,7 +46,6 @@ pub(crate) struct HostedStages {
     slots: Slots,
     /// Where gradients and boundaries leave by.
     outward: RestingPlace,
-    lead: HostLead,
     /// The place at home of each parameter of the step under way.
     places: Vec<usize>,
     /// Sums on their way home, and when they are there.
@@ -84,7 +83,6 @@ impl HostedStages {
         Ok(Some(Self {
             slots: Slots::new(memory.device, slots, largest)?,
             outward: RestingPlace::new(memory.device, memory.arena.clone())?,
-            lead: HostLead::new(memory.device),
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
@@ -209,11 +207,6 @@ impl HostedStages {
 
     pub(crate) fn resting_place(&self) -> &RestingPlace {
         &self.outward
-    }
-
-    /// Waits until the device is at most a few actions behind: a host that ran ahead would fill it.
-    pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        self.lead.keep()
     }
 
     /// Waits until all sums are at home, and adds them to the step's.

@@ -9,10 +9,9 @@ use std::collections::VecDeque;
 use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
-use super::transfer::RestingPlace;
 use crate::Result;
 use crate::bytes::Bytes;
-use crate::memory::{Arena, Memory};
+use crate::memory::Memory;
 
 /// How many actions the host may be ahead of the device.
 const AHEAD: usize = 3;
@@ -45,12 +44,10 @@ impl HostLead {
     }
 }
 
-/// A device's memory, as a place to wait in, with the host's behind it.
+/// A device's memory, as a place to wait in.
 #[derive(Debug)]
 pub(crate) struct WaitingRoom {
     memory: Memory,
-    host: RestingPlace,
-    lead: HostLead,
     /// Whether activations wait too, and are computed again only where there is no room.
     keeps_activations: bool,
     known: Option<WorkNeed>,
@@ -98,23 +95,15 @@ enum Space {
 }
 
 impl WaitingRoom {
-    pub(crate) fn new(
-        memory: Memory,
-        host: Option<Arena>,
-        keeps_activations: bool,
-    ) -> Result<Self> {
-        let device = memory.device();
-        let host = RestingPlace::new(device, host)?;
-        Ok(Self {
+    pub(crate) fn new(memory: Memory, keeps_activations: bool) -> Self {
+        Self {
             memory,
-            host,
-            lead: HostLead::new(device),
             keeps_activations,
             known: None,
             fitted: None,
             step: None,
             space: Space::None,
-        })
+        }
     }
 
     /// A step begins.
@@ -162,13 +151,9 @@ impl WaitingRoom {
         self.keeps_activations && self.space == Space::ForAll
     }
 
-    /// Where parcels wait, where they cannot do so on the device.
-    pub(crate) fn elsewhere(&self) -> Option<&RestingPlace> {
-        (self.space == Space::None).then_some(&self.host)
-    }
-
-    pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        if self.space == Space::None { self.lead.keep() } else { Ok(()) }
+    /// Whether parcels have to wait on the host.
+    pub(crate) fn is_full(&self) -> bool {
+        self.space == Space::None
     }
 
     /// The step has come to its end with this peak; gives what it needs at least.

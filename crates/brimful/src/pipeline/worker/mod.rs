@@ -24,7 +24,7 @@ use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
-use crate::pipeline::run::{RestingPlace, WaitingRoom};
+use crate::pipeline::run::{HostLead, RestingPlace, WaitingRoom};
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, Home, Move, Moves, Span, StageHome, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -82,9 +82,10 @@ pub(crate) struct Site {
     /// host, where all waits then.
     pub(crate) waiting: Option<WaitingRoom>,
     /// Where each stage of the pipeline lives, and where what waits on the host waits; none where nothing
-    /// does.
+    /// can.
     stage_homes: Vec<StageHome>,
     resting_place: Option<RestingPlace>,
+    lead: HostLead,
     /// The stages of which it was told that some of their backward is not split.
     told_of_whole: HashSet<StageId>,
 }
@@ -150,9 +151,9 @@ impl Blueprint {
         // Before the layers, which on a CPU would else draw from the one that all threads share.
         let generator = Generator::new(device);
         let (stages, homes) = self.stages(store, &generator)?;
+        let waiting = self.waiting_room(&stages, homes.as_ref());
         Ok(Site {
             device,
-            waiting: self.waiting_room(&stages, homes.as_ref())?,
             stages,
             // Two, each with streams: a neighbour's gradient must not queue behind the next inputs.
             dock: Copies::new(device),
@@ -165,16 +166,22 @@ impl Blueprint {
             trains: true,
             refuses_gradients: self.non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
-            resting_place: self.resting_place(homes.as_ref())?,
+            resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
+            lead: HostLead::new(device),
+            waiting,
             homes,
             stage_homes: self.homes.clone(),
             told_of_whole: HashSet::new(),
         })
     }
 
-    /// Where boundaries wait on the host, if any do.
-    fn resting_place(&self, homes: Option<&HostedStages>) -> Result<Option<RestingPlace>> {
-        if self.homes.iter().all(|home| home.boundaries == Home::Device) {
+    /// Where boundaries wait on the host, if any are to, or may have to.
+    fn resting_place(
+        &self,
+        homes: Option<&HostedStages>,
+        may_be_full: bool,
+    ) -> Result<Option<RestingPlace>> {
+        if !may_be_full && self.homes.iter().all(|home| home.boundaries == Home::Device) {
             return Ok(None);
         }
         // What goes to the host goes by one way.
@@ -184,15 +191,10 @@ impl Blueprint {
     }
 
     /// Where micro-batches meet on a device whose memory is counted.
-    fn waiting_room(
-        &self,
-        stages: &[Stage],
-        homes: Option<&HostedStages>,
-    ) -> Result<Option<WaitingRoom>> {
+    fn waiting_room(&self, stages: &[Stage], homes: Option<&HostedStages>) -> Option<WaitingRoom> {
         let meet = homes.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
-        let memory = self.device.memory().filter(|_| meet);
-        let room = |memory| WaitingRoom::new(memory, self.host.clone(), self.keeps_activations);
-        memory.map(room).transpose()
+        let memory = self.device.memory().filter(|_| meet)?;
+        Some(WaitingRoom::new(memory, self.keeps_activations))
     }
 
     /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
@@ -255,7 +257,7 @@ impl Site {
 
     /// What moves while this list of actions is run.
     pub(crate) fn moves(&self, list: &[Action]) -> Result<Vec<Move>> {
-        if self.resting_place.is_none() && self.homes.is_none() {
+        if !self.has_moves() {
             return Ok(Vec::new());
         }
         let home = |(j, home): (usize, &StageHome)| {
@@ -271,16 +273,20 @@ impl Site {
         Ok(Moves::of_lists(&[list.to_vec()], &homes, slots)?.of(0).to_vec())
     }
 
+    /// Whether weights or boundaries cross the bus by plan.
+    fn has_moves(&self) -> bool {
+        self.homes.is_some() || self.stage_homes.iter().any(|home| home.boundaries == Home::Host)
+    }
+
     /// Where what enters a stage waits, if that is on the host: as it was planned, or for want of room.
     fn resting_place_of(&self, stage: StageId) -> Option<&RestingPlace> {
         let home = self.stage_homes.get(stage.index())?;
-        let planned = self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host);
-        planned.or_else(|| self.waiting.as_ref()?.elsewhere())
+        self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || self.is_full())
     }
 
     /// Whether the device has no room for what waits.
     pub(crate) fn is_full(&self) -> bool {
-        self.waiting.as_ref().is_some_and(|waiting| waiting.elsewhere().is_some())
+        self.waiting.as_ref().is_some_and(WaitingRoom::is_full)
     }
 
     /// Lets a parcel that enters this stage, or comes back from it, wait on the host where it is to: all
@@ -309,10 +315,9 @@ impl Site {
         Ok(HeldInput::Host(parcels))
     }
 
-    /// Waits while the device is far behind.
+    /// Waits while the device is far behind: a host that ran ahead of what crosses the bus would fill it.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        self.homes.as_mut().map_or(Ok(()), HostedStages::keep_pace)?;
-        self.waiting.as_mut().map_or(Ok(()), WaitingRoom::keep_pace)
+        if self.has_moves() || self.is_full() { self.lead.keep() } else { Ok(()) }
     }
 
     /// Looks how much room the next action leaves to what waits.
