@@ -20,6 +20,7 @@ const UNITS: [(&str, &[&str]); 2] = [
         &[
             "bridge/activation.cpp",
             "bridge/batch_norm.cpp",
+            "bridge/embedding.cpp",
             "bridge/foreach.cpp",
             "bridge/kernels.cpp",
             "bridge/layout.cpp",
@@ -27,6 +28,7 @@ const UNITS: [(&str, &[&str]); 2] = [
             "bridge/norm.cpp",
             "bridge/optim.cpp",
             "bridge/own_generator.cpp",
+            "bridge/projection.cpp",
             "bridge/rotary.cpp",
             // Neither needs CUDA to be there: the compiler serves on machines without a card too.
             "cuda/kernels/cache.cpp",
@@ -47,6 +49,7 @@ const UNITS: [(&str, &[&str]); 2] = [
             "bridge/libtorch.cpp",
             "bridge/memory.cpp",
             "bridge/meta.cpp",
+            "bridge/offered_sums.cpp",
             "bridge/refusals.cpp",
             "bridge/split_backward.cpp",
             "bridge/start.cpp",
@@ -57,18 +60,21 @@ const UNITS: [(&str, &[&str]); 2] = [
     ),
 ];
 
-const CUDA_SOURCES: [&str; 14] = [
+const CUDA_SOURCES: [&str; 17] = [
     "cuda/graph.cpp",
     "cuda/memory.cpp",
     "cuda/object.cpp",
     "cuda/kernels/activation.cpp",
+    "cuda/kernels/add_halves.cpp",
     "cuda/kernels/batch_norm.cpp",
     "cuda/kernels/cache.cpp",
     "cuda/kernels/card.cpp",
+    "cuda/kernels/column_sums.cpp",
     "cuda/kernels/compiler.cpp",
     "cuda/kernels/cross_entropy.cpp",
     "cuda/kernels/driver.cpp",
     "cuda/kernels/kernel.cpp",
+    "cuda/kernels/memset_nodes.cpp",
     "cuda/kernels/norm.cpp",
     "cuda/kernels/object.cpp",
     "cuda/kernels/rotary.cpp",

@@ -201,8 +201,9 @@ impl TransformerBlock {
 
 impl ModuleT for TransformerBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        let attended = self.attention.forward_t(&self.ln_1.forward(x), train);
-        let (x, normed) = self.ln_2.forward_add(&attended.dropout(self.dropout, train), x);
+        let (x, normed) = self.ln_1.forward_beside(x);
+        let attended = self.attention.forward_t(&normed, train);
+        let (x, normed) = self.ln_2.forward_add(&attended.dropout(self.dropout, train), &x);
         let mixed = self.contract.forward(&self.expand(&normed));
         x + mixed.dropout(self.dropout, train)
     }

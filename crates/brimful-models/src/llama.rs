@@ -141,8 +141,9 @@ impl LlamaBlock {
 
 impl ModuleT for LlamaBlock {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        let attended = self.attention.forward_t(&self.input_norm.forward(x), train);
-        let (x, normed) = self.post_norm.forward_add(&attended, x);
+        let (x, normed) = self.input_norm.forward_beside(x);
+        let attended = self.attention.forward_t(&normed, train);
+        let (x, normed) = self.post_norm.forward_add(&attended, &x);
         x + self.network.forward(&normed)
     }
 }

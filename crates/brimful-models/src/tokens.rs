@@ -1,7 +1,7 @@
 //! Both ends of a language model: tokens are looked up in a table, and places compared with every token of one.
 
 use brimful::Layers;
-use brimful::nn::spread_weight;
+use brimful::nn::{embedding, spread_weight};
 use tch::Tensor;
 use tch::nn::{Module, Path};
 
@@ -49,7 +49,7 @@ pub(crate) struct Embedding(pub(crate) Tensor);
 
 impl Module for Embedding {
     fn forward(&self, tokens: &Tensor) -> Tensor {
-        Tensor::embedding(&self.0, tokens, -1, false, false)
+        embedding(&self.0, tokens).unwrap_or_else(|error| panic!("{error}"))
     }
 }
 

@@ -3,6 +3,7 @@
 //
 // A SwiGLU's input has twice its output's columns: silu(first half) · second half.
 
+#include "column_sums.h"
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
@@ -98,16 +99,7 @@ void backward_by_kernel(ActivationGradient& g) {
   arguments.rows = rows;
   arguments.outputs = static_cast<int>(outputs);
   kernels::functions()->activation(arguments, kind, g.function, true);
-  if (g.wants_bias) {
-    g.of_bias = at::empty({x.size(-1)}, x.options());
-    ColumnSumsArguments sums{};
-    sums.from[0] = partial.const_data_ptr<float>();
-    sums.into[0] = g.of_bias.mutable_data_ptr();
-    sums.kind = static_cast<int>(kind);
-    sums.rows = static_cast<int>(blocks);
-    sums.columns = static_cast<int>(x.size(-1));
-    kernels::functions()->column_sums(sums);
-  }
+  if (g.wants_bias) g.of_bias = kernels::columns_summed(partial, g.bias);
   g.of_x = of_x;
 }
 

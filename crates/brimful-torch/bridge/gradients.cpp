@@ -5,11 +5,13 @@
 // on; and half-precision gradients can be summed in f32.
 
 #include "guard.h"
+#include "kernel_tensors.h"
 #include "tensors.h"
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
 
 using brimful::guarded;
 using brimful::is_half;
@@ -20,11 +22,55 @@ at::Tensor empty_sum(const at::Tensor& gradient) {
   return at::empty_like(gradient, gradient.options().dtype(at::kFloat));
 }
 
-// Half-precision gradients and their f32 sums, in pieces of bounded size: the kernels that work on
-// lists take one kind of number at a time, so each piece is converted first.
+// Whether a kernel of our own can go along both at once.
+bool is_alike_in_memory(const at::Tensor& sum, const at::Tensor& gradient) {
+  const auto aligned = [](const at::Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  };
+  return sum.scalar_type() == at::kFloat && sum.strides() == gradient.strides() &&
+         sum.is_non_overlapping_and_dense() && aligned(sum) && aligned(gradient);
+}
+
+// Adds those gradients of one kind and device, and leaves them out of the lists.
+bool add_some_by_kernel(std::vector<at::Tensor>& sums, std::vector<at::Tensor>& gradients) {
+  const auto like = gradients.front();
+  AddHalvesArguments arguments{};
+  int tensors = 0;
+  std::vector<at::Tensor> other_sums, other_gradients;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const auto& gradient = gradients[i];
+    const bool alike = gradient.device() == like.device() &&
+                       gradient.scalar_type() == like.scalar_type() &&
+                       is_alike_in_memory(sums[i], gradient);
+    if (tensors < ADDED_AT_ONCE && alike) {
+      arguments.from[tensors] = gradient.const_data_ptr();
+      arguments.into[tensors] = sums[i].mutable_data_ptr<float>();
+      arguments.count[tensors++] = gradient.numel();
+    } else {
+      other_sums.push_back(sums[i]);
+      other_gradients.push_back(gradient);
+    }
+  }
+  if (tensors == 0) return false;
+  const c10::DeviceGuard there(like.device());
+  const auto kind = brimful::kernels::number_kind(like);
+  brimful::kernels::functions()->add_halves(arguments, kind, tensors);
+  sums.swap(other_sums);
+  gradients.swap(other_gradients);
+  return true;
+}
+
+// Half-precision gradients and their f32 sums, in one pass where kernels of our own can, and what is left over in
+// pieces of bounded size: libtorch's own for lists take one kind of number, so each piece is converted
+// first.
 void add_half(
-    const std::vector<at::Tensor>& sums, const std::vector<at::Tensor>& gradients,
-    int64_t piece_bytes) {
+    std::vector<at::Tensor> sums, std::vector<at::Tensor> gradients, int64_t piece_bytes) {
+  const auto by_kernel = [&] {
+    while (!sums.empty() && brimful::kernels::takes(gradients.front())) {
+      if (!add_some_by_kernel(sums, gradients)) break;
+    }
+  };
+  brimful::kernels::or_else("sums of gradients", by_kernel, [] {});
   for (size_t start = 0, end = 0; start < sums.size(); start = end) {
     std::vector<at::Tensor> into, converted, from;
     for (int64_t bytes = 0; end < sums.size() && (end == start || bytes < piece_bytes); ++end) {
@@ -81,7 +127,7 @@ int32_t brimful_collect_gradients(
     }
     if (!first_into.empty()) at::_foreach_copy_(first_into, first_from);
     if (!into.empty()) at::_foreach_add_(into, added);
-    add_half(half_into, half_added, piece_bytes);
+    add_half(std::move(half_into), std::move(half_added), piece_bytes);
   });
 }
 

@@ -41,6 +41,10 @@ class KernelNode : public torch::autograd::Node {
     return backward(std::move(gradients));
   }
 
+  // Whether it gains by being run for its inputs alone, and later for its weights: not where one kernel
+  // computes both.
+  virtual bool has_halves() const { return false; }
+
  protected:
   virtual const char* what() const = 0;
   // Where a loss is differentiated twice.

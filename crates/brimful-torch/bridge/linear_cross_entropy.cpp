@@ -10,6 +10,7 @@
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
+#include "offered_sums.h"
 #include "tensors.h"
 #include "version.h"
 
@@ -31,6 +32,7 @@
 
 using brimful::is_half;
 using brimful::or_none;
+using brimful::sum_kind;
 using brimful::kernels::variable_list;
 
 BRIMFUL_READ_AGAIN(
@@ -42,9 +44,6 @@ namespace {
 // Rows of logits begin at multiples of this many elements on a device: products into odd rows take
 // three times as long there.
 constexpr int64_t kRowStep = 64;
-
-// What sums over halves are made in.
-at::ScalarType sum_kind(at::ScalarType kind) { return is_half(kind) ? at::kFloat : kind; }
 
 // What the losses of rows are made of: that of row i with target t is
 //   -of_target[i] · log p[t] - of_all[i] · Σ_j class_weight[j] · log p[j]
@@ -305,15 +304,31 @@ at::Tensor scaled(at::Tensor gradient, const at::Tensor& factor, at::ScalarType 
   return (keep ? gradient.mul(by) : gradient.mul_(by)).to(kind);
 }
 
-// Keeps nothing but the gradients themselves, which its backward multiplies.
+// Adds a gradient times what the loss was multiplied by to the sum that is offered for it.
+void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, bool keep) {
+  const auto by = factor.to(sum_kind(gradient.scalar_type())).reshape({1});
+  if (sum.defined()) {
+    sum.addcmul_(gradient, by);
+  } else {
+    sum = keep ? gradient.mul(by) : gradient.mul_(by);
+  }
+}
+
+// Keeps the gradients themselves, which its backward multiplies.
 struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
+  // The edges, in this order.
+  enum Input { kHidden, kWeight, kBias };
+
   std::string name() const override { return "BrimfulLinearCrossEntropyBackward"; }
   const char* what() const override { return "linear_cross_entropy"; }
   const char* remedy() const override {
     return "use a linear layer and cross_entropy where a loss is differentiated twice";
   }
 
-  void let_go() override { kept.fill(at::Tensor()); }
+  void let_go() override {
+    kept.fill(at::Tensor());
+    weight.reset_data();
+  }
 
   variable_list backward(variable_list&& gradients) override {
     variable_list out(num_outputs());
@@ -323,13 +338,19 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
       // Given away one by one: together they are as large as the layer.
       auto gradient = keep ? kept[i] : std::exchange(kept[i], {});
       if (!gradient.defined() || !task_should_compute_output(i)) continue;
-      out[i] = scaled(std::move(gradient), gradients[0], kind, keep);
+      auto* sum = i == kWeight ? brimful::offered_sum(weight.unpack()) : nullptr;
+      if (sum != nullptr) {
+        add_scaled(*sum, std::move(gradient), gradients[0], keep);
+      } else {
+        out[i] = scaled(std::move(gradient), gradients[0], kind, keep);
+      }
     }
     return out;
   }
 
-  // Of the edges in their order: hidden states, weight, bias; undefined where none is wanted.
+  // Of the edges in their order; undefined where none is wanted.
   std::array<at::Tensor, 3> kept;
+  brimful::kernels::SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };
 
@@ -347,6 +368,7 @@ at::Tensor loss_of(
       brimful::kernels::node_after<LinearCrossEntropyNode>(hidden, weight, bias);
   if (wanted.hidden) done.hidden = done.hidden.view(hidden.sizes());
   node->kept = {done.hidden, done.weight, done.bias};
+  node->weight = brimful::kernels::SavedVariable(weight, false);
   node->kind = hidden.scalar_type();
   torch::autograd::set_history(done.loss, node);
   return done.loss;

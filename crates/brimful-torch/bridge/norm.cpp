@@ -2,10 +2,14 @@
 // by libtorch's operations.
 //
 //   x + residual ─▶ sum ─▶ normed          both come out; without a residual the sum is x
+//
+// Where x is used beside the norm too, it goes through the node as a sum does: its two gradients are then
+// added in the norm's own pass.
 
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
+#include "offered_sums.h"
 #include "tensors.h"
 #include "touched.h"
 
@@ -32,6 +36,7 @@ struct NormGiven {
   at::Tensor bias;      // undefined for none
   double eps;
   bool rms;
+  bool gives_sum;
 };
 
 struct NormDone {
@@ -87,7 +92,7 @@ NormDone forward_by_kernel(const NormGiven& given) {
 struct NormGradient {
   at::Tensor of_out;
   at::Tensor of_sum;  // undefined where the sum is not used elsewhere
-  at::Tensor sum, weight, statistics;
+  at::Tensor sum, weight, bias, statistics;
   bool rms;
   bool wants_weight, wants_bias;
   at::Tensor of_x, of_weight, of_bias;
@@ -96,17 +101,21 @@ struct NormGradient {
   int64_t rows() const { return sum.numel() / width(); }
 };
 
-// The gradients of weight and bias, from what blocks have summed up: a table for each that is wanted.
-void sum_up(NormGradient& g, const at::Tensor& partials, int64_t blocks) {
+// The gradients of weight and bias, from what blocks have summed up: a table for each that is wanted, and not
+// left to be added up with all others'.
+void sum_up(NormGradient& g, const at::Tensor& partials) {
+  const auto blocks = partials.size(1);
   ColumnSumsArguments arguments{};
-  int tables = 0;
-  const auto add = [&](at::Tensor& into) {
+  int tables = 0, at = 0;
+  const auto add = [&](const at::Tensor& parameter, at::Tensor& into) {
+    const auto table = partials[at++];
+    if (brimful::leave_partials(parameter, table)) return;
     into = at::empty({g.width()}, g.sum.options());
-    arguments.from[tables] = partials.const_data_ptr<float>() + tables * blocks * g.width();
+    arguments.from[tables] = table.const_data_ptr<float>();
     arguments.into[tables++] = into.mutable_data_ptr();
   };
-  if (g.wants_weight) add(g.of_weight);
-  if (g.wants_bias) add(g.of_bias);
+  if (g.wants_weight) add(g.weight, g.of_weight);
+  if (g.wants_bias) add(g.bias, g.of_bias);
   if (tables == 0) return;
   arguments.kind = static_cast<int>(kernels::number_kind(g.sum));
   arguments.rows = static_cast<int>(blocks);
@@ -124,7 +133,7 @@ void backward_by_kernel(NormGradient& g) {
   const auto blocks = kernels::functions()->norm_partial_rows(g.rows(), g.width(), kind);
   const auto table = blocks * g.width();
   const auto partials =
-      at::empty({(int{g.wants_weight} + int{g.wants_bias}) * table}, g.statistics.options());
+      at::empty({int{g.wants_weight} + int{g.wants_bias}, blocks, g.width()}, g.statistics.options());
   auto* sums = partials.mutable_data_ptr<float>();
   const auto* scale = g.statistics.const_data_ptr<float>();
   auto of_x = at::empty_like(g.sum);
@@ -142,7 +151,7 @@ void backward_by_kernel(NormGradient& g) {
       0,
       static_cast<int>(g.width())};
   kernels::functions()->norm_backward(arguments, kind);
-  sum_up(g, partials, blocks);
+  sum_up(g, partials);
   g.of_x = of_x;
 }
 
@@ -165,7 +174,7 @@ void backward_by_libtorch(NormGradient& g) {
   g.of_x = of_x.to(kind).view_as(g.sum);
 }
 
-// Its outputs are the sum, where there is a residual, and the normed numbers.
+// Its outputs are the sum, where that is given, and the normed numbers.
 struct NormNode final : KernelNode {
   // The edges, in this order.
   enum Input { kX, kResidual, kWeight, kBias };
@@ -176,6 +185,7 @@ struct NormNode final : KernelNode {
   void let_go() override {
     sum.reset_data();
     weight.reset_data();
+    bias.reset_data();
     statistics.reset();
   }
 
@@ -183,17 +193,19 @@ struct NormNode final : KernelNode {
     variable_list out(num_outputs());
     NormGradient g{};
     g.of_out = gradients.back();
-    if (adds) g.of_sum = gradients.front();
+    if (gives_sum) g.of_sum = gradients.front();
     if (!g.of_out.defined()) {
-      out[kX] = out[kResidual] = g.of_sum;
+      out[kX] = g.of_sum;
+      if (adds) out[kResidual] = g.of_sum;
       return out;
     }
     g.sum = sum.unpack(shared_from_this());
     g.weight = weight.unpack();
+    g.bias = bias.unpack();
     g.statistics = statistics;
     g.rms = rms;
     g.wants_weight = g.weight.defined() && task_should_compute_output(kWeight);
-    g.wants_bias = has_bias && task_should_compute_output(kBias);
+    g.wants_bias = g.bias.defined() && task_should_compute_output(kBias);
     kernels::or_else(
         "the backward of a norm", [&] { backward_by_kernel(g); }, [&] { backward_by_libtorch(g); });
     out[kX] = g.of_x;
@@ -203,13 +215,13 @@ struct NormNode final : KernelNode {
     return out;
   }
 
-  SavedVariable sum, weight;
+  SavedVariable sum, weight, bias;
   at::Tensor statistics;
-  bool adds = false, rms = false, has_bias = false;
+  bool adds = false, gives_sum = false, rms = false;
 };
 
 // Puts the node behind what came out, where somebody wants a gradient.
-void attach(const NormGiven& given, const NormDone& done) {
+void attach(const NormGiven& given, NormDone& done) {
   using kernels::wants_gradient;
   const bool wanted = wants_gradient(given.x) || wants_gradient(given.residual) ||
                       wants_gradient(given.weight) || wants_gradient(given.bias);
@@ -218,12 +230,15 @@ void attach(const NormGiven& given, const NormDone& done) {
       kernels::node_after<NormNode>(given.x, given.residual, given.weight, given.bias);
   node->adds = given.residual.defined();
   node->rms = given.rms;
-  node->has_bias = given.bias.defined();
   node->statistics = done.statistics;
-  if (node->adds) torch::autograd::set_history(done.sum, node);
+  node->gives_sum = given.gives_sum;
+  // Another tensor of the same numbers, with a history of its own; changes of either count for both.
+  if (node->gives_sum && !node->adds) done.sum = done.sum.tensor_data();
+  if (node->gives_sum) torch::autograd::set_history(done.sum, node);
   torch::autograd::set_history(done.out, node);
-  node->sum = SavedVariable(done.sum, node->adds);
+  node->sum = SavedVariable(done.sum, node->gives_sum);
   node->weight = SavedVariable(given.weight, false);
+  node->bias = SavedVariable(given.bias, false);
 }
 
 NormDone by_libtorch(const NormGiven& given) {
@@ -249,14 +264,15 @@ NormDone normed(const NormGiven& given) {
 
 extern "C" {
 
-// Null: no residual, weight or bias. `sum` is written where there is a residual.
+// Null: no residual, weight or bias, or no wish for the sum.
 int32_t brimful_norm(
     const at::Tensor* x, const at::Tensor* residual, const at::Tensor* weight,
     const at::Tensor* bias, double eps, bool rms, at::Tensor** sum, at::Tensor** out,
     char** message) noexcept {
   return brimful::guarded(message, [&] {
     TORCH_CHECK(x->dim() > 0, "a norm needs rows, but its input has no dimension");
-    const NormGiven given{*x, or_none(residual), or_none(weight), or_none(bias), eps, rms};
+    const NormGiven given{
+        *x, or_none(residual), or_none(weight), or_none(bias), eps, rms, sum != nullptr};
     TORCH_CHECK(
         residual == nullptr || residual->sizes() == x->sizes(), "a residual of shape ",
         given.residual.sizes(), " does not fit an input of shape ", x->sizes());
@@ -267,7 +283,7 @@ int32_t brimful_norm(
           " columns");
     }
     auto done = normed(given);
-    if (residual != nullptr) *sum = new at::Tensor(std::move(done.sum));
+    if (sum != nullptr) *sum = new at::Tensor(std::move(done.sum));
     *out = new at::Tensor(std::move(done.out));
   });
 }

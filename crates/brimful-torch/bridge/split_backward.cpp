@@ -99,7 +99,9 @@ enum class Run {
 };
 
 Run run_of(Node& node) {
-  if (dynamic_cast<brimful::kernels::KernelNode*>(&node) != nullptr) return Run::kWhole;
+  if (const auto* ours = dynamic_cast<brimful::kernels::KernelNode*>(&node)) {
+    return ours->has_halves() ? Run::kTwice : Run::kWhole;
+  }
   const std::string name = node.name();
   constexpr std::array kWholeKernels{"NormBackward", "Rnn", "ThnnFused", "PreluKernelBackward"};
   const auto has = [&](const char* part) { return name.find(part) != std::string::npos; };

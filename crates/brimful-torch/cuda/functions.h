@@ -8,7 +8,8 @@
 namespace brimful::graph {
 
 int32_t begin(int32_t device, const uint64_t* pool, void** out, char** message) noexcept;
-int32_t end(void* handle, uint64_t* pool, char** message) noexcept;
+// With kernels of our own in the place of some nodes, or as it was captured.
+int32_t end(void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept;
 int32_t replay(void* handle, char** message) noexcept;
 void drop(void* handle) noexcept;
 

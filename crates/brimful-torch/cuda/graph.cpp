@@ -4,6 +4,8 @@
 #include "functions.h"
 
 #include "../bridge/version.h"
+#include "kernels/memset_nodes.h"
+#include "kernels/source.h"
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -20,6 +22,8 @@ namespace {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
+  // It is made ready for replays by hand, so that it can be changed before.
+  Graph() : CUDAGraph(/*keep_graph=*/true) {}
   ~Graph() { abandon(); }
 
   // Captures what this thread puts on its current stream, into the pool of this id or a new one.
@@ -31,16 +35,26 @@ class Graph final : public at::cuda::CUDAGraph {
 
   // libtorch would throw before it has told its allocators and its generator that the capture is
   // over. It also asks for the current device's stream, so that must be this capture's device.
-  void end() {
+  void end(bool own_kernels) {
     const c10::DeviceGuard on(capture_stream_.device());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     C10_CUDA_CHECK(cudaStreamIsCapturing(capture_stream_, &status));
     TORCH_CHECK(status == cudaStreamCaptureStatusActive, "something in it cannot be captured");
     capture_end();
     open_ = false;
+    if (own_kernels) replace_memsets();
+    instantiate();
   }
 
  private:
+  void replace_memsets() {
+    try {
+      brimful::kernels::replace_memsets(graph_, capture_dev_);
+    } catch (const brimful::kernels::KernelError&) {
+      // What was not replaced does the same, and later.
+    }
+  }
+
   // Ends a capture that failed half-way, so that stream, allocators and generator can be used again.
   void abandon() noexcept {
     if (!open_ || capture_ended_) return;
@@ -87,10 +101,10 @@ int32_t begin(int32_t device, const uint64_t* pool, void** out, char** message) 
   });
 }
 
-int32_t end(void* handle, uint64_t* pool, char** message) noexcept {
+int32_t end(void* handle, bool own_kernels, uint64_t* pool, char** message) noexcept {
   return guarded(message, [&] {
     auto* graph = static_cast<Graph*>(handle);
-    graph->end();
+    graph->end(own_kernels);
     const auto [first, second] = graph->pool();
     pool[0] = first;
     pool[1] = second;

@@ -8,6 +8,7 @@
 // Sums are made in the order of rows and warps: always the same.
 
 #include "prelude.cuh"
+#include "strip.cuh"
 #include "activation_arguments.h"
 
 // Defined outside: KIND and PER_WORD (numbers a word), and FUNCTION, one of these.
@@ -16,6 +17,9 @@
 #define SWIGLU 2
 #define WARPS 8
 #define HALVES (FUNCTION == SWIGLU ? 2 : 1)
+// Rows whose words are on their way at once: a store in between would hold back the next load.
+#define FORWARD_ROWS (4 / HALVES)
+#define BACKWARD_ROWS 2
 
 typedef Packed<KIND, PER_WORD> Words;
 typedef Words::Word Word;
@@ -61,10 +65,15 @@ DEVICE void load_bias(const ActivationArguments& a, int words, float bias[HALVES
 }
 
 DEVICE void load_input(const ActivationArguments& a, long long row, int words,
-                       const float bias[HALVES][PER_WORD], float x[HALVES][PER_WORD]) {
+                       Word input[HALVES]) {
   const Word* all = static_cast<const Word*>(a.x) + row * words * HALVES + column();
+  for (int half = 0; half < HALVES; ++half) input[half] = all[half * words];
+}
+
+DEVICE void add_bias(const Word input[HALVES], const float bias[HALVES][PER_WORD],
+                     float x[HALVES][PER_WORD]) {
   for (int half = 0; half < HALVES; ++half) {
-    Words::unpack(all[half * words], x[half]);
+    Words::unpack(input[half], x[half]);
     for (int k = 0; k < PER_WORD; ++k) x[half][k] += bias[half][k];
   }
 }
@@ -76,14 +85,22 @@ KERNEL void __launch_bounds__(32 * WARPS) activation_forward(const ActivationArg
   load_bias(a, words, bias);
   const long long first = blockIdx.y * a.rows_of_block;
   const long long end = first + a.rows_of_block < a.rows ? first + a.rows_of_block : a.rows;
-#pragma unroll 4
-  for (long long row = first + threadIdx.x / 32; row < end; row += WARPS) {
-    load_input(a, row, words, bias, x);
-    float out[PER_WORD];
-    for (int k = 0; k < PER_WORD; ++k) {
-      out[k] = FUNCTION == SWIGLU ? x[0][k] * sigmoid(x[0][k]) * x[HALVES - 1][k] : gelu(x[0][k]);
+  for (long long row = first + threadIdx.x / 32; row < end; row += WARPS * FORWARD_ROWS) {
+    Word inputs[FORWARD_ROWS][HALVES];
+#pragma unroll
+    for (int i = 0; i < FORWARD_ROWS; ++i) {
+      if (row + i * WARPS < end) load_input(a, row + i * WARPS, words, inputs[i]);
     }
-    static_cast<Word*>(a.out)[row * words + column()] = Words::pack(out);
+#pragma unroll
+    for (int i = 0; i < FORWARD_ROWS; ++i) {
+      if (row + i * WARPS >= end) break;
+      add_bias(inputs[i], bias, x);
+      float out[PER_WORD];
+      for (int k = 0; k < PER_WORD; ++k) {
+        out[k] = FUNCTION == SWIGLU ? x[0][k] * sigmoid(x[0][k]) * x[HALVES - 1][k] : gelu(x[0][k]);
+      }
+      static_cast<Word*>(a.out)[(row + i * WARPS) * words + column()] = Words::pack(out);
+    }
   }
 }
 
@@ -100,45 +117,38 @@ DEVICE void replace(const float* gradient, float x[HALVES][PER_WORD]) {
   }
 }
 
-// Adds what the block's warps have, in their order, into the block's row of partial sums.
-DEVICE void store_partial(const ActivationArguments& a, int words,
-                          const float sums[HALVES][PER_WORD]) {
-  __shared__ float of_warps[WARPS][32 * PER_WORD];
-  const int lane = threadIdx.x % 32;
-  for (int half = 0; half < HALVES; ++half) {
-    __syncthreads();
-    for (int k = 0; k < PER_WORD; ++k) {
-      of_warps[threadIdx.x / 32][lane * PER_WORD + k] = sums[half][k];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 32 * PER_WORD; i += 32 * WARPS) {
-      const int output = blockIdx.x * 32 * PER_WORD + i;
-      if (output >= words * PER_WORD) continue;
-      float sum = 0.0f;
-      for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[warp][i];
-      const long long row = static_cast<long long>(blockIdx.y) * HALVES + half;
-      a.partial_bias[row * a.outputs + output] = sum;
-    }
-  }
-}
-
 KERNEL void __launch_bounds__(32 * WARPS) activation_backward(const ActivationArguments a) {
   const int words = a.outputs / PER_WORD;
   float bias[HALVES][PER_WORD], x[HALVES][PER_WORD], sums[HALVES][PER_WORD] = {};
   load_bias(a, words, bias);
   const long long first = blockIdx.y * a.rows_of_block;
   const long long end = first + a.rows_of_block < a.rows ? first + a.rows_of_block : a.rows;
-#pragma unroll 2
-  for (long long row = first + threadIdx.x / 32; row < end && column() < words; row += WARPS) {
-    float gradient[PER_WORD];
-    load_input(a, row, words, bias, x);
-    Words::unpack(static_cast<const Word*>(a.gradient)[row * words + column()], gradient);
-    replace(gradient, x);
-    Word* into = static_cast<Word*>(a.of_x) + row * words * HALVES + column();
-    for (int half = 0; half < HALVES; ++half) {
-      into[half * words] = Words::pack(x[half]);
-      for (int k = 0; k < PER_WORD; ++k) sums[half][k] += x[half][k];
+  for (long long row = first + threadIdx.x / 32; row < end && column() < words;
+       row += WARPS * BACKWARD_ROWS) {
+    Word inputs[BACKWARD_ROWS][HALVES], gradients[BACKWARD_ROWS];
+#pragma unroll
+    for (int i = 0; i < BACKWARD_ROWS; ++i) {
+      if (row + i * WARPS >= end) break;
+      load_input(a, row + i * WARPS, words, inputs[i]);
+      gradients[i] = static_cast<const Word*>(a.gradient)[(row + i * WARPS) * words + column()];
+    }
+#pragma unroll
+    for (int i = 0; i < BACKWARD_ROWS; ++i) {
+      if (row + i * WARPS >= end) break;
+      float gradient[PER_WORD];
+      Words::unpack(gradients[i], gradient);
+      add_bias(inputs[i], bias, x);
+      replace(gradient, x);
+      Word* into = static_cast<Word*>(a.of_x) + (row + i * WARPS) * words * HALVES + column();
+      for (int half = 0; half < HALVES; ++half) {
+        into[half * words] = Words::pack(x[half]);
+        for (int k = 0; k < PER_WORD; ++k) sums[half][k] += x[half][k];
+      }
     }
   }
-  if (a.partial_bias != nullptr) store_partial(a, words, sums);
+  if (a.partial_bias == nullptr) return;
+  for (int half = 0; half < HALVES; ++half) {
+    const long long row = static_cast<long long>(blockIdx.y) * HALVES + half;
+    store_strip<WARPS, PER_WORD>(a.partial_bias + row * a.outputs, a.outputs, sums[half]);
+  }
 }

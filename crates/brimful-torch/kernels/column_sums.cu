@@ -1,4 +1,5 @@
-// Sums of columns, from partial sums of blocks to a parameter's gradient, of one table or two:
+// Sums of columns, from partial sums of blocks to a parameter's gradient, of one table or two; or of many tables,
+// each added to a sum:
 //
 //   from [rows × columns] ──▶ a warp's lane a column, warps take turns with rows ──▶ warps in order ──▶ into
 
@@ -7,21 +8,38 @@
 
 #define WARPS 16
 
-KERNEL void __launch_bounds__(32 * WARPS) column_sums(const ColumnSumsArguments a) {
+// The sum of a column, in the first warp's lanes.
+DEVICE float column_sum(const float* from, int rows, int columns, int column) {
   __shared__ float of_warps[WARPS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int column = blockIdx.x * 32 + lane;
-  const float* from = a.from[blockIdx.y];
   float sum = 0.0f;
-  if (column < a.columns) {
+  if (column < columns) {
 #pragma unroll 4
-    for (int row = warp; row < a.rows; row += WARPS) {
-      sum += from[static_cast<long long>(row) * a.columns + column];
+    for (int row = warp; row < rows; row += WARPS) {
+      sum += from[static_cast<long long>(row) * columns + column];
     }
   }
   of_warps[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0 || column >= a.columns) return;
+  if (warp != 0) return 0.0f;
   for (int other = 1; other < WARPS; ++other) sum += of_warps[other][lane];
-  store_number(a.into[blockIdx.y], column, a.kind, sum);
+  return sum;
+}
+
+DEVICE int own_column() { return blockIdx.x * 32 + threadIdx.x % 32; }
+
+KERNEL void __launch_bounds__(32 * WARPS) column_sums(const ColumnSumsArguments a) {
+  const int column = own_column();
+  const float sum = column_sum(a.from[blockIdx.y], a.rows, a.columns, column);
+  if (threadIdx.x < 32 && column < a.columns) store_number(a.into[blockIdx.y], column, a.kind, sum);
+}
+
+KERNEL void __launch_bounds__(32 * WARPS) add_column_sums(const AddColumnSumsArguments a) {
+  const int table = blockIdx.y, columns = a.columns[table], column = own_column();
+  // Tables are of unlike width.
+  if (blockIdx.x * 32 >= columns) return;
+  const float sum = column_sum(a.from[table], a.rows[table], columns, column);
+  if (threadIdx.x >= 32 || column >= columns) return;
+  float* into = a.into[table] + column;
+  *into = a.adds[table] ? *into + sum : sum;
 }

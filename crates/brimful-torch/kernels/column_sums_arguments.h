@@ -8,3 +8,14 @@ struct ColumnSumsArguments {
   int rows;
   int columns;
 };
+
+// Tables in one launch of those that are added to sums.
+#define TABLES_AT_ONCE 96
+
+struct AddColumnSumsArguments {
+  const float* from[TABLES_AT_ONCE];  // rows × columns each
+  float* into[TABLES_AT_ONCE];        // columns each
+  int rows[TABLES_AT_ONCE];
+  int columns[TABLES_AT_ONCE];
+  bool adds[TABLES_AT_ONCE];          // to what is there, which is overwritten otherwise
+};

@@ -113,7 +113,7 @@ mirrored!(RawAddend, 16 bytes, tensor: 0, norm: 8);
 #[derive(Debug)]
 pub(crate) struct RawCudaFunctions {
     pub(crate) begin: unsafe extern "C" fn(i32, *const u64, *mut *mut RawGraph, Message) -> i32,
-    pub(crate) end: unsafe extern "C" fn(*mut RawGraph, *mut u64, Message) -> i32,
+    pub(crate) end: unsafe extern "C" fn(*mut RawGraph, bool, *mut u64, Message) -> i32,
     pub(crate) replay: unsafe extern "C" fn(*mut RawGraph, Message) -> i32,
     pub(crate) drop: unsafe extern "C" fn(*mut RawGraph),
     pub(crate) memory_share: unsafe extern "C" fn(i32, *mut f64, Message) -> i32,
@@ -224,6 +224,22 @@ unsafe extern "C" {
         parameters: *const *const RawTensor,
         count: usize,
     ) -> usize;
+    pub(crate) fn brimful_offer_sums(
+        parameters: *const *const RawTensor,
+        sums: *const *mut RawTensor,
+        count: usize,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_settle_sums(
+        parameters: *const *const RawTensor,
+        count: usize,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_withdraw_sums(
+        parameters: *const *const RawTensor,
+        sums: *mut *mut RawTensor,
+        count: usize,
+    );
     pub(crate) fn brimful_collect_gradients(
         parameters: *const *const RawTensor,
         sums: *mut *mut RawTensor,
@@ -400,6 +416,20 @@ unsafe extern "C" {
         eps: f64,
         rms: bool,
         sum: *mut *mut RawTensor,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_projection(
+        x: *const RawTensor,
+        weight: *const RawTensor,
+        bias: *const RawTensor,
+        inputs_first: bool,
+        out: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_embedding(
+        table: *const RawTensor,
+        places: *const RawTensor,
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;

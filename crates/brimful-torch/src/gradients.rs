@@ -19,30 +19,93 @@ pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     (at < list.len()).then_some(at)
 }
 
+/// Runs a backward, and lets nodes of our own add to these sums on the way: such a parameter is left
+/// without a gradient, and with a sum if it had none. Only on a card, where a product adds to an f32 sum in the
+/// pass that computes it.
+///
+/// # Errors
+/// Those of `run`: some sums may then have been added to.
+pub fn offering(
+    parameters: &[Tensor],
+    sums: &mut [Option<Tensor>],
+    run: impl FnOnce() -> Result<(), TorchError>,
+) -> Result<(), TorchError> {
+    let offer = Offer::make(parameters, sums)?;
+    run()?;
+    offer.settle()
+}
+
+/// Stands until it is dropped.
+struct Offer<'a> {
+    parameters: &'a [Tensor],
+    sums: &'a mut [Option<Tensor>],
+}
+
+impl<'a> Offer<'a> {
+    fn make(parameters: &'a [Tensor], sums: &'a mut [Option<Tensor>]) -> Result<Self, TorchError> {
+        check_pairs(parameters, sums)?;
+        let (list, places) = (raw_list(parameters), raw_places(sums));
+        // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
+        call(|message| unsafe {
+            ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len(), message)
+        })?;
+        Ok(Self { parameters, sums })
+    }
+
+    /// Adds up what nodes have left for the end.
+    fn settle(&self) -> Result<(), TorchError> {
+        let list = raw_list(self.parameters);
+        // SAFETY: the array has that many valid tensors.
+        call(|message| unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len(), message) })
+    }
+}
+
+impl Drop for Offer<'_> {
+    fn drop(&mut self) {
+        let (list, mut places) = (raw_list(self.parameters), raw_places(self.sums));
+        // SAFETY: as when it was made.
+        unsafe {
+            ffi::brimful_withdraw_sums(list.as_ptr(), places.as_mut_ptr(), list.len());
+        }
+        take_new(self.sums, places);
+    }
+}
+
+fn check_pairs(parameters: &[Tensor], sums: &[Option<Tensor>]) -> Result<(), TorchError> {
+    if parameters.len() == sums.len() {
+        return Ok(());
+    }
+    let (p, s) = (parameters.len(), sums.len());
+    Err(TorchError::other(format!("gradients need a sum a parameter: {p} and {s}")))
+}
+
+fn raw_places(sums: &[Option<Tensor>]) -> Vec<*mut ffi::RawTensor> {
+    sums.iter().map(|sum| sum.as_ref().map_or(ptr::null_mut(), crate::raw_mut)).collect()
+}
+
+/// Takes over the sums that the bridge has made.
+fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
+    for (sum, place) in sums.iter_mut().zip(places) {
+        if sum.is_none() && !place.is_null() {
+            *sum = Some(owned(place));
+        }
+    }
+}
+
 /// Adds each parameter's gradient to its sum, or makes it the sum where there is none yet, and leaves
 /// the parameter without one. Sums of half-precision gradients are f32.
 ///
 /// # Errors
 /// When memory runs out: some gradients may then be in their sums and others lost.
 pub fn collect(parameters: &[Tensor], sums: &mut [Option<Tensor>]) -> Result<(), TorchError> {
-    if parameters.len() != sums.len() {
-        let (p, s) = (parameters.len(), sums.len());
-        return Err(TorchError::other(format!("collect needs a sum a parameter: {p} and {s}")));
-    }
-    let list = raw_list(parameters);
-    let mut places: Vec<_> =
-        sums.iter().map(|sum| sum.as_ref().map_or(ptr::null_mut(), crate::raw_mut)).collect();
-    let known: Vec<bool> = sums.iter().map(Option::is_some).collect();
+    check_pairs(parameters, sums)?;
+    let (list, mut places) = (raw_list(parameters), raw_places(sums));
     let count = list.len();
     // SAFETY: both arrays have `count` entries: valid tensors, and valid tensors or null.
     let result = call(|message| unsafe {
         let (list, places) = (list.as_ptr(), places.as_mut_ptr());
         ffi::brimful_collect_gradients(list, places, count, PIECE_BYTES, message)
     });
-    for ((sum, place), known) in sums.iter_mut().zip(places).zip(known) {
-        if !known && !place.is_null() {
-            *sum = Some(owned(place));
-        }
-    }
+    take_new(sums, places);
     result
 }

@@ -8,11 +8,11 @@ use std::ptr;
 
 use tch::Device;
 
-use crate::cuda_object;
 use crate::device::accelerator;
 use crate::error::{TorchError, call};
 use crate::ffi::{RawCudaFunctions, RawGraph};
 use crate::stream::{Event, Stream};
+use crate::{cuda_object, kernels};
 
 /// Whether work can be captured here.
 ///
@@ -85,8 +85,11 @@ impl Capture {
     /// # Errors
     /// When something could not be captured. The stream can be used again.
     pub fn end(self, pool: &mut Pool) -> Result<Graph, TorchError> {
+        let (own_kernels, numbers) = (kernels::enabled(), pool.0.as_mut_ptr());
         // SAFETY: the handle is a capture under way; the pool has room for two numbers.
-        call(|message| unsafe { (self.functions.end)(self.handle, pool.0.as_mut_ptr(), message) })?;
+        call(|message| unsafe {
+            (self.functions.end)(self.handle, own_kernels, numbers, message)
+        })?;
         Ok(Graph(self))
     }
 }

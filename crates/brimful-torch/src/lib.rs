@@ -21,6 +21,7 @@
 //! | [`meta`] | tensors with a shape and no memory |
 //! | [`norm`] | LayerNorm and RMSNorm, with an addition before them |
 //! | [`optim`] | the fused optimizers |
+//! | [`projection`] | a linear layer, and a table's rows, whose gradients go straight into sums |
 //! | [`random`] | a generator's state, taken and put back; a generator for one thread alone |
 //! | [`slab`] | bytes of the host that a device copies by itself, made once |
 //! | [`split_backward`] | a backward in two halves: the inputs' gradients, and later the weights' |
@@ -53,6 +54,7 @@ pub mod meta;
 pub mod mpi;
 pub mod norm;
 pub mod optim;
+pub mod projection;
 pub mod random;
 mod replaced;
 pub mod rotary;

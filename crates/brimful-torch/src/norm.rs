@@ -25,8 +25,17 @@ pub struct RowNorm<'a> {
 /// # Errors
 /// When weight or bias do not fit, or memory runs out.
 pub fn norm(x: &Tensor, how: RowNorm<'_>) -> Result<Tensor, TorchError> {
-    let mut unused = ptr::null_mut();
-    run(x, None, how, &mut unused)
+    run(x, None, how, ptr::null_mut())
+}
+
+/// Gives `x` itself beside, for who uses both: their gradients are added on the way.
+///
+/// # Errors
+/// When weight or bias do not fit, or memory runs out.
+pub fn norm_beside(x: &Tensor, how: RowNorm<'_>) -> Result<(Tensor, Tensor), TorchError> {
+    let mut same = ptr::null_mut();
+    let normed = run(x, None, how, &mut same)?;
+    Ok((owned(same), normed))
 }
 
 /// Adds the residual first: gives the sum, and the sum normed.
@@ -47,13 +56,13 @@ fn run(
     x: &Tensor,
     residual: Option<&Tensor>,
     how: RowNorm<'_>,
-    sum: &mut *mut ffi::RawTensor,
+    sum: *mut *mut ffi::RawTensor,
 ) -> Result<Tensor, TorchError> {
     cuda_object::load_for(x);
     let RowNorm { weight, bias, eps, root_mean_square } = how;
     let mut out = ptr::null_mut();
     // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On
-    // success the result is a new one of ours, and so is the sum where there is a residual.
+    // success the result is a new one of ours, and so is the sum where it is asked for.
     call(|message| unsafe {
         ffi::brimful_norm(
             raw(x),

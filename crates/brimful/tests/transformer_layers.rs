@@ -7,8 +7,10 @@
 mod support;
 
 use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
+use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
-use brimful_torch::norm::{RowNorm, add_norm, norm};
+use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
+use brimful_torch::projection::{embedding, projection};
 use support::{numbers, test_device};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -183,6 +185,121 @@ fn an_rms_norm_is_its_formula_with_and_without_a_residual() {
             },
         }
         .check();
+    }
+}
+
+#[test]
+fn a_norm_gives_its_input_beside_and_adds_their_gradients() {
+    // A row of one number is its own mean: what is left of it is rounding.
+    for [rows, columns] in SHAPES.into_iter().filter(|shape| shape[1] > 1) {
+        let inputs = vec![
+            ("x", numbers(&[rows, columns], 1) * 3.0),
+            ("weight", numbers(&[columns], 3) + 1.5),
+            ("bias", numbers(&[columns], 4)),
+        ];
+        let how = |t: &[Tensor]| -> Vec<Tensor> {
+            let (weight, bias) = (Some(&t[1]), Some(&t[2]));
+            let how = RowNorm { weight, bias, eps: 1e-5, root_mean_square: false };
+            let (x, normed) = norm_beside(&t[0], how).expect("both");
+            vec![x * 2.0, normed]
+        };
+        let case = Case {
+            name: format!("LayerNorm beside {rows} × {columns}"),
+            inputs,
+            ours: &how,
+            theirs: &|t| {
+                let normed = t[0].layer_norm([columns], Some(&t[1]), Some(&t[2]), 1e-5, false);
+                vec![&t[0] * 2.0, normed]
+            },
+        };
+        case.check();
+    }
+}
+
+#[test]
+fn a_projection_is_a_product_in_either_order_with_or_without_a_bias() {
+    for ([rows, inputs], outputs) in SHAPES.into_iter().zip([1, 3, 8, 64, 5, 96, 130].repeat(2)) {
+        for inputs_first in [false, true] {
+            let shape = if inputs_first { [inputs, outputs] } else { [outputs, inputs] };
+            let given = vec![
+                ("x", numbers(&[rows, inputs], 1)),
+                ("weight", numbers(&shape, 2) / (inputs as f64).sqrt()),
+                ("bias", numbers(&[outputs], 3)),
+            ];
+            let by = |weight: &Tensor| if inputs_first { weight.tr() } else { weight.copy() };
+            let case = Case {
+                name: format!("{rows} × {inputs} to {outputs}, inputs first: {inputs_first}"),
+                inputs: given,
+                ours: &|t| {
+                    let out =
+                        |bias| projection(&t[0], &t[1], bias, inputs_first).expect("a product");
+                    vec![out(Some(&t[2])), out(None)]
+                },
+                theirs: &|t| {
+                    let out = |bias| t[0].linear(&by(&t[1]), bias);
+                    vec![out(Some(&t[2])), out(None::<&Tensor>)]
+                },
+            };
+            case.check();
+        }
+    }
+}
+
+#[test]
+fn an_embedding_s_gradient_counts_each_use() {
+    let places = Tensor::from_slice(&[3i64, 0, 3, 3, 6, 0]).view([2, 3]);
+    let there = |t: &Tensor| places.to_device(t.device());
+    let case = Case {
+        name: "rows of 7 × 40".into(),
+        inputs: vec![("table", numbers(&[7, 40], 1))],
+        ours: &|t| vec![embedding(&t[0], &there(&t[0])).expect("rows")],
+        theirs: &|t| vec![Tensor::embedding(&t[0], &there(&t[0]), -1, false, false)],
+    };
+    case.check();
+}
+
+/// Gradients that go straight into a step's sums, of weights that are used twice and in several
+/// micro-batches.
+#[test]
+fn a_step_s_sums_are_those_of_the_full_batch() {
+    let step = |kind: Kind, device: Device, size: usize| -> Vec<(String, Tensor)> {
+        let store = VarStore::new(device);
+        let root = store.root();
+        let leaf = |name: &str, shape: &[i64], seed| {
+            let mut leaf = root.var(name, shape, tch::nn::Init::Const(0.0));
+            // Numbers that halves have too.
+            let from = numbers(shape, seed).to_kind(Kind::BFloat16);
+            tch::no_grad(|| leaf.copy_(&from));
+            leaf
+        };
+        let (table, weight, bias) =
+            (leaf("table", &[11, 16], 1), leaf("weight", &[16, 16], 2), leaf("bias", &[16], 3));
+        let mut store = store;
+        store.set_kind(kind);
+        let tokens = Tensor::arange(24, (Kind::Int64, Device::Cpu)).remainder(11).view([8, 3]);
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(size));
+        let ran = micro.backward(&tokens, |tokens| {
+            let x = embedding(&table, &tokens).expect("rows").view([-1, 16]);
+            let x = projection(&x, &weight, Some(&bias), true).expect("a product").tanh();
+            let x = projection(&x, &weight, None, false).expect("a product");
+            Loss::mean(x.square().mean(Kind::Float))
+        });
+        ran.expect("a step");
+        let mut all: Vec<_> = store.variables().into_iter().collect();
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
+        all.into_iter().map(|(name, variable)| (name, host(variable.grad()))).collect()
+    };
+    for (kind, part) in KINDS {
+        for size in [8, 3, 1] {
+            let found = step(kind, test_device(), size);
+            let expected = step(Kind::Double, Device::Cpu, 8);
+            near(&format!("a step in {kind:?} by {size}"), &found, &expected, part * 2.0);
+            let again = step(kind, test_device(), size);
+            for ((name, found), (_, again)) in found.iter().zip(&again) {
+                assert_eq!(found, again, "{name} of a second run");
+            }
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 namespace brimful::kernels {
 
 Compiling activation_compiling(NumberKind kind, Activation function);
+Compiling column_partials_compiling(NumberKind kind);
 Compiling cross_entropy_compiling(NumberKind kind);
 
 }  // namespace brimful::kernels

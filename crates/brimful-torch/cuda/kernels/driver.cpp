@@ -35,6 +35,14 @@ Driver load() {
   look_up(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", driver.occupancy);
   look_up(library, "cuLaunchKernel", driver.launch);
   look_up(library, "cuLaunchCooperativeKernel", driver.launch_cooperative);
+  look_up(library, "cuGraphGetNodes", driver.graph_nodes);
+  look_up(library, "cuGraphNodeGetType", driver.node_type);
+  look_up(library, "cuGraphNodeGetDependencies", driver.nodes_before);
+  look_up(library, "cuGraphNodeGetDependentNodes", driver.nodes_after);
+  look_up(library, "cuGraphMemsetNodeGetParams", driver.memset_node);
+  look_up(library, "cuGraphAddKernelNode", driver.add_kernel_node);
+  look_up(library, "cuGraphAddDependencies", driver.add_edges);
+  look_up(library, "cuGraphDestroyNode", driver.destroy_node);
   return driver;
 }
 

@@ -2,8 +2,32 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace brimful::kernels {
+
+// A graph's node that sets memory, as the driver describes it.
+struct MemsetNode {
+  uintptr_t into;
+  size_t pitch;
+  unsigned value;
+  unsigned element_bytes;
+  size_t width;  // elements
+  size_t height;
+};
+
+// A graph's node that launches a kernel, likewise.
+struct KernelNodeParameters {
+  void* function;
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void** arguments;
+  void** extra;
+};
+
+// The driver's number of the type of node that sets memory.
+constexpr int kMemsetNode = 2;
 
 struct Driver {
   int (*error_name)(int error, const char** name);
@@ -24,6 +48,16 @@ struct Driver {
   int (*launch_cooperative)(
       void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments);
+  int (*graph_nodes)(void* graph, void** nodes, size_t* count);
+  int (*node_type)(void* node, int* type);
+  int (*nodes_before)(void* node, void** nodes, size_t* count);
+  int (*nodes_after)(void* node, void** nodes, size_t* count);
+  int (*memset_node)(void* node, MemsetNode* out);
+  int (*add_kernel_node)(
+      void** node, void* graph, void* const* before, size_t count,
+      const KernelNodeParameters* parameters);
+  int (*add_edges)(void* graph, void* const* from, void* const* to, size_t count);
+  int (*destroy_node)(void* node);
 };
 
 // A KernelError where there is no driver, or one that lacks a function.

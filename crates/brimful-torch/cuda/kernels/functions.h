@@ -3,6 +3,8 @@
 #pragma once
 
 #include "../../kernels/activation_arguments.h"
+#include "../../kernels/add_halves_arguments.h"
+#include "../../kernels/column_partials_arguments.h"
 #include "../../kernels/column_sums_arguments.h"
 #include "../../kernels/cross_entropy_arguments.h"
 #include "../../kernels/norm_arguments.h"
@@ -27,7 +29,14 @@ void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
 // How many rows of partial sums a backward writes.
 int64_t norm_partial_rows(int64_t rows, int64_t width, NumberKind kind);
 void norm_backward(const NormBackwardArguments& arguments, NumberKind kind);
+// Of numbers of this kind to f32, of so many tensors.
+void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensors);
+// How many rows of partial sums are written.
+int64_t column_partial_rows(int64_t rows, int64_t columns, NumberKind kind);
+void column_partials(const ColumnPartialsArguments& arguments, NumberKind kind);
 void column_sums(const ColumnSumsArguments& arguments);
+// Of so many tables, no two of which are added to the same sum.
+void add_column_sums(const AddColumnSumsArguments& arguments, int tables);
 
 // `total` is a number for each pair, whatever a thread reads at once.
 void rotary(const RotaryArguments& arguments, NumberKind kind);
@@ -50,7 +59,11 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::norm_forward) norm_forward;
   decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;
   decltype(&brimful::kernels::norm_backward) norm_backward;
+  decltype(&brimful::kernels::add_halves) add_halves;
+  decltype(&brimful::kernels::column_partial_rows) column_partial_rows;
+  decltype(&brimful::kernels::column_partials) column_partials;
   decltype(&brimful::kernels::column_sums) column_sums;
+  decltype(&brimful::kernels::add_column_sums) add_column_sums;
   decltype(&brimful::kernels::rotary) rotary;
   decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
   decltype(&brimful::kernels::activation) activation;

@@ -119,16 +119,38 @@ int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
   return place->second;
 }
 
+void* Kernel::function_for(int device, const Shape& shape) const {
+  enter_context(device);
+  const std::lock_guard<std::mutex> alone(devices_->turn);
+  Loaded& kernel = loaded(device);
+  ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shape.shared_bytes);
+  return kernel.function;
+}
+
+void* Kernel::add_node_raw(
+    void* graph, const std::vector<void*>& before, const Shape& shape, void* arguments) const {
+  void* all[] = {arguments};
+  const KernelNodeParameters parameters{
+      function_for(c10::cuda::current_device(), shape),
+      shape.grid_x,
+      shape.grid_y,
+      1,
+      shape.block,
+      1,
+      1,
+      shape.shared_bytes,
+      all,
+      nullptr};
+  void* node = nullptr;
+  const int failed =
+      driver().add_kernel_node(&node, graph, before.data(), before.size(), &parameters);
+  check_driver(failed, "cuGraphAddKernelNode");
+  return node;
+}
+
 void Kernel::launch_raw(const Shape& shape, void* arguments) const {
   const int device = c10::cuda::current_device();
-  enter_context(device);
-  void* function = nullptr;
-  {
-    const std::lock_guard<std::mutex> alone(devices_->turn);
-    Loaded& kernel = loaded(device);
-    ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shape.shared_bytes);
-    function = kernel.function;
-  }
+  void* function = function_for(device, shape);
   void* stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
   void* all[] = {arguments};
   const auto& [grid_x, grid_y, block, shared_bytes, cooperative] = shape;

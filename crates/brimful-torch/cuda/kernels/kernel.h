@@ -33,6 +33,14 @@ class Kernel {
     launch_raw(shape, const_cast<Arguments*>(&arguments));
   }
 
+  // As a node of the driver's graph on the current device, after these nodes.
+  template <class Arguments>
+  void* add_node(
+      void* graph, const std::vector<void*>& before, const Shape& shape,
+      const Arguments& arguments) const {
+    return add_node_raw(graph, before, shape, const_cast<Arguments*>(&arguments));
+  }
+
   // How many blocks of this shape one multiprocessor of the current device runs at the same time.
   int blocks_at_a_time(unsigned block, unsigned shared_bytes) const;
 
@@ -40,6 +48,9 @@ class Kernel {
   struct Loaded;
   Loaded& loaded(int device) const;
   void launch_raw(const Shape& shape, void* arguments) const;
+  void* add_node_raw(
+      void* graph, const std::vector<void*>& before, const Shape& shape, void* arguments) const;
+  void* function_for(int device, const Shape& shape) const;
 
   const Source source_;
   const std::string function_;

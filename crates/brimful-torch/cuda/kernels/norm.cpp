@@ -1,5 +1,4 @@
-// Launches kernels/norm.cu and kernels/column_sums.cu: how many threads a row gets, and how many rows a
-// block.
+// Launches kernels/norm.cu: how many threads a row gets, and how many rows a block.
 
 #include "functions.h"
 
@@ -23,8 +22,6 @@ constexpr int kWarp = 32;
 constexpr int64_t kHeldByWarp = 3;
 constexpr int64_t kHeldByBlock = 8;
 constexpr int kBlocksAProcessor = 2;
-constexpr int kColumnsABlock = 32;
-constexpr int kColumnThreads = 512;
 
 // How a row of this width is spread over threads.
 struct Spread {
@@ -70,8 +67,8 @@ int64_t backward_blocks(int64_t rows, const Spread& spread) {
 void expect_transformer(Compiling norm, NumberKind kind, bool rms) {
   const auto function = rms ? Activation::kSwiGlu : Activation::kGeluTanh;
   compile_ahead(
-      {std::move(norm), activation_compiling(kind, function), cross_entropy_compiling(kind),
-       {column_sums_source, {}}},
+      {std::move(norm), activation_compiling(kind, function), column_partials_compiling(kind),
+       cross_entropy_compiling(kind), {column_sums_source, {}}},
       architecture(c10::cuda::current_device()));
 }
 
@@ -103,14 +100,6 @@ void norm_backward(const NormBackwardArguments& given, NumberKind kind) {
   arguments.rows_of_team = (given.rows + teams - 1) / teams;
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
   family(true).of(numbers_of(kind, spread)).launch(shape, arguments);
-}
-
-void column_sums(const ColumnSumsArguments& arguments) {
-  static const Kernel kernel(column_sums_source, "column_sums", {});
-  const auto blocks = (arguments.columns + kColumnsABlock - 1) / kColumnsABlock;
-  const unsigned tables = arguments.into[1] == nullptr ? 1 : 2;
-  if (blocks == 0) return;
-  kernel.launch(Shape{static_cast<unsigned>(blocks), tables, kColumnThreads, 0, false}, arguments);
 }
 
 }  // namespace brimful::kernels

@@ -15,7 +15,7 @@ use std::borrow::Borrow;
 use brimful_torch::TorchError;
 use brimful_torch::autograd::{backward, set_gradient, watched};
 use brimful_torch::foreach;
-use brimful_torch::gradients::collect;
+use brimful_torch::gradients::{collect, offering};
 use brimful_torch::split_backward::{InputGradients, SplitBackward};
 use tch::Tensor;
 
@@ -159,12 +159,14 @@ impl Accumulator {
             self.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);
         }
-        run()?;
-        check_dense(&self.parameters, &self.named)?;
         if self.in_place() {
-            return Ok(());
+            run()?;
+            return check_dense(&self.parameters, &self.named);
         }
-        Ok(collect(&self.parameters, &mut self.groups[group])?)
+        let sums = &mut self.groups[group];
+        offering(&self.parameters, sums, run)?;
+        check_dense(&self.parameters, &self.named)?;
+        Ok(collect(&self.parameters, sums)?)
     }
 
     /// Puts back what the parameters had, and gives the step's sums.

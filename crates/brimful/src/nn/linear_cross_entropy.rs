@@ -10,9 +10,9 @@ use crate::memory::Memory;
 use crate::nn::kernels::told;
 use crate::{Result, device};
 
-/// The logits of a chunk take at most this much, where the caller does not say: products of larger ones
-/// are no faster.
-const CHUNK: Bytes = Bytes(128 << 20);
+/// The logits of a chunk take at most this much, where the caller does not say: each reads and writes the
+/// sum of the weight's gradient, which smaller ones do more often.
+const CHUNK: Bytes = Bytes(256 << 20);
 /// And at most this part of what is free.
 const PART_OF_FREE: u64 = 4;
 
@@ -25,7 +25,7 @@ pub struct LinearCrossEntropyConfig<'a> {
     pub smoothing: f64,
     /// What each class counts for; 1 without.
     pub class_weights: Option<&'a Tensor>,
-    /// How much memory the logits of a chunk may take; without it, 128 MiB, or a quarter of what is
+    /// How much memory the logits of a chunk may take; without it, 256 MiB, or a quarter of what is
     /// free on the device where that is less. Sums of another chunk are rounded otherwise.
     pub chunk: Option<Bytes>,
 }

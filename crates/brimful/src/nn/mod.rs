@@ -26,6 +26,7 @@
 
 mod activation;
 mod batch_norm;
+mod embedding;
 mod exact;
 pub mod kernels;
 mod linear_cross_entropy;
@@ -39,6 +40,7 @@ pub use batch_norm::{
     BatchNorm, BatchNormConfig, BatchNormError, BatchNormPolicy, BatchNormRelu, batch_norm1d,
     batch_norm2d, batch_norm3d, f_second_use, second_use,
 };
+pub use embedding::embedding;
 pub(crate) use exact::{ExactNorm, Met, NormSettled, built_in};
 pub use linear_cross_entropy::{
     LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cross_entropy,

@@ -2,7 +2,7 @@
 
 use std::borrow::Borrow;
 
-use brimful_torch::norm::{RowNorm, add_norm, norm};
+use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use tch::Tensor;
 use tch::nn::{self, Init, Module};
 use thiserror::Error;
@@ -90,6 +90,11 @@ impl Columns {
         told(norm(x, self.how(root_mean_square)))
     }
 
+    fn beside(&self, x: &Tensor, root_mean_square: bool) -> Result<(Tensor, Tensor)> {
+        self.check(x, None)?;
+        told(norm_beside(x, self.how(root_mean_square)))
+    }
+
     fn added(&self, x: &Tensor, residual: &Tensor, rms: bool) -> Result<(Tensor, Tensor)> {
         self.check(x, Some(residual))?;
         told(add_norm(x, residual, self.how(rms)))
@@ -106,6 +111,23 @@ macro_rules! norm_layer {
             /// When the last dimension is another than the layer's.
             pub fn f_forward(&self, x: &Tensor) -> Result<Tensor> {
                 self.0.normed(x, $root_mean_square)
+            }
+
+            /// Norms the rows of `x`, and gives `x` beside them, first: who goes on with both uses this one, and
+            /// has their two gradients added in the norm's own pass.
+            ///
+            /// # Errors
+            /// When the last dimension is another than the layer's.
+            pub fn f_forward_beside(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+                self.0.beside(x, $root_mean_square)
+            }
+
+            /// The same, for forwards that cannot fail.
+            ///
+            /// # Panics
+            /// Where [`Self::f_forward_beside`] fails.
+            pub fn forward_beside(&self, x: &Tensor) -> (Tensor, Tensor) {
+                self.f_forward_beside(x).unwrap_or_else(|error| panic!("{error}"))
             }
 
             /// Adds the residual, and norms the sum: gives both, the sum first.

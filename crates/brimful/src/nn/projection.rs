@@ -1,5 +1,6 @@
 //! A linear layer, its weights in either order, to which LoRA can be added.
 
+use brimful_torch::projection::projection;
 use tch::Tensor;
 use tch::nn::{Module, Path};
 
@@ -63,12 +64,9 @@ impl Projection {
         let mut shape = x.size();
         let inputs = shape.pop().unwrap_or_default();
         let rows = x.reshape([-1, inputs]);
-        let out = match (self.order, bias) {
-            // One kernel for the product and the bias.
-            (WeightOrder::InputsFirst, Some(bias)) => bias.addmm(&rows, &self.weight),
-            (WeightOrder::InputsFirst, None) => rows.mm(&self.weight),
-            (WeightOrder::OutputsFirst, bias) => rows.linear(&self.weight, bias),
-        };
+        let inputs_first = self.order == WeightOrder::InputsFirst;
+        let out = projection(&rows, &self.weight, bias, inputs_first)
+            .unwrap_or_else(|error| panic!("{error}"));
         let out = match &self.adapter {
             Some(adapter) => adapter.add_to(out, &rows),
             None => out,

@@ -1,0 +1,154 @@
+// Who may add to which sum while a step goes backward, and what is left to be added at its end.
+
+#include "offered_sums.h"
+
+#include "guard.h"
+#include "kernel_tensors.h"
+#include "tensors.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+struct OfferedSum {
+  at::Tensor sum;
+  // Row blocks × columns each.
+  std::vector<at::Tensor> partials;
+};
+
+// Those of all threads: a device's backward runs on a thread of libtorch's.
+struct Offers {
+  std::shared_mutex turn;
+  // Whose entries stay where they are while others come and go.
+  std::unordered_map<const at::TensorImpl*, OfferedSum> sums;
+};
+
+Offers& offers() {
+  static Offers all;
+  return all;
+}
+
+OfferedSum* offered(const at::Tensor& parameter) {
+  Offers& all = offers();
+  const std::shared_lock<std::shared_mutex> with_others(all.turn);
+  const auto found = all.sums.find(parameter.unsafeGetTensorImpl());
+  return found == all.sums.end() ? nullptr : &found->second;
+}
+
+// Tables on one device, no two of one sum.
+using Tables = std::vector<std::pair<at::Tensor*, at::Tensor>>;
+
+void add_by_kernel(const Tables& tables, size_t from, size_t count) {
+  AddColumnSumsArguments arguments{};
+  for (size_t i = 0; i < count; ++i) {
+    auto& [sum, partials] = tables[from + i];
+    arguments.adds[i] = sum->defined();
+    if (!sum->defined()) *sum = at::empty({partials.size(1)}, partials.options());
+    arguments.from[i] = partials.const_data_ptr<float>();
+    arguments.into[i] = sum->mutable_data_ptr<float>();
+    arguments.rows[i] = static_cast<int>(partials.size(0));
+    arguments.columns[i] = static_cast<int>(partials.size(1));
+  }
+  brimful::kernels::functions()->add_column_sums(arguments, static_cast<int>(count));
+}
+
+void add_by_libtorch(const Tables& tables, size_t from, size_t count) {
+  for (size_t i = from; i < from + count; ++i) {
+    auto& [sum, partials] = tables[i];
+    *sum = sum->defined() ? sum->add_(partials.sum(0)) : partials.sum(0);
+  }
+}
+
+void add_up(const Tables& tables) {
+  const c10::DeviceGuard there(tables.front().second.device());
+  for (size_t from = 0; from < tables.size(); from += TABLES_AT_ONCE) {
+    const auto count = std::min<size_t>(tables.size() - from, TABLES_AT_ONCE);
+    brimful::kernels::or_else(
+        "sums of columns", [&] { add_by_kernel(tables, from, count); },
+        [&] { add_by_libtorch(tables, from, count); });
+  }
+}
+
+// The next table of each parameter on the first one's device; empty where all have been added.
+Tables next_tables(const at::Tensor* const* parameters, size_t count) {
+  Tables tables;
+  for (size_t i = 0; i < count; ++i) {
+    auto* offer = offered(*parameters[i]);
+    if (offer == nullptr || offer->partials.empty()) continue;
+    const auto device = offer->partials.back().device();
+    if (!tables.empty() && tables.front().second.device() != device) continue;
+    tables.emplace_back(&offer->sum, std::move(offer->partials.back()));
+    offer->partials.pop_back();
+  }
+  return tables;
+}
+
+}  // namespace
+
+namespace brimful {
+
+at::Tensor* offered_sum(const at::Tensor& parameter) {
+  auto* offer = offered(parameter);
+  return offer == nullptr ? nullptr : &offer->sum;
+}
+
+bool leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
+  auto* offer = offered(parameter);
+  if (offer == nullptr || sum_kind(parameter.scalar_type()) != at::kFloat) return false;
+  offer->partials.push_back(partials);
+  return true;
+}
+
+}  // namespace brimful
+
+extern "C" {
+
+// Offers these sums, null for one that does not exist yet, to nodes of our own; on a card alone.
+int32_t brimful_offer_sums(
+    const at::Tensor* const* parameters, at::Tensor* const* sums, size_t count,
+    char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    Offers& all = offers();
+    const std::unique_lock<std::shared_mutex> alone(all.turn);
+    for (size_t i = 0; i < count; ++i) {
+      if (brimful::kernels::functions_for(*parameters[i]) == nullptr) continue;
+      all.sums[parameters[i]->unsafeGetTensorImpl()] = {brimful::or_none(sums[i]), {}};
+    }
+  });
+}
+
+// Adds up what was left, when the backward is over.
+int32_t brimful_settle_sums(
+    const at::Tensor* const* parameters, size_t count, char** message) noexcept {
+  return brimful::guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    for (auto tables = next_tables(parameters, count); !tables.empty();
+         tables = next_tables(parameters, count)) {
+      add_up(tables);
+    }
+  });
+}
+
+// Takes them back, with those that were made meanwhile.
+void brimful_withdraw_sums(
+    const at::Tensor* const* parameters, at::Tensor** sums, size_t count) noexcept {
+  Offers& all = offers();
+  const std::unique_lock<std::shared_mutex> alone(all.turn);
+  for (size_t i = 0; i < count; ++i) {
+    const auto found = all.sums.find(parameters[i]->unsafeGetTensorImpl());
+    if (found == all.sums.end()) continue;
+    auto& sum = found->second.sum;
+    if (sums[i] == nullptr && sum.defined()) sums[i] = new at::Tensor(std::move(sum));
+    all.sums.erase(found);
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,23 @@
+// Sums that a step offers while it goes backward: the node that makes a parameter's gradient may add to its
+// sum at once, and give no gradient. A product adds to an f32 sum in the pass that computes it; partial sums
+// of columns are left until the end, and added up together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace brimful {
+
+// What half-precision gradients are summed in.
+inline at::ScalarType sum_kind(at::ScalarType kind) {
+  return kind == at::kHalf || kind == at::kBFloat16 ? at::kFloat : kind;
+}
+
+// The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is
+// offered. It stands until the backward is over.
+at::Tensor* offered_sum(const at::Tensor& parameter);
+
+// Leaves partial sums of this parameter's gradient, f32 of row blocks × columns, to be added to its sum. False
+// where none is offered.
+bool leave_partials(const at::Tensor& parameter, const at::Tensor& partials);
+
+}  // namespace brimful

@@ -1,0 +1,34 @@
+// Launches kernels/add_halves.cu, with blocks enough for the longest tensor to fill the card.
+
+#include "functions.h"
+
+#include "kernel_family.h"
+#include "kernel_sources.h"
+
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <algorithm>
+
+namespace brimful::kernels {
+
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr int64_t kBlocksAProcessor = 8;
+constexpr int64_t kNumbersAThread = 8;
+
+}  // namespace
+
+void add_halves(const AddHalvesArguments& arguments, NumberKind kind, int tensors) {
+  static const KernelFamily<1> family(
+      add_halves_source, "add_halves", {Define{"KIND", kNumberKinds}});
+  const auto longest = *std::max_element(arguments.count, arguments.count + tensors);
+  const int64_t needed = longest / (kThreads * kNumbersAThread) + 1;
+  const int64_t most = card(c10::cuda::current_device()).multiprocessors * kBlocksAProcessor;
+  const Shape shape{
+      static_cast<unsigned>(std::min(needed, most)), static_cast<unsigned>(tensors), kThreads, 0,
+      false};
+  family.of({static_cast<int>(kind)}).launch(shape, arguments);
+}
+
+}  // namespace brimful::kernels

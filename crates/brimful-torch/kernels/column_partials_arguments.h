@@ -1,0 +1,10 @@
+// What kernels/column_partials.cu is told, as both sides see it.
+#pragma once
+
+struct ColumnPartialsArguments {
+  const void* from;   // rows × columns
+  float* into;        // row blocks × columns
+  long long rows;
+  long long rows_of_block;
+  int columns;
+};
