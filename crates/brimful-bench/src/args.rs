@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, ragged,
-    world,
+    arena, auto, compare, convergence, loader, memory, micro, norms, offload, pipeline, plot,
+    ragged, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -45,6 +45,8 @@ enum Benchmark {
     Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
     Memory(memory::MemoryOptions),
+    /// Exact BatchNorms, by the statistics of the whole mini-batch, against deferred ones.
+    Norms(norms::NormsOptions),
     /// A model that lives on the host, against the same one on its device.
     Offload(offload::OffloadOptions),
     /// Pipelines: stages with a thread each against the same model on one thread, and the limits.
@@ -77,6 +79,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,
             Benchmark::Auto(options) => auto::run(options)?,
+            Benchmark::Norms(options) => norms::run(options)?,
             Benchmark::Offload(options) => offload::run(options)?,
             Benchmark::Pipeline(options) => pipeline::run(options)?,
             Benchmark::Ragged(options) => ragged::run(options)?,

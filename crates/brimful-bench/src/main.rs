@@ -13,6 +13,7 @@ mod journal;
 mod loader;
 mod memory;
 mod micro;
+mod norms;
 mod offload;
 mod pipeline;
 mod plot;
@@ -20,7 +21,9 @@ mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;
+mod timed;
 mod times;
+mod tuned;
 mod turns;
 mod work;
 mod world;

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use brimful::{Bytes, MicroBatcher, Size, World};
 use brimful_cli::setting::{
-    self, LossModel, MODELS, ModelName, NumberType, clear_gradients, words,
+    self, LossModel, MODELS, ModelName, NormStatistics, NumberType, clear_gradients, words,
 };
 use brimful_torch::threads;
 use clap::Args;
@@ -189,6 +189,7 @@ impl RanksOptions {
             gpt: self.gpt,
             vocabulary: VOCABULARY,
             tied: false,
+            norms: NormStatistics::Deferred,
         }
     }
 }

@@ -5,8 +5,8 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail, ensure};
 use brimful::Layers;
 use brimful_cli::data::Sample;
-use brimful_cli::setting::{LossModel, ModelName, NumberType};
-use brimful_models::{Gpt, gpt, mlp, resnet18, resnet50, resnet101};
+use brimful_cli::setting::{LossModel, ModelName, NormStatistics, NumberType};
+use brimful_models::{Gpt, ResNet, gpt, mlp};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -35,6 +35,8 @@ pub(crate) struct Workload {
     /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
     pub(crate) vocabulary: i64,
     pub(crate) tied: bool,
+    /// What normalises in BatchNorms.
+    pub(crate) norms: NormStatistics,
 }
 
 /// Samples and their targets.
@@ -82,8 +84,8 @@ impl Workload {
         };
         let dtype = if cuda { NumberType::Tf32 } else { NumberType::F32 };
         let image = if cuda { 224 } else { 64 };
-        let (vocabulary, tied) = (VOCABULARY, true);
-        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied }
+        let (vocabulary, tied, norms) = (VOCABULARY, true, NormStatistics::Deferred);
+        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied, norms }
     }
 
     /// Builds the model in a store, with its number type.
@@ -99,11 +101,16 @@ impl Workload {
             ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
             ModelName::Mlp => Ok(mlp(28 * 28, &[1024, 1024], CLASSES)),
             // torchvision's, however small the image: the peers run those.
-            ModelName::Resnet18 => Ok(resnet18(CLASSES)),
-            ModelName::Resnet50 => Ok(resnet50(CLASSES)),
-            ModelName::Resnet101 => Ok(resnet101(CLASSES)),
-            model => model.layers(&self.sample(), 0.0),
+            ModelName::Resnet18 => Ok(self.normed(ResNet::resnet18(CLASSES))),
+            ModelName::Resnet50 => Ok(self.normed(ResNet::resnet50(CLASSES))),
+            ModelName::Resnet101 => Ok(self.normed(ResNet::resnet101(CLASSES))),
+            model if self.norms == NormStatistics::Deferred => model.layers(&self.sample(), 0.0),
+            model => model.layers_normed(&self.sample(), 0.0, Some(self.norms)),
         }
+    }
+
+    fn normed(&self, network: ResNet) -> Layers {
+        network.batch_norm(self.norms.policy()).layers()
     }
 
     /// What the model is given, at the size of this work.

@@ -10,7 +10,7 @@ use brimful::pipeline::BalanceBy;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline, World, device};
 use brimful_cli::commands::train::RankOptions;
-use brimful_cli::setting::{self, ModelName, NumberType, loss, words};
+use brimful_cli::setting::{self, ModelName, NormStatistics, NumberType, loss, words};
 use brimful_torch::threads;
 use clap::Args;
 use serde::Serialize;
@@ -125,6 +125,7 @@ impl WorldOptions {
             gpt: self.gpt,
             vocabulary: 256,
             tied: false,
+            norms: NormStatistics::Deferred,
         }
     }
 

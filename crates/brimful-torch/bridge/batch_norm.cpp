@@ -299,12 +299,23 @@ at::Tensor by_kernels(
   return y;
 }
 
+// What a forward's kernel leaves of each channel, where the statistics are given.
+at::Tensor saved_of_running(const BatchNormGiven& norm) {
+  const auto mean = norm.running_mean.to(at::kFloat);
+  const auto deviation = norm.running_variance.to(at::kFloat).add(norm.eps).rsqrt();
+  const auto scale = norm.weight.defined() ? norm.weight.to(at::kFloat) * deviation : deviation;
+  const auto bias = norm.bias.defined() ? norm.bias.to(at::kFloat) : at::zeros_like(mean);
+  return at::cat({mean, deviation, scale, bias});
+}
+
 at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const BatchNormGiven& norm) {
   BatchNormed out;
   {
     const at::NoGradGuard untracked;
     tell_of("brimful::batch_norm_pool", norm);
-    out = functions.batch_norm_pool(norm.x, functions.batch_norm_statistics(norm));
+    const auto saved =
+        norm.training ? functions.batch_norm_statistics(norm) : saved_of_running(norm);
+    out = functions.batch_norm_pool(norm.x, saved);
   }
   at::Tensor y = out.y;
   if (at::GradMode::is_enabled() && any_wants_gradient(norm)) {
@@ -378,7 +389,7 @@ int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const BatchNormGiven norm = norm_of(*raw);
-    const bool suited = norm.training && norm.x.dim() == 4 && suits(norm);
+    const bool suited = norm.x.dim() == 4 && suits(norm);
     *out = new at::Tensor(if_possible(
         norm.x, suited,
         [&](const auto& functions) { return pooled_by_kernels(functions, norm); },

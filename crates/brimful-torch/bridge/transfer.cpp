@@ -16,12 +16,16 @@ int32_t brimful_pin(const at::Tensor* tensor, at::Tensor** out, char** message) 
   return guarded(message, [&] { *out = new at::Tensor(tensor->pin_memory()); });
 }
 
-// The host's memory of the tensor's shape and kind, in one piece.
+// The host's memory of the tensor's shape and kind, in one piece: in the order of its dimensions, or with
+// the channels last where the tensor's are and that is kept.
 int32_t brimful_room_for(
-    const at::Tensor* tensor, bool page_locked, at::Tensor** out, char** message) noexcept {
+    const at::Tensor* tensor, bool page_locked, bool keeps_order, at::Tensor** out,
+    char** message) noexcept {
   return guarded(message, [&] {
     const auto options = at::device(at::kCPU).dtype(tensor->dtype()).pinned_memory(page_locked);
-    *out = new at::Tensor(at::empty(tensor->sizes(), options, at::MemoryFormat::Contiguous));
+    const auto format =
+        keeps_order ? tensor->suggest_memory_format() : at::MemoryFormat::Contiguous;
+    *out = new at::Tensor(at::empty(tensor->sizes(), options, format));
   });
 }
 

@@ -357,6 +357,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_room_for(
         tensor: *const RawTensor,
         page_locked: bool,
+        keeps_order: bool,
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;

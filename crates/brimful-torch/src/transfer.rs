@@ -22,15 +22,31 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
     Ok(owned(pinned))
 }
 
-/// Host memory of the tensor's shape and kind, yet to be filled: page-locked where there is a CUDA
-/// device, so that it copies from there and back without making the host wait.
+/// Host memory of the tensor's shape and kind, yet to be filled, in the order of its dimensions:
+/// page-locked where there is a CUDA device, so that it copies from there and back without making the
+/// host wait.
 ///
 /// # Errors
 /// When the system has no more memory, or none to lock.
 pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
+    room(tensor, false)
+}
+
+/// The same with the channels last where the tensor's are: a copy there and back is one in one piece, and
+/// gives the order back too.
+///
+/// # Errors
+/// As [`room_for`].
+pub fn room_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
+    room(tensor, true)
+}
+
+fn room(tensor: &Tensor, keeps_order: bool) -> Result<Tensor, TorchError> {
     let (mut room, page_locked) = (ptr::null_mut(), cuda::device_count() > 0);
     // SAFETY: on success `room` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_room_for(raw(tensor), page_locked, &mut room, message) })?;
+    call(|message| unsafe {
+        ffi::brimful_room_for(raw(tensor), page_locked, keeps_order, &mut room, message)
+    })?;
     Ok(owned(room))
 }
 

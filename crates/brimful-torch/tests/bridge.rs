@@ -5,7 +5,9 @@
 mod test_device;
 
 use brimful_torch::stream::{Event, Stream};
-use brimful_torch::{ErrorKind, autograd, device, libtorch, memory, random, threads, transfer};
+use brimful_torch::{
+    ErrorKind, autograd, device, layout, libtorch, memory, random, threads, transfer,
+};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
 
@@ -152,6 +154,21 @@ fn a_copy_into_the_hosts_memory_is_there_when_its_event_is_reached() {
     device::synchronize(device).expect("synchronize");
     assert_eq!(room, half.to_device(Device::Cpu).to_kind(Kind::Double));
     assert!(transfer::copy(&room, &there).is_err(), "another shape");
+}
+
+#[test]
+fn room_like_a_tensor_has_its_channels_where_it_has_them() {
+    let plain = Tensor::arange(120, (Kind::Float, test_device())).view([2, 3, 4, 5]);
+    let last = layout::laid_out(&plain, true).expect("memory");
+    for tensor in [&plain, &last] {
+        let room = transfer::room_like(tensor).expect("memory");
+        assert_eq!((room.size(), room.stride()), (tensor.size(), tensor.stride()));
+        transfer::copy(&room, tensor).expect("copied");
+        device::synchronize(test_device()).expect("synchronize");
+        let back = transfer::send(&room, test_device()).expect("sent");
+        assert_eq!((&back, back.stride()), (tensor, tensor.stride()));
+    }
+    assert_eq!(transfer::room_for(&last).expect("memory").stride(), plain.stride());
 }
 
 #[test]

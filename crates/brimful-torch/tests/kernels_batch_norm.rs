@@ -334,7 +334,9 @@ fn two_gradients_of_one_output_are_added() {
 fn a_pooling_is_as_in_f64() {
     // In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
     for shape in [[2, 64, 8, 8], [2, 64, 7, 9], [3, 3, 5, 6], [1, 8, 1, 1], [4, 64, 2, 3]] {
-        check(&Case::new(shape, Kind::Float, Beside::Pooled));
+        for training in [true, false] {
+            check(&Case { training, ..Case::new(shape, Kind::Float, Beside::Pooled) });
+        }
     }
 }
 

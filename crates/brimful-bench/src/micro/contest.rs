@@ -1,24 +1,17 @@
 //! The contestants of a row, and their turns.
 
-use std::time::Instant;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::memory::Arena;
-use brimful_cli::setting::NumberType;
-use brimful_torch::{device as torch_device, transfer};
+use brimful_torch::transfer;
 use tch::Device;
 
 use super::report::SpeedRow;
-use super::tuned::{TunedModel, Tuning, in_use};
 use crate::journal::Journal;
-use crate::times::StepTimes;
+use crate::timed::{self, MeasuredTurn, Timed, TurnFigures, WARM_UP, share};
+use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
-
-/// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
-/// allocator fills its cache.
-const WARM_UP: usize = 2;
 
 /// Who runs a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,22 +63,13 @@ impl MicroContestant {
 #[derive(Debug)]
 pub(super) struct ContestantFigures {
     pub(super) contestant: MicroContestant,
-    /// Seconds of the steps that do not count.
-    pub(super) warm_up: Vec<f64>,
-    pub(super) times: StepTimes,
-    pub(super) peak: Option<Bytes>,
-    pub(super) loss: f64,
+    pub(super) shown: TurnFigures,
 }
 
 impl ContestantFigures {
     fn new(contestant: MicroContestant) -> Self {
-        Self { contestant, warm_up: Vec::new(), times: StepTimes::default(), peak: None, loss: 0.0 }
+        Self { contestant, shown: TurnFigures::default() }
     }
-}
-
-/// How often each contestant has its turn.
-pub(super) fn turns(repeats: usize) -> usize {
-    WARM_UP + repeats
 }
 
 /// Measures a row: its contestants take turns.
@@ -99,24 +83,15 @@ pub(super) fn measure(
     progress.row(&work.title());
     let mut contest = Contest::new(work, device)?;
     let mut all = contest.take_turns(repeats, progress)?;
-    compute_the_same(&all, work.dtype)?;
+    let losses: Vec<f64> = all.iter().map(|figures| figures.shown.loss).collect();
+    timed::compute_the_same(&losses, work.dtype)?;
     if device == Device::Cpu {
         for figures in &mut all {
-            figures.peak = Some(contest.cpu_peak(figures.contestant)?);
+            figures.shown.peak = Some(contest.cpu_peak(figures.contestant)?);
         }
     }
     progress.done();
     enter(work, &all, journal)
-}
-
-/// Contestants that compute different things are not worth comparing.
-fn compute_the_same(all: &[ContestantFigures], dtype: NumberType) -> Result<()> {
-    let losses: Vec<f64> = all.iter().map(|figures| figures.loss).collect();
-    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
-    let first = losses.first().copied().unwrap_or_default();
-    let near = |loss: &f64| (loss - first).abs() <= tolerance * first.abs();
-    ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
-    Ok(())
 }
 
 /// Enters a row for each contestant, beside those that it is compared with.
@@ -124,7 +99,7 @@ fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> R
     let by_hand = seconds_of(MicroContestant::Loop, all)?;
     let resident = seconds_of(MicroContestant::Resident, all)?;
     for figures in all {
-        let seconds = figures.times.median();
+        let seconds = figures.shown.times.median();
         // Only the streaming one copies what another finds in place.
         let streams = figures.contestant == MicroContestant::Streaming;
         let ratio_to_resident = streams.then_some(resident / seconds);
@@ -136,7 +111,9 @@ fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> R
 /// The median of a contestant that is always there.
 fn seconds_of(contestant: MicroContestant, all: &[ContestantFigures]) -> Result<f64> {
     let found = all.iter().find(|figures| figures.contestant == contestant);
-    found.map(|figures| figures.times.median()).context("a contestant that all have is missing")
+    found
+        .map(|figures| figures.shown.times.median())
+        .context("a contestant that all have is missing")
 }
 
 /// One mini-batch, and all who run it.
@@ -147,13 +124,6 @@ struct Contest<'a> {
     host: Samples,
     /// The same in page-locked memory: a careful loop's loader puts it there.
     pinned: Samples,
-}
-
-/// What one turn gave.
-struct MeasuredTurn {
-    seconds: f64,
-    loss: f64,
-    peak: Option<Bytes>,
 }
 
 impl<'a> Contest<'a> {
@@ -175,25 +145,19 @@ impl<'a> Contest<'a> {
         let title = self.work.title();
         let contestants = MicroContestant::all(self.work, self.device).into_iter();
         let mut all: Vec<_> = contestants.map(ContestantFigures::new).collect();
-        for turn in 0..turns(repeats) {
+        for turn in 0..timed::turns(repeats) {
             for figures in &mut all {
                 progress.turn(&title, figures.contestant.name(), turn, WARM_UP, repeats);
-                let MeasuredTurn { seconds, loss, peak } = self.turn(figures.contestant)?;
-                figures.peak = peak;
-                figures.loss = loss;
-                if turn < WARM_UP {
-                    figures.warm_up.push(seconds);
-                } else {
-                    figures.times.push(seconds);
-                }
+                figures.shown.add(self.turn(figures.contestant)?, turn >= WARM_UP);
             }
             progress.advance(1);
         }
         Ok(all)
     }
 
-    /// The model that is run in this way, made where it is not there. All have the same parameters.
-    fn tuned(&mut self, tuning: Tuning) -> Result<&mut TunedModel> {
+    /// The place of the model that is run in this way, made where it is not there. All have the same
+    /// parameters.
+    fn tuned(&mut self, tuning: Tuning) -> Result<usize> {
         let found = self.models.iter().position(|model| model.tuning == tuning);
         let index = found.unwrap_or(self.models.len());
         if found.is_none() {
@@ -203,51 +167,34 @@ impl<'a> Contest<'a> {
             }
             self.models.push(model);
         }
-        Ok(&mut self.models[index])
+        Ok(index)
     }
 
-    /// One step, timed from a quiet device to a quiet device.
+    /// One step of a contestant.
     fn turn(&mut self, contestant: MicroContestant) -> Result<MeasuredTurn> {
-        let device = self.device;
-        self.tuned(contestant.tuning())?.clear()?;
-        let before = in_use(device)?;
-        // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
-        let batch = match contestant {
-            MicroContestant::Loop => share(&self.pinned),
-            MicroContestant::Resident => on_device(&self.host, device),
-            _ => share(&self.host),
+        let at = self.tuned(contestant.tuning())?;
+        let Self { work, device, models, host, pinned } = self;
+        let batch = || match contestant {
+            MicroContestant::Loop => share(pinned),
+            MicroContestant::Resident => on_device(host, *device),
+            _ => share(host),
         };
-        let work = self.work;
-        let model = self.tuned(contestant.tuning())?;
-        torch_device::synchronize(device)?;
-        let start = Instant::now();
-        let (loss, peak) = match contestant {
-            MicroContestant::Loop => model.by_hand(work, &batch)?,
-            _ => model.step(&batch)?,
-        };
-        torch_device::synchronize(device)?;
-        let seconds = start.elapsed().as_secs_f64();
-        // Nothing of what the others keep is in it.
-        let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + model.kept));
-        drop(batch);
-        model.clear()?;
-        model.kept += in_use(device)?.saturating_sub(before);
-        Ok(MeasuredTurn { seconds, loss, peak })
+        timed::turn(&mut models[at], *device, batch, |model, batch| match contestant {
+            MicroContestant::Loop => model.by_hand(work, batch),
+            _ => model.step(batch),
+        })
     }
 
     /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
     fn cpu_peak(&mut self, contestant: MicroContestant) -> Result<Bytes> {
-        self.tuned(contestant.tuning())?.clear()?;
+        let at = self.tuned(contestant.tuning())?;
+        self.models[at].clear()?;
         let arena = Arena::new("bench");
         let inside = arena.enter();
         self.turn(contestant)?;
         drop(inside);
         Ok(Bytes(arena.peak()))
     }
-}
-
-fn share((x, y): &Samples) -> Samples {
-    (x.shallow_clone(), y.shallow_clone())
 }
 
 fn on_device((x, y): &Samples, device: Device) -> Samples {

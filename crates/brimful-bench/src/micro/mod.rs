@@ -8,7 +8,6 @@
 mod contest;
 mod memory;
 mod report;
-mod tuned;
 
 use anyhow::Result;
 use brimful_cli::setting::{self, MODELS, ModelName, NumberType, words};
@@ -17,6 +16,7 @@ use serde_json::json;
 use tch::Device;
 
 use crate::journal::{Journal, Output};
+use crate::timed;
 use crate::turns::TurnProgress;
 use crate::work::{self, GptShape, Workload};
 
@@ -89,7 +89,7 @@ pub(crate) fn run(options: &MicroOptions) -> Result<()> {
     let training_set = options.training_set.map(|samples| samples as usize);
     let pieces = |work: &Workload| match options.memory {
         true => memory::pieces(work, training_set),
-        false => contest::turns(repeats),
+        false => timed::turns(repeats),
     };
     let progress = TurnProgress::new(rows.iter().map(pieces).sum());
     for work in &rows {

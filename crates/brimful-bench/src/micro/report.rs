@@ -5,8 +5,9 @@ use brimful::schedule::{Recompute, Schedule};
 use serde::Serialize;
 
 use super::contest::ContestantFigures;
-use super::tuned::Tuning;
 use crate::columns::{Columns, Speed};
+use crate::timed::TurnFigures;
+use crate::tuned::Tuning;
 use crate::work::Workload;
 
 /// A contestant's figures.
@@ -63,7 +64,8 @@ impl SpeedRow {
         ratio: f64,
         ratio_to_resident: Option<f64>,
     ) -> Self {
-        let ContestantFigures { contestant, warm_up, times, peak, loss } = figures;
+        let ContestantFigures { contestant, shown } = figures;
+        let TurnFigures { warm_up, times, peak, loss } = shown;
         let Tuning { replay, channels_last } = contestant.tuning();
         Self {
             columns: Columns::new(contestant.name(), work),

@@ -18,7 +18,7 @@ use brimful::balance::{self, Profile};
 use brimful::device;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::output;
-use brimful_cli::setting::{self, MODELS, ModelName, NumberType, words};
+use brimful_cli::setting::{self, MODELS, ModelName, NormStatistics, NumberType, words};
 use brimful_torch::threads;
 use clap::Args;
 use serde_json::json;
@@ -151,6 +151,7 @@ impl PipelineOptions {
             gpt: self.gpt,
             vocabulary: VOCABULARY,
             tied: false,
+            norms: NormStatistics::Deferred,
         }
     }
 }

@@ -7,6 +7,7 @@ mod convergence;
 mod loader;
 mod memory;
 mod micro;
+mod norms;
 mod offload;
 mod pipeline;
 mod ragged;
@@ -38,11 +39,12 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 11] = [
+const BENCHES: [(&str, Views); 12] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("loader", (loader::tables, loader::panels)),
+    ("norms", (norms::tables, norms::panels)),
     ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
     ("ragged", (ragged::tables, ragged::panels)),

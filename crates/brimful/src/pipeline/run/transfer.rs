@@ -61,7 +61,8 @@ impl StageParcel {
         for tensor in tensors.iter_mut().flatten().flatten() {
             let room = {
                 let _charged = host.arena.as_ref().map(Arena::enter);
-                transfer::room_for(tensor)?
+                // It comes back with its channels where they were: layers are slow where these change places.
+                transfer::room_like(tensor)?
             };
             transfer::copy(&room, tensor)?;
             // Its memory must not be used for something else before it has been copied.

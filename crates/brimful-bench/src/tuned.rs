@@ -3,32 +3,33 @@
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::micro::Layout;
-use brimful::{Bytes, MicroBatcher, Size, split};
+use brimful::{MicroBatcher, Size, split};
 use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
+use crate::timed::{LossAndPeak, Timed, in_use};
 use crate::work::{Samples, Workload};
 
 /// How the library is to run a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tuning {
-    pub(super) replay: bool,
-    pub(super) channels_last: bool,
+pub(crate) struct Tuning {
+    pub(crate) replay: bool,
+    pub(crate) channels_last: bool,
 }
 
 /// A model that is run in one way. One that is captured must stay where it is in memory.
-pub(super) struct TunedModel {
-    pub(super) tuning: Tuning,
-    pub(super) store: VarStore,
+pub(crate) struct TunedModel {
+    pub(crate) tuning: Tuning,
+    pub(crate) store: VarStore,
     model: LossModel,
     micro: MicroBatcher,
     /// Device memory that it keeps between its turns.
-    pub(super) kept: u64,
+    kept: u64,
 }
 
 impl TunedModel {
-    pub(super) fn new(work: &Workload, device: Device, tuning: Tuning) -> Result<Self> {
+    pub(crate) fn new(work: &Workload, device: Device, tuning: Tuning) -> Result<Self> {
         let before = in_use(device)?;
         let mut store = VarStore::new(device);
         let model = work.build(&mut store)?;
@@ -39,11 +40,7 @@ impl TunedModel {
         Ok(Self { tuning, store, model, micro, kept })
     }
 
-    pub(super) fn clear(&self) -> Result<()> {
-        clear_gradients(&self.store)
-    }
-
-    pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, Option<Bytes>)> {
+    pub(crate) fn step(&mut self, batch: &Samples) -> Result<LossAndPeak> {
         let Self { model, micro, .. } = self;
         let step = micro.backward(batch, |(x, y)| model.loss(&x, &y, true))?;
         if let (true, Some(cause)) = (self.tuning.replay, micro.eager_cause()) {
@@ -53,11 +50,7 @@ impl TunedModel {
     }
 
     /// What a user of tch writes: slice, copy, forward, weighted loss, backward.
-    pub(super) fn by_hand(
-        &self,
-        work: &Workload,
-        (x, y): &Samples,
-    ) -> Result<(f64, Option<Bytes>)> {
+    pub(crate) fn by_hand(&self, work: &Workload, (x, y): &Samples) -> Result<LossAndPeak> {
         let device = self.store.device();
         let memory = (device != Device::Cpu).then_some(Memory::Accelerator(device));
         if let Some(memory) = &memory {
@@ -78,12 +71,14 @@ impl TunedModel {
     }
 }
 
-/// Device memory in use now; a CPU's is not counted here.
-pub(super) fn in_use(device: Device) -> Result<u64> {
-    Ok(match device {
-        Device::Cpu => 0,
-        _ => Memory::Accelerator(device).usage()?.current.0,
-    })
+impl Timed for TunedModel {
+    fn clear(&mut self) -> Result<()> {
+        clear_gradients(&self.store)
+    }
+
+    fn kept(&mut self) -> &mut u64 {
+        &mut self.kept
+    }
 }
 
 fn send(tensor: &Tensor, device: Device) -> Tensor {

@@ -1,0 +1,131 @@
+//! The contestants for one mini-batch, and their turns.
+
+use anyhow::{Result, ensure};
+use brimful::Bytes;
+use brimful::memory::Arena;
+use brimful_torch::layout;
+use tch::Device;
+
+use super::exact::ExactModel;
+use crate::timed::{self, MeasuredTurn, TurnFigures, WARM_UP, share};
+use crate::tuned::{TunedModel, Tuning};
+use crate::turns::TurnProgress;
+use crate::work::{Samples, Workload};
+
+/// What normalises, and how that is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NormContestant {
+    /// Each micro-batch itself: the plain step.
+    Deferred,
+    /// The same, captured and replayed.
+    Replayed,
+    /// The whole mini-batch.
+    Exact,
+}
+
+impl NormContestant {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Deferred => "brimful, deferred",
+            Self::Replayed => "brimful, deferred, replay",
+            Self::Exact => "brimful, exact",
+        }
+    }
+}
+
+/// One mini-batch, and all who run it.
+pub(super) struct NormContest<'a> {
+    work: &'a Workload,
+    device: Device,
+    plain: Vec<(NormContestant, TunedModel)>,
+    exact: ExactModel,
+    batch: Samples,
+}
+
+impl<'a> NormContest<'a> {
+    /// All with the same first parameters; within a limit the exact ones alone.
+    pub(super) fn new(work: &'a Workload, device: Device, limit: Option<Bytes>) -> Result<Self> {
+        let channels_last = device != Device::Cpu;
+        let contestants = match (limit, device) {
+            (Some(_), _) => vec![],
+            (None, Device::Cpu) => vec![(NormContestant::Deferred, false)],
+            _ => vec![(NormContestant::Deferred, false), (NormContestant::Replayed, true)],
+        };
+        let mut plain: Vec<(NormContestant, TunedModel)> = Vec::new();
+        for (contestant, replay) in contestants {
+            let mut model = TunedModel::new(work, device, Tuning { replay, channels_last })?;
+            if let Some((_, first)) = plain.first() {
+                model.store.copy(&first.store)?;
+            }
+            plain.push((contestant, model));
+        }
+        let limit = limit.filter(|_| device == Device::Cpu);
+        let arena = limit.map(|limit| Arena::limited("cpu", limit.0)).transpose()?;
+        let mut exact = ExactModel::new(work, device, arena)?;
+        if let Some((_, first)) = plain.first() {
+            exact.take_over(first.store.variables().into_iter().collect())?;
+        }
+        let (x, y) = work.samples(work.batch);
+        let x = if channels_last { layout::laid_out(&x, true)? } else { x };
+        Ok(Self { work, device, plain, exact, batch: (x, y) })
+    }
+
+    /// What every contestant shows in its turns.
+    pub(super) fn take_turns(
+        &mut self,
+        repeats: usize,
+        progress: &TurnProgress,
+    ) -> Result<Vec<(NormContestant, TurnFigures)>> {
+        let title = self.work.title();
+        let plain = self.plain.iter().map(|(contestant, _)| *contestant);
+        let contestants = plain.chain([NormContestant::Exact]);
+        let mut all: Vec<_> = contestants.map(|who| (who, TurnFigures::default())).collect();
+        for turn in 0..timed::turns(repeats) {
+            for (contestant, shown) in &mut all {
+                progress.turn(&title, contestant.name(), turn, WARM_UP, repeats);
+                shown.add(self.turn(*contestant)?, turn >= WARM_UP);
+            }
+            progress.advance(1);
+        }
+        for (contestant, shown) in &mut all {
+            if shown.peak.is_none() {
+                shown.peak = Some(self.cpu_peak(*contestant)?);
+            }
+        }
+        self.check(&all)?;
+        Ok(all)
+    }
+
+    /// One step of a contestant.
+    fn turn(&mut self, contestant: NormContestant) -> Result<MeasuredTurn> {
+        let Self { device, plain, exact, batch, .. } = self;
+        let batch = || share(batch);
+        match plain.iter_mut().find(|(who, _)| *who == contestant) {
+            Some((_, model)) => timed::turn(model, *device, batch, TunedModel::step),
+            None => timed::turn(exact, *device, batch, ExactModel::step),
+        }
+    }
+
+    /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
+    fn cpu_peak(&mut self, contestant: NormContestant) -> Result<Bytes> {
+        if contestant == NormContestant::Exact {
+            return ExactModel::cpu_peak(self.work, &self.batch);
+        }
+        let arena = Arena::new("bench");
+        let inside = arena.enter();
+        self.turn(contestant)?;
+        drop(inside);
+        Ok(Bytes(arena.peak()))
+    }
+
+    /// Where the mini-batch is one micro-batch, exact and deferred BatchNorms compute the same.
+    fn check(&self, all: &[(NormContestant, TurnFigures)]) -> Result<()> {
+        let is_one = self.work.batch <= self.work.micro_batch;
+        let compared = |who: NormContestant| is_one || who != NormContestant::Exact;
+        let losses = all.iter().filter(|(who, _)| compared(*who)).map(|(_, shown)| shown.loss);
+        timed::compute_the_same(&losses.collect::<Vec<_>>(), self.work.dtype)?;
+        let finite = |(_, shown): &(NormContestant, TurnFigures)| shown.loss.is_finite();
+        ensure!(all.iter().all(finite), "a loss is not finite");
+        Ok(())
+    }
+}

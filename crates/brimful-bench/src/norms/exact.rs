@@ -1,0 +1,64 @@
+//! A model whose BatchNorms are exact, at work.
+
+use anyhow::Result;
+use brimful::memory::Arena;
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline, Size};
+use brimful_cli::setting::{NormStatistics, loss};
+use brimful_torch::layout;
+use tch::{Device, Tensor};
+
+use crate::timed::{LossAndPeak, Timed, in_use};
+use crate::work::{Samples, Workload};
+
+/// A pipeline of one device: its stages are cut where micro-batches meet.
+pub(super) struct ExactModel {
+    pipeline: Pipeline,
+    /// Device memory that it keeps between its turns.
+    kept: u64,
+}
+
+impl ExactModel {
+    /// On this device, on a CPU within this memory; a card's convolutions have their channels last.
+    pub(super) fn new(work: &Workload, device: Device, arena: Option<Arena>) -> Result<Self> {
+        let before = in_use(device)?;
+        let exact = Workload { norms: NormStatistics::Exact, ..work.clone() };
+        let on = arena.map_or_else(|| DeviceSpec::from(device), DeviceSpec::from);
+        let builder = Pipeline::builder(exact.layers()?).devices([on]).kind(work.dtype.kind());
+        let pipeline = builder.micro_batches(Size::Fixed(work.micro_batch)).build()?;
+        let convolutions = pipeline.variables()?.into_iter().filter(|(_, v)| v.dim() == 4);
+        for (_, mut weight) in convolutions.filter(|_| device != Device::Cpu) {
+            layout::lay_out(&mut weight, true)?;
+        }
+        let kept = in_use(device)?.saturating_sub(before);
+        Ok(Self { pipeline, kept })
+    }
+
+    /// Takes the values of these parameters and running statistics over.
+    pub(super) fn take_over(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
+        Ok(self.pipeline.set_variables(values)?)
+    }
+
+    pub(super) fn step(&mut self, (x, y): &Samples) -> Result<LossAndPeak> {
+        let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+        Ok((step.loss, step.peaks.first().copied().flatten()))
+    }
+
+    /// What a step allocates on a CPU, found with a model of its own: counting costs.
+    pub(super) fn cpu_peak(work: &Workload, batch: &Samples) -> Result<Bytes> {
+        let arena = Arena::new("bench");
+        let mut counted = Self::new(work, Device::Cpu, Some(arena.clone()))?;
+        let before = arena.current();
+        counted.step(batch)?;
+        Ok(Bytes(arena.peak().saturating_sub(before)))
+    }
+}
+
+impl Timed for ExactModel {
+    fn clear(&mut self) -> Result<()> {
+        Ok(self.pipeline.zero_grad()?)
+    }
+
+    fn kept(&mut self) -> &mut u64 {
+        &mut self.kept
+    }
+}

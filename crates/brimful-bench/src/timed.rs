@@ -1,0 +1,109 @@
+//! One step of a contestant beside others in the same process: its seconds, and the memory that is its own.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::Bytes;
+use brimful::memory::Memory;
+use brimful_cli::setting::NumberType;
+use brimful_torch::device as torch_device;
+use tch::Device;
+
+use crate::times::StepTimes;
+use crate::work::Samples;
+
+/// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
+/// allocator fills its cache.
+pub(crate) const WARM_UP: usize = 2;
+
+/// How often each contestant has its turn.
+pub(crate) fn turns(repeats: usize) -> usize {
+    WARM_UP + repeats
+}
+
+/// Whose steps are timed.
+pub(crate) trait Timed {
+    /// Leaves it without gradients.
+    fn clear(&mut self) -> Result<()>;
+
+    /// Device memory that it keeps between its turns.
+    fn kept(&mut self) -> &mut u64;
+}
+
+/// What one turn gave.
+pub(crate) struct MeasuredTurn {
+    pub(crate) seconds: f64,
+    pub(crate) loss: f64,
+    pub(crate) peak: Option<Bytes>,
+}
+
+/// A step's loss, and its peak where memory is counted.
+pub(crate) type LossAndPeak = (f64, Option<Bytes>);
+
+/// What a contestant has shown in its turns.
+#[derive(Debug, Default)]
+pub(crate) struct TurnFigures {
+    /// Seconds of the steps that do not count.
+    pub(crate) warm_up: Vec<f64>,
+    pub(crate) times: StepTimes,
+    pub(crate) peak: Option<Bytes>,
+    pub(crate) loss: f64,
+}
+
+impl TurnFigures {
+    pub(crate) fn add(&mut self, turn: MeasuredTurn, counts: bool) {
+        let MeasuredTurn { seconds, loss, peak } = turn;
+        (self.peak, self.loss) = (peak, loss);
+        if counts {
+            self.times.push(seconds);
+        } else {
+            self.warm_up.push(seconds);
+        }
+    }
+}
+
+/// One step, timed from a quiet device to a quiet device.
+pub(crate) fn turn<M: Timed>(
+    model: &mut M,
+    device: Device,
+    batch: impl FnOnce() -> Samples,
+    step: impl FnOnce(&mut M, &Samples) -> Result<LossAndPeak>,
+) -> Result<MeasuredTurn> {
+    model.clear()?;
+    let before = in_use(device)?;
+    // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
+    let batch = batch();
+    torch_device::synchronize(device)?;
+    let start = Instant::now();
+    let (loss, peak) = step(model, &batch)?;
+    torch_device::synchronize(device)?;
+    let seconds = start.elapsed().as_secs_f64();
+    // Nothing of what the others keep is in it.
+    let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + *model.kept()));
+    drop(batch);
+    model.clear()?;
+    *model.kept() += in_use(device)?.saturating_sub(before);
+    Ok(MeasuredTurn { seconds, loss, peak })
+}
+
+/// Contestants that compute different things are not worth comparing.
+pub(crate) fn compute_the_same(losses: &[f64], dtype: NumberType) -> Result<()> {
+    let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };
+    let first = losses.first().copied().unwrap_or_default();
+    let near = |loss: &f64| (loss - first).abs() <= tolerance * first.abs();
+    ensure!(losses.iter().all(near), "the contestants' losses differ: {losses:?}");
+    Ok(())
+}
+
+/// Device memory in use now; a CPU's is not counted here.
+pub(crate) fn in_use(device: Device) -> Result<u64> {
+    Ok(match device {
+        Device::Cpu => 0,
+        _ => Memory::Accelerator(device).usage()?.current.0,
+    })
+}
+
+/// The same tensors.
+pub(crate) fn share((x, y): &Samples) -> Samples {
+    (x.shallow_clone(), y.shallow_clone())
+}
