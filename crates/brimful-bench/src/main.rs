@@ -8,6 +8,8 @@ mod auto;
 mod columns;
 mod compare;
 mod convergence;
+mod finetune;
+mod host_memory;
 mod interrupt;
 mod journal;
 mod loader;
@@ -20,6 +22,7 @@ mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;
+mod steady;
 mod times;
 mod turns;
 mod work;
