@@ -67,6 +67,7 @@ IDENTITY = ["bench", "model", "shape", "device", "dtype", "batch", "micro_batch"
 IDENTITY += ["stages", "schedule", "recompute", "balance", "ranks"]
 IDENTITY += ["heads", "sequences", "memory_limit"]
 IDENTITY += ["data", "image", "workers"]
+IDENTITY += ["sequence", "lora"]
 
 
 def identity(work):
@@ -82,7 +83,7 @@ def each_once(rows):
 
 def title(work):
     keys = ["model", "shape", "dtype", "batch", "micro_batch", "micro_batches", "limit_bytes", "memory_limit"]
-    keys += ["stages", "schedule", "recompute", "ranks"]
+    keys += ["stages", "schedule", "recompute", "ranks", "lora"]
     return " ".join(str(work[key]) for key in keys if work.get(key) is not None)
 
 

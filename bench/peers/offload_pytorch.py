@@ -121,19 +121,19 @@ def measure(work, settings, repeats):
     if is_cuda(work["device"]):
         torch.cuda.set_device(work["device"])
     if settings["way"] == "fsdp2":
-        return measure_sharded(work, repeats)
+        return in_group(work["device"], lambda: trained(work, Sharded(work), repeats))
     saved = settings["way"] == "save_on_cpu"
     return trained(work, SavedOnTheHost(work) if saved else OnTheCard(work, recompute=True), repeats)
 
 
-def measure_sharded(work, repeats):
+def in_group(device, run):
     """FSDP2 wants a process group, here of this process alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo,cuda:nccl" if is_cuda(work["device"]) else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if is_cuda(device) else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
-            return trained(work, Sharded(work), repeats)
+            return run()
         finally:
             distributed.destroy_process_group()
 

@@ -9,7 +9,7 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, loader, memory, micro, norms, offload, pipeline, plot,
+    arena, auto, compare, convergence, finetune, loader, memory, micro, norms, offload, pipeline, plot,
     ragged, world,
 };
 
@@ -41,6 +41,8 @@ enum Benchmark {
     Auto(auto::AutoOptions),
     /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
     Convergence(convergence::ConvergenceOptions),
+    /// A folder's model, fine-tuned whole or by LoRA, on its device and from the host.
+    Finetune(finetune::FinetuneOptions),
     /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
     Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
@@ -75,6 +77,7 @@ impl CommandLine for BenchArgs {
         match &self.bench {
             Benchmark::Arena(options) => arena::run(options)?,
             Benchmark::Convergence(options) => convergence::run(options)?,
+            Benchmark::Finetune(options) => finetune::run(options)?,
             Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,

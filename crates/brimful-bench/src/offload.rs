@@ -1,7 +1,5 @@
 //! `brimful-bench offload`: a GPT whose stages live on the host, against the same one on the card.
 
-use std::time::Instant;
-
 use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::optim::AdamW;
@@ -16,7 +14,7 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::journal::{Journal, Output};
-use crate::times::StepTimes;
+use crate::steady::{SteadySteps, StepPart};
 use crate::turns::TurnProgress;
 
 /// What fast kernels take, and what GPT-2's 50,257 words are filled up to.
@@ -67,8 +65,9 @@ pub(crate) struct OffloadOptions {
     output: Output,
 }
 
+/// Where the stages of a contestant live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum HomeArgument {
+pub(crate) enum HomeArgument {
     Device,
     Host,
     /// At home, where updates follow the backward.
@@ -76,7 +75,7 @@ enum HomeArgument {
 }
 
 impl HomeArgument {
-    fn contestant(self) -> &'static str {
+    pub(crate) fn contestant(self) -> &'static str {
         match self {
             Self::Device => "brimful, on the card",
             Self::Host => "brimful, at home",
@@ -92,12 +91,7 @@ impl HomeArgument {
 /// Measures and prints.
 pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    if let Some(limit) = options.memory_limit {
-        if device == Device::Cpu {
-            bail!("--memory-limit is for a card here: give --device cuda");
-        }
-        Memory::of(device)?.set_limit(Some(limit.0))?;
-    }
+    limit_card(device, options.memory_limit)?;
     let facts = json!({ "optimizer": "adamw", "recompute": "always", "dtype": "bf16" });
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
@@ -111,6 +105,15 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     }
     progress.done();
     journal.end()
+}
+
+/// Holds a card to so much of its memory.
+pub(crate) fn limit_card(device: Device, limit: Option<Bytes>) -> Result<()> {
+    let Some(limit) = limit else { return Ok(()) };
+    if device == Device::Cpu {
+        bail!("--memory-limit is for a card here: give --device cuda");
+    }
+    Ok(Memory::of(device)?.set_limit(Some(limit.0))?)
 }
 
 struct Contestant {
@@ -162,23 +165,16 @@ impl Contestant {
         let place = (Kind::Int64, self.pipeline.output_device());
         let tokens = || Tensor::randint(VOCABULARY, [samples, options.tokens], place);
         let batch = (tokens(), tokens());
-        let mut times = StepTimes::default();
-        let mut backwards = StepTimes::default();
         let mut peak_bytes = None;
-        // Two steps to warm up: the first makes homes of gradients and the optimizer's state.
-        for turn in 0..options.repeats + 2 {
-            progress.turn(name, "steps", turn, 0, options.repeats + 2);
-            let start = Instant::now();
-            peak_bytes = self.backward(&batch)?;
-            backwards.push_if(turn > 1, start.elapsed().as_secs_f64());
-            self.optimizer.step()?;
-            self.optimizer.zero_grad()?;
-            times.push_if(turn > 1, start.elapsed().as_secs_f64());
-        }
-        // The last update has no next step to hide behind: it is told apart.
-        let start = Instant::now();
-        self.optimizer.wait()?;
-        let seconds = times.0.iter().sum::<f64>() / times.0.len() as f64;
+        let steady =
+            SteadySteps::measure(self, options.repeats, (name, progress), |this, part| {
+                match part {
+                    StepPart::Backward => peak_bytes = this.backward(&batch)?,
+                    StepPart::Update => this.update()?,
+                    StepPart::LastUpdate => this.optimizer.wait()?,
+                }
+                Ok(())
+            })?;
         Ok(OffloadRow {
             contestant: name,
             parameters: self.parameters,
@@ -187,13 +183,16 @@ impl Contestant {
             micro_batches: count,
             sequences: options.sequences,
             repeats: options.repeats,
-            seconds,
-            seconds_backward: backwards.median(),
-            seconds_last_update: start.elapsed().as_secs_f64(),
-            tokens_per_s: (samples * options.tokens) as f64 / seconds,
+            tokens_per_s: (samples * options.tokens) as f64 / steady.seconds,
+            steady,
             peak_bytes,
             memory_limit: options.memory_limit.map(|limit| limit.to_string()),
         })
+    }
+
+    fn update(&mut self) -> Result<()> {
+        self.optimizer.step()?;
+        Ok(self.optimizer.zero_grad()?)
     }
 
     /// Forward and backward, and the most memory of the device that they took.
@@ -215,10 +214,8 @@ struct OffloadRow {
     micro_batches: usize,
     sequences: i64,
     repeats: usize,
-    /// Of a step, update included, as steps follow each other.
-    seconds: f64,
-    seconds_backward: f64,
-    seconds_last_update: f64,
+    #[serde(flatten)]
+    steady: SteadySteps,
     tokens_per_s: f64,
     peak_bytes: Option<Bytes>,
     #[serde(skip_serializing_if = "Option::is_none")]

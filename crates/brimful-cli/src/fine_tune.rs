@@ -24,21 +24,19 @@ use crate::tokenizer::Tokenizer;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "A model of a folder")]
 pub struct FineTuneOptions {
-    /// Freeze the model, and train a way of this rank beside each projection of its blocks (LoRA), times
-    /// ALPHA / RANK: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]
     #[arg(long, value_name = "RANK[:ALPHA]")]
+    #[arg(help = format!("{}: --save writes that alone, as PEFT loads it [ALPHA: twice the rank]", words::LORA))]
     pub(crate) lora: Option<LoraFlag>,
     /// Write the whole model with --save, LoRA's part added to its weights
     #[arg(long, requires = "lora")]
     pub(crate) merge: bool,
-    /// Begin with random numbers: the folder needs a config.json alone
-    #[arg(long)]
+    #[arg(long, help = words::FROM_SCRATCH)]
     pub(crate) from_scratch: bool,
 }
 
 /// `--lora`.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct LoraFlag(Lora);
+pub struct LoraFlag(pub Lora);
 
 impl FromStr for LoraFlag {
     type Err = String;

@@ -20,7 +20,8 @@ pub mod data;
 #[doc(hidden)]
 pub mod exit;
 mod files;
-mod fine_tune;
+#[doc(hidden)]
+pub mod fine_tune;
 mod folder_template;
 mod interrupt;
 mod jinja_template;

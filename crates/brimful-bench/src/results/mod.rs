@@ -4,6 +4,7 @@ mod arena;
 mod auto;
 mod chart;
 mod convergence;
+mod finetune;
 mod loader;
 mod memory;
 mod micro;
@@ -14,6 +15,7 @@ mod ragged;
 mod ranks;
 mod row;
 mod table;
+mod token_rates;
 
 use std::fmt::Write;
 use std::fs;
@@ -43,6 +45,7 @@ const BENCHES: [(&str, Views); 12] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
+    ("finetune", (finetune::tables, finetune::panels)),
     ("loader", (loader::tables, loader::panels)),
     ("norms", (norms::tables, norms::panels)),
     ("offload", (offload::tables, offload::panels)),

@@ -1,8 +1,9 @@
 //! Models that live on the host, beside the same ones on their device and what others make of them.
 
-use super::chart::{Bar, BarPanel};
+use super::chart::BarPanel;
 use super::row::{ResultRow, works};
 use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::token_rates;
 
 const COLUMNS: [TableColumn; 6] = [
     ("contestant", "contestant"),
@@ -44,16 +45,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |work: String| {
-        let bar = |row: &&&ResultRow| {
-            let rate = row.number("tokens_per_s")?;
-            Some(Bar::of(row.contestant(), row.side(), rate))
-        };
-        let bars = rows.iter().filter(|row| name(row) == work).collect::<Vec<_>>();
-        let bars = bars.iter().filter_map(bar).collect();
-        BarPanel { title: work, unit: "tokens a second", bars, mark: "", is_zoomed: false }
-    };
-    works(rows, name).into_iter().map(panel).collect()
+    token_rates::panels(rows, name)
 }
 
 fn name(row: &ResultRow) -> String {

@@ -1,8 +1,9 @@
 //! Text of unlike lengths, cut by tokens or by samples.
 
-use super::chart::{Bar, BarPanel};
+use super::chart::BarPanel;
 use super::row::{ResultRow, grouped, over};
 use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::token_rates;
 
 const COLUMNS: [TableColumn; 8] = [
     ("contestant", "contestant"),
@@ -42,14 +43,7 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let bar = |row: &&ResultRow| {
-            Some(Bar::of(row.contestant(), row.side(), row.number("tokens_per_s")?))
-        };
-        let bars = of_work.iter().filter_map(bar).collect();
-        BarPanel { title, unit: "tokens a second", bars, mark: "", is_zoomed: false }
-    };
-    grouped(rows, name).into_iter().map(panel).collect()
+    token_rates::panels(rows, name)
 }
 
 fn name(row: &ResultRow) -> String {

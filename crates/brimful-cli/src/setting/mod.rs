@@ -11,7 +11,7 @@ mod order;
 pub mod words;
 
 use anyhow::Result;
-use brimful::{Loss, World, device};
+use brimful::{Layers, Loss, World, device};
 use brimful_torch::autograd;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -52,6 +52,19 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     }
     let (logits, targets) = (logits.flatten(0, -2), targets.flatten(0, -1));
     logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, IGNORED, 0.0)
+}
+
+/// Parameters that each layer computes with, those of others that it shares included: where stages come to
+/// the device in turn, each brings all of them.
+///
+/// # Errors
+/// As [`Layers::parameter_counts`].
+pub fn parameters_used(layers: &Layers) -> Result<Vec<u64>> {
+    let mut counts = layers.parameter_counts()?;
+    for (user, owner) in layers.shared()? {
+        counts[user] += counts[owner];
+    }
+    Ok(counts)
 }
 
 /// What the loss of a mini-batch is a mean over.

@@ -29,6 +29,11 @@ pub const BATCH_SIZE: &str = "Samples in a mini-batch";
 pub const MICRO_BATCH: &str = "Samples in a micro-batch";
 /// Of `--micro-batches`.
 pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
+/// Of `--lora`.
+pub const LORA: &str = "Freeze the model, and train a way of this rank beside each projection of its blocks (LoRA), \
+     times ALPHA / RANK";
+/// Of `--from-scratch`.
+pub const FROM_SCRATCH: &str = "Begin with random numbers: the folder needs a config.json alone";
 /// Of `--memory-limit`.
 pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
 /// Of `--stages`.

@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 use super::TrainOptions;
 use crate::exit::wrong_use;
 use crate::measured;
-use crate::setting::{NormStatistics, room, typed};
+use crate::setting::{NormStatistics, parameters_used, room, typed};
 
 /// Where weights, gradients and the optimizer's state live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -265,10 +265,7 @@ impl StageCut {
     /// As fine as it can be, unless the schedule says how many stages there are: slots on the device are
     /// as large as the largest stage.
     fn at_home(layers: &Layers, devices: usize, schedule: Option<Schedule>) -> Result<Self> {
-        let mut counts = layers.parameter_counts()?;
-        for (user, owner) in layers.shared()? {
-            counts[user] += counts[owner];
-        }
+        let counts = parameters_used(layers)?;
         let finest = balance::finest(&counts, counts.len())?.sizes().len();
         let stages_per_device = match schedule {
             Some(schedule) => schedule.stages_per_device(),

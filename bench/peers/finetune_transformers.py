@@ -1,0 +1,143 @@
+"""A folder's Llama, fine-tuned by transformers: with PEFT's LoRA, or whole and at home by FSDP2.
+
+    finetune_transformers.py --like OURS.jsonl [--repeats 5] [--only checkpointing]
+
+Runs the works of `brimful-bench finetune`: the same folder, tokens, micro-batches, and AdamW, which is part of every
+step. Each contestant has the whole card, also where ours had a limit: its peak says what it took.
+"""
+
+import os
+import statistics
+import time
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import contest
+import models
+import offload_pytorch as offload
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+except ImportError as error:
+    raise ImportError(f"{error.msg}: put transformers and PEFT into PYTHONPATH (bench/peers/setup carry FOLDER)") from error
+
+WARM_UP = 2
+# What brimful's LoRA stands beside.
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def contestants(work, flags):
+    limit = ", no limit" if work.get("memory_limit") else ""
+    if work.get("lora"):
+        yield f"transformers + PEFT, checkpointing{limit}", {"recompute": True}
+        yield f"transformers + PEFT{limit}", {"recompute": False}
+    else:
+        yield f"transformers, FSDP2, CPU offload{limit}", {"recompute": True}
+
+
+def measure(work, settings, repeats):
+    models.allow("bf16")
+    if offload.is_cuda(work["device"]):
+        torch.cuda.set_device(work["device"])
+    if not work.get("lora"):
+        return offload.in_group(work["device"], lambda: trained(work, sharded(work), repeats))
+    start = time.perf_counter()
+    network = AutoModelForCausalLM.from_pretrained(
+        work["model"], dtype=torch.bfloat16, attn_implementation="sdpa", device_map=work["device"], local_files_only=True)
+    contest.synchronize(work["device"])
+    loaded = {"seconds_load": time.perf_counter() - start}
+    recompute(network, settings["recompute"])
+    return {**trained(work, adapted(network, work["lora"]), repeats), **loaded}
+
+
+def adapted(network, lora):
+    """Adapters in bf16 as the rest is: the fastest there is, without autocast."""
+    rank, alpha = lora.split(":")
+    config = LoraConfig(r=int(rank), lora_alpha=float(alpha), target_modules=PROJECTIONS, lora_dropout=0.0)
+    return get_peft_model(network, config, autocast_adapter_dtype=False)
+
+
+def recompute(network, wanted):
+    network.config.use_cache = False
+    if wanted:
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        network.enable_input_require_grads()
+    network.train()
+
+
+def sharded(work):
+    """FSDP2 of one rank: each block's f32 parameters come from the host as bf16 for its forward and its backward."""
+    config = AutoConfig.from_pretrained(work["model"], local_files_only=True)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    recompute(network, True)
+    numbers = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    home = CPUOffloadPolicy(pin_memory=offload.is_cuda(work["device"]))
+    for block in network.model.layers:
+        fully_shard(block, mp_policy=numbers, offload_policy=home)
+    fully_shard(network, mp_policy=numbers, offload_policy=home)
+    network.to_empty(device="cpu")
+    # Its tables are computed, not loaded: they were lost with the memory that there was none of.
+    network.model.rotary_emb = LlamaRotaryEmbedding(config).to(work["device"])
+    offload.fill(network, work["device"])
+    return network
+
+
+def trained(work, network, repeats):
+    """The figures of steps that follow each other."""
+    device = work["device"]
+    parts = micro_batches(work, network.config.vocab_size)
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=offload.LEARNING_RATE, fused=True)
+    first, _ = step(network, parts, optimizer, device)
+    for _ in range(WARM_UP - 1):
+        step(network, parts, optimizer, device)
+    contest.synchronize(device)
+    if offload.is_cuda(device):
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    losses, backward = zip(*(step(network, parts, optimizer, device) for _ in range(repeats)))
+    contest.synchronize(device)
+    seconds = (time.perf_counter() - start) / repeats
+    return {
+        "parameters": sum(parameter.numel() for parameter in network.parameters()), "repeats": repeats,
+        "seconds": seconds, "seconds_backward": statistics.median(backward),
+        "tokens_per_s": work["batch"] * work["sequence"] / seconds,
+        "first_loss": first, "last_loss": losses[-1],
+        # A CPU's memory is counted by nobody here.
+        "peak_bytes": torch.cuda.max_memory_allocated() if offload.is_cuda(device) else None,
+    }  # fmt: skip
+
+
+def micro_batches(work, vocabulary):
+    """The tokens that brimful has too, each with those that follow."""
+    batch, sequence = work["batch"], work["sequence"]
+    texts = torch.arange(batch * (sequence + 1), device=work["device"]) * 48271 % 65537 % vocabulary
+    texts = texts.view(batch, sequence + 1)
+    x, y = texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
+    return list(zip(x.split(work["micro_batch"]), y.split(work["micro_batch"])))
+
+
+def step(network, parts, optimizer, device):
+    """The loss of a step, and the seconds until it was read, which is after the last backward."""
+    start = time.perf_counter()
+    total, samples = torch.zeros((), device=device), sum(len(x) for x, _ in parts)
+    for number, (x, y) in enumerate(parts, start=1):
+        if hasattr(network, "set_requires_gradient_sync"):
+            # Before the last micro-batch gradients are summed on the card: each goes home once a step.
+            network.set_requires_gradient_sync(number == len(parts))
+        loss = network(input_ids=x, labels=y, shift_labels=y).loss * (len(x) / samples)
+        loss.backward()
+        total += loss.detach()
+    total, seconds = float(total), time.perf_counter() - start
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, seconds
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    contest.run("finetune", contestants, measure, package="transformers", facts={"optimizer": "adamw", "dtype": "bf16", "batch_norm": None})

@@ -1,0 +1,218 @@
+//! `brimful-bench finetune`: a folder's model, trained whole or by LoRA, on its device and from the host.
+
+mod tuned;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use brimful::{Bytes, Layers};
+use brimful_cli::fine_tune::LoraFlag;
+use brimful_cli::setting::{self, words};
+use brimful_models::pretrained::Pretrained;
+use brimful_torch::device as torch_device;
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+use crate::host_memory;
+use crate::journal::{Journal, Output};
+use crate::offload::{HomeArgument, limit_card};
+use crate::steady::{SteadySteps, StepPart};
+use crate::turns::TurnProgress;
+use tuned::TunedModel;
+
+/// Options of `brimful-bench finetune`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench finetune --model llama --lora 16 --device cuda:0
+  brimful-bench finetune --model llama --homes host --memory-limit 16GB --device cuda:0
+  brimful-bench finetune --model examples/tiny-llama --from-scratch --sequence 16 --batch-size 4 --micro-batch 2")]
+pub(crate) struct FinetuneOptions {
+    /// The model: a folder of Hugging Face's
+    #[arg(long, value_name = "FOLDER")]
+    model: PathBuf,
+    #[arg(long, help = words::FROM_SCRATCH)]
+    from_scratch: bool,
+    #[arg(long, value_name = "RANK[:ALPHA]", help = words::LORA)]
+    lora: Option<LoraFlag>,
+    /// Where stages live, each a contestant
+    #[arg(long, value_name = "WHERE,..", value_delimiter = ',', default_value = "device")]
+    homes: Vec<HomeArgument>,
+    /// Tokens in a sequence of a text
+    #[arg(long = "sequence", value_name = "N", default_value_t = 1024)]
+    tokens: i64,
+    #[arg(long, value_name = "N", default_value_t = 32, help = words::BATCH_SIZE)]
+    #[arg(value_parser = words::count)]
+    batch_size: usize,
+    #[arg(long, value_name = "N", default_value_t = 8, help = words::MICRO_BATCH)]
+    #[arg(value_parser = words::count)]
+    micro_batch: usize,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = words::count)]
+    repeats: usize,
+    #[arg(long, value_name = "DEVICE", help = words::DEVICE)]
+    device: Option<String>,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Measures and prints.
+pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    let folder = match options.from_scratch {
+        true => Pretrained::without_weights(&options.model),
+        false => Pretrained::open(&options.model),
+    }?;
+    let context = folder.config().context();
+    ensure!(
+        (1..=context).contains(&options.tokens),
+        "--sequence {}: the model takes from 1 to {context} tokens",
+        options.tokens
+    );
+    limit_card(device, options.memory_limit)?;
+    let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
+    let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
+    let progress = TurnProgress::new(options.repeats);
+    for &home in &options.homes {
+        progress.row(home.contestant());
+        journal.enter(&options.measure(&folder, device, home, &progress)?)?;
+    }
+    progress.done();
+    journal.end()
+}
+
+impl FinetuneOptions {
+    fn layers(&self, folder: &Pretrained) -> Layers {
+        let layers = folder.config().layers();
+        match &self.lora {
+            Some(LoraFlag(lora)) => layers.lora(lora),
+            None => layers,
+        }
+    }
+
+    fn measure(
+        &self,
+        folder: &Pretrained,
+        device: Device,
+        home: HomeArgument,
+        progress: &TurnProgress,
+    ) -> Result<FinetuneRow<'_>> {
+        let (mut tuned, load) = self.loaded(folder, self.layers(folder), device, home)?;
+        let batch = self.batch(folder.config().vocabulary(), device);
+        let (mut losses, mut peak_bytes) = (Vec::new(), None);
+        let following = (home.contestant(), progress);
+        let steady = SteadySteps::measure(&mut tuned, self.repeats, following, |tuned, part| {
+            match part {
+                StepPart::Backward => losses.push(tuned.backward(&batch)?),
+                StepPart::Update => peak_bytes = tuned.update()?,
+                StepPart::LastUpdate => tuned.wait()?,
+            }
+            Ok(())
+        })?;
+        let tokens = self.batch_size as i64 * self.tokens;
+        Ok(FinetuneRow {
+            contestant: home.contestant(),
+            model: &self.model,
+            parameters: folder.config().layers().parameter_count()?,
+            lora: self.lora.as_ref().map(LoraFlag::to_string),
+            dtype: "bf16",
+            sequence: self.tokens,
+            batch: self.batch_size,
+            micro_batch: self.micro_batch,
+            repeats: self.repeats,
+            tokens_per_s: tokens as f64 / steady.seconds,
+            steady,
+            first_loss: losses[0],
+            last_loss: losses[losses.len() - 1],
+            replayed: tuned.replayed(),
+            peak_bytes,
+            memory_limit: self.memory_limit.map(|limit| limit.to_string()),
+            load,
+        })
+    }
+
+    /// The model with the folder's weights, and what it took to get there.
+    fn loaded(
+        &self,
+        folder: &Pretrained,
+        layers: Layers,
+        device: Device,
+        home: HomeArgument,
+    ) -> Result<(TunedModel, LoadFigures)> {
+        // What the device's libraries take of the host is not to be counted as the weights'.
+        let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
+        let _ = first.matmul(&first);
+        torch_device::synchronize(device)?;
+        host_memory::forget_peak();
+        let before = host_memory::resident();
+        let start = Instant::now();
+        let tuned = TunedModel::new(layers, device, home, self.micro_batch)?;
+        let seconds_build = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        folder.load(&tuned.variables()?)?;
+        torch_device::synchronize(device)?;
+        let seconds_load = start.elapsed().as_secs_f64();
+        let bytes = folder.config().layers().parameter_count()? * 2;
+        let taken = host_memory::peak().zip(before).map(|(peak, before)| peak - before.min(peak));
+        let has_weights = !self.from_scratch;
+        Ok((
+            tuned,
+            LoadFigures {
+                seconds_build,
+                seconds_load: has_weights.then_some(seconds_load),
+                loaded_bytes_per_s: has_weights.then(|| bytes as f64 / seconds_load),
+                host_of_weights: taken.map(|taken| taken as f64 / bytes as f64),
+            },
+        ))
+    }
+
+    /// Tokens that the peers make too, so that losses can be compared, each with those that follow.
+    fn batch(&self, vocabulary: i64, device: Device) -> (Tensor, Tensor) {
+        let (samples, tokens) = (self.batch_size as i64, self.tokens);
+        let places = Tensor::arange(samples * (tokens + 1), (Kind::Int64, device));
+        let texts = (places * 48_271).remainder(65_537).remainder(vocabulary);
+        let texts = texts.view([samples, tokens + 1]);
+        (texts.narrow(1, 0, tokens).contiguous(), texts.narrow(1, 1, tokens).contiguous())
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct FinetuneRow<'a> {
+    contestant: &'static str,
+    model: &'a Path,
+    parameters: u64,
+    lora: Option<String>,
+    dtype: &'static str,
+    sequence: i64,
+    batch: usize,
+    micro_batch: usize,
+    repeats: usize,
+    #[serde(flatten)]
+    steady: SteadySteps,
+    tokens_per_s: f64,
+    first_loss: f64,
+    last_loss: f64,
+    /// Micro-batches of the last step that were replayed.
+    replayed: usize,
+    peak_bytes: Option<Bytes>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_limit: Option<String>,
+    #[serde(flatten)]
+    load: LoadFigures,
+}
+
+/// How a model came to its weights.
+#[derive(Debug, Serialize)]
+struct LoadFigures {
+    /// Until there was memory for all, with random numbers in it.
+    seconds_build: f64,
+    seconds_load: Option<f64>,
+    loaded_bytes_per_s: Option<f64>,
+    /// The most host memory that building and loading took, over the bytes of the weights.
+    host_of_weights: Option<f64>,
+}

@@ -1,0 +1,42 @@
+//! The host memory that this process takes, as far as Linux tells.
+
+use std::fs;
+
+/// From now on, the most is counted anew.
+pub(crate) fn forget_peak() {
+    // Where that is refused, the peak is that of the whole process: more, never less.
+    let _ = fs::write("/proc/self/clear_refs", "5");
+}
+
+/// What it takes now.
+pub(crate) fn resident() -> Option<u64> {
+    told("VmRSS:")
+}
+
+/// The most that it took.
+pub(crate) fn peak() -> Option<u64> {
+    told("VmHWM:")
+}
+
+fn told(field: &str) -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field))?;
+    let kibibytes: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_taken_for_a_while_is_in_the_peak() {
+        const BYTES: usize = 64 << 20;
+        let before = resident().expect("Linux tells");
+        drop(std::hint::black_box(vec![1_u8; BYTES]));
+        let most = peak().expect("Linux tells");
+        assert!(most >= before + BYTES as u64 * 9 / 10, "{most} after {before}");
+        forget_peak();
+        assert!(peak().expect("Linux tells") <= most);
+    }
+}
