@@ -22,6 +22,8 @@ pub mod exit;
 mod files;
 mod fine_tune;
 mod folder_template;
+#[doc(hidden)]
+pub mod home_plan;
 mod interrupt;
 mod jinja_template;
 mod log;
