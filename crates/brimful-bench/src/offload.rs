@@ -1,12 +1,12 @@
 //! `brimful-bench offload`: a GPT whose stages live on the host, against the same one on the card.
 
-use anyhow::{Result, bail};
-use brimful::memory::Memory;
+use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
-use brimful_cli::setting::{self, words};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline};
+use brimful_cli::home_plan::{HomeQuestion, StageHomes};
+use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -20,11 +20,14 @@ use crate::turns::TurnProgress;
 /// What fast kernels take, and what GPT-2's 50,257 words are filled up to.
 const VOCABULARY: i64 = 50_304;
 
+const RATE: f64 = 1e-4;
+
 /// Options of `brimful-bench offload`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   brimful-bench offload --device cuda:0
+  brimful-bench offload --device cuda:0 --counts 16 --homes auto --memory-limit 12GB
   brimful-bench offload --device cuda:0 --layers 32 --width 3584 --heads 28 --homes host --memory-limit 14GB
   brimful-bench offload --layers 4 --width 64 --heads 4 --sequence 32")]
 pub(crate) struct OffloadOptions {
@@ -70,8 +73,12 @@ pub(crate) struct OffloadOptions {
 pub(crate) enum HomeArgument {
     Device,
     Host,
-    /// At home, where updates follow the backward.
+    /// At home, where updates follow the backward
     HostFollowing,
+    /// As `train --offload auto` plans them within the memory limit
+    Auto,
+    /// The same, where updates at home follow the backward
+    AutoFollowing,
 }
 
 impl HomeArgument {
@@ -80,18 +87,19 @@ impl HomeArgument {
             Self::Device => "brimful, on the card",
             Self::Host => "brimful, at home",
             Self::HostFollowing => "brimful, at home, updates follow",
+            Self::Auto => "brimful, homes planned",
+            Self::AutoFollowing => "brimful, homes planned, updates follow",
         }
     }
 
-    fn homes(self) -> Homes {
-        if self == Self::Device { Homes::Device } else { Homes::Host }
+    pub(crate) fn follows(self) -> bool {
+        matches!(self, Self::HostFollowing | Self::AutoFollowing)
     }
 }
 
 /// Measures and prints.
 pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
-    limit_card(device, options.memory_limit)?;
     let facts = json!({ "optimizer": "adamw", "recompute": "always", "dtype": "bf16" });
     let mut journal = Journal::begin("offload", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
@@ -107,50 +115,92 @@ pub(crate) fn run(options: &OffloadOptions) -> Result<()> {
     journal.end()
 }
 
-/// Holds a card to so much of its memory.
-pub(crate) fn limit_card(device: Device, limit: Option<Bytes>) -> Result<()> {
-    let Some(limit) = limit else { return Ok(()) };
-    if device == Device::Cpu {
-        bail!("--memory-limit is for a card here: give --device cuda");
+impl OffloadOptions {
+    fn layers(&self) -> Layers {
+        gpt(&Gpt {
+            layers: self.layers,
+            width: self.width,
+            heads: self.heads,
+            context: self.tokens,
+            vocabulary: VOCABULARY,
+            dropout: 0.0,
+            tied: true,
+        })
     }
-    Ok(Memory::of(device)?.set_limit(Some(limit.0))?)
+
+    /// Layers of each stage: the embeddings, each block, and the head.
+    fn balance(&self) -> Vec<usize> {
+        let mut balance = vec![1; self.layers + 2];
+        balance[0] = 3;
+        balance[self.layers + 1] = 2;
+        balance
+    }
+
+    /// Where stages live; homes that are planned are so for the most micro-batches.
+    fn stage_homes(&self, device: Device, home: HomeArgument) -> Result<StageHomes> {
+        match home {
+            HomeArgument::Device => Ok(StageHomes::Device),
+            HomeArgument::Host | HomeArgument::HostFollowing => Ok(StageHomes::Host),
+            HomeArgument::Auto | HomeArgument::AutoFollowing => {
+                let Some(room) = setting::room(device, self.memory_limit)? else {
+                    return Ok(StageHomes::Device);
+                };
+                let most = self.counts.iter().copied().max().unwrap_or(1);
+                let question = HomeQuestion {
+                    device,
+                    rooms: vec![room],
+                    kind: Kind::BFloat16,
+                    method: AdamW::new(RATE).into(),
+                    batch_size: self.sequences as usize * most,
+                    adapts: false,
+                    schedule: breadth_first(&self.balance()),
+                    recompute: Recompute::Always,
+                };
+                let tokens = [self.sequences, self.tokens];
+                let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
+                StageHomes::plan(&self.layers(), &micro_batch, question)
+            }
+        }
+    }
+}
+
+fn breadth_first(balance: &[usize]) -> Schedule {
+    Schedule::BreadthFirst { stages_per_device: balance.len() }
 }
 
 struct Contestant {
     pipeline: Pipeline,
     optimizer: brimful::pipeline::PipelineOptimizer,
     parameters: u64,
+    /// Why stages live where they do, of homes that were planned.
+    why: Option<String>,
 }
 
 impl Contestant {
     fn new(options: &OffloadOptions, device: Device, home: HomeArgument) -> Result<Self> {
-        let shape = Gpt {
-            layers: options.layers,
-            width: options.width,
-            heads: options.heads,
-            context: options.tokens,
-            vocabulary: VOCABULARY,
-            dropout: 0.0,
-            tied: true,
-        };
-        let layers = gpt(&shape);
+        let layers = options.layers();
         let parameters = layers.parameter_count()?;
-        // The embeddings, each block, and the head.
-        let mut balance = vec![1; options.layers + 2];
-        balance[0] = 3;
-        balance[options.layers + 1] = 2;
-        let schedule = Schedule::BreadthFirst { stages_per_device: balance.len() };
-        let mut pipeline = Pipeline::builder(layers)
-            .devices([DeviceSpec::from(device)])
+        let homes = options.stage_homes(device, home)?;
+        let (balance, mut why) = (options.balance(), None);
+        let schedule = breadth_first(&balance);
+        let builder = Pipeline::builder(layers)
+            .devices(accounts(&[device], options.memory_limit)?.into_iter().map(DeviceSpec::from))
             .balance(balance)
             .schedule(schedule)
             .recompute(Recompute::Always)
-            .kind(Kind::BFloat16)
-            .homes(home.homes())
-            .build()?;
-        let mut optimizer = pipeline.optimizer(AdamW::new(1e-4))?;
-        optimizer.follow_backward(home == HomeArgument::HostFollowing)?;
-        Ok(Self { pipeline, optimizer, parameters })
+            .kind(Kind::BFloat16);
+        let builder = match homes {
+            StageHomes::Device => builder.homes(Homes::Device),
+            StageHomes::Host => builder.homes(Homes::Host),
+            StageHomes::Planned { row, why: reason } => {
+                why = Some(reason);
+                builder.plan(&row)
+            }
+        };
+        let mut pipeline = builder.build()?;
+        let mut optimizer = pipeline.optimizer(AdamW::new(RATE))?;
+        optimizer.follow_backward(home.follows())?;
+        Ok(Self { pipeline, optimizer, parameters, why })
     }
 
     fn measure(
@@ -180,6 +230,9 @@ impl Contestant {
             parameters: self.parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
             heads: options.heads,
+            stages: self.pipeline.balance().sizes().len(),
+            stages_at_home: self.pipeline.stages_at_home()?,
+            plan: self.why.clone(),
             micro_batches: count,
             sequences: options.sequences,
             repeats: options.repeats,
@@ -211,6 +264,11 @@ struct OffloadRow {
     parameters: u64,
     shape: String,
     heads: i64,
+    stages: usize,
+    stages_at_home: usize,
+    /// Of homes that were planned: what lives where, and why.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<String>,
     micro_batches: usize,
     sequences: i64,
     repeats: usize,

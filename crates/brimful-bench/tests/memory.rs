@@ -19,17 +19,24 @@ fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
         ["--memory-limit", "5MiB", "--family", "unet", "--channels", "2", "--stages", "1,2"];
     let (rows, _) = program::rows(bench_memory(&arguments));
     let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
-    assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
+    assert_eq!(
+        experiments,
+        [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2"), Some("home-1")]
+    );
     let parameters: Vec<_> = rows.iter().map(|row| row["parameters"].as_u64()).collect();
     assert!(parameters.is_sorted_by(|a, b| a < b), "{parameters:?}");
     for row in &rows {
         let bytes = |key: &str| row[key].as_u64().expect("bytes");
         assert_eq!(bytes("resident_bytes") + bytes("activation_bytes"), bytes("peak_bytes"));
-        // Parameters and their gradients.
-        assert!(bytes("resident_bytes") >= 8 * bytes("parameters"), "{row}");
+        // Parameters and their gradients, on devices or at home.
+        let all = bytes("resident_bytes") + bytes("host_bytes");
+        assert!(all >= 8 * bytes("parameters"), "{row}");
         let peaks = row["peaks"].as_array().expect("a peak for each device");
         assert!(peaks.iter().all(|peak| peak.as_u64() <= Some(5 << 20)), "{row}");
     }
+    let home = &rows[3];
+    assert_eq!(home["bound"], "host", "{home}");
+    assert!(home["host_bytes"].as_u64() <= Some(40 << 20), "{home}");
 }
 
 #[test]

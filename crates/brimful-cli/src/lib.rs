@@ -23,6 +23,8 @@ mod files;
 #[doc(hidden)]
 pub mod fine_tune;
 mod folder_template;
+#[doc(hidden)]
+pub mod home_plan;
 mod interrupt;
 mod jinja_template;
 mod log;

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 
 use crate::device::number;
 use crate::error::{TorchError, call};
+use crate::host::prefer_large_pages;
 use crate::{ffi, owned, raw};
 
 /// Pages are locked whole: a block begins and ends at a multiple of 4,096 bytes.
@@ -38,7 +39,9 @@ impl Slab {
         let room = bytes.next_multiple_of(PAGE);
         // SAFETY: on success `made` is a new tensor that is ours.
         call(|message| unsafe { ffi::brimful_host_bytes(room, PAGE, &mut made, message) })?;
-        Ok(Self { bytes: owned(made), locked: None })
+        let bytes = owned(made);
+        prefer_large_pages(&bytes);
+        Ok(Self { bytes, locked: None })
     }
 
     /// Locks the pages, so that this device, a CUDA one, and all others copy them by themselves.

@@ -12,7 +12,7 @@
 //! Of all balances with the smallest possible maximum, the one with the fewest bytes over the
 //! boundaries is chosen, and among cuts of equal bytes the layers are spread evenly.
 
-pub use crate::measure::{measure, measure_watched};
+pub use crate::measure::{measure, measure_of_kind, measure_watched};
 #[doc(inline)]
 pub use brimful_plan::balance::{
     Balance, BalanceError, LayerCost, Load, Profile, Slot, by_bytes, by_time, by_time_within,

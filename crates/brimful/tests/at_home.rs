@@ -8,7 +8,7 @@ use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::pipeline::{Builder, Homes};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
-use brimful::schedule::Schedule;
+use brimful::schedule::{Home, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline};
 use support::pipeline_cases::{GPT, MLP, builder, mlp};
 use support::{alone, assert_close, assert_same, numbers, test_device};
@@ -222,6 +222,21 @@ fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
     let arena = Arena::limited("device", LIMIT).expect("a limit");
     let builder = Pipeline::builder(deep(BLOCKS)).plan(row).reserve(Adam::new(0.1));
     train_deep(builder, &arena, MICRO_BATCHES);
+}
+
+/// A shared table is one tensor: a stage that has it on the device would look for it where the other has it.
+#[test]
+fn stages_that_share_a_parameter_live_in_one_place() {
+    let _turn = alone();
+    let at_home = |layers: Layers, each: [Home; STAGES]| {
+        let pipe = homes(layers, each.into()).build().expect("a pipeline");
+        pipe.stages_at_home().expect("a number")
+    };
+    let [device, host] = [Home::Device, Home::Host];
+    assert_eq!(at_home((GPT.layers)(), [host, device, device, device]), 2, "with the head");
+    assert_eq!(at_home((GPT.layers)(), [device, device, device, host]), 2, "with the table");
+    assert_eq!(at_home((GPT.layers)(), [device, host, device, device]), 1, "nothing is shared");
+    assert_eq!(at_home(mlp(), [host, device, device, device]), 1, "nothing is shared");
 }
 
 #[test]

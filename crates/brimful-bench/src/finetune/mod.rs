@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::host_memory;
 use crate::journal::{Journal, Output};
-use crate::offload::{HomeArgument, limit_card};
+use crate::offload::HomeArgument;
 use crate::steady::{SteadySteps, StepPart};
 use crate::turns::TurnProgress;
 use tuned::TunedModel;
@@ -74,7 +74,7 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
         "--sequence {}: the model takes from 1 to {context} tokens",
         options.tokens
     );
-    limit_card(device, options.memory_limit)?;
+    options.limit_card(device)?;
     let facts = json!({ "optimizer": "adamw", "dtype": "bf16" });
     let mut journal = Journal::begin("finetune", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.repeats);
@@ -87,6 +87,13 @@ pub(crate) fn run(options: &FinetuneOptions) -> Result<()> {
 }
 
 impl FinetuneOptions {
+    /// Holds a card to so much of its memory.
+    fn limit_card(&self, device: Device) -> Result<()> {
+        let Some(limit) = self.memory_limit else { return Ok(()) };
+        ensure!(device != Device::Cpu, "--memory-limit is for a card here: give --device cuda");
+        Ok(Memory::of(device)?.set_limit(Some(limit.0))?)
+    }
+
     fn layers(&self, folder: &Pretrained) -> Layers {
         let layers = folder.config().layers();
         match &self.lora {

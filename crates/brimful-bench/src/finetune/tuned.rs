@@ -1,6 +1,6 @@
 //! A model that is fine-tuned: whole on its device, or in stages that live on the host.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use brimful::memory::Memory;
 use brimful::optim::{AdamW, Optimizer};
 use brimful::pipeline::{Homes, PipelineOptimizer};
@@ -50,8 +50,11 @@ impl TunedModel {
             }
             HomeArgument::Host | HomeArgument::HostFollowing => {
                 let mut tuned = HomeTuned::new(layers, device, micro_batch)?;
-                tuned.optimizer.follow_backward(home == HomeArgument::HostFollowing)?;
+                tuned.optimizer.follow_backward(home.follows())?;
                 Self::AtHome(Box::new(tuned))
+            }
+            HomeArgument::Auto | HomeArgument::AutoFollowing => {
+                bail!("--homes {} is not measured here: give device, host or host-following", home.contestant())
             }
         })
     }

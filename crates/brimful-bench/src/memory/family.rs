@@ -6,7 +6,7 @@ use brimful::optim::{Method, Sgd};
 use brimful_cli::setting::ModelName;
 use clap::ValueEnum;
 
-use super::Experiment;
+use super::{Experiment, Way};
 
 /// A size in which every layer that larger models have occurs.
 pub(super) const TYPICAL: usize = 3;
@@ -64,11 +64,12 @@ impl Family {
                 (81_505_540, [319_024_120, 542_734_840, 1_055_832_376, 1_844_858_344_u64])
             }
         };
-        if experiment.is_naive {
-            return Some(1.0);
+        let place = [1, 2, 4, 8].iter().position(|devices| *devices == experiment.devices)?;
+        match experiment.way {
+            Way::Naive => Some(1.0),
+            Way::Pipeline => Some(pipelines[place] as f64 / f64::from(naive)),
+            Way::Home => None,
         }
-        let place = [1, 2, 4, 8].iter().position(|stages| *stages == experiment.stages)?;
-        Some(pipelines[place] as f64 / f64::from(naive))
     }
 }
 

@@ -3,7 +3,8 @@
 //! A few layers are measured, the planner finds the largest model whose step fits, and two steps
 //! with their optimizer confirm it in arenas (or on cards) of that size. Where they run out of memory
 //! after all, the next smaller one is taken. `naive-1` is one stage that keeps the activations of the
-//! whole mini-batch; `pipeline-k` has k stages and a micro-batch for each sample.
+//! whole mini-batch; `pipeline-k` has k stages and a micro-batch for each sample; in `home-1` stages of one
+//! device live on the host as far as they do not fit.
 
 mod family;
 mod report;
@@ -14,7 +15,7 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use anyhow::{Result, ensure};
-use brimful::{Bytes, device};
+use brimful::{Bytes, device, memory};
 use brimful_cli::exit::does_not_fit;
 use brimful_cli::setting::{ModelName, words};
 use clap::Args;
@@ -26,7 +27,7 @@ use crate::turns::TurnProgress;
 use crate::work::Workload;
 use family::Family;
 use report::{LargestRow, NoneFitsRow};
-use search::{FoundModel, LargestSearch};
+use search::{FoundModel, LargestSearch, Room};
 use trial::{StepMemory, TrialDevices};
 
 /// Options of `brimful-bench memory`.
@@ -44,6 +45,10 @@ pub(crate) struct MemoryOptions {
     /// has free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
+    /// Memory of the host for stages that do not fit on their devices, such as 128GB [default: eight times a
+    /// device's on the CPU, on CUDA what it has free]
+    #[arg(long, value_name = "BYTES")]
+    host_memory: Option<Bytes>,
     #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
     #[arg(value_parser = words::count, help = words::STAGES)]
     stages: Vec<usize>,
@@ -69,15 +74,28 @@ pub(crate) struct MemoryOptions {
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Experiment {
-    stages: usize,
+    devices: usize,
+    way: Way,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
     /// In one piece, with all activations kept.
-    is_naive: bool,
+    Naive,
+    /// A stage on each device.
+    Pipeline,
+    /// Stages that live on the host as far as they do not fit.
+    Home,
 }
 
 impl fmt::Display for Experiment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { stages, is_naive } = self;
-        write!(f, "{}-{stages}", if *is_naive { "naive" } else { "pipeline" })
+        let way = match self.way {
+            Way::Naive => "naive",
+            Way::Pipeline => "pipeline",
+            Way::Home => "home",
+        };
+        write!(f, "{way}-{}", self.devices)
     }
 }
 
@@ -85,8 +103,10 @@ impl fmt::Display for Experiment {
 pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let device = device::find(&options.device)?;
     let trial = TrialDevices::new(options.memory_limit, device, &options.stages)?;
+    let room = Room { limit: trial.limit(), host: options.host(&trial, device)? };
     let facts = json!({
         "memory": trial.limit(),
+        "host_memory": room.host,
         "optimizer": "sgd for a unet, with momentum for an amoebanet",
         "batch_norm": "deferred",
     });
@@ -95,8 +115,7 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
     let mut fitted = false;
     for &family in &options.family {
         progress.row(&format!("{family}: the layers"));
-        let search =
-            LargestSearch::measure(family, options.work(family, device), device, trial.limit())?;
+        let search = LargestSearch::measure(family, options.work(family, device), device, room)?;
         progress.done();
         fitted |= options.table(&search, &trial, &progress, &mut journal)?;
         progress.advance(1);
@@ -110,6 +129,15 @@ pub(crate) fn run(options: &MemoryOptions) -> Result<()> {
 }
 
 impl MemoryOptions {
+    /// What stages at home may take of the host: beside arenas as much as eight of them have.
+    fn host(&self, trial: &TrialDevices, device: Device) -> Result<Bytes> {
+        Ok(match (self.host_memory, device) {
+            (Some(memory), _) => memory,
+            (None, Device::Cpu) => Bytes(8 * trial.limit().0),
+            _ => memory::host()?.available,
+        })
+    }
+
     /// The rows of one family; whether there was one that fits.
     fn table(
         &self,
@@ -141,16 +169,16 @@ impl MemoryOptions {
             };
             let parameters = found.work.layers()?.parameter_count()?;
             let ratio = parameters as f64 / *first.get_or_insert(parameters) as f64;
-            let row = LargestRow::new(search, experiment, &found, outcome, (parameters, ratio));
+            let row = LargestRow::new(search, experiment, &found, outcome, (parameters, ratio))?;
             journal.enter(&row)?;
         }
         Ok(first.is_some())
     }
 
     fn experiments(&self) -> impl Iterator<Item = Experiment> {
-        let naive = Experiment { stages: 1, is_naive: true };
-        let pipelines = self.stages.iter().map(|&stages| Experiment { stages, is_naive: false });
-        std::iter::once(naive).chain(pipelines)
+        let pipelines = self.stages.iter().map(|&devices| (devices, Way::Pipeline));
+        let all = [(1, Way::Naive)].into_iter().chain(pipelines).chain([(1, Way::Home)]);
+        all.map(|(devices, way)| Experiment { devices, way })
     }
 
     /// The smallest model of the family, with the samples that all of it get.

@@ -1,13 +1,14 @@
 //! The rows: how large a model fits, and what its parameters and its activations take.
 
+use anyhow::Result;
 use brimful::Bytes;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
 
-use super::Experiment;
 use super::search::{FoundModel, LargestSearch};
 use super::trial::StepMemory;
+use super::{Experiment, Way};
 
 /// The largest model of one experiment.
 #[derive(Debug, Serialize)]
@@ -21,6 +22,7 @@ pub(super) struct LargestRow {
     micro_batch: usize,
     micro_batches: usize,
     stages: usize,
+    stages_at_home: usize,
     schedule: Schedule,
     recompute: Recompute,
     balance: Vec<usize>,
@@ -38,6 +40,10 @@ pub(super) struct LargestRow {
     planned_peaks: Vec<u64>,
     peaks: Vec<Bytes>,
     limit_bytes: Bytes,
+    /// What stages at home take of the host, and whether its memory or the device's allows no larger model.
+    host_bytes: Bytes,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bound: Option<&'static str>,
 }
 
 impl LargestRow {
@@ -47,11 +53,12 @@ impl LargestRow {
         found: &FoundModel,
         outcome: StepMemory,
         (parameters, ratio): (u64, f64),
-    ) -> Self {
+    ) -> Result<Self> {
         let FoundModel { work, row, .. } = found;
         let sum = |bytes: &[Bytes]| bytes.iter().map(|bytes| bytes.0).sum::<u64>();
         let (resident, peak) = (sum(&outcome.resident), sum(&outcome.peaks));
-        Self {
+        let is_home = experiment.way == Way::Home;
+        Ok(Self {
             contestant: "brimful",
             experiment: experiment.to_string(),
             model: work.model,
@@ -60,7 +67,8 @@ impl LargestRow {
             batch: work.batch,
             micro_batch: work.batch / row.choice.micro_batches,
             micro_batches: row.choice.micro_batches,
-            stages: experiment.stages,
+            stages: row.balance.sizes().len(),
+            stages_at_home: row.at_host(),
             schedule: row.choice.schedule,
             recompute: row.choice.recompute,
             balance: row.balance.sizes().to_vec(),
@@ -74,7 +82,9 @@ impl LargestRow {
             planned_peaks: row.peak_bytes.clone(),
             peaks: outcome.peaks,
             limit_bytes: search.limit(),
-        }
+            host_bytes: Bytes(row.host_bytes),
+            bound: is_home.then(|| search.bound(found)).transpose()?,
+        })
     }
 }
 
@@ -84,7 +94,7 @@ pub(super) struct NoneFitsRow {
     contestant: &'static str,
     experiment: String,
     model: ModelName,
-    stages: usize,
+    devices: usize,
     limit_bytes: Bytes,
     error: String,
 }
@@ -96,7 +106,7 @@ impl NoneFitsRow {
             contestant: "brimful",
             experiment: experiment.to_string(),
             model: work.model,
-            stages: experiment.stages,
+            devices: experiment.devices,
             limit_bytes: search.limit(),
             error: format!("not even {} fits", work.model),
         }

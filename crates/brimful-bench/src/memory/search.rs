@@ -5,13 +5,14 @@ use std::collections::HashMap;
 use anyhow::{Context, Result};
 use brimful::Bytes;
 use brimful::balance::{self, LayerCost, Profile};
+use brimful::pipeline::HostSpeed;
 use brimful::plan::{self, PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::ModelName;
 use tch::Device;
 
-use super::Experiment;
 use super::family::{Family, TYPICAL};
+use super::{Experiment, Way};
 use crate::work::Workload;
 
 /// No model of this size is looked at.
@@ -25,7 +26,17 @@ pub(super) struct LargestSearch {
     input_bytes: u64,
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
-    limit: Bytes,
+    host: HostSpeed,
+    room: Room,
+}
+
+/// The memory that models are to fit.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Room {
+    /// Of each device.
+    pub(super) limit: Bytes,
+    /// Of the host, for stages at home.
+    pub(super) host: Bytes,
 }
 
 /// A model whose step fits.
@@ -42,14 +53,15 @@ impl LargestSearch {
         family: Family,
         work: Workload,
         device: Device,
-        limit: Bytes,
+        room: Room,
     ) -> Result<Self> {
         let typical = with_size(&work, family, TYPICAL);
         let sample = typical.samples(1).0;
         let Profile { input_bytes, layers } =
             balance::measure(&typical.layers()?, device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
-        Ok(Self { family, smallest: work, input_bytes, layers, limit })
+        let host = HostSpeed::measure(device, family.method())?;
+        Ok(Self { family, smallest: work, input_bytes, layers, host, room })
     }
 
     /// The smallest model.
@@ -61,11 +73,19 @@ impl LargestSearch {
     /// micro-batches, so the largest layer's is there twice, which no plan counts.
     pub(super) fn room(&self) -> Bytes {
         let twice = self.layers.values().map(|layer| layer.parameter_bytes).max();
-        Bytes(self.limit.0.saturating_sub(twice.unwrap_or(0)))
+        Bytes(self.limit().0.saturating_sub(twice.unwrap_or(0)))
     }
 
     pub(super) fn limit(&self) -> Bytes {
-        self.limit
+        self.room.limit
+    }
+
+    /// What keeps a larger model than this from stages at home.
+    pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
+        let experiment = Experiment { devices: 1, way: Way::Home };
+        let next = found.size + 1;
+        let fits = self.plan_with(experiment, self.room(), Bytes(u64::MAX), next)?.is_some();
+        Ok(if fits { "host" } else { "device" })
     }
 
     /// The largest one that stays within so much memory on each device: its size is doubled while it
@@ -90,7 +110,7 @@ impl LargestSearch {
     /// The smallest one that has a layer for each stage.
     fn first(&self, experiment: Experiment, memory: Bytes) -> Result<Option<FoundModel>> {
         let mut size = 1;
-        while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.stages {
+        while with_size(&self.smallest, self.family, size).layers()?.len() < experiment.devices {
             size += 1;
         }
         self.plan(experiment, memory, size)
@@ -103,16 +123,33 @@ impl LargestSearch {
         memory: Bytes,
         size: usize,
     ) -> Result<Option<FoundModel>> {
+        self.plan_with(experiment, memory, self.room.host, size)
+    }
+
+    fn plan_with(
+        &self,
+        experiment: Experiment,
+        memory: Bytes,
+        host: Bytes,
+        size: usize,
+    ) -> Result<Option<FoundModel>> {
         let work = with_size(&self.smallest, self.family, size);
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
-        let mut request = Request::new(&profile, vec![device; experiment.stages], work.batch);
+        let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
-        if experiment.is_naive {
-            (request.micro_batches, request.recompute) = (vec![1], Some(Recompute::Never));
-        } else {
-            request.micro_batches = vec![work.batch];
+        request.micro_batches = vec![work.batch];
+        match experiment.way {
+            Way::Naive => {
+                (request.micro_batches, request.recompute) = (vec![1], Some(Recompute::Never));
+            }
+            Way::Pipeline => {}
+            Way::Home => {
+                request.host_memory = Some(host.0);
+                // These models are in f32.
+                (request.bus, request.home_update) = (self.host.bus, self.host.update / 4.0);
+            }
         }
         let row = plan(&request)?.best().cloned();
         Ok(row.map(|row| FoundModel { size, work, row }))
@@ -143,13 +180,17 @@ fn with_size(work: &Workload, family: Family, size: usize) -> Workload {
 mod tests {
     use super::*;
 
+    fn room(limit: u64) -> Room {
+        Room { limit: Bytes(limit), host: Bytes(2 * limit) }
+    }
+
     #[test]
     fn every_layer_of_every_size_has_its_twin_among_those_that_were_measured() {
         for (family, width, first) in [(Family::Unet, 2, 1), (Family::Amoebanet, 8, 2)] {
             let model = family.model(1, width);
             let work = Workload { batch: 2, image: 64, ..Workload::default_of(model, Device::Cpu) };
             let search =
-                LargestSearch::measure(family, work, Device::Cpu, Bytes(1 << 20)).expect("layers");
+                LargestSearch::measure(family, work, Device::Cpu, room(1 << 20)).expect("layers");
             for size in first..=6 {
                 let work = with_size(&search.smallest, family, size);
                 let profile = search.profile(&work, size).expect("a profile");
@@ -170,14 +211,20 @@ mod tests {
             image: 64,
             ..Workload::default_of(family.model(1, 2), Device::Cpu)
         };
-        let search = LargestSearch::measure(family, work, Device::Cpu, limit).expect("layers");
-        for experiment in [1, 3].map(|stages| Experiment { stages, is_naive: false }) {
+        let search =
+            LargestSearch::measure(family, work, Device::Cpu, room(limit.0)).expect("layers");
+        let pipelines = [1, 3].map(|devices| Experiment { devices, way: Way::Pipeline });
+        let home = Experiment { devices: 1, way: Way::Home };
+        for experiment in pipelines.into_iter().chain([home]) {
             let found = search.largest(experiment, limit).expect("a plan").expect("one that fits");
             assert!(found.row.largest_peak() <= limit.0);
             let next = search.plan(experiment, limit, found.size + 1).expect("a plan");
             assert!(next.is_none(), "{next:?}");
         }
-        let naive = Experiment { stages: 1, is_naive: true };
+        let found = search.largest(home, limit).expect("a plan").expect("one that fits");
+        assert!(found.row.host_bytes <= search.room.host.0);
+        assert_eq!(search.bound(&found).expect("a bound"), "host");
+        let naive = Experiment { devices: 1, way: Way::Naive };
         assert!(search.largest(naive, Bytes(1 << 10)).expect("a plan").is_none());
     }
 }

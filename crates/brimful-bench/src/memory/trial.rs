@@ -57,7 +57,7 @@ impl TrialDevices {
 
     /// How long the two steps will take, by plan: on a CPU all stages share its cores.
     pub(super) fn seconds(&self, found: &FoundModel) -> f64 {
-        let stages = found.row.balance.sizes().len();
+        let stages = found.row.peak_bytes.len();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parallel = if self.device == Device::Cpu { stages.min(cores) } else { stages };
         let busy = found.row.makespan * stages as f64 * (1.0 - found.row.bubble);
@@ -74,7 +74,7 @@ impl TrialDevices {
 
     fn steps(&self, found: &FoundModel, family: Family) -> Result<StepMemory> {
         let work = &found.work;
-        let memories = self.memories(found.row.balance.sizes().len())?;
+        let memories = self.memories(found.row.peak_bytes.len())?;
         let mut pipeline = Pipeline::builder(work.layers()?)
             .devices(memories.iter().cloned().map(DeviceSpec::from))
             .plan(&found.row)
@@ -99,13 +99,13 @@ impl TrialDevices {
         Ok(StepMemory { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
     }
 
-    /// A memory of the wanted size for each stage.
-    fn memories(&self, stages: usize) -> Result<Vec<Memory>> {
+    /// A memory of the wanted size for each device.
+    fn memories(&self, devices: usize) -> Result<Vec<Memory>> {
         let device = |number| match self.device {
             Device::Cpu => Device::Cpu,
             _ => Device::Cuda(number),
         };
-        accounts(&(0..stages).map(device).collect::<Vec<_>>(), Some(self.limit))
+        accounts(&(0..devices).map(device).collect::<Vec<_>>(), Some(self.limit))
     }
 }
 

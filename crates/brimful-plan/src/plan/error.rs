@@ -19,7 +19,15 @@ pub enum PlanError {
         /// Of what there is none.
         what: &'static str,
     },
-    /// A number that no optimizer has.
+    /// Bytes that no gradients take.
+    #[error(
+        "gradients take {value} bytes for each parameter byte: it must be finite and not negative"
+    )]
+    BadGradients {
+        /// As given.
+        value: f64,
+    },
+    /// Bytes that no optimizer takes.
     #[error(
         "the optimizer takes {value} bytes for each parameter byte: it must be finite and not negative"
     )]

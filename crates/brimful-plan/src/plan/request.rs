@@ -34,6 +34,9 @@ pub struct Request<'a> {
     pub link: LinkCost,
     /// The way between a device and host memory.
     pub bus: BusCost,
+    /// Bytes of gradients, as they are summed, for each byte of parameters: 1, or 2 where the sums of
+    /// half-precision ones are in f32.
+    pub gradient_bytes: f64,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
@@ -60,6 +63,7 @@ impl<'a> Request<'a> {
             samples,
             link: LinkCost::default(),
             bus: BusCost::default(),
+            gradient_bytes: 1.0,
             optimizer_bytes: 0.0,
             host_memory: None,
             home_update: 0.0,
@@ -89,6 +93,9 @@ impl<'a> Request<'a> {
         ];
         if let Some((what, _)) = lists.into_iter().find(|(_, is_empty)| *is_empty) {
             return Err(PlanError::Nothing { what });
+        }
+        if !crate::schedule::is_time(self.gradient_bytes) {
+            return Err(PlanError::BadGradients { value: self.gradient_bytes });
         }
         if !crate::schedule::is_time(self.optimizer_bytes) {
             return Err(PlanError::BadOptimizer { value: self.optimizer_bytes });

@@ -84,6 +84,11 @@ impl<'a> StepCosts<'a> {
     fn layer(&self, layer: &LayerCost) -> StageCost {
         let time = |each: f64| layer.overhead + each * self.mean_samples;
         let bytes = |each: u64| each.saturating_mul(self.most_samples);
+        let per_parameter = |each: f64| (layer.parameter_bytes as f64 * each) as u64;
+        let summed = per_parameter(self.request.gradient_bytes);
+        // Sums of another type than the parameters' are beside the gradients that they become on a device; at
+        // home they stay as they are.
+        let cast = if summed == layer.parameter_bytes { 0 } else { layer.parameter_bytes };
         let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
@@ -93,14 +98,14 @@ impl<'a> StepCosts<'a> {
             recompute: time(layer.forward),
             home_update: layer.parameter_bytes as f64 * self.request.home_update,
             parameter_bytes: layer.parameter_bytes,
-            gradient_bytes: layer.parameter_bytes,
-            optimizer_bytes: (layer.parameter_bytes as f64 * self.request.optimizer_bytes) as u64,
+            gradient_bytes: summed.saturating_add(cast),
+            optimizer_bytes: per_parameter(self.request.optimizer_bytes),
             activation_bytes: bytes(layer.activation_bytes),
             split_bytes: layer.split_bytes.map(bytes),
             output_bytes: bytes(layer.output_bytes),
             home_bytes: layer.parameter_bytes,
             fetched_bytes: layer.parameter_bytes,
-            sent_bytes: layer.parameter_bytes,
+            sent_bytes: summed,
         }
     }
 }

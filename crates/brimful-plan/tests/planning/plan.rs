@@ -234,6 +234,21 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     assert!(plan(&roomy).unwrap().rows.iter().all(|row| row.at_host() == 0));
 }
 
+/// Eight layers with 4 MiB of parameters in half precision: beside sums that are twice as large, the gradients
+/// that they become.
+#[test]
+fn sums_of_another_type_are_counted_beside_their_gradients() {
+    let profile = model(8);
+    let peak = |gradient_bytes: f64| {
+        let mut request = Request::new(&profile, devices(1, None), 8);
+        request.gradient_bytes = gradient_bytes;
+        request.schedules = vec![Schedule::OneFOneB];
+        request.micro_batches = vec![8];
+        plan(&request).unwrap().best().unwrap().peak_bytes[0]
+    };
+    assert_eq!(peak(2.0) - peak(1.0), 8 * 2 * 4 * MIB);
+}
+
 #[test]
 fn questions_without_an_answer() {
     let profile = model(4);
@@ -248,6 +263,7 @@ fn questions_without_an_answer() {
         ask(|r| r.micro_batches.push(0)),
         "the number of micro-batches is 0: a schedule needs at least 1"
     );
+    assert!(ask(|r| r.gradient_bytes = -1.0).starts_with("gradients take -1 bytes"));
     assert!(ask(|r| r.optimizer_bytes = f64::NAN).contains("NaN"));
     assert!(ask(|r| r.devices[1].speed = -1.0).starts_with("the speed of device 1 is -1"));
     assert!(ask(|r| r.link.bandwidth = -1.0).starts_with("the bandwidth of the link is -1"));

@@ -55,9 +55,27 @@ pub fn measure_watched(
     batch: &impl Batch,
     watch: impl FnMut(&LayerCost),
 ) -> Result<Profile> {
+    let tensors = batch::tensors(batch);
+    let floating = tensors.iter().find(|value| value.is_floating_point());
+    let kind = floating.map_or(Kind::Float, |value| value.kind());
+    measure_of_kind(layers, device, batch, kind, watch)
+}
+
+/// As [`measure_watched`], with parameters of this number type: for inputs that do not tell it, as tokens.
+///
+/// # Errors
+/// As [`measure`].
+pub fn measure_of_kind(
+    layers: &Layers,
+    device: Device,
+    batch: &impl Batch,
+    kind: Kind,
+    watch: impl FnMut(&LayerCost),
+) -> Result<Profile> {
     let values: Vec<Tensor> =
         batch::tensors(batch).into_iter().map(Tensor::shallow_clone).collect();
-    let measurement = Measurement::new(device, batch::len(batch)?, &values)?;
+    let meter = Meter::of(device)?;
+    let measurement = Measurement { meter, samples: batch::len(batch)? as i64, kind };
     let random = Randomness::now(device)?;
     let profile = tch::with_grad(|| measurement.profile(layers, &values, watch));
     random.restore()?;
@@ -74,12 +92,6 @@ struct Measurement {
 }
 
 impl Measurement {
-    fn new(device: Device, samples: usize, values: &[Tensor]) -> Result<Self> {
-        let floating = values.iter().find(|value| value.is_floating_point());
-        let kind = floating.map_or(Kind::Float, Tensor::kind);
-        Ok(Self { meter: Meter::of(device)?, samples: samples as i64, kind })
-    }
-
     fn profile(
         &self,
         layers: &Layers,

@@ -1,5 +1,6 @@
 //! What an optimizer remembers of one parameter.
 
+use brimful_torch::host::prefer_large_pages;
 use brimful_torch::optim::fits;
 use tch::{Device, Kind, Tensor};
 
@@ -26,7 +27,8 @@ impl ParameterState {
     /// A state for this parameter as it is now; what `old` holds is taken over. The parameter may
     /// have changed its kind, device or layout since.
     pub(super) fn new(tensor: &Tensor, method: &Method, old: Option<&Self>) -> Result<Self> {
-        let master = has_master(tensor, method).then(|| new_master(tensor, old)).transpose()?;
+        let master =
+            has_master(tensor.kind(), method).then(|| new_master(tensor, old)).transpose()?;
         let like = master.as_ref().unwrap_or(tensor);
         let step = match old.and_then(|old| old.step.as_ref()) {
             Some(step) => Some(step.f_to_device(tensor.device())?),
@@ -43,7 +45,7 @@ impl ParameterState {
     pub(super) fn is_current(&self, tensor: &Tensor, method: &Method) -> bool {
         let like = self.master.as_ref().unwrap_or(tensor);
         let dense = fits(like, like);
-        self.master.is_some() == has_master(tensor, method)
+        self.master.is_some() == has_master(tensor.kind(), method)
             && (self.master.is_none() || self.version == version(tensor))
             && like.device() == tensor.device()
             // ParameterState of a parameter with gaps is contiguous, as the copy that is updated.
@@ -67,23 +69,32 @@ impl Method {
         self.moments().len() as f64
     }
 
+    /// The same of parameters of this number type: of half-precision ones with what is kept in f32.
+    pub fn state_factor_in(&self, kind: Kind) -> f64 {
+        self.bytes_of_number(kind) as f64 / kind.elt_size_in_bytes() as f64
+    }
+
+    /// What is kept of each number.
+    fn bytes_of_number(&self, kind: Kind) -> usize {
+        let has_master = has_master(kind, self);
+        let size = if has_master { Kind::Float } else { kind }.elt_size_in_bytes();
+        (self.moments().len() + usize::from(has_master)) * size
+    }
+
     /// What the state of these parameters takes, which their first step makes.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
         parameters.into_iter().map(|parameter| self.bytes_of_one(parameter)).sum()
     }
 
     fn bytes_of_one(&self, parameter: &Tensor) -> u64 {
-        let master = has_master(parameter, self);
-        let size = if master { 4 } else { parameter.kind().elt_size_in_bytes() };
-        let tensors = self.moments().len() + usize::from(master);
         let step = if self.counts() { 4 } else { 0 };
-        (tensors * size * parameter.numel() + step) as u64
+        (self.bytes_of_number(parameter.kind()) * parameter.numel() + step) as u64
     }
 }
 
-/// Whether updates go to an f32 copy of the parameter.
-pub(super) fn has_master(tensor: &Tensor, method: &Method) -> bool {
-    matches!(tensor.kind(), Kind::Half | Kind::BFloat16) && !method.half_state()
+/// Whether updates of a parameter of this kind go to an f32 copy of it.
+pub(super) fn has_master(kind: Kind, method: &Method) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16) && !method.half_state()
 }
 
 /// How often the parameter was changed in place.
@@ -94,7 +105,8 @@ pub(super) fn version(tensor: &Tensor) -> i64 {
 /// The parameter in f32. Where it is still what the old master was rounded to, the old one's digits
 /// are kept; where somebody has set it since, its own value counts.
 fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
-    let present = tensor.f_detach()?.f_to_kind(Kind::Float)?;
+    let mut present = empty_master(tensor)?;
+    present.f_copy_(&tensor.f_detach()?)?;
     let Some(master) = old.and_then(|old| old.master.as_ref()) else { return Ok(present) };
     let master = master.f_to_device(tensor.device())?;
     let unchanged = master.f_to_kind(tensor.kind())?.f_eq_tensor(tensor)?;
@@ -103,13 +115,26 @@ fn new_master(tensor: &Tensor, old: Option<&ParameterState>) -> Result<Tensor> {
     Ok(kept)
 }
 
+/// Room for the parameter in f32, laid out as it is.
+fn empty_master(tensor: &Tensor) -> Result<Tensor> {
+    let like = (Kind::Float, tensor.device());
+    let room = match fits(tensor, tensor) {
+        true => Tensor::f_empty_strided(tensor.size(), tensor.stride(), like)?,
+        false => Tensor::f_empty(tensor.size(), like)?,
+    };
+    prefer_large_pages(&room);
+    Ok(room)
+}
+
 fn new_moment(like: &Tensor, old: Option<&Tensor>) -> Result<Tensor> {
-    let mut moment = like.f_detach()?.f_zeros_like()?;
+    let mut moment = like.f_detach()?.f_empty_like()?;
     if !fits(like, like) {
         moment = moment.f_contiguous()?;
     }
-    if let Some(old) = old {
-        moment.f_copy_(old)?;
+    prefer_large_pages(&moment);
+    match old {
+        Some(old) => moment.f_copy_(old)?,
+        None => drop(moment.f_zero_()?),
     }
     Ok(moment)
 }
@@ -120,4 +145,29 @@ pub(super) fn zero_step(device: Device) -> Result<Tensor> {
 
 fn alike(a: &Tensor, b: &Tensor) -> bool {
     (a.kind(), a.device(), a.size()) == (b.kind(), b.device(), b.size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::{AdamW, Sgd};
+
+    #[test]
+    fn the_factor_of_a_number_type_is_what_a_parameter_of_it_takes() {
+        let methods: [Method; 4] = [
+            Sgd::new(0.1).into(),
+            Sgd::new(0.1).momentum(0.9).into(),
+            AdamW::new(0.1).into(),
+            AdamW::new(0.1).half_state(true).into(),
+        ];
+        for method in methods {
+            for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16] {
+                let parameter = Tensor::zeros([1 << 10], (kind, Device::Cpu));
+                let counter = if method.counts() { 4 } else { 0 };
+                let bytes = (method.state_bytes([&parameter]) - counter) as f64;
+                let own = (parameter.numel() * kind.elt_size_in_bytes()) as f64;
+                assert_eq!(method.state_factor_in(kind), bytes / own, "{method:?} in {kind:?}");
+            }
+        }
+    }
 }

@@ -117,6 +117,17 @@ impl Pipeline {
         self.schedule
     }
 
+    /// How many stages live on the host; in a world, of this rank.
+    ///
+    /// # Errors
+    /// When a worker has ended.
+    pub fn stages_at_home(&self) -> Result<usize> {
+        let of_worker = |worker: &mut worker::Worker| {
+            Ok(worker.site.homes.as_ref().map_or(0, home::HostedStages::count))
+        };
+        Ok(self.workers().all(of_worker)?.into_iter().sum())
+    }
+
     /// The devices that have a stage, in the order of the schedule; in a world, those of this rank.
     pub fn devices(&self) -> &[DeviceSpec] {
         &self.devices

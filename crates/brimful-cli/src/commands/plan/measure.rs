@@ -3,6 +3,7 @@
 use anyhow::Result;
 use brimful::balance::Profile;
 use brimful::device;
+use tch::Kind;
 
 use crate::data::{self, Synthetic};
 use crate::measured;
@@ -18,5 +19,6 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.all()?.inputs;
-    measured::profile(&layers, device, &batch)
+    let kind = if batch.is_floating_point() { batch.kind() } else { Kind::Float };
+    measured::profile(&layers, device, &batch, kind)
 }

@@ -11,10 +11,11 @@ use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::offload::{MeasuredInputs, StageHomes};
+use super::offload::MeasuredInputs;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
 use crate::exit::wrong_use;
+use crate::home_plan::StageHomes;
 use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, NormStatistics};

@@ -12,7 +12,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, names};
-use super::offload::{MeasuredInputs, StageHomes};
+use super::offload::MeasuredInputs;
+use crate::home_plan::StageHomes;
 use crate::named::Named;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, accounts, mean_loss, right, typed};

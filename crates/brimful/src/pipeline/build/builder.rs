@@ -9,7 +9,7 @@ use tch::{Device, Kind};
 
 use super::balance::{BalanceBy, Question, SettledBalance};
 use super::exact::cut_at_norms;
-use super::homes::{Homes, HostNeed, check_halves_at_home, stage_homes};
+use super::homes::{Homes, HostNeed, bring_together, check_halves_at_home, stage_homes};
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
@@ -270,7 +270,8 @@ impl Builder {
 
     /// Where each stage lives, which there is room for.
     fn settle_homes(&self, balance: &Balance, actions: &Actions) -> Result<Vec<StageHome>> {
-        let homes = self.homes.of(balance.sizes().len())?;
+        let mut homes = self.homes.of(balance.sizes().len())?;
+        bring_together(&mut homes, &self.layers, balance, actions.placement())?;
         check_halves_at_home(actions, &homes, self.slots)?;
         let need = HostNeed {
             layers: &self.layers,

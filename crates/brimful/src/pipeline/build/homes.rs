@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use brimful_torch::meta;
 use tch::{Device, Kind, Tensor};
 
+use crate::balance::Balance;
 use crate::bytes::Bytes;
 use crate::memory::{self, Arena};
 use crate::optim::Method;
@@ -45,6 +46,30 @@ impl Homes {
             }
         }
     }
+}
+
+/// Stages of one device that share parameters live in one place, where those are one tensor: on the host, if
+/// one of them does.
+pub(super) fn bring_together(
+    homes: &mut [Home],
+    layers: &Layers,
+    balance: &Balance,
+    placement: &[DeviceId],
+) -> Result<()> {
+    let stage_of = |layer: usize| balance.ranges().position(|range| range.contains(&layer));
+    let shared: Vec<_> = (layers.shared()?.into_iter())
+        .filter_map(|(user, owner)| Some((stage_of(user)?, stage_of(owner)?)))
+        .filter(|(user, owner)| placement[*user] == placement[*owner])
+        .collect();
+    // Owners first: one may have several users.
+    let owners = shared.iter().copied();
+    let users = shared.iter().map(|&(user, owner)| (owner, user));
+    for (one, other) in owners.chain(users) {
+        if homes[one] == Home::Host {
+            homes[other] = Home::Host;
+        }
+    }
+    Ok(())
 }
 
 /// Where backwards are split, all stages of a device that live on the host must have their place there:

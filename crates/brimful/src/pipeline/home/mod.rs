@@ -44,6 +44,8 @@ pub(crate) struct HostedStages {
     /// By place among the worker's stages; none for those that live on the device.
     stages: Vec<Option<HostedStage>>,
     slots: Slots,
+    /// The stages that wait for their last update before they are brought to a slot.
+    late: Vec<usize>,
     /// Where gradients and boundaries leave by.
     outward: RestingPlace,
     /// The place at home of each parameter of the step under way.
@@ -83,6 +85,7 @@ impl HostedStages {
         Ok(Some(Self {
             slots: Slots::new(memory.device, slots, largest)?,
             outward: RestingPlace::new(memory.device, memory.arena.clone())?,
+            late: Vec::new(),
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
@@ -99,6 +102,11 @@ impl HostedStages {
         self.stages[at].as_ref().map(HostedStage::is_trained)
     }
 
+    /// How many live on the host.
+    pub(crate) fn count(&self) -> usize {
+        self.stages.iter().flatten().count()
+    }
+
     /// How many stages are in slots at a time.
     pub(crate) fn slots(&self) -> usize {
         self.slots.count()
@@ -110,25 +118,47 @@ impl HostedStages {
         self.home.clear();
     }
 
-    /// Starts to bring a stage's weights to a slot, once its last update is done.
+    /// Starts to bring a stage's weights to a slot, at once or when its last update is done: the stage before
+    /// it computes meanwhile.
     pub(crate) fn fetch(&mut self, at: usize) -> Result<()> {
-        let Some(stage) = &self.stages[at] else { return Ok(()) };
+        self.late.push(at);
+        self.fetch_late()
+    }
+
+    /// Starts to bring those whose last update is done by now.
+    fn fetch_late(&mut self) -> Result<()> {
+        let late = std::mem::take(&mut self.late);
+        let mut update = self.update.as_mut().filter(|_| self.following.is_none());
+        let mut is_done = |at| update.as_mut().is_none_or(|update| update.has_done(at));
+        let (done, late) = late.into_iter().partition::<Vec<_>, _>(|at| is_done(*at));
+        self.late = late;
+        done.into_iter().try_for_each(|at| self.bring(at))
+    }
+
+    /// Waits for the stage's last update, and starts to bring its weights to a slot.
+    fn fetch_now(&mut self, at: usize) -> Result<()> {
+        self.late.retain(|late| *late != at);
         if let Some(update) = self.update.as_mut().filter(|_| self.following.is_none()) {
             update.wait_for(at);
         }
-        self.slots.fetch(at, stage)
+        self.bring(at)
+    }
+
+    fn bring(&mut self, at: usize) -> Result<()> {
+        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.fetch(at, stage))
     }
 
     /// Lets a stage compute: its parameters are what is in its slot.
     pub(crate) fn enter(&mut self, at: usize) -> Result<()> {
+        self.fetch_late()?;
         if self.stages[at].is_none() || self.slots.is_current(at) {
             return Ok(());
         }
-        // Its moves were made for a list that was run in one go: one that was left in between, as that of a
-        // loss on all outputs is, has sent everything home. A slot is free then: fewer stages are in slots than
-        // the moves, which never have more than there are, take for granted.
+        // It is late. Or its moves were made for a list that was run in one go: one that was left in between, as
+        // that of a loss on all outputs is, has sent everything home. A slot is free in both cases: fewer stages are
+        // in slots than the moves, which never have more than there are, take for granted.
         if !self.slots.has(at) {
-            self.fetch(at)?;
+            self.fetch_now(at)?;
         }
         let Some(stage) = &self.stages[at] else { return Ok(()) };
         self.slots.enter(at, stage)
@@ -246,6 +276,7 @@ impl HostedStages {
 
     /// Sends every parameter home, whatever was under way.
     pub(crate) fn send_all_home(&mut self) -> Result<()> {
+        self.late.clear();
         self.slots.leave_all(&self.stages)
     }
 

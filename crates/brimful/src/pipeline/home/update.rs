@@ -1,7 +1,7 @@
 //! The optimizer at home: it works through its stages on a thread of its own, while the next step
 //! begins with those that are done.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
 
 use brimful_torch::foreach;
@@ -93,6 +93,18 @@ impl Update {
                 Err(_) => self.known = usize::MAX,
             }
         }
+    }
+
+    /// Whether the stage at this place, and all before it, are done; waits for nothing.
+    pub(crate) fn has_done(&mut self, at: usize) -> bool {
+        while self.known <= at {
+            match self.done.try_recv() {
+                Ok(done) => self.known = done + 1,
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => self.known = usize::MAX,
+            }
+        }
+        true
     }
 
     /// Waits for the end, and gives the optimizer back.

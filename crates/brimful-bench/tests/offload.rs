@@ -1,0 +1,30 @@
+//! `brimful-bench offload` as programs meet it: where the stages of a GPT live, and what that takes.
+
+mod program;
+
+use serde_json::Value;
+
+/// A GPT whose table of words has most of its parameters, in arenas.
+fn row(arguments: &[&str]) -> Value {
+    let mut command = program::bench();
+    command.args(["offload", "--device", "cpu", "--layers", "2", "--width", "16", "--heads", "2"]);
+    command.args(["--sequence", "4", "--sequences", "1", "--counts", "2", "--repeats", "1"]);
+    command.args(arguments);
+    program::rows(command).0.remove(0)
+}
+
+#[test]
+fn planned_homes_keep_the_limit_and_what_fits_stays_on_the_device() {
+    let at_home = |row: &Value| row["stages_at_home"].as_u64().expect("a number");
+    let host = row(&["--homes", "host"]);
+    assert_eq!(at_home(&host), 4, "{host}");
+    let within = |limit: &str| row(&["--homes", "auto", "--memory-limit", limit]);
+    // The table with its f32 sums, their gradients and AdamW's state takes 16 MB, twice by plan.
+    let partly = within("24MB");
+    assert!(partly["peak_bytes"].as_u64() <= Some(24_000_000), "{partly}");
+    let stages = partly["stages"].as_u64().expect("a number");
+    assert!((1..stages).contains(&at_home(&partly)), "{partly}");
+    assert!(partly["plan"].as_str().is_some_and(|plan| plan.contains("at home")), "{partly}");
+    let whole = within("200MB");
+    assert_eq!(at_home(&whole), 0, "{whole}");
+}

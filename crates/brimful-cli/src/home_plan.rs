@@ -1,0 +1,161 @@
+//! Where the stages of a model are to live, planned from its measured layers and the memory that there is.
+
+use std::fmt;
+
+use anyhow::Result;
+use brimful::balance::Profile;
+use brimful::optim::Method;
+use brimful::pipeline::HostSpeed;
+use brimful::plan::{PlanDevice, PlanRow, Request, plan};
+use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, Layers, batch, memory};
+use tch::{Device, Kind, Tensor};
+
+use crate::measured;
+use crate::setting::typed;
+
+/// A part of a device's memory that a plan leaves alone: what a layer needs while it computes is not in it.
+const SPARE: f64 = 0.1;
+
+/// How often micro-batches of an automatic size are halved to find homes.
+const HALVINGS: u32 = 3;
+
+/// Where the stages of a model are to live.
+#[derive(Debug)]
+pub enum StageHomes {
+    /// On their devices.
+    Device,
+    /// On the host.
+    Host,
+    /// As it was planned for the memory that there is.
+    Planned { row: Box<PlanRow>, why: String },
+}
+
+/// What a plan of homes goes by, beside the layers.
+#[derive(Debug, Clone)]
+pub struct HomeQuestion {
+    pub device: Device,
+    /// What the model may take of each device.
+    pub rooms: Vec<Bytes>,
+    /// The number type of the parameters.
+    pub kind: Kind,
+    pub method: Method,
+    /// Samples in a mini-batch.
+    pub batch_size: usize,
+    /// Whether micro-batches get smaller where they do not fit.
+    pub adapts: bool,
+    /// How the model is run where all of it stays on its devices.
+    pub schedule: Schedule,
+    pub recompute: Recompute,
+}
+
+impl StageHomes {
+    /// Measures the layers with this micro-batch, and plans: what fits stays on its device.
+    pub fn plan(layers: &Layers, micro_batch: &Tensor, question: HomeQuestion) -> Result<Self> {
+        HomePlan::new(layers, micro_batch, question)?.settle()
+    }
+}
+
+impl fmt::Display for StageHomes {
+    /// Behind the words for where a model is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device => Ok(()),
+            Self::Host => f.write_str(", at home on the host"),
+            Self::Planned { why, .. } => write!(f, ", {why}"),
+        }
+    }
+}
+
+/// Bytes of gradients, as they are summed, for each byte of parameters: sums of half precision are in f32.
+pub(crate) fn gradient_factor(kind: Kind) -> f64 {
+    match kind {
+        Kind::Half | Kind::BFloat16 => 2.0,
+        _ => 1.0,
+    }
+}
+
+/// The loss as a part of the last layer: it makes an f32 copy of the outputs, its own values of each, and their
+/// gradients, which of a large vocabulary are more than anything else that is there for a short time.
+fn with_loss(mut profile: Profile, kind: Kind) -> Profile {
+    const MADE: u64 = 3;
+    if let Some(last) = profile.layers.last_mut() {
+        let as_f32 = 4.0 / kind.elt_size_in_bytes() as f64;
+        last.activation_bytes += MADE * (last.output_bytes as f64 * as_f32) as u64;
+    }
+    profile
+}
+
+/// A question to the planner: what stays on the devices.
+struct HomePlan {
+    question: HomeQuestion,
+    profile: Profile,
+    /// Micro-batches in a mini-batch.
+    micro_batches: usize,
+}
+
+impl HomePlan {
+    /// Measures the layers.
+    fn new(layers: &Layers, micro_batch: &Tensor, question: HomeQuestion) -> Result<Self> {
+        let sample = typed(micro_batch, question.kind);
+        let profile = measured::profile(layers, question.device, &sample, question.kind)?;
+        let profile = with_loss(profile, question.kind);
+        let micro_batches = question.batch_size.div_ceil(batch::len(&sample)?.max(1));
+        Ok(Self { question, profile, micro_batches })
+    }
+
+    fn settle(&self) -> Result<StageHomes> {
+        let HomeQuestion { device, kind, method, batch_size, adapts, .. } = self.question;
+        let mut request = self.request();
+        // A size that adapts goes as far down as a sample.
+        request.micro_batches = vec![if adapts { batch_size } else { self.micro_batches }];
+        let resident = plan(&request)?.rows.swap_remove(0);
+        if resident.fits {
+            return Ok(StageHomes::Device);
+        }
+        let speed = HostSpeed::measure(device, method)?;
+        request.bus = speed.bus;
+        request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
+        request.host_memory = Some(memory::host()?.available.0);
+        let halvings = if adapts { HALVINGS } else { 0 };
+        for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
+            request.micro_batches = vec![micro_batches.min(batch_size)];
+            if let Some(row) = plan(&request)?.best() {
+                let why = self.why(resident.largest_peak(), row);
+                return Ok(StageHomes::Planned { row: Box::new(row.clone()), why });
+            }
+        }
+        // The leanest there is; where not even that fits, the step says what it lacks.
+        Ok(StageHomes::Host)
+    }
+
+    fn request(&self) -> Request<'_> {
+        let HomeQuestion { kind, method, schedule, recompute, .. } = self.question;
+        // A micro-batch's gradients of a layer are made beside the sums that they are added to.
+        let gradients = self.profile.layers.iter().map(|layer| layer.parameter_bytes).max();
+        let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
+        let memory = |room| Some(spared(room).saturating_sub(gradients.unwrap_or(0)));
+        let device = |room| PlanDevice { memory: memory(room), ..PlanDevice::default() };
+        let devices = self.question.rooms.iter().map(device).collect();
+        Request {
+            gradient_bytes: gradient_factor(kind),
+            optimizer_bytes: method.state_factor_in(kind),
+            schedules: vec![schedule],
+            recompute: Some(recompute),
+            ..Request::new(&self.profile, devices, self.question.batch_size)
+        }
+    }
+
+    /// One line: what stays, what lives on the host, and why.
+    fn why(&self, needed: u64, row: &PlanRow) -> String {
+        let (at_host, stages) = (row.at_host(), row.stages.len());
+        let again = row.stages.iter().filter(|stage| stage.recompute != Recompute::Never).count();
+        let room = self.question.rooms[0];
+        format!(
+            "{at_host} of {stages} stages at home on the host ({}), {again} computed again: all on the \
+             device would take {} of its {room}",
+            Bytes(row.host_bytes),
+            Bytes(needed),
+        )
+    }
+}
