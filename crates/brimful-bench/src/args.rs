@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, loader, memory, micro, offload, pipeline, plot, ragged,
-    world,
+    arena, auto, compare, convergence, halves, loader, memory, micro, offload, pipeline, plot,
+    ragged, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -41,6 +41,8 @@ enum Benchmark {
     Auto(auto::AutoOptions),
     /// Full batch, micro-batches and stages, trained side by side: the same accuracy but for chance.
     Convergence(convergence::ConvergenceOptions),
+    /// A backward in two halves against the whole backward of the same graph.
+    Halves(halves::HalvesOptions),
     /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
     Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
@@ -73,6 +75,7 @@ impl CommandLine for BenchArgs {
         match &self.bench {
             Benchmark::Arena(options) => arena::run(options)?,
             Benchmark::Convergence(options) => convergence::run(options)?,
+            Benchmark::Halves(options) => halves::run(options)?,
             Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,

@@ -8,6 +8,7 @@ mod auto;
 mod columns;
 mod compare;
 mod convergence;
+mod halves;
 mod interrupt;
 mod journal;
 mod loader;

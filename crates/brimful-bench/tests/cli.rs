@@ -33,9 +33,18 @@ fn every_exit_code_of_the_program_is_its_own() {
 
 #[test]
 fn every_command_has_help_with_examples() {
-    for command in
-        ["arena", "auto", "compare", "convergence", "memory", "micro", "pipeline", "plot", "ragged"]
-    {
+    for command in [
+        "arena",
+        "auto",
+        "compare",
+        "convergence",
+        "halves",
+        "memory",
+        "micro",
+        "pipeline",
+        "plot",
+        "ragged",
+    ] {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");
     }
 }

@@ -4,6 +4,7 @@ mod arena;
 mod auto;
 mod chart;
 mod convergence;
+mod halves;
 mod loader;
 mod memory;
 mod micro;
@@ -38,10 +39,11 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 11] = [
+const BENCHES: [(&str, Views); 12] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
+    ("halves", (halves::tables, halves::panels)),
     ("loader", (loader::tables, loader::panels)),
     ("offload", (offload::tables, offload::panels)),
     ("pipeline", (pipeline::tables, pipeline::panels)),
