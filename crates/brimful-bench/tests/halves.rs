@@ -2,7 +2,10 @@
 
 mod program;
 
+use std::fs;
+
 use predicates::prelude::*;
+use serde_json::{Value, json};
 
 /// The smallest stages, in short turns.
 fn bench_halves(arguments: &[&str]) -> assert_cmd::Command {
@@ -51,4 +54,25 @@ fn what_cannot_be_measured_is_refused() {
     };
     refused(&["--dtype", "tf32"], "use --dtype f32 on the CPU");
     refused(&["--repeats", "0"], "give a whole number from 1 on");
+}
+
+#[test]
+fn the_halves_of_a_peer_stand_beside_ours() {
+    let rows = program::folder("halves-beside").join("rows.jsonl");
+    let row = |contestant: &str, halves: f64| {
+        json!({
+            "bench": "halves", "contestant": contestant, "model": "gpt", "shape": "1×64×8", "dtype": "f32",
+            "device": "cpu", "micro_batch": 2, "whole_seconds": 0.01, "halves_seconds": halves,
+            "ratio": halves / 0.01,
+        })
+    };
+    let lines = [row("brimful", 0.01), row("torch.distributed.pipelining", 0.03)];
+    fs::write(&rows, lines.map(|row| format!("{row}\n")).concat()).expect("written");
+    let mut compare = program::bench();
+    let output =
+        compare.args(["compare", "--json"]).arg(&rows).assert().success().get_output().clone();
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    let [ours, peer] = [&report["rows"][0], &report["rows"][1]];
+    assert_eq!((&ours["whole_ms"], &ours["over_peer"]), (&10.0.into(), &3.0.into()));
+    assert!(peer["over_peer"].is_null() && peer["ratio"] == 3.0, "{peer}");
 }
