@@ -10,6 +10,7 @@ brimful's JSON: a line for each row as it comes, then one with all of them and t
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def run(bench, contestants, measure, works=None, package=None, facts=None):
     """
     args = arguments()
     if args.row:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         task = json.loads(args.row)
         figures = measure(task["work"], task["settings"], args.repeats)
         print(json.dumps({"figures": figures, "environment": environment(task["work"], package, facts)}))
@@ -90,14 +92,25 @@ def title(work):
 def in_own_process(task, args):
     """What a measurement's process answers; its error where it does not."""
     command = [sys.executable, sys.argv[0], "--row", json.dumps(task), "--repeats", str(args.repeats)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, errors = process.communicate(timeout=args.row_limit)
+        except subprocess.TimeoutExpired:
+            end(process)
+            return {"error": f"it took longer than {args.row_limit:.0f} s"}
+    if process.returncode == 0:
+        return json.loads(out.splitlines()[-1])
+    sys.stderr.write(errors)
+    return {"error": reason(errors) or f"its process ended with {process.returncode}"}
+
+
+def end(process):
+    """Asks it to end, which ends its ranks before it: left alone, they would take the next ones' time."""
+    process.terminate()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.row_limit)
+        process.communicate(timeout=10)
     except subprocess.TimeoutExpired:
-        return {"error": f"it took longer than {args.row_limit:.0f} s"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    sys.stderr.write(done.stderr)
-    return {"error": reason(done.stderr) or f"its process ended with {done.returncode}"}
+        process.kill()
 
 
 def reason(text):
@@ -137,7 +150,7 @@ def in_ranks(count, run, row, repeats):
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, run, row, repeats, os.path.join(folder, "store"), answers)
-        children = [context.Process(target=as_rank, args=(rank, *arguments)) for rank in range(count)]
+        children = [context.Process(target=as_rank, args=(rank, *arguments), daemon=True) for rank in range(count)]
         for child in children:
             child.start()
         for child in children:
@@ -153,6 +166,7 @@ def as_rank(rank, count, run, row, repeats, store, answers):
     import torch
     from torch import distributed
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)

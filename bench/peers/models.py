@@ -12,7 +12,7 @@ CLASSES = 1000
 HEAD_WIDTH = 64
 # Tokens of the GPT: GPT-2's 50,257, filled up to what fast kernels like, as is usual, with a head that is tied to
 # the embedding; or bytes with a head of their own in a pipeline, where a larger one would be the one large stage, and over ranks.
-VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "offload": 50304}
+VOCABULARY = {"micro": 50304, "auto": 50304, "pipeline": 256, "ranks": 256, "world": 256, "halves": 256, "offload": 50304}
 
 
 class Block(nn.Module):

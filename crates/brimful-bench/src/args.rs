@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, finetune, loader, memory, micro, norms, offload, pipeline, plot,
-    ragged, world,
+    arena, auto, compare, convergence, finetune, halves, loader, memory, micro, norms, offload,
+    pipeline, plot, ragged, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -43,6 +43,8 @@ enum Benchmark {
     Convergence(convergence::ConvergenceOptions),
     /// A folder's model, fine-tuned whole or by LoRA, on its device and from the host.
     Finetune(finetune::FinetuneOptions),
+    /// A backward in two halves against the whole backward of the same graph.
+    Halves(halves::HalvesOptions),
     /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
     Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
@@ -78,6 +80,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Arena(options) => arena::run(options)?,
             Benchmark::Convergence(options) => convergence::run(options)?,
             Benchmark::Finetune(options) => finetune::run(options)?,
+            Benchmark::Halves(options) => halves::run(options)?,
             Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,

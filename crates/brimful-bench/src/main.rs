@@ -9,6 +9,7 @@ mod columns;
 mod compare;
 mod convergence;
 mod finetune;
+mod halves;
 mod host_memory;
 mod interrupt;
 mod journal;
@@ -23,8 +24,8 @@ mod ragged;
 #[cfg(feature = "mpi")]
 mod ranks;
 mod results;
-mod timed;
 mod steady;
+mod timed;
 mod times;
 mod tuned;
 mod turns;

@@ -38,6 +38,7 @@ fn every_command_has_help_with_examples() {
         "auto",
         "compare",
         "convergence",
+        "halves",
         "memory",
         "micro",
         "norms",

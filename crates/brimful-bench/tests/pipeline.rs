@@ -47,6 +47,8 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     };
     assert_eq!((limit(1, "gpipe", "never"), limit(2, "1f1b", "never")), (1.0, 8.0 / 5.0));
     assert!(limit(2, "gpipe", "always") < limit(2, "gpipe", "never"));
+    // An automatic list's limit is that of the list for equal stages, whatever these ones' times are.
+    assert!(limit(2, "auto", "never") >= limit(2, "zero-bubble-h1", "never"));
     let picture = fs::read_to_string(picture).expect("a picture");
     assert!(picture.contains("interleaved-2, simulated") && picture.contains("1f1b, measured"));
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
+use brimful::memory::Memory;
 use brimful::{Bytes, Layers};
 use brimful_cli::fine_tune::LoraFlag;
 use brimful_cli::setting::{self, words};

@@ -54,7 +54,10 @@ impl TunedModel {
                 Self::AtHome(Box::new(tuned))
             }
             HomeArgument::Auto | HomeArgument::AutoFollowing => {
-                bail!("--homes {} is not measured here: give device, host or host-following", home.contestant())
+                bail!(
+                    "--homes {} is not measured here: give device, host or host-following",
+                    home.contestant()
+                )
             }
         })
     }

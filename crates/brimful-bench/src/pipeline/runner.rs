@@ -7,7 +7,7 @@ use brimful::Step;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
-use brimful::schedule::{Actions, Costs, simulate};
+use brimful::schedule::{Costs, ScheduleRecipe, simulate};
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
 use brimful_cli::setting::loss;
 use tch::{Device, Tensor};
@@ -88,12 +88,18 @@ impl Runner {
     }
 
     /// The speed-up over one thread that equal stages would have: a backward takes as long as two
-    /// forwards.
+    /// forwards. An automatic list is then another one: the one that is made for such stages.
     pub(super) fn limit(&self) -> Result<f64> {
-        let actions: &Actions = &self.planned.actions;
-        let costs = Costs::ticks(actions.stages());
-        let work = 3.0 * (actions.stages() * actions.micro_batches()) as f64;
-        Ok(work / simulate(actions, &costs)?.makespan())
+        let PlanChoice { schedule, micro_batches, recompute } = self.row.choice;
+        let costs = Costs::ticks(self.planned.actions.stages());
+        let work = 3.0 * (costs.stages.len() * micro_batches) as f64;
+        let simulation = if schedule.is_automatic() {
+            let recipe = ScheduleRecipe::new(schedule, costs.clone(), vec![None; self.stages])?;
+            simulate(&recipe.actions(micro_batches, recompute)?, &costs)?
+        } else {
+            simulate(&self.planned.actions, &costs)?
+        };
+        Ok(work / simulation.makespan())
     }
 
     /// The speed-up that the stages' measured times promise.

@@ -5,6 +5,7 @@ mod auto;
 mod chart;
 mod convergence;
 mod finetune;
+mod halves;
 mod loader;
 mod memory;
 mod micro;
@@ -41,11 +42,12 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 12] = [
+const BENCHES: [(&str, Views); 13] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("finetune", (finetune::tables, finetune::panels)),
+    ("halves", (halves::tables, halves::panels)),
     ("loader", (loader::tables, loader::panels)),
     ("norms", (norms::tables, norms::panels)),
     ("offload", (offload::tables, offload::panels)),

@@ -1,0 +1,110 @@
+"""A backward in two halves, as torch.distributed.pipelining's zero-bubble schedules run it, beside the whole one.
+
+    halves_pytorch.py --like OURS.jsonl [--repeats 25]
+
+Runs the works of `brimful-bench halves`: the same stage, all layers but the first, whose outcome comes in; on a CPU
+on one thread. `stage_backward_input` and `stage_backward_weight` take turns with `torch.autograd.backward`.
+"""
+
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import contest
+import models
+
+WARM_UP = 2
+
+
+def works(rows):
+    """Those whose layers the peers have."""
+    has = lambda model: model == "gpt" or model.startswith("resnet")  # noqa: E731
+    return [row for row in contest.each_once(rows) if has(row["model"])]
+
+
+class MiddleStage:
+    """All layers of a model but the first, what comes into them, and the gradient of what goes out."""
+
+    def __init__(self, work):
+        self.device = work["device"]
+        kind = {"f64": torch.float64, "bf16": torch.bfloat16}.get(work["dtype"], torch.float32)
+        first, *others = (make() for make in models.layers(work))
+        self.network = nn.Sequential(*others).train().to(self.device, kind)
+        x = models.samples(work)[0].to(self.device)
+        with torch.no_grad():
+            self.input = first.to(self.device, kind)(x.to(kind) if x.is_floating_point() else x)
+            self.gradient = torch.randn_like(self.network(self.input))
+
+    def weights(self):
+        return iter(self.network.parameters())
+
+    def timed(self, work):
+        """What some work gives, and its seconds from an idle device to an idle device."""
+        contest.synchronize(self.device)
+        start = time.perf_counter()
+        given = work()
+        contest.synchronize(self.device)
+        return given, time.perf_counter() - start
+
+    def forward(self):
+        self.network.zero_grad(set_to_none=True)
+        leaf = self.input.detach().requires_grad_()
+        return leaf, *self.timed(lambda: self.network(leaf))
+
+    def whole(self):
+        """Seconds of the forward and the backward, and all gradients."""
+        leaf, output, forward = self.forward()
+        _, backward = self.timed(lambda: torch.autograd.backward([output], [self.gradient]))
+        return {"forward": forward, "whole": backward}, self.gradients(leaf)
+
+    def halves(self):
+        leaf, output, forward = self.forward()
+        roots = [output], [self.gradient], [leaf]
+        (_, groups), first = self.timed(lambda: stage_backward_input(*roots, self.weights()))
+        del output, roots
+        _, second = self.timed(lambda: stage_backward_weight(self.weights(), groups))
+        return {"forward": forward, "input": first, "weight": second}, self.gradients(leaf)
+
+    def gradients(self, leaf):
+        return [leaf.grad, *(weight.grad for weight in self.weights())]
+
+
+def apart(expected, found):
+    """The length of the difference of all gradients over that of the expected ones'."""
+    square = lambda gradient: float(gradient.double().square().sum())  # noqa: E731
+    difference = sum(square(a - b) for a, b in zip(expected, found))
+    return (difference / sum(map(square, expected))) ** 0.5
+
+
+def measure(work, settings, repeats):
+    torch.set_num_threads(1)
+    models.allow(work["dtype"])
+    stage, difference = MiddleStage(work), 0.0
+    seconds = {key: [] for key in ["forward", "whole", "input", "weight"]}
+    for turn in range(WARM_UP + repeats):
+        (whole, expected), (halves, found) = stage.whole(), stage.halves()
+        if turn < WARM_UP:
+            difference = apart(expected, found)
+            continue
+        for times in (whole, halves):
+            for key, value in times.items():
+                seconds[key].append(value)
+    return figures(seconds, difference)
+
+
+def figures(seconds, difference):
+    middle = {f"{key}_seconds": statistics.median(values) for key, values in seconds.items()}
+    both = [a + b for a, b in zip(seconds["input"], seconds["weight"])]
+    halves = statistics.median(both)
+    return {
+        **middle, "halves_seconds": halves, "ratio": halves / middle["whole_seconds"], "repeats": len(both),
+        "spread": (max(both) - min(both)) / halves, "gradient_difference": difference,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    named = lambda work, flags: [("torch.distributed.pipelining", {})]  # noqa: E731
+    contest.run("halves", named, measure, works)

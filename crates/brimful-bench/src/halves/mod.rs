@@ -1,0 +1,96 @@
+//! `brimful-bench halves`: a backward in two halves against the whole backward of the same graph.
+//!
+//! The graph is a stage's from the middle of a pipeline: all layers but the first, whose outcome comes in and
+//! wants a gradient. Both backwards begin with the same gradient of what goes out, each after a forward of its
+//! own, and take turns. Their gradients must agree.
+
+mod contest;
+mod stage;
+
+use anyhow::Result;
+use brimful_cli::setting::{self, MODELS, ModelName, NumberType, words};
+use brimful_torch::threads;
+use clap::Args;
+use serde_json::json;
+use tch::Device;
+
+use crate::journal::{Journal, Output};
+use crate::turns::TurnProgress;
+use crate::work::{GptShape, Workload};
+
+/// Tokens of the GPT, as in pipelines: a larger table's head would be most of the stage.
+const VOCABULARY: i64 = 256;
+/// The GPT of a CPU.
+const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64 };
+
+/// Options of `brimful-bench halves`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  brimful-bench halves                                a GPT and a ResNet-50, on one thread of a CPU
+  brimful-bench halves --device cuda --model gpt --dtype bf16 --micro-batch 8
+  brimful-bench halves --model gpt --gpt 2x64x16 --repeats 100")]
+pub(crate) struct HalvesOptions {
+    #[arg(long, value_delimiter = ',', default_value = "gpt,resnet50", value_name = "NAME,…")]
+    #[arg(help = MODELS)]
+    model: Vec<ModelName>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+    /// Numbers of parameters and activations [default: tf32 on CUDA, f32 on the CPU].
+    #[arg(long, value_enum)]
+    dtype: Option<NumberType>,
+    /// Samples in a micro-batch [default: by model and device]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batch: Option<u32>,
+    /// Height and width of the images [default: 224 on CUDA, 64 on the CPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    image: Option<u32>,
+    /// The shape of the GPT as layers x width x sequence [default: 12x768x512 on CUDA, 4x256x64 on
+    /// the CPU]. A head is 64 wide; there are 256 tokens.
+    #[arg(long, value_name = "LxWxS")]
+    gpt: Option<GptShape>,
+    /// Measured steps of each contestant
+    #[arg(long, value_name = "N", default_value_t = 25, value_parser = words::count)]
+    repeats: usize,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Measures a row for each model, and prints it.
+pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
+    let device = setting::device(options.device.as_deref())?;
+    // As a stage's thread in a pipeline.
+    let _one = threads::limit_threads(1);
+    let cuda = device != Device::Cpu;
+    if cuda {
+        // The same in the peers' script.
+        tch::Cuda::cudnn_set_benchmark(true);
+    }
+    let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
+    let mut journal = Journal::begin("halves", device, &options.output, facts)?;
+    let progress = TurnProgress::new(options.model.len() * contest::turns(options.repeats));
+    for &model in &options.model {
+        let work = options.work(model, device);
+        work.dtype.prepare(device)?;
+        journal.enter(&contest::measure(&work, device, options.repeats, &progress)?)?;
+    }
+    journal.end()
+}
+
+impl HalvesOptions {
+    fn work(&self, model: ModelName, device: Device) -> Workload {
+        let usual = Workload::default_of(model, device);
+        let gpt = if device == Device::Cpu { GPT } else { usual.gpt };
+        let micro_batch = self.micro_batch.map_or(usual.micro_batch, |samples| samples as usize);
+        Workload {
+            dtype: self.dtype.unwrap_or(usual.dtype),
+            batch: micro_batch,
+            micro_batch,
+            image: self.image.map_or(usual.image, i64::from),
+            gpt: self.gpt.unwrap_or(gpt),
+            vocabulary: VOCABULARY,
+            tied: false,
+            ..usual
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! A stage from the middle of a pipeline, and both ways to run backward through it.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use brimful::layers::Model;
+use brimful_cli::setting::clear_gradients;
+use brimful_torch::autograd::backward;
+use brimful_torch::device as torch_device;
+use brimful_torch::split_backward::SplitBackward;
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use crate::work::Workload;
+
+/// All layers of a model but the first, what comes into them, and the gradients of what goes out.
+pub(super) struct MiddleStage {
+    device: Device,
+    store: VarStore,
+    model: Model,
+    input: Vec<Tensor>,
+    output_gradients: Vec<Tensor>,
+}
+
+/// A forward that waits for its backward.
+struct StageForward {
+    seconds: f64,
+    /// What came in, with a gradient of its own.
+    leaves: Vec<Tensor>,
+    /// What goes out, with its gradient.
+    roots: Vec<(Tensor, Tensor)>,
+}
+
+/// Seconds of a forward and of its backward in one piece.
+pub(super) struct WholeSeconds {
+    pub(super) forward: f64,
+    pub(super) backward: f64,
+}
+
+/// Seconds of a forward and of its backward in halves.
+pub(super) struct HalvesSeconds {
+    pub(super) forward: f64,
+    pub(super) input: f64,
+    pub(super) weight: f64,
+}
+
+/// Of the input and of all weights, after a backward.
+pub(super) type StageGradients = Vec<Tensor>;
+
+impl MiddleStage {
+    pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
+        let layers = work.layers()?;
+        let built = |range| -> Result<(VarStore, Model)> {
+            let mut store = VarStore::new(device);
+            let model = layers.build_range(&store.root(), range)?;
+            store.set_kind(work.dtype.kind());
+            Ok((store, model))
+        };
+        let (_outside, first) = built(0..1)?;
+        let (store, model) = built(1..layers.len())?;
+        let sample = work.samples(work.micro_batch).0.to_device(device);
+        let input = tch::no_grad(|| first.forward_many(&[sample], true));
+        let output = tch::no_grad(|| model.forward_many(&input, true));
+        let output_gradients = output.iter().map(Tensor::randn_like).collect();
+        Ok(Self { device, store, model, input, output_gradients })
+    }
+
+    /// Runs forward, and backward in one piece.
+    pub(super) fn whole(&mut self) -> Result<(WholeSeconds, StageGradients)> {
+        let StageForward { seconds, leaves, roots } = self.forward()?;
+        let (outputs, gradients): (Vec<_>, Vec<_>) =
+            roots.iter().map(|(output, gradient)| (output, Some(gradient))).unzip();
+        let ((), backward) = self.timed(|| Ok(backward(&outputs, &gradients, false)?))?;
+        let found = self.gradients(leaves.iter().map(Tensor::grad).collect());
+        Ok((WholeSeconds { forward: seconds, backward }, found))
+    }
+
+    /// Runs forward, and backward in halves: the first from finding where to cut, the second until nothing of the
+    /// graph is left.
+    pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, StageGradients)> {
+        let StageForward { seconds, leaves, roots } = self.forward()?;
+        let groups = [roots];
+        let input_half = || Ok(SplitBackward::input_half(&groups, &leaves)?);
+        let ((inputs, mut weights), input) = self.timed(input_half)?;
+        drop(groups);
+        let weight_half = || {
+            weights.weight_half(0)?;
+            drop(weights);
+            Ok(())
+        };
+        let ((), weight) = self.timed(weight_half)?;
+        let found = self.gradients(inputs.into_iter().flatten().flatten().collect());
+        Ok((HalvesSeconds { forward: seconds, input, weight }, found))
+    }
+
+    /// A forward of leaves of its own, without gradients from before.
+    fn forward(&self) -> Result<StageForward> {
+        clear_gradients(&self.store)?;
+        let leaf = |value: &Tensor| value.detach().set_requires_grad(true);
+        let leaves: Vec<Tensor> = self.input.iter().map(leaf).collect();
+        let (output, seconds) = self.timed(|| Ok(self.model.forward_many(&leaves, true)))?;
+        let gradients = self.output_gradients.iter().map(Tensor::shallow_clone);
+        Ok(StageForward { seconds, leaves, roots: output.into_iter().zip(gradients).collect() })
+    }
+
+    /// The input's gradients and the weights', in an order that all backwards have.
+    fn gradients(&self, of_input: Vec<Tensor>) -> StageGradients {
+        let variables = self.store.variables();
+        let mut trained: Vec<_> =
+            variables.iter().filter(|(_, value)| value.requires_grad()).collect();
+        trained.sort_by_key(|(name, _)| *name);
+        of_input.into_iter().chain(trained.into_iter().map(|(_, value)| value.grad())).collect()
+    }
+
+    /// What some work gives, and its seconds from an idle device to an idle device.
+    fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+        torch_device::synchronize(self.device)?;
+        let start = Instant::now();
+        let given = work()?;
+        torch_device::synchronize(self.device)?;
+        Ok((given, start.elapsed().as_secs_f64()))
+    }
+}
