@@ -42,7 +42,7 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 13] = [
+const BENCHES: [(&str, Views); 14] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
