@@ -4,6 +4,8 @@
 
 mod test_device;
 
+use brimful_torch::autograd::set_gradient;
+use brimful_torch::gradients::{collect, offering};
 use brimful_torch::optim::{AdamOptions, AdamState, LearningRate, SgdOptions};
 use brimful_torch::{foreach, optim};
 use tch::{Device, Kind, Tensor};
@@ -92,6 +94,60 @@ fn the_norm_is_that_of_one_long_vector() {
     let large = [Tensor::full([100], 300.0, (Kind::Half, test_device()))];
     assert_eq!(foreach::norm(&large).expect("a norm").double_value(&[]), 3000.0);
     assert!(foreach::norm(&[]).expect_err("no tensors").message.contains("norm of no tensors"));
+}
+
+/// More tensors than one launch takes, of odd lengths, some of them not laid out as their sums are.
+#[test]
+fn halves_are_added_to_sums_in_f32() {
+    let shapes =
+        [vec![1], vec![7], vec![8], vec![2049], vec![3, 5, 4, 6], vec![64, 33], vec![0, 2]];
+    for kind in [Kind::BFloat16, Kind::Half] {
+        let numbers = |i: usize, salt: f64| {
+            let shape = &shapes[i % shapes.len()];
+            let count = shape.iter().product::<i64>();
+            let all =
+                (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.37 + salt + i as f64).sin();
+            all.reshape(&shape[..]).to_kind(kind).to_device(test_device())
+        };
+        let mut parameters: Vec<Tensor> =
+            (0..230).map(|i| numbers(i, 0.0).set_requires_grad(true)).collect();
+        let mut sums: Vec<Option<Tensor>> = parameters.iter().map(|_| None).collect();
+        for round in 0..3 {
+            for (i, parameter) in parameters.iter_mut().enumerate() {
+                let gradient = numbers(i, f64::from(round));
+                // The last round's of four dimensions have their channels last.
+                let gradient = match gradient.dim() {
+                    4 if round == 2 => {
+                        gradient.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])
+                    }
+                    _ => gradient,
+                };
+                set_gradient(parameter, Some(&gradient)).expect("a gradient");
+            }
+            collect(&parameters, &mut sums).expect("summed");
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            let sum = sum.as_ref().expect("a sum");
+            let exact = |round: i32| numbers(i, f64::from(round)).to_kind(Kind::Float);
+            assert_eq!(*sum, exact(0) + exact(1) + exact(2), "{kind:?}, tensor {i}");
+        }
+    }
+}
+
+#[test]
+fn sums_are_offered_for_one_backward_alone() {
+    let parameter = ones(&[3], Kind::Float).set_requires_grad(true);
+    let (parameters, mut sums) = ([parameter], [None]);
+    let twice = || {
+        (&parameters[0] * 2.0).sum(Kind::Float).backward();
+        Ok(())
+    };
+    offering(&parameters, &mut sums, twice).expect("a backward");
+    assert!(sums[0].is_none(), "libtorch's own nodes know of no sums");
+    collect(&parameters, &mut sums).expect("summed");
+    assert_eq!(sums[0], Some(ones(&[3], Kind::Float) * 2.0));
+    let refused = offering(&parameters, &mut [], || Ok(()));
+    assert!(refused.expect_err("lengths").message.contains("1 and 0"));
 }
 
 #[test]
