@@ -5,7 +5,7 @@ use brimful_cli::setting::NumberType;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::stage::{HalvesSeconds, MiddleStage, StageGradients, WholeSeconds};
+use super::stage::{BackwardGradients, HalvesSeconds, MiddleStage, WholeSeconds};
 use crate::columns::Columns;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
@@ -69,8 +69,8 @@ pub(super) fn measure(
 
 /// How far both gradients are apart. Contestants that compute different things are not worth comparing.
 fn relative_difference(
-    expected: &StageGradients,
-    found: &StageGradients,
+    expected: &BackwardGradients,
+    found: &BackwardGradients,
     dtype: NumberType,
 ) -> Result<f64> {
     let square = |gradient: &Tensor| {

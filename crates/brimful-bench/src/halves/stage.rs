@@ -45,7 +45,7 @@ pub(super) struct HalvesSeconds {
 }
 
 /// Of the input and of all weights, after a backward.
-pub(super) type StageGradients = Vec<Tensor>;
+pub(super) type BackwardGradients = Vec<Tensor>;
 
 impl MiddleStage {
     pub(super) fn new(work: &Workload, device: Device) -> Result<Self> {
@@ -66,7 +66,7 @@ impl MiddleStage {
     }
 
     /// Runs forward, and backward in one piece.
-    pub(super) fn whole(&mut self) -> Result<(WholeSeconds, StageGradients)> {
+    pub(super) fn whole(&mut self) -> Result<(WholeSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let (outputs, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(output, gradient)| (output, Some(gradient))).unzip();
@@ -77,7 +77,7 @@ impl MiddleStage {
 
     /// Runs forward, and backward in halves: the first from finding where to cut, the second until nothing of the
     /// graph is left.
-    pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, StageGradients)> {
+    pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let groups = [roots];
         let input_half = || Ok(SplitBackward::input_half(&groups, &leaves)?);
@@ -104,7 +104,7 @@ impl MiddleStage {
     }
 
     /// The input's gradients and the weights', in an order that all backwards have.
-    fn gradients(&self, of_input: Vec<Tensor>) -> StageGradients {
+    fn gradients(&self, of_input: Vec<Tensor>) -> BackwardGradients {
         let variables = self.store.variables();
         let mut trained: Vec<_> =
             variables.iter().filter(|(_, value)| value.requires_grad()).collect();
