@@ -73,6 +73,26 @@ fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
 }
 
 #[test]
+fn within_a_limit_each_input_goes_to_the_host_once_and_nothing_else_does() {
+    let _turn = alone();
+    const COUNT: u64 = 16;
+    const MEETINGS: u64 = 4;
+    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    let mut limited = Site::new(Recompute::Never);
+    limited.device.set_limit(Some(few + few / 4)).expect("a limit");
+    let samples = COUNT as i64 * SIZE as i64;
+    let mut copies = Vec::new();
+    for _ in 0..2 {
+        let before = limited.host.allocations();
+        limited.steps(samples);
+        copies.push(limited.host.allocations() - before);
+    }
+    // Three steps that have learnt: what enters the stages, but neither what goes on nor gradients.
+    assert!(copies[1] > 0 && copies[1] <= 3 * COUNT * MEETINGS, "{copies:?} copies");
+    assert!(copies[0] > copies[1], "{copies:?}: the first step sends all");
+}
+
+#[test]
 fn what_fits_stays_on_the_device() {
     let _turn = alone();
     let mut free = Site::new(Recompute::Never);

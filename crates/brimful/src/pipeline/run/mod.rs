@@ -269,6 +269,9 @@ impl WorkerRun {
     fn forward(&mut self, site: &mut Site, at: usize, action: Action) -> Result<(), Stop> {
         let i = action.micro_batch.index();
         let (input, resting) = self.receive(site, at, i)?;
+        if let Some(waiting) = &mut site.waiting {
+            waiting.note(&input);
+        }
         self.timeline.begin()?;
         let input = self.let_meet(site, at, input)?;
         let output = if !self.job.mode.trains() {
@@ -294,10 +297,10 @@ impl WorkerRun {
             Some(_) => HeldInput::Here(input),
             // The mini-batch itself takes no memory of the device's.
             None if self.is_lent(at) => HeldInput::Here(input),
-            None if !self.comes_back(action) && !site.is_full() => HeldInput::Here(input),
+            None if !self.comes_back(action) && site.keeps_inputs() => HeldInput::Here(input),
             None => match resting {
                 Some(parcels) => HeldInput::Host(parcels),
-                None => site.put_aside(input, action.stage)?,
+                None => site.put_aside(input)?,
             },
         };
         self.kept[at][i] = Some(HeldMicroBatch { input, output });

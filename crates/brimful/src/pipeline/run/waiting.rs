@@ -2,13 +2,16 @@
 //!
 //! Where micro-batches meet, all of them pass a stage before the first passes the next, so what waits grows
 //! with the mini-batch. The first step of a size leaves nothing on the device, and shows by its peak what the
-//! work itself takes; from then on that much is left free, and what waits may have the rest.
+//! work itself takes; from then on that much is left free, and what waits may have the rest. What the very next
+//! stage takes comes first: it would cross the bus and come straight back. What a backward needs much later
+//! crosses it once each way.
 
 use std::collections::VecDeque;
 
 use brimful_torch::stream::{Event, Stream};
-use tch::Device;
+use tch::{Device, Tensor};
 
+use super::stage::Boundary;
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
@@ -70,6 +73,8 @@ pub(crate) struct StepExtent {
 struct WorkNeed {
     samples: u64,
     bytes: u64,
+    /// What enters a stage, at most.
+    boundary: u64,
 }
 
 #[derive(Debug)]
@@ -80,6 +85,10 @@ struct WaitingStep {
     start: u64,
     /// What its work takes, where that is known.
     work: Option<u64>,
+    /// What all micro-batches bring to a stage, at most.
+    frontier: u64,
+    /// The most that entered a stage so far.
+    boundary: u64,
     /// Whether there was room for all at every action so far.
     fits: bool,
 }
@@ -88,7 +97,9 @@ struct WaitingStep {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Space {
     None,
-    /// For what enters a stage.
+    /// For what goes from stage to stage.
+    ForParcels,
+    /// For what has entered a stage too, until its backward.
     ForInputs,
     /// For its activations too.
     ForAll,
@@ -123,8 +134,18 @@ impl WaitingRoom {
         };
         let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
         let (start, fits) = (usage.current.0, work.is_some());
-        self.step = Some(WaitingStep { trains, extent, start, work, fits });
+        let frontier = known.map_or(0, |known| known.boundary * extent.micro_batches());
+        self.step = Some(WaitingStep { trains, extent, start, work, frontier, boundary: 0, fits });
         Ok(())
+    }
+
+    /// Learns how much enters a stage.
+    pub(crate) fn note(&mut self, entered: &Boundary) {
+        if let Some(step) = &mut self.step {
+            let bytes =
+                |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+            step.boundary = step.boundary.max(entered.all().map(bytes).sum());
+        }
     }
 
     /// Looks how much room there is, for the next action.
@@ -136,11 +157,12 @@ impl WaitingRoom {
         // An eighth more, for what an allocator cannot join.
         let left_free = work + work / 8;
         let free = self.memory.usage()?.available.unwrap_or(Bytes(u64::MAX)).0;
-        // Activations are not more than all that the work takes.
-        self.space = match free / left_free.max(1) {
-            0 => Space::None,
-            1 => Space::ForInputs,
-            _ => Space::ForAll,
+        self.space = match free.checked_sub(left_free) {
+            None => Space::None,
+            Some(spare) if spare < step.frontier => Space::ForParcels,
+            // Activations are not more than all that the work takes.
+            Some(spare) if spare < step.frontier + left_free => Space::ForInputs,
+            Some(_) => Space::ForAll,
         };
         step.fits &= self.space == Space::ForAll;
         Ok(())
@@ -151,6 +173,11 @@ impl WaitingRoom {
         self.keeps_activations && self.space == Space::ForAll
     }
 
+    /// Whether what has entered a stage stays here until its backward.
+    pub(crate) fn keeps_inputs(&self) -> bool {
+        self.space >= Space::ForInputs
+    }
+
     /// Whether parcels have to wait on the host.
     pub(crate) fn is_full(&self) -> bool {
         self.space == Space::None
@@ -158,15 +185,14 @@ impl WaitingRoom {
 
     /// The step has come to its end with this peak; gives what it needs at least.
     pub(crate) fn end(&mut self, peak: Bytes) -> Bytes {
-        let Some(WaitingStep { trains, extent, start, work, fits }) = self.step.take() else {
-            return peak;
-        };
+        let Some(step) = self.step.take() else { return peak };
+        let WaitingStep { trains, extent, start, work, boundary, fits, .. } = step;
         if trains && fits {
             self.fitted = Some(extent);
         }
         if trains && work.is_none() && self.space == Space::None {
             let samples = extent.largest_micro_batch;
-            self.known = Some(WorkNeed { samples, bytes: peak.0.saturating_sub(start) });
+            self.known = Some(WorkNeed { samples, bytes: peak.0.saturating_sub(start), boundary });
         }
         match self.known {
             Some(known) => peak.min(Bytes(start + known.bytes)),
@@ -176,6 +202,10 @@ impl WaitingRoom {
 }
 
 impl StepExtent {
+    fn micro_batches(self) -> u64 {
+        self.mini_batch.div_ceil(self.largest_micro_batch.max(1))
+    }
+
     fn is_within(self, other: Self) -> bool {
         self.largest_micro_batch <= other.largest_micro_batch && self.mini_batch <= other.mini_batch
     }

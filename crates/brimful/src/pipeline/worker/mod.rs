@@ -284,7 +284,12 @@ impl Site {
         self.resting_place.as_ref().filter(|_| home.boundaries == Home::Host || self.is_full())
     }
 
-    /// Whether the device has no room for what waits.
+    /// Whether the device has room for what has entered stages, until their backward.
+    pub(crate) fn keeps_inputs(&self) -> bool {
+        self.waiting.as_ref().is_none_or(WaitingRoom::keeps_inputs)
+    }
+
+    /// Whether the device has no room even for what goes from stage to stage.
     pub(crate) fn is_full(&self) -> bool {
         self.waiting.as_ref().is_some_and(WaitingRoom::is_full)
     }
@@ -303,9 +308,9 @@ impl Site {
         }
     }
 
-    /// Keeps what entered a stage until it is run again: on the host, where it is to wait there.
-    pub(crate) fn put_aside(&self, input: Boundary, of: StageId) -> Result<HeldInput> {
-        let Some(host) = self.resting_place_of(of) else { return Ok(HeldInput::Here(input)) };
+    /// Keeps what entered a stage until it is run again: on the host, if anything can wait there.
+    pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
+        let Some(host) = &self.resting_place else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
@@ -317,7 +322,7 @@ impl Site {
 
     /// Waits while the device is far behind: a host that ran ahead of what crosses the bus would fill it.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
-        if self.has_moves() || self.is_full() { self.lead.keep() } else { Ok(()) }
+        if self.has_moves() || !self.keeps_inputs() { self.lead.keep() } else { Ok(()) }
     }
 
     /// Looks how much room the next action leaves to what waits.
