@@ -45,8 +45,8 @@ pub(crate) struct MemoryOptions {
     /// has free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Memory of the host for stages that do not fit on their devices, such as 128GB [default: eight times a
-    /// device's on the CPU, on CUDA what it has free]
+    /// Memory of the host for stages that do not fit on their devices, such as 128GB; 0B leaves home-1 out
+    /// [default: eight times a device's on the CPU, on CUDA what it has free]
     #[arg(long, value_name = "BYTES")]
     host_memory: Option<Bytes>,
     #[arg(long, short = 's', value_delimiter = ',', default_value = "1,2,4,8", value_name = "S,…")]
@@ -147,7 +147,8 @@ impl MemoryOptions {
         journal: &mut Journal,
     ) -> Result<bool> {
         let plan = |experiment| Ok((experiment, search.largest(experiment, search.room())?));
-        let mut planned = self.experiments().map(plan).collect::<Result<VecDeque<_>>>()?;
+        let mut planned =
+            self.experiments(search.host()).map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;
         while let Some((experiment, found)) = planned.pop_front() {
             let title = format!("{} {experiment}", search.family);
@@ -175,9 +176,10 @@ impl MemoryOptions {
         Ok(first.is_some())
     }
 
-    fn experiments(&self) -> impl Iterator<Item = Experiment> {
+    fn experiments(&self, host: Bytes) -> impl Iterator<Item = Experiment> {
         let pipelines = self.stages.iter().map(|&devices| (devices, Way::Pipeline));
-        let all = [(1, Way::Naive)].into_iter().chain(pipelines).chain([(1, Way::Home)]);
+        let home = (host > Bytes(0)).then_some((1, Way::Home));
+        let all = [(1, Way::Naive)].into_iter().chain(pipelines).chain(home);
         all.map(|(devices, way)| Experiment { devices, way })
     }
 
