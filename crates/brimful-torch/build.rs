@@ -12,9 +12,12 @@ use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
+/// A file that includes others: its name, and theirs.
+type Unit = (&'static str, &'static [&'static str]);
+
 /// The bridge's files, in two units that are compiled side by side: libtorch's headers take longer to read
 /// than our files to compile. Files of one unit cannot each have a thing of the same name.
-const UNITS: [(&str, &[&str]); 2] = [
+const UNITS: [Unit; 2] = [
     (
         "layers.cpp",
         &[
@@ -60,23 +63,38 @@ const UNITS: [(&str, &[&str]); 2] = [
     ),
 ];
 
-const CUDA_SOURCES: [&str; 17] = [
-    "cuda/graph.cpp",
-    "cuda/memory.cpp",
-    "cuda/object.cpp",
+/// The units of `cuda/`: what works with tensors, and what finds and loads kernels.
+const CUDA_UNITS: [Unit; 2] = [
+    (
+        "tensors.cpp",
+        &[
+            "cuda/graph.cpp",
+            "cuda/memory.cpp",
+            "cuda/object.cpp",
+            "cuda/kernels/batch_norm.cpp",
+            "cuda/kernels/object.cpp",
+        ],
+    ),
+    (
+        "loading.cpp",
+        &[
+            "cuda/kernels/cache.cpp",
+            "cuda/kernels/card.cpp",
+            "cuda/kernels/compiler.cpp",
+            "cuda/kernels/driver.cpp",
+            "cuda/kernels/kernel.cpp",
+        ],
+    ),
+];
+
+/// Each on its own, with its own threads and family; they read few headers.
+const CUDA_LAUNCHES: [&str; 7] = [
     "cuda/kernels/activation.cpp",
     "cuda/kernels/add_halves.cpp",
-    "cuda/kernels/batch_norm.cpp",
-    "cuda/kernels/cache.cpp",
-    "cuda/kernels/card.cpp",
     "cuda/kernels/column_sums.cpp",
-    "cuda/kernels/compiler.cpp",
     "cuda/kernels/cross_entropy.cpp",
-    "cuda/kernels/driver.cpp",
-    "cuda/kernels/kernel.cpp",
     "cuda/kernels/memset_nodes.cpp",
     "cuda/kernels/norm.cpp",
-    "cuda/kernels/object.cpp",
     "cuda/kernels/rotary.cpp",
 ];
 
@@ -100,7 +118,7 @@ fn main() {
 }
 
 /// Writes a unit: a file that includes its own.
-fn write_unit((name, files): &(&str, &[&str])) -> PathBuf {
+fn write_unit((name, files): &Unit) -> PathBuf {
     let path = out_folder().join(name);
     let text: String = files.iter().map(|file| format!("#include \"{file}\"\n")).collect();
     fs::write(&path, text).expect("cargo's folder can be written to");
@@ -117,6 +135,9 @@ fn compiler(include: &Path) -> cc::Build {
         .define("NDEBUG", None)
         // The arena allocator is on the hot path of debug builds too.
         .opt_level(2)
+        // What a debugger would read of libtorch's headers takes as long again to compile, and stands in
+        // every program that is linked. `CXXFLAGS=-g` brings it back.
+        .debug(false)
         // As system headers, so that libtorch's own warnings do not drown ours.
         .flag("-isystem")
         .flag(include)
@@ -128,7 +149,8 @@ fn compiler(include: &Path) -> cc::Build {
 /// Links `cuda/` with its symbols left open, and without what a debugger would read.
 fn cuda_object(include: &Path) {
     let mut build = compiler(include);
-    build.flag("-isystem").flag("cuda/headers").files(CUDA_SOURCES);
+    build.flag("-isystem").flag("cuda/headers");
+    build.files(CUDA_UNITS.iter().map(write_unit)).files(CUDA_LAUNCHES);
     let objects = build.compile_intermediates();
     let mut command = build.get_compiler().to_command();
     command.args(["-shared", "-s", "-Wl,-z,undefs"]).args(objects);

@@ -8,7 +8,8 @@
 #include "kernel_sources.h"
 #include "number_kind.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>

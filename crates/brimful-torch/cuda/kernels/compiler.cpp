@@ -6,6 +6,7 @@
 #include "compiler.h"
 
 #include "cache.h"
+#include "library.h"
 
 #include <dlfcn.h>
 #include <glob.h>
@@ -96,28 +97,22 @@ void* open_library() {
   throw KernelError("NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries");
 }
 
-template <class Function>
-void look_up(void* library, const char* name, Function& into) {
-  into = reinterpret_cast<Function>(dlsym(library, name));
-  if (into == nullptr) throw KernelError(std::string("NVRTC has no ") + name);
-}
-
-Nvrtc load() {
-  void* library = open_library();
+Nvrtc load_nvrtc() {
+  const Library library{open_library(), "NVRTC"};
   Nvrtc nvrtc{};
-  look_up(library, "nvrtcVersion", nvrtc.version);
-  look_up(library, "nvrtcCreateProgram", nvrtc.create);
-  look_up(library, "nvrtcCompileProgram", nvrtc.compile);
-  look_up(library, "nvrtcDestroyProgram", nvrtc.destroy);
-  look_up(library, "nvrtcGetProgramLogSize", nvrtc.log_size);
-  look_up(library, "nvrtcGetProgramLog", nvrtc.log);
-  look_up(library, "nvrtcGetCUBINSize", nvrtc.cubin_size);
-  look_up(library, "nvrtcGetCUBIN", nvrtc.cubin);
+  library.look_up("nvrtcVersion", nvrtc.version);
+  library.look_up("nvrtcCreateProgram", nvrtc.create);
+  library.look_up("nvrtcCompileProgram", nvrtc.compile);
+  library.look_up("nvrtcDestroyProgram", nvrtc.destroy);
+  library.look_up("nvrtcGetProgramLogSize", nvrtc.log_size);
+  library.look_up("nvrtcGetProgramLog", nvrtc.log);
+  library.look_up("nvrtcGetCUBINSize", nvrtc.cubin_size);
+  library.look_up("nvrtcGetCUBIN", nvrtc.cubin);
   return nvrtc;
 }
 
 const Nvrtc& nvrtc() {
-  static const Nvrtc loaded = load();
+  static const Nvrtc loaded = load_nvrtc();
   return loaded;
 }
 

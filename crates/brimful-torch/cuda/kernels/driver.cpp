@@ -2,9 +2,8 @@
 
 #include "driver.h"
 
+#include "library.h"
 #include "source.h"
-
-#include <dlfcn.h>
 
 #include <string>
 
@@ -12,44 +11,38 @@ namespace brimful::kernels {
 
 namespace {
 
-template <class Function>
-void look_up(void* library, const char* name, Function& into) {
-  into = reinterpret_cast<Function>(dlsym(library, name));
-  if (into == nullptr) throw KernelError(std::string("the NVIDIA driver has no ") + name);
-}
-
-Driver load() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW);
-  if (library == nullptr) throw KernelError(std::string("no NVIDIA driver: ") + dlerror());
+Driver load_driver() {
+  const Library library{dlopen("libcuda.so.1", RTLD_NOW), "the NVIDIA driver"};
+  if (library.handle == nullptr) throw KernelError(std::string("no NVIDIA driver: ") + dlerror());
   Driver driver{};
-  look_up(library, "cuGetErrorName", driver.error_name);
-  look_up(library, "cuDeviceGet", driver.device);
-  look_up(library, "cuDeviceGetAttribute", driver.device_attribute);
-  look_up(library, "cuDevicePrimaryCtxRetain", driver.retain_context);
-  look_up(library, "cuCtxGetCurrent", driver.current_context);
-  look_up(library, "cuCtxSetCurrent", driver.set_context);
-  look_up(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
-  look_up(library, "cuModuleLoadData", driver.load_module);
-  look_up(library, "cuModuleGetFunction", driver.function);
-  look_up(library, "cuFuncSetAttribute", driver.set_function_attribute);
-  look_up(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", driver.occupancy);
-  look_up(library, "cuLaunchKernel", driver.launch);
-  look_up(library, "cuLaunchCooperativeKernel", driver.launch_cooperative);
-  look_up(library, "cuGraphGetNodes", driver.graph_nodes);
-  look_up(library, "cuGraphNodeGetType", driver.node_type);
-  look_up(library, "cuGraphNodeGetDependencies", driver.nodes_before);
-  look_up(library, "cuGraphNodeGetDependentNodes", driver.nodes_after);
-  look_up(library, "cuGraphMemsetNodeGetParams", driver.memset_node);
-  look_up(library, "cuGraphAddKernelNode", driver.add_kernel_node);
-  look_up(library, "cuGraphAddDependencies", driver.add_edges);
-  look_up(library, "cuGraphDestroyNode", driver.destroy_node);
+  library.look_up("cuGetErrorName", driver.error_name);
+  library.look_up("cuDeviceGet", driver.device);
+  library.look_up("cuDeviceGetAttribute", driver.device_attribute);
+  library.look_up("cuDevicePrimaryCtxRetain", driver.retain_context);
+  library.look_up("cuCtxGetCurrent", driver.current_context);
+  library.look_up("cuCtxSetCurrent", driver.set_context);
+  library.look_up("cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
+  library.look_up("cuModuleLoadData", driver.load_module);
+  library.look_up("cuModuleGetFunction", driver.function);
+  library.look_up("cuFuncSetAttribute", driver.set_function_attribute);
+  library.look_up("cuOccupancyMaxActiveBlocksPerMultiprocessor", driver.occupancy);
+  library.look_up("cuLaunchKernel", driver.launch);
+  library.look_up("cuLaunchCooperativeKernel", driver.launch_cooperative);
+  library.look_up("cuGraphGetNodes", driver.graph_nodes);
+  library.look_up("cuGraphNodeGetType", driver.node_type);
+  library.look_up("cuGraphNodeGetDependencies", driver.nodes_before);
+  library.look_up("cuGraphNodeGetDependentNodes", driver.nodes_after);
+  library.look_up("cuGraphMemsetNodeGetParams", driver.memset_node);
+  library.look_up("cuGraphAddKernelNode", driver.add_kernel_node);
+  library.look_up("cuGraphAddDependencies", driver.add_edges);
+  library.look_up("cuGraphDestroyNode", driver.destroy_node);
   return driver;
 }
 
 }  // namespace
 
 const Driver& driver() {
-  static const Driver loaded = load();
+  static const Driver loaded = load_driver();
   return loaded;
 }
 
