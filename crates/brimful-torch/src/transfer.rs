@@ -29,20 +29,21 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
 /// # Errors
 /// When the system has no more memory, or none to lock.
 pub fn room_for(tensor: &Tensor) -> Result<Tensor, TorchError> {
-    room(tensor, false)
+    room(tensor, cuda::device_count() > 0, false)
 }
 
-/// The same with the channels last where the tensor's are: a copy there and back is one in one piece, and
-/// gives the order back too.
+/// The same for a tensor that is to come back, page-locked only where that is on a device; with the channels
+/// last where its are: a copy there and back is one in one piece, and gives the order back too.
 ///
 /// # Errors
 /// As [`room_for`].
 pub fn room_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
-    room(tensor, true)
+    let page_locked = tensor.device() != Device::Cpu && cuda::device_count() > 0;
+    room(tensor, page_locked, true)
 }
 
-fn room(tensor: &Tensor, keeps_order: bool) -> Result<Tensor, TorchError> {
-    let (mut room, page_locked) = (ptr::null_mut(), cuda::device_count() > 0);
+fn room(tensor: &Tensor, page_locked: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
+    let mut room = ptr::null_mut();
     // SAFETY: on success `room` is a new tensor that is ours.
     call(|message| unsafe {
         ffi::brimful_room_for(raw(tensor), page_locked, keeps_order, &mut room, message)
