@@ -169,6 +169,25 @@ impl Accumulator {
         Ok(collect(&self.parameters, sums)?)
     }
 
+    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought.
+    pub(crate) fn add_gradient(
+        &mut self,
+        group: usize,
+        parameter: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<()> {
+        let same = |p: &Tensor| p.data_ptr() == parameter.data_ptr();
+        let Some(at) = self.parameters.iter().position(same) else { return Ok(()) };
+        // A copy: others may look at the gradient after this sum has changed.
+        let added = vec![Some(gradient.f_detach_copy()?)];
+        if !self.in_place() {
+            return add_sum(std::slice::from_mut(&mut self.groups[group][at]), added);
+        }
+        let mut sum = [self::gradient(parameter)];
+        add_sum(&mut sum, added)?;
+        Ok(set_gradient(&mut self.parameters[at], sum[0].as_ref())?)
+    }
+
     /// Puts back what the parameters had, and gives the step's sums.
     pub(crate) fn finish(mut self) -> Result<Sums> {
         if self.in_place() {

@@ -170,7 +170,7 @@ impl Finished {
     }
 }
 
-pub(super) fn add_sum(mine: &mut Sum, theirs: Sum) -> Result<()> {
+pub(super) fn add_sum(mine: &mut [Option<Tensor>], theirs: Sum) -> Result<()> {
     let mut into = Vec::new();
     let mut what = Vec::new();
     for (mine, theirs) in mine.iter_mut().zip(theirs) {

@@ -158,10 +158,10 @@ impl BatchNorm {
             place: MetPlace::default(),
         };
         if config.policy == BatchNormPolicy::Exact {
-            let weight = norm.weight.as_ref().map(Tensor::shallow_clone);
+            let share = |of: &Option<Tensor>| of.as_ref().map(Tensor::shallow_clone);
             exact::tell_of(ExactNorm {
                 running: norm.running.share(),
-                weight,
+                affine: [share(&norm.weight), share(&norm.bias)],
                 eps: config.eps,
                 place: norm.place.clone(),
             });
@@ -320,7 +320,7 @@ impl BatchNorm {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }
-        let [weight, bias] = met.with_probes(self.weight.as_ref(), self.bias.as_ref())?;
+        let [weight, bias] = met.probes();
         let (mean, variance) = met.statistics();
         Ok(Movement {
             running: Some((mean.shallow_clone(), variance.shallow_clone())),

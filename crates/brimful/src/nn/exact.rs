@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A micro-batch's own backward gives the first line and its share of both sums, which are the gradients
-//! of weight and bias. So both are read at *probes*, zeros that are added to weight and bias; and when all
-//! micro-batches are back, the second line, a BatchNorm of x with another weight and bias, is added to
-//! each one's gradient.
+//! of weight and bias. So each is normalised with *probes*, copies of weight and bias of its own, and both sums are
+//! read there. When all micro-batches are back, they are the gradients of weight and bias, once; and the
+//! second line, a BatchNorm of x with another weight and bias, is added to each one's gradient.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -46,7 +46,8 @@ pub(super) fn tell_of(norm: ExactNorm) {
 #[derive(Debug)]
 pub(crate) struct ExactNorm {
     pub(super) running: Running,
-    pub(super) weight: Option<Tensor>,
+    /// Weight and bias, where it has them.
+    pub(super) affine: [Option<Tensor>; 2],
     pub(super) eps: f64,
     pub(super) place: MetPlace,
 }
@@ -59,8 +60,10 @@ pub(crate) struct NormSettled {
     /// − w / √(σ² + ε) / N, kept for the backward of what is before the layer: its weight may have left
     /// the device by then.
     factor: Tensor,
-    /// What probes are.
-    zeros: Tensor,
+    /// What probes are: weight and bias in the kind of statistics.
+    affine: [Tensor; 2],
+    /// Whether weight or bias are trained.
+    trains: bool,
     eps: f64,
 }
 
@@ -69,7 +72,7 @@ pub(crate) struct NormSettled {
 pub(crate) struct Met {
     mean: Tensor,
     variance: Tensor,
-    /// Leaves in which the gradients of weight and bias gather.
+    /// Copies of weight and bias, in which their gradients gather.
     pub(crate) probes: [Tensor; 2],
     /// What was counted.
     input: Tensor,
@@ -80,12 +83,24 @@ impl ExactNorm {
     pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
         let (count, mean, variance) = whole.settle(&self.running, kind)?;
         let one_over = variance.f_add_scalar(self.eps)?.f_rsqrt()?.f_div_scalar(-(count as f64))?;
-        let factor = match &self.weight {
-            Some(weight) => one_over.f_mul(&weight.f_detach()?.f_to_kind(mean.kind())?)?,
-            None => one_over,
+        let [weight, bias] = &self.affine;
+        let scale = match weight {
+            Some(weight) => weight.f_detach()?.f_to_kind(mean.kind())?,
+            None => mean.f_ones_like()?,
         };
-        let zeros = mean.f_zeros_like()?;
-        Ok(NormSettled { mean, variance, factor, zeros, eps: self.eps })
+        let offset = match bias {
+            Some(bias) => bias.f_detach()?.f_to_kind(mean.kind())?,
+            None => mean.f_zeros_like()?,
+        };
+        let factor = one_over.f_mul(&scale)?;
+        let trains = self.trained().next().is_some();
+        Ok(NormSettled { mean, variance, factor, affine: [scale, offset], trains, eps: self.eps })
+    }
+
+    /// Which of weight and bias are trained, by their place among a micro-batch's probes.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Tensor)> {
+        let here = self.affine.iter().enumerate().filter_map(|(at, p)| Some((at, p.as_ref()?)));
+        here.filter(|(_, parameter)| parameter.requires_grad())
     }
 
     /// Normalises by this until the guard is dropped.
@@ -98,12 +113,14 @@ impl ExactNorm {
 impl NormSettled {
     /// What this micro-batch is normalised by.
     pub(crate) fn met(&self, input: &Tensor) -> Result<Met> {
-        // Without what is before the layer, nobody asks for its input's gradient.
-        let probe = || self.zeros.f_detach()?.f_set_requires_grad(input.requires_grad());
+        // Nobody asks for the sums where neither the layer nor what is before it is trained.
+        let asked = self.trains || input.requires_grad();
+        let probe = |of: &Tensor| of.f_detach()?.f_set_requires_grad(asked);
+        let [scale, offset] = &self.affine;
         Ok(Met {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            probes: [probe()?, probe()?],
+            probes: [probe(scale)?, probe(offset)?],
             input: input.shallow_clone(),
         })
     }
@@ -144,23 +161,9 @@ impl Met {
         self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
     }
 
-    /// Weight and bias of the layer, with the probes added to them.
-    pub(super) fn with_probes(
-        &self,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-    ) -> Result<[Tensor; 2]> {
-        let [scale, offset] = &self.probes;
-        let kind = scale.kind();
-        let weight = match weight {
-            Some(weight) => scale.f_add(&weight.f_to_kind(kind)?)?,
-            None => scale.f_add_scalar(1.0)?,
-        };
-        let bias = match bias {
-            Some(bias) => offset.f_add(&bias.f_to_kind(kind)?)?,
-            None => offset.shallow_clone(),
-        };
-        Ok([weight, bias])
+    /// The copies of weight and bias that this micro-batch is normalised with.
+    pub(super) fn probes(&self) -> [Tensor; 2] {
+        self.probes.each_ref().map(Tensor::shallow_clone)
     }
 
     pub(crate) fn share(&self) -> Self {

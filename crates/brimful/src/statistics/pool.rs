@@ -275,8 +275,8 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
         let rows = Tensor::f_cat(&rows.collect::<Result<Vec<_>, _>>()?, 2)?.f_to_kind(kind)?;
         means.push(rows.f_select(0, 0)?);
         // libtorch's variances are unbiased: times n − 1 they are the squared deviations.
-        let less_one = alike.counts.iter().map(|count| count - 1);
-        squares.push(rows.f_select(0, 1)?.f_mul(&column(less_one, kind, alike.device)?)?);
+        let less_one: Vec<_> = alike.counts.iter().map(|count| count - 1).collect();
+        squares.push(times(&rows.f_select(0, 1)?, &less_one)?);
     }
     let counts = [&alike.pooled[..], &alike.counts[..]].concat();
     put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?)
@@ -285,11 +285,10 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
 /// All parts in one: a row each of means and of squared deviations, over so many values.
 pub(super) fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pooled> {
     let kind = means.kind();
-    let weights = column(counts.iter().copied(), kind, means.device())?;
     let total: i64 = counts.iter().sum();
     let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, kind);
-    let mean = sum(&means.f_mul(&weights)?)?.f_div_scalar(total as f64)?;
-    let between = sum(&means.f_sub(&mean)?.f_square()?.f_mul(&weights)?)?;
+    let mean = sum(&times(means, counts)?)?.f_div_scalar(total as f64)?;
+    let between = sum(&times(&means.f_sub(&mean)?.f_square()?, counts)?)?;
     Ok(Pooled { count: total, mean, squares: sum(squares)?.f_add(&between)? })
 }
 
@@ -298,13 +297,20 @@ pub(super) fn pooled_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
+/// Each row times its number of values.
+pub(super) fn times(rows: &Tensor, counts: &[i64]) -> Result<Tensor> {
+    // Nearly always they are all the same, and nothing has to cross the bus.
+    match counts {
+        [first, others @ ..] if others.iter().all(|other| other == first) => {
+            Ok(rows.f_mul_scalar(*first as f64)?)
+        }
+        _ => Ok(rows.f_mul(&column(counts, rows.kind(), rows.device())?)?),
+    }
+}
+
 /// Numbers of values, one below the other.
-pub(super) fn column(
-    counts: impl Iterator<Item = i64>,
-    kind: Kind,
-    device: Device,
-) -> Result<Tensor> {
-    let counts: Vec<f64> = counts.map(|count| count as f64).collect();
+fn column(counts: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
+    let counts: Vec<f64> = counts.iter().map(|count| *count as f64).collect();
     let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
     match device {
         Device::Cpu => Ok(counts),

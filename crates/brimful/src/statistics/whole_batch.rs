@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::pool::{Pooled, Row, column, pooled_kind, put_together};
+use super::pool::{Pooled, Row, pooled_kind, put_together, times};
 use super::{Running, STEP};
 use crate::Result;
 use crate::ranks::summed_in;
@@ -55,17 +55,19 @@ impl WholeBatch {
             means.push(whole.mean.f_unsqueeze(0)?);
             squares.push(whole.squares.f_unsqueeze(0)?);
         }
-        if let Some(first) = self.rows.first() {
-            let own = || self.rows.iter().map(|row| row.count);
+        if !self.rows.is_empty() {
+            let own: Vec<_> = self.rows.iter().map(|row| row.count).collect();
             let stacked = |part: fn(&Row) -> &Tensor| {
                 let parts: Vec<_> = self.rows.iter().map(part).collect();
                 Tensor::f_stack(&parts, 0)?.f_to_kind(Kind::Double)
             };
-            let lengths = column(own(), Kind::Double, first.mean.device())?;
             means.push(stacked(|row| &row.mean)?);
-            squares.push(stacked(|row| &row.variance)?.f_mul(&lengths)?);
-            counts.extend(own());
+            squares.push(times(&stacked(|row| &row.variance)?, &own)?);
+            counts.extend(own);
         }
-        put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?)
+        match (&means[..], &squares[..]) {
+            ([means], [squares]) => put_together(&counts, means, squares),
+            _ => put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?),
+        }
     }
 }

@@ -68,8 +68,8 @@ impl WorkerRun {
         // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
         // activations.
         let mut gradients = run(self.accumulator(), start)?;
+        self.note_probe(site, at, &mut gradients)?;
         self.note_norm(site, i)?;
-        self.note_probe(at, &mut gradients)?;
         self.timeline.end(action)?;
         self.hand_back(site, at, gradients)
     }
@@ -84,7 +84,7 @@ impl WorkerRun {
         let i = action.micro_batch.index();
         let start = self.start(site, at, i)?;
         let (mut gradients, weights) = run_input_half(self.accumulator(), start)?;
-        self.note_probe(at, &mut gradients)?;
+        self.note_probe(site, at, &mut gradients)?;
         if let Some(nodes) = weights.run_whole() {
             site.tell_of_whole(at, &nodes);
         }

@@ -82,12 +82,29 @@ impl WorkerRun {
         Ok(Boundary { met, ..input })
     }
 
-    /// Takes what a micro-batch has brought back to the meeting before its stage out of its gradients.
-    pub(super) fn note_probe(&mut self, at: usize, gradients: &mut Vec<Tensors>) -> Result<()> {
+    /// Takes what a micro-batch has brought back to the meeting before its stage out of its gradients. The
+    /// last one makes the sums complete, which are the gradients of the BatchNorm's weight and bias.
+    pub(super) fn note_probe(
+        &mut self,
+        site: &Site,
+        at: usize,
+        gradients: &mut Vec<Tensors>,
+    ) -> Result<()> {
         let Some(meeting) = &mut self.meetings[at] else { return Ok(()) };
         let probes = gradients.pop().unwrap_or_default();
         meeting.returned += 1;
         meeting.sums = backward::add(std::mem::take(&mut meeting.sums), probes)?;
+        let norm =
+            site.stages[at].exact_norm().filter(|_| meeting.returned == meeting.micro_batches);
+        let accumulator = self.accumulator.as_mut();
+        let (Some(norm), Some(accumulator)) = (norm, accumulator) else { return Ok(()) };
+        for (group, sums) in meeting.sums.iter().enumerate() {
+            for (place, parameter) in norm.trained() {
+                if let Some(Some(sum)) = sums.get(place) {
+                    accumulator.add_gradient(group, parameter, sum)?;
+                }
+            }
+        }
         Ok(())
     }
 
