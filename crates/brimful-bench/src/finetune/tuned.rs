@@ -28,6 +28,7 @@ pub(super) struct WholeTuned {
     optimizer: Optimizer,
     memory: Memory,
     replayed: usize,
+    peak: Option<Bytes>,
 }
 
 /// In stages as fine as can be, which come to the device in turn and are computed again in the backward.
@@ -80,7 +81,7 @@ impl TunedModel {
     /// The update, and the most memory of the device that its step took.
     pub(super) fn update(&mut self) -> Result<Option<Bytes>> {
         match self {
-            Self::Whole(whole) => whole.update().map(Some),
+            Self::Whole(whole) => whole.update(),
             Self::AtHome(home) => home.update(),
         }
     }
@@ -115,19 +116,21 @@ impl WholeTuned {
             .reserve(method)
             .replay(device.is_cuda());
         let optimizer = Optimizer::new(&store, method)?.replay(device.is_cuda());
-        Ok(Self { micro, model, store, optimizer, memory, replayed: 0 })
+        Ok(Self { micro, model, store, optimizer, memory, replayed: 0, peak: None })
     }
 
     fn backward(&mut self, batch: &(Tensor, Tensor)) -> Result<f64> {
         let step = self.micro.backward(batch, |(x, y)| self.model.loss(&x, &y, true))?;
         self.replayed = step.replayed;
+        // With what replays keep, which the memory's own account does not show.
+        self.peak = step.peaks.first().copied().flatten();
         Ok(step.loss)
     }
 
-    fn update(&mut self) -> Result<Bytes> {
+    fn update(&mut self) -> Result<Option<Bytes>> {
         guard(&self.memory, || self.optimizer.step())?;
         self.optimizer.zero_grad()?;
-        Ok(self.memory.usage()?.peak)
+        Ok(self.peak.max(Some(self.memory.usage()?.peak)))
     }
 }
 
