@@ -1,6 +1,6 @@
 //! `brimful-bench finetune`: a folder's model, trained whole or by LoRA, on its device and from the host.
 
-mod tuned;
+mod fine_tuned;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -22,7 +22,7 @@ use crate::journal::{Journal, Output};
 use crate::offload::HomeArgument;
 use crate::steady::{SteadySteps, StepPart};
 use crate::turns::TurnProgress;
-use tuned::TunedModel;
+use fine_tuned::FineTuned;
 
 /// Options of `brimful-bench finetune`.
 #[derive(Debug, Args)]
@@ -151,7 +151,7 @@ impl FinetuneOptions {
         layers: Layers,
         device: Device,
         home: HomeArgument,
-    ) -> Result<(TunedModel, LoadFigures)> {
+    ) -> Result<(FineTuned, LoadFigures)> {
         // What the device's libraries take of the host is not to be counted as the weights'.
         let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
         let _ = first.matmul(&first);
@@ -159,7 +159,7 @@ impl FinetuneOptions {
         host_memory::forget_peak();
         let before = host_memory::resident();
         let start = Instant::now();
-        let tuned = TunedModel::new(layers, device, home, self.micro_batch)?;
+        let tuned = FineTuned::new(layers, device, home, self.micro_batch)?;
         let seconds_build = start.elapsed().as_secs_f64();
         let start = Instant::now();
         folder.load(&tuned.variables()?)?;

@@ -36,6 +36,7 @@ use trial::{StepMemory, TrialDevices};
 Examples:
   brimful-bench memory                               arenas of 80 MiB on the CPU
   brimful-bench memory --memory-limit 256MiB --family unet --channels 16 --stages 1,2
+  brimful-bench memory --host-memory 0B              without stages that live on the host
   brimful-bench memory --device cuda --image 192     on as many cards as there are, with all their memory")]
 pub(crate) struct MemoryOptions {
     /// Kinds of models whose largest is looked for
@@ -45,7 +46,7 @@ pub(crate) struct MemoryOptions {
     /// has free]
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Memory of the host for stages that do not fit on their devices, such as 128GB; 0B leaves home-1 out
+    /// Memory of the host for stages that do not fit on their devices, such as 128GB
     /// [default: eight times a device's on the CPU, on CUDA what it has free]
     #[arg(long, value_name = "BYTES")]
     host_memory: Option<Bytes>,

@@ -15,7 +15,7 @@ use crate::offload::HomeArgument;
 const LEARNING_RATE: f64 = 1e-4;
 
 /// The model, and who trains it.
-pub(super) enum TunedModel {
+pub(super) enum FineTuned {
     Whole(Box<WholeTuned>),
     AtHome(Box<HomeTuned>),
 }
@@ -38,7 +38,7 @@ pub(super) struct HomeTuned {
     peak: Option<Bytes>,
 }
 
-impl TunedModel {
+impl FineTuned {
     pub(super) fn new(
         layers: Layers,
         device: Device,
