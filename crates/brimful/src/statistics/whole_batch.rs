@@ -42,6 +42,7 @@ impl WholeBatch {
             Some(pending) => pending.seen(running)?.add(&whole),
             None => Ok(()),
         })?;
+        // Rounded once, after all that could cancel.
         let kind = pooled_kind(kind);
         let variance = whole.squares.f_div_scalar(whole.count as f64)?.f_to_kind(kind)?;
         Ok((whole.count, whole.mean.f_to_kind(kind)?, variance))
@@ -66,6 +67,7 @@ impl WholeBatch {
             counts.extend(own);
         }
         match (&means[..], &squares[..]) {
+            // Nothing to join, as nearly always: a network has many such layers, and a launch each would count.
             ([means], [squares]) => put_together(&counts, means, squares),
             _ => put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?),
         }
