@@ -120,7 +120,9 @@ int32_t brimful_offer_sums(
     const std::unique_lock<std::shared_mutex> alone(all.turn);
     for (size_t i = 0; i < count; ++i) {
       if (brimful::kernels::functions_for(*parameters[i]) == nullptr) continue;
-      all.sums[parameters[i]->unsafeGetTensorImpl()] = {brimful::or_none(sums[i]), {}};
+      // One that is listed twice has its gradient in the first sum, as when gradients are collected.
+      all.sums.try_emplace(
+          parameters[i]->unsafeGetTensorImpl(), OfferedSum{brimful::or_none(sums[i]), {}});
     }
   });
 }
