@@ -7,7 +7,6 @@ step. Each contestant has the whole card, also where ours had a limit: its peak 
 """
 
 import os
-import statistics
 import time
 
 import torch
@@ -95,20 +94,11 @@ def trained(work, network, repeats):
     first, _ = step(network, parts, optimizer, device)
     for _ in range(WARM_UP - 1):
         step(network, parts, optimizer, device)
-    contest.synchronize(device)
-    if offload.is_cuda(device):
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    losses, backward = zip(*(step(network, parts, optimizer, device) for _ in range(repeats)))
-    contest.synchronize(device)
-    seconds = (time.perf_counter() - start) / repeats
+    figures, losses = offload.steady(lambda: step(network, parts, optimizer, device), repeats, device)
     return {
-        "parameters": sum(parameter.numel() for parameter in network.parameters()), "repeats": repeats,
-        "seconds": seconds, "seconds_backward": statistics.median(backward),
-        "tokens_per_s": work["batch"] * work["sequence"] / seconds,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()), **figures,
+        "tokens_per_s": work["batch"] * work["sequence"] / figures["seconds"],
         "first_loss": first, "last_loss": losses[-1],
-        # A CPU's memory is counted by nobody here.
-        "peak_bytes": torch.cuda.max_memory_allocated() if offload.is_cuda(device) else None,
     }  # fmt: skip
 
 

@@ -146,23 +146,30 @@ def trained(work, way, repeats):
     parts = list(zip(x.chunk(count), y.chunk(count)))
     parameters = list(way.network.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
     for _ in range(WARM_UP):
         step(way, parts, optimizer, device)
+    figures, losses = steady(lambda: step(way, parts, optimizer, device), repeats, device)
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters), **figures,
+        "tokens_per_s": batch * sequence / figures["seconds"], "loss": losses[-1],
+    }  # fmt: skip
+
+
+def steady(run, repeats, device):
+    """What steps take that follow each other, and the losses that they give."""
     contest.synchronize(device)
     if is_cuda(device):
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    losses, backward = zip(*(step(way, parts, optimizer, device) for _ in range(repeats)))
+    losses, backward = zip(*(run() for _ in range(repeats)))
     contest.synchronize(device)
-    seconds = (time.perf_counter() - start) / repeats
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters), "repeats": repeats,
-        "seconds": seconds, "seconds_backward": statistics.median(backward),
-        "tokens_per_s": batch * sequence / seconds, "loss": losses[-1],
+    figures = {
+        "repeats": repeats, "seconds": (time.perf_counter() - start) / repeats,
+        "seconds_backward": statistics.median(backward),
         # A CPU's memory is counted by nobody here.
         "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda(device) else None,
     }  # fmt: skip
+    return figures, losses
 
 
 def step(way, parts, optimizer, device):

@@ -99,18 +99,15 @@ fn found(row: &ResultRow) -> TableLine {
 fn beside(title: &str, group: &[&ResultRow]) -> Table {
     let peer = best(group.iter().copied().filter(|row| row.side() == Side::Peer));
     let line = |row: &&ResultRow| {
-        let name = TableCell::text(row.contestant());
-        if let Some(error) = row.error() {
-            return TableLine::Failed(vec![name], error.to_owned());
-        }
-        TableLine::Figures(vec![
-            name,
-            TableCell::Count(row.number("micro_batch")),
-            TableCell::Count(row.number("failed")),
-            TableCell::Number(row.number("first_step_s")),
-            TableCell::Number(row.speed()),
-            TableCell::Ratio(over(row.speed(), peer), 3),
-        ])
+        row.line(|| {
+            vec![
+                TableCell::Count(row.number("micro_batch")),
+                TableCell::Count(row.number("failed")),
+                TableCell::Number(row.number("first_step_s")),
+                TableCell::Number(row.speed()),
+                TableCell::Ratio(over(row.speed(), peer), 3),
+            ]
+        })
     };
     let lines = group.iter().map(line).collect();
     Table { title: title.to_owned(), columns: BESIDE.into(), lines }

@@ -2,7 +2,7 @@
 
 use super::chart::BarPanel;
 use super::row::{ResultRow, grouped, over};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::table::{Table, TableCell, TableColumn};
 use super::token_rates;
 
 const COLUMNS: [TableColumn; 9] = [
@@ -20,14 +20,10 @@ const COLUMNS: [TableColumn; 9] = [
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     let table = |(title, of_work): (String, Vec<&ResultRow>)| {
         let first = of_work.first().and_then(|row| row.number("tokens_per_s"));
-        let line = |row: &&ResultRow| match row.error() {
-            Some(error) => {
-                TableLine::Failed(vec![TableCell::text(row.contestant())], error.to_owned())
-            }
-            None => {
-                let rate = row.number("tokens_per_s");
-                TableLine::Figures(vec![
-                    TableCell::text(row.contestant()),
+        let line = |row: &&ResultRow| {
+            let rate = row.number("tokens_per_s");
+            row.line(|| {
+                vec![
                     TableCell::Number(row.number("seconds")),
                     TableCell::Count(rate),
                     TableCell::Ratio(over(first, rate), 2),
@@ -36,8 +32,8 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
                     TableCell::Ratio(row.number("last_loss"), 3),
                     TableCell::Number(row.number("seconds_load")),
                     TableCell::Ratio(row.number("host_of_weights"), 2),
-                ])
-            }
+                ]
+            })
         };
         Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
     };

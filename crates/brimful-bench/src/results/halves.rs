@@ -27,24 +27,21 @@ pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
 }
 
 fn line(row: &ResultRow, peer: Option<f64>) -> TableLine {
-    let name = TableCell::text(row.contestant());
-    if let Some(error) = row.error() {
-        return TableLine::Failed(vec![name], error.to_owned());
-    }
     let milliseconds = |key| TableCell::Number(row.number(key).map(|seconds| 1e3 * seconds));
     let ours = row.number("halves_seconds").filter(|_| row.side() == Side::Ours);
     let apart = row.number("gradient_difference").map(|apart| format!("{apart:.0e}"));
-    TableLine::Figures(vec![
-        name,
-        milliseconds("forward_seconds"),
-        milliseconds("whole_seconds"),
-        milliseconds("input_seconds"),
-        milliseconds("weight_seconds"),
-        TableCell::Ratio(row.number("ratio"), 3),
-        TableCell::Ratio(over(peer, ours), 3),
-        TableCell::Percent(row.number("spread"), 1),
-        TableCell::text(apart.unwrap_or_default()),
-    ])
+    row.line(|| {
+        vec![
+            milliseconds("forward_seconds"),
+            milliseconds("whole_seconds"),
+            milliseconds("input_seconds"),
+            milliseconds("weight_seconds"),
+            TableCell::Ratio(row.number("ratio"), 3),
+            TableCell::Ratio(over(peer, ours), 3),
+            TableCell::Percent(row.number("spread"), 1),
+            TableCell::text(apart.unwrap_or_default()),
+        ]
+    })
 }
 
 /// Each contestant's whole backward, and under it both halves.

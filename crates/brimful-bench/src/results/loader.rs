@@ -1,8 +1,8 @@
 //! Images that come from a disk, beside who else brings them.
 
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, works};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::{ResultRow, Side, grouped, over};
+use super::table::{Table, TableCell, TableColumn};
 
 const COLUMNS: [TableColumn; 4] = [
     ("contestant", "contestant"),
@@ -12,40 +12,34 @@ const COLUMNS: [TableColumn; 4] = [
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |work: String| {
-        let of_work: Vec<_> = rows.iter().filter(|row| name(row) == work).collect();
+    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
         let ours = of_work.iter().find(|row| row.side() == Side::Ours);
         let ours = ours.and_then(|row| row.number("images_per_s"));
-        let line = |row: &&&ResultRow| match row.error() {
-            Some(error) => {
-                TableLine::Failed(vec![TableCell::text(row.contestant())], error.to_owned())
-            }
-            None => {
-                let rate = row.number("images_per_s");
-                TableLine::Figures(vec![
-                    TableCell::text(row.contestant()),
+        let line = |row: &&ResultRow| {
+            let rate = row.number("images_per_s");
+            row.line(|| {
+                vec![
                     TableCell::Count(rate),
                     TableCell::Percent(row.number("spread"), 0),
-                    TableCell::Ratio(ours.zip(rate).map(|(ours, rate)| ours / rate), 2),
-                ])
-            }
+                    TableCell::Ratio(over(ours, rate), 2),
+                ]
+            })
         };
-        let lines = of_work.iter().map(line).collect();
-        Table { title: work, columns: COLUMNS.into(), lines }
+        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
     };
-    works(rows, name).into_iter().map(table).collect()
+    grouped(rows, name).into_iter().map(table).collect()
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |work: String| {
+    let panel = |(title, of_work): (String, Vec<&ResultRow>)| {
         let bar = |row: &&ResultRow| {
             let rate = row.number("images_per_s")?;
             Some(Bar::of(row.contestant(), row.side(), rate))
         };
-        let bars = rows.iter().filter(|row| name(row) == work).filter_map(bar).collect();
-        BarPanel { title: work, unit: "images a second", bars, mark: "", is_zoomed: false }
+        let bars = of_work.iter().filter_map(bar).collect();
+        BarPanel { title, unit: "images a second", bars, mark: "", is_zoomed: false }
     };
-    works(rows, name).into_iter().map(panel).collect()
+    grouped(rows, name).into_iter().map(panel).collect()
 }
 
 fn name(row: &ResultRow) -> String {

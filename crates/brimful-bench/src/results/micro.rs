@@ -72,22 +72,19 @@ fn speed(title: String, group: &[&ResultRow]) -> Table {
     let tch = of("tch loop");
     let peer = best(peers);
     let line = |row: &&ResultRow| {
-        let name = TableCell::text(row.contestant());
-        if let Some(error) = row.error() {
-            return TableLine::Failed(vec![name], error.to_owned());
-        }
         let first = row.numbers("warm_up_seconds").first().copied();
-        TableLine::Figures(vec![
-            name,
-            TableCell::Number(row.speed()),
-            TableCell::Ratio(over(row.speed(), pytorch), 3),
-            TableCell::Ratio(over(row.speed(), peer), 3),
-            TableCell::Ratio(over(row.speed(), tch), 3),
-            TableCell::Ratio(row.number("ratio_to_resident"), 3),
-            TableCell::Percent(row.number("spread"), 1),
-            TableCell::Bytes(row.number("peak_bytes")),
-            TableCell::Number(first),
-        ])
+        row.line(|| {
+            vec![
+                TableCell::Number(row.speed()),
+                TableCell::Ratio(over(row.speed(), pytorch), 3),
+                TableCell::Ratio(over(row.speed(), peer), 3),
+                TableCell::Ratio(over(row.speed(), tch), 3),
+                TableCell::Ratio(row.number("ratio_to_resident"), 3),
+                TableCell::Percent(row.number("spread"), 1),
+                TableCell::Bytes(row.number("peak_bytes")),
+                TableCell::Number(first),
+            ]
+        })
     };
     Table { title, columns: SPEED.into(), lines: group.iter().map(line).collect() }
 }

@@ -1,8 +1,8 @@
 //! Models that live on the host, beside the same ones on their device and what others make of them.
 
 use super::chart::BarPanel;
-use super::row::{ResultRow, works};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::{ResultRow, grouped, over};
+use super::table::{Table, TableCell, TableColumn};
 use super::token_rates;
 
 const COLUMNS: [TableColumn; 6] = [
@@ -18,30 +18,24 @@ const COLUMNS: [TableColumn; 6] = [
 const ON_THE_CARD: &str = "brimful, on the card";
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |work: String| {
-        let of_work: Vec<_> = rows.iter().filter(|row| name(row) == work).collect();
+    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
         let card = of_work.iter().find(|row| row.contestant() == ON_THE_CARD);
         let card = card.and_then(|row| row.number("tokens_per_s"));
-        let line = |row: &&&ResultRow| match row.error() {
-            Some(error) => {
-                TableLine::Failed(vec![TableCell::text(row.contestant())], error.to_owned())
-            }
-            None => {
-                let rate = row.number("tokens_per_s");
-                TableLine::Figures(vec![
-                    TableCell::text(row.contestant()),
+        let line = |row: &&ResultRow| {
+            let rate = row.number("tokens_per_s");
+            row.line(|| {
+                vec![
                     TableCell::Number(row.number("seconds")),
                     TableCell::Count(rate),
-                    TableCell::Ratio(rate.zip(card).map(|(rate, card)| rate / card), 2),
+                    TableCell::Ratio(over(rate, card), 2),
                     TableCell::Number(row.number("seconds_backward")),
                     TableCell::Bytes(row.number("peak_bytes")),
-                ])
-            }
+                ]
+            })
         };
-        let lines = of_work.iter().map(line).collect();
-        Table { title: work, columns: COLUMNS.into(), lines }
+        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
     };
-    works(rows, name).into_iter().map(table).collect()
+    grouped(rows, name).into_iter().map(table).collect()
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {

@@ -75,24 +75,21 @@ impl View {
     }
 
     fn line(&self, row: &ResultRow, group: &[&ResultRow]) -> TableLine {
-        let name = TableCell::text(row.contestant());
-        if let Some(error) = row.error() {
-            return TableLine::Failed(vec![name], error.to_owned());
-        }
         let base = group.iter().find(|other| (self.is_base)(row, other));
         let peers = group
             .iter()
             .copied()
             .filter(|other| other.side() == Side::Peer && other.text(self.of) == row.text(self.of));
-        TableLine::Figures(vec![
-            name,
-            TableCell::Count(row.number(self.of)),
-            TableCell::Number(row.speed()),
-            TableCell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
-            TableCell::Ratio(over(row.speed(), best(peers)), 3),
-            TableCell::Percent(row.number("spread"), 1),
-            TableCell::Bytes(row.number("sent_bytes")),
-        ])
+        row.line(|| {
+            vec![
+                TableCell::Count(row.number(self.of)),
+                TableCell::Number(row.speed()),
+                TableCell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
+                TableCell::Ratio(over(row.speed(), best(peers)), 3),
+                TableCell::Percent(row.number("spread"), 1),
+                TableCell::Bytes(row.number("sent_bytes")),
+            ]
+        })
     }
 }
 

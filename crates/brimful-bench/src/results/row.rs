@@ -3,6 +3,8 @@
 use serde::Serialize;
 use serde_json::Value;
 
+use super::table::{TableCell, TableLine};
+
 /// What the library's own contestants are called, alone or with how they run.
 const OURS: &str = "brimful";
 /// Contestants that others are measured against, in the same program.
@@ -18,17 +20,6 @@ pub(super) enum Side {
     Ours,
     Peer,
     Reference,
-}
-
-/// Each piece of work once, by its name, in the order of its first row.
-pub(super) fn works(rows: &[&ResultRow], name: fn(&ResultRow) -> String) -> Vec<String> {
-    let mut works: Vec<String> = Vec::new();
-    for row in rows {
-        if !works.contains(&name(row)) {
-            works.push(name(row));
-        }
-    }
-    works
 }
 
 impl ResultRow {
@@ -60,6 +51,15 @@ impl ResultRow {
 
     pub(super) fn contestant(&self) -> String {
         self.text("contestant")
+    }
+
+    /// A table's line that begins with the contestant: then its figures, or why it has none.
+    pub(super) fn line(&self, figures: impl FnOnce() -> Vec<TableCell>) -> TableLine {
+        let name = TableCell::text(self.contestant());
+        match self.error() {
+            Some(error) => TableLine::Failed(vec![name], error.to_owned()),
+            None => TableLine::Figures(std::iter::once(name).chain(figures()).collect()),
+        }
     }
 
     pub(super) fn side(&self) -> Side {

@@ -170,7 +170,7 @@ impl Met {
         Self {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            probes: self.probes.each_ref().map(Tensor::shallow_clone),
+            probes: self.probes(),
             input: self.input.shallow_clone(),
         }
     }
