@@ -159,6 +159,8 @@ impl FinetuneOptions {
         host_memory::forget_peak();
         let before = host_memory::resident();
         let start = Instant::now();
+        // All contestants start with the same adapters.
+        tch::manual_seed(0);
         let tuned = FineTuned::new(layers, device, home, self.micro_batch)?;
         let seconds_build = start.elapsed().as_secs_f64();
         let start = Instant::now();
