@@ -45,6 +45,7 @@ const UNITS: [Unit; 2] = [
             "bridge/autograd.cpp",
             "bridge/cuda.cpp",
             "bridge/cuda_object.cpp",
+            "bridge/direct_backward.cpp",
             "bridge/events.cpp",
             "bridge/generator.cpp",
             "bridge/gradients.cpp",

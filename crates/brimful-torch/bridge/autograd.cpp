@@ -1,16 +1,19 @@
 // Backward passes that start from given gradients, and gradients put in place by hand.
 
+#include "direct_backward.h"
 #include "guard.h"
 #include "tensors.h"
 #include "version.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
 #include <thread>
 #include <unordered_set>
 #include <vector>
@@ -19,6 +22,8 @@ BRIMFUL_READ_AGAIN(
     "set_post_acc_grad_hooks, which replaces whatever hook was there, and the node AccumulateGrad");
 
 namespace {
+
+using torch::autograd::variable_list;
 
 // libtorch itself would take any gradient here, and fail far away.
 void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
@@ -37,13 +42,13 @@ void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
 
 using Arrived = void (*)(void* context, size_t parameter);
 
-// Tells of a parameter's gradient when it has been added to, if that is on the thread that waits for
-// it: elsewhere nobody could be told safely.
+// Tells of a parameter's gradient when it has been added to, if that is on a CPU and on the thread that waits
+// for it: elsewhere nobody could be told safely, or the numbers are still to come.
 struct Watch final : torch::autograd::PostAccumulateGradHook {
   Watch(Arrived arrived, void* context, size_t parameter)
       : arrived(arrived), context(context), parameter(parameter) {}
-  void operator()(const at::Tensor&) override {
-    if (std::this_thread::get_id() == thread) arrived(context, parameter);
+  void operator()(const at::Tensor& tensor) override {
+    if (tensor.is_cpu() && std::this_thread::get_id() == thread) arrived(context, parameter);
   }
   const Arrived arrived;
   void* const context;
@@ -68,15 +73,24 @@ struct Watches {
   std::vector<at::Tensor> list;
 };
 
-void backward(
-    at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph) {
-  torch::autograd::variable_list from;
-  torch::autograd::variable_list with;
-  for (size_t i = 0; i < count; ++i) {
-    from.push_back(*roots[i]);
-    with.push_back(gradients[i] == nullptr ? at::Tensor() : *gradients[i]);
+// None where libtorch has to say what is wrong.
+std::optional<brimful::DirectBackward> directly(
+    const variable_list& roots, const variable_list& gradients, bool keep_graph) {
+  brimful::DirectBackward direct;
+  direct.keep_graph = keep_graph;
+  for (size_t i = 0; i < roots.size(); ++i) {
+    if (!roots[i].requires_grad() || (!gradients[i].defined() && roots[i].numel() != 1)) {
+      return std::nullopt;
+    }
+    direct.roots.push_back(torch::autograd::impl::gradient_edge(roots[i]));
+    direct.gradients.push_back(gradients[i].defined() ? gradients[i] : at::ones_like(roots[i]));
   }
-  torch::autograd::backward(from, with, keep_graph);
+  return direct;
+}
+
+void backward(const variable_list& roots, const variable_list& gradients, bool keep_graph) {
+  if (auto direct = directly(roots, gradients, keep_graph); direct && direct->run()) return;
+  torch::autograd::backward(roots, gradients, keep_graph);
 }
 
 // A leaf that backward from the root would reach and that is none of these tensors.
@@ -104,7 +118,11 @@ extern "C" {
 int32_t brimful_backward(
     at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
     char** message) noexcept {
-  return brimful::guarded(message, [&] { backward(roots, gradients, count, keep_graph); });
+  return brimful::guarded(message, [&] {
+    variable_list with;
+    for (size_t i = 0; i < count; ++i) with.push_back(brimful::or_none(gradients[i]));
+    backward(brimful::list_of(roots, count), with, keep_graph);
+  });
 }
 
 // While the watches live, `arrived` is called for each parameter whose gradient has been added to.

@@ -7,6 +7,7 @@
 // Gradients are made on the way, of the sum of all row losses. What the loss itself is multiplied by
 // comes with the backward, which is then one multiplication.
 
+#include "direct_backward.h"
 #include "guard.h"
 #include "kernel_node.h"
 #include "kernel_tensors.h"
@@ -23,7 +24,6 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <array>
@@ -35,9 +35,7 @@ using brimful::or_none;
 using brimful::sum_kind;
 using brimful::kernels::variable_list;
 
-BRIMFUL_READ_AGAIN(
-    "addmm with an output of another kind, which only CUDA has, and "
-    "get_current_graph_task_keep_graph");
+BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 namespace {
 
@@ -333,7 +331,7 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
   variable_list backward(variable_list&& gradients) override {
     variable_list out(num_outputs());
     if (!gradients[0].defined()) return out;
-    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
+    const bool keep = brimful::keeps_graph();
     for (size_t i = 0; i < kept.size(); ++i) {
       // Given away one by one: together they are as large as the layer.
       auto gradient = keep ? kept[i] : std::exchange(kept[i], {});

@@ -4,14 +4,16 @@
 //   input set    the nodes that lead to an input
 //   frontier     those of them that have an edge to weights alone
 //
-//   input half   one run of the engine to the inputs, which keeps the gradients that enter the frontier
-//   cut          the frontier's edges into the input set lead to a dead end
+//   input half   one run to the inputs, which keeps the gradients that enter the frontier, whose edges to
+//                weights are taken away: a node computes no gradient for which it has no edge
+//   cut          the frontier's edges to weights are put back, and those into the input set taken away
 //   weight half  one run from what was kept to the leaves
 //
 // Who leads to the input set is in it. So what is kept is complete when the input half ends, and after the
 // cut each frontier node runs once more, for its weights alone: weights that are used at several depths are
 // counted as often as they are used.
 
+#include "direct_backward.h"
 #include "guard.h"
 #include "kernel_node.h"
 #include "tensors.h"
@@ -48,7 +50,7 @@ using torch::autograd::Engine;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// A dead end: gradients are kept on their way into it, or dropped. It never runs.
+// A dead end: gradients are kept on their way into it. It never runs.
 struct Sink final : Node {
   variable_list apply(variable_list&&) override { return {}; }
 
@@ -152,7 +154,6 @@ class Graph {
   uint8_t leads(Node* node) const { return places[index.at(node)].leads; }
 
   std::vector<Place> places;
-  edge_list leaves;
 
  private:
   struct Visit {
@@ -166,7 +167,6 @@ class Graph {
       places.push_back({node, 0, false});
       if (node->next_edges().empty() && dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
         places.back().leads = kToWeights;
-        leaves.emplace_back(node->getptr(), 0);
       }
     }
     return {found->second, is_new};
@@ -175,15 +175,22 @@ class Graph {
   ska::flat_hash_map<Node*, size_t> index;
 };
 
-// Leads an edge elsewhere; where it led is kept in `old`, because who is let go of may own others that are
-// still to be looked at.
-void redirect(Node& node, size_t at, const Edge& to, edge_list& old) {
+// An edge that was taken away, and whose it was.
+struct Severed {
+  std::shared_ptr<Node> node;
+  size_t at;
+  Edge edge;
+};
+
+// Leads an edge elsewhere, or nowhere, and keeps where it led: who is let go of may own others that are still
+// to be looked at.
+void redirect(Node& node, size_t at, const Edge& to, std::vector<Severed>& old) {
   // It has a second node inside, which decides by its own edges what to compute.
   if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {
     auto& inner = slices->fn->next_edges();
-    if (at < inner.size()) old.push_back(std::exchange(inner[at], to));
+    if (at < inner.size()) old.push_back({slices->fn, at, std::exchange(inner[at], to)});
   }
-  old.push_back(std::exchange(node.next_edges()[at], to));
+  old.push_back({node.getptr(), at, std::exchange(node.next_edges()[at], to)});
 }
 
 // Gradients given out are nobody else's, as those that gather in a leaf are: who gets one may add to it
@@ -244,14 +251,14 @@ class SplitBackward {
         groups_.back().add(edge, gradients[i]);
       }
     }
-    if (last) release_on_the_way();
-    auto result = inward.edges.empty() ? variable_list(inputs_.size()) : run_inward(inward);
+    auto result =
+        inward.edges.empty() ? variable_list(inputs_.size()) : run_inward(std::move(inward), last);
     if (last) cut();
     return result;
   }
 
   // Adds the group's gradients to those of the leaves; groups in their order.
-  void weight_half(size_t group) { run_outward(group, /*accumulate=*/true, graph_.leaves); }
+  void weight_half(size_t group) { run_outward(group, {}); }
 
   // The group's gradients of these leaves, in place of adding them: one for each, or none.
   variable_list weight_gradients(size_t group, const variable_list& leaves) {
@@ -263,9 +270,9 @@ class SplitBackward {
       places.push_back(at);
     }
     variable_list result(leaves.size());
-    // To the engine, no outputs are all of them.
+    // No ends are all of them.
     if (outputs.empty()) return result;
-    auto gradients = run_outward(group, /*accumulate=*/false, outputs);
+    auto gradients = run_outward(group, outputs);
     for (size_t at = 0; at < gradients.size(); ++at) {
       result[places[at]] = std::move(gradients[at]);
     }
@@ -299,8 +306,10 @@ class SplitBackward {
     if (run == Run::kTwice) {
       place.is_frontier = true;
       for (uint32_t at = 0; at < node.num_inputs(); ++at) {
-        kept_.emplace_back(node.getptr(), at);
-        resumed_.emplace_back(node.getptr(), at);
+        passed_.emplace_back(node.getptr(), at);
+      }
+      for (size_t at = 0; at < edges.size(); ++at) {
+        if (leads_to_weights_alone(edges[at])) redirect(node, at, Edge(), weights_);
       }
       return;
     }
@@ -308,53 +317,73 @@ class SplitBackward {
     for (size_t at = 0; at < edges.size(); ++at) {
       if (!leads_to_weights_alone(edges[at])) continue;
       if (!collector_) collector_ = make_sink();
-      kept_.push_back(collector_->place_like(edges[at]));
+      collected_.push_back(collector_->place_like(edges[at]));
       resumed_.push_back(edges[at]);
-      edge_list old;
-      redirect(node, at, kept_.back(), old);
+      std::vector<Severed> old;
+      redirect(node, at, collected_.back(), old);
     }
   }
 
-  variable_list run_inward(const Roots& inward) {
-    edge_list outputs;
-    for (const Edge& input : inputs_) {
-      if (input.is_valid()) outputs.push_back(input);
-    }
-    const auto count = outputs.size();
-    outputs.insert(outputs.end(), kept_.begin(), kept_.end());
-    auto gradients = Engine::get_default_engine().execute(
-        inward.edges, inward.gradients, /*keep_graph=*/true, /*create_graph=*/false,
-        /*accumulate_grad=*/false, outputs);
-    Roots& group = groups_.back();
-    for (size_t at = 0; at < kept_.size(); ++at) {
-      // A node that no gradient has reached would give none either.
-      if (!gradients[count + at].defined()) continue;
-      group.add(resumed_[at], std::move(gradients[count + at]));
-    }
+  variable_list run_inward(Roots&& inward, bool last) {
     Owned owned;
     owned.add(inward.gradients);
-    owned.add(group.gradients);
+    brimful::DirectBackward half{std::move(inward.edges), std::move(inward.gradients)};
+    for (const Edge& input : inputs_) {
+      if (input.is_valid()) half.ends.push_back(input);
+    }
+    const auto count = half.ends.size();
+    half.ends.insert(half.ends.end(), collected_.begin(), collected_.end());
+    half.passed = passed_;
+    half.keep_graph = !last;
+    auto gradients = half.run();
+    if (!gradients) gradients = run_by_engine(half);
+    keep(gradients->data() + count);
+    owned.add(groups_.back().gradients);
     variable_list result;
-    auto next = gradients.begin();
+    auto next = gradients->begin();
     for (const Edge& input : inputs_) {
       result.push_back(input.is_valid() ? owned.make(std::move(*next++)) : at::Tensor());
     }
     return result;
   }
 
-  variable_list run_outward(size_t group, bool accumulate, const edge_list& outputs) {
+  variable_list run_by_engine(const brimful::DirectBackward& half) {
+    if (!half.keep_graph) release_on_the_way();
+    auto outputs = half.ends;
+    outputs.insert(outputs.end(), half.passed.begin(), half.passed.end());
+    return Engine::get_default_engine().execute(
+        half.roots, half.gradients, /*keep_graph=*/true, /*create_graph=*/false,
+        /*accumulate_grad=*/false, outputs);
+  }
+
+  // What the weight half of the last group goes on with.
+  void keep(at::Tensor* gradients) {
+    for (const auto* edges : {&resumed_, &passed_}) {
+      for (const Edge& edge : *edges) {
+        // A node that no gradient has reached would give none either.
+        if (gradients->defined()) groups_.back().add(edge, std::move(*gradients));
+        ++gradients;
+      }
+    }
+  }
+
+  // Without ends, all leaves' gradients are added to.
+  variable_list run_outward(size_t group, const edge_list& ends) {
     Roots roots = std::exchange(groups_.at(group), Roots());
     if (roots.edges.empty()) return {};
     const auto is_open = [](const Roots& later) { return !later.edges.empty(); };
     const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
-    const bool keep_graph = std::any_of(later, groups_.end(), is_open);
+    brimful::DirectBackward half{std::move(roots.edges), std::move(roots.gradients), ends};
+    half.keep_graph = std::any_of(later, groups_.end(), is_open);
+    if (auto given = half.run()) return std::move(*given);
     // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
-    const auto start = roots.gradients.front().new_empty({0});
+    const auto start = half.gradients.front().new_empty({0});
     std::shared_ptr<Feed> feed(
-        new Feed(std::move(roots.edges), std::move(roots.gradients)), torch::autograd::deleteNode);
+        new Feed(std::move(half.roots), std::move(half.gradients)), torch::autograd::deleteNode);
     feed->add_input_metadata(start);
     return Engine::get_default_engine().execute(
-        {Edge(std::move(feed), 0)}, {start}, keep_graph, /*create_graph=*/false, accumulate, outputs);
+        {Edge(std::move(feed), 0)}, {start}, half.keep_graph, /*create_graph=*/false,
+        /*accumulate_grad=*/ends.empty(), ends);
   }
 
   void release_on_the_way() {
@@ -366,33 +395,33 @@ class SplitBackward {
 
   void cut() {
     if (!has_inputs_) return;
-    const auto sink = make_sink();
-    edge_list old;
+    std::vector<Severed> old;
     for (const auto& [node, leads, is_frontier] : graph_.places) {
       if (!is_frontier) continue;
-      const auto& edges = node->next_edges();
-      for (size_t at = 0; at < edges.size(); ++at) {
-        if (!edges[at].is_valid()) continue;
-        if (graph_.leads(edges[at].function.get()) & kToInput) {
-          redirect(*node, at, sink->place_like(edges[at]), old);
-        }
+      for (size_t at = 0; at < node->next_edges().size(); ++at) {
+        if (node->next_edge(at).is_valid()) redirect(*node, at, Edge(), old);
       }
     }
+    for (auto& [node, at, edge] : weights_) node->next_edges()[at] = std::move(edge);
+    weights_.clear();
     // Its nodes are let go of with `old`.
-    auto leaves = std::move(graph_.leaves);
     graph_ = Graph();
-    graph_.leaves = std::move(leaves);
-    kept_.clear();
+    collected_.clear();
     resumed_.clear();
+    passed_.clear();
   }
 
   Graph graph_;
   // One for each input; invalid where it needs no gradient.
   edge_list inputs_;
   bool has_inputs_ = false;
-  // What the input half keeps, and where the weight half goes on with it.
-  edge_list kept_;
+  // Gradients that the input half keeps as they come into the frontier, where the weight half goes on.
+  edge_list passed_;
+  // Those that come out of nodes that run whole, and where they would have gone.
+  edge_list collected_;
   edge_list resumed_;
+  // The frontier's edges to weights, while the input half runs.
+  std::vector<Severed> weights_;
   std::shared_ptr<Sink> collector_;
   std::vector<Roots> groups_;
   std::string unknown_;

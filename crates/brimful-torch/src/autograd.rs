@@ -31,6 +31,23 @@ pub fn backward(
     })
 }
 
+/// Lets libtorch's engine run every backward of `run`, whole or in halves: to compare.
+///
+/// Otherwise it runs those alone that need it: graphs on several streams or devices, with hooks, or inside
+/// another backward. All others run on the thread that asks for them, at half the cost for the host.
+pub fn by_engine<T>(run: impl FnOnce() -> T) -> T {
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            // SAFETY: it sets a flag of this thread.
+            unsafe { ffi::brimful_want_engine(self.0) };
+        }
+    }
+    // SAFETY: as above.
+    let _before = Before(unsafe { ffi::brimful_want_engine(true) });
+    run()
+}
+
 /// Calls `arrived` with the place of each parameter to whose gradient `run`, one backward, has added all
 /// that it adds, while those of others are still being computed.
 ///

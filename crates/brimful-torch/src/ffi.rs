@@ -203,6 +203,7 @@ unsafe extern "C" {
         keep_graph: bool,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_want_engine(wanted: bool) -> bool;
     pub(crate) fn brimful_watch(
         parameters: Tensors,
         count: usize,

@@ -1,5 +1,5 @@
-//! A backward in two halves is the backward: the same gradients, of inputs and of weights, whatever the
-//! graph is.
+//! A backward that runs without libtorch's engine, whole or in two halves, is the engine's backward: the
+//! same gradients, of inputs and of weights, whatever the graph is.
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same bodies on a GPU; then with `--test-threads=1`.
 
@@ -48,6 +48,14 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
         (roots.collect(), inputs)
     }
 
+    /// As tch has it, which is libtorch's own.
+    fn expected(&self) -> Gradients {
+        let (roots, inputs) = self.forward();
+        let terms = roots.iter().map(|(root, gradient)| (root * gradient).sum(Kind::Double));
+        terms.reduce(|sum, term| sum + term).expect("a root").backward();
+        [gradients_of(&inputs), taken(&self.weights)]
+    }
+
     fn whole(&self) -> Gradients {
         let (roots, inputs) = self.forward();
         let (roots, gradients): (Vec<_>, Vec<_>) = roots.iter().map(|(r, g)| (r, Some(g))).unzip();
@@ -76,11 +84,16 @@ impl<F: Fn(&[Tensor]) -> Vec<Tensor>> Stage<F> {
     }
 
     fn check(&self, what: &str) {
-        let (halves, unknown) = self.in_halves();
-        let whole = self.whole();
-        assert_same(&halves, &whole, what);
-        assert_same(&self.apart(), &whole, what);
-        assert_eq!(unknown, None, "{what}");
+        let expected = self.expected();
+        let check = || {
+            assert_same(&self.whole(), &expected, what);
+            let (halves, unknown) = self.in_halves();
+            assert_same(&halves, &expected, what);
+            assert_eq!(unknown, None, "{what}");
+            assert_same(&self.apart(), &expected, what);
+        };
+        check();
+        autograd::by_engine(check);
     }
 }
 
@@ -338,4 +351,60 @@ fn in_use(layers: usize) -> [u64; 3] {
 fn the_input_half_lets_go_of_all_that_it_alone_needs() {
     // The root and its gradient are the test's; between the halves one more gradient is kept.
     assert_eq!(in_use(4), [4, 3, 2]);
+}
+
+/// The most that is in use at a time during a backward, in tensors of a layer.
+fn peak_of_backward() -> u64 {
+    const SIZE: i64 = 1 << 16;
+    let arena = Account::new("peak");
+    let _charged = arena.enter();
+    let options = (Kind::Double, Device::Cpu);
+    let input = Tensor::ones([SIZE], options).set_requires_grad(true);
+    // Each is used twice: its gradient comes in two parts.
+    let output = (0..6).fold(&input * 0.5, |x, _| x.tanh() + x.sigmoid());
+    let gradient = Tensor::ones([SIZE], options);
+    arena.reset_peak();
+    autograd::backward(&[&output], &[Some(&gradient)], false).expect("a backward");
+    arena.peak() / (8 * SIZE as u64)
+}
+
+#[test]
+fn a_backward_holds_no_more_than_the_engines() {
+    assert_eq!(peak_of_backward(), autograd::by_engine(peak_of_backward));
+}
+
+#[test]
+fn a_backward_that_fails_leaves_what_it_was_given() {
+    let w = weight(&[6, 6]);
+    let hidden = input(&[4, 6]).remove(0).matmul(&w).tanh();
+    let root = hidden.square();
+    let gradient = random(&[4, 6]);
+    let before = gradient.copy();
+    let _ = hidden.detach().fill_(1.0);
+    let error =
+        autograd::backward(&[&root], &[Some(&gradient)], false).expect_err("it was changed");
+    assert!(error.to_string().contains("modified by an inplace operation"), "{error}");
+    assert!(gradient.equal(&before));
+    assert!(!w.grad().defined());
+}
+
+#[test]
+fn a_sparse_gradient_and_a_dense_one_meet_in_either_order() {
+    let numbers = Tensor::randint(9, [4, 5], (Kind::Int64, test_device()));
+    for dense_first in [false, true] {
+        let table = weight(&[9, 6]);
+        // A node between the leaf and its uses, where gradients gather.
+        let scaled = table.view([9, 6]);
+        let found = || Tensor::embedding(&scaled, &numbers, -1, false, false).square();
+        let (a, b) = match dense_first {
+            true => (scaled.matmul(&scaled.tr()), found()),
+            false => (found(), scaled.matmul(&scaled.tr())),
+        };
+        let root = a.sum(Kind::Double) + b.sum(Kind::Double);
+        autograd::backward(&[&root], &[None], true).expect("a backward");
+        let found = table.grad().copy();
+        set_gradient(&mut table.shallow_clone(), None).expect("taken");
+        root.backward();
+        assert!((found - table.grad()).abs().max().double_value(&[]) < 1e-12);
+    }
 }

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, ensure};
 use brimful_cli::setting::NumberType;
+use brimful_torch::autograd::by_engine;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -22,6 +23,8 @@ pub(super) struct HalvesRow {
     repeats: usize,
     forward_seconds: f64,
     whole_seconds: f64,
+    /// Of the same whole backward, run by libtorch's engine.
+    engine_seconds: f64,
     input_seconds: f64,
     weight_seconds: f64,
     /// Of both halves together, in turns of their own.
@@ -53,12 +56,14 @@ pub(super) fn measure(
     let (mut times, mut difference) = (BackwardTimes::default(), 0.0);
     for turn in 0..turns(repeats) {
         progress.turn(&title, "whole", turn, WARM_UP, repeats);
+        let (engine, _) = by_engine(|| stage.whole())?;
         let (whole, expected) = stage.whole()?;
         progress.turn(&title, "in halves", turn, WARM_UP, repeats);
         let (halves, found) = stage.halves()?;
         if turn < WARM_UP {
             difference = relative_difference(&expected, &found, work.dtype)?;
         } else {
+            times.engine.push(engine.backward);
             times.push(&whole, &halves);
         }
         progress.advance(1);
@@ -98,6 +103,7 @@ fn relative_difference(
 struct BackwardTimes {
     forward: StepTimes,
     whole: StepTimes,
+    engine: StepTimes,
     input: StepTimes,
     weight: StepTimes,
     halves: StepTimes,
@@ -120,6 +126,7 @@ impl BackwardTimes {
             repeats: self.whole.0.len(),
             forward_seconds: self.forward.median(),
             whole_seconds: whole,
+            engine_seconds: self.engine.median(),
             input_seconds: self.input.median(),
             weight_seconds: self.weight.median(),
             halves_seconds: halves,

@@ -65,12 +65,17 @@ impl MiddleStage {
         Ok(Self { device, store, model, input, output_gradients })
     }
 
-    /// Runs forward, and backward in one piece.
+    /// Runs forward, and backward in one piece, until nothing of the graph is left.
     pub(super) fn whole(&mut self) -> Result<(WholeSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
-        let (outputs, gradients): (Vec<_>, Vec<_>) =
-            roots.iter().map(|(output, gradient)| (output, Some(gradient))).unzip();
-        let ((), backward) = self.timed(|| Ok(backward(&outputs, &gradients, false)?))?;
+        let whole = || {
+            let (outputs, gradients): (Vec<_>, Vec<_>) =
+                roots.iter().map(|(output, gradient)| (output, Some(gradient))).unzip();
+            backward(&outputs, &gradients, false)?;
+            drop(roots);
+            Ok(())
+        };
+        let ((), backward) = self.timed(whole)?;
         let found = self.gradients(leaves.iter().map(Tensor::grad).collect());
         Ok((WholeSeconds { forward: seconds, backward }, found))
     }
@@ -80,9 +85,12 @@ impl MiddleStage {
     pub(super) fn halves(&mut self) -> Result<(HalvesSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let groups = [roots];
-        let input_half = || Ok(SplitBackward::input_half(&groups, &leaves)?);
+        let input_half = || {
+            let given = SplitBackward::input_half(&groups, &leaves)?;
+            drop(groups);
+            Ok(given)
+        };
         let ((inputs, mut weights), input) = self.timed(input_half)?;
-        drop(groups);
         let weight_half = || {
             weights.weight_half(0)?;
             drop(weights);

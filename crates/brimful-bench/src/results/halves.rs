@@ -4,10 +4,11 @@ use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped, over};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
-const COLUMNS: [TableColumn; 9] = [
+const COLUMNS: [TableColumn; 10] = [
     ("contestant", "who"),
     ("forward_ms", "forward, ms"),
     ("whole_ms", "whole, ms"),
+    ("engine_ms", "by libtorch's engine, ms"),
     ("input_ms", "input half, ms"),
     ("weight_ms", "weight half, ms"),
     ("ratio", "halves : whole"),
@@ -34,6 +35,7 @@ fn line(row: &ResultRow, peer: Option<f64>) -> TableLine {
         vec![
             milliseconds("forward_seconds"),
             milliseconds("whole_seconds"),
+            milliseconds("engine_seconds"),
             milliseconds("input_seconds"),
             milliseconds("weight_seconds"),
             TableCell::Ratio(row.number("ratio"), 3),
