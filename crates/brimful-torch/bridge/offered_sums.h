@@ -3,13 +3,15 @@
 // of columns are left until the end, and added up together.
 #pragma once
 
+#include "tensors.h"
+
 #include <ATen/core/Tensor.h>
 
 namespace brimful {
 
 // What half-precision gradients are summed in.
 inline at::ScalarType sum_kind(at::ScalarType kind) {
-  return kind == at::kHalf || kind == at::kBFloat16 ? at::kFloat : kind;
+  return is_half(kind) ? at::kFloat : kind;
 }
 
 // The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is
