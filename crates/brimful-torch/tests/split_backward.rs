@@ -286,6 +286,11 @@ fn a_function_of_our_own_runs_whole() {
 
 #[test]
 fn each_group_of_roots_has_gradients_of_its_own() {
+    check_groups();
+    autograd::by_engine(check_groups);
+}
+
+fn check_groups() {
     let (w, v) = (weight(&[6, 6]), weight(&[6, 6]));
     let run = |x: &[Tensor]| {
         let hidden = x[0].matmul(&w).tanh();
@@ -351,6 +356,7 @@ fn in_use(layers: usize) -> [u64; 3] {
 fn the_input_half_lets_go_of_all_that_it_alone_needs() {
     // The root and its gradient are the test's; between the halves one more gradient is kept.
     assert_eq!(in_use(4), [4, 3, 2]);
+    assert_eq!(autograd::by_engine(|| in_use(4)), [4, 3, 2]);
 }
 
 /// The most that is in use at a time during a backward, in tensors of a layer.
