@@ -224,6 +224,7 @@ impl Builder {
             actions: HashMap::new(),
             open: None,
             forwards: 0,
+            times_moves: false,
             state,
         })
     }
