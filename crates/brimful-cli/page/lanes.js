@@ -61,8 +61,7 @@ function packed(hex) {
 
 /** Which of the shades an action has. */
 function colorIndex(lane, i) {
-  const turn = lane.turn?.(i) ?? 0;
-  return Math.min(turn, SHADES - 1) * KINDS.length + lane.kinds[i];
+  return Math.min(lane.turn(i), SHADES - 1) * KINDS.length + lane.kinds[i];
 }
 
 class LanePainter {
@@ -111,27 +110,33 @@ class LanePainter {
     const [from, to] = [Math.max(this.x(0), layout.left), Math.min(this.x(step.makespan), layout.right)];
     context.fillStyle = this.hatch;
     context.fillRect(from, y, Math.max(to - from, 0), height);
-    this.shares.fill(0);
-    const waits = this.sorted(lane.waits, view);
-    const actions = this.sorted(lane, view);
-    if (waits.narrow || actions.narrow) this.stripe(y, height);
-    for (const i of waits.boxes) this.wait(lane.waits, i, y, height);
-    for (const i of actions.boxes) this.box(lane, i, y, height);
-  }
-
-  /** Which entries are boxes; the narrower ones are mixed. */
-  sorted(lane, view) {
+    this.waits(lane.waits, y, height);
     const boxes = [];
     let narrow = false;
+    this.shares.fill(0);
     for (let i = firstAfter(lane, view.from); i < lane.count && lane.starts[i] < view.to; i++) {
-      if ((lane.ends[i] - lane.starts[i]) * this.scale >= BOX) {
+      const width = (lane.ends[i] - lane.starts[i]) * this.scale;
+      if (width >= BOX) {
         boxes.push(i);
       } else {
         this.mix(lane, i);
         narrow = true;
       }
     }
-    return { boxes, narrow };
+    if (narrow) this.stripe(y, height);
+    for (const i of boxes) this.box(lane, i, y, height);
+  }
+
+  /** Lines through idle time, in the colours of what is waited for. */
+  waits(waits, y, height) {
+    const { context, theme, view } = this;
+    const thickness = Math.max(2, Math.round(height / 4));
+    const top = y + Math.round((height - thickness) / 2);
+    for (let i = firstAfter(waits, view.from); i < waits.count && waits.starts[i] < view.to; i++) {
+      const [from, to] = [this.x(waits.starts[i]), this.x(waits.ends[i])];
+      context.fillStyle = theme.colors[waits.kinds[i]];
+      context.fillRect(from, top, to - from, thickness);
+    }
   }
 
   /** Adds an action to the columns of pixels that it covers, by how much of each. */
@@ -165,14 +170,6 @@ class LanePainter {
     this.context.imageSmoothingEnabled = false;
     const width = layout.right - layout.left;
     this.context.drawImage(this.strip.canvas, 0, 0, pixels, rows, layout.left, y, width, height);
-  }
-
-  /** A line through idle time, in the colour of what is waited for. */
-  wait(waits, i, y, height) {
-    const [from, to] = [this.x(waits.starts[i]), this.x(waits.ends[i])];
-    const thickness = Math.max(2, Math.round(height / 4));
-    this.context.fillStyle = this.theme.colors[waits.kinds[i]];
-    this.context.fillRect(from, y + (height - thickness) / 2, to - from, thickness);
   }
 
   box(lane, i, y, height) {

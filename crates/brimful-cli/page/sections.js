@@ -65,13 +65,17 @@ function fillLegend(compared) {
   const steps = [compared.measured, compared.simulated].filter(Boolean);
   const occurs = (kind) => steps.some((step) => step.rows.some((lane) =>
     lane.kinds.includes(kind) || lane.waits.kinds.includes(kind)));
-  const entries = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color }) =>
-    element("li", {}, element("span", { class: "swatch", style: `background: var(${color})` }), name));
+  const shown = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color, awaited }) => {
+    const swatch = element("span", { class: awaited ? "swatch wait" : "swatch", style: `background: var(${color})` });
+    return [awaited, element("li", {}, swatch, name)];
+  });
+  const [entries, waits] = [false, true].map((isWait) =>
+    shown.filter(([awaited]) => Boolean(awaited) === isWait).map(([, entry]) => entry));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
   if (steps.some((step) => step.stages > step.lanes.length)) {
     entries.push(element("li", {}, "deeper: a later stage of the device"));
   }
-  byId("legend").replaceChildren(...entries, idle);
+  byId("legend").replaceChildren(...entries, idle, ...waits);
 }
 
 function fillIdle({ measured, simulated }, devices) {

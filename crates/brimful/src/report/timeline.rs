@@ -310,8 +310,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+    /// A step whose weights and boundaries live on the host, simulated.
+    fn at_home() -> (TimelineRecord, Simulation) {
         let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
         let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");
         let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
@@ -324,7 +324,12 @@ mod tests {
         };
         let costs = Costs { bus: BusCost::equal(7.0), ..Costs::equal(4, stage) };
         let step = simulate_moves(&actions, &moves, &costs).expect("costs");
-        let timeline = TimelineRecord::new(&actions, &step, Unit::Own);
+        (TimelineRecord::new(&actions, &step, Unit::Own), step)
+    }
+
+    #[test]
+    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+        let (timeline, step) = at_home();
         assert_eq!(timeline.check(), Ok(()));
         for (lane, is_inward) in
             [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
@@ -346,6 +351,11 @@ mod tests {
         let kinds = [&timeline.lanes[0].inward, &timeline.lanes[0].outward].map(|lane| &lane.kinds);
         assert!("fid".chars().all(|kind| kinds[0].contains(kind)), "{kinds:?}");
         assert!("hou".chars().all(|kind| kinds[1].contains(kind)), "{kinds:?}");
+    }
+
+    #[test]
+    fn what_was_waited_for_is_told_and_broken_columns_are_found() {
+        let (timeline, step) = at_home();
         let awaited = &timeline.lanes[0].awaited;
         let letters = step.waits()[0].iter().map(|wait| wait.awaited.letter());
         assert_eq!(awaited.kinds, letters.collect::<String>());
