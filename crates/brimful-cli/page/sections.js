@@ -133,8 +133,14 @@ function fillBus(step) {
     .filter(([, way]) => way).map(([word, way]) => busRow(step, `device ${d}, ${word}`, way)));
   const head = ["bus", "moves", "crossed", "in use", "of the step", "rate"];
   byId("bus-table").replaceChildren(
-    element("thead", {}, element("tr", {}, ...head.map((word) => element("th", { scope: "col" }, word)))),
+    element("thead", {}, element("tr", {}, ...head.map((word, column) =>
+      element("th", { scope: "col", ...ofBusColumn(column) }, word)))),
     element("tbody", {}, ...rows));
+}
+
+/** What a narrow page leaves out. */
+function ofBusColumn(column) {
+  return column === 1 || column === 3 ? { class: "wide" } : {};
 }
 
 function busRow(step, name, way) {
@@ -143,7 +149,8 @@ function busRow(step, name, way) {
   const rate = step.unit === "seconds" && used > 0 ? `${bytes(crossed / used)}/s` : "–";
   const share = shareBar(step.makespan > 0 ? used / step.makespan : 0);
   const cells = [way.count.toLocaleString("en"), bytes(crossed), time(used, step.unit, 3), share, rate];
-  return element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((cell) => element("td", {}, cell)));
+  return element("tr", {}, element("th", { scope: "row" }, name),
+    ...cells.map((cell, column) => element("td", ofBusColumn(column + 1), cell)));
 }
 
 function idleCells(step, lane) {

@@ -78,9 +78,8 @@ fn bus_tracks<'a>(moves: impl ExactSizeIterator<Item = &'a [MoveSpan]>) -> Vec<T
     let devices = moves.len();
     let mut events = Vec::new();
     for (device, spans) in moves.enumerate() {
-        let ways: [(_, fn(MoveKind) -> bool); 2] =
-            [("to", MoveKind::is_inward), ("from", MoveKind::is_outward)];
-        for (way, (name, is_this_way)) in ways.into_iter().enumerate() {
+        for (way, name) in ["to", "from"].into_iter().enumerate() {
+            let is_this_way = if way == 0 { MoveKind::is_inward } else { MoveKind::is_outward };
             let tid = devices + 2 * device + way;
             events.push(track(tid, format!("bus {name} device {device}")));
             let mine = spans.iter().filter(|span| is_this_way(span.moved.kind));
