@@ -110,6 +110,7 @@ class LanePainter {
     const [from, to] = [Math.max(this.x(0), layout.left), Math.min(this.x(step.makespan), layout.right)];
     context.fillStyle = this.hatch;
     context.fillRect(from, y, Math.max(to - from, 0), height);
+    this.waits(lane.waits, y, height);
     const boxes = [];
     let narrow = false;
     this.shares.fill(0);
@@ -124,6 +125,18 @@ class LanePainter {
     }
     if (narrow) this.stripe(y, height);
     for (const i of boxes) this.box(lane, i, y, height);
+  }
+
+  /** Lines through idle time, in the colours of what is waited for. */
+  waits(waits, y, height) {
+    const { context, theme, view } = this;
+    const thickness = Math.max(2, Math.round(height / 4));
+    const top = y + Math.round((height - thickness) / 2);
+    for (let i = firstAfter(waits, view.from); i < waits.count && waits.starts[i] < view.to; i++) {
+      const [from, to] = [this.x(waits.starts[i]), this.x(waits.ends[i])];
+      context.fillStyle = theme.colors[waits.kinds[i]];
+      context.fillRect(from, top, to - from, thickness);
+    }
   }
 
   /** Adds an action to the columns of pixels that it covers, by how much of each. */

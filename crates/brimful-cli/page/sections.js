@@ -63,14 +63,19 @@ function fillChoices(container, titles, choose) {
 
 function fillLegend(compared) {
   const steps = [compared.measured, compared.simulated].filter(Boolean);
-  const occurs = (kind) => steps.some((step) => step.rows.some((lane) => lane.kinds.includes(kind)));
-  const entries = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color }) =>
-    element("li", {}, element("span", { class: "swatch", style: `background: var(${color})` }), name));
+  const occurs = (kind) => steps.some((step) => step.rows.some((lane) =>
+    lane.kinds.includes(kind) || lane.waits.kinds.includes(kind)));
+  const shown = KINDS.filter((_, kind) => occurs(kind)).map(({ name, color, awaited }) => {
+    const swatch = element("span", { class: awaited ? "swatch wait" : "swatch", style: `background: var(${color})` });
+    return [awaited, element("li", {}, swatch, name)];
+  });
+  const [entries, waits] = [false, true].map((isWait) =>
+    shown.filter(([awaited]) => Boolean(awaited) === isWait).map(([, entry]) => entry));
   const idle = element("li", {}, element("span", { class: "swatch idle" }), "idle");
   if (steps.some((step) => step.stages > step.lanes.length)) {
     entries.push(element("li", {}, "deeper: a later stage of the device"));
   }
-  byId("legend").replaceChildren(...entries, idle);
+  byId("legend").replaceChildren(...entries, idle, ...waits);
 }
 
 function fillIdle({ measured, simulated }, devices) {
@@ -79,7 +84,8 @@ function fillIdle({ measured, simulated }, devices) {
   byId("idle-summary").textContent = `The bubble is idle time over all time of all devices: ${said}.`
     + (measured && simulated ? " Simulated is the same schedule with each kind of action as long as"
       + " it took here on average, and transfers that take no time." : "")
-    + steps.map(([word, step]) => waitedForBus(word, step)).join("");
+    + steps.map(([word, step]) => saidWaits(word, step)).join("");
+  fillBus(steps.map(([, step]) => step).filter(hasBus)[0]);
   const head = ["device", "stages",
     ...steps.flatMap(([word]) => [`busy, ${word}`, `idle, ${word}`]), "peak", "limit"];
   const isWide = (column) => column === 1 || head[column].startsWith("busy") || column >= head.length - 2;
@@ -103,22 +109,58 @@ function fillIdle({ measured, simulated }, devices) {
     element("tbody", {}, ...rows));
 }
 
-/** How long compute waited for what came over the bus. */
-function waitedForBus(word, step) {
-  if (!step.lanes.some((lane) => lane.inward)) return "";
-  const waits = step.lanes.flatMap((lane) => Array.from({ length: lane.count }, (_, i) => lane.awaited(i)));
-  const all = waits.filter(Boolean);
-  const sum = all.reduce((sum, wait) => sum + wait.time, 0);
-  const longest = all.sort((a, b) => b.time - a.time)[0];
-  const most = longest ? `, longest for ${longest.name} (${time(longest.time, step.unit, 3)})` : "";
-  return ` Compute waited for the bus ${time(sum, step.unit, 3)}, ${word}${most}.`;
+function hasBus(step) {
+  return step.rows.some((row) => row.isBus);
+}
+
+/** How long compute waited for what crosses the bus, the longest first. */
+function saidWaits(word, step) {
+  if (!hasBus(step)) return "";
+  const sums = new Map();
+  for (const [name, waited] of step.lanes.flatMap((lane) => waitedFor(lane.waits))) {
+    sums.set(name, (sums.get(name) ?? 0) + waited);
+  }
+  const longest = [...sums].sort(([, a], [, b]) => b - a);
+  const said = longest.map(([name, waited]) => `${time(waited, step.unit, 3)} for ${name}`);
+  return ` Compute waited ${said.length > 0 ? said.join(", ") : "for nothing that crosses the bus"}, ${word}.`;
+}
+
+/** What crossed each way of the devices' buses, and how fast. */
+function fillBus(step) {
+  byId("bus").hidden = !step;
+  if (!step) return;
+  const rows = step.lanes.flatMap((lane, d) => [["in", lane.inward], ["out", lane.outward]]
+    .filter(([, way]) => way).map(([word, way]) => busRow(step, `device ${d}, ${word}`, way)));
+  const head = ["bus", "moves", "crossed", "in use", "of the step", "rate"];
+  byId("bus-table").replaceChildren(
+    element("thead", {}, element("tr", {}, ...head.map((word, column) =>
+      element("th", { scope: "col", ...ofBusColumn(column) }, word)))),
+    element("tbody", {}, ...rows));
+}
+
+/** What a narrow page leaves out. */
+function ofBusColumn(column) {
+  return column === 1 || column === 3 ? { class: "wide" } : {};
+}
+
+function busRow(step, name, way) {
+  const used = way.starts.reduce((sum, start, i) => sum + way.ends[i] - start, 0);
+  const crossed = way.crossed.reduce((sum, bytes) => sum + bytes, 0);
+  const rate = step.unit === "seconds" && used > 0 ? `${bytes(crossed / used)}/s` : "–";
+  const share = shareBar(step.makespan > 0 ? used / step.makespan : 0);
+  const cells = [way.count.toLocaleString("en"), bytes(crossed), time(used, step.unit, 3), share, rate];
+  return element("tr", {}, element("th", { scope: "row" }, name),
+    ...cells.map((cell, column) => element("td", ofBusColumn(column + 1), cell)));
 }
 
 function idleCells(step, lane) {
   const share = step.makespan > 0 ? lane.idle / step.makespan : 0;
-  const bar = element("span", { class: "share", style: `--share: ${share.toFixed(4)}` },
+  return [time(lane.busy, step.unit, 3), shareBar(share)];
+}
+
+function shareBar(share) {
+  return element("span", { class: "share", style: `--share: ${share.toFixed(4)}` },
     element("i"), element("span", {}, percent(share)));
-  return [time(lane.busy, step.unit, 3), bar];
 }
 
 /** Memory over the run, and within the chosen step where its bytes are counted: made when wanted. */

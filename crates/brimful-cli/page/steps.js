@@ -1,6 +1,7 @@
 // The columns of a run file as typed arrays: when each action of a device began and ended.
 
-/** The kinds of actions by their letters, in the order of a micro-batch's life; then those of moves. */
+/** The kinds of actions by their letters, in the order of a micro-batch's life; then those of moves, and of what
+ * compute waits for. */
 const KINDS = [
   { letter: "F", name: "forward", color: "--forward" },
   { letter: "R", name: "recompute", color: "--recompute" },
@@ -13,6 +14,10 @@ const KINDS = [
   { letter: "i", name: "boundary in", color: "--boundary" },
   { letter: "u", name: "boundary's gradient out", color: "--boundary-gradient" },
   { letter: "d", name: "boundary's gradient in", color: "--boundary-gradient" },
+  { letter: "w", name: "waits for weights", awaited: "weights", color: "--await-weights" },
+  { letter: "b", name: "waits for boundaries", awaited: "boundaries", color: "--await-boundary" },
+  { letter: "g", name: "waits for gradients' room", awaited: "gradients' room", color: "--await-room" },
+  { letter: "p", name: "waits for the optimizer at home", awaited: "the optimizer at home", color: "--await-update" },
 ];
 /** By the letters' codes. */
 const KIND_OF_LETTER = new Uint8Array(128);
@@ -50,7 +55,6 @@ function decodedTimes({ kinds, waits, times }, resolution) {
 
 function decodedLane(lane, { resolution, lanes }) {
   const stage = (i) => lane.stages[lane.stages.length === 1 ? 0 : i];
-  const inward = decodedWay(lane.inward, resolution);
   const decoded = {
     ...decodedTimes(lane, resolution),
     busy: lane.busy,
@@ -59,7 +63,8 @@ function decodedLane(lane, { resolution, lanes }) {
     bytes: lane.bytes,
     microBatches: lane.micro_batches,
     stage,
-    inward,
+    waits: decodedTimes(lane.awaited ?? { kinds: "", waits: [], times: [] }, resolution),
+    inward: decodedWay(lane.inward, resolution),
     outward: decodedWay(lane.outward, resolution),
     label: (i) => String(lane.micro_batches[i]),
     /** Those that it holds. */
@@ -67,7 +72,7 @@ function decodedLane(lane, { resolution, lanes }) {
     /** Which of the device's stages it is, in the order of the model. */
     turn: (i) => Math.floor(stage(i) / lanes.length),
   };
-  decoded.awaited = (i) => awaited(decoded, inward, i, resolution);
+  decoded.awaited = (i) => awaited(decoded, i);
   return decoded;
 }
 
@@ -78,23 +83,32 @@ function decodedWay(way, resolution) {
   return {
     ...decodedTimes(way, resolution),
     bytes: [],
+    crossed: way.bytes ?? [],
+    waits: { count: 0, kinds: [] },
     microBatches: way.micro_batches,
     stage: (i) => way.stages[i],
     label: (i) => `${way.stages[i]}${boundary(i)}`,
     turn: () => 0,
-    awaited: () => null,
+    awaited: () => [],
     isBus: true,
   };
 }
 
-/** The move that an action waited for: the one at whose end it began. */
-function awaited(lane, inward, i, resolution) {
-  const before = i > 0 ? lane.ends[i - 1] : 0;
-  const start = lane.starts[i];
-  if (!inward || start - before < 1.5 * resolution) return null;
-  const move = firstAfter(inward, start - 1.5 * resolution);
-  const isIt = move < inward.count && Math.abs(inward.ends[move] - start) < 1.5 * resolution;
-  return isIt ? { name: `${KINDS[inward.kinds[move]].name} ${inward.label(move)}`, time: start - before } : null;
+/** What compute waited for between the action before and this one, and how long. */
+function awaited({ starts, ends, waits }, i) {
+  const before = i > 0 ? ends[i - 1] : 0;
+  return waitedFor(waits, (wait) => waits.ends[wait] > before && waits.starts[wait] < starts[i]);
+}
+
+/** How long was waited for each thing, of the waits that count. */
+function waitedFor(waits, counts = () => true) {
+  const sums = new Map();
+  for (let wait = 0; wait < waits.count; wait++) {
+    if (!counts(wait)) continue;
+    const { awaited } = KINDS[waits.kinds[wait]];
+    sums.set(awaited, (sums.get(awaited) ?? 0) + waits.ends[wait] - waits.starts[wait]);
+  }
+  return [...sums];
 }
 
 /** The first action that ends after this time. */

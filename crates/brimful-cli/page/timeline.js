@@ -219,8 +219,8 @@ function actionFigures(step, lane, i) {
     ["began at", time(lane.starts[i], step.unit, 5)],
     ["idle before", time(lane.starts[i] - before, step.unit)],
   );
-  const move = lane.awaited(i);
-  if (move) figures.push(["waited for", move.name]);
+  for (const [name, waited] of lane.awaited(i)) figures.push([`waited for ${name}`, time(waited, step.unit)]);
+  if (lane.crossed?.length > 0) figures.push(["crossed", bytes(lane.crossed[i])]);
   if (lane.bytes.length > 0) figures.push(["in use", bytes(lane.bytes[i])]);
   return { name: actionName(lane, i), kind: kind.name, color: `var(${kind.color})`, figures };
 }

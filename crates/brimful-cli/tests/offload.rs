@@ -114,9 +114,44 @@ fn a_tied_gpt_lives_on_the_host_of_two_devices_and_tells_what_it_did() {
     };
     let events = read(&trace)["traceEvents"].as_array().expect("events").clone();
     assert!(events.iter().any(|event| event["name"] == "0F0"), "{events:?}");
+    let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    let track = |event: &Value| event["args"]["name"] == "bus to device 1";
+    assert!(events.iter().any(track), "{events:?}");
+    // Of each device once forward and once back, but for the two that are there at the turn.
+    assert!(named("fetch 0") == 2 && named("gradients home 0") == 1, "{events:?}");
+    assert!(named("waits for weights") > 0, "{events:?}");
     let settings = read(&record)["settings"].to_string();
     assert!(settings.contains("breadth-first-"), "{settings}");
     assert!(settings.contains("all"), "{settings}");
+}
+
+/// The bus of a run that nobody looks at is not timed: that is the library's test.
+#[test]
+fn a_report_of_a_run_has_a_lane_each_way_of_the_bus() {
+    let folder = folder("offload-report");
+    let page = folder.join("report.html");
+    let mut run = brimful();
+    run.args(["train", "--device", "cpu", "--epochs", "1"]).args(AT_HOME);
+    run.arg("--report").arg(&page).assert().success();
+    let page = fs::read_to_string(&page).expect("a page");
+    let start = page.find(r#"{"format""#).expect("the data");
+    let data = page[start..].lines().next().expect("one line").trim_end_matches("</script>");
+    let run: Value = serde_json::from_str(data).expect("JSON");
+    let steps = run["timelines"].as_array().expect("steps");
+    assert!(!steps.is_empty());
+    for step in steps {
+        let lane = &step["measured"]["lanes"][0];
+        let count = |way: &str, kind: char| {
+            lane[way]["kinds"].as_str().expect("letters").matches(kind).count()
+        };
+        // Three stages in two slots, and four micro-batches at two boundaries; the first stage's inputs stay.
+        assert_eq!((count("inward", 'f'), count("outward", 'h')), (4, 3), "{lane}");
+        assert_eq!((count("outward", 'o'), count("outward", 'u')), (8, 8), "{lane}");
+        assert_eq!(count("inward", 'd'), 8, "{lane}");
+        let bytes = lane["inward"]["bytes"].as_array().expect("bytes");
+        assert!(bytes.iter().all(|bytes| bytes.as_u64() > Some(0)), "{bytes:?}");
+        assert!(count("awaited", 'w') > 0 && count("awaited", 'g') > 0, "{lane}");
+    }
 }
 
 #[test]

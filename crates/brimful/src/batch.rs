@@ -57,6 +57,11 @@ pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
     leaves.filter(|leaf| !leaf.stays_on_the_host()).map(Leaf::tensor).collect()
 }
 
+/// What a tensor's numbers take.
+pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+}
+
 /// The device of each tensor.
 pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
     tensors(batch).into_iter().map(Tensor::device).collect()

@@ -16,7 +16,8 @@ use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::Result;
-use crate::batch::Borrowers;
+use crate::batch::{Borrowers, tensor_bytes};
+use crate::moment::Moment;
 use crate::queued::accelerators;
 
 /// One thread's copies to its device. Clones use the same streams.
@@ -40,6 +41,13 @@ pub(crate) struct Arriving {
     tensor: Tensor,
     /// When it is there; none where it is.
     done: Option<Event>,
+}
+
+impl Arriving {
+    /// What crosses.
+    pub(crate) fn bytes(&self) -> u64 {
+        tensor_bytes(&self.tensor)
+    }
 }
 
 impl Copies {
@@ -89,6 +97,17 @@ impl Copies {
             return Ok(None);
         }
         Ok(Some(Event::after(self.stream(self.device)?)?))
+    }
+
+    /// When a copy of what is there at `ready` can begin, if nothing else is begun: after those before it.
+    pub(crate) fn moment_after(&self, ready: Option<&Event>) -> Result<Moment> {
+        if let (Some(ready), true) = (ready, self.device != Device::Cpu) {
+            self.stream(self.device)?.wait(ready)?;
+        }
+        match self.landing()? {
+            Some(landed) => Ok(Moment::Queued(landed)),
+            None => Moment::now(self.device),
+        }
     }
 
     /// Lets what this thread does to these tensors from now on come after the copies of them that were

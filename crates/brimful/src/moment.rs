@@ -38,4 +38,10 @@ impl Moment {
             _ => unreachable!("both are of one device"),
         }
     }
+
+    /// The same in seconds, once it has come.
+    pub(crate) fn seconds_since(&self, earlier: &Self) -> Result<f64> {
+        self.wait()?;
+        Ok(self.since(earlier)?.as_secs_f64())
+    }
 }

@@ -3,14 +3,19 @@
 
 mod support;
 
+use std::collections::BTreeSet;
+
 use brimful::balance;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
 use brimful::pipeline::{Builder, Homes};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
-use brimful::schedule::{Home, Schedule};
-use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline};
-use support::pipeline_cases::{GPT, MLP, builder, mlp};
+use brimful::schedule::{
+    Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
+    Schedule, StageHome, StageId,
+};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline, Timeline};
+use support::pipeline_cases::{Case, GPT, MLP, U_NET, builder, mlp};
 use support::{alone, assert_close, assert_same, numbers, test_device};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -329,4 +334,177 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     optimizer.follow_backward(false).expect("as before");
     let failed = pipe.backward(&x, &y, MLP.loss).map(drop).expect_err("no step").to_string();
     assert!(!failed.contains("followed"), "{failed}");
+}
+
+/// The timelines of three steps with an optimizer, which are asked for their moves; on a CPU between two arenas.
+fn timed(case: &Case) -> [Timeline; 3] {
+    let builder = homes((case.layers)(), Homes::Host);
+    let builder = match test_device() {
+        Device::Cpu => {
+            let device = DeviceSpec::from(Arena::new("device")).threads(1);
+            builder.devices([device]).host(Arena::new("host"))
+        }
+        _ => builder,
+    };
+    let mut pipe = builder.build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+    let (x, y) = ((case.input)(7), (case.target)(7));
+    pipe.time_moves(true);
+    [(); 3].map(|()| {
+        let step = pipe.backward(&x, &y, case.loss).expect("a step");
+        optimizer.step().expect("an update");
+        optimizer.zero_grad().expect("cleared");
+        step.timeline.expect("a pipeline's")
+    })
+}
+
+/// The moves that the schedule has. The mini-batch itself never leaves a CPU's memory.
+fn planned(timeline: &Timeline) -> Vec<Move> {
+    let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
+    let moves = Moves::new(&timeline.actions, &[home; STAGES], 2).expect("moves");
+    let stays = |one: &Move| {
+        test_device() == Device::Cpu && one.stage == StageId(0) && one.micro_batch.is_some()
+    };
+    moves.of(0).iter().copied().filter(|one| !stays(one)).collect()
+}
+
+fn bus(timeline: &Timeline) -> &BusUse {
+    let [bus] = &timeline.buses[..] else { panic!("one device, but {:?}", timeline.buses) };
+    bus
+}
+
+/// In the order of the list, whatever ran when.
+fn sorted(moves: impl Iterator<Item = Move>) -> Vec<Move> {
+    let mut moves: Vec<Move> = moves.collect();
+    moves.sort_by_key(|one| (one.before, one.kind, one.stage, one.micro_batch));
+    moves
+}
+
+#[test]
+fn every_move_of_a_step_is_timed_once_and_in_its_order() {
+    let _turn = alone();
+    for timeline in timed(&MLP) {
+        let told = || bus(&timeline).moves.iter().map(|span| span.moved);
+        assert_eq!(sorted(told()), sorted(planned(&timeline).into_iter()));
+        let mut ways = [MoveKind::is_inward, MoveKind::is_outward].map(|is_this_way| {
+            bus(&timeline).moves.iter().filter(move |span| is_this_way(span.moved.kind))
+        });
+        for way in &mut ways {
+            let way: Vec<&MoveSpan> = way.collect();
+            assert!(way.iter().all(|span| span.start <= span.end && span.bytes > 0), "{way:?}");
+            assert!(way.windows(2).all(|pair| pair[0].end <= pair[1].start), "{way:?}");
+        }
+        let home = bus(&timeline).moves.iter().filter(|s| s.moved.kind == MoveKind::GradientsHome);
+        let numbers = mlp().parameter_count().expect("a model");
+        assert_eq!(home.map(|span| span.bytes).sum::<u64>(), 8 * numbers);
+    }
+    // Later steps may find that an update is late; a CPU starts the first one's moves as they are listed.
+    if test_device() == Device::Cpu {
+        let [first, ..] = timed(&MLP);
+        assert!(bus(&first).moves.is_sorted_by_key(|span| span.moved.before));
+    }
+}
+
+#[test]
+fn what_skips_bring_crosses_as_what_it_is_a_part_of() {
+    let _turn = alone();
+    for timeline in timed(&U_NET) {
+        let name = |one: Move| (one.kind, one.stage, one.micro_batch);
+        let told: BTreeSet<_> = bus(&timeline).moves.iter().map(|span| name(span.moved)).collect();
+        let expected: BTreeSet<_> = planned(&timeline).into_iter().map(name).collect();
+        assert_eq!(told, expected);
+    }
+}
+
+/// When the last move like this one that was started before an action was over.
+fn end(bus: &BusUse, before: usize, wanted: (MoveKind, StageId, Option<MicroBatchId>)) -> f64 {
+    let is_it = |span: &&MoveSpan| {
+        let Move { kind, stage, micro_batch, .. } = span.moved;
+        (kind, stage, micro_batch) == wanted && span.moved.before <= before
+    };
+    bus.moves.iter().filter(is_it).map(|span| span.end).fold(0.0, f64::max)
+}
+
+#[test]
+fn no_move_begins_before_what_it_needs_and_no_action_before_its_moves() {
+    let _turn = alone();
+    // The numbers of an accelerator's events are rounded.
+    let slack = if test_device() == Device::Cpu { 0.0 } else { 1e-5 };
+    for timeline in timed(&MLP) {
+        let (spans, bus) = (&timeline.spans[0], bus(&timeline));
+        for (at, span) in spans.iter().enumerate() {
+            let Action { kind, stage, micro_batch } = span.action;
+            let i = Some(micro_batch);
+            let mut needed = vec![(MoveKind::Fetch, stage, None)];
+            match kind {
+                ActionKind::Forward | ActionKind::Recompute => {
+                    needed.push((MoveKind::BoundaryIn, stage, i));
+                }
+                _ => needed.push((MoveKind::GradientIn, StageId(stage.0 + 1), i)),
+            }
+            for one in needed {
+                assert!(end(bus, at, one) <= span.start + slack, "{}: {one:?}", span.action);
+            }
+        }
+        let mut in_slots: i32 = 0;
+        for span in &bus.moves {
+            let Move { kind, stage, micro_batch, before } = span.moved;
+            let came_from = match kind {
+                MoveKind::BoundaryIn => {
+                    end(bus, before, (MoveKind::BoundaryOut, stage, micro_batch))
+                }
+                MoveKind::GradientIn => {
+                    end(bus, before, (MoveKind::GradientOut, stage, micro_batch))
+                }
+                MoveKind::GradientsHome => {
+                    let of_stage = spans.iter().filter(|span| span.action.stage == stage);
+                    of_stage.map(|span| span.end).fold(0.0, f64::max)
+                }
+                _ => 0.0,
+            };
+            assert!(came_from <= span.start + slack, "{}", span.moved);
+            in_slots += i32::from(kind == MoveKind::Fetch) - i32::from(kind == MoveKind::Release);
+            assert!((0..=2).contains(&in_slots), "{}", span.moved);
+        }
+    }
+}
+
+#[test]
+fn compute_waits_between_its_actions_and_says_for_what() {
+    let _turn = alone();
+    for timeline in timed(&MLP) {
+        let (spans, waits) = (&timeline.spans[0], &bus(&timeline).waits);
+        for wait in waits {
+            assert!(wait.start < wait.end, "{wait:?}");
+            let works = spans.iter().any(|span| span.start < wait.end && wait.start < span.end);
+            assert!(!works || test_device() != Device::Cpu, "{wait:?} amid {spans:?}");
+        }
+        // A CPU copies by itself, so that its compute waits for every move.
+        if test_device() == Device::Cpu {
+            for awaited in [Awaited::Weights, Awaited::Boundaries, Awaited::GradientsRoom] {
+                assert!(waits.iter().any(|wait| wait.awaited == awaited), "{awaited:?}: {waits:?}");
+            }
+        }
+        let trace = timeline.trace();
+        assert!(trace.contains("bus to device 0") && trace.contains("fetch 1"), "{trace}");
+        assert!(trace.contains("waits for weights") || test_device() != Device::Cpu, "{trace}");
+    }
+}
+
+#[test]
+fn nothing_is_timed_unless_somebody_asks() {
+    let _turn = alone();
+    let (x, y) = batch();
+    let [mut device, mut host] = both(mlp);
+    let buses = |pipe: &mut Pipeline| {
+        let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
+        step.timeline.expect("a pipeline's").buses.len()
+    };
+    assert_eq!(buses(&mut host), 0, "nobody asked");
+    host.time_moves(true);
+    assert_eq!(buses(&mut host), 1);
+    host.time_moves(false);
+    assert_eq!(buses(&mut host), 0, "nobody asks any more");
+    device.time_moves(true);
+    assert_eq!(buses(&mut device), 0, "nothing moves");
 }

@@ -56,16 +56,47 @@ fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
         assert_eq!(rows, 2, "a lane each way");
         assert_eq!(browser.evaluate(OVERLAPS), json!([]));
         let summary = browser.text("document.getElementById('idle-summary').textContent");
-        assert!(summary.contains("Compute waited for the bus"), "{summary}");
+        assert!(summary.contains("Compute waited") && summary.contains("for weights"), "{summary}");
         let legend = browser.text("document.getElementById('legend').textContent");
         assert!(legend.contains("weights to the device"), "{legend}");
+        assert!(legend.contains("waits for weights"), "{legend}");
+        let ways = browser.evaluate("document.querySelectorAll('#bus-table tbody tr').length");
+        assert_eq!(ways, 2);
     }
     // The first fetch is there before the first forward, which waits for it.
     browser.open(&page, WIDE);
     let at = point(&mut browser, 1.0, 1e-6);
     browser.mouse("mouseMoved", at, json!({}));
     let shown = tooltip(&mut browser);
-    assert!(shown.contains("weights to the device"), "{shown}");
+    assert!(shown.contains("weights to the device") && shown.contains("crossed"), "{shown}");
+    assert_calm(&browser);
+}
+
+/// As the page of a plan, from what was measured.
+#[test]
+fn a_run_at_home_shows_its_bus_as_a_plan_does() {
+    let Some(mut browser) = Browser::start("home") else { return };
+    let page = file("home.html");
+    let arguments =
+        "train --epochs 1 --offload all --micro-batches 4 --batch-size 400 --device cpu";
+    brimful().args(arguments.split_whitespace()).arg("--report").arg(&page).assert().success();
+    browser.before_pages(KEEP_LABELS);
+    for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
+        browser.open(&page, look);
+        // The simulated step, which is drawn last, has no bus.
+        let rows = "[...document.querySelectorAll('canvas')].map((c) => c.clientHeight)";
+        let heights = browser.evaluate(rows);
+        assert!(heights[0].as_f64() > heights[1].as_f64(), "{heights}");
+        assert_eq!(browser.evaluate(OVERLAPS), json!([]));
+        let summary = browser.text("document.getElementById('idle-summary').textContent");
+        for said in [" for weights", " for boundaries", " for gradients' room", "as it ran"] {
+            assert!(summary.contains(said), "{said}: {summary}");
+        }
+        let table = browser.text("document.getElementById('bus-table').innerText");
+        assert!(table.contains("device 0, in") && table.contains("iB/s"), "{table}");
+        let width = browser.evaluate("document.documentElement.scrollWidth");
+        assert!(width.as_u64() <= Some(look.width.into()), "it scrolls sideways: {width}");
+    }
     assert_calm(&browser);
 }
 

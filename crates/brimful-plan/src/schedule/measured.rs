@@ -2,7 +2,7 @@
 //! what its actions cost, to simulate it again.
 
 use super::memory;
-use super::{ActionKind, Actions, Costs, DeviceUse, MoveSpan, Simulation, Span, StageCost};
+use super::{ActionKind, Actions, BusUse, Costs, DeviceUse, Simulation, Span, StageCost};
 use crate::bytes::Bytes;
 
 impl Costs {
@@ -41,30 +41,24 @@ impl Simulation {
     /// `timeline` and `peaks` have a part for each device; what is missing of `peaks` is 0.
     #[must_use]
     pub fn measured(actions: &Actions, timeline: &[Vec<Span>], peaks: &[Option<Bytes>]) -> Self {
-        Self::measured_with_moves(actions, timeline, &[], peaks)
+        Self::measured_with_buses(actions, timeline, &[], peaks)
     }
 
-    /// The same with what crossed each device's bus, in the unit of the actions' times and from the
-    /// same moment on.
+    /// The same with the use of each device's bus, in the unit of the actions' times and from the same
+    /// moment on.
     #[must_use]
-    pub fn measured_with_moves(
+    pub fn measured_with_buses(
         actions: &Actions,
         timeline: &[Vec<Span>],
-        moves: &[Vec<MoveSpan>],
+        buses: &[BusUse],
         peaks: &[Option<Bytes>],
     ) -> Self {
         let of_actions = timeline.iter().flatten().map(|span| (span.start, span.end));
-        let of_moves = moves.iter().flatten().map(|span| (span.start, span.end));
-        let times = || of_actions.clone().chain(of_moves.clone());
+        let times = || of_actions.clone().chain(buses.iter().flat_map(BusUse::times));
         let start = times().map(|(start, _)| start).fold(f64::INFINITY, f64::min);
         let makespan = times().map(|(_, end)| end - start).fold(0.0, f64::max);
         let shifted =
             |span: &Span| Span { start: span.start - start, end: span.end - start, ..*span };
-        let moved = |span: &MoveSpan| MoveSpan {
-            start: span.start - start,
-            end: span.end - start,
-            ..*span
-        };
         let timeline: Vec<Vec<_>> =
             timeline.iter().map(|spans| spans.iter().map(shifted).collect()).collect();
         let device = |(d, spans): (usize, &Vec<Span>)| {
@@ -76,12 +70,9 @@ impl Simulation {
                 peak_held: memory::most_held(actions, spans),
             }
         };
-        Self {
-            devices: timeline.iter().enumerate().map(device).collect(),
-            timeline,
-            makespan,
-            moves: moves.iter().map(|spans| spans.iter().map(moved).collect()).collect(),
-            levels: Vec::new(),
-        }
+        let buses = buses.iter().map(|bus| bus.crossed_since(start));
+        let (moves, waits) = buses.map(|bus| (bus.moves, bus.waits)).unzip();
+        let devices = timeline.iter().enumerate().map(device).collect();
+        Self { devices, timeline, makespan, moves, waits, levels: Vec::new() }
     }
 }

@@ -28,7 +28,8 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
         DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
     };
     let devices = timeline.iter_mut().map(device).collect();
-    Ok(Simulation { timeline, devices, makespan, moves: Vec::new(), levels: Vec::new() })
+    let (moves, waits, levels) = Default::default();
+    Ok(Simulation { timeline, devices, makespan, moves, waits, levels })
 }
 
 /// The state of the run: every device as far as its inputs let it go.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Move};
+use super::{Action, MoveSpan, WaitSpan};
 
 /// An action and its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -14,19 +14,6 @@ pub struct Span {
     /// Until when.
     pub end: f64,
     /// The most bytes on its device as it began or ended; 0 where they are not counted.
-    pub bytes: u64,
-}
-
-/// A move over the bus and its time.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct MoveSpan {
-    /// What moved.
-    pub moved: Move,
-    /// From when.
-    pub start: f64,
-    /// Until when.
-    pub end: f64,
-    /// The bytes that crossed.
     pub bytes: u64,
 }
 
@@ -51,6 +38,8 @@ pub struct Simulation {
     pub(super) makespan: f64,
     /// What crossed each device's bus; no list where nothing can.
     pub(super) moves: Vec<Vec<MoveSpan>>,
+    /// What each device's compute waited for meanwhile.
+    pub(super) waits: Vec<Vec<WaitSpan>>,
     /// Time and bytes held, for each device, where the actions alone do not tell them.
     pub(super) levels: Vec<Vec<(f64, u64)>>,
 }
@@ -87,5 +76,12 @@ impl Simulation {
     #[must_use]
     pub fn moves(&self) -> &[Vec<MoveSpan>] {
         &self.moves
+    }
+
+    /// What each device's compute waited for of what crosses its bus; no list where everything lives on the
+    /// devices.
+    #[must_use]
+    pub fn waits(&self) -> &[Vec<WaitSpan>] {
+        &self.waits
     }
 }

@@ -2,8 +2,8 @@
 
 use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
-    BusCost, Costs, Home, MoveKind, MoveSpan, Moves, Recompute, Schedule, Simulation, Span,
-    StageCost, StageHome, render, simulate, simulate_moves,
+    Awaited, BusCost, BusUse, Costs, Home, Move, MoveKind, MoveSpan, Moves, Recompute, Schedule,
+    Simulation, Span, StageCost, StageHome, WaitSpan, render, simulate, simulate_moves,
 };
 use proptest::prelude::*;
 
@@ -100,10 +100,17 @@ fn a_measured_step_keeps_its_moves() {
     let late = |span: &Span| Span { start: span.start + 7.0, end: span.end + 7.0, ..*span };
     let late_move =
         |span: &MoveSpan| MoveSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
+    let late_wait =
+        |span: &WaitSpan| WaitSpan { start: span.start + 7.0, end: span.end + 7.0, ..*span };
     let timeline = vec![step.timeline()[0].iter().map(late).collect::<Vec<_>>()];
-    let moves = vec![step.moves()[0].iter().map(late_move).collect::<Vec<_>>()];
-    let measured = Simulation::measured_with_moves(&actions, &timeline, &moves, &[]);
-    assert_eq!(measured.moves(), step.moves());
+    let mut moves: Vec<_> = step.moves()[0].iter().map(late_move).collect();
+    let release = Move { kind: MoveKind::Release, ..moves[0].moved };
+    moves.push(MoveSpan { moved: release, start: 8.0, end: 8.0, bytes: 0 });
+    let waits = step.waits()[0].iter().map(late_wait).collect();
+    let buses = [BusUse { moves, waits }];
+    let measured = Simulation::measured_with_buses(&actions, &timeline, &buses, &[]);
+    assert_eq!(measured.moves(), step.moves(), "a release crosses nothing");
+    assert_eq!(measured.waits(), step.waits());
     assert_eq!(measured.timeline(), step.timeline());
     assert_eq!(measured.makespan(), step.makespan());
 }
@@ -121,6 +128,17 @@ fn a_fetch_waits_for_its_stages_update() {
         .map(|span| span.start)
         .collect();
     assert_eq!(starts, [5.0, 10.0, 15.0, 22.0]);
+    let waits: Vec<_> = step.waits()[0].iter().map(|w| (w.awaited, w.start, w.end)).collect();
+    // The fetch for the backward comes while others compute.
+    let expected = [
+        (Awaited::Update, 0.0, 5.0),
+        (Awaited::Weights, 5.0, 6.0),
+        (Awaited::Update, 8.0, 10.0),
+        (Awaited::Weights, 10.0, 11.0),
+        (Awaited::Update, 13.0, 15.0),
+        (Awaited::Weights, 15.0, 16.0),
+    ];
+    assert_eq!(waits, expected);
     // Frozen stages are not updated.
     let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
     let moves = Moves::new(&actions, &frozen, 2).unwrap();
@@ -139,6 +157,14 @@ fn moves_of_another_schedule_are_refused() {
         refused,
         "the inward bandwidth of the bus is 0: it must be above 0 (infinite for moves that take no time)"
     );
+}
+
+/// Whether compute waits between its actions alone, and for one thing at a time.
+fn waits_while_idle(spans: &[Span], waits: &[WaitSpan]) -> bool {
+    let works =
+        |wait: &WaitSpan| spans.iter().any(|span| span.start < wait.end && wait.start < span.end);
+    waits.iter().all(|wait| wait.start < wait.end && !works(wait))
+        && waits.windows(2).all(|pair| pair[0].end <= pair[1].start)
 }
 
 proptest! {
@@ -188,6 +214,7 @@ proptest! {
                 let fetched = step.moves()[d].iter().filter(is_needed).map(|one| one.end).fold(0.0, f64::max);
                 prop_assert!(fetched <= span.start);
             }
+            prop_assert!(waits_while_idle(&step.timeline()[d], &step.waits()[d]), "{:?}", step.waits()[d]);
         }
         let panel = render::Panel { title: "moves", actions: &actions, simulation: &step };
         prop_assert!(render::svg(&[panel]).ends_with("</svg>\n"));
@@ -196,7 +223,8 @@ proptest! {
         let events = trace["traceEvents"].as_array().unwrap();
         let spans = events.iter().filter(|event| event["ph"] == "X").count();
         let all = step.timeline().iter().map(Vec::len).sum::<usize>()
-            + step.moves().iter().map(Vec::len).sum::<usize>();
+            + step.moves().iter().map(Vec::len).sum::<usize>()
+            + step.waits().iter().map(Vec::len).sum::<usize>();
         prop_assert_eq!(spans, all);
         prop_assert!(!render::grid_with_moves(&actions, &moves).unwrap().to_string().is_empty());
         let plain = simulate(&actions, &costs).unwrap();

@@ -8,7 +8,7 @@ use brimful_torch::autograd::backward;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::batch::{self, Batch, copy_of};
+use crate::batch::{self, Batch, copy_of, tensor_bytes};
 use crate::layers::{Layers, Stashed};
 use crate::random::Randomness;
 use crate::{Error, Result};
@@ -142,7 +142,7 @@ impl Measurement {
         let whole = subject.times(input, None)?;
         let (activation_bytes, output, stashed) = subject.kept(input)?;
         let layer = LayerCost {
-            parameter_bytes: subject.parameters.iter().map(bytes).sum(),
+            parameter_bytes: subject.parameters.iter().map(tensor_bytes).sum(),
             activation_bytes: self.per_sample(activation_bytes),
             split_bytes: subject.kept_between(input)?.map(|bytes| self.per_sample(bytes)),
             output_bytes: self.bytes_of(&output),
@@ -182,16 +182,12 @@ impl Measurement {
     }
 
     fn bytes_of(&self, values: &[Tensor]) -> u64 {
-        self.per_sample(values.iter().map(bytes).sum())
+        self.per_sample(values.iter().map(tensor_bytes).sum())
     }
 
     fn per_sample(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.samples as u64)
     }
-}
-
-fn bytes(tensor: &Tensor) -> u64 {
-    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
 /// Lets libtorch's thread for backwards on an accelerator run something first: it warns, on standard

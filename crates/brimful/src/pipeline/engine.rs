@@ -185,7 +185,14 @@ impl Attempted<Pipeline> for PipelineTried {
     }
 
     fn figures(&self, _pipeline: &mut Pipeline, whole: &Whole) -> Result<Figures> {
-        let timeline = Timeline { actions: Arc::clone(&self.actions), spans: whole.spans.clone() };
+        let timeline = Timeline {
+            actions: Arc::clone(&self.actions),
+            spans: whole.spans.clone(),
+            buses: match whole.buses.iter().all(|bus| bus.moves.is_empty()) {
+                true => Vec::new(),
+                false => whole.buses.clone(),
+            },
+        };
         Ok(Figures {
             shares: self.shares.clone(),
             sizes: self.sizes.clone(),
@@ -453,6 +460,7 @@ impl Pipeline {
             seed: plan.seed,
             weights: Arc::clone(weights),
             start,
+            times_moves: self.times_moves,
         };
         Ok(self.ranks.here().map(job).collect())
     }

@@ -98,6 +98,8 @@ pub struct Pipeline {
     /// The forward that waits for its backward.
     open: Option<OpenForward>,
     forwards: u64,
+    /// Whether the moves of steps are timed.
+    times_moves: bool,
     state: StepState<PipelineTried>,
 }
 
@@ -152,6 +154,13 @@ impl Pipeline {
     /// How mini-batches are cut from now on: into so many micro-batches, or by a [`Size`].
     pub fn set_size(&mut self, size: impl Into<Size>) {
         self.state.set_size(size.into());
+    }
+
+    /// Whether steps from now on tell when weights, gradients and boundaries crossed the bus, and what compute
+    /// waited for ([`Timeline::buses`](crate::Timeline::buses)); off unless it is asked for. In a world, all ranks
+    /// ask alike.
+    pub fn time_moves(&mut self, on: bool) {
+        self.times_moves = on;
     }
 
     /// The actions of a step of so many micro-batches, as they are executed.

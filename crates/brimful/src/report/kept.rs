@@ -76,15 +76,18 @@ impl Kept {
 }
 
 impl Numbered {
+    /// And moves, which take as much room.
     fn actions(&self) -> usize {
-        self.ran.spans.iter().map(Vec::len).sum()
+        let Timeline { spans, buses, .. } = &self.ran;
+        let moves = buses.iter().map(|bus| bus.moves.len());
+        spans.iter().map(Vec::len).chain(moves).sum()
     }
 
     /// Beside it the same schedule on paper.
     fn compared(&self, roles: &[&str]) -> Compared {
-        let Timeline { actions, spans: timeline } = &self.ran;
+        let Timeline { actions, spans: timeline, buses } = &self.ran;
         let compact = |step: &Simulation| TimelineRecord::new(actions, step, Unit::Seconds);
-        let measured = Simulation::measured(actions, timeline, &self.peaks);
+        let measured = Simulation::measured_with_buses(actions, timeline, buses, &self.peaks);
         let simulated = simulate(actions, &Costs::measured(actions, timeline)).ok();
         Compared {
             title: format!("step {}: {}", self.number, roles.join(", ")),
@@ -109,7 +112,8 @@ mod tests {
         let mut kept = Kept::default();
         for (i, seconds) in seconds.iter().enumerate() {
             let timeline = step.timeline().to_vec();
-            let timeline = Some(Timeline { actions: Arc::clone(&actions), spans: timeline });
+            let (actions, buses) = (Arc::clone(&actions), Vec::new());
+            let timeline = Some(Timeline { actions, spans: timeline, buses });
             let time = Duration::from_secs(*seconds);
             kept.look(i + 1, &mut Record { samples: 1, time, timeline, ..Record::default() });
         }

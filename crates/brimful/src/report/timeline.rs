@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::{ActionKind, Actions, DeviceUse, MoveKind, MoveSpan, Simulation, Span};
+use crate::schedule::{
+    ActionKind, Actions, Awaited, DeviceUse, MoveKind, MoveSpan, Simulation, Span, WaitSpan,
+};
 
 /// A step, as it was run or simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,6 +64,9 @@ pub struct Lane {
     /// What went over the bus to the host.
     #[serde(default, skip_serializing_if = "BusLane::is_empty")]
     pub outward: BusLane,
+    /// What it waited for meanwhile.
+    #[serde(default, skip_serializing_if = "WaitLane::is_empty")]
+    pub awaited: WaitLane,
 }
 
 /// One way of a device's bus, in the order in which it was used: in each column one entry a move.
@@ -78,6 +83,21 @@ pub struct BusLane {
     pub waits: Vec<u64>,
     /// Counts from its beginning to its end.
     pub times: Vec<u64>,
+    /// The bytes that crossed; empty in files that do not tell them.
+    #[serde(default)]
+    pub bytes: Vec<u64>,
+}
+
+/// When a device's compute had to wait: in each column one entry a wait.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct WaitLane {
+    /// The [letters](Awaited::letter) of what it waited for.
+    pub kinds: String,
+    /// Counts from the end of the wait before, or from the step's beginning, to its own beginning.
+    pub waits: Vec<u64>,
+    /// Counts from its beginning to its end.
+    pub times: Vec<u64>,
 }
 
 impl TimelineRecord {
@@ -86,6 +106,7 @@ impl TimelineRecord {
     pub fn new(actions: &Actions, step: &Simulation, unit: Unit) -> Self {
         let resolution = resolution(step.makespan());
         let moves = |d: usize| step.moves().get(d).map_or(&[][..], Vec::as_slice);
+        let waits = |d: usize| step.waits().get(d).map_or(&[][..], Vec::as_slice);
         let lanes = step.timeline().iter().zip(step.devices()).enumerate();
         Self {
             unit,
@@ -95,7 +116,12 @@ impl TimelineRecord {
             stages: actions.stages(),
             micro_batches: actions.micro_batches(),
             lanes: lanes
-                .map(|(d, (spans, used))| Lane::new(spans, moves(d), used, resolution))
+                .map(|(d, (spans, used))| Lane {
+                    inward: BusLane::new(moves(d), MoveKind::is_inward, resolution),
+                    outward: BusLane::new(moves(d), MoveKind::is_outward, resolution),
+                    awaited: WaitLane::new(waits(d), resolution),
+                    ..Lane::new(spans, used, resolution)
+                })
                 .collect(),
         }
     }
@@ -119,7 +145,8 @@ fn resolution(makespan: f64) -> f64 {
 }
 
 impl Lane {
-    fn new(spans: &[Span], moves: &[MoveSpan], used: &DeviceUse, resolution: f64) -> Self {
+    /// Without its bus.
+    fn new(spans: &[Span], used: &DeviceUse, resolution: f64) -> Self {
         let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
         let stages: Vec<u32> = spans.iter().map(|span| span.action.stage.0).collect();
         let is_one = stages.windows(2).all(|pair| pair[0] == pair[1]);
@@ -135,8 +162,9 @@ impl Lane {
             waits,
             times,
             bytes: bytes.collect(),
-            inward: BusLane::new(moves, MoveKind::is_inward, resolution),
-            outward: BusLane::new(moves, MoveKind::is_outward, resolution),
+            inward: BusLane::default(),
+            outward: BusLane::default(),
+            awaited: WaitLane::default(),
         }
     }
 
@@ -163,7 +191,8 @@ impl Lane {
             return Err("a stage or micro-batch that the step has not, among the actions".into());
         }
         self.inward.check(of)?;
-        self.outward.check(of)
+        self.outward.check(of)?;
+        self.awaited.check()
     }
 }
 
@@ -177,6 +206,7 @@ impl BusLane {
             micro_batches: here().map(|span| span.moved.micro_batch.map(|i| i.0)).collect(),
             waits,
             times,
+            bytes: here().map(|span| span.bytes).collect(),
         }
     }
 
@@ -192,12 +222,37 @@ impl BusLane {
         }
         let columns =
             [self.stages.len(), self.micro_batches.len(), self.waits.len(), self.times.len()];
-        if let Some(found) = columns.into_iter().find(|found| *found != moves) {
+        // An older file tells no bytes.
+        let bytes = Some(self.bytes.len()).filter(|bytes| *bytes > 0);
+        if let Some(found) = columns.into_iter().chain(bytes).find(|found| *found != moves) {
             return Err(format!("{moves} moves, but {found} entries in a column"));
         }
         match self.stages.iter().any(|stage| *stage as usize >= of.stages) {
             true => Err("a stage that the step has not, among the moves".into()),
             false => Ok(()),
+        }
+    }
+}
+
+impl WaitLane {
+    fn new(spans: &[WaitSpan], resolution: f64) -> Self {
+        let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
+        Self { kinds: spans.iter().map(|span| span.awaited.letter()).collect(), waits, times }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.kinds.is_empty()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let is_kind = |letter: char| Awaited::ALL.iter().any(|kind| kind.letter() == letter);
+        if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
+            return Err(format!("'{letter}' among what was waited for"));
+        }
+        let waits = self.kinds.len();
+        match [self.waits.len(), self.times.len()].into_iter().find(|found| *found != waits) {
+            Some(found) => Err(format!("{waits} waits, but {found} entries in a column")),
+            None => Ok(()),
         }
     }
 }
@@ -221,6 +276,14 @@ mod tests {
         BusCost, Costs, Home, Moves, Recompute, Schedule, StageCost, StageHome, simulate,
         simulate_moves,
     };
+
+    type Damage = fn(&mut Lane);
+    const BROKEN: [(&str, Damage); 4] = [
+        ("a stage that is not there", |lane| lane.inward.stages[0] = 4),
+        ("a move without its bytes", |lane| lane.outward.bytes.truncate(1)),
+        ("a wait for nobody knows what", |lane| lane.awaited.kinds.replace_range(..1, "x")),
+        ("a wait without its time", |lane| lane.awaited.times.clear()),
+    ];
 
     #[test]
     fn columns_tell_every_action_and_its_times() {
@@ -247,8 +310,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+    /// A step whose weights and boundaries live on the host, simulated.
+    fn at_home() -> (TimelineRecord, Simulation) {
         let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
         let actions = schedule.actions(1, 3, Recompute::Always).expect("a schedule");
         let home = StageHome { boundaries: Home::Host, ..StageHome::HOST };
@@ -261,7 +324,12 @@ mod tests {
         };
         let costs = Costs { bus: BusCost::equal(7.0), ..Costs::equal(4, stage) };
         let step = simulate_moves(&actions, &moves, &costs).expect("costs");
-        let timeline = TimelineRecord::new(&actions, &step, Unit::Own);
+        (TimelineRecord::new(&actions, &step, Unit::Own), step)
+    }
+
+    #[test]
+    fn what_crosses_the_bus_is_told_each_way_with_its_times() {
+        let (timeline, step) = at_home();
         assert_eq!(timeline.check(), Ok(()));
         for (lane, is_inward) in
             [(&timeline.lanes[0].inward, true), (&timeline.lanes[0].outward, false)]
@@ -273,8 +341,8 @@ mod tests {
                 assert_eq!(lane.kinds.chars().nth(i), Some(span.moved.kind.letter()));
                 let micro_batch = span.moved.micro_batch.map(|i| i.0);
                 assert_eq!(
-                    (lane.stages[i], lane.micro_batches[i]),
-                    (span.moved.stage.0, micro_batch)
+                    (lane.stages[i], lane.micro_batches[i], lane.bytes[i]),
+                    (span.moved.stage.0, micro_batch, span.bytes)
                 );
                 now += lane.waits[i] + lane.times[i];
                 assert!((now as f64 * timeline.resolution - span.end).abs() < timeline.resolution);
@@ -283,9 +351,25 @@ mod tests {
         let kinds = [&timeline.lanes[0].inward, &timeline.lanes[0].outward].map(|lane| &lane.kinds);
         assert!("fid".chars().all(|kind| kinds[0].contains(kind)), "{kinds:?}");
         assert!("hou".chars().all(|kind| kinds[1].contains(kind)), "{kinds:?}");
-        let mut broken = timeline;
-        broken.lanes[0].inward.stages[0] = 4;
-        assert!(broken.check().is_err());
+    }
+
+    #[test]
+    fn what_was_waited_for_is_told_and_broken_columns_are_found() {
+        let (timeline, step) = at_home();
+        let awaited = &timeline.lanes[0].awaited;
+        let letters = step.waits()[0].iter().map(|wait| wait.awaited.letter());
+        assert_eq!(awaited.kinds, letters.collect::<String>());
+        assert!("wb".chars().all(|kind| awaited.kinds.contains(kind)), "{awaited:?}");
+        let ends = awaited.waits.iter().zip(&awaited.times).map(|(wait, time)| wait + time);
+        let last = step.waits()[0].last().expect("a wait").end;
+        assert!(
+            (ends.sum::<u64>() as f64 * timeline.resolution - last).abs() < timeline.resolution
+        );
+        for (what, damage) in BROKEN {
+            let mut broken = timeline.clone();
+            damage(&mut broken.lanes[0]);
+            assert!(broken.check().is_err(), "{what}");
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::auto::{Decision, SizeLog};
 use crate::bytes::Bytes;
-use crate::schedule::{Actions, Span, render};
+use crate::schedule::{Actions, BusUse, Span, render};
 
 /// What one step did, be it one mini-batch or several up to their commit; or what an evaluation did.
 #[derive(Debug)]
@@ -54,6 +54,9 @@ pub struct Timeline {
     pub actions: Arc<Actions>,
     /// For each device, its actions with their times in seconds since the step's start.
     pub spans: Vec<Vec<Span>>,
+    /// For each device, what crossed its bus and what it waited for, in seconds since the same start; empty
+    /// where nothing did, or nobody [asked](crate::Pipeline::time_moves).
+    pub buses: Vec<BusUse>,
 }
 
 /// What an engine adds to the report of a step.
@@ -118,6 +121,6 @@ impl Timeline {
     /// The step as Chrome trace JSON, which Perfetto and `chrome://tracing` open.
     #[must_use]
     pub fn trace(&self) -> String {
-        render::measured_trace(&self.spans)
+        render::measured_trace(&self.spans, &self.buses)
     }
 }

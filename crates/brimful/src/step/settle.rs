@@ -13,7 +13,7 @@ use super::trained::Trained;
 use super::{Attempted, Engine};
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
-use crate::schedule::Span;
+use crate::schedule::{BusUse, Span};
 use crate::statistics::ReportedLayer;
 use crate::workers::into_error;
 use crate::world::{Turn, World};
@@ -125,6 +125,7 @@ pub(crate) struct PartReport {
     /// The most memory in use, and a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
     pub(crate) spans: Vec<Span>,
+    pub(crate) bus: BusUse,
 }
 
 /// What all parts come to.
@@ -138,6 +139,7 @@ pub(crate) struct Whole {
     /// Of all parts of all ranks, in order.
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) spans: Vec<Vec<Span>>,
+    pub(crate) buses: Vec<BusUse>,
 }
 
 /// What one part has seen in all replicas together.
@@ -174,6 +176,7 @@ impl Whole {
             whole.parts[at % parts].add(told.present, told.layers);
             whole.peaks.push(told.peak);
             whole.spans.push(told.spans);
+            whole.buses.push(told.bus);
         }
         whole.totals = counted.totals()?;
         Ok(whole)

@@ -12,6 +12,7 @@ use super::trained::{Trained, names};
 use super::undo::Undo;
 use crate::Result;
 use crate::accumulate::{Finished, Named, Sums, check_dense};
+use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::ranks::RanksTurn;
 use crate::statistics::{Moved, Pending, ReportedLayer};
@@ -248,6 +249,5 @@ pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
 
 /// What a step's gradients take.
 pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
-    let bytes = |p: &Tensor| (p.numel() * p.kind().elt_size_in_bytes()) as u64;
-    parameters(variables).iter().map(bytes).sum()
+    parameters(variables).iter().map(tensor_bytes).sum()
 }

@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 
 /// What a rank has sent to others since it started: the numbers of tensors, without the short
@@ -16,7 +17,7 @@ pub struct Traffic {
 
 impl Traffic {
     pub(super) fn count(&mut self, tensor: &Tensor) {
-        self.sent.0 += (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
+        self.sent.0 += tensor_bytes(tensor);
         self.tensors += 1;
     }
 }

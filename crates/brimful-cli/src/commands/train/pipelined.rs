@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, names};
 use super::offload::MeasuredInputs;
+use super::records;
 use crate::home_plan::StageHomes;
 use crate::named::Named;
 use crate::progress::Ticker;
@@ -72,6 +73,7 @@ impl Pipelined {
         let builder = cut.described_to(builder).micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
         let mut pipeline = builder.build().context("the pipeline was not built")?;
+        pipeline.time_moves(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
         optimizer.decay_only_matrices()?;
         if stages.follow_backward {

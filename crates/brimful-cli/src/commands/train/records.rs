@@ -2,7 +2,6 @@
 
 use anyhow::Result;
 use brimful::report::{Device, Ended, Recorder};
-use brimful::schedule::render;
 use brimful::{Size, libtorch, save};
 
 use super::engine::TrainingEngine;
@@ -79,10 +78,16 @@ fn size(size: Size) -> String {
     }
 }
 
+/// Whether any of these files is wanted.
+pub(super) fn are_wanted(options: &TrainOptions) -> bool {
+    let files = [&options.stages.trace, &options.files.record, &options.files.report];
+    files.into_iter().any(Option::is_some)
+}
+
 /// Writes the files that were asked for, as far as the run went.
 pub(super) fn write(recorder: &Recorder, ended: Ended, options: &TrainOptions) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
-        save::replace(path, render::measured_trace(&ran.spans).as_bytes())?;
+        save::replace(path, ran.trace().as_bytes())?;
     }
     if options.files.record.is_none() && options.files.report.is_none() {
         return Ok(());

@@ -10,8 +10,8 @@ use std::collections::BTreeSet;
 
 use super::super::simulate::{Arrivals, Ways};
 use super::super::{
-    Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, MoveSpan, Simulation, Span,
-    StageId,
+    Action, ActionKind, Actions, Awaited, CostError, Costs, DeviceId, DeviceUse, MoveSpan,
+    Simulation, Span, StageId, WaitSpan,
 };
 use super::bus::{BusClock, WaitingMove};
 use super::held::HeldBytes;
@@ -49,6 +49,7 @@ pub fn simulate_moves(
         makespan,
         levels: devices.iter().map(|device| device.held.levels().to_vec()).collect(),
         moves: devices.iter().map(|device| device.moved.clone()).collect(),
+        waits: devices.iter().map(|device| device.waited.clone()).collect(),
         timeline: devices.into_iter().map(|device| device.spans).collect(),
     })
 }
@@ -81,6 +82,9 @@ struct DevicePlay {
     next_move: usize,
     bus: BusClock,
     moved: Vec<MoveSpan>,
+    /// What compute waited for; and what it waits for now, and since when.
+    waited: Vec<WaitSpan>,
+    waits: Option<(Awaited, f64)>,
     /// What is not on the device, or not yet: stages that live on the host and boundaries.
     away: BTreeSet<Moved>,
     held: HeldBytes,
@@ -113,6 +117,8 @@ impl<'a> Player<'a> {
             next_move: 0,
             bus: BusClock::new(costs.bus),
             moved: Vec::new(),
+            waited: Vec::new(),
+            waits: None,
             away: away.clone(),
             held: HeldBytes::new(actions, moves, costs, DeviceId::at(d)),
         };
@@ -233,13 +239,20 @@ impl<'a> Player<'a> {
         let Some(&action) = self.actions.lists()[device.index()].get(position) else {
             return false;
         };
-        let play = &self.devices[device.index()];
-        // The moves that are started before it have been handed over, so what is away is known.
-        let is_free = play.running().is_none();
-        if !is_free || play.lacks(action) || !self.has_arrived(action) {
+        let now = self.now;
+        let play = &mut self.devices[device.index()];
+        if play.running().is_some() {
             return false;
         }
-        let now = self.now;
+        // The moves that are started before it have been handed over, so what is away is known.
+        let lacks = play.lacks(action).map(|awaited| match awaited {
+            Awaited::Weights if self.updated[action.stage.index()] > now => Awaited::Update,
+            awaited => awaited,
+        });
+        play.wait(now, lacks);
+        if lacks.is_some() || !self.has_arrived(action) {
+            return false;
+        }
         let end = now + self.costs.time(action);
         let play = &mut self.devices[device.index()];
         play.held.begin(now, action);
@@ -331,14 +344,28 @@ impl DevicePlay {
         self.spans.last().filter(|_| self.spans.len() > self.done)
     }
 
-    /// Whether something that the action needs is not there.
-    fn lacks(&self, action: Action) -> bool {
+    /// What the action needs that is not there.
+    fn lacks(&self, action: Action) -> Option<Awaited> {
         let Action { kind, stage, micro_batch } = action;
         let is_away = |moved: Moved| self.away.contains(&moved);
         let uses_input = matches!(kind, ActionKind::Forward | ActionKind::Recompute);
-        is_away(Moved::Weights(stage))
-            || uses_input && is_away(Moved::Boundary(stage, micro_batch))
-            || kind.passes_gradient() && is_away(Moved::Gradient(StageId(stage.0 + 1), micro_batch))
+        let gradient = Moved::Gradient(StageId(stage.0 + 1), micro_batch);
+        let lacks_boundary = uses_input && is_away(Moved::Boundary(stage, micro_batch))
+            || kind.passes_gradient() && is_away(gradient);
+        if is_away(Moved::Weights(stage)) {
+            return Some(Awaited::Weights);
+        }
+        lacks_boundary.then_some(Awaited::Boundaries)
+    }
+
+    /// From now on compute waits for this, or for nothing that moves.
+    fn wait(&mut self, now: f64, awaited: Option<Awaited>) {
+        if self.waits.map(|(awaited, _)| awaited) == awaited {
+            return;
+        }
+        let ended = self.waits.take().filter(|(_, start)| *start < now);
+        self.waited.extend(ended.map(|(awaited, start)| WaitSpan { awaited, start, end: now }));
+        self.waits = awaited.map(|awaited| (awaited, now));
     }
 }
 

@@ -6,4 +6,4 @@ mod trace;
 
 pub use grid::{Grid, grid, grid_with_moves};
 pub use svg::{Panel, svg};
-pub use trace::{measured_trace, measured_trace_with_moves, trace};
+pub use trace::{measured_trace, trace};

@@ -2,7 +2,9 @@
 
 use serde::Serialize;
 
-use super::super::{Actions, Costs, MoveSpan, Simulation, Span, memory};
+use super::super::{
+    Actions, BusUse, Costs, MoveKind, MoveSpan, Simulation, Span, WaitSpan, memory,
+};
 
 /// The file: a list of events.
 #[derive(Serialize)]
@@ -36,6 +38,7 @@ enum EventArgs {
     Name { name: String },
     Action { stage: u32, micro_batch: u32 },
     Move { stage: u32, bytes: u64 },
+    Awaited { awaited: &'static str },
     Bytes { bytes: u64 },
     Held { activations: usize },
 }
@@ -48,44 +51,60 @@ impl Default for EventArgs {
 
 const MICROSECONDS: f64 = 1e6;
 
-/// The trace, its times taken as seconds: a track for each device, two for its bus where something
-/// moves, and one for the memory that it holds.
+/// The trace, its times taken as seconds: a track for each device with its actions and what it waited for,
+/// two for its bus where something moves, and one for the memory that it holds.
 #[must_use]
 pub fn trace(actions: &Actions, costs: &Costs, simulation: &Simulation) -> String {
     let mut events = tracks(simulation.timeline());
-    events.extend(bus_tracks(simulation.moves()));
+    events.extend(waits(simulation.waits().iter().map(Vec::as_slice)));
+    events.extend(bus_tracks(simulation.moves().iter().map(Vec::as_slice)));
     for device in 0..simulation.timeline().len() {
         events.extend(memory(device, actions, costs, simulation));
     }
     written(events)
 }
 
-/// The same of actions that were executed, with a track for each device.
+/// The same of actions that were executed, with the use of each device's bus where it was timed.
 #[must_use]
-pub fn measured_trace(timeline: &[Vec<Span>]) -> String {
-    written(tracks(timeline))
-}
-
-/// The same with what crossed each device's bus.
-#[must_use]
-pub fn measured_trace_with_moves(timeline: &[Vec<Span>], moves: &[Vec<MoveSpan>]) -> String {
+pub fn measured_trace(timeline: &[Vec<Span>], buses: &[BusUse]) -> String {
     let mut events = tracks(timeline);
-    events.extend(bus_tracks(moves));
+    events.extend(waits(buses.iter().map(|bus| bus.waits.as_slice())));
+    events.extend(bus_tracks(buses.iter().map(|bus| bus.moves.as_slice())));
     written(events)
 }
 
 /// Two for each device, behind those of all devices: what comes, and what leaves.
-fn bus_tracks(moves: &[Vec<MoveSpan>]) -> Vec<TraceEvent> {
+fn bus_tracks<'a>(moves: impl ExactSizeIterator<Item = &'a [MoveSpan]>) -> Vec<TraceEvent> {
+    let devices = moves.len();
     let mut events = Vec::new();
-    for (device, spans) in moves.iter().enumerate() {
+    for (device, spans) in moves.enumerate() {
         for (way, name) in ["to", "from"].into_iter().enumerate() {
-            let tid = moves.len() + 2 * device + way;
+            let is_this_way = if way == 0 { MoveKind::is_inward } else { MoveKind::is_outward };
+            let tid = devices + 2 * device + way;
             events.push(track(tid, format!("bus {name} device {device}")));
-            let mine = spans.iter().filter(|span| span.moved.kind.is_inward() == (way == 0));
+            let mine = spans.iter().filter(|span| is_this_way(span.moved.kind));
             events.extend(mine.map(|span| moving(tid, span)));
         }
     }
     events
+}
+
+/// On the devices' own tracks, between their actions.
+fn waits<'a>(waits: impl Iterator<Item = &'a [WaitSpan]>) -> Vec<TraceEvent> {
+    let waiting = |device: usize, span: &WaitSpan| TraceEvent {
+        name: format!("waits for {}", span.awaited.name()),
+        phase: "X",
+        start: span.start * MICROSECONDS,
+        duration: Some((span.end - span.start) * MICROSECONDS),
+        category: Some("wait"),
+        tid: device,
+        args: EventArgs::Awaited { awaited: span.awaited.name() },
+        ..TraceEvent::default()
+    };
+    let of_device = |(device, spans): (usize, &'a [WaitSpan])| {
+        spans.iter().map(move |span| waiting(device, span))
+    };
+    waits.enumerate().flat_map(of_device).collect()
 }
 
 fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {

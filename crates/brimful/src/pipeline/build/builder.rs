@@ -204,8 +204,7 @@ impl Builder {
         let seeded = devices.iter().map(|device| device.device).collect();
         let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
         ranks.tie(&workers)?;
-        // A copy was drawn by the seed of the layer that shares it, not by its owner's: it takes
-        // the owner's values over before anything runs.
+        // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
         Ok(Pipeline {
@@ -224,6 +223,7 @@ impl Builder {
             actions: HashMap::new(),
             open: None,
             forwards: 0,
+            times_moves: false,
             state,
         })
     }

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::Sum;
+use crate::batch::tensor_bytes;
 use crate::memory::Arena;
 
 /// Variables begin at multiples of 256 bytes, as what an accelerator's allocator gives does.
@@ -114,6 +115,12 @@ impl HostedStage {
             transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
         }
         Ok(())
+    }
+
+    /// What these copies take over the bus.
+    pub(crate) fn fetched_bytes(&self) -> u64 {
+        let guests = self.variables.iter().filter(|variable| variable.in_slot >= self.own);
+        self.own as u64 + guests.map(|guest| tensor_bytes(&guest.at_home)).sum::<u64>()
     }
 
     /// Lets the variables be what is in the slot.

@@ -29,8 +29,10 @@ use tch::{Device, Tensor};
 
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
+use crate::batch::tensor_bytes;
 use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
-use crate::pipeline::run::RestingPlace;
+use crate::pipeline::run::{MoveClock, RestingPlace};
+use crate::schedule::{Awaited, Move};
 use slots::Slots;
 
 /// How many stages are in slots at a time, unless a plan says it: one computes while the next is on its
@@ -45,7 +47,7 @@ pub(crate) struct HostedStages {
     stages: Vec<Option<HostedStage>>,
     slots: Slots,
     /// The stages that wait for their last update before they are brought to a slot.
-    late: Vec<usize>,
+    late: Vec<(usize, Move)>,
     /// Where gradients and boundaries leave by.
     outward: RestingPlace,
     /// The place at home of each parameter of the step under way.
@@ -120,37 +122,43 @@ impl HostedStages {
 
     /// Starts to bring a stage's weights to a slot, at once or when its last update is done: the stage before
     /// it computes meanwhile.
-    pub(crate) fn fetch(&mut self, at: usize) -> Result<()> {
-        self.late.push(at);
-        self.fetch_late()
+    pub(crate) fn fetch(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+        self.late.push((at, one));
+        self.fetch_late(clock)
     }
 
     /// Starts to bring those whose last update is done by now.
-    fn fetch_late(&mut self) -> Result<()> {
+    fn fetch_late(&mut self, clock: &mut MoveClock) -> Result<()> {
         let late = std::mem::take(&mut self.late);
         let mut update = self.update.as_mut().filter(|_| self.following.is_none());
         let mut is_done = |at| update.as_mut().is_none_or(|update| update.has_done(at));
-        let (done, late) = late.into_iter().partition::<Vec<_>, _>(|at| is_done(*at));
+        let (done, late) = late.into_iter().partition::<Vec<_>, _>(|(at, _)| is_done(*at));
         self.late = late;
-        done.into_iter().try_for_each(|at| self.bring(at))
+        done.into_iter().try_for_each(|(at, one)| self.bring(at, one, clock))
     }
 
-    /// Waits for the stage's last update, and starts to bring its weights to a slot.
-    fn fetch_now(&mut self, at: usize) -> Result<()> {
-        self.late.retain(|late| *late != at);
+    /// Waits for the stage's last update, and starts to bring its weights to a slot: by the move that is late, or
+    /// by this one.
+    fn fetch_now(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+        let late = self.late.iter().position(|(late, _)| *late == at);
+        let one = late.map_or(one, |late| self.late.remove(late).1);
         if let Some(update) = self.update.as_mut().filter(|_| self.following.is_none()) {
-            update.wait_for(at);
+            clock.waiting(Awaited::Update, || {
+                update.wait_for(at);
+                Ok(())
+            })?;
         }
-        self.bring(at)
+        self.bring(at, one, clock)
     }
 
-    fn bring(&mut self, at: usize) -> Result<()> {
-        self.stages[at].as_ref().map_or(Ok(()), |stage| self.slots.fetch(at, stage))
+    fn bring(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+        let stage = self.stages[at].as_ref();
+        stage.map_or(Ok(()), |stage| self.slots.fetch(at, stage, one, clock))
     }
 
-    /// Lets a stage compute: its parameters are what is in its slot.
-    pub(crate) fn enter(&mut self, at: usize) -> Result<()> {
-        self.fetch_late()?;
+    /// Lets a stage compute: its parameters are what is in its slot, which this move fills where none has.
+    pub(crate) fn enter(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
+        self.fetch_late(clock)?;
         if self.stages[at].is_none() || self.slots.is_current(at) {
             return Ok(());
         }
@@ -158,10 +166,10 @@ impl HostedStages {
         // that of a loss on all outputs is, has sent everything home. A slot is free in both cases: fewer stages are
         // in slots than the moves, which never have more than there are, take for granted.
         if !self.slots.has(at) {
-            self.fetch_now(at)?;
+            self.fetch_now(at, one, clock)?;
         }
         let Some(stage) = &self.stages[at] else { return Ok(()) };
-        self.slots.enter(at, stage)
+        self.slots.enter(at, stage, clock)
     }
 
     /// Gives a stage's slot up.
@@ -209,20 +217,21 @@ impl HostedStages {
         &mut self,
         at: usize,
         accumulator: &mut Accumulator,
+        one: Move,
+        clock: &mut MoveClock,
     ) -> Result<()> {
-        self.forget_left()?;
+        self.forget_left(clock)?;
         let Some(stage) = &mut self.stages[at] else { return Ok(()) };
         let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
         let sums = accumulator.take(&wanted);
         let computed = Event::after(Stream::current(self.memory.device)?)?;
         self.outward.outward.wait(&computed)?;
-        let mut home = Vec::new();
-        {
+        let home = {
             let _outward = self.outward.outward.enter()?;
-            for sum in &sums {
-                home.push(stage.bring_home(sum, &self.places, &self.memory)?);
-            }
-        }
+            let mut bring = |sum| stage.bring_home(sum, &self.places, &self.memory);
+            let bytes = |home: &Vec<Sum>| home.iter().flatten().flatten().map(tensor_bytes).sum();
+            clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
+        };
         match &mut self.following {
             Some(following) => {
                 let own = stage.named(home, &self.places, &mut following.shared);
@@ -286,17 +295,19 @@ impl HostedStages {
     }
 
     /// Lets go what a step that failed has left.
-    pub(crate) fn forget(&mut self) -> Result<()> {
+    pub(crate) fn forget(&mut self, clock: &mut MoveClock) -> Result<()> {
         self.home.clear();
-        self.forget_left()
+        self.forget_left(clock)
     }
 
     /// The sums that have left may be written over from now on, by work that comes after their copy.
-    fn forget_left(&mut self) -> Result<()> {
+    fn forget_left(&mut self, clock: &mut MoveClock) -> Result<()> {
+        let device = self.memory.device;
         if let Some((_, arrived)) = self.leaving.take()
-            && self.memory.device != Device::Cpu
+            && device != Device::Cpu
         {
-            Stream::current(self.memory.device)?.wait(&arrived)?;
+            clock
+                .waiting(Awaited::GradientsRoom, || Ok(Stream::current(device)?.wait(&arrived)?))?;
         }
         Ok(())
     }

@@ -5,6 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::HostedStage;
 use crate::Result;
+use crate::pipeline::run::MoveClock;
+use crate::schedule::{Awaited, Move};
 
 /// A device's slots.
 #[derive(Debug)]
@@ -49,7 +51,13 @@ impl Slots {
     }
 
     /// Queues the copy of a stage's weights into a slot that holds none.
-    pub(super) fn fetch(&mut self, at: usize, stage: &HostedStage) -> Result<()> {
+    pub(super) fn fetch(
+        &mut self,
+        at: usize,
+        stage: &HostedStage,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<()> {
         self.make()?;
         let slot = self.slots.iter_mut().find(|slot| slot.holds.is_none());
         let slot = slot.expect("moves fetch into slots that were released");
@@ -58,7 +66,7 @@ impl Slots {
             inward.wait(&left)?;
         }
         let _inward = inward.enter()?;
-        stage.copy_to(&slot.bytes)?;
+        clock.moving(one, || stage.copy_to(&slot.bytes), |()| stage.fetched_bytes())?;
         slot.arrived = (self.device != Device::Cpu).then(|| Event::after(inward)).transpose()?;
         slot.holds = Some(at);
         Ok(())
@@ -81,11 +89,17 @@ impl Slots {
 
     /// Lets this thread's work on the device come after the stage's weights, and the stage's
     /// parameters be what is there.
-    pub(super) fn enter(&mut self, at: usize, stage: &HostedStage) -> Result<()> {
+    pub(super) fn enter(
+        &mut self,
+        at: usize,
+        stage: &HostedStage,
+        clock: &mut MoveClock,
+    ) -> Result<()> {
         let slot = self.slots.iter_mut().find(|slot| slot.holds == Some(at));
         let slot = slot.expect("a stage is fetched before it is entered");
         if let Some(arrived) = slot.arrived.take() {
-            Stream::current(self.device)?.wait(&arrived)?;
+            let device = self.device;
+            clock.waiting(Awaited::Weights, || Ok(Stream::current(device)?.wait(&arrived)?))?;
         }
         stage.point_to(&slot.bytes)?;
         self.current = Some(at);

@@ -71,7 +71,7 @@ impl WorkerRun {
         self.note_probe(site, at, &mut gradients)?;
         self.note_norm(site, i)?;
         self.timeline.end(action)?;
-        self.hand_back(site, at, gradients)
+        self.hand_back(site, at, action, gradients)
     }
 
     /// Runs the half of a backward that the stage before waits for, and keeps the other one.
@@ -90,7 +90,7 @@ impl WorkerRun {
         }
         self.begun[at][i] = Some(weights);
         self.timeline.end(action)?;
-        self.hand_back(site, at, gradients)
+        self.hand_back(site, at, action, gradients)
     }
 
     /// Runs the half of a backward that nobody waits for.

@@ -10,7 +10,7 @@ use super::wiring::StageOutlet;
 use super::{Entered, HeldInput, HeldMicroBatch, Output, Stop, WorkerRun};
 use crate::Result;
 use crate::pipeline::worker::Site;
-use crate::schedule::{Action, StageId};
+use crate::schedule::{Action, MicroBatchId, Move, MoveKind, StageId};
 
 impl WorkerRun {
     /// What enters the stage; and the same as it waits on the host, where it does.
@@ -23,13 +23,14 @@ impl WorkerRun {
         if let Some(arrived) = self.arrived[at][i].take() {
             return Ok(arrived);
         }
-        let ports = &self.job.ports[at];
+        let entering = self.crossing(MoveKind::BoundaryIn, site.stages[at].id, i);
+        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let mut resting = Vec::new();
         let mut taken = |parcel: StageParcel| {
             if parcel.rests() {
                 resting.push(parcel.share());
             }
-            site.dock.unpack_values(parcel)
+            site.dock.unpack_values(parcel, entering, clock)
         };
         let values = match &ports.values_in {
             Some(inlet) => taken(inlet.take()?)?,
@@ -49,7 +50,7 @@ impl WorkerRun {
         match self.kept[at][i].take() {
             None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
             Some(HeldMicroBatch { input: HeldInput::Host(parcels), output }) => {
-                let input = HeldInput::Here(Self::bring_back(site, &parcels)?);
+                let input = HeldInput::Here(self.bring_back(site, at, i, &parcels)?);
                 self.kept[at][i] = Some(HeldMicroBatch { input, output });
             }
             // The mini-batch itself, which never left.
@@ -70,14 +71,26 @@ impl WorkerRun {
     }
 
     /// What entered the stage, once more on the device.
-    pub(crate) fn bring_back(site: &mut Site, parcels: &[StageParcel]) -> Result<Boundary> {
+    pub(crate) fn bring_back(
+        &mut self,
+        site: &mut Site,
+        at: usize,
+        i: usize,
+        parcels: &[StageParcel],
+    ) -> Result<Boundary> {
+        let entering = self.crossing(MoveKind::BoundaryIn, site.stages[at].id, i);
         let mut parts = Vec::new();
         for parcel in parcels {
-            parts.push(site.dock.unpack_values(parcel.share())?);
+            parts.push(site.dock.unpack_values(parcel.share(), entering, &mut self.moving)?);
         }
         site.keep_pace()?;
         let values = parts.remove(0);
         Ok(Boundary { values, skips: parts, met: None })
+    }
+
+    /// What crosses the bus for the action that is next, or under way: it is where the list of moves has it.
+    pub(crate) fn crossing(&self, kind: MoveKind, stage: StageId, i: usize) -> Move {
+        Move { kind, stage, micro_batch: Some(MicroBatchId::at(i)), before: self.next }
     }
 
     /// Sends the output on, or ends the model with it. Gives what its backward will start from.
@@ -95,9 +108,14 @@ impl WorkerRun {
             return Ok(output);
         }
         self.count_in(at, &output)?;
-        let ports = &self.job.ports[at];
-        let pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
-            site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet, to)
+        // The action ends here: what leaves for the host, or waits for a place, is not its work.
+        self.timeline.end(action)?;
+        let leaving =
+            self.crossing(MoveKind::BoundaryOut, action.stage, action.micro_batch.index());
+        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
+        let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
+            let parcel = StageParcel::values(leaves(values, &traced)?, site.device)?;
+            site.settle(parcel, outlet, Move { stage: to, ..leaving }, clock)
         };
         let mut parcels = Vec::new();
         let targets = site.stages[at].targets();
@@ -112,8 +130,6 @@ impl WorkerRun {
             let next = StageId(action.stage.0 + 1);
             parcels.push((outlet, pack(&output.values, outlet, next)?));
         }
-        // The action ends here: a wait for a place is idle time, and the timeline is to show it.
-        self.timeline.end(action)?;
         send(parcels)?;
         Ok(Output::Boundary(output))
     }
@@ -136,15 +152,18 @@ impl WorkerRun {
         if let Some(arrived) = self.gradients[at][i].take() {
             return Ok(arrived);
         }
-        let ports = &self.job.ports[at];
+        let next = StageId(site.stages[at].id.0 + 1);
+        let back = self.crossing(MoveKind::GradientIn, next, i);
+        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let mut gradients = vec![match &ports.gradients_in {
-            Some(inlet) => site.dock.unpack(inlet.take()?)?,
+            Some(inlet) => site.dock.unpack(inlet.take()?, back, clock)?,
             None => std::mem::take(&mut self.output_gradients[i]),
         }];
-        for ends in &ports.skips_out {
+        for (ends, targets) in ports.skips_out.iter().zip(site.stages[at].targets()) {
             let mut sum = Vec::new();
-            for (_, inlet) in ends {
-                sum = backward::add(sum, site.dock.unpack(inlet.take()?)?)?;
+            for ((_, inlet), from) in ends.iter().zip(targets) {
+                let back = Move { stage: StageId::at(*from), ..back };
+                sum = backward::add(sum, site.dock.unpack(inlet.take()?, back, clock)?)?;
             }
             gradients.push(sum);
         }
@@ -153,19 +172,22 @@ impl WorkerRun {
 
     /// Sends the input's gradients to where the input came from.
     pub(crate) fn hand_back(
-        &self,
+        &mut self,
         site: &Site,
         at: usize,
+        action: Action,
         gradients: Vec<Tensors>,
     ) -> Result<(), Stop> {
-        let ports = &self.job.ports[at];
+        let leaving =
+            self.crossing(MoveKind::GradientOut, action.stage, action.micro_batch.index());
+        let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let skips = ports.skips_in.iter().map(|(_, outlet)| Some(outlet));
         let outlets = std::iter::once(ports.gradients_out.as_ref()).chain(skips);
         let mut parcels = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
                 let parcel = StageParcel::pack(gradients, site.device)?;
-                parcels.push((outlet, site.settle(parcel, outlet, site.stages[at].id)?));
+                parcels.push((outlet, site.settle(parcel, outlet, leaving, clock)?));
             }
         }
         // The values' come last: theirs is the channel that may be full.

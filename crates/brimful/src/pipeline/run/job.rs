@@ -30,6 +30,8 @@ pub(crate) struct Job {
     pub(crate) seed: u64,
     pub(crate) weights: Arc<[MicroBatchWeight]>,
     pub(crate) start: Instant,
+    /// Whether somebody wants to know when weights, gradients and boundaries moved.
+    pub(crate) times_moves: bool,
 }
 
 /// What a mini-batch is run for.

@@ -17,6 +17,7 @@ mod exchange;
 mod intake;
 mod job;
 mod meeting;
+mod move_clock;
 mod recompute;
 mod stage;
 mod timeline;
@@ -25,6 +26,7 @@ mod waiting;
 mod wiring;
 
 pub(crate) use job::{End, Job, LossFn, Mode};
+pub(crate) use move_clock::MoveClock;
 pub use recompute::is_recomputing;
 pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, StagePass};
@@ -114,6 +116,8 @@ pub(crate) struct WorkerRun {
     /// The model's inputs; none but on the first stage's worker.
     pub(crate) intake: Intake,
     pub(crate) timeline: ActionClock,
+    /// The same of what moves.
+    pub(crate) moving: MoveClock,
 }
 
 /// A micro-batch inside a stage, between its forward and its backward.
@@ -172,6 +176,7 @@ impl WorkerRun {
             intake,
             next: 0,
             accumulator: None,
+            moving: MoveClock::new(device, job.times_moves),
             timeline,
             list,
             moves,
@@ -223,7 +228,7 @@ impl WorkerRun {
                 }
                 _ => {
                     let place = at(one.stage);
-                    self.move_weights(site, place, one.kind)?;
+                    self.move_weights(site, place, one)?;
                 }
             }
         }
@@ -231,18 +236,22 @@ impl WorkerRun {
     }
 
     /// Starts to move a stage's weights, or its gradients.
-    fn move_weights(&mut self, site: &mut Site, at: usize, kind: MoveKind) -> Result<()> {
+    fn move_weights(&mut self, site: &mut Site, at: usize, one: Move) -> Result<()> {
         let Some(homes) = &mut site.homes else { return Ok(()) };
-        match kind {
-            MoveKind::Fetch => homes.fetch(at),
-            MoveKind::Release => homes.release(at),
+        match one.kind {
+            MoveKind::Fetch => homes.fetch(at, one, &mut self.moving),
+            MoveKind::Release => {
+                homes.release(at)?;
+                self.moving.release(one)
+            }
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
                 if homes.is_following() && groups.iter().any(|group| *group != TermGroup::Done) {
                     return Err(PipelineError::FollowsUnknown.into());
                 }
                 let accumulator = self.accumulator.as_mut();
-                homes.send_gradients(at, accumulator.expect("training has an accumulator"))
+                let accumulator = accumulator.expect("training has an accumulator");
+                homes.send_gradients(at, accumulator, one, &mut self.moving)
             }
         }
     }
@@ -254,7 +263,10 @@ impl WorkerRun {
     fn perform(&mut self, site: &mut Site, action: Action) -> Result<(), Stop> {
         let at = site.place_of(action.stage).expect("a worker's list is of its own stages");
         if let Some(homes) = &mut site.homes {
-            homes.enter(at)?;
+            let Action { stage, .. } = action;
+            let late =
+                Move { kind: MoveKind::Fetch, stage, micro_batch: None, before: self.next - 1 };
+            homes.enter(at, late, &mut self.moving)?;
         }
         site.look_for_room()?;
         match action.kind {
@@ -300,7 +312,10 @@ impl WorkerRun {
             None if !self.comes_back(action) && site.keeps_inputs() => HeldInput::Here(input),
             None => match resting {
                 Some(parcels) => HeldInput::Host(parcels),
-                None => site.put_aside(input)?,
+                None => {
+                    let leaving = self.crossing(MoveKind::BoundaryOut, action.stage, i);
+                    site.put_aside(input, leaving, &mut self.moving)?
+                }
             },
         };
         self.kept[at][i] = Some(HeldMicroBatch { input, output });
@@ -349,7 +364,7 @@ impl WorkerRun {
         let held = match kept.input {
             HeldInput::Here(input) => input,
             // It waited there for want of room, which no move knows of.
-            HeldInput::Host(parcels) => Self::bring_back(site, &parcels)?,
+            HeldInput::Host(parcels) => self.bring_back(site, at, i, &parcels)?,
         };
         self.timeline.begin()?;
         let held = self.let_meet(site, at, held)?;

@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use tch::Device;
 
+use super::move_clock::MoveClock;
 use crate::Result;
 use crate::memory::{Arena, Memory};
 use crate::moment::Moment;
-use crate::schedule::{Action, Span};
+use crate::schedule::{Action, BusUse, Span};
 
 /// The times of one worker's actions, from the step's start on.
 #[derive(Debug)]
@@ -68,16 +69,14 @@ impl ActionClock {
         Ok(TimeMark { at: Moment::now(self.device)?, bytes })
     }
 
-    /// The times in seconds. Waits for the device's last action.
-    pub(crate) fn read(self) -> Result<Vec<Span>> {
-        let since = |moment: &Moment| {
-            moment.wait()?;
-            Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64())
-        };
+    /// The times in seconds, and those of what moved. Waits for the device's last action.
+    pub(crate) fn read(self, moves: MoveClock) -> Result<(Vec<Span>, BusUse)> {
+        let since = |mark: &TimeMark| mark.at.seconds_since(&self.origin);
         let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| {
-            let (start, end) = (since(&begun.at)?, since(&ended.at)?);
+            let (start, end) = (since(begun)?, since(ended)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };
-        self.spans.iter().map(span).collect()
+        let spans = self.spans.iter().map(span).collect::<Result<_>>()?;
+        Ok((spans, moves.read(&self.origin)?))
     }
 }

@@ -9,10 +9,12 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
+use super::move_clock::MoveClock;
 use crate::Result;
-use crate::batch::copy_of;
-use crate::copies::Copies;
+use crate::batch::{copy_of, tensor_bytes};
+use crate::copies::{Arriving, Copies};
 use crate::memory::Arena;
+use crate::schedule::{Awaited, Move};
 /// Tensors under way; gradients come once for each group of loss terms.
 pub(crate) use crate::world::Tensors;
 
@@ -27,6 +29,19 @@ pub(crate) struct RestingPlace {
 impl RestingPlace {
     pub(crate) fn new(device: Device, arena: Option<Arena>) -> Result<Self> {
         Ok(Self { outward: Stream::new(device)?, arena })
+    }
+
+    /// Queues a copy to the host, on the stream outward, which this thread has entered.
+    fn take(&self, tensor: &Tensor) -> Result<Tensor> {
+        let room = {
+            let _charged = self.arena.as_ref().map(Arena::enter);
+            // It comes back with its channels where they were: layers are slow where these change places.
+            transfer::room_like(tensor)?
+        };
+        transfer::copy(&room, tensor)?;
+        // Its memory must not be used for something else before it has been copied.
+        self.outward.keep(tensor)?;
+        Ok(room.f_set_requires_grad(tensor.requires_grad())?)
     }
 }
 
@@ -51,24 +66,21 @@ impl StageParcel {
         Self { tensors, ready: None, rests: false }
     }
 
-    /// Lets what this thread's work on the device has made wait on the host.
-    pub(crate) fn resting(self, host: &RestingPlace) -> Result<Self> {
-        let Self { mut tensors, ready, .. } = self;
+    /// Lets what this thread's work on the device has made wait on the host, where this move brings it.
+    pub(crate) fn resting(
+        self,
+        host: &RestingPlace,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<Self> {
+        let Self { tensors, ready, .. } = self;
         if let Some(computed) = &ready {
             host.outward.wait(computed)?;
         }
         let _outward = host.outward.enter()?;
-        for tensor in tensors.iter_mut().flatten().flatten() {
-            let room = {
-                let _charged = host.arena.as_ref().map(Arena::enter);
-                // It comes back with its channels where they were: layers are slow where these change places.
-                transfer::room_like(tensor)?
-            };
-            transfer::copy(&room, tensor)?;
-            // Its memory must not be used for something else before it has been copied.
-            host.outward.keep(tensor)?;
-            *tensor = room.f_set_requires_grad(tensor.requires_grad())?;
-        }
+        let copy = || each(tensors, |tensor| host.take(&tensor));
+        let bytes = |there: &Tensors| there.iter().flatten().flatten().map(tensor_bytes).sum();
+        let tensors = clock.moving(one, copy, bytes)?;
         let there = (host.outward.device() != Device::Cpu).then(|| Event::after(host.outward));
         Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
     }
@@ -111,26 +123,61 @@ impl StageParcel {
 }
 
 impl Copies {
-    /// The parcel's tensors on this device, for this thread's work on it.
-    pub(crate) fn unpack(&self, parcel: StageParcel) -> Result<Tensors> {
-        let StageParcel { mut tensors, ready, rests } = parcel;
-        for tensor in tensors.iter_mut().flatten().flatten() {
-            *tensor = match self.device() {
-                // The host is the device too, but its memory is another account.
-                Device::Cpu if rests => {
-                    copy_of(&tensor.f_detach()?)?.f_set_requires_grad(tensor.requires_grad())?
-                }
-                // Workers of one device share its default stream, which keeps the order by itself.
-                _ => self.finish(self.start(tensor, ready.as_deref())?)?,
-            };
+    /// The parcel's tensors on this device, for this thread's work on it; brought by this move where they
+    /// wait on the host.
+    pub(crate) fn unpack(
+        &self,
+        parcel: StageParcel,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<Tensors> {
+        let StageParcel { tensors, ready, rests } = parcel;
+        let ready = ready.as_deref();
+        // Workers of one device share its default stream, which keeps the order by itself.
+        if !rests {
+            return each(tensors, |tensor| self.finish(self.start(&tensor, ready)?));
         }
-        Ok(tensors)
+        let copy = || each(tensors, |tensor| self.start_from_host(&tensor, ready));
+        let arriving = clock.moving_by(
+            one,
+            || self.moment_after(ready),
+            copy,
+            |arriving| arriving.iter().flatten().flatten().map(Arriving::bytes).sum(),
+        )?;
+        let finish = || each(arriving, |arriving| self.finish(arriving));
+        clock.waiting(Awaited::Boundaries, finish)
+    }
+
+    fn start_from_host(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
+        match self.device() {
+            // The host is the device too, but its memory is another account.
+            Device::Cpu => {
+                let copy = copy_of(&tensor.f_detach()?)?;
+                self.start(&copy.f_set_requires_grad(tensor.requires_grad())?, None)
+            }
+            _ => self.start(tensor, ready),
+        }
     }
 
     /// The values of a parcel in which none is missing.
-    pub(crate) fn unpack_values(&self, parcel: StageParcel) -> Result<Vec<Tensor>> {
-        Ok(self.unpack(parcel)?.into_iter().flatten().flatten().collect())
+    pub(crate) fn unpack_values(
+        &self,
+        parcel: StageParcel,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<Vec<Tensor>> {
+        Ok(self.unpack(parcel, one, clock)?.into_iter().flatten().flatten().collect())
     }
+}
+
+/// The same lists, with what `f` makes of each tensor.
+fn each<T, U>(
+    lists: Vec<Vec<Option<T>>>,
+    mut f: impl FnMut(T) -> Result<U>,
+) -> Result<Vec<Vec<Option<U>>>> {
+    let mut list =
+        |list: Vec<Option<T>>| list.into_iter().map(|t| t.map(&mut f).transpose()).collect();
+    lists.into_iter().map(&mut list).collect()
 }
 
 fn mark(device: Device) -> Result<Option<Event>> {

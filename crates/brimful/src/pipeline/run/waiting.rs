@@ -9,10 +9,11 @@
 use std::collections::VecDeque;
 
 use brimful_torch::stream::{Event, Stream};
-use tch::{Device, Tensor};
+use tch::Device;
 
 use super::stage::Boundary;
 use crate::Result;
+use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 
@@ -142,9 +143,7 @@ impl WaitingRoom {
     /// Learns how much enters a stage.
     pub(crate) fn note(&mut self, entered: &Boundary) {
         if let Some(step) = &mut self.step {
-            let bytes =
-                |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-            step.boundary = step.boundary.max(entered.all().map(bytes).sum());
+            step.boundary = step.boundary.max(entered.all().map(tensor_bytes).sum());
         }
     }
 

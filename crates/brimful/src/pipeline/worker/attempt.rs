@@ -13,7 +13,7 @@ use crate::pipeline::run::Tensors;
 use crate::pipeline::run::{Job, Mode, StepExtent};
 use crate::pipeline::run::{WorkerFailure, WorkerRun};
 use crate::random::Randomness;
-use crate::schedule::ActionKind;
+use crate::schedule::{ActionKind, Awaited};
 use crate::statistics::Pending;
 use crate::step::{PartReport, Summed, Tally, Tried, Undo};
 use crate::workers::into_error;
@@ -50,7 +50,7 @@ impl Worker {
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
             run.accumulator = Some(self.accumulator(&run).map_err(failed)?);
-            self.begin_following(run.job.mode).map_err(failed)?;
+            self.begin_following(&mut run).map_err(failed)?;
         }
         let mode = run.job.mode;
         let (undo, result) = self.collecting(run, unmanaged, |kind| mode.runs(kind));
@@ -100,7 +100,7 @@ impl Worker {
         let undo = Undo::default();
         // Something with no gradients, not nothing: it takes part in votes and sums as all others do.
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, 1.0, Vec::new()));
-        self.spans = Vec::new();
+        (self.spans, self.bus) = Default::default();
         self.done(Vec::new(), tells).map_err(failed)
     }
 
@@ -139,14 +139,14 @@ impl Worker {
     }
 
     /// Lets updates at home follow this run's backward, if they are to.
-    fn begin_following(&mut self, mode: Mode) -> Result<()> {
+    fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
         if !self.site.homes.as_ref().is_some_and(|homes| homes.follows) {
             return Ok(());
         }
-        if !mode.is_last() || self.window.is_some() {
+        if !run.job.mode.is_last() || self.window.is_some() {
             return Err(PipelineError::FollowsParts.into());
         }
-        self.settle()?;
+        run.moving.waiting(Awaited::Update, || self.settle())?;
         if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
             homes.begin_following(optimizer);
         }
@@ -222,7 +222,7 @@ impl Worker {
 
     /// What remains of a run that has come to its end.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
-        let WorkerRun { accumulator, mut tally, outputs, timeline, norms, job, .. } = run;
+        let WorkerRun { accumulator, mut tally, outputs, timeline, moving, norms, job, .. } = run;
         // By micro-batch, in whatever order their backwards ran: a refusal names the number.
         for norm in norms {
             tally.add_norm(norm)?;
@@ -233,7 +233,7 @@ impl Worker {
             accumulator.parameters().iter().map(Tensor::shallow_clone).collect()
         });
         let sums = accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
-        self.spans = timeline.read()?;
+        (self.spans, self.bus) = timeline.read(moving)?;
         let unit = job.weights.first().map_or(1.0, |weight| weight.unit);
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();
         Ok((KeptRun { parameters, sums: (sums, tally, groups), unit, sizes }, outputs))

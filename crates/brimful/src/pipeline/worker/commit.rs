@@ -24,6 +24,7 @@ impl Worker {
         }
         report.peak = self.peak;
         report.spans = self.spans.clone();
+        report.bus = self.bus.clone();
         Ok(report)
     }
 

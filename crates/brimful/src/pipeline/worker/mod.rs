@@ -24,9 +24,9 @@ use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
-use crate::pipeline::run::{HostLead, RestingPlace, WaitingRoom};
+use crate::pipeline::run::{HostLead, MoveClock, RestingPlace, WaitingRoom};
 use crate::random::{Draws, Generator};
-use crate::schedule::{Action, Home, Move, Moves, Span, StageHome, StageId};
+use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
 use crate::workers::DeviceSpec;
 
@@ -113,6 +113,8 @@ pub(crate) struct Worker {
     /// The actions of the last mini-batch with their times, and the most memory in use.
     pub(crate) spans: Vec<Span>,
     pub(crate) peak: Option<Bytes>,
+    /// What crossed the bus meanwhile, where somebody asked.
+    pub(crate) bus: BusUse,
 }
 
 impl Blueprint {
@@ -294,28 +296,34 @@ impl Site {
         self.waiting.as_ref().is_some_and(WaitingRoom::is_full)
     }
 
-    /// Lets a parcel that enters this stage, or comes back from it, wait on the host where it is to: all
-    /// micro-batches may pass a stage before the first one's output is taken.
+    /// Lets a parcel that enters a stage, or comes back from it, wait on the host where it is to, brought there
+    /// by this move: all micro-batches may pass a stage before the first one's output is taken.
     pub(crate) fn settle(
         &self,
         parcel: StageParcel,
         outlet: &StageOutlet,
-        of: StageId,
+        one: Move,
+        clock: &mut MoveClock,
     ) -> Result<StageParcel> {
-        match (self.resting_place_of(of), outlet) {
-            (Some(host), StageOutlet::Near(_)) => parcel.resting(host),
+        match (self.resting_place_of(one.stage), outlet) {
+            (Some(host), StageOutlet::Near(_)) => parcel.resting(host, one, clock),
             _ => Ok(parcel),
         }
     }
 
     /// Keeps what entered a stage until it is run again: on the host, if anything can wait there.
-    pub(crate) fn put_aside(&self, input: Boundary) -> Result<HeldInput> {
+    pub(crate) fn put_aside(
+        &self,
+        input: Boundary,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<HeldInput> {
         let Some(host) = &self.resting_place else { return Ok(HeldInput::Here(input)) };
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
             let parcel = StageParcel::values(values, self.device)?;
-            parcels.push(parcel.resting(host)?);
+            parcels.push(parcel.resting(host, one, clock)?);
         }
         Ok(HeldInput::Host(parcels))
     }
@@ -358,7 +366,7 @@ impl Site {
         }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => homes.finish(accumulator),
-            None => homes.forget(),
+            None => homes.forget(&mut run.moving),
         }
     }
 
@@ -397,6 +405,7 @@ impl Worker {
             window: None,
             spans: Vec::new(),
             peak: None,
+            bus: BusUse::default(),
         })
     }
 
