@@ -149,7 +149,7 @@ impl OffloadOptions {
                 let question = HomeQuestion {
                     device,
                     loss,
-                    accumulates: false,
+                    kept_beside: 0,
                     rooms: vec![room],
                     kind: Kind::BFloat16,
                     method: AdamW::new(RATE).into(),

@@ -48,8 +48,9 @@ pub struct HomeQuestion {
     pub loss: fn(&Tensor, &Tensor) -> Tensor,
     /// Samples in a mini-batch.
     pub batch_size: usize,
-    /// Whether gradients of several mini-batches make a step: those of earlier ones wait where their stage lives.
-    pub accumulates: bool,
+    /// How many numbers are kept of each parameter beside the optimizer's state, in the type of the sums: averages
+    /// of weights, and gradients of mini-batches that make a step together.
+    pub kept_beside: usize,
     /// Whether micro-batches get smaller where they do not fit.
     pub adapts: bool,
     /// How the model is run where all of it stays on its devices.
@@ -159,11 +160,11 @@ impl HomePlan {
         let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
         let limited = |room| PlanDevice { memory: Some(spared(room)), ..PlanDevice::default() };
         let devices = self.question.rooms.iter().map(limited).collect();
-        let waiting = if self.question.accumulates { gradient_factor(kind) } else { 0.0 };
+        let beside = self.question.kept_beside as f64 * gradient_factor(kind);
         Request {
             gradient_bytes: gradient_factor(kind),
             sums_apart: device != Device::Cpu || gradient_factor(kind) > 1.0,
-            optimizer_bytes: method.state_factor_in(kind) + waiting,
+            optimizer_bytes: method.state_factor_in(kind) + beside,
             schedules: vec![schedule],
             recompute: Some(recompute),
             ..Request::new(&self.profile, devices, self.question.batch_size)

@@ -79,7 +79,9 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
                  3.05 MiB whatever the size of the micro-batches, and the limit is ";
     for size in ["--micro-batch 32", "--micro-batch 1", "--micro-batches 4", ""] {
         for limit in ["2MiB", "2600kB", "3MiB", "3200kB"] {
-            let train = format!("train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}");
+            let train = format!(
+                "train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}"
+            );
             let run = brimful().args(train.split_whitespace()).assert().code(3);
             // One sample needs a little more than these: only those that say so are known.
             let is_told =

@@ -128,7 +128,8 @@ fn question(
         method: options.recipe.method(),
         loss,
         batch_size: inputs.batch_size,
-        accumulates: options.recipe.accumulate > 1,
+        kept_beside: usize::from(options.recipe.accumulate > 1)
+            + usize::from(options.recipe.ema.is_some()),
         adapts: !matches!(options.size(), Size::Fixed(_) | Size::Count(_)),
         schedule: Schedule::OneFOneB,
         recompute: options.stages.recompute.unwrap_or(Recompute::Never),
