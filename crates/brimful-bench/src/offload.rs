@@ -148,6 +148,8 @@ impl OffloadOptions {
                 let most = self.counts.iter().copied().max().unwrap_or(1);
                 let question = HomeQuestion {
                     device,
+                    loss,
+                    kept_beside: 0,
                     rooms: vec![room],
                     kind: Kind::BFloat16,
                     method: AdamW::new(RATE).into(),
@@ -158,7 +160,8 @@ impl OffloadOptions {
                 };
                 let tokens = [self.sequences, self.tokens];
                 let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
-                StageHomes::plan(&self.layers(), &micro_batch, question)
+                // Tokens are what tokens should give.
+                StageHomes::plan(&self.layers(), (&micro_batch, &micro_batch), question)
             }
         }
     }
@@ -166,6 +169,11 @@ impl OffloadOptions {
 
 fn breadth_first(balance: &[usize]) -> Schedule {
     Schedule::BreadthFirst { stages_per_device: balance.len() }
+}
+
+fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
+    let rows = logits.view([-1, VOCABULARY]).to_kind(Kind::Float);
+    rows.cross_entropy_for_logits(&tokens.view([-1]))
 }
 
 struct Contestant {
@@ -250,10 +258,7 @@ impl Contestant {
 
     /// Forward and backward, and the most memory of the device that they took.
     fn backward(&mut self, (x, y): &(Tensor, Tensor)) -> Result<Option<Bytes>> {
-        let step = self.pipeline.backward(x, y, |out: Tensor, y| {
-            let rows = out.view([-1, VOCABULARY]).to_kind(Kind::Float);
-            Loss::mean(rows.cross_entropy_for_logits(&y.view([-1])))
-        })?;
+        let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
         Ok(step.peaks.first().copied().flatten())
     }
 }

@@ -1,6 +1,7 @@
 //! Where the stages of a model are to live, planned from its measured layers and the memory that there is.
 
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
 use brimful::balance::Profile;
@@ -14,8 +15,11 @@ use tch::{Device, Kind, Tensor};
 use crate::measured;
 use crate::setting::typed;
 
-/// A part of a device's memory that a plan leaves alone: what a layer needs while it computes is not in it.
-const SPARE: f64 = 0.1;
+/// A part of a device's memory that a plan leaves alone: what an allocator rounds up and cannot join.
+const SPARE: f64 = 0.05;
+
+/// The name that the loss is measured under, after the layers.
+const LOSS: &str = "loss of the outputs";
 
 /// How often micro-batches of an automatic size are halved to find homes.
 const HALVINGS: u32 = 3;
@@ -40,8 +44,13 @@ pub struct HomeQuestion {
     /// The number type of the parameters.
     pub kind: Kind,
     pub method: Method,
+    /// The loss of outputs and targets.
+    pub loss: fn(&Tensor, &Tensor) -> Tensor,
     /// Samples in a mini-batch.
     pub batch_size: usize,
+    /// How many numbers are kept of each parameter beside the optimizer's state, in the type of the sums: averages
+    /// of weights, and gradients of mini-batches that make a step together.
+    pub kept_beside: usize,
     /// Whether micro-batches get smaller where they do not fit.
     pub adapts: bool,
     /// How the model is run where all of it stays on its devices.
@@ -50,8 +59,12 @@ pub struct HomeQuestion {
 }
 
 impl StageHomes {
-    /// Measures the layers with this micro-batch, and plans: what fits stays on its device.
-    pub fn plan(layers: &Layers, micro_batch: &Tensor, question: HomeQuestion) -> Result<Self> {
+    /// Measures the layers with this micro-batch's inputs and targets, and plans: what fits stays on its device.
+    pub fn plan(
+        layers: &Layers,
+        micro_batch: (&Tensor, &Tensor),
+        question: HomeQuestion,
+    ) -> Result<Self> {
         HomePlan::new(layers, micro_batch, question)?.settle()
     }
 }
@@ -75,15 +88,24 @@ pub(crate) fn gradient_factor(kind: Kind) -> f64 {
     }
 }
 
-/// The loss as a part of the last layer: it makes an f32 copy of the outputs, its own values of each, and their
-/// gradients, which of a large vocabulary are more than anything else that is there for a short time.
-fn with_loss(mut profile: Profile, kind: Kind) -> Profile {
-    const MADE: u64 = 3;
-    if let Some(last) = profile.layers.last_mut() {
-        let as_f32 = 4.0 / kind.elt_size_in_bytes() as f64;
-        last.activation_bytes += MADE * (last.output_bytes as f64 * as_f32) as u64;
+/// The layers, measured with this micro-batch; the loss is a part of the last.
+fn measured_with_loss(
+    layers: &Layers,
+    (inputs, targets): (&Tensor, &Tensor),
+    question: &HomeQuestion,
+) -> Result<Profile> {
+    let (loss, targets) = (question.loss, Mutex::new(targets.to_device(question.device)));
+    let layers = layers.clone().add_fn(LOSS, move |outputs| {
+        let targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
+        // Layers are measured with a part of the micro-batch too.
+        loss(outputs, &targets.narrow(0, 0, outputs.size()[0]))
+    });
+    let mut profile = measured::profile(&layers, question.device, inputs, question.kind)?;
+    let loss = profile.layers.pop();
+    if let Some((last, loss)) = profile.layers.pop().zip(loss) {
+        profile.layers.push(last.with_loss(&loss));
     }
-    profile
+    Ok(profile)
 }
 
 /// A question to the planner: what stays on the devices.
@@ -96,11 +118,14 @@ struct HomePlan {
 
 impl HomePlan {
     /// Measures the layers.
-    fn new(layers: &Layers, micro_batch: &Tensor, question: HomeQuestion) -> Result<Self> {
-        let sample = typed(micro_batch, question.kind);
-        let profile = measured::profile(layers, question.device, &sample, question.kind)?;
-        let profile = with_loss(profile, question.kind);
-        let micro_batches = question.batch_size.div_ceil(batch::len(&sample)?.max(1));
+    fn new(
+        layers: &Layers,
+        (inputs, targets): (&Tensor, &Tensor),
+        question: HomeQuestion,
+    ) -> Result<Self> {
+        let inputs = typed(inputs, question.kind);
+        let profile = measured_with_loss(layers, (&inputs, targets), &question)?;
+        let micro_batches = question.batch_size.div_ceil(batch::len(&inputs)?.max(1));
         Ok(Self { question, profile, micro_batches })
     }
 
@@ -117,6 +142,7 @@ impl HomePlan {
         request.bus = speed.bus;
         request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
+        request.sums_apart = true;
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];
@@ -130,16 +156,15 @@ impl HomePlan {
     }
 
     fn request(&self) -> Request<'_> {
-        let HomeQuestion { kind, method, schedule, recompute, .. } = self.question;
-        // A micro-batch's gradients of a layer are made beside the sums that they are added to.
-        let gradients = self.profile.layers.iter().map(|layer| layer.parameter_bytes).max();
+        let HomeQuestion { device, kind, method, schedule, recompute, .. } = self.question;
         let spared = |room: &Bytes| (room.0 as f64 * (1.0 - SPARE)) as u64;
-        let memory = |room| Some(spared(room).saturating_sub(gradients.unwrap_or(0)));
-        let device = |room| PlanDevice { memory: memory(room), ..PlanDevice::default() };
-        let devices = self.question.rooms.iter().map(device).collect();
+        let limited = |room| PlanDevice { memory: Some(spared(room)), ..PlanDevice::default() };
+        let devices = self.question.rooms.iter().map(limited).collect();
+        let beside = self.question.kept_beside as f64 * gradient_factor(kind);
         Request {
             gradient_bytes: gradient_factor(kind),
-            optimizer_bytes: method.state_factor_in(kind),
+            sums_apart: device != Device::Cpu || gradient_factor(kind) > 1.0,
+            optimizer_bytes: method.state_factor_in(kind) + beside,
             schedules: vec![schedule],
             recompute: Some(recompute),
             ..Request::new(&self.profile, devices, self.question.batch_size)

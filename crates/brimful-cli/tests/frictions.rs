@@ -79,7 +79,9 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
                  3.05 MiB whatever the size of the micro-batches, and the limit is ";
     for size in ["--micro-batch 32", "--micro-batch 1", "--micro-batches 4", ""] {
         for limit in ["2MiB", "2600kB", "3MiB", "3200kB"] {
-            let train = format!("train --epochs 1 --device cpu --memory-limit {limit} {size}");
+            let train = format!(
+                "train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}"
+            );
             let run = brimful().args(train.split_whitespace()).assert().code(3);
             // One sample needs a little more than these: only those that say so are known.
             let is_told =
@@ -95,7 +97,9 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
 #[test]
 fn what_a_step_needs_whatever_its_size_is_named_where_nothing_fits() {
     for limit in ["1500kB", "2100kB"] {
-        let train = format!("train --optimizer sgd --device cpu --epochs 1 --memory-limit {limit}");
+        let train = format!(
+            "train --optimizer sgd --device cpu --epochs 1 --offload none --memory-limit {limit}"
+        );
         let run = brimful().args(train.split_whitespace()).assert().code(3);
         run.stderr(predicate::str::contains("the state of sgd"));
     }
@@ -122,7 +126,8 @@ fn warnings_are_in_words() {
     run.stderr(
         predicate::str::contains("Some(").not().and(predicate::str::contains("size=").not()),
     );
-    refused("train --stages 2 -m 2 --memory-limit 1MiB --device cpu", 3, "; needed: ");
+    let train = "train --stages 2 -m 2 --memory-limit 1MiB --offload none --device cpu";
+    refused(train, 3, "; needed: ");
 }
 
 #[test]

@@ -21,7 +21,8 @@ fn a_model_on_the_host_learns_what_it_learns_on_the_device_where_that_has_no_roo
     let train = ["train", "--device", "cpu", "--epochs", "3", "--json", "--clip-norm", "1"];
     let with_room = lines(&[&train[..], &IN_ONE_STAGE].concat());
     let limited = [&train[..], &["--memory-limit", LIMIT]].concat();
-    brimful().args([&limited[..], &["--micro-batches", "4"]].concat()).assert().failure();
+    let on_the_device = ["--micro-batches", "4", "--offload", "none"];
+    brimful().args([&limited[..], &on_the_device].concat()).assert().failure();
     let at_home = lines(&[&limited[..], &AT_HOME].concat());
     assert_eq!(at_home.len(), 3);
     for (home, device) in at_home.iter().zip(&with_room) {
@@ -74,6 +75,51 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     );
     run(LIMIT).stdout(predicate::str::contains(stages).and(why.expect("a pattern")));
     run("32MB").stdout(predicate::str::contains("at home").not());
+}
+
+/// What a line says of where stages live.
+const AT_HOME_ON_THE_HOST: &str = "stages at home on the host";
+
+#[test]
+fn who_names_a_limit_or_stages_has_what_does_not_fit_on_the_host() {
+    let said = |more: &[&str]| {
+        let mut run = brimful();
+        run.args(["train", "--device", "cpu", "--epochs", "1", "--micro-batches", "4"]).args(more);
+        run.assert().success()
+    };
+    let at_home = || predicate::str::contains(AT_HOME_ON_THE_HOST);
+    said(&["--memory-limit", LIMIT]).stdout(at_home());
+    said(&["--memory-limit", "1900kB", "--stages", "2"]).stdout(at_home());
+    // Where there is room for it, or nothing is said of room, nothing is measured and all is as it was.
+    for more in [&["--memory-limit", "32MB"][..], &["--stages", "2"], &[]] {
+        said(more).stdout(at_home().not()).stderr(predicate::str::contains("measured").not());
+    }
+}
+
+#[test]
+fn where_homes_cannot_be_planned_by_stage_nothing_goes_to_the_host_unasked() {
+    let cases = ["--stages 2 --schedule gpipe", "--replicas 2", "--batch-norm exact"];
+    for more in cases {
+        let run = |limit: &str| {
+            let mut run = brimful();
+            run.args(["train", "--device", "cpu", "--epochs", "1", "--micro-batches", "4"]);
+            run.args(["--memory-limit", limit]).args(more.split(' '));
+            run.assert()
+        };
+        run("1500kB").code(3);
+        run("8MB").success().stdout(predicate::str::contains("at home").not());
+    }
+}
+
+/// As it would be without a plan.
+#[test]
+fn what_fits_nowhere_is_told_in_the_words_for_a_device() {
+    let train = "train --device cpu --epochs 1 --memory-limit 100kB --micro-batch 8";
+    let run = |more: &[&str]| {
+        let run = brimful().args(train.split(' ')).args(more).assert().code(3);
+        String::from_utf8_lossy(&run.get_output().stderr).into_owned()
+    };
+    assert_eq!(run(&[]), run(&["--offload", "none"]));
 }
 
 #[test]

@@ -79,7 +79,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
 fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     let folder = folder("failed");
     let (run, page) = (folder.join("run.json"), folder.join("run.html"));
-    let arguments = "train --micro-batch 128 --memory-limit 3MiB --device cpu";
+    let arguments = "train --micro-batch 128 --memory-limit 3MiB --offload none --device cpu";
     let mut train = brimful();
     train.args(arguments.split(' ')).arg("--record").arg(&run).arg("--report").arg(&page);
     train.assert().failure().stderr(one_line("out of memory in arena 'cpu'"));

@@ -62,7 +62,8 @@ fn replicas_learn_digits_in_a_memory_of_their_own_each() {
 
 #[test]
 fn a_stage_that_is_too_small_is_named_with_the_remedy() {
-    let arguments = "train --stages 2 --micro-batches 2 --memory-limit 1MiB --device cpu";
+    let arguments =
+        "train --stages 2 --micro-batches 2 --memory-limit 1MiB --offload none --device cpu";
     // The planner has said so beforehand.
     brimful().args(arguments.split(' ')).assert().failure().stderr(
         predicate::str::starts_with("brimful: warning: no balance fits by plan")

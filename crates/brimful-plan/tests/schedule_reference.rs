@@ -4,7 +4,8 @@
 
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{
-    Costs, Recompute, Schedule, Simulation, Span, StageCost, StageId, simulate,
+    Costs, Moves, Recompute, Schedule, Simulation, Span, StageCost, StageHome, StageId, simulate,
+    simulate_moves,
 };
 
 /// A device's times, split over the stages that it holds.
@@ -172,6 +173,60 @@ fn bytes_of_every_sort_count() {
     // Two micro-batches with their inputs and the output's gradient; one, and the gradients of
     // output and input.
     assert_eq!(peaks, [111 + 2 * 1_007 + 10_000, 111 + 11_000 + 20_000]);
+}
+
+/// Breadth first on one device: as the backward comes to a stage, the boundaries behind it are gone, and only
+/// the stages from there on have sums.
+#[test]
+fn sums_come_while_boundaries_go() {
+    let (stages, m) = (6, 4);
+    let schedule = Schedule::BreadthFirst { stages_per_device: stages };
+    let actions = schedule.actions(1, m, Recompute::Always).unwrap();
+    let cost = |gradient_bytes, cast_bytes| StageCost {
+        gradient_bytes,
+        cast_bytes,
+        output_bytes: 10,
+        ..StageCost::new(1.0, 1.0, 1.0)
+    };
+    let peaks = |cost: StageCost| {
+        let costs = Costs { input_bytes: 10, ..Costs::equal(stages, cost) };
+        let homes = vec![StageHome::DEVICE; stages];
+        let moves = Moves::new(&actions, &homes, 1).unwrap();
+        let steps = [simulate(&actions, &costs), simulate_moves(&actions, &moves, &costs)];
+        steps.map(|step| step.unwrap().devices()[0].peak_bytes)
+    };
+    // All boundaries, and the last stage's work: the gradients of its output and of its input.
+    let turn = (stages * m * 10 + 2 * 10) as u64;
+    assert_eq!(peaks(cost(0, 0))[0], turn);
+    // Sums that are smaller than the boundaries of a stage are never more than these leave.
+    assert_eq!(peaks(cost(30, 0))[0], turn + 30);
+    assert!(peaks(cost(30, 0))[1] <= turn + 30 + m as u64 * 10);
+    // Larger ones are the most in the first stage's backward; their casts come when all else is gone.
+    let sums = (stages * 1_000) as u64;
+    assert!(peaks(cost(1_000, 0)).iter().all(|peak| (sums..sums + 2 * turn).contains(peak)));
+    assert_eq!(peaks(cost(1_000, 500)), [sums + 3_000; 2]);
+}
+
+#[test]
+fn work_counts_while_it_is_done() {
+    let cost = StageCost {
+        activation_bytes: 100,
+        forward_peak: 130,
+        backward_peak: 170,
+        fresh_bytes: 1_000,
+        output_bytes: 10,
+        ..StageCost::new(1.0, 1.0, 1.0)
+    };
+    let peak = |cost: StageCost| {
+        let actions = Schedule::GPipe.actions(1, 2, Recompute::Never).unwrap();
+        simulate(&actions, &Costs::equal(1, cost)).unwrap().devices()[0].peak_bytes
+    };
+    // Two micro-batches' activations; the second one's backward, and its gradients before they are in the sums.
+    assert_eq!(peak(cost), 100 + 170 + 1_000);
+    assert_eq!(peak(StageCost { fresh_bytes: 0, ..cost }), 100 + 170);
+    // What is not known of the backward is at least the gradient of the output.
+    assert_eq!(peak(StageCost { fresh_bytes: 0, backward_peak: 0, ..cost }), 100 + 130);
+    assert_eq!(peak(StageCost { fresh_bytes: 0, backward_peak: 0, forward_peak: 0, ..cost }), 210);
 }
 
 #[test]

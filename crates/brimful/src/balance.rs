@@ -15,6 +15,6 @@
 pub use crate::measure::{measure, measure_of_kind, measure_watched};
 #[doc(inline)]
 pub use brimful_plan::balance::{
-    Balance, BalanceError, LayerCost, Load, Profile, Slot, by_bytes, by_time, by_time_within,
-    finest,
+    Balance, BalanceError, LayerCost, Load, Profile, SharedParameters, Slot, by_bytes, by_time,
+    by_time_within, finest,
 };

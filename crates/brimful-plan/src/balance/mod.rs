@@ -29,7 +29,8 @@ pub use error::BalanceError;
 pub use finest::finest;
 use problem::{BalanceGoal, PartitionProblem};
 pub use problem::{Load, Slot};
-pub use profile::{LayerCost, Profile};
+pub(crate) use profile::peak_of_both;
+pub use profile::{LayerCost, Profile, SharedParameters};
 pub use sizes::Balance;
 
 /// The balance whose slowest stage is as fast as can be; memory is not looked at.

@@ -59,6 +59,14 @@ pub struct LayerCost {
     /// without.
     #[serde(default)]
     pub activation_bytes: u64,
+    /// The most bytes of one sample while its forward runs, those that it keeps among them; 0 where that is not
+    /// known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub forward_peak: u64,
+    /// The most bytes of one sample while its backward runs: what the forward has kept, the gradients of output
+    /// and input, and all else but gradients of parameters; 0 where that is not known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub backward_peak: u64,
     /// Bytes that one sample holds between the halves of its backward: its input among them where the
     /// second half needs it. If not known, as many as before the first one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,6 +74,29 @@ pub struct LayerCost {
     /// Bytes of one sample's output.
     #[serde(default)]
     pub output_bytes: u64,
+    /// Which of its parameters an earlier layer has too, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shares: Option<SharedParameters>,
+}
+
+/// Parameters that two layers have: where both are on one device they are there once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedParameters {
+    /// The number of the earlier layer.
+    pub layer: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
+/// The most bytes of two runs of layers as one, from the most of each: while the second computes, the first
+/// one's `kept` bytes are there.
+pub(crate) fn peak_of_both(first: u64, kept: u64, second: u64) -> u64 {
+    first.max(kept.saturating_add(second))
 }
 
 /// What the halves of a split backward take of the whole where nothing else is known: measured with a
@@ -95,6 +126,26 @@ impl LayerCost {
         let share = if both > 0.0 { input / both } else { 1.0 };
         let overhead = (self.overhead * share, self.overhead * (1.0 - share));
         (overhead.0 + input * samples, overhead.1 + weight * samples)
+    }
+
+    /// This layer and a loss of its outputs as one. The loss has neither parameters nor anything behind it.
+    #[must_use]
+    pub fn with_loss(self, loss: &Self) -> Self {
+        let both = |of: fn(&Self) -> f64| of(&self) + of(loss);
+        let kept = self.activation_bytes;
+        Self {
+            forward: both(|layer| layer.forward),
+            backward: both(|layer| layer.backward),
+            input_gradient: Some(self.halves().0 + loss.backward),
+            weight_gradient: Some(self.halves().1),
+            overhead: both(|layer| layer.overhead),
+            activation_bytes: kept.saturating_add(loss.activation_bytes),
+            forward_peak: peak_of_both(self.forward_peak, kept, loss.forward_peak),
+            backward_peak: peak_of_both(self.backward_peak, kept, loss.backward_peak),
+            split_bytes: self.split_bytes,
+            output_bytes: loss.output_bytes,
+            ..self
+        }
     }
 
     /// Whether the two halves take as long as the whole, or longer, but for rounding.

@@ -37,6 +37,9 @@ pub struct Request<'a> {
     /// Bytes of gradients, as they are summed, for each byte of parameters: 1, or 2 where the sums of
     /// half-precision ones are in f32.
     pub gradient_bytes: f64,
+    /// Whether a micro-batch's gradients are added to the sums when a stage's backward is over, as on an
+    /// accelerator, in half precision and where stages live on the host; else those of each layer are at once.
+    pub sums_apart: bool,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
     pub optimizer_bytes: f64,
@@ -64,6 +67,7 @@ impl<'a> Request<'a> {
             link: LinkCost::default(),
             bus: BusCost::default(),
             gradient_bytes: 1.0,
+            sums_apart: true,
             optimizer_bytes: 0.0,
             host_memory: None,
             home_update: 0.0,

@@ -2,10 +2,13 @@
 
 use std::ops::Range;
 
-use crate::balance::{Balance, LayerCost, Load};
+use crate::balance::{Balance, LayerCost, Load, SharedParameters, peak_of_both};
 use crate::schedule::{Costs, DeviceId, Recompute, StageCost};
 
 use super::Request;
+
+/// Half-precision gradients are converted to the sums' type in pieces of so many bytes before they are added.
+const PIECE_BYTES: u64 = 64 << 20;
 
 /// The costs of a step cut into `m` micro-batches. Time goes by their mean size, bytes by the
 /// largest.
@@ -14,12 +17,15 @@ pub(super) struct StepCosts<'a> {
     request: &'a Request<'a>,
     mean_samples: f64,
     most_samples: u64,
+    /// Whether there is but one micro-batch, whose gradients are the sums where their types agree.
+    is_whole: bool,
 }
 
 impl<'a> StepCosts<'a> {
     pub(super) fn new(request: &'a Request<'a>, m: usize) -> Self {
         let mean_samples = request.samples as f64 / m as f64;
-        Self { request, mean_samples, most_samples: request.samples.div_ceil(m) as u64 }
+        let most_samples = request.samples.div_ceil(m) as u64;
+        Self { request, mean_samples, most_samples, is_whole: m == 1 }
     }
 
     /// What each layer asks of its stage, for the balancer.
@@ -27,12 +33,15 @@ impl<'a> StepCosts<'a> {
         // `ExceptLast` spares few recomputes, and none on most stages: it is balanced as `Always`.
         let runs_again = if recompute == Recompute::Never { 0.0 } else { 1.0 };
         let load = |layer: &LayerCost| {
-            let cost = self.layer(layer);
+            let cost = self.layer(layer, &(0..0));
+            // Gradients of a micro-batch are gone when sums are cast.
+            let fresh = if self.request.sums_apart { cost.fresh_bytes } else { 0 };
             Load {
                 time: cost.forward * (1.0 + runs_again) + cost.backward,
                 bytes: cost
                     .parameter_bytes
                     .saturating_add(cost.gradient_bytes)
+                    .saturating_add(cost.cast_bytes.max(fresh))
                     .saturating_add(cost.optimizer_bytes),
                 activation_bytes: cost.activation_bytes,
                 output_bytes: cost.output_bytes,
@@ -56,11 +65,11 @@ impl<'a> StepCosts<'a> {
     }
 
     fn stage(&self, range: Range<usize>, speed: f64) -> StageCost {
-        let layers =
-            self.request.profile.layers[range.clone()].iter().map(|layer| self.layer(layer));
+        let layers = self.request.profile.layers[range.clone()].iter();
+        let layers = layers.map(|layer| self.layer(layer, &range));
         // Nobody waits for a gradient of the first stage's input: all of its backward is for the weights.
         let is_first = range.start == 0;
-        let sum = layers.reduce(add).unwrap_or_default();
+        let sum = layers.reduce(|a, b| self.add(a, b)).unwrap_or_default();
         let sum = match is_first {
             true => StageCost {
                 input_gradient: 0.0,
@@ -71,6 +80,7 @@ impl<'a> StepCosts<'a> {
             false => sum,
         };
         StageCost {
+            converted_bytes: sum.converted_bytes.min(PIECE_BYTES),
             forward: sum.forward / speed,
             backward: sum.backward / speed,
             input_gradient: sum.input_gradient / speed,
@@ -80,15 +90,21 @@ impl<'a> StepCosts<'a> {
         }
     }
 
-    /// One layer and one micro-batch, on a device of speed 1.
-    fn layer(&self, layer: &LayerCost) -> StageCost {
+    /// One layer of a stage and one micro-batch, on a device of speed 1.
+    fn layer(&self, layer: &LayerCost, stage: &Range<usize>) -> StageCost {
         let time = |each: f64| layer.overhead + each * self.mean_samples;
         let bytes = |each: u64| each.saturating_mul(self.most_samples);
-        let per_parameter = |each: f64| (layer.parameter_bytes as f64 * each) as u64;
-        let summed = per_parameter(self.request.gradient_bytes);
+        let without = |shared: Option<SharedParameters>| {
+            layer.parameter_bytes.saturating_sub(shared.map_or(0, |shared| shared.bytes))
+        };
+        // What its stage brings along, and what its device has of it alone.
+        let used = without(layer.shares.filter(|shared| stage.contains(&shared.layer)));
+        let own = without(layer.shares.filter(|_| self.request.devices.len() == 1)).min(used);
+        let times = |bytes: u64, each: f64| (bytes as f64 * each) as u64;
+        let summed = times(used, self.request.gradient_bytes);
         // Sums of another type than the parameters' are beside the gradients that they become on a device; at
         // home they stay as they are.
-        let cast = if summed == layer.parameter_bytes { 0 } else { layer.parameter_bytes };
+        let is_cast = summed != used;
         let (input_gradient, weight_gradient) = layer.halves_of(self.mean_samples);
         StageCost {
             forward: time(layer.forward),
@@ -96,43 +112,55 @@ impl<'a> StepCosts<'a> {
             input_gradient,
             weight_gradient,
             recompute: time(layer.forward),
-            home_update: layer.parameter_bytes as f64 * self.request.home_update,
-            parameter_bytes: layer.parameter_bytes,
-            gradient_bytes: summed.saturating_add(cast),
-            optimizer_bytes: per_parameter(self.request.optimizer_bytes),
+            home_update: own as f64 * self.request.home_update,
+            parameter_bytes: own,
+            gradient_bytes: summed,
+            cast_bytes: if is_cast { own } else { 0 },
+            fresh_bytes: if is_cast || !self.is_whole { used } else { 0 },
+            converted_bytes: if is_cast && !self.is_whole { summed } else { 0 },
+            optimizer_bytes: times(own, self.request.optimizer_bytes),
             activation_bytes: bytes(layer.activation_bytes),
+            forward_peak: bytes(layer.forward_peak),
+            backward_peak: bytes(layer.backward_peak),
             split_bytes: layer.split_bytes.map(bytes),
             output_bytes: bytes(layer.output_bytes),
-            home_bytes: layer.parameter_bytes,
-            fetched_bytes: layer.parameter_bytes,
+            home_bytes: own,
+            fetched_bytes: used,
             sent_bytes: summed,
         }
     }
-}
 
-/// Two neighbouring runs of layers as one; the second one's output is the whole's.
-fn add(a: StageCost, b: StageCost) -> StageCost {
-    StageCost {
-        forward: a.forward + b.forward,
-        backward: a.backward + b.backward,
-        input_gradient: a.input_gradient + b.input_gradient,
-        weight_gradient: a.weight_gradient + b.weight_gradient,
-        recompute: a.recompute + b.recompute,
-        home_update: a.home_update + b.home_update,
-        parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
-        gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
-        optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
-        activation_bytes: a.activation_bytes.saturating_add(b.activation_bytes),
-        split_bytes: match (a.split_bytes, b.split_bytes) {
-            (None, None) => None,
-            (one, other) => Some(
-                one.unwrap_or(a.activation_bytes)
-                    .saturating_add(other.unwrap_or(b.activation_bytes)),
-            ),
-        },
-        output_bytes: b.output_bytes,
-        home_bytes: a.home_bytes.saturating_add(b.home_bytes),
-        fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
-        sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
+    /// Two neighbouring runs of layers as one; the second one's output is the whole's.
+    fn add(&self, a: StageCost, b: StageCost) -> StageCost {
+        let kept = a.activation_bytes;
+        let fresh = if self.request.sums_apart { u64::saturating_add } else { u64::max };
+        StageCost {
+            forward: a.forward + b.forward,
+            backward: a.backward + b.backward,
+            input_gradient: a.input_gradient + b.input_gradient,
+            weight_gradient: a.weight_gradient + b.weight_gradient,
+            recompute: a.recompute + b.recompute,
+            home_update: a.home_update + b.home_update,
+            parameter_bytes: a.parameter_bytes.saturating_add(b.parameter_bytes),
+            gradient_bytes: a.gradient_bytes.saturating_add(b.gradient_bytes),
+            optimizer_bytes: a.optimizer_bytes.saturating_add(b.optimizer_bytes),
+            cast_bytes: a.cast_bytes.saturating_add(b.cast_bytes),
+            fresh_bytes: fresh(a.fresh_bytes, b.fresh_bytes),
+            converted_bytes: a.converted_bytes.saturating_add(b.converted_bytes),
+            activation_bytes: kept.saturating_add(b.activation_bytes),
+            forward_peak: peak_of_both(a.forward_peak, kept, b.forward_peak),
+            backward_peak: peak_of_both(a.backward_peak, kept, b.backward_peak),
+            split_bytes: match (a.split_bytes, b.split_bytes) {
+                (None, None) => None,
+                (one, other) => Some(
+                    one.unwrap_or(a.activation_bytes)
+                        .saturating_add(other.unwrap_or(b.activation_bytes)),
+                ),
+            },
+            output_bytes: b.output_bytes,
+            home_bytes: a.home_bytes.saturating_add(b.home_bytes),
+            fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),
+            sent_bytes: a.sent_bytes.saturating_add(b.sent_bytes),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Breadth first with stages on the host, for a model that fits on the devices in no other way.
 
 use crate::balance::{self, Balance, LayerCost};
-use crate::schedule::{Recompute, Schedule};
+use crate::schedule::{DeviceId, Recompute, Schedule};
 
 use super::homes::{HomeChoice, HomeError, HomeRequest, choose};
 use super::stage_costs::StepCosts;
@@ -45,6 +45,7 @@ fn row(
     let question = HomeRequest {
         memory: request.devices.iter().map(|device| device.memory).collect(),
         host_memory: Some(host_memory),
+        ties: ties(request, balance, actions.placement()),
         ..HomeRequest::new(&costs, schedule, devices, micro_batches)
     };
     let chosen = match choose(&question) {
@@ -57,6 +58,15 @@ fn row(
     let row = PlanRow::new(choice, balance.clone(), &chosen.simulation, &request.devices);
     let (slots, host_bytes) = (chosen.moves.slots(), chosen.host_bytes);
     Ok(Some(PlanRow { stages: stages(&chosen), slots, host_bytes, ..row }))
+}
+
+/// The pairs of stages that share parameters on one device; on different ones each has a copy of its own.
+fn ties(request: &Request<'_>, balance: &Balance, placement: &[DeviceId]) -> Vec<(usize, usize)> {
+    let stage_of = |layer: usize| balance.ranges().position(|range| range.contains(&layer));
+    let layers = request.profile.layers.iter().enumerate();
+    let pairs =
+        layers.filter_map(|(user, layer)| Some((stage_of(user)?, stage_of(layer.shares?.layer)?)));
+    pairs.filter(|(user, owner)| placement[*user] == placement[*owner]).collect()
 }
 
 fn stages(chosen: &HomeChoice) -> Vec<PlannedStage> {

@@ -22,12 +22,26 @@ pub struct StageCost {
     pub home_update: f64,
     /// Bytes of the parameters, there all the time.
     pub parameter_bytes: u64,
-    /// Bytes of their gradients, there all the time.
+    /// Bytes of the sums of their gradients: there from the stage's first backward until the step's end, or
+    /// until they are on the host.
     pub gradient_bytes: u64,
+    /// Bytes of the gradients that sums of another number type become on the device at the step's end, beside
+    /// the sums; 0 where the sums are of the parameters' type.
+    pub cast_bytes: u64,
+    /// Bytes of one micro-batch's gradients of the weights that are beside the sums before they are added.
+    pub fresh_bytes: u64,
+    /// Bytes that these are converted to at one time, where the sums are of another type: when their backward is
+    /// over.
+    pub converted_bytes: u64,
     /// Bytes of the optimizer's state, there all the time.
     pub optimizer_bytes: u64,
     /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
     pub activation_bytes: u64,
+    /// The most bytes while a forward that keeps them runs, these among them; fewer are not known.
+    pub forward_peak: u64,
+    /// The most bytes while a backward runs: what was kept, the gradients of the stage's output and of its
+    /// input, and all else but gradients of weights; fewer are not known.
+    pub backward_peak: u64,
     /// Bytes that one micro-batch holds between the halves of its backward, the stage's input among them
     /// where the second half needs it; if not known, as many as before the first one.
     pub split_bytes: Option<u64>,
@@ -68,11 +82,8 @@ impl StageCost {
     }
 
     /// The bytes that are there whatever runs.
-    pub(crate) fn resident_bytes(&self) -> u128 {
-        [self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes]
-            .into_iter()
-            .map(u128::from)
-            .sum()
+    pub(crate) fn lasting_bytes(&self) -> u128 {
+        u128::from(self.parameter_bytes) + u128::from(self.optimizer_bytes)
     }
 }
 
@@ -159,8 +170,13 @@ impl Costs {
         Self::equal(stages, StageCost::new(1.0, 1.0, 1.0))
     }
 
+    /// Those of an action's stage.
+    pub(crate) fn of(&self, action: Action) -> &StageCost {
+        &self.stages[action.stage.index()]
+    }
+
     pub(crate) fn time(&self, action: Action) -> f64 {
-        self.stages[action.stage.index()].time(action.kind)
+        self.of(action).time(action.kind)
     }
 
     /// Bytes of one micro-batch at the entrance of a stage.

@@ -68,10 +68,10 @@ fn slots_take_the_place_of_resident_weights() {
         simulate(&actions, &costs(stages, 1.0)).unwrap().devices()[0].peak_bytes
     };
     assert_eq!(resident(8), 8 * 1_120);
-    // Two slots, the gradients of one stage, and those of the one before on their way.
+    // Two slots, the gradients of one stage, and those of the one before, however fast they are home.
     assert_eq!(run(8, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
     assert_eq!(run(16, 10, 2, 1.0).devices()[0].peak_bytes, 2 * 10 + 2 * 20);
-    assert_eq!(run(8, 10, 1, f64::INFINITY).devices()[0].peak_bytes, 10 + 20);
+    assert_eq!(run(8, 10, 1, f64::INFINITY).devices()[0].peak_bytes, 10 + 2 * 20);
 }
 
 #[test]

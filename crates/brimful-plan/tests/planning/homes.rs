@@ -106,7 +106,7 @@ fn nothing_that_fits_is_said_with_numbers() {
     };
     assert_eq!(
         choose(&request).unwrap_err().to_string(),
-        "the host needs 12.6 GiB for the stages that do not fit on their devices, and has 3.73 GiB: use a \
+        "the host needs 12.0 GiB for the stages that do not fit on their devices, and has 3.73 GiB: use a \
          larger host, more devices, or an optimizer with less state"
     );
     let resident = HomeRequest { home: Some(Home::Device), ..request.clone() };

@@ -1,8 +1,10 @@
 //! One layer under measurement: its times, and what it keeps.
 
+use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
+use super::bytes;
 use super::meter::Meter;
 use crate::layers::LayersError;
 use crate::layers::{Model, Stashed};
@@ -26,6 +28,13 @@ pub(super) struct LayerTimes {
     pub(super) input_gradient: f64,
     /// The half that makes the weights' gradients.
     pub(super) weight_gradient: f64,
+}
+
+/// The most bytes in use while a layer computes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LayerPeaks {
+    pub(super) forward: u64,
+    pub(super) backward: u64,
 }
 
 /// A forward that waits for its backward.
@@ -114,6 +123,27 @@ impl MeasuredLayer<'_> {
         let output = self.forward(input, &mut stashed)?;
         let kept = self.meter.in_use()?.saturating_sub(before);
         Ok((kept, detached(&output)?, stashed.map(detached)?))
+    }
+
+    /// The most bytes while a forward and its backward run, without the input and gradients of parameters.
+    pub(super) fn peaks(&self, input: &[Tensor]) -> Result<LayerPeaks> {
+        let input = self.leaves(input, None)?;
+        let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
+        let before = self.meter.in_use()?;
+        let run = || self.forward(input, &mut stashed);
+        let (output, forward) = self.meter.weighed(before, run)?;
+        let ((), all) = self.meter.weighed(before, || {
+            let (roots, gradients): (Vec<_>, Vec<_>) = with_gradients(output)?.into_iter().unzip();
+            let roots: Vec<&Tensor> = roots.iter().collect();
+            let gradients: Vec<_> = gradients.iter().map(Some).collect();
+            if roots.is_empty() { Ok(()) } else { Ok(backward(&roots, &gradients, false)?) }
+        })?;
+        let made = self.parameters.iter().filter(|parameter| parameter.grad().defined());
+        let made: u64 = made.map(bytes).sum();
+        for parameter in &self.parameters {
+            set_gradient(&mut parameter.shallow_clone(), None)?;
+        }
+        Ok(LayerPeaks { forward, backward: all.saturating_sub(made) })
     }
 
     /// The bytes that are there between the halves of a backward, the input among them where the second

@@ -23,6 +23,19 @@ impl Meter {
         Ok(self.memory.usage()?.current.0)
     }
 
+    /// The result of `work`, and the most bytes in use meanwhile beyond so many.
+    pub(super) fn weighed<T>(
+        &self,
+        before: u64,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<(T, u64)> {
+        synchronize(self.device)?;
+        self.memory.reset_peak()?;
+        let result = work()?;
+        synchronize(self.device)?;
+        Ok((result, self.memory.usage()?.peak.0.saturating_sub(before)))
+    }
+
     /// The result of `work`, and the seconds until the device has done it.
     pub(super) fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
         synchronize(self.device)?;

@@ -3,7 +3,7 @@
 mod layer;
 mod meter;
 
-use brimful_plan::balance::{LayerCost, Profile};
+use brimful_plan::balance::{LayerCost, Profile, SharedParameters};
 use brimful_torch::autograd::backward;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -106,9 +106,16 @@ impl Measurement {
         let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
         let mut stashed = Stashed::default();
         let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };
+        let (owners, own) = (layers.shared()?, layers.parameter_counts()?);
         for (position, name) in layers.names().enumerate() {
             let measured = self.layer(layers, position, &input, stashed);
             let (layer, output, kept) = measured.map_err(|error| named(error, name))?;
+            let owner = owners.iter().find(|(user, _)| *user == position);
+            let shares = owner.map(|(_, owner)| {
+                let own = own[position] * self.kind.elt_size_in_bytes() as u64;
+                SharedParameters { layer: *owner, bytes: layer.parameter_bytes.saturating_sub(own) }
+            });
+            let layer = LayerCost { shares, ..layer };
             watch(&layer);
             profile.layers.push(layer);
             (input, stashed) = (output, kept);
@@ -140,10 +147,13 @@ impl Measurement {
             is_first: position == 0,
         };
         let whole = subject.times(input, None)?;
+        let peaks = subject.peaks(input)?;
         let (activation_bytes, output, stashed) = subject.kept(input)?;
         let layer = LayerCost {
             parameter_bytes: subject.parameters.iter().map(tensor_bytes).sum(),
             activation_bytes: self.per_sample(activation_bytes),
+            forward_peak: self.per_sample(peaks.forward),
+            backward_peak: self.per_sample(peaks.backward),
             split_bytes: subject.kept_between(input)?.map(|bytes| self.per_sample(bytes)),
             output_bytes: self.bytes_of(&output),
             ..self.costs(whole, subject.part_times(input)?)

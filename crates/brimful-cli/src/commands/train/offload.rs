@@ -13,17 +13,16 @@ use clap::ValueEnum;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
-use crate::exit::wrong_use;
+use crate::exit::{ran_out, wrong_use};
 use crate::home_plan::{HomeQuestion, StageHomes, gradient_factor};
-use crate::setting::{NormStatistics, parameters_used, room, typed};
+use crate::setting::{NormStatistics, loss, parameters_used, room, typed};
 
 /// Where weights, gradients and the optimizer's state live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Offload {
     /// On the device as far as they fit there, else on the host; layers are measured for it
     Auto,
     /// On the device
-    #[default]
     None,
     /// On the host; a stage's weights come to the device when it is their turn
     All,
@@ -41,8 +40,23 @@ impl fmt::Display for Offload {
 pub(super) struct MeasuredInputs {
     /// Those of a micro-batch; of an automatic size a guess.
     pub(super) micro_batch: Tensor,
+    /// What these should give.
+    pub(super) targets: Tensor,
     /// Samples in a mini-batch.
     pub(super) batch_size: usize,
+}
+
+impl TrainOptions {
+    /// Where the model is to live, and whether that was said. Who names stages or a limit has a model that may not
+    /// fit: where homes can be planned stage by stage, they are.
+    pub(super) fn offload(&self, world: &World) -> (Offload, bool) {
+        let may_not_fit = self.stages.stages.is_some() || self.memory_limit.is_some();
+        match self.stages.offload {
+            Some(said) => (said, true),
+            None if may_not_fit && !is_all_or_nothing(world, self) => (Offload::Auto, false),
+            None => (Offload::None, false),
+        }
+    }
 }
 
 impl StageHomes {
@@ -54,22 +68,31 @@ impl StageHomes {
         options: &TrainOptions,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
-        match options.stages.offload {
-            Offload::None => Ok(Self::Device),
-            Offload::All => Ok(Self::Host),
-            Offload::Auto => {
-                let device = options.devices(world, 1)?[0];
-                let Some(room) = room(device, options.memory_limit)? else {
-                    return Ok(Self::Device);
-                };
-                if is_all_or_nothing(world, options) {
-                    let fits = resident_bytes(layers, options)? <= room.0 * devices as u64;
-                    return Ok(if fits { Self::Device } else { Self::Host });
-                }
-                let inputs = inputs()?;
-                let question = question(device, vec![room; devices], options, &inputs);
-                StageHomes::plan(layers, &inputs.micro_batch, question)
-            }
+        let is_said = match options.offload(world) {
+            (Offload::None, _) => return Ok(Self::Device),
+            (Offload::All, _) => return Ok(Self::Host),
+            (Offload::Auto, is_said) => is_said,
+        };
+        let device = options.devices(world, 1)?[0];
+        let Some(room) = room(device, options.memory_limit)? else {
+            return Ok(Self::Device);
+        };
+        let (needed, room_of_all) = (resident_bytes(layers, options)?, room.0 * devices as u64);
+        if is_all_or_nothing(world, options) {
+            return Ok(if needed <= room_of_all { Self::Device } else { Self::Host });
+        }
+        // Nobody waits for layers to be measured who has not asked for it and has plenty of room.
+        if !is_said && needed <= room_of_all / 2 {
+            return Ok(Self::Device);
+        }
+        let inputs = inputs()?;
+        let question = question(device, vec![room; devices], options, &inputs);
+        let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
+        match planned {
+            // Unasked, it is no worse than without a plan: what fits nowhere is told in the words for a device.
+            Ok(Self::Host) if !is_said => Ok(Self::Device),
+            Err(error) if !is_said && ran_out(&error) => Ok(Self::Device),
+            planned => planned,
         }
     }
 }
@@ -103,7 +126,10 @@ fn question(
         rooms,
         kind: options.dtype.kind(),
         method: options.recipe.method(),
+        loss,
         batch_size: inputs.batch_size,
+        kept_beside: usize::from(options.recipe.accumulate > 1)
+            + usize::from(options.recipe.ema.is_some()),
         adapts: !matches!(options.size(), Size::Fixed(_) | Size::Count(_)),
         schedule: Schedule::OneFOneB,
         recompute: options.stages.recompute.unwrap_or(Recompute::Never),

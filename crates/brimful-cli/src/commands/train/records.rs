@@ -59,7 +59,7 @@ fn settings(
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
         settings.push(("recompute", stages.recompute.unwrap_or_default().to_string()));
-        settings.push(("offload", stages.offload.to_string()));
+        settings.extend(stages.offload.map(|offload| ("offload", offload.to_string())));
     }
     settings.extend([
         ("threads", libtorch::threads().to_string()),

@@ -17,9 +17,10 @@ pub(crate) struct Stages {
     #[arg(long, short = 's', value_name = "S", value_parser = words::count, help = words::STAGES)]
     pub(crate) stages: Option<usize>,
     /// Where weights, gradients and the optimizer's state live: on the host, a model is cut into a stage
-    /// a layer, of which two are on the device at a time
-    #[arg(long, value_enum, value_name = "WHAT", default_value = "none")]
-    pub(crate) offload: Offload,
+    /// a layer, of which two are on the device at a time [default: auto with --stages or --memory-limit, but
+    /// with --schedule, --replicas, --lora, exact BatchNorms or over ranks none, as without these two]
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub(crate) offload: Option<Offload>,
     /// Let the updates of a model on the host follow its backward, stage by stage, instead of coming after
     /// it: faster, but a step that fails then has changed some weights, and only a saved run goes on
     #[arg(long, conflicts_with_all = ["clip_norm", "accumulate"])]
@@ -43,7 +44,7 @@ impl Stages {
             schedule.stages_per_device() > 0,
             wrong_use(format!("--schedule {schedule}: give it at least 1 stage"))
         );
-        let splits_at_home = self.offload == Offload::All && schedule.splits_backward();
+        let splits_at_home = self.offload == Some(Offload::All) && schedule.splits_backward();
         ensure!(
             !splits_at_home || schedule.stages_per_device() <= 2,
             wrong_use(format!(
@@ -62,7 +63,7 @@ impl Stages {
             ("trace", self.trace.is_some()),
             ("follow-backward", self.follow_backward),
         ];
-        let is_cut = self.stages.is_some() || self.offload == Offload::All;
+        let is_cut = self.stages.is_some() || self.offload == Some(Offload::All);
         match said.into_iter().find(|(_, is_said)| *is_said && !is_cut) {
             Some((flag, _)) => Err(wrong_use(format!(
                 "--{flag} is for a model in stages: give --stages <S> or --offload all too"

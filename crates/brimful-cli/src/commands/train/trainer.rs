@@ -105,8 +105,9 @@ impl Trainer {
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
-            let micro_batch = dataset.train.bring(&SampleRequest::plain(0..samples))?.inputs;
-            Ok(MeasuredInputs { micro_batch, batch_size })
+            let Examples { inputs, targets } =
+                dataset.train.bring(&SampleRequest::plain(0..samples))?;
+            Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
         };
         let engine = engine::build(layers, &world, options, over, inputs)?;
         let recorder = records::recorder(options, &*engine, &dataset)?;

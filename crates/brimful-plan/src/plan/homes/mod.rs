@@ -51,6 +51,8 @@ pub struct HomeRequest<'a> {
     pub host_memory: Option<u64>,
     /// Which stages are trained; those that are missing are.
     pub trained: Vec<bool>,
+    /// Pairs of stages of one device that share parameters, which live in one place.
+    pub ties: Vec<(usize, usize)>,
     /// Where all stages live; `None` chooses, as many on their devices as fit.
     pub home: Option<Home>,
 }
@@ -66,6 +68,7 @@ impl<'a> HomeRequest<'a> {
             memory: vec![None; devices],
             host_memory: None,
             trained: Vec::new(),
+            ties: Vec::new(),
             home: None,
         }
     }

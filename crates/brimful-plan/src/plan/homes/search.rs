@@ -249,7 +249,19 @@ impl<'a> Search<'a> {
         tried.choice.simulation.makespan() + disturbance + host
     }
 
+    /// The same ways, but where one of two stages that share parameters lives on the host, so does the other.
+    fn together(&self, mut ways: Ways) -> Ways {
+        let is_at_host = |way: usize| StageWay::ALL[way].weights == Home::Host;
+        for &(one, other) in &self.request.ties {
+            if is_at_host(ways[one]) || is_at_host(ways[other]) {
+                [one, other].iter().for_each(|j| ways[*j] = StageWay::ALL[ways[*j]].at_host());
+            }
+        }
+        ways
+    }
+
     fn simulated(&self, ways: Ways, slots: usize) -> Result<Tried, HomeError> {
+        let ways = self.together(ways);
         let HomeRequest { costs, schedule, micro_batches, .. } = *self.request;
         let devices = self.request.memory.len();
         let mode = |way: StageWay| match way.kept {

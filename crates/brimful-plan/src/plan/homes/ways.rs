@@ -31,6 +31,13 @@ impl StageWay {
         Self { weights: Home::Host, kept: Kept::Nothing },
     ];
 
+    /// The number of this way with its weights on the host, where no activations can be kept.
+    pub(super) fn at_host(self) -> usize {
+        let kept = if self.kept == Kept::Nothing { Kept::Nothing } else { Kept::Input };
+        let way = Self { weights: Home::Host, kept };
+        Self::ALL.iter().position(|other| *other == way).unwrap_or(Self::ALL.len() - 1)
+    }
+
     pub(super) fn home(self, trained: bool) -> StageHome {
         let boundaries = if self.kept == Kept::Nothing { Home::Host } else { Home::Device };
         StageHome { weights: self.weights, boundaries, trained }

@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::super::memory::Hold;
+use super::super::memory::{HeldAs, Hold, StageBefore};
 use super::super::simulate::Ways;
 use super::super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, StageId};
 use super::Work;
@@ -109,7 +109,11 @@ impl<'a> GreedyRun<'a> {
             let hold = self.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
             hold.takes + hold.passing
         };
-        let resident = |stage: &StageId| self.work.costs.stages[stage.index()].resident_bytes();
+        // As if every stage had begun its backwards.
+        let resident = |stage: &StageId| {
+            let cost = &self.work.costs.stages[stage.index()];
+            cost.lasting_bytes() + u128::from(cost.gradient_bytes)
+        };
         GreedyDevice {
             list: Vec::new(),
             free: 0.0,
@@ -290,12 +294,14 @@ impl<'a> GreedyRun<'a> {
     /// What an action holds; a gradient's recompute counts as its own.
     fn hold(&self, action: Action) -> Hold {
         let is_recomputed = self.work.recompute[action.stage.index()] != Recompute::Never;
-        let hold = Hold::new(self.work.costs, action, is_recomputed);
+        // Devices that are neighbours of themselves are few: the simulation tells of what waits between them.
+        let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
+        let hold = Hold::new(self.work.costs, action, held);
         if !(is_recomputed && action.kind.passes_gradient()) {
             return hold;
         }
         let again = Action { kind: ActionKind::Recompute, ..action };
-        Hold { takes: hold.takes + Hold::new(self.work.costs, again, true).takes, ..hold }
+        Hold { takes: hold.takes + Hold::new(self.work.costs, again, held).takes, ..hold }
     }
 
     fn last(&self) -> StageId {

@@ -44,13 +44,12 @@ impl BusClock {
         lane.waiting.push_back(waiting);
     }
 
-    /// Begins the next move in each direction that is free, where what comes in is on the host; returns
-    /// those.
-    pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) -> Vec<Move> {
-        let outward = self.outward.begin(now);
-        let can_come = self.inward.waiting.front().is_none_or(|next| is_on_host(next.moved));
-        let inward = if can_come { self.inward.begin(now) } else { None };
-        outward.into_iter().chain(inward).collect()
+    /// Begins the next move in each direction that is free, where what comes in is on the host.
+    pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) {
+        self.outward.begin(now);
+        if self.inward.waiting.front().is_some_and(|next| is_on_host(next.moved)) {
+            self.inward.begin(now);
+        }
     }
 
     /// When the next move ends, or the next one can begin, if nothing else happens.
@@ -86,14 +85,16 @@ impl BusClock {
 }
 
 impl BusLane {
-    fn begin(&mut self, now: f64) -> Option<Move> {
+    fn begin(&mut self, now: f64) {
         if self.current.is_some() {
-            return None;
+            return;
         }
-        let WaitingMove { moved, bytes, .. } =
-            self.waiting.pop_front_if(|waiting| waiting.ready <= now)?;
-        self.current = Some(Transit { moved, start: now, bytes_left: bytes as f64 });
-        Some(moved)
+        let next = self.waiting.pop_front_if(|waiting| waiting.ready <= now);
+        self.current = next.map(|WaitingMove { moved, bytes, .. }| Transit {
+            moved,
+            start: now,
+            bytes_left: bytes as f64,
+        });
     }
 
     fn next_ready(&self, now: f64) -> Option<f64> {

@@ -2,15 +2,16 @@
 //!
 //! ```text
 //! slots        as large as the largest stage that lives on the host, all the time
-//! gradients    of a stage that lives on the host, from its first backward until they are home
+//! sums         of a stage that lives on the host, from its first backward until the next one's set out
 //! boundary     from its making or arrival until the backward, without the time that it spends on the host
 //! its gradient from its making or arrival until the backward that takes it, without that time
 //! ```
 //!
-//! Activations, and all that lives on the device, as in `memory`.
+//! Activations, what actions work with, and all that lives on the device, as in `memory`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use super::super::memory::{HeldAs, StageBefore};
 use super::super::{Action, ActionKind, Actions, Costs, DeviceId, MicroBatchId, StageId};
 use super::{Home, Move, MoveKind, Moves, StageHome};
 
@@ -18,9 +19,12 @@ use super::{Home, Move, MoveKind, Moves, StageHome};
 pub(super) struct HeldBytes {
     costs: Costs,
     homes: Vec<StageHome>,
-    recomputed: BTreeSet<(StageId, MicroBatchId)>,
-    /// Stages that live on the host and have gradients on the device.
+    /// How the device's stages hold their micro-batches.
+    held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
+    /// Stages whose sums of gradients are, or were, on the device.
     summed: BTreeSet<StageId>,
+    /// The stage whose sums have set out last.
+    leaving: Option<StageId>,
     // 128 bits hold any sum of the 64-bit sizes.
     bytes: u128,
     peak_bytes: u128,
@@ -31,14 +35,21 @@ pub(super) struct HeldBytes {
 
 impl HeldBytes {
     pub(super) fn new(actions: &Actions, moves: &Moves, costs: &Costs, device: DeviceId) -> Self {
-        let recompute = |action: &&Action| action.kind == ActionKind::Recompute;
-        let recomputed = actions.lists()[device.index()].iter().filter(recompute);
+        let of_pair = |action: &Action| {
+            let held = actions.held_of(*action);
+            // What waits on the host comes back as a copy of its own.
+            let stays = moves.homes()[action.stage.index()].boundaries == Home::Device;
+            let before = if stays { held.before } else { StageBefore::Elsewhere };
+            ((action.stage, action.micro_batch), HeldAs { before, ..held })
+        };
+        let held_as = actions.lists()[device.index()].iter().map(of_pair).collect();
         let bytes = lasting_bytes(actions, moves, costs, device);
         Self {
             costs: costs.clone(),
             homes: moves.homes().to_vec(),
-            recomputed: recomputed.map(|action| (action.stage, action.micro_batch)).collect(),
+            held_as,
             summed: BTreeSet::new(),
+            leaving: None,
             bytes,
             peak_bytes: bytes,
             held: 0,
@@ -68,7 +79,7 @@ impl HeldBytes {
     }
 
     pub(super) fn begin(&mut self, time: f64, action: Action) {
-        let cost = self.costs.stages[action.stage.index()];
+        let cost = *self.costs.of(action);
         let keeps = self.keeps(action);
         let mut takes = if keeps { u128::from(cost.activation_bytes) } else { 0 };
         // Those of later stages came from the stage before.
@@ -78,29 +89,46 @@ impl HeldBytes {
         if action.kind.passes_gradient() {
             takes += self.input_gradient(action) + self.loss_gradient(action);
         }
-        let home = self.homes[action.stage.index()];
-        let sums = action.kind.releases() && home.weights == Home::Host && home.trained;
-        if sums && self.summed.insert(action.stage) {
+        let is_trained = self.homes[action.stage.index()].trained;
+        if action.kind.releases() && is_trained && self.summed.insert(action.stage) {
             takes += u128::from(cost.gradient_bytes);
         }
         self.held += usize::from(keeps);
         self.peak_held = self.peak_held.max(self.held);
-        self.change(time, takes, 0);
+        self.change(time, takes + self.working(action), 0);
     }
 
     pub(super) fn end(&mut self, time: f64, action: Action) {
-        let cost = self.costs.stages[action.stage.index()];
-        let mut gives = 0;
+        let cost = *self.costs.of(action);
+        let mut gives = self.working(action);
         if action.kind.passes_gradient() {
             // What goes on to the stage before is taken again there, by its arrival.
             gives += self.input_gradient(action) + u128::from(cost.output_bytes);
         }
         if action.kind.releases() {
             gives += u128::from(cost.activation_bytes)
-                + u128::from(self.costs.input_bytes_of(action.stage));
+                + u128::from(self.input_of(action.stage, action.micro_batch));
             self.held -= 1;
         }
         self.change(time, 0, gives);
+    }
+
+    /// All is done: sums become gradients where their stage lives on the device.
+    pub(super) fn finish(&mut self, time: f64) {
+        let here =
+            self.summed.iter().filter(|stage| self.homes[stage.index()].weights == Home::Device);
+        let casts = here.map(|stage| u128::from(self.costs.stages[stage.index()].cast_bytes)).sum();
+        let left = self.leaving.take();
+        let left = left.map_or(0, |stage| self.costs.stages[stage.index()].gradient_bytes);
+        self.change(time, casts, u128::from(left));
+    }
+
+    /// A stage's sums set out for the host: those that set out before them are given up.
+    pub(super) fn set_out(&mut self, time: f64, stage: StageId) {
+        if let Some(before) = self.leaving.replace(stage) {
+            let bytes = u128::from(self.costs.stages[before.index()].gradient_bytes);
+            self.change(time, 0, bytes);
+        }
     }
 
     /// A boundary is let go of: the host has it.
@@ -108,25 +136,39 @@ impl HeldBytes {
         self.change(time, 0, u128::from(self.costs.input_bytes_of(stage)));
     }
 
-    /// A boundary or its gradient begins to come back.
+    /// A boundary or its gradient is to come back.
     pub(super) fn come(&mut self, time: f64, moved: Move) {
         self.change(time, u128::from(self.costs.input_bytes_of(moved.stage)), 0);
     }
 
-    /// A stage's gradients, a boundary or its gradient are on the host.
+    /// A boundary or its gradient is on the host.
     pub(super) fn leave(&mut self, time: f64, moved: Move) {
-        let bytes = match moved.kind {
-            MoveKind::GradientsHome => self.costs.stages[moved.stage.index()].gradient_bytes,
-            _ => self.costs.input_bytes_of(moved.stage),
-        };
-        self.change(time, 0, u128::from(bytes));
+        if moved.kind != MoveKind::GradientsHome {
+            self.change(time, 0, u128::from(self.costs.input_bytes_of(moved.stage)));
+        }
     }
 
     fn keeps(&self, action: Action) -> bool {
         match action.kind {
-            ActionKind::Forward => !self.recomputed.contains(&(action.stage, action.micro_batch)),
+            ActionKind::Forward => !self.is_recomputed(action),
             kind => kind == ActionKind::Recompute,
         }
+    }
+
+    fn is_recomputed(&self, action: Action) -> bool {
+        let held = self.held_as.get(&(action.stage, action.micro_batch));
+        held.is_some_and(|held| held.is_recomputed)
+    }
+
+    fn working(&self, action: Action) -> u128 {
+        self.costs.working_bytes(action, self.is_recomputed(action))
+    }
+
+    /// The bytes of what enters a stage, where it is not what the stage before has kept.
+    pub(super) fn input_of(&self, stage: StageId, micro_batch: MicroBatchId) -> u64 {
+        let held = self.held_as.get(&(stage, micro_batch));
+        let is_shared = held.is_some_and(|held| held.before == StageBefore::HereAndKept);
+        if is_shared { 0 } else { self.costs.input_bytes_of(stage) }
     }
 
     /// Of its input, the first stage makes no gradient: nobody is before it.
@@ -159,7 +201,7 @@ fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: Device
     let mut fetched = Vec::new();
     for (home, cost) in here {
         match home.weights {
-            Home::Device => resident += cost.resident_bytes(),
+            Home::Device => resident += cost.lasting_bytes(),
             Home::Host => fetched.push(u128::from(cost.fetched_bytes)),
         }
     }

@@ -32,12 +32,13 @@ pub fn simulate_moves(
     costs.check(actions.stages())?;
     // They may be those of other lists, with which this one would never come to its end.
     Moves::given(actions.lists(), moves.homes(), moves.slots(), moves.lists().to_vec())?;
-    let devices = Player::new(actions, moves, costs).run()?;
+    let mut devices = Player::new(actions, moves, costs).run()?;
     let last_end = |device: &DevicePlay| {
         let action = device.spans.last().map_or(0.0, |span| span.end);
         device.moved.iter().map(|span| span.end).fold(action, f64::max)
     };
     let makespan = devices.iter().map(last_end).fold(0.0, f64::max);
+    devices.iter_mut().for_each(|device| device.held.finish(makespan));
     let used = |device: &DevicePlay| {
         let busy = device.spans.iter().map(|span| costs.time(span.action)).sum();
         let idle = f64::max(makespan - busy, 0.0);
@@ -217,6 +218,12 @@ impl<'a> Player<'a> {
             if matches!(one.kind, MoveKind::Release | MoveKind::BoundaryOut) {
                 play.away.insert(Moved::of(one));
             }
+            match one.kind {
+                MoveKind::GradientsHome => play.held.set_out(self.now, one.stage),
+                // Its room is there from now on, however long the bus is in use by others.
+                MoveKind::BoundaryIn | MoveKind::GradientIn => play.held.come(self.now, one),
+                _ => {}
+            }
             if one.kind != MoveKind::Release {
                 let bytes = self.costs.moved_bytes(one);
                 let is_fetch = one.kind == MoveKind::Fetch;
@@ -226,11 +233,7 @@ impl<'a> Player<'a> {
         }
         let on_host = &self.on_host;
         let can_come = |one: Move| one.kind == MoveKind::Fetch || on_host.contains(&Moved::of(one));
-        for begun in play.bus.begin(self.now, can_come) {
-            if matches!(begun.kind, MoveKind::BoundaryIn | MoveKind::GradientIn) {
-                play.held.come(self.now, begun);
-            }
-        }
+        play.bus.begin(self.now, can_come);
         play.next_move > first
     }
 
@@ -319,6 +322,8 @@ impl<'a> Player<'a> {
         let gradient = action.kind.passes_gradient();
         let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
         *arrivals.cell(target, action) = arrival;
+        let held = &self.devices[to.index()].held;
+        let bytes = if gradient { bytes } else { held.input_of(target, action.micro_batch) };
         if arrival <= self.now {
             self.devices[to.index()].held.take(arrival, bytes);
         } else {

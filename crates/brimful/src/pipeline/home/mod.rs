@@ -84,6 +84,7 @@ impl HostedStages {
         let Some(largest) = stages.iter().flatten().map(|stage| stage.slot_bytes).max() else {
             return Ok(None);
         };
+        let slots = slots.min(stages.iter().flatten().count());
         Ok(Some(Self {
             slots: Slots::new(memory.device, slots, largest)?,
             outward: RestingPlace::new(memory.device, memory.arena.clone())?,
