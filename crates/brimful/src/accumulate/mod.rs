@@ -169,17 +169,17 @@ impl Accumulator {
         Ok(collect(&self.parameters, sums)?)
     }
 
-    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought.
+    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought. It is the
+    /// sum where there is none yet, and changes with it.
     pub(crate) fn add_gradient(
         &mut self,
         group: usize,
         parameter: &Tensor,
-        gradient: &Tensor,
+        gradient: Tensor,
     ) -> Result<()> {
         let same = |p: &Tensor| p.data_ptr() == parameter.data_ptr();
         let Some(at) = self.parameters.iter().position(same) else { return Ok(()) };
-        // A copy: others may look at the gradient after this sum has changed.
-        let added = vec![Some(gradient.f_detach_copy()?)];
+        let added = vec![Some(gradient)];
         if !self.in_place() {
             return add_sum(std::slice::from_mut(&mut self.groups[group][at]), added);
         }
