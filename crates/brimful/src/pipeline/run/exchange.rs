@@ -97,7 +97,7 @@ impl WorkerRun {
         self.count_in(at, &output)?;
         let ports = &self.job.ports[at];
         let pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
-            site.settle(StageParcel::values(leaves(values, &traced)?, site.device)?, outlet, to)
+            site.settle(StageParcel::values(leaves(values, &traced)?), outlet, to)
         };
         let mut parcels = Vec::new();
         let targets = site.stages[at].targets();
@@ -164,7 +164,7 @@ impl WorkerRun {
         let mut parcels = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
-                let parcel = StageParcel::pack(gradients, site.device)?;
+                let parcel = StageParcel::pack(gradients);
                 parcels.push((outlet, site.settle(parcel, outlet, site.stages[at].id)?));
             }
         }

@@ -70,10 +70,12 @@ impl ActionClock {
 
     /// The times in seconds. Waits for the device's last action.
     pub(crate) fn read(self) -> Result<Vec<Span>> {
-        let since = |moment: &Moment| {
-            moment.wait()?;
-            Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64())
-        };
+        // All are in one queue: when the last one has come, so have the others.
+        if let Some((.., last)) = self.spans.last() {
+            last.at.wait()?;
+        }
+        let since =
+            |moment: &Moment| Ok::<_, crate::Error>(moment.since(&self.origin)?.as_secs_f64());
         let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| {
             let (start, end) = (since(&begun.at)?, since(&ended.at)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })

@@ -302,9 +302,12 @@ impl Site {
         outlet: &StageOutlet,
         of: StageId,
     ) -> Result<StageParcel> {
-        match (self.resting_place_of(of), outlet) {
-            (Some(host), StageOutlet::Near(_)) => parcel.resting(host),
-            _ => Ok(parcel),
+        match (outlet, self.resting_place_of(of)) {
+            (StageOutlet::Far(_), _) => Ok(parcel),
+            (_, Some(host)) => parcel.resting(host),
+            // An event each would cost as much as a launch.
+            (StageOutlet::Own(_), None) => Ok(parcel),
+            (StageOutlet::Near(_), None) => parcel.marked(self.device),
         }
     }
 
@@ -314,8 +317,7 @@ impl Site {
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
-            let parcel = StageParcel::values(values, self.device)?;
-            parcels.push(parcel.resting(host)?);
+            parcels.push(StageParcel::values(values).resting(host)?);
         }
         Ok(HeldInput::Host(parcels))
     }
