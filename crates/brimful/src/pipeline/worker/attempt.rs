@@ -110,6 +110,7 @@ impl Worker {
     }
 
     fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
+        self.lay_out(job.channels_last)?;
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }
