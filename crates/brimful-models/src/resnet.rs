@@ -189,8 +189,11 @@ impl ResidualShape {
     fn cut_at_norms(&self) -> Layers {
         let exact = BatchNormPolicy::Exact;
         let last = self.convolutions.len();
-        let inner = Layers::new().stash("entry");
-        let inner = (1..).zip(&self.convolutions).fold(inner, |layers, (n, &shape)| {
+        let (entered, shortcut) = match self.downsample {
+            Some(shape) => (downsampled(shape), "shortcut"),
+            None => (Layers::new().stash("entry"), "entry"),
+        };
+        let inner = (1..).zip(&self.convolutions).fold(entered, |layers, (n, &shape)| {
             let layers = layers.add(format!("conv{n}"), move |p| shape.build(p));
             if n == last {
                 return layers;
@@ -198,33 +201,22 @@ impl ResidualShape {
             let norm = move |p: &Path| batch_norm2d(p, shape.to, exact).with_relu();
             layers.add_norm(format!("bn{n}"), norm)
         });
-        let beside = inner.pop_many("shortcut", "entry", |x, entry| shared(&[&x[0], &entry[0]]));
-        let beside = match self.downsample {
-            Some(shape) => downsampled(beside, shape),
-            None => beside,
-        };
         let out = self.convolutions[last - 1].to;
-        beside.add_norm_many(format!("bn{last}"), move |p| {
+        inner.pop_norm(format!("bn{last}"), shortcut, move |p| {
             let norm = batch_norm2d(p, out, exact);
-            move |x: &[Tensor], train| vec![norm.forward_add_relu(&x[0], &x[1], train)]
+            move |x, shortcut, train| vec![norm.forward_add_relu(&x[0], &shortcut[0], train)]
         })
     }
 }
 
-/// Two tensors flow: the second goes through a convolution and an exact BatchNorm, which normalises the
-/// first that it is given.
-fn downsampled(layers: Layers, shape: ConvShape) -> Layers {
-    layers
-        .add_many("downsample.0", move |p| {
-            let conv = shape.build(p);
-            move |x: &[Tensor], _| vec![conv.forward(&x[1]), x[0].shallow_clone()]
-        })
+/// The shortcut of another shape, made and stashed before the convolutions, which begin from the entry again: so
+/// nothing has to wait for both at a time.
+fn downsampled(shape: ConvShape) -> Layers {
+    let entered = Layers::new().stash("entry").add("downsample.0", move |p| shape.build(p));
+    entered
         .add_norm("downsample.1", move |p| batch_norm2d(p, shape.to, BatchNormPolicy::Exact))
-        .add_many("turned", |_| |x: &[Tensor], _| shared(&[&x[1], &x[0]]))
-}
-
-fn shared(tensors: &[&Tensor]) -> Vec<Tensor> {
-    tensors.iter().map(|tensor| tensor.shallow_clone()).collect()
+        .stash("shortcut")
+        .pop("again", "entry", |_, entry| entry.shallow_clone())
 }
 
 /// A residual block: convolutions beside a shortcut.

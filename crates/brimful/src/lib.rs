@@ -124,6 +124,7 @@ mod error;
 mod feed;
 mod guard;
 pub mod layers;
+mod layout;
 pub mod libtorch;
 pub mod loss;
 mod measure;

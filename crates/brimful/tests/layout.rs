@@ -4,11 +4,15 @@
 
 mod support;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use brimful::micro::Layout;
-use brimful::nn::batch_norm2d;
+use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm2d};
 use brimful::optim::{AdamW, Optimizer};
+use brimful::pipeline::Homes;
 use brimful::save::{self, Metadata};
-use brimful::{Loss, MicroBatcher, Size};
+use brimful::{Layers, Loss, MicroBatcher, Pipeline, Size};
 use support::{micro_batcher, numbers, test_device};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -139,4 +143,75 @@ fn a_model_without_convolutions_is_left_alone() {
         .backward(&samples, |x: Tensor| Loss::mean(x.apply(&linear).square().mean(Kind::Float)))
         .expect("a step");
     assert!(!micro.is_channels_last());
+}
+
+/// Two convolutions with an exact BatchNorm between them, behind which inputs with their channels last are
+/// counted.
+fn exact_layers(seen: &Arc<AtomicUsize>) -> Layers {
+    let padded = nn::ConvConfig { padding: 1, ..Default::default() };
+    let exact = BatchNormConfig { policy: BatchNormPolicy::Exact, ..Default::default() };
+    let seen = Arc::clone(seen);
+    Layers::new()
+        .add("one", move |p| nn::conv2d(p, 3, 8, 3, padded))
+        .add_norm("norm", move |p| batch_norm2d(p, 8, exact).with_relu())
+        .add_fn("look", move |x| {
+            seen.fetch_add(usize::from(is_channels_last(x)), Ordering::Relaxed);
+            x.shallow_clone()
+        })
+        .add("two", move |p| nn::conv2d(p, 8, 6, 3, padded))
+        .add_fn("mean", |x| x.mean_dim([2_i64, 3].as_slice(), false, x.kind()))
+        .add("out", |p| nn::linear(p, 6, CLASSES, Default::default()))
+}
+
+fn pipeline(layout: Layout, homes: Homes) -> (Pipeline, Arc<AtomicUsize>) {
+    let seen = Arc::new(AtomicUsize::new(0));
+    tch::manual_seed(5);
+    let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
+    let builder = builder.kind(Kind::Double).homes(homes).micro_batches(Size::Fixed(4));
+    (builder.layout(layout).build().expect("a pipeline"), seen)
+}
+
+/// Eight steps; gives their losses.
+fn trained(pipe: &mut Pipeline) -> Vec<f64> {
+    let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+    let step = |number| {
+        let (x, y) = batch(number);
+        let loss = |out: Tensor, y: &Tensor| {
+            Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, Reduction::Mean, -100, 0.0))
+        };
+        let loss = pipe.backward(&x, &y, loss).expect("a step").loss;
+        optimizer.step().expect("an update");
+        optimizer.zero_grad().expect("no gradients");
+        loss
+    };
+    (0..8).map(step).collect()
+}
+
+#[test]
+fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() {
+    let (mut plain, seen) = pipeline(Layout::AsIs, Homes::default());
+    let expected = trained(&mut plain);
+    assert_eq!(seen.load(Ordering::Relaxed), 0);
+    for layout in [Layout::ChannelsLast, Layout::Measured] {
+        let (mut pipe, seen) = pipeline(layout, Homes::default());
+        for (step, (a, b)) in expected.iter().zip(trained(&mut pipe)).enumerate() {
+            assert!((a - b).abs() < 1e-9 * a.abs(), "{layout:?} step {step}: {a} {b}");
+        }
+        // Four micro-batches a step; measured ones have two steps of each order, and one before each.
+        let seen = seen.load(Ordering::Relaxed);
+        assert!(seen == 8 * 4 || layout == Layout::Measured && seen >= 3 * 4, "{layout:?}: {seen}");
+        let variables = pipe.variables().expect("variables");
+        for (name, value) in variables.iter().filter(|_| layout == Layout::ChannelsLast) {
+            let convolves = matches!(name.as_str(), "one.weight" | "two.weight");
+            assert_eq!(is_channels_last(value), convolves, "{name}");
+        }
+    }
+}
+
+#[test]
+fn stages_that_live_on_the_host_stay_as_they_are() {
+    let (mut plain, _) = pipeline(Layout::AsIs, Homes::Host);
+    let (mut pipe, seen) = pipeline(Layout::ChannelsLast, Homes::Host);
+    assert_eq!(trained(&mut plain), trained(&mut pipe));
+    assert_eq!(seen.load(Ordering::Relaxed), 0);
 }

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use brimful::memory::Arena;
+use brimful::micro::Layout;
 use brimful::{Bytes, DeviceSpec, Loss, Pipeline, Size};
 use brimful_cli::setting::{NormStatistics, loss};
-use brimful_torch::layout;
 use tch::{Device, Tensor};
 
 use crate::timed::{LossAndPeak, Timed, in_use};
@@ -24,11 +24,9 @@ impl ExactModel {
         let exact = Workload { norms: NormStatistics::Exact, ..work.clone() };
         let on = arena.map_or_else(|| DeviceSpec::from(device), DeviceSpec::from);
         let builder = Pipeline::builder(exact.layers()?).devices([on]).kind(work.dtype.kind());
-        let pipeline = builder.micro_batches(Size::Fixed(work.micro_batch)).build()?;
-        let convolutions = pipeline.variables()?.into_iter().filter(|(_, v)| v.dim() == 4);
-        for (_, mut weight) in convolutions.filter(|_| device != Device::Cpu) {
-            layout::lay_out(&mut weight, true)?;
-        }
+        let layout = if device == Device::Cpu { Layout::AsIs } else { Layout::ChannelsLast };
+        let builder = builder.layout(layout).micro_batches(Size::Fixed(work.micro_batch));
+        let pipeline = builder.build()?;
         let kept = in_use(device)?.saturating_sub(before);
         Ok(Self { pipeline, kept })
     }

@@ -8,6 +8,7 @@
 //! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
 
 mod dense;
+mod part;
 mod sums;
 
 use std::borrow::Borrow;
@@ -23,6 +24,7 @@ use crate::Result;
 use crate::ranks::{Buckets, RanksTurn, summed_in};
 pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense};
+use part::ModelPart;
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
 use sums::{add_sum, own};
 
@@ -43,6 +45,9 @@ pub(crate) struct Accumulator {
     turn: Option<RanksTurn>,
     /// Whether the micro-batch under way is the last.
     last: bool,
+    /// The parts of the model that go backward one at a time, and the one that does.
+    parts: Vec<ModelPart>,
+    part: Option<usize>,
     buckets: Option<Buckets>,
 }
 
@@ -64,6 +69,8 @@ impl Accumulator {
             at_home: false,
             turn: None,
             last: false,
+            parts: Vec::new(),
+            part: None,
             buckets: None,
         };
         accumulator.clear()?;
@@ -73,6 +80,14 @@ impl Accumulator {
     /// Lets gradients set out to other ranks, in this turn, while the last backward still runs.
     pub(crate) fn summing(mut self, turn: Option<RanksTurn>) -> Self {
         self.turn = turn;
+        self
+    }
+
+    /// Tells which parameters each part of the model has, by their places: what one part's backward brings is
+    /// looked for in these alone.
+    pub(crate) fn in_parts(mut self, parts: Vec<Vec<usize>>) -> Self {
+        let part = |places| ModelPart::new(places, &self.parameters);
+        self.parts = parts.into_iter().map(part).collect();
         self
     }
 
@@ -99,6 +114,11 @@ impl Accumulator {
     /// The next micro-batch is the last.
     pub(crate) fn expect_the_last(&mut self) {
         self.last = true;
+    }
+
+    /// The next backward is this part's; none where it may come to any parameter.
+    pub(crate) fn expect_part(&mut self, part: Option<usize>) {
+        self.part = part;
     }
 
     /// Says how many groups of terms there are; the same at every call.
@@ -159,27 +179,32 @@ impl Accumulator {
             self.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);
         }
+        let named = &self.named;
+        // With several groups what comes elsewhere after all could not be told apart at the end.
+        let only = self.groups.len() == 1;
+        let part = self.part.filter(|_| only).and_then(|part| self.parts.get(part));
         if self.in_place() {
             run()?;
-            return check_dense(&self.parameters, &self.named);
+            return check_dense(part.map_or(&self.parameters, |part| &part.parameters), named);
         }
         let sums = &mut self.groups[group];
-        offering(&self.parameters, sums, run)?;
-        check_dense(&self.parameters, &self.named)?;
-        Ok(collect(&self.parameters, sums)?)
+        match part {
+            Some(part) => part.with_sums(sums, |own, sums| gather(own, sums, named, run)),
+            None => gather(&self.parameters, sums, named, run),
+        }
     }
 
-    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought.
+    /// Adds a gradient of one of the parameters that no backward of this accumulator has brought. It is the
+    /// sum where there is none yet, and changes with it.
     pub(crate) fn add_gradient(
         &mut self,
         group: usize,
         parameter: &Tensor,
-        gradient: &Tensor,
+        gradient: Tensor,
     ) -> Result<()> {
         let same = |p: &Tensor| p.data_ptr() == parameter.data_ptr();
         let Some(at) = self.parameters.iter().position(same) else { return Ok(()) };
-        // A copy: others may look at the gradient after this sum has changed.
-        let added = vec![Some(gradient.f_detach_copy()?)];
+        let added = vec![Some(gradient)];
         if !self.in_place() {
             return add_sum(std::slice::from_mut(&mut self.groups[group][at]), added);
         }
@@ -190,6 +215,7 @@ impl Accumulator {
 
     /// Puts back what the parameters had, and gives the step's sums.
     pub(crate) fn finish(mut self) -> Result<Sums> {
+        self.look_everywhere()?;
         if self.in_place() {
             self.groups[0] = self.parameters.iter().map(gradient).collect();
         }
@@ -202,6 +228,19 @@ impl Accumulator {
             at_home: self.at_home,
             buckets: self.buckets.take(),
         })
+    }
+
+    /// Takes what the parts' backwards have brought to parameters of others: a layer may look at tensors that
+    /// are not its own.
+    fn look_everywhere(&mut self) -> Result<()> {
+        if self.parts.is_empty() {
+            return Ok(());
+        }
+        check_dense(&self.parameters, &self.named)?;
+        match &mut self.groups[..] {
+            [sums] if self.apart => Ok(collect(&self.parameters, sums)?),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {
@@ -273,6 +312,18 @@ impl Drop for Accumulator {
         // Cannot fail: what is put back was there before.
         let _ = self.put_back();
     }
+}
+
+/// Runs a backward, and adds what arrives in these parameters to their sums.
+fn gather(
+    parameters: &[Tensor],
+    sums: &mut [Option<Tensor>],
+    named: &Named,
+    run: impl FnOnce() -> Result<(), TorchError>,
+) -> Result<()> {
+    offering(parameters, sums, run)?;
+    check_dense(parameters, named)?;
+    Ok(collect(parameters, sums)?)
 }
 
 /// The gradient that a parameter has.

@@ -8,7 +8,7 @@ use tch::nn::{Path, VarStore};
 use tch::{Device, TchError};
 
 use super::LayersError;
-use super::model::{Layer, Module, PopFunction};
+use super::model::{Layer, Module, Popped};
 use super::skips::{Name, Skip};
 use crate::oom::{self, Caught};
 use crate::{Error, Result, nn};
@@ -25,6 +25,8 @@ pub(super) struct Description {
     pub(super) shares: Option<String>,
     /// Whether it was added as a normalisation, which may be an exact one.
     pub(super) normalises: bool,
+    /// The skip that it takes beside what flows.
+    pub(super) pops: Option<Name>,
     pub(super) make: Make,
 }
 
@@ -33,19 +35,11 @@ pub(super) struct Description {
 pub(super) enum Make {
     Build(Arc<Build>),
     Stash,
-    Pop { skip: Name, function: Arc<PopFunction> },
 }
 
 impl Make {
     pub(super) fn of(build: impl Fn(&Path, &Path) -> Module + Send + Sync + 'static) -> Self {
         Self::Build(Arc::new(build))
-    }
-
-    fn inside(self, outer: &str) -> Self {
-        match self {
-            Self::Pop { skip, function } => Self::Pop { skip: skip.inside(outer), function },
-            other => other,
-        }
     }
 }
 
@@ -56,7 +50,8 @@ impl Description {
             name: within(self.name),
             shares: self.shares.map(within),
             normalises: self.normalises,
-            make: self.make.inside(outer),
+            pops: self.pops.map(|skip| skip.inside(outer)),
+            make: self.make,
         }
     }
 
@@ -75,14 +70,11 @@ impl Description {
             }
             Make::Build(build) => self.build_module(root, &**build)?,
             Make::Stash => Module::Stash,
-            Make::Pop { function, .. } => {
-                let skip = skips.iter().find(|skip| skip.pops.contains(&position));
-                let skip = skip.expect("each pop was paired with its stash");
-                let last = skip.pops.last() == Some(&position);
-                Module::Pop { stash: skip.stash, last, function: Arc::clone(function) }
-            }
         };
-        Ok(Layer { name: self.name.clone(), module, norm })
+        let popped = skips.iter().find(|skip| skip.pops.contains(&position));
+        let popped = popped
+            .map(|skip| Popped { stash: skip.stash, last: skip.pops.last() == Some(&position) });
+        Ok(Layer { name: self.name.clone(), module, norm, popped })
     }
 
     fn build_module(&self, root: &Path, build: &Build) -> Result<Module> {
@@ -118,7 +110,8 @@ pub(super) type Shapes = BTreeMap<String, Vec<i64>>;
 pub(super) fn variable_shapes(build: &Build) -> (Shapes, Shapes) {
     let _shapes_alone = meta::enter();
     let store = VarStore::new(Device::Cpu);
-    build(&(store.root() / "own"), &(store.root() / "other"));
+    // An exact BatchNorm of this one is nobody's.
+    let _norms = nn::built_in(|| build(&(store.root() / "own"), &(store.root() / "other")));
     let under = |path: &str| {
         let shape = |(name, tensor): (String, tch::Tensor)| {
             Some((name.strip_prefix(path)?.to_owned(), tensor.size()))

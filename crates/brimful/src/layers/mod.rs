@@ -158,9 +158,35 @@ impl Layers {
         M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        let mut longer = self.add_many(name, build);
-        longer.list.iter_mut().next_back().into_iter().for_each(|layer| layer.normalises = true);
-        longer
+        self.add_many(name, build).normalising()
+    }
+
+    /// The same for a module that also takes what was stashed under the name `skip`, as [`Layers::pop`] does: a
+    /// shortcut that is added behind a normalisation goes straight there, and is not handed on by the layers
+    /// between.
+    ///
+    /// ```
+    /// # use brimful::Layers;
+    /// # use brimful::nn::{BatchNormConfig, batch_norm1d};
+    /// # use tch::{Tensor, nn};
+    /// let layers = Layers::new()
+    ///     .stash("entry")
+    ///     .add("hidden", |p| nn::linear(p, 4, 4, Default::default()))
+    ///     .pop_norm("norm", "entry", |p| {
+    ///         let norm = batch_norm1d(p, 4, BatchNormConfig::default());
+    ///         move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+    ///     });
+    /// # layers.check()?;
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    #[must_use]
+    pub fn pop_norm<M, F>(self, name: impl Into<String>, skip: impl Into<String>, build: F) -> Self
+    where
+        M: Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send + 'static,
+        F: Fn(&Path) -> M + Send + Sync + 'static,
+    {
+        let make = Make::of(move |own, _| Module::Pop(Box::new(build(own))));
+        self.push(name, None, make).popping(skip).normalising()
     }
 
     /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
@@ -227,8 +253,12 @@ impl Layers {
     where
         F: Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync + 'static,
     {
-        let skip = skips::Name::new(skip.into());
-        self.push(name, None, Make::Pop { skip, function: Arc::new(function) })
+        let function = Arc::new(function);
+        let make = Make::of(move |_, _| {
+            let function = Arc::clone(&function);
+            Module::Pop(Box::new(move |x, skip, _| function(x, skip)))
+        });
+        self.push(name, None, make).popping(skip)
     }
 
     /// Appends all layers of another list, each named `name.its own name`, skips included.
@@ -282,7 +312,25 @@ impl Layers {
     }
 
     fn push(mut self, name: impl Into<String>, shares: Option<String>, make: Make) -> Self {
-        self.list.push(Description { name: name.into(), shares, normalises: false, make });
+        let name = name.into();
+        self.list.push(Description { name, shares, normalises: false, pops: None, make });
+        self
+    }
+
+    /// The same, whose last layer takes this skip.
+    fn popping(mut self, skip: impl Into<String>) -> Self {
+        let skip = skips::Name::new(skip.into());
+        self.list
+            .iter_mut()
+            .next_back()
+            .into_iter()
+            .for_each(|last| last.pops = Some(skip.clone()));
+        self
+    }
+
+    /// The same, whose last layer is a normalisation.
+    fn normalising(mut self) -> Self {
+        self.list.iter_mut().next_back().into_iter().for_each(|last| last.normalises = true);
         self
     }
 }

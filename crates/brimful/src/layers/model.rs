@@ -11,7 +11,7 @@ use crate::nn::ExactNorm;
 use crate::random::{Draws, Generator};
 
 pub(super) type ManyFunction = dyn Fn(&[Tensor], bool) -> Vec<Tensor> + Send;
-pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor]) -> Vec<Tensor> + Send + Sync;
+pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> + Send;
 
 /// A layer in its place.
 #[derive(Debug)]
@@ -20,6 +20,17 @@ pub(super) struct Layer {
     pub(super) module: Module,
     /// The exact BatchNorm in it.
     pub(super) norm: Option<ExactNorm>,
+    /// What a pop takes.
+    pub(super) popped: Option<Popped>,
+}
+
+/// A skip that is popped.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Popped {
+    /// The layer that stashed it.
+    pub(super) stash: usize,
+    /// Whether nobody pops it later.
+    pub(super) last: bool,
 }
 
 /// What a layer does.
@@ -27,13 +38,7 @@ pub(super) enum Module {
     One(Box<dyn ModuleT>),
     Many(Box<ManyFunction>),
     Stash,
-    Pop {
-        /// The layer that stashed it.
-        stash: usize,
-        /// Whether nobody pops it later.
-        last: bool,
-        function: Arc<PopFunction>,
-    },
+    Pop(Box<PopFunction>),
 }
 
 /// Layers that have been built, be it all of a model's or a stage's part of them.
@@ -123,11 +128,11 @@ impl Layer {
                 stashed.put(position, values.iter().map(Tensor::shallow_clone).collect());
                 values
             }
-            Module::Pop { stash, last: true, function } => {
-                function(&values, &stashed.take(*stash).unwrap_or_else(|| self.missing(*stash)))
-            }
-            Module::Pop { stash, last: false, function } => {
-                function(&values, stashed.get(*stash).unwrap_or_else(|| self.missing(*stash)))
+            Module::Pop(function) => {
+                let Popped { stash, last } =
+                    self.popped.expect("each pop was paired with its stash");
+                let skip = if last { stashed.take(stash) } else { stashed.share(stash) };
+                function(&values, &skip.unwrap_or_else(|| self.missing(stash)), train)
             }
         }
     }
@@ -164,7 +169,7 @@ impl fmt::Debug for Module {
             Self::One(module) => module.fmt(f),
             Self::Many(_) => f.write_str("function of many"),
             Self::Stash => f.write_str("stash"),
-            Self::Pop { stash, .. } => write!(f, "pop of {stash}"),
+            Self::Pop(_) => f.write_str("pop"),
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) fn pair(list: &[Description]) -> Result<Vec<Skip>> {
     let stashes = list.iter().enumerate().filter(|(_, layer)| matches!(layer.make, Make::Stash));
     let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();
     for (position, layer) in list.iter().enumerate() {
-        let Make::Pop { skip, .. } = &layer.make else { continue };
+        let Some(skip) = &layer.pops else { continue };
         let named = |name: String| skips.iter().position(|skip| list[skip.stash].name == name);
         let Some(found) = skip.candidates().find_map(named) else {
             let (name, skip) = (layer.name.clone(), skip.skip.clone());
@@ -80,9 +80,9 @@ impl Stashed {
     }
 
     /// What the layer at `stash` has stashed, which another may still pop.
-    pub(crate) fn get(&self, stash: usize) -> Option<&[Tensor]> {
+    pub(crate) fn share(&self, stash: usize) -> Option<Vec<Tensor>> {
         let found = self.values.iter().find(|(position, _)| *position == stash);
-        found.map(|(_, values)| values.as_slice())
+        found.map(|(_, values)| values.iter().map(Tensor::shallow_clone).collect())
     }
 
     /// The same, out of here.

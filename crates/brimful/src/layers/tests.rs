@@ -4,6 +4,7 @@ use super::LayersError;
 use super::*;
 use crate::Error;
 use crate::memory::Arena;
+use crate::nn::{BatchNormConfig, BatchNormPolicy, Lora, batch_norm1d};
 use std::ops::Range;
 use tch::nn::VarStore;
 use tch::{Device, Kind, nn};
@@ -239,6 +240,30 @@ fn several_tensors_flow_from_layer_to_layer() {
     let out = model.forward_many(&[Tensor::from(5.0)], true);
     let numbers: Vec<f64> = out.iter().map(|t| t.double_value(&[])).collect();
     assert_eq!(numbers, [10.0, 21.0]);
+}
+
+#[test]
+fn a_normalisation_may_pop_and_is_a_layer_like_others() {
+    let exact = BatchNormConfig { policy: BatchNormPolicy::Exact, ..Default::default() };
+    let block = Layers::new().stash("entry").add("fc", linear(4, 4)).pop_norm("norm", "entry", {
+        move |p| {
+            let norm = batch_norm1d(p, 4, exact);
+            move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+        }
+    });
+    let layers = Layers::new().add_layers("block", block);
+    assert_eq!(layers.skips().expect("a skip"), [Skip { stash: 0, pops: vec![2] }]);
+    assert_eq!(layers.exact_norms().expect("norms"), [2]);
+    let store = VarStore::new(Device::Cpu);
+    let model = layers.lora(&Lora::new(2)).build(&store.root()).expect("built");
+    // What it has is named and frozen as that of others.
+    assert!(!store.variables()["block.norm.weight"].requires_grad());
+    let x = Tensor::randn([6, 4], CPU);
+    let fc = |name: &str| store.variables()[&format!("block.fc.{name}")].shallow_clone();
+    let inner = x.linear(&fc("weight"), Some(fc("bias")));
+    let expected = (&x + &inner / (1.0_f64 + 1e-5).sqrt()).relu();
+    let off = (model.forward_t(&x, false) - expected).abs().max().double_value(&[]);
+    assert!(off < 1e-6, "off by {off}");
 }
 
 #[test]

@@ -4,8 +4,8 @@ use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
-use super::bytes;
 use super::meter::Meter;
+use crate::batch::tensor_bytes;
 use crate::layers::LayersError;
 use crate::layers::{Model, Stashed};
 use crate::oom::{self, Caught};
@@ -139,7 +139,7 @@ impl MeasuredLayer<'_> {
             if roots.is_empty() { Ok(()) } else { Ok(backward(&roots, &gradients, false)?) }
         })?;
         let made = self.parameters.iter().filter(|parameter| parameter.grad().defined());
-        let made: u64 = made.map(bytes).sum();
+        let made: u64 = made.map(tensor_bytes).sum();
         for parameter in &self.parameters {
             set_gradient(&mut parameter.shallow_clone(), None)?;
         }

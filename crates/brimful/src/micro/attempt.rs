@@ -115,10 +115,10 @@ impl MicroBatcher {
         turn: Option<RanksTurn>,
         eager: bool,
     ) -> Result<BatchPass<O>> {
-        let mut parameters = parameters(&self.variables);
+        let parameters = parameters(&self.variables);
         // Not in the midst of a step: its sums lie in memory as the parameters did when it began.
         if role.first {
-            self.arrangement.begin(&mut parameters)?;
+            self.arrangement.begin(&parameters)?;
         }
         self.replay.begin(parameters.len(), &self.variables, eager)?;
         let accumulator = Accumulator::begin(parameters, &self.variables)?.summing(turn);

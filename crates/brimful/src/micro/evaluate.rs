@@ -7,6 +7,7 @@ use super::{BatchRole, MicroBatcher, Outcome, Parts, Step};
 use crate::accumulate::Sums;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
+use crate::layout::InOrder;
 use crate::loss::MicroBatchWeight;
 use crate::step::{self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
 use crate::{Result, oom};

@@ -26,7 +26,6 @@
 mod attempt;
 mod engine;
 mod evaluate;
-mod layout;
 mod pass;
 mod replay;
 mod settings;
@@ -38,18 +37,18 @@ use std::time::Instant;
 use tch::Device;
 use tch::nn::{VarStore, Variables};
 
-pub use layout::Layout;
+pub use crate::layout::Layout;
 
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
 use crate::copies::Copies;
+use crate::layout::{Arrangement, InOrder};
 use crate::memory::Memory;
 use crate::step::{
     self, BatchRole, Brought, Outcome, Parts, Size, Step, StepState, UnmanagedStatistics,
 };
 pub(crate) use attempt::Attempt;
-use layout::Arrangement;
 pub(crate) use replay::Closure;
 use replay::MicroReplay;
 

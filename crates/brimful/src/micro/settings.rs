@@ -4,10 +4,9 @@ use std::error::Error as StdError;
 use std::path::Path;
 use std::time::Duration;
 
-use super::layout::Arrangement;
 use super::{Layout, MicroBatcher};
+use crate::layout::{Arrangement, InOrder};
 use crate::memory::Memory;
-use crate::oom::catch_unseen;
 use crate::optim::Method;
 use crate::step::{NonFinite, Size, Team, names, parameters};
 use crate::world::World;
@@ -160,21 +159,16 @@ impl MicroBatcher {
         }
     }
 
-    /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own.
-    pub(crate) fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
-        if self.arrangement.is_on_trial() {
-            match catch_unseen(|| f(self)) {
-                Ok(done) => return Ok(done),
-                Err(cause) => self.arrangement.refuse(&cause),
-            }
-        }
-        f(self)
-    }
-
     /// Learns from a step which order in memory is the faster.
     pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
         if let Some(factor) = self.arrangement.observe(samples, time, self.replay.is_new()) {
             self.state.sizes.rearranged(factor);
         }
+    }
+}
+
+impl InOrder for MicroBatcher {
+    fn arrangement(&mut self) -> &mut Arrangement {
+        &mut self.arrangement
     }
 }

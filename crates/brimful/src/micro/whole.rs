@@ -17,6 +17,7 @@ use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
+use crate::layout::InOrder;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::StepError;

@@ -287,7 +287,7 @@ impl BatchNorm {
         let target = match self.config.policy {
             BatchNormPolicy::Frozen => return Ok(self.unmoved()),
             BatchNormPolicy::Exact => match self.place.shared() {
-                Some(met) => return self.met(&met, input),
+                Some(met) => return self.met(met, input),
                 // Alone, an input is the whole mini-batch.
                 None if !statistics::in_a_step() => statistics::at_once(&self.running)?,
                 None => return Err(BatchNormError::NotMet { channels }.into()),
@@ -316,15 +316,13 @@ impl BatchNorm {
     }
 
     /// Normalised by the whole mini-batch's statistics, as if they were running ones.
-    fn met(&self, met: &Met, input: &Tensor) -> Result<Movement> {
+    fn met(&self, met: Met, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }
-        let [weight, bias] = met.probes();
-        let (mean, variance) = met.statistics();
         Ok(Movement {
-            running: Some((mean.shallow_clone(), variance.shallow_clone())),
-            affine: [Some(weight), Some(bias)],
+            running: Some((met.mean, met.variance)),
+            affine: met.probes.map(Some),
             training: false,
             momentum: 0.0,
         })

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A micro-batch's own backward gives the first line and its share of both sums, which are the gradients
-//! of weight and bias. So each is normalised with *probes*, copies of weight and bias of its own, and both sums are
-//! read there. When all micro-batches are back, they are the gradients of weight and bias, once; and the
+//! of weight and bias. So each is normalised with *probes*, copies of weight and bias, and both sums are
+//! taken out of them after each backward. When all micro-batches are back, they are the gradients of weight and bias, once; and the
 //! second line, a BatchNorm of x with another weight and bias, is added to each one's gradient.
 
 use std::cell::RefCell;
@@ -20,7 +20,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::nn::kernels::told;
-use crate::statistics::{Running, WholeBatch};
+use crate::statistics::{Running, WholeBatch, WholeStatistics};
 
 thread_local! {
     static BUILT: RefCell<Option<Vec<ExactNorm>>> = const { RefCell::new(None) };
@@ -60,8 +60,10 @@ pub(crate) struct NormSettled {
     /// − w / √(σ² + ε) / N, kept for the backward of what is before the layer: its weight may have left
     /// the device by then.
     factor: Tensor,
-    /// What probes are: weight and bias in the kind of statistics.
+    /// Weight and bias in the kind of statistics.
     affine: [Tensor; 2],
+    /// The same as leaves, in which the gradients of the micro-batch under way gather.
+    probes: [Tensor; 2],
     /// Whether weight or bias are trained.
     trains: bool,
     eps: f64,
@@ -70,8 +72,8 @@ pub(crate) struct NormSettled {
 /// The same for one micro-batch.
 #[derive(Debug)]
 pub(crate) struct Met {
-    mean: Tensor,
-    variance: Tensor,
+    pub(super) mean: Tensor,
+    pub(super) variance: Tensor,
     /// Copies of weight and bias, in which their gradients gather.
     pub(crate) probes: [Tensor; 2],
     /// What was counted.
@@ -81,8 +83,7 @@ pub(crate) struct Met {
 impl ExactNorm {
     /// All micro-batches are counted: moves the running statistics, for inputs of this kind.
     pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
-        let (count, mean, variance) = whole.settle(&self.running, kind)?;
-        let one_over = variance.f_add_scalar(self.eps)?.f_rsqrt()?.f_div_scalar(-(count as f64))?;
+        let WholeStatistics { count, mean, variance } = whole.settle(&self.running, kind)?;
         let [weight, bias] = &self.affine;
         let scale = match weight {
             Some(weight) => weight.f_detach()?.f_to_kind(mean.kind())?,
@@ -92,9 +93,13 @@ impl ExactNorm {
             Some(bias) => bias.f_detach()?.f_to_kind(mean.kind())?,
             None => mean.f_zeros_like()?,
         };
-        let factor = one_over.f_mul(&scale)?;
+        let mut one_over = variance.f_add_scalar(self.eps)?.f_rsqrt_()?;
+        let factor = one_over.f_mul_(&scale)?.f_div_scalar_(-(count as f64))?;
+        let probe = |of: &Tensor| of.f_detach()?.f_set_requires_grad(true);
+        let probes = [probe(&scale)?, probe(&offset)?];
         let trains = self.trained().next().is_some();
-        Ok(NormSettled { mean, variance, factor, affine: [scale, offset], trains, eps: self.eps })
+        let affine = [scale, offset];
+        Ok(NormSettled { mean, variance, factor, affine, probes, trains, eps: self.eps })
     }
 
     /// Which of weight and bias are trained, by their place among a micro-batch's probes.
@@ -112,22 +117,23 @@ impl ExactNorm {
 
 impl NormSettled {
     /// What this micro-batch is normalised by.
-    pub(crate) fn met(&self, input: &Tensor) -> Result<Met> {
+    pub(crate) fn met(&self, input: &Tensor) -> Met {
         // Nobody asks for the sums where neither the layer nor what is before it is trained.
         let asked = self.trains || input.requires_grad();
-        let probe = |of: &Tensor| of.f_detach()?.f_set_requires_grad(asked);
-        let [scale, offset] = &self.affine;
-        Ok(Met {
+        let probes = if asked { &self.probes } else { &self.affine };
+        Met {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            probes: [probe(scale)?, probe(offset)?],
+            probes: probes.each_ref().map(Tensor::shallow_clone),
             input: input.shallow_clone(),
-        })
+        }
     }
 
-    /// Weight or bias of what is missing in the gradients, from its probes' sum over all micro-batches.
-    pub(crate) fn missing(&self, sum: &Tensor) -> Result<Tensor> {
-        Ok(sum.f_mul(&self.factor)?)
+    /// Weight and bias of what is missing in the gradients, from their probes' sums over all micro-batches,
+    /// 2 × channels.
+    pub(crate) fn missing(&self, sums: &Tensor) -> Result<[Tensor; 2]> {
+        let both = sums.f_mul(&self.factor)?;
+        Ok([both.f_select(0, 0)?, both.f_select(0, 1)?])
     }
 
     /// The gradient of a micro-batch with what was missing in it.
@@ -135,11 +141,11 @@ impl NormSettled {
         &self,
         x: &Tensor,
         gradient: Option<&Tensor>,
-        [weight, bias]: [&Tensor; 2],
+        [weight, bias]: &[Tensor; 2],
     ) -> Result<Tensor> {
         let _without = tch::no_grad_guard();
         let norm = NormInput {
-            x: &x.f_detach()?,
+            x,
             weight: Some(weight),
             bias: Some(bias),
             running: Some((&self.mean, &self.variance)),
@@ -152,25 +158,16 @@ impl NormSettled {
 }
 
 impl Met {
-    pub(super) fn statistics(&self) -> (&Tensor, &Tensor) {
-        (&self.mean, &self.variance)
-    }
-
     /// Whether this is what was counted.
     pub(super) fn is_of(&self, input: &Tensor) -> bool {
         self.input.data_ptr() == input.data_ptr() && self.input.size() == input.size()
-    }
-
-    /// The copies of weight and bias that this micro-batch is normalised with.
-    pub(super) fn probes(&self) -> [Tensor; 2] {
-        self.probes.each_ref().map(Tensor::shallow_clone)
     }
 
     pub(crate) fn share(&self) -> Self {
         Self {
             mean: self.mean.shallow_clone(),
             variance: self.variance.shallow_clone(),
-            probes: self.probes(),
+            probes: self.probes.each_ref().map(Tensor::shallow_clone),
             input: self.input.shallow_clone(),
         }
     }

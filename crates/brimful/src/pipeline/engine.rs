@@ -17,7 +17,7 @@ use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
 use crate::step::{
-    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Lesson, Opening,
+    self, Attempted, BatchRole, Counted, Engine, Exchange, Failed, Figures, Hints, Lesson, Opening,
     PartReport, Seeding, Size, StepState, Team, TermGroup, Timeline, Trained, Try, Whole,
     gradient_bytes, names,
 };
@@ -103,6 +103,10 @@ impl Engine for Pipeline {
         let devices = device::names(self.seeded_devices());
         let Self { balance, schedule, recompute, .. } = self;
         format!("{devices} of {balance}, {schedule}, recomputing {recompute}")
+    }
+
+    fn hints(&mut self) -> Hints {
+        Hints { hold: self.arrangement.is_measuring(), ..Hints::default() }
     }
 }
 
@@ -459,6 +463,7 @@ impl Pipeline {
             mode: plan.mode,
             seed: plan.seed,
             weights: Arc::clone(weights),
+            channels_last: self.arrangement.is_channels_last(),
             start,
             times_moves: self.times_moves,
         };

@@ -50,6 +50,7 @@ mod worker;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tch::Device;
 
@@ -60,6 +61,7 @@ pub use home::HostSpeed;
 pub use run::is_recomputing;
 pub use state::{PipelineEma, PipelineOptimizer};
 
+use crate::layout::{Arrangement, InOrder};
 use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
 use crate::step::{Size, StepState};
 use crate::workers::{DeviceSpec, Workers};
@@ -101,6 +103,8 @@ pub struct Pipeline {
     /// Whether the moves of steps are timed.
     times_moves: bool,
     state: StepState<PipelineTried>,
+    /// The order of images and convolutions in memory.
+    arrangement: Arrangement,
 }
 
 impl Pipeline {
@@ -206,7 +210,20 @@ impl Pipeline {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Learns from a step which order in memory is the faster.
+    fn learn_order(&mut self, samples: usize, time: Duration) {
+        if let Some(factor) = self.arrangement.observe(samples, time, false) {
+            self.state.sizes.rearranged(factor);
+        }
+    }
+
     fn seeded_devices(&self) -> Vec<Device> {
         self.devices.iter().map(|device| device.device).collect()
+    }
+}
+
+impl InOrder for Pipeline {
+    fn arrangement(&mut self) -> &mut Arrangement {
+        &mut self.arrangement
     }
 }

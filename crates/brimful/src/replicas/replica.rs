@@ -9,6 +9,7 @@ use super::mirror::{Mirror, named};
 use crate::auto::Kind;
 use crate::batch::{Batch, Samples};
 use crate::bytes::Bytes;
+use crate::layout::InOrder;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
 use crate::step::{

@@ -8,6 +8,7 @@
 //! moves them at once, and what they were before is kept until the step has succeeded. Of an *exact*
 //! layer all micro-batches are seen before the first is normalised: the whole mini-batch is filed at once.
 
+mod channel_pairs;
 mod pool;
 mod ranks;
 mod replayed;
@@ -23,10 +24,11 @@ use brimful_torch::touched::untold;
 use tch::Tensor;
 
 use crate::Result;
+pub(crate) use channel_pairs::PairSum;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
 pub(crate) use replayed::ReplayStatistics;
-pub(crate) use whole_batch::WholeBatch;
+pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
 
 /// A layer's running mean and variance, and how far one batch moves them.
 #[derive(Debug)]
@@ -139,8 +141,9 @@ impl Pending {
         let mut new = Self::default();
         STEP.with_borrow(|step| {
             for seen in step.iter().flat_map(|step| step.deferred.values()) {
-                let running = seen.running.share();
-                new.deferred.insert(running.id, Seen::new(running, &mut new.rows)?);
+                let mut twin = Seen::new(seen.running.share());
+                twin.rows_in(&mut new.rows)?;
+                new.deferred.insert(twin.running.id, twin);
             }
             Ok(new)
         })
@@ -209,14 +212,12 @@ impl Pending {
             // The layers fill up together, so the first to be full pools them all.
             pool::pool_all(self.deferred.values_mut().filter(|seen| seen.is_full()))?;
         }
-        Ok(self.seen(running)?.next(count))
+        let seen = self.deferred.entry(running.id).or_insert_with(|| Seen::new(running.share()));
+        seen.next(count, &mut self.rows)
     }
 
-    fn seen(&mut self, running: &Running) -> Result<&mut Seen> {
-        Ok(match self.deferred.entry(running.id) {
-            Entry::Occupied(seen) => seen.into_mut(),
-            Entry::Vacant(place) => place.insert(Seen::new(running.share(), &mut self.rows)?),
-        })
+    fn seen(&mut self, running: &Running) -> &mut Seen {
+        self.deferred.entry(running.id).or_insert_with(|| Seen::new(running.share()))
     }
 }
 

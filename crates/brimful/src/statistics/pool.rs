@@ -26,15 +26,22 @@ const MIN_SPACE: i64 = 1 << 16;
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) running: Running,
-    /// Means and unbiased variances, 2 × rows × channels.
-    rows: Tensor,
-    /// The same, row by row: all means, then all variances.
-    single: Vec<Tensor>,
+    /// From the first row on.
+    rows: Option<Rows>,
     /// How many values each row is over.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
     /// Whether these are whole mini-batches, not micro-batches.
     pub(super) is_of_whole: bool,
+}
+
+/// Where a layer's rows are.
+#[derive(Debug)]
+pub(super) struct Rows {
+    /// Means and unbiased variances, 2 × rows × channels.
+    all: Tensor,
+    /// The same, row by row: all means, then all variances.
+    single: Vec<Tensor>,
 }
 
 /// The mean and the variance of `count` values.
@@ -65,11 +72,19 @@ struct Alike {
 }
 
 impl Seen {
-    pub(super) fn new(running: Running, space: &mut RowSpace) -> Result<Self> {
-        let rows = space.take(&running.mean)?;
-        let single = rows.f_flatten(0, 1)?.f_unbind(0)?;
+    pub(super) fn new(running: Running) -> Self {
         let (counts, pooled) = (Vec::new(), Vec::new());
-        Ok(Self { running, rows, single, counts, pooled, is_of_whole: false })
+        Self { running, rows: None, counts, pooled, is_of_whole: false }
+    }
+
+    /// Its rows, in this space where it has none yet.
+    pub(super) fn rows_in(&mut self, space: &mut RowSpace) -> Result<&Rows> {
+        if self.rows.is_none() {
+            let all = space.take(&self.running.mean)?;
+            let single = all.f_flatten(0, 1)?.f_unbind(0)?;
+            self.rows = Some(Rows { all, single });
+        }
+        Ok(self.rows.as_ref().expect("they were made"))
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -77,16 +92,18 @@ impl Seen {
     }
 
     /// The next pair of rows, for the mean and variance of `count` values.
-    pub(super) fn next(&mut self, count: i64) -> (Tensor, Tensor) {
-        let (means, variances) = self.single.split_at(ROWS as usize);
+    pub(super) fn next(&mut self, count: i64, space: &mut RowSpace) -> Result<(Tensor, Tensor)> {
         let row = self.counts.len();
+        let (means, variances) = self.rows_in(space)?.single.split_at(ROWS as usize);
+        let pair = (means[row].shallow_clone(), variances[row].shallow_clone());
         self.counts.push(count);
-        (means[row].shallow_clone(), variances[row].shallow_clone())
+        Ok(pair)
     }
 
     /// The rows that are not pooled yet.
     pub(super) fn rows_so_far(&self) -> Vec<Row> {
-        let (means, variances) = self.single.split_at(ROWS as usize);
+        let single = self.rows.as_ref().map_or(&[][..], |rows| &rows.single);
+        let (means, variances) = single.split_at(single.len() / 2);
         let rows = self.counts.iter().zip(means).zip(variances);
         let row = |((&count, mean), variance): ((&i64, &Tensor), &Tensor)| Row {
             count,
@@ -97,15 +114,9 @@ impl Seen {
     }
 
     /// Adds what all values of a mini-batch come to.
-    pub(super) fn add(&mut self, whole: &Pooled) -> Result<()> {
-        let kind = pooled_kind(self.running.mean.kind());
+    pub(super) fn add(&mut self, whole: Pooled) {
         self.is_of_whole = true;
-        self.pooled.push(Pooled {
-            count: whole.count,
-            mean: whole.mean.f_to_kind(kind)?,
-            squares: whole.squares.f_to_kind(kind)?,
-        });
-        Ok(())
+        self.pooled.push(whole);
     }
 
     /// Adds what was seen later, which has been pooled.
@@ -206,16 +217,17 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         let parts = parts_of_the_way(&group, mean.kind())?;
         let toward = |running: Vec<&Tensor>, seen: &Tensor| {
             let running = Tensor::f_cat(&running, 0)?.f_to_kind(seen.kind())?;
-            match alike.momentum {
+            let moved = match alike.momentum {
                 Some(momentum) => running.f_lerp(seen, momentum),
                 None => running.f_lerp_tensor(seen, &parts),
-            }
+            };
+            moved?.f_to_kind(alike.kind)
         };
         let means = toward(group.iter().map(|seen| &seen.running.mean).collect(), &mean)?;
         let variances: Vec<_> = group.iter().map(|seen| &seen.running.variance).collect();
         let variances = match count {
             // A single value has no variance to move towards.
-            1 => Tensor::f_cat(&variances, 0)?.f_to_kind(mean.kind())?,
+            1 => Tensor::f_cat(&variances, 0)?,
             _ => toward(variances, &squares.f_div_scalar((count - 1) as f64)?)?,
         };
         let mut start = 0;
@@ -271,7 +283,8 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
     }
     if !alike.counts.is_empty() {
         let used = alike.counts.len() as i64;
-        let rows = group.iter().map(|seen| seen.rows.f_narrow(1, 0, used));
+        let rows = group.iter().filter_map(|seen| seen.rows.as_ref());
+        let rows = rows.map(|rows| rows.all.f_narrow(1, 0, used));
         let rows = Tensor::f_cat(&rows.collect::<Result<Vec<_>, _>>()?, 2)?.f_to_kind(kind)?;
         means.push(rows.f_select(0, 0)?);
         // libtorch's variances are unbiased: times n − 1 they are the squared deviations.
@@ -283,7 +296,7 @@ fn pool(alike: &Alike, group: &[&mut Seen]) -> Result<Pooled> {
 }
 
 /// All parts in one: a row each of means and of squared deviations, over so many values.
-pub(super) fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pooled> {
+fn put_together(counts: &[i64], means: &Tensor, squares: &Tensor) -> Result<Pooled> {
     let kind = means.kind();
     let total: i64 = counts.iter().sum();
     let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, kind);
@@ -298,18 +311,21 @@ pub(super) fn pooled_kind(kind: Kind) -> Kind {
 }
 
 /// Each row times its number of values.
-pub(super) fn times(rows: &Tensor, counts: &[i64]) -> Result<Tensor> {
+fn times(rows: &Tensor, counts: &[i64]) -> Result<Tensor> {
     // Nearly always they are all the same, and nothing has to cross the bus.
-    match counts {
-        [first, others @ ..] if others.iter().all(|other| other == first) => {
-            Ok(rows.f_mul_scalar(*first as f64)?)
-        }
+    match counts.first() {
+        Some(first) if is_one_number(counts) => Ok(rows.f_mul_scalar(*first as f64)?),
         _ => Ok(rows.f_mul(&column(counts, rows.kind(), rows.device())?)?),
     }
 }
 
+/// Whether they are all the same.
+pub(super) fn is_one_number(counts: &[i64]) -> bool {
+    counts.windows(2).all(|two| two[0] == two[1])
+}
+
 /// Numbers of values, one below the other.
-fn column(counts: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
+pub(super) fn column(counts: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
     let counts: Vec<f64> = counts.iter().map(|count| *count as f64).collect();
     let counts = Tensor::f_from_slice(&counts)?.f_to_kind(kind)?.f_unsqueeze(1)?;
     match device {

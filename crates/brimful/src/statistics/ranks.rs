@@ -71,7 +71,7 @@ impl Pending {
             else {
                 continue;
             };
-            ids.push(self.find_or_add(mean, variance, momentum)?);
+            ids.push(self.find_or_add(mean, variance, momentum));
         }
         let rows = ids.iter().map(|id| self.deferred[id].moments()).collect::<Result<Vec<_>>>()?;
         let all = Tensor::f_cat(&rows, 0)?.f_contiguous()?;
@@ -89,16 +89,16 @@ impl Pending {
     }
 
     /// The layer with these variables; a new one where it has seen nothing here.
-    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> Result<u64> {
+    fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> u64 {
         let place = mean.data_ptr();
         let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);
         if let Some((id, _)) = known {
-            return Ok(*id);
+            return *id;
         }
         let running = Running::new(mean, variance, momentum);
         let id = running.id;
-        self.deferred.insert(id, Seen::new(running, &mut self.rows)?);
-        Ok(id)
+        self.deferred.insert(id, Seen::new(running));
+        id
     }
 }
 

@@ -2,20 +2,27 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::pool::{Pooled, Row, pooled_kind, put_together, times};
+use super::channel_pairs::{ChannelPairs, PAIRS};
+use super::pool::{Pooled, column, is_one_number, pooled_kind};
 use super::{Running, STEP};
 use crate::Result;
 use crate::ranks::summed_in;
 
-/// So many micro-batches are put together at once: more would be more memory, fewer more kernels.
-const PARTS: usize = 16;
-
-/// What all micro-batches so far come to. In f64, which for some numbers a channel costs nothing.
+/// What all micro-batches so far come to: the mean and the variance of each one's values, a pair.
 #[derive(Debug, Default)]
 pub(crate) struct WholeBatch {
-    whole: Option<Pooled>,
-    /// Those that are not in it yet.
-    rows: Vec<Row>,
+    /// How many values each pair is over.
+    counts: Vec<i64>,
+    pairs: ChannelPairs,
+}
+
+/// What normalises a whole mini-batch.
+#[derive(Debug)]
+pub(crate) struct WholeStatistics {
+    /// Values a channel.
+    pub(crate) count: i64,
+    pub(crate) mean: Tensor,
+    pub(crate) variance: Tensor,
 }
 
 impl WholeBatch {
@@ -26,50 +33,61 @@ impl WholeBatch {
         let x = if x.device() == Device::Cpu { x.f_to_kind(summed_in(x.kind()))? } else { x };
         let count = x.numel() as i64 / x.size()[1];
         let (mean, variance) = x.f_batch_norm_update_stats(None::<Tensor>, None, 0.0)?;
-        self.rows.push(Row { count, mean, variance });
-        if self.rows.len() == PARTS {
-            self.whole = Some(self.put_together()?);
-            self.rows.clear();
+        if self.counts.len() == PAIRS {
+            let whole = self.put_together()?;
+            self.pairs = ChannelPairs::of(&whole)?;
+            self.counts = vec![self.counts.iter().sum()];
         }
+        self.counts.push(count);
+        self.pairs.push([mean, variance]);
         Ok(())
     }
 
-    /// The number of values a channel, their mean and their variance, for an input of this kind; moves
-    /// the running statistics of the step under way towards them.
-    pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<(i64, Tensor, Tensor)> {
+    /// All micro-batches are counted: gives what normalises an input of this kind, and moves the running
+    /// statistics of the step under way towards it.
+    pub(crate) fn settle(self, running: &Running, kind: Kind) -> Result<WholeStatistics> {
+        let count = self.counts.iter().sum();
         let whole = self.put_together()?;
         STEP.with_borrow_mut(|step| match step {
-            Some(pending) => pending.seen(running)?.add(&whole),
+            Some(pending) => {
+                let (mean, variance) = (whole.f_select(0, 0)?, whole.f_select(0, 1)?);
+                let squares = variance.f_mul_scalar(count as f64)?;
+                pending.seen(running).add(Pooled { count, mean, squares });
+                Ok::<_, crate::Error>(())
+            }
             None => Ok(()),
         })?;
         // Rounded once, after all that could cancel.
-        let kind = pooled_kind(kind);
-        let variance = whole.squares.f_div_scalar(whole.count as f64)?.f_to_kind(kind)?;
-        Ok((whole.count, whole.mean.f_to_kind(kind)?, variance))
+        let rounded = whole.f_to_kind(pooled_kind(kind))?;
+        let (mean, variance) = (rounded.f_select(0, 0)?, rounded.f_select(0, 1)?);
+        Ok(WholeStatistics { count, mean, variance })
     }
 
-    /// All of them in one.
-    fn put_together(&self) -> Result<Pooled> {
-        let (mut counts, mut means, mut squares) = (Vec::new(), Vec::new(), Vec::new());
-        if let Some(whole) = &self.whole {
-            counts.push(whole.count);
-            means.push(whole.mean.f_unsqueeze(0)?);
-            squares.push(whole.squares.f_unsqueeze(0)?);
-        }
-        if !self.rows.is_empty() {
-            let own: Vec<_> = self.rows.iter().map(|row| row.count).collect();
-            let stacked = |part: fn(&Row) -> &Tensor| {
-                let parts: Vec<_> = self.rows.iter().map(part).collect();
-                Tensor::f_stack(&parts, 0)?.f_to_kind(Kind::Double)
-            };
-            means.push(stacked(|row| &row.mean)?);
-            squares.push(times(&stacked(|row| &row.variance)?, &own)?);
-            counts.extend(own);
-        }
-        match (&means[..], &squares[..]) {
-            // Nothing to join, as nearly always: a network has many such layers, and a launch each would count.
-            ([means], [squares]) => put_together(&counts, means, squares),
-            _ => put_together(&counts, &Tensor::f_cat(&means, 0)?, &Tensor::f_cat(&squares, 0)?),
-        }
+    /// The mean and the variance of all values, 2 × channels: the variance of the parts' means is added to
+    /// the mean of their variances. In f64, which for some numbers a channel costs nothing; and in as few
+    /// operations as can be, because a network has many such layers, and a launch each would count.
+    fn put_together(&self) -> Result<Tensor> {
+        let parts = self.pairs.stacked()?.f_to_kind(Kind::Double)?;
+        let (between, whole) = match is_one_number(&self.counts) {
+            true => {
+                let (between, whole) = parts.f_var_mean_dim(0_i64, false, false)?;
+                (between.f_select(0, 0)?, whole)
+            }
+            false => self.weighted(&parts)?,
+        };
+        let _sum = whole.f_select(0, 1)?.f_add_(&between)?;
+        Ok(whole)
+    }
+
+    /// The same two of parts that count unequally: the variance of their means, and the mean of their means
+    /// and variances.
+    fn weighted(&self, parts: &Tensor) -> Result<(Tensor, Tensor)> {
+        let total: i64 = self.counts.iter().sum();
+        let counts = column(&self.counts, Kind::Double, parts.device())?;
+        let shares = counts.f_div_scalar(total as f64)?;
+        let sum = |parts: &Tensor| parts.f_sum_dim_intlist(0_i64, false, Kind::Double);
+        let whole = sum(&parts.f_mul(&shares.f_unsqueeze(2)?)?)?;
+        let away = parts.f_select(1, 0)?.f_sub(&whole.f_select(0, 0)?)?;
+        Ok((sum(&away.f_square()?.f_mul(&shares)?)?, whole))
     }
 }

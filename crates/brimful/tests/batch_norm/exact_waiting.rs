@@ -24,6 +24,10 @@ impl Site {
                 .add_norm(format!("norm{number}"), |p| norm(p, 2, EXACT).with_relu())
                 .add_fn(format!("tanh{number}"), |x| x.tanh())
         });
+        Self::of(layers, recompute)
+    }
+
+    fn of(layers: Layers, recompute: Recompute) -> Self {
         let (device, host) = (Arena::new("device"), Arena::new("host"));
         let spec = DeviceSpec::cpu().threads(1).arena(device.clone());
         let pipe = Pipeline::builder(layers).devices([spec]).host(host.clone()).kind(Kind::Double);
@@ -90,6 +94,53 @@ fn within_a_limit_each_input_goes_to_the_host_once_and_nothing_else_does() {
     // Three steps that have learnt: what enters the stages, but neither what goes on nor gradients.
     assert!(copies[1] > 0 && copies[1] <= 3 * COUNT * MEETINGS, "{copies:?} copies");
     assert!(copies[0] > copies[1], "{copies:?}: the first step sends all");
+}
+
+/// Blocks of two BatchNorms and a shortcut, which is handed on by the layers between or goes straight to the
+/// second.
+fn blocks(straight: bool) -> Layers {
+    let block = |_| {
+        let layers = Layers::new().stash("entry").add("one", mix(4));
+        let layers = layers.add_norm("norm", |p| norm(p, 2, EXACT).with_relu()).add("two", mix(4));
+        if straight {
+            return layers.pop_norm("sum", "entry", |p| {
+                let norm = norm(p, 2, EXACT);
+                move |x, entry, train| vec![norm.forward_add_relu(&x[0], &entry[0], train)]
+            });
+        }
+        let both =
+            |x: &[Tensor], entry: &[Tensor]| vec![x[0].shallow_clone(), entry[0].shallow_clone()];
+        layers.pop_many("both", "entry", both).add_norm_many("sum", |p| {
+            let norm = norm(p, 2, EXACT);
+            move |x, train| vec![norm.forward_add_relu(&x[0], &x[1], train)]
+        })
+    };
+    let first = Layers::new().add("in", mix(3));
+    (0..3)
+        .map(block)
+        .enumerate()
+        .fold(first, |layers, (number, block)| layers.add_layers(format!("block{number}"), block))
+}
+
+#[test]
+fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
+    let _turn = alone();
+    let (few, _) = Site::of(blocks(false), Recompute::Never).steps(4 * SIZE as i64);
+    let sites = [false, true].map(|straight| Site::of(blocks(straight), Recompute::Never));
+    let first = sites[0].pipe.variables().expect("variables").into_iter();
+    let first: Named = first.map(|(name, value)| (name, value.copy())).collect();
+    let [(handed_on, expected), (straight, results)] = sites.map(|mut site| {
+        let same =
+            first.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect();
+        site.pipe.set_variables(same).expect("values");
+        site.device.set_limit(Some(few + few / 4)).expect("a limit");
+        site.steps(16 * SIZE as i64);
+        let before = site.host.allocations();
+        site.steps(16 * SIZE as i64);
+        (site.host.allocations() - before, site.results())
+    });
+    assert!(0 < straight && straight < handed_on, "{straight} copies, and {handed_on}");
+    assert_within(&results, &expected, 1e-12, "the same");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! what those have in common.
 
 use anyhow::{Result, bail, ensure};
+use brimful::micro::Layout;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
@@ -106,6 +107,11 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
         Some(differences) => bail!("it is of another model: {differences}"),
         None => Ok(()),
     }
+}
+
+/// The order of images and convolutions in memory on such a device.
+pub(super) fn layout(device: Device) -> Layout {
+    if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
 }
 
 /// A store's variables with their names.

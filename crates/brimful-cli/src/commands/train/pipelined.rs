@@ -11,7 +11,7 @@ use brimful::{Bytes, DeviceSpec, Layers, Pipeline, Step, World};
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Kept, TrainingEngine, check_model, count, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
 use super::offload::MeasuredInputs;
 use super::records;
 use crate::home_plan::StageHomes;
@@ -69,6 +69,7 @@ impl Pipelined {
             .world(world)
             .replicas(replicas)
             .kind(kind)
+            .layout(layout(devices[0]))
             .reserve(options.recipe.method());
         let builder = cut.described_to(builder).micro_batches(size);
         let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);

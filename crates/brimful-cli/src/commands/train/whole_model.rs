@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::micro::Layout;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
 use brimful::{DeviceSpec, Layers, MicroBatcher, Replicas, Step, World, guard};
@@ -14,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::engine::{Kept, TrainingEngine, check_model, count, named, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, layout, named, names};
 use crate::named::{Named, put};
 use crate::progress::Ticker;
 use crate::setting::{LossModel, accounts, typed, within};
@@ -179,10 +178,6 @@ impl Runner {
             Self::Several(replicas) => replicas.evaluate(batch, judged),
         }
     }
-}
-
-fn layout(device: Device) -> Layout {
-    if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
 }
 
 impl TrainingEngine for WholeModel {

@@ -30,12 +30,12 @@ use tch::Device;
 use tch::nn::Variables;
 
 use super::Outcome;
-use super::layout::Arrangement;
 use super::pass::BatchPass;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
 use crate::bytes::Bytes;
+use crate::layout::Arrangement;
 use crate::loss::MicroBatchWeight;
 use crate::step::MicroBatchRun;
 use blocks::Blocks;

@@ -13,6 +13,7 @@ use super::homes::{Homes, HostNeed, bring_together, check_halves_at_home, stage_
 use super::layout::StageLayout;
 use super::roster::Roster;
 use crate::balance::{Balance, BalanceError};
+use crate::layout::{Arrangement, Layout, has_channels};
 use crate::memory::Arena;
 use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
@@ -52,6 +53,7 @@ pub struct Builder {
     replicas: usize,
     reserved: Option<Method>,
     remembered: Option<PathBuf>,
+    layout: Layout,
 }
 
 impl Builder {
@@ -75,6 +77,7 @@ impl Builder {
             replicas: 1,
             reserved: None,
             remembered: None,
+            layout: Layout::default(),
         }
     }
 
@@ -169,6 +172,13 @@ impl Builder {
         Self { host: Some(arena), ..self }
     }
 
+    /// The order in memory of images that enter the model and of its convolutions: see
+    /// [`MicroBatcher::layout`](crate::MicroBatcher::layout). By default, and with stages that live on the
+    /// host, they are as the user has them; in a [world](Self::world) nothing is measured.
+    pub fn layout(self, layout: Layout) -> Self {
+        Self { layout, ..self }
+    }
+
     /// What is refused because it is not finite: by default a loss.
     pub fn non_finite(self, policy: NonFinite) -> Self {
         Self { non_finite: policy, ..self }
@@ -207,6 +217,7 @@ impl Builder {
         // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
+        let arrangement = arrangement(&workers, self.layout, self.world.size())?;
         Ok(Pipeline {
             workers: Arc::new(Mutex::new(workers)),
             layout,
@@ -225,6 +236,7 @@ impl Builder {
             forwards: 0,
             times_moves: false,
             state,
+            arrangement,
         })
     }
 
@@ -420,6 +432,20 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
         let owned = owned.filter(|variable| trained(variable) && is_here(&variable.name));
         Ok(method.state_bytes(owned.map(|variable| &variable.tensor)))
     })
+}
+
+/// The order in memory that these workers' models begin with: measured alone, because ranks would choose
+/// differently, and where there are convolutions.
+fn arrangement(workers: &Workers<Worker>, layout: Layout, ranks: usize) -> Result<Arrangement> {
+    let convolves = workers.all(|worker| {
+        let mut all = worker.variables.all();
+        Ok(worker.site.homes.is_none() && all.any(|variable| has_channels(&variable.tensor)))
+    })?;
+    let is_chosen = layout != Layout::Measured || ranks == 1;
+    match is_chosen && convolves.contains(&true) {
+        true => Ok(Arrangement::new(layout)),
+        false => Ok(Arrangement::default()),
+    }
 }
 
 /// A lock for each accelerator that several workers share.

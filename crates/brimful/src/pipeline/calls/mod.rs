@@ -6,12 +6,14 @@ mod own_actions;
 mod whole;
 
 pub use loss_fn::ModelOutput;
+use std::time::Instant;
 use tch::{Device, Tensor};
 pub(crate) use whole::OpenForward;
 pub use whole::Outputs;
 
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
+use crate::layout::InOrder;
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
@@ -50,16 +52,15 @@ impl Pipeline {
         let loss = with_loss(loss);
         let input = Arranged::of(input)?;
         let target = input.beside(target)?;
-        let brought = self.brought(Use::Train, &input, target.batch());
-        step::run(self, brought, |this, this_try| {
-            this.try_batch(
-                input.batch(),
-                target.batch(),
-                &loss,
-                this_try,
-                Mode::Train { last: true },
-            )
-        })
+        let mode = Mode::Train { last: true };
+        let step = self.in_order(|this| {
+            let brought = this.brought(Use::Train, &input, target.batch());
+            step::run(this, brought, |this, this_try| {
+                this.try_batch(input.batch(), target.batch(), &loss, this_try, mode)
+            })
+        })?;
+        self.learn_order(step.samples, step.time);
+        Ok(step)
     }
 
     /// Runs forward and backward, and keeps the result for [`Pipeline::commit`]: a step over several
@@ -80,19 +81,23 @@ impl Pipeline {
         R: Outcome,
     {
         check_no_gradients(input)?;
+        let start = Instant::now();
+        let is_first = self.state.window.is_none();
         let loss = with_loss(loss);
-        let input = Arranged::of(input)?;
-        let target = input.beside(target)?;
-        let brought = self.brought(Use::Train, &input, target.batch());
-        step::accumulate(self, brought, |this, this_try| {
-            this.try_batch(
-                input.batch(),
-                target.batch(),
-                &loss,
-                this_try,
-                Mode::Train { last: false },
-            )
-        })
+        let arranged = Arranged::of(input)?;
+        let target = arranged.beside(target)?;
+        let mode = Mode::Train { last: false };
+        let outputs = self.in_order(|this| {
+            let brought = this.brought(Use::Train, &arranged, target.batch());
+            step::accumulate(this, brought, |this, this_try| {
+                this.try_batch(arranged.batch(), target.batch(), &loss, this_try, mode)
+            })
+        })?;
+        // The order changes from window to window, so that one part of each tells its rate.
+        if is_first {
+            self.learn_order(batch::len(input)?, start.elapsed());
+        }
+        Ok(outputs)
     }
 
     /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
@@ -123,9 +128,11 @@ impl Pipeline {
         let loss = with_loss(loss);
         let input = Arranged::of(input)?;
         let target = input.beside(target)?;
-        let brought = self.brought(Use::Evaluate, &input, target.batch());
-        step::run(self, brought, |this, this_try| {
-            this.try_batch(input.batch(), target.batch(), &loss, this_try, Mode::Evaluate)
+        self.in_order(|this| {
+            let brought = this.brought(Use::Evaluate, &input, target.batch());
+            step::run(this, brought, |this, this_try| {
+                this.try_batch(input.batch(), target.batch(), &loss, this_try, Mode::Evaluate)
+            })
         })
     }
 
@@ -160,9 +167,11 @@ impl Pipeline {
             Ok((None, f(M::from_tensors(values)?)))
         });
         let input = Arranged::of(input)?;
-        let brought = self.brought(Use::Map, &input, &());
-        step::map(self, brought, |this, this_try| {
-            this.try_batch(input.batch(), &(), &shared, this_try, Mode::Evaluate)
+        self.in_order(|this| {
+            let brought = this.brought(Use::Map, &input, &());
+            step::map(this, brought, |this, this_try| {
+                this.try_batch(input.batch(), &(), &shared, this_try, Mode::Evaluate)
+            })
         })
     }
 

@@ -64,7 +64,7 @@ impl WorkerRun {
     ) -> Result<(), Stop> {
         let i = action.micro_batch.index();
         let start = self.start(site, at, i)?;
-        self.expect_the_last();
+        self.expect_gradients(at);
         // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
         // activations.
         let mut gradients = run(self.accumulator(), start)?;
@@ -99,7 +99,7 @@ impl WorkerRun {
         let begun = self.begun[at][i].take();
         let mut weights = begun.expect("a weight gradient comes after its input gradient");
         self.timeline.begin()?;
-        self.expect_the_last();
+        self.expect_gradients(at);
         for group in 0..weights.groups() {
             self.accumulator().add_split(group, &mut weights)?;
         }
@@ -133,9 +133,13 @@ impl WorkerRun {
         self.accumulator.as_mut().expect("training has an accumulator")
     }
 
-    /// Gradients are complete after the worker's last backward, or weight half of one, of whatever
+    /// A stage's gradients come next, to its own parameters; where a closure follows, to any that it looks at.
+    ///
+    /// They are complete after the worker's last backward, or weight half of one, of whatever
     /// stage: from then on they may set out to other replicas.
-    fn expect_the_last(&mut self) {
+    fn expect_gradients(&mut self, at: usize) {
+        let part = (!self.ends_in_closure(at)).then_some(at);
+        self.accumulator().expect_part(part);
         if !self.list[self.next..].iter().any(|action| action.kind.releases()) {
             self.accumulator().expect_the_last();
         }

@@ -34,7 +34,7 @@ impl WorkerRun {
         };
         let values = match &ports.values_in {
             Some(inlet) => taken(inlet.take()?)?,
-            None => self.intake.next(&site.inputs, i)?,
+            None => site.laid_out(self.intake.next(&site.inputs, i)?)?,
         };
         let mut skips = Vec::new();
         for (inlet, _) in &ports.skips_in {
@@ -114,7 +114,7 @@ impl WorkerRun {
             self.crossing(MoveKind::BoundaryOut, action.stage, action.micro_batch.index());
         let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let mut pack = |values: &[Tensor], outlet: &StageOutlet, to: StageId| {
-            let parcel = StageParcel::values(leaves(values, &traced)?, site.device)?;
+            let parcel = StageParcel::values(leaves(values, &traced)?);
             site.settle(parcel, outlet, Move { stage: to, ..leaving }, clock)
         };
         let mut parcels = Vec::new();
@@ -186,7 +186,7 @@ impl WorkerRun {
         let mut parcels = Vec::new();
         for (outlet, gradients) in outlets.zip(gradients) {
             if let Some(outlet) = outlet {
-                let parcel = StageParcel::pack(gradients, site.device)?;
+                let parcel = StageParcel::pack(gradients);
                 parcels.push((outlet, site.settle(parcel, outlet, leaving, clock)?));
             }
         }

@@ -29,6 +29,8 @@ pub(crate) struct Job {
     pub(crate) mode: Mode,
     pub(crate) seed: u64,
     pub(crate) weights: Arc<[MicroBatchWeight]>,
+    /// Whether images and convolutions have their channels last in memory.
+    pub(crate) channels_last: bool,
     pub(crate) start: Instant,
     /// Whether somebody wants to know when weights, gradients and boundaries moved.
     pub(crate) times_moves: bool,

@@ -9,7 +9,6 @@
 
 use tch::Tensor;
 
-use super::backward;
 use super::stage::{Boundary, Stage};
 use super::transfer::Tensors;
 use super::{Stop, WorkerRun};
@@ -17,7 +16,7 @@ use crate::Result;
 use crate::nn::NormSettled;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::worker::Site;
-use crate::statistics::WholeBatch;
+use crate::statistics::{PairSum, WholeBatch};
 
 /// A meeting under way.
 #[derive(Debug)]
@@ -28,11 +27,11 @@ pub(super) struct Meeting {
     whole: WholeBatch,
     /// From the time on when all have been counted.
     settled: Option<NormSettled>,
-    /// Those that are back, and the sums of what they bring.
+    /// Those that are back, and the sums of what they bring, by group of terms.
     returned: usize,
-    sums: Tensors,
-    /// What these come to, from the time on when all are back.
-    missing: Option<Tensors>,
+    sums: Vec<PairSum>,
+    /// What is missing in gradients by these, from the time on when all are back.
+    missing: Vec<Option<[Tensor; 2]>>,
 }
 
 /// The meeting before each of a worker's stages, where it has one.
@@ -45,7 +44,7 @@ pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Meeti
             settled: None,
             returned: 0,
             sums: Vec::new(),
-            missing: None,
+            missing: Vec::new(),
         })
     };
     stages.iter().map(meeting).collect()
@@ -77,13 +76,13 @@ impl WorkerRun {
             Some(settled) => settled,
             None => norm.settle(std::mem::take(&mut meeting.whole), x.kind())?,
         };
-        let met = Some(settled.met(x)?);
+        let met = Some(settled.met(x));
         meeting.settled = Some(settled);
         Ok(Boundary { met, ..input })
     }
 
     /// Takes what a micro-batch has brought back to the meeting before its stage out of its gradients. The
-    /// last one makes the sums complete, which are the gradients of the BatchNorm's weight and bias.
+    /// last one makes the sums complete.
     pub(super) fn note_probe(
         &mut self,
         site: &Site,
@@ -91,18 +90,37 @@ impl WorkerRun {
         gradients: &mut Vec<Tensors>,
     ) -> Result<()> {
         let Some(meeting) = &mut self.meetings[at] else { return Ok(()) };
-        let probes = gradients.pop().unwrap_or_default();
+        let groups = gradients.pop().unwrap_or_default();
         meeting.returned += 1;
-        meeting.sums = backward::add(std::mem::take(&mut meeting.sums), probes)?;
-        let norm =
-            site.stages[at].exact_norm().filter(|_| meeting.returned == meeting.micro_batches);
-        let accumulator = self.accumulator.as_mut();
-        let (Some(norm), Some(accumulator)) = (norm, accumulator) else { return Ok(()) };
-        for (group, sums) in meeting.sums.iter().enumerate() {
+        meeting.sums.resize_with(groups.len().max(meeting.sums.len()), PairSum::default);
+        for (sum, mut probes) in meeting.sums.iter_mut().zip(groups) {
+            if let (Some(bias), Some(weight)) = (probes.pop().flatten(), probes.pop().flatten()) {
+                sum.add([weight, bias])?;
+            }
+        }
+        if meeting.returned < meeting.micro_batches { Ok(()) } else { self.end_meeting(site, at) }
+    }
+
+    /// All are back: their sums are the gradients of the BatchNorm's weight and bias, and what completes the
+    /// gradients of the stage before.
+    fn end_meeting(&mut self, site: &Site, at: usize) -> Result<()> {
+        let (Some(meeting), Some(accumulator)) = (&mut self.meetings[at], &mut self.accumulator)
+        else {
+            return Ok(());
+        };
+        let (Some(norm), Some(settled)) = (site.stages[at].exact_norm(), &meeting.settled) else {
+            return Ok(());
+        };
+        for (group, sum) in std::mem::take(&mut meeting.sums).into_iter().enumerate() {
+            if sum.is_empty() {
+                meeting.missing.push(None);
+                continue;
+            }
+            let total = sum.total()?;
+            // First: the accumulator goes on adding in what it is given.
+            meeting.missing.push(Some(settled.missing(&total)?));
             for (place, parameter) in norm.trained() {
-                if let Some(Some(sum)) = sums.get(place) {
-                    accumulator.add_gradient(group, parameter, sum)?;
-                }
+                accumulator.add_gradient(group, parameter, total.f_select(0, place as i64)?)?;
             }
         }
         Ok(())
@@ -123,17 +141,9 @@ impl WorkerRun {
             return Err(crate::Error::from(PipelineError::NotAllMet { came, micro_batches }).into());
         }
         let Some(settled) = &meeting.settled else { return Ok(gradients) };
-        if meeting.missing.is_none() {
-            let missing =
-                |sum: &Option<Tensor>| sum.as_ref().map(|sum| settled.missing(sum)).transpose();
-            let groups = meeting.sums.iter().map(|group| group.iter().map(missing).collect());
-            meeting.missing = Some(groups.collect::<Result<_>>()?);
-        }
-        let missing = meeting.missing.iter().flatten();
-        for (group, missing) in gradients[0].iter_mut().zip(missing) {
-            if let (Some(gradient), [Some(weight), Some(bias)]) = (group.first_mut(), &missing[..])
-            {
-                *gradient = Some(settled.completed(x, gradient.as_ref(), [weight, bias])?);
+        for (group, missing) in gradients[0].iter_mut().zip(&meeting.missing) {
+            if let (Some(gradient), Some(missing)) = (group.first_mut(), missing) {
+                *gradient = Some(settled.completed(x, gradient.as_ref(), missing)?);
             }
         }
         Ok(gradients)

@@ -417,7 +417,7 @@ impl WorkerRun {
         self.job.ports[at].values_out.is_none()
     }
 
-    fn ends_in_closure(&self, at: usize) -> bool {
+    pub(crate) fn ends_in_closure(&self, at: usize) -> bool {
         self.is_last(at) && matches!(self.job.end, End::Closure(_))
     }
 }

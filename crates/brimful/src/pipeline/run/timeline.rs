@@ -71,8 +71,13 @@ impl ActionClock {
 
     /// The times in seconds, and those of what moved. Waits for the device's last action.
     pub(crate) fn read(self, moves: MoveClock) -> Result<(Vec<Span>, BusUse)> {
-        let since = |mark: &TimeMark| mark.at.seconds_since(&self.origin);
-        let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| {
+        // All are in one queue: when the last one has come, so have the others.
+        if let Some((.., last)) = self.spans.last() {
+            last.at.wait()?;
+        }
+        let since =
+            |mark: &TimeMark| -> Result<f64> { Ok(mark.at.since(&self.origin)?.as_secs_f64()) };
+        let span = |(action, begun, ended): &(Action, TimeMark, TimeMark)| -> Result<Span> {
             let (start, end) = (since(begun)?, since(ended)?);
             Ok(Span { action: *action, start, end, bytes: begun.bytes.max(ended.bytes) })
         };

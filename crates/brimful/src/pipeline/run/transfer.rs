@@ -49,21 +49,22 @@ impl RestingPlace {
 #[derive(Debug)]
 pub(crate) struct StageParcel {
     tensors: Tensors,
-    /// When they are what they are to be, on the sender's device or on the host; none where that is now.
+    /// When they are what they are to be, on the sender's device or on the host; none where that is now, or
+    /// where the receiver's work is behind the sender's anyway.
     ready: Option<Arc<Event>>,
     /// Whether they wait on the host, for a device that has no room for all that waits.
     rests: bool,
 }
 
 impl StageParcel {
-    /// Packs tensors that this thread's work on `device` has made.
-    pub(crate) fn pack(tensors: Tensors, device: Device) -> Result<Self> {
-        Ok(Self { tensors, ready: mark(device)?.map(Arc::new), rests: false })
+    /// Tensors for this thread's own later work, or that have come from another rank.
+    pub(crate) fn pack(tensors: Tensors) -> Self {
+        Self { tensors, ready: None, rests: false }
     }
 
-    /// Tensors that have come from another rank.
-    pub(crate) fn arrived(tensors: Tensors) -> Self {
-        Self { tensors, ready: None, rests: false }
+    /// Marks when this thread's work on `device` has made them, for another worker.
+    pub(crate) fn marked(self, device: Device) -> Result<Self> {
+        Ok(Self { ready: mark(device)?.map(Arc::new), ..self })
     }
 
     /// Lets what this thread's work on the device has made wait on the host, where this move brings it.
@@ -73,9 +74,9 @@ impl StageParcel {
         one: Move,
         clock: &mut MoveClock,
     ) -> Result<Self> {
-        let Self { tensors, ready, .. } = self;
-        if let Some(computed) = &ready {
-            host.outward.wait(computed)?;
+        let Self { tensors, .. } = self;
+        if let Some(computed) = mark(host.outward.device())? {
+            host.outward.wait(&computed)?;
         }
         let _outward = host.outward.enter()?;
         let copy = || each(tensors, |tensor| host.take(&tensor));
@@ -102,7 +103,7 @@ impl StageParcel {
     /// The tensors in the host's memory, from where they go to another rank, and when they are
     /// there: the device copies them after its work so far, and nobody waits.
     pub(crate) fn on_host(self) -> Result<(Tensors, Option<Event>)> {
-        // Without its event: this thread packed it, and the copy comes next in the same stream.
+        // Without an event: this thread packed it, and the copy comes next in the same stream.
         let Self { mut tensors, .. } = self;
         let mut sender = Device::Cpu;
         for tensor in tensors.iter_mut().flatten().flatten() {
@@ -117,8 +118,8 @@ impl StageParcel {
         Ok((tensors, mark(sender)?))
     }
 
-    pub(crate) fn values(values: Vec<Tensor>, device: Device) -> Result<Self> {
-        Self::pack(vec![values.into_iter().map(Some).collect()], device)
+    pub(crate) fn values(values: Vec<Tensor>) -> Self {
+        Self::pack(vec![values.into_iter().map(Some).collect()])
     }
 }
 

@@ -26,6 +26,8 @@ use crate::world::{self, Stopped, Turn};
 /// Where parcels go.
 #[derive(Debug)]
 pub(crate) enum StageOutlet {
+    /// To a stage of the same worker, whose device does one thing after the other.
+    Own(SyncSender<StageParcel>),
     Near(SyncSender<StageParcel>),
     Far(world::Outlet),
 }
@@ -40,7 +42,9 @@ pub(crate) enum StageInlet {
 impl StageOutlet {
     pub(crate) fn send(&self, parcel: StageParcel) -> Result<(), Stop> {
         match self {
-            Self::Near(sender) => sender.send(parcel).map_err(|_| Stop::NeighbourGone),
+            Self::Own(sender) | Self::Near(sender) => {
+                sender.send(parcel).map_err(|_| Stop::NeighbourGone)
+            }
             Self::Far(outlet) => {
                 let (tensors, ready) = parcel.on_host()?;
                 outlet.send_when(tensors, ready).map_err(stop)
@@ -53,7 +57,7 @@ impl StageInlet {
     pub(crate) fn take(&self) -> Result<StageParcel, Stop> {
         match self {
             Self::Near(receiver) => receiver.recv().map_err(|_| Stop::NeighbourGone),
-            Self::Far(inlet) => inlet.take().map(StageParcel::arrived).map_err(stop),
+            Self::Far(inlet) => inlet.take().map(StageParcel::pack).map_err(stop),
         }
     }
 }
@@ -138,7 +142,11 @@ impl<M: Fn(usize) -> Option<Memory>> Wiring<'_, M> {
         Ok(match (self.ranks.has(from), self.ranks.has(to)) {
             (true, true) => {
                 let (outlet, inlet) = sync_channel(places);
-                (Some(StageOutlet::Near(outlet)), Some(StageInlet::Near(inlet)))
+                let outlet = match from == to {
+                    true => StageOutlet::Own(outlet),
+                    false => StageOutlet::Near(outlet),
+                };
+                (Some(outlet), Some(StageInlet::Near(inlet)))
             }
             (true, false) => {
                 let outlet = self.turn.outlet(self.ranks.of(to), self.next, places);

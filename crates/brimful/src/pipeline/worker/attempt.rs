@@ -110,6 +110,7 @@ impl Worker {
     }
 
     fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
+        self.lay_out(job.channels_last)?;
         if let Some(memory) = &self.memory {
             memory.reset_peak()?;
         }
@@ -131,9 +132,16 @@ impl Worker {
     /// Collects the run's gradients, apart from those that are there.
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
-        if let Some(homes) = &mut self.site.homes {
-            accumulator.keep_apart();
-            homes.begin(accumulator.parameters());
+        match &mut self.site.homes {
+            Some(homes) => {
+                accumulator.keep_apart();
+                homes.begin(accumulator.parameters());
+            }
+            // Of one that goes home before the step's end, nothing may be found at the end alone.
+            None => {
+                let stages = self.site.stages.len();
+                accumulator = accumulator.in_parts(self.variables.trained_by_stage(stages));
+            }
         }
         Ok(accumulator.summing(run.job.summing.clone()))
     }

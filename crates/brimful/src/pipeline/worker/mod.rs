@@ -17,6 +17,7 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::copies::Copies;
+use crate::layout::{lay_out_convolutions, with_channels_last};
 use crate::memory::{Arena, Memory};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
@@ -86,6 +87,8 @@ pub(crate) struct Site {
     stage_homes: Vec<StageHome>,
     resting_place: Option<RestingPlace>,
     lead: HostLead,
+    /// Whether images and convolutions have their channels last in memory.
+    channels_last: bool,
     /// The stages of which it was told that some of their backward is not split.
     told_of_whole: HashSet<StageId>,
 }
@@ -173,6 +176,7 @@ impl Blueprint {
             waiting,
             homes,
             stage_homes: self.homes.clone(),
+            channels_last: false,
             told_of_whole: HashSet::new(),
         })
     }
@@ -252,6 +256,14 @@ impl Site {
         Ok(output)
     }
 
+    /// What enters the model, with the channels where its convolutions have them.
+    pub(crate) fn laid_out(&self, values: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        match self.channels_last {
+            true => values.iter().map(with_channels_last).collect(),
+            false => Ok(values),
+        }
+    }
+
     /// A stage's place among this worker's.
     pub(crate) fn place_of(&self, stage: StageId) -> Option<usize> {
         self.stages.iter().position(|own| own.id == stage)
@@ -305,9 +317,12 @@ impl Site {
         one: Move,
         clock: &mut MoveClock,
     ) -> Result<StageParcel> {
-        match (self.resting_place_of(one.stage), outlet) {
-            (Some(host), StageOutlet::Near(_)) => parcel.resting(host, one, clock),
-            _ => Ok(parcel),
+        match (outlet, self.resting_place_of(one.stage)) {
+            (StageOutlet::Far(_), _) => Ok(parcel),
+            (_, Some(host)) => parcel.resting(host, one, clock),
+            // An event each would cost as much as a launch.
+            (StageOutlet::Own(_), None) => Ok(parcel),
+            (StageOutlet::Near(_), None) => parcel.marked(self.device),
         }
     }
 
@@ -322,8 +337,7 @@ impl Site {
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
-            let parcel = StageParcel::values(values, self.device)?;
-            parcels.push(parcel.resting(host, one, clock)?);
+            parcels.push(StageParcel::values(values).resting(host, one, clock)?);
         }
         Ok(HeldInput::Host(parcels))
     }
@@ -407,6 +421,19 @@ impl Worker {
             peak: None,
             bus: BusUse::default(),
         })
+    }
+
+    /// Lays the parameters out as the next run is to have them.
+    fn lay_out(&mut self, channels_last: bool) -> Result<()> {
+        // Not in the midst of a step, whose sums lie in memory as the parameters did when it began; nor those
+        // that live on the host, from where they come as they lie there.
+        let stays = self.window.is_some() || self.site.homes.is_some();
+        if stays || self.site.channels_last == channels_last {
+            return Ok(());
+        }
+        lay_out_convolutions(self.variables.all().map(|v| &v.tensor), channels_last)?;
+        self.site.channels_last = channels_last;
+        Ok(())
     }
 
     /// Waits until parameters and optimizer are what the last update makes of them.

@@ -6,7 +6,7 @@
 //! with every change, whoever makes it: before each step [`Variables::changed`] tells of those that
 //! somebody has changed since.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use brimful_torch::foreach;
 use tch::nn::VarStore;
@@ -24,6 +24,8 @@ pub(crate) struct Variable {
     pub(crate) trainable: bool,
     /// The worker of the layer that it belongs to.
     pub(crate) owner: usize,
+    /// Those of the worker's stages that use it, by their places.
+    stages: Vec<usize>,
 }
 
 /// What copies follow in a variable, without its numbers: where they are, how often they have been
@@ -71,9 +73,14 @@ impl Variables {
         let owner = |name: &str| {
             layout.position_of(name).map_or(worker, |position| layout.worker_of(position))
         };
+        let stages = |name: &str| {
+            let own = layout.of_worker(worker).enumerate();
+            own.filter(|(_, (_, plan))| layout.uses(plan, name)).map(|(at, _)| at).collect()
+        };
         let trainable: Vec<_> = store.trainable_variables().iter().map(Tensor::data_ptr).collect();
         let variable = |(name, tensor): (String, Tensor)| Variable {
             owner: owner(&name),
+            stages: stages(&name),
             trainable: trainable.contains(&tensor.data_ptr()),
             tensor,
             name,
@@ -137,6 +144,20 @@ impl Variables {
     /// The variables that get gradients: parameters that are not frozen.
     pub(crate) fn trained(&self) -> impl Iterator<Item = &Variable> {
         self.list.iter().filter(|variable| variable.trainable && variable.tensor.requires_grad())
+    }
+
+    /// Of each of so many stages, its parameters among those that get gradients, by place. One that goes by two
+    /// names has its gradient at the first.
+    pub(crate) fn trained_by_stage(&self, stages: usize) -> Vec<Vec<usize>> {
+        let mut all = vec![Vec::new(); stages];
+        let mut first = HashMap::new();
+        for (place, variable) in self.trained().enumerate() {
+            let tensor = &variable.tensor;
+            let numbers = if tensor.numel() > 0 { Ok(tensor.data_ptr()) } else { Err(place) };
+            let place = *first.entry(numbers).or_insert(place);
+            variable.stages.iter().for_each(|stage| all[*stage].push(place));
+        }
+        all
     }
 
     /// Gives the variables of these names these values, which fit.

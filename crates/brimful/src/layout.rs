@@ -10,6 +10,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::batch::{Batch, Leaf};
+use crate::oom::catch_unseen;
 
 /// The order of images and convolutions in memory. It changes neither values nor saved models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,7 +34,7 @@ const MIN_SPEEDUP: f64 = 1.03;
 
 /// The order in use, and what is known of both.
 #[derive(Debug, Default)]
-pub(super) struct Arrangement {
+pub(crate) struct Arrangement {
     channels_last: bool,
     /// Whether the parameters are still in the other order.
     changed: bool,
@@ -50,8 +51,24 @@ struct LayoutTrial {
     channels_last: Vec<f64>,
 }
 
+/// Who runs steps in an order of memory that may be on trial.
+pub(crate) trait InOrder {
+    fn arrangement(&mut self) -> &mut Arrangement;
+
+    /// Runs `f`; where that fails in an order of memory that is on trial, again in the user's own.
+    fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
+        if self.arrangement().is_on_trial() {
+            match catch_unseen(|| f(self)) {
+                Ok(done) => return Ok(done),
+                Err(cause) => self.arrangement().refuse(&cause),
+            }
+        }
+        f(self)
+    }
+}
+
 impl Arrangement {
-    pub(super) fn new(layout: Layout) -> Self {
+    pub(crate) fn new(layout: Layout) -> Self {
         let trial = LayoutTrial { first: true, ..LayoutTrial::default() };
         let channels_last = layout == Layout::ChannelsLast;
         Self {
@@ -62,54 +79,51 @@ impl Arrangement {
     }
 
     /// Whether the order may yet turn out not to work for the user's closure.
-    pub(super) fn is_on_trial(&self) -> bool {
+    pub(crate) fn is_on_trial(&self) -> bool {
         self.channels_last && self.trial.is_some()
     }
 
     /// Whether the faster order is being looked for.
-    pub(super) fn is_measured(&self) -> bool {
+    pub(crate) fn is_measured(&self) -> bool {
         self.trial.is_some()
     }
 
-    pub(super) fn is_channels_last(&self) -> bool {
+    pub(crate) fn is_channels_last(&self) -> bool {
         self.channels_last
     }
 
     /// Lays the parameters out; those of a model without convolutions stay as they are for good.
-    pub(super) fn begin(&mut self, parameters: &mut [Tensor]) -> Result<()> {
-        let mut convolutions = parameters.iter_mut().filter(|p| has_channels(p)).peekable();
-        if convolutions.peek().is_none() {
+    pub(crate) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
+        if !parameters.iter().any(has_channels) {
             *self = Self::default();
         }
         if self.changed {
-            convolutions.try_for_each(|p| lay_out(p, self.channels_last))?;
+            lay_out_convolutions(parameters.iter(), self.channels_last)?;
             self.changed = false;
         }
         Ok(())
     }
 
     /// The micro-batch with its images laid out as the convolutions are.
-    pub(super) fn of<B: Batch>(&self, micro_batch: B) -> Result<B> {
+    pub(crate) fn of<B: Batch>(&self, micro_batch: B) -> Result<B> {
         if !self.channels_last {
             return Ok(micro_batch);
         }
         micro_batch.map(&mut |leaf| match leaf {
-            Leaf::Cut(tensor) if has_channels(tensor) && tensor.is_floating_point() => {
-                Ok(laid_out(tensor, true)?)
-            }
+            Leaf::Cut(tensor) => with_channels_last(tensor),
             leaf => Ok(leaf.tensor().shallow_clone()),
         })
     }
 
     /// Whether steps are being compared, which must not differ in anything else. The very first is
     /// not.
-    pub(super) fn is_measuring(&self) -> bool {
+    pub(crate) fn is_measuring(&self) -> bool {
         self.trial.as_ref().is_some_and(|trial| trial.steps > 0)
     }
 
     /// Learns from a step; one in which something was new to the device is not timed. Where
     /// the other order was chosen, tells how many times faster it is.
-    pub(super) fn observe(&mut self, samples: usize, time: Duration, new: bool) -> Option<f64> {
+    pub(crate) fn observe(&mut self, samples: usize, time: Duration, new: bool) -> Option<f64> {
         let trial = self.trial.as_mut()?;
         trial.steps += 1;
         let untimed = std::mem::take(&mut trial.first) || new;
@@ -149,7 +163,7 @@ impl Arrangement {
     }
 
     /// Ends the measurement in favour of the user's own order.
-    pub(super) fn refuse(&mut self, cause: &str) {
+    pub(crate) fn refuse(&mut self, cause: &str) {
         if self.trial.take().is_some() {
             tracing::warn!(cause, "channels stay where they are in memory");
         }
@@ -158,6 +172,24 @@ impl Arrangement {
     }
 }
 
-fn has_channels(tensor: &Tensor) -> bool {
+/// Lays those of the parameters out that are convolutions'.
+pub(crate) fn lay_out_convolutions<'a>(
+    parameters: impl Iterator<Item = &'a Tensor>,
+    channels_last: bool,
+) -> Result<()> {
+    let mut convolutions = parameters.filter(|p| has_channels(p)).map(Tensor::shallow_clone);
+    Ok(convolutions.try_for_each(|mut p| lay_out(&mut p, channels_last))?)
+}
+
+/// Images with their channels last, and anything else as it is.
+pub(crate) fn with_channels_last(tensor: &Tensor) -> Result<Tensor> {
+    match has_channels(tensor) && tensor.is_floating_point() {
+        true => Ok(laid_out(tensor, true)?),
+        false => Ok(tensor.shallow_clone()),
+    }
+}
+
+/// Whether it is as images or a convolution's weights are.
+pub(crate) fn has_channels(tensor: &Tensor) -> bool {
     matches!(tensor.dim(), 4 | 5)
 }
