@@ -2,6 +2,7 @@
 
 use std::env;
 use std::ffi::OsString;
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -66,7 +67,11 @@ fn taking_negative_numbers(command: Command) -> Command {
 /// Prints the help that was asked for, or how the command line is wrong.
 fn print(answer: &clap::Error) -> Exit {
     let exit = if answer.use_stderr() { Exit::WrongUse } else { Exit::Done };
-    answer.print().map_or(Exit::Failed, |()| exit)
+    match answer.print() {
+        // Who has read enough, as `head` has, was answered.
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Exit::Failed,
+        _ => exit,
+    }
 }
 
 /// How it ended; what went wrong is said.

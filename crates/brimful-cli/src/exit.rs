@@ -15,7 +15,8 @@ Exit codes:
   2    wrong use: a flag, a key of the config or a value that cannot be
   3    does not fit: memory ran out, or nothing that was planned fits
   4    a check found a fault: verify a difference, doctor a problem
-  130  interrupted by Ctrl-C (143 by SIGTERM): after the running step, saved with --save";
+  130  interrupted by Ctrl-C (143 by SIGTERM, 141 by output that nobody reads any more): after the
+       running step, saved with --save";
 
 /// How the program ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use brimful::Layers;
 use brimful::nn::Lora;
 use brimful::save::SaveError;
 use brimful_models::pretrained::{
-    Pretrained, PretrainedError, check_adapter_place, check_model_place,
+    AdapterFolder, Pretrained, PretrainedError, check_adapter_place, check_model_place,
 };
 use clap::Args;
 
@@ -46,8 +46,8 @@ impl FromStr for LoraFlag {
             Some((rank, alpha)) => (rank, Some(alpha)),
             None => (text, None),
         };
-        let rank = words::whole_number(rank, 1, "give a rank from 1 on, as in 8 or 8:16")? as i64;
-        let lora = Lora::new(rank);
+        let rank = words::counted(rank, "give a rank from 1 on, as in 8 or 8:16")?;
+        let lora = Lora::new(rank as i64);
         let Some(alpha) = alpha else { return Ok(Self(lora)) };
         let alpha = alpha.parse().ok().filter(|alpha: &f64| alpha.is_finite() && *alpha > 0.0);
         let alpha = alpha.ok_or("give an alpha above 0 after the colon, as in 8:16")?;
@@ -91,9 +91,21 @@ impl FineTune {
             true => Pretrained::without_weights(folder),
             false => Pretrained::open(folder),
         };
-        let pretrained = pretrained.map_err(|error| wrong_use(error.to_string()))?;
+        let pretrained = pretrained.map_err(|error| match without_weights(folder, &error) {
+            true => wrong_use(format!("{error}: --from-scratch begins with random numbers")),
+            false => unopened(folder, &error),
+        })?;
         let tokenizer = checked_tokenizer(&pretrained)?;
         let lora = options.lora.clone().map(|LoraFlag(lora)| lora);
+        if let Some(Lora { rank, .. }) = &lora {
+            let width = pretrained.config().width();
+            ensure!(
+                *rank <= width,
+                wrong_use(format!(
+                    "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
+                ))
+            );
+        }
         Ok(Arc::new(Self { pretrained, tokenizer, lora, merge: options.merge }))
     }
 
@@ -176,6 +188,25 @@ impl FineTune {
         };
         saved.map_err(|error| unwritten(folder, error))
     }
+}
+
+/// Why a folder is no model's, with what it is where that is seen.
+pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error {
+    match AdapterFolder::open(folder) {
+        Ok(_) => wrong_use(format!(
+            "{} holds what LoRA has added to a model, not a model: give --model the folder of that one, and this \
+             one to --adapter of brimful generate",
+            folder.display()
+        )),
+        Err(_) => wrong_use(error.to_string()),
+    }
+}
+
+/// Whether all that a folder lacks is its weights.
+fn without_weights(folder: &Path, error: &PretrainedError) -> bool {
+    let is_unread =
+        matches!(error, PretrainedError::Brimful(brimful::Error::Save(SaveError::File { .. })));
+    is_unread && Pretrained::without_weights(folder).is_ok()
 }
 
 /// Whether `--save` names a folder, not a file of a run.

@@ -1,16 +1,20 @@
-//! Ctrl-C and SIGTERM: the first asks for an end after the running step, the second ends at once.
+//! Ctrl-C and SIGTERM: the first asks for an end after the running step, the second ends at once. Output that
+//! nobody reads any more asks for it too.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use anyhow::Result;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGINT, SIGPIPE, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::exit::Exit;
 use crate::progress;
+
+/// What the running command looks at, once it can be asked.
+static LISTENING: OnceLock<Interrupt> = OnceLock::new();
 
 /// Whether somebody has asked for the end.
 #[derive(Debug, Clone)]
@@ -22,6 +26,9 @@ pub(crate) struct Interrupt {
 impl Interrupt {
     /// Listens from now on, until the process ends.
     pub(crate) fn listen() -> Result<Self> {
+        if let Some(listening) = LISTENING.get() {
+            return Ok(listening.clone());
+        }
         let (signal, asked) = (Arc::new(AtomicU8::new(0)), Arc::new(AtomicBool::new(false)));
         for known in [SIGINT, SIGTERM] {
             let at_once = Exit::Interrupted { signal: known as u8 }.code();
@@ -36,7 +43,7 @@ impl Interrupt {
                 progress::say("brimful: finishing the step; once more ends at once");
             }
         })?;
-        Ok(Self { signal })
+        Ok(LISTENING.get_or_init(|| Self { signal }).clone())
     }
 
     /// How the program is to end, where somebody has asked.
@@ -46,6 +53,15 @@ impl Interrupt {
             signal => Some(Exit::Interrupted { signal }),
         }
     }
+}
+
+/// Asks for the end because nobody reads the output any more. Gives whether the running command ends in order,
+/// with what it has done so far saved.
+pub(crate) fn ask_unread() -> bool {
+    let Some(Interrupt { signal }) = LISTENING.get() else { return false };
+    // Who has asked before is who is answered.
+    let _ = signal.compare_exchange(0, SIGPIPE as u8, Ordering::Relaxed, Ordering::Relaxed);
+    true
 }
 
 /// Lets a file that grows beyond what the shell allows (`ulimit -f`) be an error of the write, which

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use brimful::save;
 use serde::Serialize;
 
-use crate::progress;
+use crate::{interrupt, progress};
 
 /// Writes a report: a line of JSON where that is asked for, else its text.
 pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
@@ -17,7 +17,7 @@ pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
 }
 
 /// Writes a line to standard output. A reader that has gone away, as `head` does, ends the program
-/// quietly.
+/// quietly; a training first saves what it has done.
 pub fn line(text: &str) -> Result<()> {
     piece(&format!("{}\n", text.trim_end()))
 }
@@ -57,7 +57,12 @@ pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
         let mut out = io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => std::process::exit(0),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                match interrupt::ask_unread() {
+                    true => Ok(()),
+                    false => std::process::exit(0),
+                }
+            }
             written => written.context("cannot write to standard output"),
         }
     })

@@ -30,8 +30,8 @@ pub(crate) fn aside<T>(write: impl FnOnce() -> T) -> T {
 
 /// Writes a line to standard error, above the bars.
 pub fn say(text: &str) {
-    // Nothing is left to do where even this cannot be written.
-    aside(|| drop(writeln!(io::stderr(), "{text}")));
+    // In one piece, between those of other processes; nothing is left to do where even this cannot be written.
+    aside(|| drop(io::stderr().write_all(format!("{text}\n").as_bytes())));
 }
 
 /// Writes a line to standard error where no bar can say the same.

@@ -2,8 +2,10 @@
 
 mod program;
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use predicates::prelude::*;
 use program::{brimful, folder, names};
@@ -226,7 +228,7 @@ fn negative_numbers_are_values_that_cannot_be() {
 fn numbers_that_are_too_large_are_told_from_those_that_are_too_small() {
     for flag in ["--epochs", "--batch-size", "--micro-batch", "--micro-batches", "--stages"] {
         let train = format!("train {flag} 99999999999999999999");
-        refused(&train, 2, "it is too large: give at most 18446744073709551615");
+        refused(&train, 2, "it is too large: give at most 9223372036854775807");
     }
 }
 
@@ -275,4 +277,93 @@ fn a_page_has_date_command_and_settings() {
         }
         assert!(!text.contains("\"its decay\""));
     }
+}
+
+#[test]
+fn numbers_that_nothing_can_have_are_refused_before_anything_is_made() {
+    let text = shown(&folder("numbers").join("text"));
+    fs::write(&text, "a text. ".repeat(100)).expect("written");
+    let most = "it is too large: give at most 9223372036854775807";
+    for flag in ["--sequence", "--image", "--batch-size", "--micro-batch", "-m", "--lora"] {
+        refused(&format!("train {flag} 9223372036854775808"), 2, most);
+    }
+    refused("train --threads 3000000", 2, "number of cores is ");
+    refused("verify --batch-size 9999999999", 3, "10000000000 samples of 256 B each take ");
+    refused("train --model gpt --data synthetic --sequence 999999999999", 3, " each take ");
+    refused(
+        &format!("train --model gpt --data {text} --sequence 9223372036854775807"),
+        1,
+        "it has 800 tokens, but at least 18446744073709551615 are needed",
+    );
+}
+
+#[test]
+fn a_model_that_is_not_even_built_is_told_with_the_flags_that_help() {
+    let train = "train --device cpu --epochs 1 --memory-limit 500kB";
+    let host = "or let it live on the host by --offload all";
+    refused(train, 3, &format!("raise --memory-limit, cut the model by --stages, {host}"));
+    refused(
+        &format!("{train} -s 2"),
+        3,
+        &format!("raise --memory-limit, give more --stages, {host}"),
+    );
+    refused(
+        "train --device cpu --epochs 1 --memory-limit 100kB --offload all",
+        3,
+        "limit 100000: raise --memory-limit",
+    );
+    refused(
+        "train --device cpu --epochs 1 --memory-limit 1000kB -s 2",
+        3,
+        "raise --memory-limit, compute activations again by --recompute always, give more --stages",
+    );
+}
+
+#[test]
+fn a_folder_that_is_no_whole_model_is_told_what_it_is() {
+    let folder = folder("no-model");
+    let (text, adapter) = (program::text(&folder), shown(&folder.join("adapter")));
+    let tiny = "--model ../../examples/tiny-llama";
+    let train =
+        format!("train --device cpu --data {text} --sequence 8 --max-steps 1 --batch-size 4");
+    refused(&format!("{train} {tiny}"), 2, "--from-scratch begins with random numbers");
+    refused(
+        &format!("{train} {tiny} --from-scratch --lora 99999"),
+        2,
+        "--lora 99999: a rank above the model's width adds nothing: give at most 64",
+    );
+    said(&format!("{train} {tiny} --from-scratch --lora 2 --save {adapter}"));
+    for command in [format!("{train} --model {adapter}"), format!("generate --model {adapter}")] {
+        refused(&command, 2, "holds what LoRA has added to a model, not a model: give --model");
+    }
+}
+
+#[test]
+fn a_reader_that_is_gone_ends_a_training_with_what_it_has_done_saved() {
+    let file = folder("unread").join("run.safetensors");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_brimful"));
+    run.args(["train", "--device", "cpu", "--epochs", "200", "--quiet", "--save"]).arg(&file);
+    run.stdout(Stdio::piped()).stderr(Stdio::piped()).env_remove("LD_LIBRARY_PATH");
+    let mut run = run.spawn().expect("a run");
+    let mut line = String::new();
+    let mut read = BufReader::new(run.stdout.take().expect("a pipe"));
+    read.read_line(&mut line).expect("a line");
+    drop(read);
+    let ended = run.wait_with_output().expect("an end");
+    let told = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(141), "{told}");
+    assert!(line.starts_with("mlp, ") && told.contains("and saved to "), "{line}{told}");
+    brimful().arg("predict").arg("--weights").arg(file).assert().success();
+}
+
+#[test]
+fn a_log_is_written_by_one_run_at_a_time() {
+    let log = folder("one-log").join("run.csv");
+    let first = File::create(&log).expect("a file");
+    first.lock().expect("locked");
+    refused(
+        &format!("train --device cpu --epochs 1 --log {}", log.display()),
+        1,
+        "another program writes it now: name another file",
+    );
 }

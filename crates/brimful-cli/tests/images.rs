@@ -77,6 +77,13 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     let answers = lines(&predict.split(' ').collect::<Vec<_>>());
     let names: Vec<_> = answers.iter().map(|answer| answer["name"].as_str()).collect();
     assert_eq!(names, [[Some("cold"); 3], [Some("warm"); 3]].concat());
+    // One that breaks later is missing; the others keep their numbers.
+    let broken = format!("{data}/cold/028.jpg");
+    let whole = fs::read(&broken).expect("an image");
+    fs::write(&broken, &whole[..whole.len() - 20]).expect("written");
+    let answers = lines(&predict.split(' ').collect::<Vec<_>>());
+    let indices: Vec<_> = answers.iter().map(|answer| answer["index"].as_u64()).collect();
+    assert_eq!(indices, [0, 2, 3, 4, 5].map(Some));
     fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");
     fs::rename(format!("{data}/warm"), format!("{data}/hot")).expect("renamed");
     refused(
@@ -116,6 +123,11 @@ fn folders_without_classes_or_images_are_told_in_a_line() {
     refused(&train, 1, "has 1 subfolders with images, but 2 are needed");
     fs::create_dir(folder.join("cold")).expect("a folder");
     refused(&train, 1, "cold has no image: put .jpg, .jpeg or .png files into it, or remove it");
+    for class in ["one/warm", "one/cold"] {
+        fill(&folder.join(class), 1, class == "one/warm");
+    }
+    refused(&format!("{train}/one"), 1, "has one image in each class, so that none is left");
+    fs::remove_dir_all(folder.join("one")).expect("removed");
     fs::write(folder.join("cold/a.jpg"), "no image").expect("written");
     run(&train).code(1).stderr(predicate::str::contains("no image of the class cold can be read"));
     refused("train --image 32", 2, "--image is for a folder of images, but --data digits is none");

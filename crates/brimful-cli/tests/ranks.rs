@@ -74,9 +74,25 @@ fn ranks_with_a_whole_model_each_train_what_one_process_trains() {
 }
 
 #[test]
+fn ranks_that_were_told_different_things_are_refused_before_they_train() {
+    let program = env!("CARGO_BIN_EXE_brimful");
+    let other = [":", "-n", "1", program, "train", "--device", "cpu", "--replicas", "2"];
+    let flags = [&["--replicas", "2", "--batch-size", "64"], &other[..]].concat();
+    let output = train(Some(1), &flags);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    let words = "rank 1 has --batch-size 128, but rank 0 has --batch-size 64: say the same to all";
+    assert_eq!(said.matches(words).count(), 2, "every rank says it: {said}");
+}
+
+#[test]
 fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
     for (flags, words) in [
         (&["--stages", "2"][..], "--stages 2: 3 ranks in 1 replicas leave 3 ranks"),
+        (
+            &["--batch-norm", "exact", "--model", "resnet18"],
+            "--batch-norm exact is for one device, but there are 3 ranks",
+        ),
         (
             &["--replicas", "2"],
             "3 ranks cannot be divided into 2 replicas of as many ranks each: start a multiple of 2, as in mpirun -n 2",
@@ -84,7 +100,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
     ] {
         let output = train(Some(3), flags);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success());
+        assert_eq!(output.status.code(), Some(2), "{said}");
         assert_eq!(said.matches(words).count(), 3, "every rank says it: {said}");
     }
 }

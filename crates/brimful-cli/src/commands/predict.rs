@@ -16,6 +16,7 @@ use crate::data::{Dataset, Examples, Sample, SampleRequest, SampleSizes};
 use crate::exit::{Exit, wrong_use};
 use crate::files::{self, FlagFile};
 use crate::output;
+use crate::progress::Progress;
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, MODELS, ModelName, NumberType, typed, within, words};
 
@@ -124,13 +125,18 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let samples = dataset.test.len();
     let at_once = dataset.test.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);
+    let progress = Progress::new(samples, "samples");
     for places in split::by_size(samples, at_once)? {
-        let Examples { inputs, targets } = dataset.test.bring(&SampleRequest::plain(places))?;
+        let request = SampleRequest::plain(places.clone());
+        let Examples { inputs, targets, lacking } = dataset.test.bring(&request)?;
         let likeliest = micro.map(&inputs, |x: Tensor| {
             let logits = model.forward_t(&typed(&x, kind), false);
             logits.softmax(-1, Kind::Float).max_dim(-1, false)
         })?;
-        Prediction::add(&mut predictions, likeliest, &targets, &dataset.class_names)?;
+        let indices = places.clone().filter(|index| !lacking.contains(index));
+        let made = Prediction::of(indices, likeliest, &targets, &dataset.class_names)?;
+        predictions.extend(made);
+        progress.advance(places.len());
     }
     Ok(predictions)
 }
@@ -153,13 +159,13 @@ fn check_classes(weights: &SavedWeights, dataset: &Dataset) -> Result<()> {
 }
 
 impl Prediction {
-    /// Those of the next samples, of probabilities and classes, after those that there are.
-    fn add(
-        predictions: &mut Vec<Self>,
+    /// Those of the samples of these numbers, of probabilities and classes.
+    fn of(
+        indices: impl Iterator<Item = usize>,
         (probabilities, classes): (Tensor, Tensor),
         targets: &Tensor,
         names: &[String],
-    ) -> Result<()> {
+    ) -> Result<Vec<Self>> {
         let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
         let classes = Vec::<i64>::try_from(classes)?;
         let targets = Vec::<i64>::try_from(targets)?;
@@ -168,8 +174,7 @@ impl Prediction {
             let name = usize::try_from(class).ok().and_then(|class| names.get(class).cloned());
             Self { index, class, probability, target, name }
         };
-        predictions.extend((predictions.len()..).zip(answers).map(prediction));
-        Ok(())
+        Ok(indices.zip(answers).map(prediction).collect())
     }
 }
 

@@ -96,7 +96,7 @@ impl VerifiedModel {
         };
         let layers = options.model.layers_normed(&sample, DROPOUT, statistics)?;
         let (train, seed) = (options.batch_size, options.seed);
-        let Examples { inputs, targets } =
+        let Examples { inputs, targets, .. } =
             data::synthetic(&Synthetic { sample, train, test: 1, seed })?.train.all()?;
         tch::manual_seed(i64::from_ne_bytes(seed.to_ne_bytes()));
         let device = device::find(&options.device)?;

@@ -125,7 +125,7 @@ impl SampleSource for ConversationRows {
             }
         }
         let tensor = |numbers: &[i64]| Tensor::from_slice(numbers).view([-1, width as i64]);
-        Ok(Examples { inputs: tensor(&inputs), targets: tensor(&targets) })
+        Ok(Examples::whole(tensor(&inputs), tensor(&targets)))
     }
 }
 

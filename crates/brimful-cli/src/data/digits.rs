@@ -27,7 +27,7 @@ fn pick(table: &Tensor, rows: &Tensor) -> Examples {
     let chosen = table.index(&[Some(rows)]);
     let pixels = PIXELS as i64;
     let inputs = chosen.narrow(1, 0, pixels).reshape([-1, 1, 8, 8]).to_kind(Kind::Float);
-    Examples { inputs, targets: chosen.select(1, pixels).contiguous() }
+    Examples::whole(inputs, chosen.select(1, pixels).contiguous())
 }
 
 /// Lines of 64 pixels and a class, as a table of whole numbers.

@@ -45,7 +45,7 @@ fn examples(folder: &Path, half: &str) -> Result<Examples> {
         labels_path.display()
     );
     let inputs = images.unsqueeze(1).to_kind(Kind::Float);
-    Ok(Examples { inputs, targets: labels.to_kind(Kind::Int64) })
+    Ok(Examples::whole(inputs, labels.to_kind(Kind::Int64)))
 }
 
 /// The file of this name, or the same name with `.gz`.

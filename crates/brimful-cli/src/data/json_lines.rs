@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::Deserialize;
 
 use super::chat_template::{ChatMessage, ChatTemplate, MarkedTokens};
@@ -12,6 +12,8 @@ use super::portions::{self, Portion, TextCut};
 use super::{Dataset, text};
 use crate::tokenizer::Tokenizer;
 
+/// What some editors write before the first line: it says that UTF-8 follows, and belongs to no line.
+const BYTE_ORDER_MARK: char = '\u{feff}';
 const TOGETHER: &str = "text and messages do not go together: give each a file of its own";
 
 /// What of a line is read; there may be more.
@@ -21,6 +23,20 @@ struct Line {
     messages: Option<Vec<ChatMessage>>,
 }
 
+impl Line {
+    /// Reads a line, which is counted elsewhere: of the place in it, the column alone says something.
+    fn read(line: &str) -> Result<Self> {
+        const WANTED: &str = "no JSON object with text or messages";
+        ensure!(line.trim_start().starts_with('{'), WANTED);
+        serde_json::from_str(line).map_err(|error| {
+            let (column, error) = (error.column(), error.to_string());
+            let reason =
+                error.rsplit_once(" at line ").map_or(error.as_str(), |(reason, _)| reason);
+            anyhow!("{WANTED}: {reason} at column {column}")
+        })
+    }
+}
+
 /// Packs documents one after the other, each ended by the tokenizer's token for that; a conversation is a
 /// sample by itself.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
@@ -28,7 +44,11 @@ pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Da
     let mut kept = KeptLines::None;
     let place = |line: usize| format!("{}, line {line}", path.display());
     let read = |portion: &Portion| {
-        let lines = portion.text.lines().zip(portion.lines_before + 1..);
+        let text = match portion.lines_before {
+            0 => portion.text.trim_start_matches(BYTE_ORDER_MARK),
+            _ => &portion.text,
+        };
+        let lines = text.lines().zip(portion.lines_before + 1..);
         let lines = lines.filter(|(line, _)| !line.trim().is_empty());
         let read = lines.map(|(line, number)| {
             let read = ReadLine::new(line, template, tokenizer).with_context(|| place(number))?;
@@ -62,8 +82,7 @@ enum ReadLine {
 
 impl ReadLine {
     fn new(line: &str, template: ChatTemplate<'_>, tokenizer: &Tokenizer) -> Result<Self> {
-        let Line { text, messages } =
-            serde_json::from_str(line).context("no JSON object with text or messages")?;
+        let Line { text, messages } = Line::read(line)?;
         match (text, messages) {
             (Some(text), None) => {
                 let mut tokens = tokenizer.encode(&text)?;
@@ -135,9 +154,22 @@ mod tests {
     }
 
     #[test]
+    fn a_mark_before_the_first_line_and_line_ends_of_windows_are_no_text() {
+        let plain = "{\"text\": \"ab\"}\n".repeat(20);
+        let marked = format!("\u{feff}{}", plain.replace('\n', "\r\n"));
+        let [plain, marked] = [plain, marked].map(|lines| {
+            let mut data = load_lines(&lines, 2, &Tokenizer::bytes()).expect("data");
+            data.train.all().expect("samples").inputs
+        });
+        assert_eq!(plain, marked);
+    }
+
+    #[test]
     fn a_line_that_does_not_do_is_named() {
         for (line, complaint) in [
             ("{\"text\": \"ab\"", "data.jsonl, line 2: no JSON object with text or messages: EOF"),
+            ("{\"text\": \"ab\"", " while parsing an object at column 13$"),
+            ("[\"ab\"]", "data.jsonl, line 2: no JSON object with text or messages$"),
             (
                 "{\"text\": 7}",
                 "data.jsonl, line 2: no JSON object with text or messages: invalid type",
@@ -151,7 +183,7 @@ mod tests {
         ] {
             let lines = format!("{{\"text\": \"ab\"}}\n{line}\n");
             let error = load_lines(&lines, 1, &Tokenizer::bytes()).expect_err(line);
-            assert!(format!("{error:#}").contains(complaint), "{error:#}");
+            assert!(format!("{error:#}$").contains(complaint), "{error:#}");
         }
     }
 }

@@ -18,9 +18,11 @@ mod text;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use brimful::{Bytes, memory};
 use tch::Tensor;
 
+use crate::exit::does_not_fit;
 use crate::tokenizer::Tokenizer;
 pub use images::ImageLoader;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
@@ -36,13 +38,20 @@ pub(crate) const IGNORED: i64 = -100;
 pub(crate) struct Examples {
     pub(crate) inputs: Tensor,
     pub(crate) targets: Tensor,
+    /// The numbers of those that were asked for and could not be made.
+    pub(crate) lacking: Vec<usize>,
 }
 
 impl Examples {
+    /// All that were asked for.
+    fn whole(inputs: Tensor, targets: Tensor) -> Self {
+        Self { inputs, targets, lacking: Vec::new() }
+    }
+
     /// The samples of these numbers.
     fn choose(&self, numbers: &Tensor) -> Self {
         let chosen = |tensor: &Tensor| tensor.index_select(0, numbers);
-        Self { inputs: chosen(&self.inputs), targets: chosen(&self.targets) }
+        Self::whole(chosen(&self.inputs), chosen(&self.targets))
     }
 
     /// How many samples there are.
@@ -64,6 +73,40 @@ pub enum Sample {
 }
 
 impl Sample {
+    /// Refuses so many of them at once where the machine has no memory for them.
+    pub(crate) fn check_room(&self, count: usize) -> Result<()> {
+        let bytes = |count: usize| {
+            let all = self.bytes().saturating_mul(count as u128);
+            Bytes(u64::try_from(all).unwrap_or(u64::MAX))
+        };
+        let (each, all, free) = (bytes(1), bytes(count), memory::host()?.available);
+        ensure!(
+            all <= free,
+            does_not_fit(format!(
+                "{count} samples of {each} each take {all}, but this machine has {free} free: lower \
+                 --batch-size, --sequence or --image"
+            ))
+        );
+        Ok(())
+    }
+
+    /// What one takes with its target.
+    fn bytes(&self) -> u128 {
+        const NUMBER: u128 = size_of::<f32>() as u128;
+        const TOKEN: u128 = size_of::<i64>() as u128;
+        let product = |sizes: &[i64]| {
+            let sizes = sizes.iter().map(|size| u128::from(size.unsigned_abs()));
+            sizes.fold(1, u128::saturating_mul)
+        };
+        match self {
+            Self::Image { shape, .. } => NUMBER.saturating_mul(product(shape)),
+            Self::Mask { shape: [channels, height, width] } => {
+                NUMBER.saturating_mul(product(&[channels + 1, *height, *width]))
+            }
+            Self::Sequence { length, .. } => TOKEN.saturating_mul(product(&[2, *length])),
+        }
+    }
+
     /// The same with sequences of this length, where it is one and a length is given.
     pub(crate) fn with_length(self, length: Option<i64>) -> Self {
         match (self, length) {
@@ -185,10 +228,22 @@ mod tests {
     }
 
     #[test]
+    fn samples_that_no_machine_holds_are_refused_with_their_bytes() {
+        let sequence = |length| Sample::Sequence { length, vocabulary: 256 };
+        let image = Sample::Image { shape: [3, i64::MAX, i64::MAX], classes: 2 };
+        assert!(sequence(64).check_room(8).is_ok());
+        for (sample, count) in [(sequence(1 << 40), 640), (sequence(64), 1 << 62), (image, 1)] {
+            let error = sample.check_room(count).expect_err("too many").to_string();
+            let begin = format!("{count} samples of ");
+            assert!(error.starts_with(&begin) && error.contains(" TiB, but this"), "{error}");
+        }
+    }
+
+    #[test]
     fn images_without_contrast_are_refused() {
         let grey = || {
             let inputs = Tensor::ones([2, 1, 2, 2], (tch::Kind::Float, tch::Device::Cpu));
-            Examples { inputs, targets: Tensor::from_slice(&[0_i64, 1]) }
+            Examples::whole(inputs, Tensor::from_slice(&[0_i64, 1]))
         };
         let error = of_images(grey(), grey(), 2, "fog").expect_err("nothing to see").to_string();
         assert!(error.starts_with("every training image in fog has the same pixels"), "{error}");

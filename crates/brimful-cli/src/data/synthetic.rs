@@ -30,6 +30,7 @@ pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
         *train > 0 && *test > 0,
         "{train} samples to train on and {test} to test on: make at least 1 of each"
     );
+    sample.check_room(train.saturating_add(*test))?;
     let mut numbers = NumberStream::new(*seed);
     let [train, test] = [*train, *test].map(|count| examples(sample, count, &mut numbers));
     let description = format!("made-up {}, seed {seed}", describe(sample));
@@ -51,19 +52,19 @@ fn describe(sample: &Sample) -> String {
 fn examples(sample: &Sample, count: usize, numbers: &mut NumberStream) -> Examples {
     let count = count as i64;
     match *sample {
-        Sample::Image { shape: [channels, height, width], classes } => Examples {
-            inputs: numbers.noise(&[count, channels, height, width]),
-            targets: numbers.all_below(classes, &[count]),
-        },
-        Sample::Mask { shape: [channels, height, width] } => Examples {
-            inputs: numbers.noise(&[count, channels, height, width]),
-            targets: numbers.all_below(2, &[count, 1, height, width]).to_kind(Kind::Float),
-        },
+        Sample::Image { shape: [channels, height, width], classes } => Examples::whole(
+            numbers.noise(&[count, channels, height, width]),
+            numbers.all_below(classes, &[count]),
+        ),
+        Sample::Mask { shape: [channels, height, width] } => Examples::whole(
+            numbers.noise(&[count, channels, height, width]),
+            numbers.all_below(2, &[count, 1, height, width]).to_kind(Kind::Float),
+        ),
         Sample::Sequence { length, vocabulary } => {
             let tokens = numbers.all_below(vocabulary, &[count, length + 1]);
             let [inputs, targets] =
                 [0, 1].map(|start| tokens.narrow(1, start, length).contiguous());
-            Examples { inputs, targets }
+            Examples::whole(inputs, targets)
         }
     }
 }
@@ -114,7 +115,7 @@ mod tests {
 
     #[test]
     fn masks_mark_each_pixel() {
-        let [Examples { inputs, targets }, _] = made_up(MASK, 1);
+        let [Examples { inputs, targets, .. }, _] = made_up(MASK, 1);
         assert_eq!((inputs.size(), targets.size()), (vec![40, 3, 16, 8], vec![40, 1, 16, 8]));
         let marked = targets.mean(Kind::Double).double_value(&[]);
         assert!((marked - 0.5).abs() < 0.05, "{marked}");
@@ -122,7 +123,7 @@ mod tests {
 
     #[test]
     fn sequences_are_followed_by_themselves() {
-        let [Examples { inputs, targets }, _] = made_up(SEQUENCE, 1);
+        let [Examples { inputs, targets, .. }, _] = made_up(SEQUENCE, 1);
         assert_eq!((inputs.size(), inputs.kind()), (vec![40, 9], Kind::Int64));
         assert_eq!(inputs.narrow(1, 1, 8), targets.narrow(1, 0, 8));
         assert!(inputs.max().int64_value(&[]) < 50);

@@ -50,15 +50,18 @@ pub(super) fn of_tokens(
 fn split(tokens: NumberFile, length: i64) -> Result<(TokenWindows, TokenWindows)> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
+    let length = length as u64;
+    let shorter = match test {
+        0 | 1 => String::new(),
+        _ => format!(", or --sequence {} at most", test - 1),
+    };
     // The shorter part needs a sequence, and one token more as its last target.
     ensure!(
-        test > length as u64,
+        test > length,
         "it has {all} tokens, but at least {} are needed, so that the tenth of it that is for testing holds \
-         a sequence of {length} and one more: take a longer text, or --sequence {} at most",
-        10 * (length + 1),
-        test.saturating_sub(1)
+         a sequence of {length} and one more: take a longer text{shorter}",
+        length.saturating_add(1).saturating_mul(10),
     );
-    let length = length as u64;
     let windows = |first, end| TokenWindows {
         tokens: tokens.clone(),
         first,
@@ -93,7 +96,7 @@ impl SampleSource for TokenWindows {
         }
         let windows = Tensor::from_slice(&windows).view([-1, wide as i64]);
         let from = |start| windows.narrow(1, start, *length as i64).contiguous();
-        Ok(Examples { inputs: from(0), targets: from(1) })
+        Ok(Examples::whole(from(0), from(1)))
     }
 }
 
@@ -143,12 +146,15 @@ mod tests {
     fn texts_that_are_too_short_and_lengths_that_make_no_sense_are_refused() {
         for (text, length, expected) in [
             ("", 1, "it has 0 tokens, but at least 20 are needed"),
+            ("", 1, "holds a sequence of 1 and one more: take a longer text$"),
+            (&"x".repeat(29), 4, "take a longer text, or --sequence 1 at most$"),
+            ("abc", i64::MAX, "it has 3 tokens, but at least 18446744073709551615 are needed"),
             (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed, so that the tenth"),
             ("abc", 0, "give at least 1"),
         ] {
             let error = load_once("short", text.as_bytes(), length);
             let error = format!("{:#}", error.expect_err(text));
-            assert!(error.contains(expected), "{error}");
+            assert!(format!("{error}$").contains(expected), "{error}");
         }
     }
 

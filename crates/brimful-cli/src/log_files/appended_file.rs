@@ -1,10 +1,10 @@
 //! A file that grows piece by piece, each of them whole, until it can no longer be written.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::progress;
 
@@ -21,15 +21,16 @@ pub(super) struct AppendedFile {
 impl AppendedFile {
     /// An empty file, in place of what there was.
     pub(super) fn empty(path: &Path) -> Result<Self> {
-        let file = File::create(path).with_context(|| unwritable(path))?;
+        let mut file = open(path, OpenOptions::new().write(true))?;
+        if is_plain(&file) {
+            cut(&mut file, 0).with_context(|| unwritable(path))?;
+        }
         Ok(Self { path: path.to_owned(), file: Some(file), length: 0 })
     }
 
     /// The file that is there, and what is in it; empty where there is none.
     pub(super) fn existing(path: &Path) -> Result<(Self, Vec<u8>)> {
-        let mut options = OpenOptions::new();
-        let options = options.read(true).write(true).create(true).truncate(false);
-        let mut file = options.open(path).with_context(|| unwritable(path))?;
+        let mut file = open(path, OpenOptions::new().write(true).read(true))?;
         let mut bytes = Vec::new();
         let read = file.read_to_end(&mut bytes);
         read.with_context(|| format!("cannot read {}", path.display()))?;
@@ -64,6 +65,20 @@ impl AppendedFile {
     }
 }
 
+/// Opens a file, which is this process's alone while it is open: the lines of two would be mixed up.
+fn open(path: &Path, options: &mut OpenOptions) -> Result<File> {
+    let options = options.create(true).truncate(false);
+    let file = options.open(path).with_context(|| unwritable(path))?;
+    let is_taken = is_plain(&file) && matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+    ensure!(!is_taken, "{}: another program writes it now: name another file", unwritable(path));
+    Ok(file)
+}
+
+/// Whether it can be cut, and no other program may write to it.
+fn is_plain(file: &File) -> bool {
+    file.metadata().is_ok_and(|found| found.is_file())
+}
+
 fn cut(file: &mut File, length: u64) -> io::Result<()> {
     file.set_len(length)?;
     file.seek(SeekFrom::Start(length))?;
@@ -86,6 +101,22 @@ mod tests {
         assert!(full.file.is_none());
         full.append(b"another\n");
         assert_eq!(full.length, 0);
+    }
+
+    #[test]
+    fn a_file_is_written_by_one_at_a_time() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("log");
+        let mut first = AppendedFile::empty(&path).expect("a file");
+        first.append(b"one");
+        for second in [AppendedFile::empty(&path), AppendedFile::existing(&path).map(|it| it.0)] {
+            let error = second.expect_err("it is taken").to_string();
+            assert!(error.ends_with("another program writes it now: name another file"), "{error}");
+        }
+        assert_eq!(fs::read(&path).expect("read"), b"one");
+        drop(first);
+        AppendedFile::empty(&path).expect("it is free again");
+        assert_eq!(fs::read(&path).expect("read"), b"");
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //! A command that has more to say says it after a colon, or in brackets where it is its default.
 
 use std::num::IntErrorKind;
+use std::ops::RangeInclusive;
+use std::thread;
 
 /// Of `--device`.
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
@@ -57,26 +59,44 @@ pub const JSON: &str = "Print JSON instead of text: one object";
 pub const JSON_LINES: &str =
     "Print JSON instead of text: an object a line as they come, the last with \"done\": true";
 
+/// The most of anything: libtorch counts with signed numbers.
+const MOST: u64 = i64::MAX as u64;
+/// More threads than these for each core make every step slower, until none ends.
+const THREADS_OF_CORE: usize = 16;
+
 /// Reads a number of things, of which there is at least one.
 pub fn count(text: &str) -> Result<usize, String> {
-    let count = whole_number(text, 1, "give a whole number from 1 on")?;
-    usize::try_from(count).map_err(|_| too_large(usize::MAX as u64))
+    counted(text, "give a whole number from 1 on")
+}
+
+/// The same with what is `wanted` where it is none.
+pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
+    whole_number(text, 1..=MOST, wanted).map(|count| count as usize)
 }
 
 /// Reads a number of things, of which there may be none.
 pub fn count_or_none(text: &str) -> Result<usize, String> {
-    let count = whole_number(text, 0, "give a whole number from 0 on")?;
-    usize::try_from(count).map_err(|_| too_large(usize::MAX as u64))
+    whole_number(text, 0..=MOST, "give a whole number from 0 on").map(|count| count as usize)
 }
 
 /// Reads where random numbers start.
 pub fn seed(text: &str) -> Result<u64, String> {
-    whole_number(text, 0, "give a whole number from 0 on")
+    whole_number(text, 0..=u64::MAX, "give a whole number from 0 on")
 }
 
 /// Reads a time to wait.
 pub fn seconds(text: &str) -> Result<u64, String> {
-    whole_number(text, 1, "give whole seconds from 1 on")
+    whole_number(text, 1..=MOST, "give whole seconds from 1 on")
+}
+
+/// Reads a number of threads, not many more than the machine has cores for.
+pub fn threads(text: &str) -> Result<usize, String> {
+    let (threads, cores) = (count(text)?, thread::available_parallelism().map_or(1, usize::from));
+    let most = THREADS_OF_CORE * cores;
+    match threads <= most {
+        true => Ok(threads),
+        false => Err(format!("this machine's number of cores is {cores}: give at most {most}")),
+    }
 }
 
 /// Reads a time, a factor or an error: a number that is not negative.
@@ -85,17 +105,17 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "give a number from 0 on".into())
 }
 
-/// Reads a whole number; where it is below `least` or none at all, says what is `wanted`.
-pub(crate) fn whole_number(text: &str, least: u64, wanted: &str) -> Result<u64, String> {
-    match text.parse::<u64>() {
-        Ok(number) if number >= least => Ok(number),
-        Err(error) if *error.kind() == IntErrorKind::PosOverflow => Err(too_large(u64::MAX)),
-        _ => Err(wanted.to_owned()),
-    }
-}
-
-fn too_large(most: u64) -> String {
-    format!("it is too large: give at most {most}")
+/// Reads a whole number of this range; where it is too small or none at all, says what is `wanted`.
+fn whole_number(text: &str, range: RangeInclusive<u64>, wanted: &str) -> Result<u64, String> {
+    let is_too_large = match text.parse::<u64>() {
+        Ok(number) if range.contains(&number) => return Ok(number),
+        Ok(number) => number > *range.end(),
+        Err(error) => *error.kind() == IntErrorKind::PosOverflow,
+    };
+    Err(match is_too_large {
+        true => format!("it is too large: give at most {}", range.end()),
+        false => wanted.to_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -104,12 +124,23 @@ mod tests {
 
     #[test]
     fn a_number_too_large_is_told_from_one_too_small() {
-        let large = "it is too large: give at most 18446744073709551615";
-        assert_eq!(count("99999999999999999999"), Err(large.into()));
+        let large = "it is too large: give at most 9223372036854775807";
+        for number in ["9223372036854775808", "99999999999999999999"] {
+            assert_eq!(count(number), Err(large.into()));
+            assert_eq!(count_or_none(number), Err(large.into()));
+        }
+        assert_eq!(seed("18446744073709551615"), Ok(u64::MAX));
         for small in ["0", "-1", "1.5", "many", ""] {
             assert_eq!(count(small), Err("give a whole number from 1 on".into()), "{small}");
         }
         assert_eq!((count("7"), count_or_none("0"), seed("0")), (Ok(7), Ok(0), Ok(0)));
+    }
+
+    #[test]
+    fn threads_that_no_machine_could_run_are_refused_with_its_cores() {
+        assert_eq!(threads("1"), Ok(1));
+        let error = threads("3000000").expect_err("too many");
+        assert!(error.starts_with("this machine's number of cores is "), "{error}");
     }
 
     #[test]

@@ -64,6 +64,14 @@ impl Config {
         }
     }
 
+    /// The numbers of each token within it: one side of every projection of its blocks.
+    pub fn width(&self) -> i64 {
+        match self {
+            Self::Gpt2(config) => config.width,
+            Self::Llama(config) => config.width,
+        }
+    }
+
     /// How many different tokens there are.
     pub fn vocabulary(&self) -> i64 {
         match self {

@@ -196,7 +196,9 @@ impl Warnings {
             );
         }
         let most = lesson.sizes.iter().copied().max().unwrap_or(0);
-        let few = lesson.normalised && lesson.sizes.len() > 1 && most < FEW_SAMPLES;
+        // A mini-batch that is small itself has no more to give, whatever fits.
+        let is_cut = lesson.sizes.len() > 1 && lesson.sizes.iter().sum::<usize>() >= FEW_SAMPLES;
+        let few = lesson.normalised && is_cut && most < FEW_SAMPLES;
         if few && !std::mem::replace(&mut self.few, true) {
             tracing::warn!(
                 samples = most,

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::GenerateOptions;
 use crate::exit::wrong_use;
-use crate::fine_tune::checked_tokenizer;
+use crate::fine_tune::{checked_tokenizer, unopened};
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource};
 use crate::tokenizer::Tokenizer;
@@ -58,7 +58,7 @@ impl Writer {
     fn of_folder(folder: &Path, options: &GenerateOptions) -> Result<Self> {
         let wrong =
             |error: brimful_models::pretrained::PretrainedError| wrong_use(error.to_string());
-        let pretrained = Pretrained::open(folder).map_err(wrong)?;
+        let pretrained = Pretrained::open(folder).map_err(|error| unopened(folder, &error))?;
         let adapter = options.adapter.as_ref().map(AdapterFolder::open);
         let adapter = adapter.transpose().map_err(wrong)?;
         let tokenizer = checked_tokenizer(&pretrained)?;

@@ -3,6 +3,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 
+use brimful::auto::DoesNotFit;
 use brimful::loss::LossError;
 use brimful::oom::OutOfMemory;
 use brimful::optim::Method;
@@ -11,7 +12,10 @@ use brimful::{Bytes, Error, Size, StepError};
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use crate::exit::does_not_fit;
+use super::TrainOptions;
+use super::offload::Offload;
+use crate::exit::{does_not_fit, ran_out};
+use crate::output;
 
 /// A step as it was tried.
 #[derive(Debug)]
@@ -74,6 +78,23 @@ impl fmt::Display for FixedBytes {
     }
 }
 
+/// The error of a model that could not be built, with what lets it be where memory ran out.
+pub(super) fn of_building(error: anyhow::Error, options: &TrainOptions) -> anyhow::Error {
+    if !ran_out(&error) {
+        return error;
+    }
+    let more = match options.memory_limit {
+        Some(_) => "raise --memory-limit",
+        None => "take a smaller model, or --dtype bf16",
+    };
+    let finer = match (options.stages.offload, options.stages.stages) {
+        (Offload::All, _) => "",
+        (_, Some(_)) => ", give more --stages, or let it live on the host by --offload all",
+        (_, None) => ", cut the model by --stages, or let it live on the host by --offload all",
+    };
+    does_not_fit(format!("{}: {more}{finer}", output::causes(&error)))
+}
+
 impl FailedStep {
     /// The library's error, with what mends it where that is known.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
@@ -83,7 +104,7 @@ impl FailedStep {
         if let Error::DoesNotFit(end) = &cause {
             return match self.fixed_remedy(&end.cause) {
                 Some(remedy) => does_not_fit(format!("{}; {remedy}", end.cause)),
-                None => cause.into(),
+                None => does_not_fit(format!("{}; {}", end.cause, self.smaller(end))),
             };
         }
         let remedy = cause.out_of_memory().and_then(|oom| self.remedy(oom));
@@ -93,11 +114,24 @@ impl FailedStep {
         }
     }
 
+    /// What is said where a single sample does not fit, and it is not known what else a step needs.
+    fn smaller(&self, end: &DoesNotFit) -> String {
+        let needed = end.needed.map(|needed| format!(", about {needed},")).unwrap_or_default();
+        let cut = match self.fixed {
+            Some(_) => "cut the model by --stages, let it live on the host by --offload all",
+            None => "compute activations again by --recompute always, give more --stages",
+        };
+        format!(
+            "what a micro-batch of one sample takes{needed} does not fit either: raise --memory-limit, {cut}, or \
+             take --dtype bf16"
+        )
+    }
+
     fn of_numbers(&self, value: &str) -> anyhow::Error {
         let Self { epoch, step, learning_rate, .. } = self;
         anyhow::anyhow!(
             "{value} in epoch {epoch}, step {step}: this step was not taken; lower --learning-rate (it \
-             is {learning_rate}), or look at the data"
+             is {learning_rate:?}), or look at the data"
         )
     }
 

@@ -183,7 +183,12 @@ impl StageCut {
     ) -> Result<Self> {
         let schedule = options.stages.schedule.unwrap_or(Schedule::OneFOneB);
         let count = devices * schedule.stages_per_device();
-        check_stages(count, layers.len(), "")?;
+        let fewer = match (options.stages.stages, schedule.stages_per_device()) {
+            (None, _) => "start fewer ranks",
+            (Some(_), 1) => "lower --stages",
+            (Some(_), _) => "lower --stages, or take a --schedule with fewer on each device",
+        };
+        check_stages(count, layers.len(), "", fewer)?;
         if count == 1 {
             // It has every layer, whatever they cost.
             let balance = [layers.len()].into();
@@ -204,7 +209,7 @@ impl StageCut {
             None => (finest / devices).max(1),
         };
         let stages = devices * stages_per_device;
-        check_stages(stages, finest, " with parameters")?;
+        check_stages(stages, finest, " with parameters", "lower --stages")?;
         Ok(Self::Given {
             balance: balance::finest(&counts, stages)?.into(),
             schedule: schedule.unwrap_or(Schedule::BreadthFirst { stages_per_device }),
@@ -214,11 +219,11 @@ impl StageCut {
 }
 
 /// Every stage needs a layer.
-fn check_stages(stages: usize, layers: usize, of_a_kind: &str) -> Result<()> {
+fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> Result<()> {
     ensure!(
         stages <= layers,
         wrong_use(format!(
-            "{stages} stages need as many layers{of_a_kind}, but the model has {layers}: lower --stages"
+            "{stages} stages need as many layers{of_a_kind}, but the model has {layers}: {fewer}"
         ))
     );
     Ok(())

@@ -86,7 +86,7 @@ pub struct TrainOptions {
     #[arg(value_parser = words::seed)]
     pub(crate) seed: u64,
     /// Threads that libtorch computes with on a CPU [default: one a core]
-    #[arg(long, value_name = "N", value_parser = words::count)]
+    #[arg(long, value_name = "N", value_parser = words::threads)]
     pub(crate) threads: Option<usize>,
     #[arg(long, help = words::JSON_LINES)]
     pub(crate) json: bool,
@@ -159,8 +159,7 @@ impl FromStr for BatchSize {
         if text == "all" {
             return Ok(Self::All);
         }
-        let samples = words::whole_number(text, 1, "give a number from 1 on, or all")?;
-        Ok(Self::Samples(samples as usize))
+        words::counted(text, "give a number from 1 on, or all").map(Self::Samples)
     }
 }
 
@@ -177,7 +176,7 @@ impl FromStr for MicroBatch {
             "largest" => Size::Largest,
             _ => {
                 let wanted = "give a number from 1 on, auto or largest";
-                Size::Fixed(words::whole_number(text, 1, wanted)? as usize)
+                Size::Fixed(words::counted(text, wanted)?)
             }
         }))
     }

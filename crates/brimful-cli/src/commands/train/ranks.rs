@@ -7,11 +7,11 @@ use anyhow::{Result, ensure};
 use brimful::World;
 use clap::Args;
 
-use super::Trainer;
 use super::stages::Stages;
+use super::{TrainOptions, Trainer, saved};
 use crate::exit::{Exit, wrong_use};
 use crate::interrupt::Interrupt;
-use crate::setting::words;
+use crate::setting::{NormStatistics, words};
 
 /// What launchers set for the processes that they start.
 const LAUNCHED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
@@ -85,6 +85,48 @@ impl RankOptions {
             ))
         );
         Ok(devices / ranks)
+    }
+}
+
+/// Refuses what ranks cannot do together, before any of them builds its part.
+pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
+    let (ranks, replicas) = (world.size(), options.ranks.replicas);
+    if ranks == 1 {
+        return Ok(());
+    }
+    check_same(world, options)?;
+    ensure!(
+        ranks.is_multiple_of(replicas) || replicas.is_multiple_of(ranks),
+        wrong_use(format!(
+            "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of as many ranks \
+             each: start a multiple of {replicas}, as in mpirun -n {replicas}, or srun"
+        ))
+    );
+    ensure!(
+        options.batch_norm != Some(NormStatistics::Exact),
+        wrong_use(format!(
+            "--batch-norm exact is for one device, but there are {ranks} ranks: start one, or give --batch-norm \
+             deferred"
+        ))
+    );
+    Ok(())
+}
+
+/// Ranks that were told different things would train different models.
+fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
+    let all = world.share("what the run was told", &saved::told(options))?;
+    // A place may have another name on each machine.
+    let is_place = |flag: &str| ["data", "model"].contains(&flag);
+    let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
+    let differing = all.iter().enumerate().find_map(|(rank, told)| {
+        let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;
+        Some((rank, [told, &all[0]].map(|told| saved::shown(flag, told.get(flag)))))
+    });
+    match differing {
+        Some((rank, [there, first])) => Err(wrong_use(format!(
+            "rank {rank} has {there}, but rank 0 has {first}: say the same to all"
+        ))),
+        None => Ok(()),
     }
 }
 

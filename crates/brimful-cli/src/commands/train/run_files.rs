@@ -95,7 +95,7 @@ impl FromStr for Keep {
             "best" => Self::Best,
             _ => {
                 let wanted = "give last, best, or a number from 1 on";
-                Self::Newest(words::whole_number(text, 1, wanted)? as usize)
+                Self::Newest(words::counted(text, wanted)?)
             }
         })
     }

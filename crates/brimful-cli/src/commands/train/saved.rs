@@ -147,10 +147,6 @@ fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
     let now = told(options);
     let flags = FLAGS.iter().copied().chain(now.keys().map(String::as_str));
     for flag in flags.collect::<BTreeSet<_>>() {
-        let shown = |text: Option<&String>| match text {
-            Some(text) => format!("--{flag} {text}"),
-            None => format!("no --{flag}"),
-        };
         // As a mini-batch's size was once written.
         let plain =
             |text: &String| text.trim_start_matches("samples(").trim_end_matches(')').into();
@@ -159,11 +155,19 @@ fn check_told(metadata: &Metadata, options: &TrainOptions) -> Result<()> {
         ensure!(
             then == now,
             "it was made with {}, but this run has {}: say the same",
-            shown(then),
-            shown(now)
+            shown(flag, then),
+            shown(flag, now)
         );
     }
     Ok(())
+}
+
+/// A flag as it was told, or that it was not.
+pub(super) fn shown(flag: &str, text: Option<&String>) -> String {
+    match text {
+        Some(text) => format!("--{flag} {text}"),
+        None => format!("no --{flag}"),
+    }
 }
 
 fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
@@ -185,7 +189,7 @@ const FLAGS: [&str; 9] = [
 ];
 
 /// What must be the same for a run to go on as it began.
-fn told(options: &TrainOptions) -> Metadata {
+pub(super) fn told(options: &TrainOptions) -> Metadata {
     let recipe = &options.recipe;
     let always = [
         ("model", options.model.to_string()),

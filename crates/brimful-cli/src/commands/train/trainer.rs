@@ -12,7 +12,7 @@ use brimful::{Bytes, Size, World, split};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::advice::FailedStep;
+use super::advice::{self, FailedStep};
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
 use super::length::Length;
@@ -21,7 +21,7 @@ use super::recipe::Recipe;
 use super::running::Running;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, records};
+use super::{TrainOptions, ranks, records};
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
@@ -100,8 +100,10 @@ impl Trainer {
         let mut dataset = model.data(options)?;
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
         let batch_size = options.batch_size.of(dataset.train.len());
+        dataset.sample.check_room(batch_size)?;
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
+        ranks::check(&world, options)?;
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
@@ -109,7 +111,8 @@ impl Trainer {
                 dataset.train.bring(&SampleRequest::plain(0..samples))?;
             Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
         };
-        let engine = engine::build(layers, &world, options, over, inputs)?;
+        let engine = engine::build(layers, &world, options, over, inputs)
+            .map_err(|error| advice::of_building(error, options))?;
         let recorder = records::recorder(options, &*engine, &dataset)?;
         Ok(Self {
             engine,
@@ -248,7 +251,7 @@ impl Trainer {
         let (epoch, step) = (self.epoch, self.running.steps);
         let requests = self.requests(epoch, step)?;
         let brought = requests.iter().map(|request| {
-            let Examples { inputs, targets } = self.dataset.train.bring(request)?;
+            let Examples { inputs, targets, .. } = self.dataset.train.bring(request)?;
             Ok((inputs, targets))
         });
         let brought = brought.collect::<Result<Vec<_>>>()?;
@@ -344,7 +347,7 @@ impl Trainer {
         };
         let mut next = request(self, 0)?;
         while let Some(wanted) = next {
-            let Examples { inputs, targets } = self.dataset.test.bring(&wanted)?;
+            let Examples { inputs, targets, .. } = self.dataset.test.bring(&wanted)?;
             next = request(self, losses.len() + 1)?;
             if let Some(next) = &next {
                 self.dataset.test.prepare(next.clone());

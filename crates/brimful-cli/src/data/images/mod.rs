@@ -44,13 +44,18 @@ pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
         }
         None => (last_tenths(&mut train), broken),
     };
+    let shown = folder.display();
+    ensure!(
+        test.values().any(|images| !images.is_empty()),
+        "{shown} has one image in each class, so that none is left for testing: put another one into one of \
+         them, or make two halves of it, train and val"
+    );
     let class_names: Vec<String> = train.keys().cloned().collect();
     let classes = class_names.len();
     let left_out = match broken {
         0 => String::new(),
         _ => format!("; {broken} that cannot be read are left out"),
     };
-    let shown = folder.display();
     Ok(Dataset {
         train: streamed(train, side, side_by_side::cores()),
         test: streamed(test, side, side_by_side::cores()),
@@ -100,7 +105,12 @@ fn classes(folder: &Path) -> Result<Classes> {
             "the class {} has no image: put .jpg, .jpeg or .png files into it, or remove it",
             class.display()
         );
-        classes.insert(name_of(&class), images);
+        let name = name_of(&class);
+        ensure!(
+            classes.insert(name.clone(), images).is_none(),
+            "two classes of {} read as {name}, because their names are not UTF-8: rename one",
+            folder.display()
+        );
     }
     ensure!(
         classes.len() > 1,

@@ -72,14 +72,17 @@ impl SampleSource for ImageSamples {
             place.f_copy_(&self.shown(number, request.seed)?)?;
             Ok::<_, anyhow::Error>(())
         });
-        let (mut whole, mut targets) = (Vec::new(), Vec::new());
+        let (mut whole, mut targets, mut lacking) = (Vec::new(), Vec::new(), Vec::new());
         for (place, (number, read)) in request.numbers.iter().zip(read).enumerate() {
             match read {
                 Ok(()) => {
                     whole.push(place as i64);
                     targets.push(self.files[*number].class);
                 }
-                Err(error) => self.note(*number, &error),
+                Err(error) => {
+                    lacking.push(*number);
+                    self.note(*number, &error);
+                }
             }
         }
         ensure!(
@@ -91,7 +94,7 @@ impl SampleSource for ImageSamples {
             true => inputs,
             false => inputs.index_select(0, &Tensor::from_slice(&whole)),
         };
-        Ok(Examples { inputs, targets: Tensor::from_slice(&targets) })
+        Ok(Examples { inputs, targets: Tensor::from_slice(&targets), lacking })
     }
 }
 
@@ -141,7 +144,9 @@ mod tests {
     fn what_cannot_be_read_is_left_out_with_its_class() {
         let folder = tempfile::tempdir().expect("a folder");
         let mut samples = samples(folder.path());
-        let Examples { inputs, targets } = samples.bring(&request(&[4, 3, 1], None)).expect("two");
+        let Examples { inputs, targets, lacking } =
+            samples.bring(&request(&[4, 3, 1], None)).expect("two");
+        assert_eq!(lacking, [3]);
         assert_eq!(Vec::<i64>::try_from(targets).expect("classes"), [4, 1]);
         assert_eq!(inputs, samples.bring(&request(&[4, 1], None)).expect("two").inputs);
         let error = samples.bring(&request(&[3], None)).expect_err("none is left").to_string();
