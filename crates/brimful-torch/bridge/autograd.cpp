@@ -83,6 +83,11 @@ void backward(
 at::Tensor other_leaf(
     const at::Tensor& root, const std::unordered_set<const at::TensorImpl*>& parameters,
     std::unordered_set<torch::autograd::Node*>& seen) {
+  // No node leads to a root that is a leaf itself.
+  if (root.is_leaf()) {
+    const bool other = root.requires_grad() && parameters.count(root.unsafeGetTensorImpl()) == 0;
+    return other ? root : at::Tensor();
+  }
   std::vector<torch::autograd::Node*> open{root.grad_fn().get()};
   while (!open.empty()) {
     auto* node = open.back();
@@ -131,6 +136,10 @@ int32_t brimful_other_leaf(
       if (leaf.defined()) *out = new at::Tensor(leaf);
     }
   });
+}
+
+bool brimful_is_same(const at::Tensor* one, const at::Tensor* other) noexcept {
+  return one->is_same(*other);
 }
 
 void brimful_count_change(const at::Tensor* tensor) noexcept { brimful::count_change(*tensor); }
