@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones_like.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -15,7 +16,6 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <unordered_set>
 #include <vector>
 
 BRIMFUL_READ_AGAIN(
@@ -95,17 +95,24 @@ void backward(const variable_list& roots, const variable_list& gradients, bool k
 
 // A leaf that backward from the root would reach and that is none of these tensors.
 at::Tensor other_leaf(
-    const at::Tensor& root, const std::unordered_set<const at::TensorImpl*>& parameters,
-    std::unordered_set<torch::autograd::Node*>& seen) {
+    const at::Tensor& root, const ska::flat_hash_set<const at::TensorImpl*>& parameters,
+    ska::flat_hash_set<torch::autograd::Node*>& seen) {
+  // No node leads to a root that is a leaf itself.
+  if (root.is_leaf()) {
+    const bool other = root.requires_grad() && parameters.count(root.unsafeGetTensorImpl()) == 0;
+    return other ? root : at::Tensor();
+  }
   std::vector<torch::autograd::Node*> open{root.grad_fn().get()};
   while (!open.empty()) {
     auto* node = open.back();
     open.pop_back();
     if (node == nullptr || !seen.insert(node).second) continue;
+    for (const auto& edge : node->next_edges()) open.push_back(edge.function.get());
+    // Nothing is behind a leaf; to ask every node would take longer than to find them.
+    if (!node->next_edges().empty()) continue;
     if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
       if (parameters.count(leaf->variable.unsafeGetTensorImpl()) == 0) return leaf->variable;
     }
-    for (const auto& edge : node->next_edges()) open.push_back(edge.function.get());
   }
   return at::Tensor();
 }
@@ -140,8 +147,9 @@ int32_t brimful_other_leaf(
     at::Tensor* const* roots, size_t count, at::Tensor* const* parameters, size_t parameter_count,
     at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
-    std::unordered_set<const at::TensorImpl*> known;
-    std::unordered_set<torch::autograd::Node*> seen;
+    ska::flat_hash_set<const at::TensorImpl*> known;
+    ska::flat_hash_set<torch::autograd::Node*> seen;
+    known.reserve(parameter_count);
     for (size_t i = 0; i < parameter_count; ++i) known.insert(parameters[i]->unsafeGetTensorImpl());
     *out = nullptr;
     for (size_t i = 0; i < count && *out == nullptr; ++i) {
@@ -149,6 +157,10 @@ int32_t brimful_other_leaf(
       if (leaf.defined()) *out = new at::Tensor(leaf);
     }
   });
+}
+
+bool brimful_is_same(const at::Tensor* one, const at::Tensor* other) noexcept {
+  return one->is_same(*other);
 }
 
 void brimful_count_change(const at::Tensor* tensor) noexcept { brimful::count_change(*tensor); }

@@ -127,22 +127,42 @@ fn starts(roots: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<Starts, To
     Ok((roots, gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect()))
 }
 
-/// A leaf, if there is one, that backward from these roots would reach and that is none of the
-/// parameters.
+/// A leaf, if there is one, that backward from these roots would add to and that is none of those that
+/// are known.
 ///
 /// # Errors
 /// When there is no memory to walk through the graph.
-pub fn other_leaf(roots: &[&Tensor], parameters: &[Tensor]) -> Result<Option<Tensor>, TorchError> {
-    let roots: Vec<_> = roots.iter().map(|root| raw(root)).collect();
-    let parameters = raw_list(parameters);
-    let mut found = ptr::null_mut();
-    // SAFETY: the arrays have that many valid tensors; what is found is ours.
-    call(|message| unsafe {
-        let (list, length) = (parameters.as_ptr(), parameters.len());
-        let (roots, count) = (roots.as_ptr(), roots.len());
-        ffi::brimful_other_leaf(roots, count, list, length, &mut found, message)
-    })?;
-    Ok((!found.is_null()).then(|| owned(found)))
+pub fn other_leaf<'a>(
+    roots: impl IntoIterator<Item = &'a Tensor>,
+    known: impl IntoIterator<Item = &'a Tensor>,
+) -> Result<Option<Tensor>, TorchError> {
+    let roots: Vec<_> = roots.into_iter().map(raw).collect();
+    let mut known: Vec<_> = known.into_iter().map(raw).collect();
+    // Frozen since the forward: the graph still leads there, and adds nothing.
+    let mut frozen: Vec<Tensor> = Vec::new();
+    loop {
+        let mut found = ptr::null_mut();
+        // SAFETY: the arrays have that many valid tensors; what is found is ours.
+        call(|message| unsafe {
+            let (list, length) = (known.as_ptr(), known.len());
+            let (roots, count) = (roots.as_ptr(), roots.len());
+            ffi::brimful_other_leaf(roots, count, list, length, &mut found, message)
+        })?;
+        let leaf = (!found.is_null()).then(|| owned(found));
+        match leaf {
+            Some(leaf) if !leaf.requires_grad() => {
+                known.push(raw(&leaf));
+                frozen.push(leaf);
+            }
+            leaf => return Ok(leaf),
+        }
+    }
+}
+
+/// Whether both are one tensor, of which one may be a clone: not two that share their memory.
+pub fn is_same(one: &Tensor, other: &Tensor) -> bool {
+    // SAFETY: both tensors are valid.
+    unsafe { ffi::brimful_is_same(raw(one), raw(other)) }
 }
 
 /// Counts a change of the tensor's numbers by work that libtorch has not seen, such as a replay: its

@@ -248,6 +248,7 @@ unsafe extern "C" {
         piece_bytes: i64,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_is_same(one: *const RawTensor, other: *const RawTensor) -> bool;
     pub(crate) fn brimful_count_change(tensor: *const RawTensor);
     pub(crate) fn brimful_set_gradient(
         tensor: *mut RawTensor,

@@ -53,8 +53,9 @@ use crate::Result;
 
 /// All tensors of a batch that are computed with, in the order of its leaves.
 pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
-    let leaves = leaves(batch).into_iter();
-    leaves.filter(|leaf| !leaf.stays_on_the_host()).map(Leaf::tensor).collect()
+    let leaves = leaves(batch).into_iter().filter(|leaf| !leaf.stays_on_the_host());
+    // One that is not defined is refused where the samples are counted.
+    leaves.map(Leaf::tensor).filter(|tensor| tensor.defined()).collect()
 }
 
 /// What a tensor's numbers take.
@@ -211,9 +212,13 @@ pub trait Batch: Sized + Send {
 /// The samples of a batch: the length that all of its leaves have, shared ones apart.
 ///
 /// # Errors
-/// When the lengths differ, a leaf has no dimension to cut, or there is nothing to cut.
+/// When the lengths differ, a leaf is not defined or has no dimension to cut, or there is nothing to cut.
 pub fn len<B: Batch>(batch: &B) -> Result<usize> {
-    let lengths = leaves(batch)
+    let all = leaves(batch);
+    if let Some(leaf) = all.iter().position(|leaf| !leaf.tensor().defined()) {
+        return Err(BatchError::LeafUndefined { leaf }.into());
+    }
+    let lengths = all
         .into_iter()
         .enumerate()
         .filter(|(_, leaf)| leaf.is_cut())

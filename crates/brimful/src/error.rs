@@ -12,7 +12,7 @@ use brimful_plan::split::SplitError;
 use tch::TchError;
 use thiserror::Error;
 
-use crate::accumulate::SparseGradient;
+use crate::accumulate::{OtherLeaf, SparseGradient};
 use crate::auto::DoesNotFit;
 use crate::batch::BatchError;
 use crate::device::NoDevice;
@@ -85,6 +85,10 @@ pub enum Error {
     /// A gradient that is not plain numbers.
     #[error(transparent)]
     SparseGradient(#[from] SparseGradient),
+
+    /// A tensor besides the model's parameters that requires a gradient.
+    #[error(transparent)]
+    OtherLeaf(#[from] OtherLeaf),
 
     /// A step that cannot be taken, or not now.
     #[error(transparent)]

@@ -8,8 +8,9 @@ use std::ops::Range;
 use brimful::batch::BatchError;
 use brimful::batch::{self, Leaf};
 use brimful::memory::Arena;
-use brimful::{Batch, Error, Shared, split};
+use brimful::{Batch, Error, Layers, Loss, MicroBatcher, Pipeline, Shared, Size, split};
 use proptest::prelude::*;
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 /// Different numbers everywhere, so that a mix-up shows.
@@ -267,6 +268,22 @@ fn a_single_number_cannot_be_cut() {
                     wrap it in `Shared`, or give it a value for each sample";
     assert_eq!(message(batch::len(&batch)), expected);
     assert_eq!(message(batch::slice(&batch, 0..1)), expected);
+}
+
+#[test]
+fn a_leaf_that_is_not_defined_is_refused() {
+    let batch = (counted(&[4, 2]), Shared(Tensor::new()));
+    let expected = "leaf 1 of the batch (counted from 0) is an undefined tensor: leave it out, or make \
+                    it an `Option` that is `None`";
+    assert_eq!(message(batch::len(&batch)), expected);
+    let store = VarStore::new(Device::Cpu);
+    let mut micro = MicroBatcher::new(&store, Size::Auto);
+    let step = micro.backward(&batch, |_| Loss::sum(Tensor::new()));
+    assert_eq!(message(step), expected);
+    let layers = Layers::new().add_fn("same", Tensor::shallow_clone);
+    let mut pipe = Pipeline::builder(layers).build().expect("a pipeline");
+    let step = pipe.backward(&batch.0, &batch.1, |_: Tensor, _| Loss::sum(Tensor::new()));
+    assert_eq!(message(step), expected.replace("leaf 1", "leaf 0"));
 }
 
 #[test]

@@ -8,6 +8,7 @@
 //! ([`Sums`] has one list a group), because one sum cannot be divided by two numbers.
 
 mod dense;
+mod others;
 mod part;
 mod sums;
 
@@ -24,6 +25,7 @@ use crate::Result;
 use crate::ranks::{Buckets, RanksTurn, summed_in};
 pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense};
+pub use others::OtherLeaf;
 use part::ModelPart;
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
 use sums::{add_sum, own};
@@ -31,7 +33,11 @@ use sums::{add_sum, own};
 /// Parameters whose earlier gradients are set aside while a step makes its own.
 #[derive(Debug)]
 pub(crate) struct Accumulator {
+    /// The model's own, and behind them other leaves that backwards have reached.
     parameters: Vec<Tensor>,
+    /// How many are the model's own.
+    own: usize,
+    sums_others: bool,
     named: Named,
     aside: Sum,
     groups: Vec<Sum>,
@@ -57,9 +63,10 @@ impl Accumulator {
         check_dense(&parameters, named)?;
         // Pointers, not copies: a step needs no memory for gradients that were there before.
         let aside = parameters.iter().map(gradient).collect();
-        let apart =
-            parameters.iter().any(|p| summed_in(p.kind()) != p.kind() || p.device().is_cuda());
+        let apart = parameters.iter().any(is_summed_apart);
         let mut accumulator = Self {
+            own: parameters.len(),
+            sums_others: false,
             parameters,
             named: Named::clone(named),
             aside,
@@ -213,21 +220,22 @@ impl Accumulator {
         Ok(set_gradient(&mut self.parameters[at], sum[0].as_ref())?)
     }
 
-    /// Puts back what the parameters had, and gives the step's sums.
-    pub(crate) fn finish(mut self) -> Result<Sums> {
+    /// Puts back what the parameters had, and gives them with the step's sums.
+    pub(crate) fn finish(mut self) -> Result<(Vec<Tensor>, Sums)> {
         self.look_everywhere()?;
         if self.in_place() {
             self.groups[0] = self.parameters.iter().map(gradient).collect();
         }
         self.put_back()?;
         // So that the drop puts nothing back a second time, over what others have set meanwhile.
-        self.parameters.clear();
-        Ok(Sums {
+        let parameters = std::mem::take(&mut self.parameters);
+        let sums = Sums {
             groups: std::mem::take(&mut self.groups),
             lent: self.lent,
             at_home: self.at_home,
             buckets: self.buckets.take(),
-        })
+        };
+        Ok((parameters, sums))
     }
 
     /// Takes what the parts' backwards have brought to parameters of others: a layer may look at tensors that
@@ -243,12 +251,20 @@ impl Accumulator {
         }
     }
 
+    /// Those that the sums are of.
     pub(crate) fn parameters(&self) -> &[Tensor] {
         &self.parameters
     }
 
+    /// The model's own.
+    pub(crate) fn own_parameters(&self) -> &[Tensor] {
+        &self.parameters[..self.own]
+    }
+
     /// Puts other sums in place, and gives those that were there.
-    pub(crate) fn exchange(&mut self, groups: Vec<Sum>) -> Vec<Sum> {
+    pub(crate) fn exchange(&mut self, mut groups: Vec<Sum>) -> Vec<Sum> {
+        // Leaves may have been taken in since these were begun.
+        groups.iter_mut().for_each(|sum| sum.resize_with(self.parameters.len(), || None));
         std::mem::replace(&mut self.groups, groups)
     }
 
@@ -268,7 +284,8 @@ impl Accumulator {
         let mut empty = Vec::new();
         let mut into = Vec::new();
         let mut from = Vec::new();
-        for (mine, lender) in self.groups.iter_mut().flatten().zip(lenders.iter().flatten()) {
+        let groups = self.groups.iter_mut().zip(lenders);
+        for (mine, lender) in groups.flat_map(|(mine, lender)| mine.iter_mut().zip(lender)) {
             let Some(lender) = lender else { continue };
             match mine {
                 Some(sum) if sum.data_ptr() == lender.data_ptr() => continue,
@@ -324,6 +341,11 @@ fn gather(
     offering(parameters, sums, run)?;
     check_dense(parameters, named)?;
     Ok(collect(parameters, sums)?)
+}
+
+/// Whether gradients are summed elsewhere than in the parameter: see [`Accumulator`].
+fn is_summed_apart(parameter: &Tensor) -> bool {
+    summed_in(parameter.kind()) != parameter.kind() || parameter.device().is_cuda()
 }
 
 /// The gradient that a parameter has.

@@ -58,7 +58,7 @@ mod tests {
             accumulator.expect_part(Some(part));
             accumulator.add(0, &[(&loss, loss.ones_like())], false).expect("a backward");
         }
-        let sums = accumulator.finish().expect("sums");
+        let (_, sums) = accumulator.finish().expect("sums");
         let number = |sum: &Option<Tensor>| sum.as_ref().map(|sum| sum.double_value(&[0]));
         sums.groups[0].iter().map(number).collect()
     }

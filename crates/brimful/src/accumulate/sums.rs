@@ -77,13 +77,23 @@ impl Sums {
         self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
     }
 
-    /// Adds a later part of the same step, group by group.
-    pub(crate) fn extend(&mut self, later: Self) -> Result<()> {
+    /// Adds a later part of the same step, group by group; these are the places of its sums.
+    pub(crate) fn extend(&mut self, later: Self, places: &[usize]) -> Result<()> {
         self.at_home |= later.at_home;
+        self.groups.resize_with(later.groups.len().max(self.groups.len()), Vec::new);
         for (mine, theirs) in self.groups.iter_mut().zip(later.groups) {
-            add_sum(mine, theirs)?;
+            let count = places.iter().map(|place| place + 1).max().unwrap_or(0);
+            mine.resize_with(count.max(mine.len()), || None);
+            let mut placed: Sum = mine.iter().map(|_| None).collect();
+            theirs.into_iter().zip(places).for_each(|(sum, &place)| placed[place] = sum);
+            add_sum(mine, placed)?;
         }
         Ok(())
+    }
+
+    /// Whether no backward has been run.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.groups.is_empty()
     }
 
     /// Makes them its own, so that they outlast the step.

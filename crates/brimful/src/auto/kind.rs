@@ -36,6 +36,10 @@ impl Kind {
         let mut leaves = Vec::new();
         batch.visit(&mut |leaf| {
             let tensor = leaf.tensor();
+            // Refused where the samples are counted.
+            if !tensor.defined() {
+                return;
+            }
             let sample = || tensor.size().into_iter().skip(1);
             let shape = match leaf {
                 Leaf::Cut(_) => sample().collect(),

@@ -37,6 +37,15 @@ pub enum BatchError {
         /// The leaf's place, counted from 0.
         leaf: usize,
     },
+    /// A leaf that is no tensor yet.
+    #[error(
+        "leaf {leaf} of the batch (counted from 0) is an undefined tensor: leave it out, or make it an \
+         `Option` that is `None`"
+    )]
+    LeafUndefined {
+        /// The leaf's place, counted from 0.
+        leaf: usize,
+    },
     /// A batch of shared values, or of none.
     #[error("the batch has nothing to cut: give it a tensor that is not `Shared`")]
     NothingToCut,

@@ -28,6 +28,8 @@ pub(crate) struct Attempt {
     pub(crate) closure: Closure,
     /// In which gradients are to be added up over the ranks while the last backward still runs.
     pub(crate) turn: Option<RanksTurn>,
+    /// Whether nobody else takes part, so that leaves outside the store may have gradients too.
+    pub(crate) alone: bool,
 }
 
 impl MicroBatcher {
@@ -44,7 +46,8 @@ impl MicroBatcher {
         let start = Instant::now();
         let Try { cut, opening, exchange } = this_try;
         let role = step::role(self, opening, 0, last);
-        let how = Attempt { role, closure, turn: exchange.summing().filter(|_| last) };
+        let turn = exchange.summing().filter(|_| last);
+        let how = Attempt { role, closure, turn, alone: self.state.team.is_alone() };
         let (tried, outputs) = oom::catch(|| self.attempt(batch, cut, how, f))?;
         Ok((self.as_parts(tried, start)?, outputs))
     }
@@ -94,9 +97,9 @@ impl MicroBatcher {
         eager: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Tried, R::Outputs)> {
-        let Attempt { role, closure, turn } = how;
+        let (role, closure) = (how.role, how.closure);
         let ((pass, outputs), undo) = self.trained(cut, |this, cut| {
-            let mut pass = this.begin_pass(role, turn, eager)?;
+            let mut pass = this.begin_pass(how, eager)?;
             this.run_all(&mut pass, batch, cut, role, closure, f)?;
             let outputs = joined(std::mem::take(&mut pass.outputs), cut.samples())?;
             Ok((pass.finish()?, outputs))
@@ -109,19 +112,16 @@ impl MicroBatcher {
     }
 
     /// A mini-batch of which nothing has been run yet.
-    fn begin_pass<O>(
-        &mut self,
-        role: BatchRole,
-        turn: Option<RanksTurn>,
-        eager: bool,
-    ) -> Result<BatchPass<O>> {
+    fn begin_pass<O>(&mut self, how: Attempt, eager: bool) -> Result<BatchPass<O>> {
+        let Attempt { role, turn, alone, .. } = how;
         let parameters = parameters(&self.variables);
         // Not in the midst of a step: its sums lie in memory as the parameters did when it began.
         if role.first {
             self.arrangement.begin(&parameters)?;
         }
         self.replay.begin(parameters.len(), &self.variables, eager)?;
-        let accumulator = Accumulator::begin(parameters, &self.variables)?.summing(turn);
+        let accumulator =
+            Accumulator::begin(parameters, &self.variables)?.summing(turn).summing_others(alone);
         let window = self.state.window.as_ref();
         let tally =
             window.map_or_else(Tally::default, |window| window.tried.tried.tally.following());

@@ -24,8 +24,8 @@ impl<O> BatchPass<O> {
     /// The parameters, with the sums and the tally of all that was run.
     pub(super) fn finish(self) -> Result<(Vec<Tensor>, Summed)> {
         let groups = self.groups();
-        let parameters = self.accumulator.parameters().iter().map(Tensor::shallow_clone).collect();
-        Ok((parameters, (self.accumulator.finish()?, self.tally, groups)))
+        let (parameters, sums) = self.accumulator.finish()?;
+        Ok((parameters, (sums, self.tally, groups)))
     }
 
     pub(super) fn groups(&self) -> Vec<TermGroup> {
@@ -67,6 +67,8 @@ impl<O: Batch> BatchPass<O> {
         root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
     ) -> Result<()> {
         let groups = roots(terms, &self.groups(), root)?;
+        let values: Vec<&Tensor> = groups.iter().flatten().map(|(value, _)| *value).collect();
+        self.accumulator.expect_leaves(&values, &[])?;
         self.accumulator.expect_groups(groups.len());
         // Groups share the forward's graph: only the last may free what it goes through.
         let last = groups.iter().rposition(|roots| !roots.is_empty());
@@ -78,8 +80,8 @@ impl<O: Batch> BatchPass<O> {
 
     /// A leaf that these terms' backward would reach besides the parameters.
     pub(super) fn other_leaf(&self, terms: &[Term]) -> Result<Option<Tensor>> {
-        let roots: Vec<&Tensor> = terms.iter().map(|term| &term.value).collect();
-        Ok(other_leaf(&roots, self.accumulator.parameters())?)
+        let roots = terms.iter().map(|term| &term.value);
+        Ok(other_leaf(roots, self.accumulator.own_parameters())?)
     }
 }
 

@@ -27,6 +27,9 @@ use crate::step::{
 };
 use crate::{Error, Result, feed, oom};
 
+/// Parameters, and the sums of their gradients.
+type SummedWhole = (Vec<Tensor>, Sums);
+
 impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward; adds to the
     /// parameters' gradients what the full batch would have added. Gives the outputs back.
@@ -65,16 +68,16 @@ impl MicroBatcher {
         let Try { cut, opening, .. } = this_try;
         let unit = opening.total() as f64;
         let (tried, outputs) = oom::catch(|| {
-            let ((sums, tally, outputs), undo) = self.trained(cut, |this, cut| {
+            let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
                 let ranges = cut.all()?;
                 let (outputs, states) =
                     this.forward_once(batch, &ranges, cut.samples(), forward)?;
                 let mut loss = |outputs: &O| in_users_order(cut.samples(), outputs, &mut *loss);
-                let (sums, tally, outputs) =
+                let (summed, tally, outputs) =
                     this.back_from_loss(batch, &ranges, &outputs, &states, forward, &mut loss)?;
-                Ok((sums, tally, cut.samples().restored(outputs)?))
+                Ok((summed, tally, cut.samples().restored(outputs)?))
             })?;
-            Ok::<_, Error>((self.tried_whole(sums, tally, undo, unit, cut), outputs))
+            Ok::<_, Error>((self.tried_whole(summed, tally, undo, unit, cut), outputs))
         })?;
         Ok((self.as_parts(tried, start)?, outputs))
     }
@@ -112,9 +115,10 @@ impl MicroBatcher {
         states: &[Randomness],
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Result<Tensor>,
-    ) -> Result<(Sums, Tally, O)> {
-        let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
-        let tally = weighed(&mut accumulator, loss(outputs)?)?;
+    ) -> Result<(SummedWhole, Tally, O)> {
+        let mut accumulator =
+            Accumulator::begin(parameters(&self.variables), &self.variables)?.summing_others(true);
+        let tally = weighed(&mut accumulator, loss(outputs)?, outputs)?;
         // The second pass draws what the first drew, and leaves the generators where the loss left them:
         // the next step does not depend on there having been two.
         let after = Randomness::now(self.device)?;
@@ -153,15 +157,16 @@ impl MicroBatcher {
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
         let mut cut = Cut::none();
-        let ((sums, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
+        let ((summed, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
             let generator = seed.on(this.device);
             generator.begin(0);
             let outputs = as_leaves(outputs)?;
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
-            let tally = weighed(&mut accumulator, in_users_order(samples, &outputs, loss)?)?;
+            let loss = in_users_order(samples, &outputs, loss)?;
+            let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
         })?;
-        Ok((self.tried_whole(sums, tally, undo, 1.0, &cut), gradients))
+        Ok((self.tried_whole(summed, tally, undo, 1.0, &cut), gradients))
     }
 
     /// Forward again on these micro-batches, and backward from their outputs' gradients.
@@ -173,7 +178,7 @@ impl MicroBatcher {
         gradients: &RowGradients,
         forward: &impl Fn(B) -> O,
     ) -> Result<Tried> {
-        let (sums, undo) = self.trained(cut, |this, cut| {
+        let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
             let generator = role.seed.map(|seed| seed.on(this.device));
@@ -193,14 +198,20 @@ impl MicroBatcher {
             )?;
             accumulator.finish()
         })?;
-        Ok(self.tried_whole(sums, Tally::default(), undo, role.unit, cut))
+        Ok(self.tried_whole(summed, Tally::default(), undo, role.unit, cut))
     }
 
-    fn tried_whole(&self, sums: Sums, tally: Tally, undo: Undo, unit: f64, cut: &Cut) -> Tried {
+    fn tried_whole(
+        &self,
+        (parameters, sums): SummedWhole,
+        tally: Tally,
+        undo: Undo,
+        unit: f64,
+        cut: &Cut,
+    ) -> Tried {
         let groups = tally.groups(true);
-        let trained = parameters(&self.variables);
         let sizes = cut.sizes().to_vec();
-        Tried::new(trained, &self.variables, (sums, tally, groups), undo, unit, sizes)
+        Tried::new(parameters, &self.variables, (sums, tally, groups), undo, unit, sizes)
     }
 }
 
@@ -214,9 +225,12 @@ fn in_users_order<O: Batch>(
     Ok(loss(&samples.restored(outputs)?))
 }
 
-/// Counts the loss, and runs its backward.
-fn weighed(accumulator: &mut Accumulator, loss: Tensor) -> Result<Tally> {
+/// Counts the loss, and runs its backward, which ends at the outputs.
+fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) -> Result<Tally> {
     let (tally, loss) = Tally::of_whole(loss)?;
+    let mut ends = Vec::new();
+    outputs.visit(&mut |leaf| ends.push(leaf.tensor()));
+    accumulator.expect_leaves(&[&loss], &ends)?;
     accumulator.expect_groups(1);
     accumulator.add(0, &[(&loss, loss.f_ones_like()?)], false)?;
     Ok(tally)
@@ -225,5 +239,10 @@ fn weighed(accumulator: &mut Accumulator, loss: Tensor) -> Result<Tally> {
 /// Runs backward from a micro-batch's outputs.
 fn back(accumulator: &mut Accumulator, rows: RowGradients, outputs: &impl Batch) -> Result<()> {
     let roots = rows.roots(outputs)?;
-    if roots.is_empty() { Ok(()) } else { accumulator.add(0, &roots, false) }
+    if roots.is_empty() {
+        return Ok(());
+    }
+    let outputs: Vec<&Tensor> = roots.iter().map(|(output, _)| *output).collect();
+    accumulator.expect_leaves(&outputs, &[])?;
+    accumulator.add(0, &roots, false)
 }

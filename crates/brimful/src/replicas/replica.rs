@@ -120,7 +120,7 @@ impl<M> Replica<M> {
     ) -> Result<PartDone<R::Outputs>> {
         let closure = Closure::of(f);
         let done = self.run(job, |micro, model, batch, cut, role| {
-            let how = Attempt { role, closure, turn: None };
+            let how = Attempt { role, closure, turn: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
         if done.has_samples() {

@@ -219,7 +219,10 @@ fn check_alike(what: &str, found: impl Iterator<Item = Option<String>>) -> Resul
 /// What tells a mini-batch from others: kinds, shapes, and a hash of some of its values.
 pub(crate) fn described(batch: &impl Batch) -> String {
     let mut leaves = Vec::new();
-    batch.visit(&mut |leaf| leaves.push(described_tensor(leaf.tensor())));
+    batch.visit(&mut |leaf| match leaf.tensor() {
+        tensor if tensor.defined() => leaves.push(described_tensor(tensor)),
+        _ => leaves.push("undefined".to_owned()),
+    });
     leaves.join(", ")
 }
 

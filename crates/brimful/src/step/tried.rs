@@ -2,6 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use brimful_torch::autograd::is_same;
 use tch::Tensor;
 use tch::nn::Variables;
 
@@ -135,10 +136,30 @@ impl Tried {
         }
         // Not before the terms have been compared: once joined, the later part cannot be undone alone.
         self.undo.extend(later.undo);
-        self.sums.extend(later.sums)?;
+        if !later.sums.is_empty() {
+            let places = self.places_of(later.parameters);
+            self.sums.extend(later.sums, &places)?;
+        }
         self.sizes.extend(later.sizes);
         self.peak = self.peak.max(later.peak);
         Ok(())
+    }
+
+    /// Where each of these parameters is among its own, behind which new ones get their places: every
+    /// mini-batch may have reached other leaves outside the store.
+    fn places_of(&mut self, parameters: Vec<Tensor>) -> Vec<usize> {
+        let mine = &mut self.parameters;
+        let place = |(at, parameter): (usize, Tensor)| {
+            // Nearly all are where they were.
+            let here = mine.get(at).is_some_and(|mine| is_same(mine, &parameter));
+            let found = || mine.iter().position(|mine| is_same(mine, &parameter));
+            let known = if here { Some(at) } else { found() };
+            known.unwrap_or_else(|| {
+                mine.push(parameter);
+                mine.len() - 1
+            })
+        };
+        parameters.into_iter().enumerate().map(place).collect()
     }
 
     /// What has to be known of it to commit it together with others; where there are `others`, also

@@ -54,6 +54,16 @@ struct Start {
     input: Boundary,
 }
 
+impl Start {
+    /// Makes sure that it leads to the input and to parameters of the stages alone.
+    fn refuse_others(&self, accumulator: &mut Accumulator) -> Result<()> {
+        let roots: Vec<&Tensor> =
+            self.roots.groups.iter().flatten().map(|(root, _)| root).collect();
+        let ends: Vec<&Tensor> = self.input.leaves().flatten().collect();
+        accumulator.expect_leaves(&roots, &ends)
+    }
+}
+
 impl WorkerRun {
     /// Runs a whole backward.
     pub(super) fn backward(
@@ -164,6 +174,7 @@ impl WorkerRun {
 /// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
 /// normalises it.
 fn run(accumulator: &mut Accumulator, start: Start) -> Result<Vec<Tensors>> {
+    start.refuse_others(accumulator)?;
     let Start { roots: Roots { groups }, input } = start;
     accumulator.expect_groups(groups.len());
     // Of those with roots: it frees the graph, which an empty group behind it could not.
@@ -186,6 +197,7 @@ fn run_input_half(
     accumulator: &mut Accumulator,
     start: Start,
 ) -> Result<(Vec<Tensors>, SplitBackward)> {
+    start.refuse_others(accumulator)?;
     let Start { roots, input } = start;
     let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
     let (groups, weights) = accumulator.begin_split(&roots.groups, &leaves)?;

@@ -237,10 +237,8 @@ impl Worker {
         }
         let groups = tally.groups(job.mode.is_last());
         // Those that the sums are of: others may be trained by the time of the commit.
-        let parameters = accumulator.as_ref().map_or_else(Vec::new, |accumulator| {
-            accumulator.parameters().iter().map(Tensor::shallow_clone).collect()
-        });
-        let sums = accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
+        let (parameters, sums) =
+            accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
         (self.spans, self.bus) = timeline.read(moving)?;
         let unit = job.weights.first().map_or(1.0, |weight| weight.unit);
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();

@@ -1,0 +1,63 @@
+//! Leaves that a backward reaches besides the parameters, such as a batch that requires a gradient or
+//! the variables of another store: summed up as parameters are, or refused.
+
+use brimful_torch::autograd::{other_leaf, set_gradient};
+use brimful_torch::gradients::collect;
+use tch::Tensor;
+use thiserror::Error;
+
+use super::{Accumulator, gradient, is_summed_apart};
+use crate::Result;
+
+/// A tensor that requires a gradient, where the model's own parameters alone get theirs.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "the loss depends on a tensor of shape {shape:?} that requires a gradient and is no parameter of \
+     the model: nothing was changed; make it a variable of the model or detach it, or use a \
+     `MicroBatcher` without a world, which gives it its gradient"
+)]
+#[non_exhaustive]
+pub struct OtherLeaf {
+    /// The tensor's shape.
+    pub shape: Vec<i64>,
+}
+
+impl Accumulator {
+    /// Says whether other leaves are summed up too. If they are not, they are refused: replicas, stages
+    /// and ranks would add to one leaf at the same time, or not know of each other's.
+    pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
+        self.sums_others = wanted;
+        self
+    }
+
+    /// Gets ready for a backward from these roots, which is to end at the parameters and at `ends`.
+    ///
+    /// Left alone, autograd would add to other leaves whatever becomes of the step: twice where it is
+    /// run again, and divided by what is known of the denominators before the last micro-batch.
+    pub(crate) fn expect_leaves(&mut self, roots: &[&Tensor], ends: &[&Tensor]) -> Result<()> {
+        loop {
+            let known = self.parameters.iter().chain(ends.iter().copied());
+            let Some(leaf) = other_leaf(roots.iter().copied(), known)? else { return Ok(()) };
+            if !self.sums_others {
+                return Err(OtherLeaf { shape: leaf.size() }.into());
+            }
+            self.take_in(leaf)?;
+        }
+    }
+
+    /// Makes a leaf a parameter of this step.
+    fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
+        if is_summed_apart(&leaf) && !self.apart {
+            if self.in_place() {
+                collect(&self.parameters, &mut self.groups[0])?;
+            }
+            self.apart = true;
+        }
+        let aside = gradient(&leaf);
+        set_gradient(&mut leaf, None)?;
+        self.aside.push(aside);
+        self.parameters.push(leaf);
+        self.groups.iter_mut().for_each(|sum| sum.push(None));
+        Ok(())
+    }
+}
