@@ -1,8 +1,8 @@
 //! What waits where micro-batches meet stays on the device while it fits there, then waits on the host.
 
 use brimful::memory::Arena;
-use brimful::schedule::Recompute;
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, Size};
+use brimful::schedule::{MoveKind, MoveSpan, Recompute};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, Size, Step};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, mix, norm};
@@ -39,15 +39,19 @@ impl Site {
     /// Three steps, in each of which something is made of what was learnt in the one before; gives the
     /// most that the device and the host had in the last.
     fn steps(&mut self, samples: i64) -> (u64, u64) {
-        let x = numbers(&[samples, 3, 16, 16], 7);
         for _ in 0..3 {
             self.device.reset_peak();
             self.host.reset_peak();
-            let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-            self.pipe.zero_grad().expect("no gradients");
-            self.pipe.backward(&x, &x, square).expect("a step");
+            self.step(samples);
         }
         (self.device.peak(), self.host.peak())
+    }
+
+    fn step(&mut self, samples: i64) -> Step {
+        let x = numbers(&[samples, 3, 16, 16], 7);
+        let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
+        self.pipe.zero_grad().expect("no gradients");
+        self.pipe.backward(&x, &x, square).expect("a step")
     }
 
     fn results(&self) -> Named {
@@ -141,6 +145,39 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
     });
     assert!(0 < straight && straight < handed_on, "{straight} copies, and {handed_on}");
     assert_within(&results, &expected, 1e-12, "the same");
+}
+
+#[test]
+fn what_crosses_the_bus_for_want_of_room_is_timed_as_what_was_planned_is() {
+    let _turn = alone();
+    const COUNT: i64 = 16;
+    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    let mut limited = Site::new(Recompute::Never);
+    limited.device.set_limit(Some(few + few / 4)).expect("a limit");
+    limited.pipe.time_moves(true);
+    // The first step sends gradients too, the second what enters stages alone.
+    for sends_gradients in [true, false] {
+        let before = limited.host.allocations();
+        let timeline = limited.step(COUNT * SIZE as i64).timeline.expect("a pipeline's");
+        let sent = limited.host.allocations() - before;
+        let moves = &timeline.buses[0].moves;
+        let out = || moves.iter().filter(|span| span.moved.kind.is_outward());
+        assert_eq!(out().count() as u64, sent, "each is one tensor");
+        let gradients = out().filter(|span| span.moved.kind == MoveKind::GradientOut);
+        assert_eq!(gradients.count() > 0, sends_gradients);
+        for back in moves.iter().filter(|span| span.moved.kind.is_inward()) {
+            let is_it = |kind| match kind {
+                MoveKind::BoundaryOut => back.moved.kind == MoveKind::BoundaryIn,
+                _ => back.moved.kind == MoveKind::GradientIn,
+            };
+            let same = |a: &&MoveSpan| {
+                let (a, b) = (a.moved, back.moved);
+                (a.stage, a.micro_batch) == (b.stage, b.micro_batch) && is_it(a.kind)
+            };
+            let left = out().find(same).expect("what comes has left");
+            assert!(left.end <= back.start && left.bytes == back.bytes, "{}", back.moved);
+        }
+    }
 }
 
 #[test]
