@@ -166,6 +166,7 @@ impl Prediction {
         targets: &Tensor,
         names: &[String],
     ) -> Result<Vec<Self>> {
+        setting::check_answers(&probabilities)?;
         let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
         let classes = Vec::<i64>::try_from(classes)?;
         let targets = Vec::<i64>::try_from(targets)?;
