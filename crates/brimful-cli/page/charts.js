@@ -111,7 +111,8 @@ function lineChart(container, { label, series, y: text, fromZero }) {
       (step) => `step ${step.toLocaleString("en")}`);
     for (const one of series) {
       frame.line(one.points, { stroke: one.color });
-      if (!one.dots) continue;
+      // A line of one point would not be seen.
+      if (!one.dots && one.points.length > 1) continue;
       for (const [step, value] of one.points) {
         frame.add("circle", { class: "dot", cx: frame.x(step), cy: frame.y(value), r: 4, fill: one.color });
       }

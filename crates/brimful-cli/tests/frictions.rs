@@ -367,3 +367,30 @@ fn a_log_is_written_by_one_run_at_a_time() {
         "another program writes it now: name another file",
     );
 }
+
+#[test]
+fn a_text_may_come_through_a_pipe() {
+    let train = "train --model gpt --device cpu --data /dev/stdin --sequence 8 --batch-size 4";
+    let mut train: Vec<_> = train.split(' ').collect();
+    train.extend(["--max-steps", "1"]);
+    let run = brimful().args(train).write_stdin("a text. ".repeat(100)).assert().success();
+    run.stdout(predicate::str::contains("89 samples to train on"));
+}
+
+#[test]
+fn data_that_changed_within_an_epoch_are_not_gone_on_with() {
+    let folder = folder("changed");
+    let (text, file) = (program::text(&folder), shown(&folder.join("gpt.safetensors")));
+    let train = |steps| {
+        format!(
+            "train --model gpt --device cpu --data {text} --batch-size 4 --max-steps {steps} --micro-batch 4"
+        )
+    };
+    said(&format!("{} --save {file}", train(1)));
+    fs::write(&text, fs::read_to_string(&text).expect("a text").repeat(2)).expect("written");
+    refused(
+        &format!("{} --resume {file}", train(2)),
+        1,
+        "it stopped within an epoch of 63 samples, but here one has 126: give it the data",
+    );
+}

@@ -5,6 +5,7 @@ mod program;
 use std::fs;
 use std::path::Path;
 
+use brimful::save;
 use predicates::prelude::*;
 use program::{brimful, folder};
 
@@ -65,4 +66,16 @@ fn weights_that_do_not_go_with_the_model_or_the_data_are_wrong_use() {
                 .and(predicate::function(|text: &str| text.lines().count() == 1)),
         );
     }
+}
+
+#[test]
+fn weights_that_are_no_numbers_have_no_answers() {
+    let (weights, _) = trained(&folder("predict-no-numbers"));
+    let (mut tensors, metadata) = save::read(&weights).expect("a run");
+    for (_, tensor) in &mut tensors {
+        let _ = tensor.fill_(f64::NAN);
+    }
+    save::write(&weights, &tensors, &metadata).expect("written");
+    let run = brimful().args(["predict", "--device", "cpu", "--weights", &weights]).assert();
+    run.code(1).stdout("").stderr(predicate::str::contains("numbers that are not finite"));
 }

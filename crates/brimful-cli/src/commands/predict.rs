@@ -81,6 +81,9 @@ struct Prediction {
     /// What its class is called, where it has a name.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
+    /// What its target is called: the number alone goes into JSON, where names are looked up.
+    #[serde(skip)]
+    right: Option<String>,
 }
 
 /// Answers every sample.
@@ -166,13 +169,16 @@ impl Prediction {
         targets: &Tensor,
         names: &[String],
     ) -> Result<Vec<Self>> {
+        setting::check_answers(&probabilities)?;
         let probabilities = Vec::<f64>::try_from(probabilities.to_kind(Kind::Double))?;
         let classes = Vec::<i64>::try_from(classes)?;
         let targets = Vec::<i64>::try_from(targets)?;
         let answers = classes.into_iter().zip(probabilities).zip(targets);
         let prediction = |(index, ((class, probability), target))| {
-            let name = usize::try_from(class).ok().and_then(|class| names.get(class).cloned());
-            Self { index, class, probability, target, name }
+            let named =
+                |class| usize::try_from(class).ok().and_then(|class| names.get(class).cloned());
+            let (name, right) = (named(class), named(target));
+            Self { index, class, probability, target, name, right }
         };
         Ok(indices.zip(answers).map(prediction).collect())
     }
@@ -194,9 +200,13 @@ fn summary(predictions: &[Prediction]) -> String {
 
 impl fmt::Display for Prediction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { index, class, probability, target, name } = self;
+        let Self { index, class, probability, target, name, right } = self;
         write!(f, "sample {index:>5}  class {class:>3}  {:5.1} %", probability * 100.0)?;
         name.iter().try_for_each(|name| write!(f, "  {name}"))?;
-        if class == target { Ok(()) } else { write!(f, "  wrong: it is {target}") }
+        match (class == target, right) {
+            (true, _) => Ok(()),
+            (false, Some(right)) => write!(f, "  wrong: it is {target}, {right}"),
+            (false, None) => write!(f, "  wrong: it is {target}"),
+        }
     }
 }

@@ -189,7 +189,7 @@ pub(crate) fn open(path: &Path, length: i64, side: Option<usize>) -> Result<Data
 
 /// A file of text, or of JSON that holds texts, in sequences of so many tokens.
 pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    match path.extension().is_some_and(|extension| extension == "jsonl") {
+    match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl")) {
         true => json_lines::load(path, length, tokenizer),
         false => text::load(path, length, tokenizer),
     }

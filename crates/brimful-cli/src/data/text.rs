@@ -15,7 +15,8 @@ use crate::tokenizer::Tokenizer;
 
 /// The whole text, cut into sequences.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    let tokens = match tokenizer.is_bytes() {
+    // What comes through a pipe cannot be read again.
+    let tokens = match tokenizer.is_bytes() && path.is_file() {
         true => {
             portions::each(path, TextCut::Words, |_| Ok(()), Ok)?;
             NumberFile::of_bytes(File::open(path)?)?

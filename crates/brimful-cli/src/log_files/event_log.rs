@@ -103,10 +103,12 @@ mod tests {
         }
         log.test(&test(3));
         log.step(&step(4));
+        drop(log);
         let mut log = EventLog::open(&folder, Some(3)).expect("a log");
         log.test(&test(3));
         log.step(&step(4));
         log.test(&test(4));
+        drop(log);
         // The first record tells of no step.
         assert_eq!(steps(&folder), [0, 1, 2, 3, 3, 4, 4]);
         EventLog::open(&folder, None).expect("a log");
@@ -119,6 +121,7 @@ mod tests {
         let mut log = EventLog::open(folder.path(), None).expect("a log");
         log.step(&step(1));
         log.step(&step(2));
+        drop(log);
         let path = folder.path().join(FILE);
         let bytes = fs::read(&path).expect("a file");
         fs::write(&path, &bytes[..bytes.len() - 1]).expect("a killed run's last event");

@@ -10,7 +10,7 @@ mod number_type;
 mod order;
 pub mod words;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use brimful::{Layers, Loss, World, device};
 use brimful_torch::autograd;
 use tch::nn::VarStore;
@@ -96,6 +96,15 @@ pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
         return logits.gt(0.0).eq_tensor(&targets.gt(0.5));
     }
     logits.argmax(-1, false).eq_tensor(targets)
+}
+
+/// Refuses what a model of broken weights answers.
+pub(crate) fn check_answers(answers: &Tensor) -> Result<()> {
+    ensure!(
+        bool::try_from(answers.f_isfinite()?.f_all()?)?,
+        "the model answers with numbers that are not finite: was its training?"
+    );
+    Ok(())
 }
 
 /// Leaves every parameter without a gradient.

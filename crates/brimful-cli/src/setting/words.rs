@@ -50,7 +50,7 @@ pub const RECOMPUTE: &str =
 /// Of `--epochs`.
 pub const EPOCHS: &str = "Passes over the training set";
 /// Of `--learning-rate-decay`.
-pub const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all epochs";
+pub const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all steps";
 /// Of `--seed`.
 pub const SEED: &str = "Where all random numbers start";
 /// Of `--json`.

@@ -42,6 +42,18 @@ fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
 }
 
 #[test]
+fn a_run_of_one_step_shows_its_loss_and_its_rate() {
+    let Some(mut browser) = Browser::start("one-step") else { return };
+    let page = file("one-step.html");
+    let train = "train --device cpu --max-steps 1 --micro-batch 64 --report";
+    brimful().args(train.split(' ')).arg(&page).assert().success();
+    browser.open(&page, WIDE);
+    let dots = browser.evaluate("document.querySelectorAll('#progress circle.dot').length");
+    assert_eq!(dots, 3, "loss, test loss and rate");
+    assert_calm(&browser);
+}
+
+#[test]
 fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     let Some(mut browser) = Browser::start("bus") else { return };
     let hosted = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \

@@ -135,10 +135,7 @@ impl Writer {
         let logits = self.runner.run(&input)?.select(1, -1).squeeze();
         self.cache.advance(unseen.len() as i64);
         let logits = logits.to_kind(Kind::Double).to_device(Device::Cpu);
-        ensure!(
-            bool::try_from(logits.isfinite().all())?,
-            "the model answers with numbers that are not finite: was its training?"
-        );
+        setting::check_answers(&logits)?;
         Ok(logits)
     }
 }

@@ -22,6 +22,8 @@ use crate::saved_weights::{AVERAGES, CLASSES, OPTIMIZER, model_alone, taken};
 const EPOCH: &str = "epoch";
 const STEP: &str = "step";
 const LOSS: &str = "loss";
+/// How many samples an epoch has.
+const SAMPLES: &str = "samples";
 /// Of the first step.
 const LEARNING_RATE: &str = "learning-rate";
 
@@ -69,6 +71,7 @@ impl SavedRun {
         }
         metadata.insert(EPOCH.into(), trainer.epoch.to_string());
         metadata.insert(STEP.into(), trainer.running.steps.to_string());
+        metadata.insert(SAMPLES.into(), trainer.dataset().train.len().to_string());
         // As it is read back, to the last bit.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
@@ -111,6 +114,14 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         "it has {} steps of an epoch, but here one has {}: give it the data that it was made with",
         running.steps,
         trainer.steps()
+    );
+    // Between epochs data may grow; within one, samples would come twice or not at all.
+    let (then, now) = (metadata.get(SAMPLES), trainer.dataset().train.len().to_string());
+    ensure!(
+        running.steps == 0 || then.is_none_or(|then| *then == now),
+        "it stopped within an epoch of {} samples, but here one has {now}: give it the data that it was made \
+         with",
+        then.map_or("", String::as_str)
     );
     let classes = class_names(trainer)?;
     ensure!(
