@@ -111,22 +111,23 @@ impl Loss {
         Self { terms: vec![Term { value, over, factor: 1.0 }] }
     }
 
-    /// Its terms, if each is a scalar that a backward can start from (or may do without).
+    /// Its terms, if each is a scalar, and a backward can start from one (or may do without).
     pub(crate) fn into_terms(self, needs_gradient: bool) -> Result<Vec<Term>> {
         for (index, term) in self.terms.iter().enumerate() {
-            term.check(index, needs_gradient)?;
+            term.check(index)?;
+        }
+        // Not from each: that of frozen parameters alone counts as a number.
+        if needs_gradient && !self.terms.iter().any(|term| term.value.requires_grad()) {
+            return Err(LossError::WithoutGradient { terms: self.terms.len() }.into());
         }
         Ok(self.terms)
     }
 }
 
 impl Term {
-    fn check(&self, index: usize, needs_gradient: bool) -> Result<()> {
+    fn check(&self, index: usize) -> Result<()> {
         if self.value.numel() != 1 {
             return Err(LossError::NotScalar { term: index, shape: self.value.size() }.into());
-        }
-        if needs_gradient && !self.value.requires_grad() {
-            return Err(LossError::WithoutGradient { term: index }.into());
         }
         match &self.over {
             Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight))

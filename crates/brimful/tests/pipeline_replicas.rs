@@ -185,6 +185,8 @@ fn all_replicas_have_one_models_values() {
     // What is set and frozen is so in all of them.
     let other = builder(mlp(), 1).build().expect("a pipeline");
     pipe.set_variables(other.variables().expect("variables")).expect("set");
+    let error = pipe.freeze(|name| name == "nobody").expect_err("no such variable");
+    assert!(error.to_string().contains("the first of 10 is"), "{error}");
     pipe.freeze(|name| name.starts_with("fc1")).expect("frozen");
     let plain = Plain::of(&mlp(), &other);
     let (x, y) = ((MLP.input)(6), (MLP.target)(6));

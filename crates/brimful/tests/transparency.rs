@@ -393,3 +393,30 @@ fn half_precision_is_summed_in_f32() {
     let (ours, plain) = (error(&run(true)), error(&run(false)));
     assert!(ours * 10.0 <= plain, "{ours:e} against {plain:e}");
 }
+
+#[test]
+fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
+    let mut store = nn::VarStore::new(test_device());
+    let root = store.root();
+    let layer = nn::linear(&root / "layer", 6, 3, Default::default());
+    let frozen = root.ones("frozen", &[3]).set_requires_grad(false);
+    store.set_kind(Kind::Double);
+    let x = numbers(&[5, 6], 3).to_device(test_device());
+    let penalty = || frozen.square().sum(Kind::Double);
+    let fit = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
+    let full = fit(&x) + penalty() * 0.5 + penalty() / 15.0;
+    full.backward();
+    let expected: Named = gradients(&store).into_iter().map(|(n, g)| (n, g.copy())).collect();
+    for size in [1, 2, 5] {
+        store.trainable_variables().iter_mut().for_each(|variable| {
+            set_gradient(variable, None).expect("cleared");
+        });
+        let step = micro_batcher(&store, Size::Fixed(size)).backward(&x, |x| {
+            let part = penalty() * (x.size()[0] as f64 / 5.0);
+            Loss::once(penalty()) * 0.5 + Loss::mean(fit(&x)) + Loss::ratio(part, x.size()[0] * 3)
+        });
+        let step = step.expect("a step");
+        assert!((step.loss - full.double_value(&[])).abs() < 1e-10, "{}", step.loss);
+        assert_close(&gradients(&store), &expected, &format!("size {size}"));
+    }
+}

@@ -19,12 +19,12 @@ pub enum LossError {
     },
     /// A loss that no backward can start from.
     #[error(
-        "term {term} of the loss (counted from 0) has no gradient: it does not depend on a \
-         trainable parameter, or was computed under no_grad or detached"
+        "the loss has no gradient: none of its {terms} terms depends on a trainable parameter, or they \
+         were computed under no_grad or detached"
     )]
     WithoutGradient {
-        /// The term's place, counted from 0.
-        term: usize,
+        /// How many there are.
+        terms: usize,
     },
     /// A weight that is not one number.
     #[error(

@@ -75,8 +75,8 @@ pub(crate) fn distinct(groups: &[TermGroup]) -> Vec<TermGroup> {
     seen
 }
 
-/// Where backward starts, for each group: its terms' values, with the gradients that `root` gives
-/// for a term and its number.
+/// Where backward starts, for each group: the values of its terms that lead anywhere, with the gradients
+/// that `root` gives for a term and its number.
 pub(crate) fn roots<'a>(
     terms: &'a [Term],
     groups: &[TermGroup],
@@ -84,7 +84,8 @@ pub(crate) fn roots<'a>(
 ) -> Result<Vec<Vec<(&'a Tensor, Tensor)>>> {
     let of_group = |group: TermGroup| {
         let mut roots = Vec::new();
-        for (number, term) in terms.iter().enumerate().filter(|(n, _)| groups[*n] == group) {
+        let leads = |n: usize, term: &Term| groups[n] == group && term.value.requires_grad();
+        for (number, term) in terms.iter().enumerate().filter(|(n, term)| leads(*n, term)) {
             roots.extend(root(number, term)?.map(|gradient| (&term.value, gradient)));
         }
         Ok(roots)

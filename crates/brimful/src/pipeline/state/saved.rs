@@ -3,7 +3,7 @@
 //! What is saved does not tell how the model was cut: it loads into any other balance, and into the
 //! plain model's `VarStore`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use brimful_torch::autograd::set_gradient;
@@ -122,7 +122,8 @@ impl Pipeline {
             .map(|names| names.iter().filter(|name| which(name)).cloned().collect())
             .collect();
         if chosen.iter().all(Vec::is_empty) {
-            let all: Vec<String> = names.into_iter().flatten().collect();
+            // Each once: copies in other stages and replicas have their owner's name.
+            let all: BTreeSet<String> = names.into_iter().flatten().collect();
             let first = all.first().cloned().unwrap_or_default();
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
         }
