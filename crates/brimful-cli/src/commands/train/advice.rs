@@ -88,7 +88,7 @@ pub(super) fn of_building(error: anyhow::Error, options: &TrainOptions) -> anyho
         None => "take a smaller model, or --dtype bf16",
     };
     let finer = match (options.stages.offload, options.stages.stages) {
-        (Offload::All, _) => "",
+        (Some(Offload::All), _) => "",
         (_, Some(_)) => ", give more --stages, or let it live on the host by --offload all",
         (_, None) => ", cut the model by --stages, or let it live on the host by --offload all",
     };

@@ -107,7 +107,7 @@ impl Trainer {
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
-            let Examples { inputs, targets } =
+            let Examples { inputs, targets, .. } =
                 dataset.train.bring(&SampleRequest::plain(0..samples))?;
             Ok(MeasuredInputs { micro_batch: inputs, targets, batch_size })
         };
