@@ -198,9 +198,10 @@ fn sums_come_while_boundaries_go() {
     // All boundaries, and the last stage's work: the gradients of its output and of its input.
     let turn = (stages * m * 10 + 2 * 10) as u64;
     assert_eq!(peaks(cost(0, 0))[0], turn);
-    // Sums that are smaller than the boundaries of a stage are never more than these leave.
-    assert_eq!(peaks(cost(30, 0))[0], turn + 30);
-    assert!(peaks(cost(30, 0))[1] <= turn + 30 + m as u64 * 10);
+    // Sums that are smaller than the boundaries of a stage take no more than these leave, but for the gradients that
+    // wait in their place.
+    let few = turn + 30..=turn + 30 + m as u64 * 10;
+    assert!(peaks(cost(30, 0)).iter().all(|peak| few.contains(peak)));
     // Larger ones are the most in the first stage's backward; their casts come when all else is gone.
     let sums = (stages * 1_000) as u64;
     assert!(peaks(cost(1_000, 0)).iter().all(|peak| (sums..sums + 2 * turn).contains(peak)));

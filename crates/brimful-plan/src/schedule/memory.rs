@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Of a stage whose neighbour before it is on the same device and keeps its activations, the input is that
-//! one's output, and counted there.
+//! one's output, and counted there. What else waits between two stages of one device is there from its making.
 //!
 //! Between its halves a split backward holds what W needs: gradients that I has made, and some of what the
 //! forward kept. In a transformer that is as much as before, and where it is not known it is taken to be;
@@ -190,7 +190,10 @@ impl Costs {
     /// when what was kept is gone but for the output.
     fn backward_bytes(&self, action: Action, later: u64) -> u64 {
         let (cost, ends) = (self.of(action), self.end_gradients(action.stage));
-        let at_end = ends.saturating_add(cost.output_bytes).saturating_add(later);
+        let at_end = match later {
+            0 => 0,
+            _ => ends.saturating_add(cost.output_bytes).saturating_add(later),
+        };
         let most = cost.backward_peak.max(at_end);
         most.saturating_sub(ends.saturating_add(cost.activation_bytes))
     }
