@@ -7,7 +7,7 @@ mod support;
 use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd, clip_gradient_norm};
+use brimful::optim::{Adam, AdamW, Ema, Method, Optimizer, Sgd, clip_gradient_norm};
 use brimful::save::Metadata;
 use support::{numbers, test_device};
 use tch::nn::{self, OptimizerConfig};
@@ -654,6 +654,12 @@ fn groups_and_parameters_that_make_no_sense_are_refused() {
     opt.step().expect("a step");
     assert!(refused(&mut opt, "weight", "weight").contains("a step was taken already"));
 
+    let undefined = || vec![("a".to_owned(), Tensor::new())];
+    let errors = [
+        Optimizer::for_named(undefined(), Sgd::new(0.1)).expect_err("an undefined tensor"),
+        Ema::for_named(undefined(), 0.5).expect_err("an undefined tensor"),
+    ];
+    assert!(errors.iter().all(|error| error.to_string().contains("undefined")), "{errors:?}");
     let leaf = || Tensor::ones([2], (Kind::Float, test_device())).set_requires_grad(true);
     let tied = leaf();
     let bad = |named: Vec<(&str, Tensor)>| {

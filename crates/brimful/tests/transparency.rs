@@ -420,3 +420,34 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
         assert_close(&gradients(&store), &expected, &format!("size {size}"));
     }
 }
+
+#[test]
+fn gradients_from_before_the_model_had_another_kind_are_added_to() {
+    let mut store = nn::VarStore::new(test_device());
+    let layer = nn::linear(store.root(), 6, 3, Default::default());
+    let x = numbers(&[5, 6], 3).to_device(test_device());
+    let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
+    loss(&x.to_kind(Kind::Float)).backward();
+    let copies = |named: Named| -> Named {
+        named.into_iter().map(|(n, g)| (n, g.to_kind(Kind::Double).copy())).collect()
+    };
+    let before = copies(gradients(&store));
+    store.set_kind(Kind::Double);
+    let mut micro = micro_batcher(&store, Size::Fixed(2));
+    let mut calls = 0;
+    let failed = micro.backward(&x, |x| {
+        calls += 1;
+        if calls == 2 { Err("no more") } else { Ok(Loss::mean(loss(&x))) }
+    });
+    assert_eq!(failed.expect_err("the closure's error").to_string(), "no more");
+    assert_same("a failed step", &before, &copies(gradients(&store)));
+    micro.backward(&x, |x| Loss::mean(loss(&x))).expect("a step");
+    let found = copies(gradients(&store));
+    store.trainable_variables().iter_mut().for_each(|variable| {
+        set_gradient(variable, None).expect("cleared");
+    });
+    loss(&x).backward();
+    let sums = gradients(&store).into_iter().zip(before);
+    let sums: Named = sums.map(|((name, new), (_, old))| (name, new + old)).collect();
+    assert_close(&found, &sums, "both");
+}

@@ -36,5 +36,5 @@ fn name_of(parameter: &Tensor, named: &Named) -> String {
     let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
     let mut all = variables.named_variables.iter();
     let found = all.find(|(_, tensor)| tensor.data_ptr() == parameter.data_ptr());
-    found.map(|(name, _)| name.clone()).unwrap_or_default()
+    found.map_or_else(|| "(no variable of the store)".into(), |(name, _)| name.clone())
 }

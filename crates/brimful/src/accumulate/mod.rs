@@ -62,7 +62,7 @@ impl Accumulator {
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
         // Pointers, not copies: a step needs no memory for gradients that were there before.
-        let aside = parameters.iter().map(gradient).collect();
+        let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;
         let apart = parameters.iter().any(is_summed_apart);
         let mut accumulator = Self {
             own: parameters.len(),
@@ -346,6 +346,15 @@ fn gather(
 /// Whether gradients are summed elsewhere than in the parameter: see [`Accumulator`].
 fn is_summed_apart(parameter: &Tensor) -> bool {
     summed_in(parameter.kind()) != parameter.kind() || parameter.device().is_cuda()
+}
+
+/// The gradient that a parameter has, such that it can be put back and added to: where the model was given
+/// another kind or device since, its gradients were not.
+fn fitting_gradient(parameter: &Tensor) -> Result<Option<Tensor>> {
+    let Some(gradient) = gradient(parameter) else { return Ok(None) };
+    let (kind, device) = (parameter.kind(), parameter.device());
+    let fits = [kind, summed_in(kind)].contains(&gradient.kind()) && gradient.device() == device;
+    Ok(Some(if fits { gradient } else { gradient.f_to_device(device)?.f_to_kind(kind)? }))
 }
 
 /// The gradient that a parameter has.

@@ -6,7 +6,7 @@ use brimful_torch::gradients::collect;
 use tch::Tensor;
 use thiserror::Error;
 
-use super::{Accumulator, gradient, is_summed_apart};
+use super::{Accumulator, fitting_gradient, is_summed_apart};
 use crate::Result;
 
 /// A tensor that requires a gradient, where the model's own parameters alone get theirs.
@@ -53,7 +53,7 @@ impl Accumulator {
             }
             self.apart = true;
         }
-        let aside = gradient(&leaf);
+        let aside = fitting_gradient(&leaf)?;
         set_gradient(&mut leaf, None)?;
         self.aside.push(aside);
         self.parameters.push(leaf);

@@ -283,7 +283,7 @@ fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
 }
 
 fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
-    check_names(named)?;
+    check_named(named)?;
     let mut places = HashMap::new();
     for (name, tensor) in named {
         let bad = |reason: String| {
@@ -307,16 +307,19 @@ fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-fn check_names(named: &[(String, Tensor)]) -> Result<()> {
+/// Each is a tensor, with a name of its own.
+fn check_named(named: &[(String, Tensor)]) -> Result<()> {
     let mut names = HashSet::new();
-    match named.iter().find(|(name, _)| !names.insert(name)) {
-        None => Ok(()),
-        Some((name, _)) => Err(OptimError::BadParameter {
-            parameter: name.clone(),
-            reason: "two have that name; give each its own".into(),
-        }
-        .into()),
+    for (name, tensor) in named {
+        let reason = match (tensor.defined(), names.insert(name)) {
+            (true, true) => continue,
+            (false, _) => "it is an undefined tensor; leave it out",
+            (true, false) => "two have that name; give each its own",
+        };
+        let bad = OptimError::BadParameter { parameter: name.clone(), reason: reason.into() };
+        return Err(bad.into());
     }
+    Ok(())
 }
 
 /// Whether some elements are the same memory, as in an expanded tensor.

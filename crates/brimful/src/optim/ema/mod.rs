@@ -26,7 +26,7 @@ use brimful_torch::foreach;
 use brimful_torch::optim::fits;
 use tch::{Tensor, nn};
 
-use super::check_names;
+use super::check_named;
 use super::method::within;
 use crate::Result;
 use crate::memory::Arena;
@@ -84,7 +84,7 @@ impl Ema {
         home: impl Fn(&str) -> Option<Arena>,
     ) -> Result<Self> {
         check_decay(decay)?;
-        check_names(&named)?;
+        check_named(&named)?;
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
         let average = |(name, variable): (String, Tensor)| {
             let home = home(&name);
