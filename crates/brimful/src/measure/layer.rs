@@ -1,6 +1,5 @@
 //! One layer under measurement: its times, and what it keeps.
 
-use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
@@ -125,24 +124,24 @@ impl MeasuredLayer<'_> {
         Ok((kept, detached(&output)?, stashed.map(detached)?))
     }
 
-    /// The most bytes while a forward and its backward run, without the input and gradients of parameters.
+    /// The most bytes while a forward and its backward run, without the input and gradients of parameters. No
+    /// `grad` of anyone is touched.
     pub(super) fn peaks(&self, input: &[Tensor]) -> Result<LayerPeaks> {
         let input = self.leaves(input, None)?;
         let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
+        let traced = input.iter().chain(stashed.all()).chain(&self.parameters);
+        let leaves: Vec<Tensor> = traced.map(Tensor::shallow_clone).collect();
         let before = self.meter.in_use()?;
         let run = || self.forward(input, &mut stashed);
         let (output, forward) = self.meter.weighed(before, run)?;
-        let ((), all) = self.meter.weighed(before, || {
-            let (roots, gradients): (Vec<_>, Vec<_>) = with_gradients(output)?.into_iter().unzip();
-            let roots: Vec<&Tensor> = roots.iter().collect();
-            let gradients: Vec<_> = gradients.iter().map(Some).collect();
-            if roots.is_empty() { Ok(()) } else { Ok(backward(&roots, &gradients, false)?) }
+        let (gradients, all) = self.meter.weighed(before, || {
+            let groups = [with_gradients(output)?];
+            // Without inputs all of a backward is its second half.
+            let (_, mut whole) = SplitBackward::input_half(&groups, &[])?;
+            Ok(whole.weight_gradients(0, &leaves)?)
         })?;
-        let made = self.parameters.iter().filter(|parameter| parameter.grad().defined());
-        let made: u64 = made.map(tensor_bytes).sum();
-        for parameter in &self.parameters {
-            set_gradient(&mut parameter.shallow_clone(), None)?;
-        }
+        let of_parameters = gradients.iter().rev().take(self.parameters.len());
+        let made: u64 = of_parameters.flatten().map(tensor_bytes).sum();
         Ok(LayerPeaks { forward, backward: all.saturating_sub(made) })
     }
 
