@@ -65,7 +65,7 @@ impl FlagFile<'_> {
     fn check_beside(&self, other: &Self) -> Result<()> {
         // A run that goes on takes the place of the one that it goes on from.
         let goes_on = (self.flag, other.flag) == ("--save", "--resume");
-        if goes_on || place(self.path).is_none() || place(self.path) != place(other.path) {
+        if goes_on || !is_same(self.path, other.path) {
             return Ok(());
         }
         let (flag, path) = (self.flag, self.path.display());
@@ -101,6 +101,11 @@ fn probe_beside(path: &Path) -> io::Result<()> {
     let probe = path.with_file_name(format!(".{name}.{}.probe", process::id()));
     OpenOptions::new().write(true).create_new(true).open(&probe)?;
     fs::remove_file(probe)
+}
+
+/// Whether two paths name one file, there already or not, that one alone should write.
+pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
+    place(one).is_some_and(|one| place(other) == Some(one))
 }
 
 /// The one path of a file that has many names, there already or not; none of what is no plain file and

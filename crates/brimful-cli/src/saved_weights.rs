@@ -60,7 +60,14 @@ impl SavedWeights {
     /// The model that was asked for, or else the one that the file tells of.
     pub(crate) fn model(&self, asked: Option<ModelName>) -> Result<ModelName> {
         let path = self.path.display();
-        let told = self.metadata.get("model").and_then(|name| name.parse::<ModelName>().ok());
+        let name = self.metadata.get("model");
+        let told = name.and_then(|name| name.parse::<ModelName>().ok());
+        if let (Some(folder), None) = (name, told) {
+            return Err(wrong_use(format!(
+                "{path} is a run of the folder {folder}: the command that saved it makes a folder of its model, \
+                 with --resume {path} and another --save FOLDER"
+            )));
+        }
         match (asked, told) {
             (Some(asked), Some(told)) if asked != told => {
                 Err(wrong_use(format!("{path} was trained as --model {told}, not {asked}")))

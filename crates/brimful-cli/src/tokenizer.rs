@@ -144,9 +144,13 @@ impl Tokenizer {
     /// When it knows fewer.
     pub fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
+        let whose = match self.is_bytes() {
+            true => "it has no tokenizer.json, and bytes as tokens are",
+            false => "its tokenizer has",
+        };
         ensure!(
             words <= known,
-            "its tokenizer has {words} tokens, but its model knows {known}: they do not go together"
+            "{whose} {words} tokens, but its model knows {known}: they do not go together"
         );
         Ok(())
     }

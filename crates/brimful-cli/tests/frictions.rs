@@ -394,3 +394,24 @@ fn data_that_changed_within_an_epoch_are_not_gone_on_with() {
         "it stopped within an epoch of 63 samples, but here one has 126: give it the data",
     );
 }
+
+#[test]
+fn a_run_that_is_over_is_saved_to_another_place() {
+    let folder = folder("over");
+    let [file, copy, model] =
+        ["run.safetensors", "copy.safetensors", "model"].map(|name| shown(&folder.join(name)));
+    let text = program::text(&folder);
+    let train = format!(
+        "train --model ../../examples/tiny-llama --from-scratch --device cpu --data {text} --sequence 8 \
+         --batch-size 4 --micro-batch 4 --max-steps 1"
+    );
+    said(&format!("{train} --save {file}"));
+    let generate = |weights: &str| format!("generate --device cpu --prompt a --tokens 1 {weights}");
+    refused(&generate(&format!("--weights {file}")), 2, "with --resume ");
+    for place in [&copy, &model] {
+        let again = said(&format!("{train} --resume {file} --save {place}"));
+        assert!(again.contains("nothing to do: 1 steps are done already"), "{again}");
+    }
+    assert_eq!(fs::read(copy).expect("a copy"), fs::read(file).expect("a run"));
+    said(&generate(&format!("--model {model}")));
+}

@@ -14,6 +14,7 @@ use brimful::World;
 use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
+use crate::files;
 
 /// The saves of a run.
 #[derive(Debug)]
@@ -27,8 +28,10 @@ pub(super) struct Checkpoints {
 
 impl Checkpoints {
     pub(super) fn new(options: &TrainOptions, trainer: &Trainer) -> Self {
-        // What it goes on from is there already.
-        let last = options.files.resume.as_ref().map(|_| trainer.steps_done());
+        // What it goes on from is there already, unless another place was named.
+        let RunFiles { save, resume, .. } = &options.files;
+        let is_there = |from: &&PathBuf| save.as_ref().is_none_or(|to| files::is_same(from, to));
+        let last = resume.as_ref().filter(is_there).map(|_| trainer.steps_done());
         Self { files: options.files.clone(), world: trainer.world.clone(), writer: None, last }
     }
 
