@@ -23,7 +23,7 @@ fn on_devices(arguments: &[&str]) -> Command {
 #[test]
 fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
     let arguments =
-        ["--memory-limit", "5MiB", "--family", "unet", "--channels", "2", "--stages", "1,2"];
+        ["--memory-limit", "6MiB", "--family", "unet", "--channels", "2", "--stages", "1,2"];
     let (rows, _) = program::rows(on_devices(&arguments));
     let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
     assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
@@ -35,7 +35,7 @@ fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
         // Parameters and their gradients.
         assert!(bytes("resident_bytes") >= 8 * bytes("parameters"), "{row}");
         let peaks = row["peaks"].as_array().expect("a peak for each device");
-        assert!(peaks.iter().all(|peak| peak.as_u64() <= Some(5 << 20)), "{row}");
+        assert!(peaks.iter().all(|peak| peak.as_u64() <= Some(6 << 20)), "{row}");
     }
 }
 

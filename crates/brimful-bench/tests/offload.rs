@@ -19,9 +19,9 @@ fn planned_homes_keep_the_limit_and_what_fits_stays_on_the_device() {
     let host = row(&["--homes", "host"]);
     assert_eq!(at_home(&host), 4, "{host}");
     let within = |limit: &str| row(&["--homes", "auto", "--memory-limit", limit]);
-    // The table with its f32 sums, their gradients and AdamW's state takes 16 MB, twice by plan.
-    let partly = within("24MB");
-    assert!(partly["peak_bytes"].as_u64() <= Some(24_000_000), "{partly}");
+    // All on the device takes 19 MB, most of it the table with its f32 sums, their gradients and AdamW's state.
+    let partly = within("18MB");
+    assert!(partly["peak_bytes"].as_u64() <= Some(18_000_000), "{partly}");
     let stages = partly["stages"].as_u64().expect("a number");
     assert!((1..stages).contains(&at_home(&partly)), "{partly}");
     assert!(partly["plan"].as_str().is_some_and(|plan| plan.contains("at home")), "{partly}");

@@ -157,6 +157,7 @@ fn each_stage_needs_what_was_simulated() {
         let mut request = Request::new(&profile, devices, x.size()[0] as usize);
         request.micro_batches = vec![M];
         request.recompute = Some(Recompute::Never);
+        request.sums_apart = false;
         for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::Auto] {
             request.schedules = vec![schedule];
             let plan = plan(&request).expect("a plan");

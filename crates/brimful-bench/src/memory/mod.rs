@@ -147,7 +147,7 @@ impl MemoryOptions {
         progress: &TurnProgress,
         journal: &mut Journal,
     ) -> Result<bool> {
-        let plan = |experiment| Ok((experiment, search.largest(experiment, search.room())?));
+        let plan = |experiment| Ok((experiment, search.largest(experiment, search.limit())?));
         let mut planned =
             self.experiments(search.host()).map(plan).collect::<Result<VecDeque<_>>>()?;
         let mut first = None;

@@ -27,6 +27,7 @@ pub(super) struct LargestSearch {
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
     host: HostSpeed,
+    device: Device,
     room: Room,
 }
 
@@ -61,19 +62,12 @@ impl LargestSearch {
             balance::measure(&typical.layers()?, device, &sample)?;
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
         let host = HostSpeed::measure(device, family.method())?;
-        Ok(Self { family, smallest: work, input_bytes, layers, host, room })
+        Ok(Self { family, smallest: work, input_bytes, layers, host, device, room })
     }
 
     /// The smallest model.
     pub(super) fn smallest(&self) -> &Workload {
         &self.smallest
-    }
-
-    /// What plans may fill of each device: a gradient is made before it is added to those of other
-    /// micro-batches, so the largest layer's is there twice, which no plan counts.
-    pub(super) fn room(&self) -> Bytes {
-        let twice = self.layers.values().map(|layer| layer.parameter_bytes).max();
-        Bytes(self.limit().0.saturating_sub(twice.unwrap_or(0)))
     }
 
     pub(super) fn limit(&self) -> Bytes {
@@ -89,7 +83,7 @@ impl LargestSearch {
     pub(super) fn bound(&self, found: &FoundModel) -> Result<&'static str> {
         let experiment = Experiment { devices: 1, way: Way::Home };
         let next = found.size + 1;
-        let fits = self.plan_with(experiment, self.room(), Bytes(u64::MAX), next)?.is_some();
+        let fits = self.plan_with(experiment, self.limit(), Bytes(u64::MAX), next)?.is_some();
         Ok(if fits { "host" } else { "device" })
     }
 
@@ -142,6 +136,8 @@ impl LargestSearch {
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
+        // These models are in f32.
+        request.sums_apart = self.device != Device::Cpu || experiment.way == Way::Home;
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];
@@ -152,7 +148,6 @@ impl LargestSearch {
             Way::Pipeline => {}
             Way::Home => {
                 request.host_memory = Some(host.0);
-                // These models are in f32.
                 (request.bus, request.home_update) = (self.host.bus, self.host.update / 4.0);
             }
         }

@@ -45,6 +45,7 @@ impl Runner {
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
         request.recompute = Some(choice.recompute);
+        request.sums_apart = devices.iter().any(|device| *device != Device::Cpu);
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::PlannedStep::new(&request, &row)?;
         let devices = devices.iter().map(|device| DeviceSpec::from(*device).threads(1));

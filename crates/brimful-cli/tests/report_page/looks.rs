@@ -56,8 +56,8 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
 #[test]
 fn a_bus_has_a_lane_each_way_and_says_what_was_waited_for() {
     let Some(mut browser) = Browser::start("bus") else { return };
-    let hosted = "--profile tests/data/model.toml --batch-size 64 --stages 1 --optimizer-state 2 \
-                  --micro-batches 8 --memory-limit 300MiB --host-memory 4GiB --bus 200MB";
+    let hosted = "--profile tests/data/model.toml --batch-size 8 --stages 1 --optimizer-state 2 \
+                  --micro-batches 2 --memory-limit 100MiB --host-memory 4GiB --bus 200MB";
     let page = plan("bus.html", hosted);
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, PHONE] {

@@ -1,7 +1,7 @@
 //! How the layers are cut into stages: given, evenly, or by measuring them.
 
 use brimful_torch::threads::limit_threads;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
@@ -134,6 +134,7 @@ impl Question<'_> {
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
         request.recompute = Some(self.recompute);
+        request.sums_apart = self.first.device != Device::Cpu;
         request.optimizer_bytes = state;
         let best = plan::plan(&request)?.rows.swap_remove(0);
         if let Some(Misfit { device, needed, memory }) = best.misfits.first() {
