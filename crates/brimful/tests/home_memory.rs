@@ -199,7 +199,6 @@ fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
 fn assert_planned(taken: u64, row: &PlanRow, what: &str) {
     const SINGLE_NUMBERS: u64 = 2048;
     let (planned, ratio) = (row.peak_bytes[0], taken as f64 / row.peak_bytes[0] as f64);
-    println!("{ratio:.3} {what}, {} of {} at home", row.at_host(), row.stages.len());
     assert!(taken <= planned + SINGLE_NUMBERS, "{what}: {taken} of {planned} bytes");
     assert!(ratio >= 0.9, "{what}: {taken} of {planned} bytes");
 }

@@ -210,9 +210,7 @@ impl Builder {
         let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
-        let staff = Staff { layout: &layout, devices: &devices, ranks: &ranks };
-        let seeded = devices.iter().map(|device| device.device).collect();
-        let workers = with_step_seed(seeded, |seed| staff.spawn(seed, &build))?;
+        let workers = Staff { layout: &layout, devices: &devices, ranks: &ranks }.spawn(&build)?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
@@ -386,7 +384,12 @@ fn host_of(device: &DeviceSpec) -> Option<Arena> {
 
 impl Staff<'_> {
     /// Starts the workers, and lets each build its stages.
-    fn spawn(&self, seed: u64, build: &StageBuild) -> Result<Workers<Worker>> {
+    fn spawn(&self, build: &StageBuild) -> Result<Workers<Worker>> {
+        let seeded = self.devices.iter().map(|device| device.device).collect();
+        with_step_seed(seeded, |seed| self.spawn_by(seed, build))
+    }
+
+    fn spawn_by(&self, seed: u64, build: &StageBuild) -> Result<Workers<Worker>> {
         let Self { layout, devices, ranks } = self;
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
