@@ -162,7 +162,7 @@ pub use replicas::Replicas;
 pub use step::{NonFinite, Outcome, Size, Step, StepError, Timeline};
 /// The tch whose tensors this library takes.
 pub use tch;
-pub use workers::DeviceSpec;
+pub use workers::{DeviceSpec, WorkerError};
 pub use world::World;
 
 /// The result of this library's calls.

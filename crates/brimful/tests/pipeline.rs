@@ -5,10 +5,8 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
-use brimful::NonFinite;
-use brimful::StepError;
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
@@ -16,7 +14,10 @@ use brimful::optim::{Adam, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Cause, Homes, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
-use brimful::{Batch, DeviceSpec, Draws, Error, Layers, Loss, Pipeline, Size, is_recomputing};
+use brimful::{
+    Batch, DeviceSpec, Draws, Error, Layers, Loss, NonFinite, Pipeline, Size, StepError,
+    WorkerError, is_recomputing,
+};
 use support::pipeline_cases::{CASES, GPT, MLP, Plain, U_NET, builder, eval, mlp};
 use support::{alone, assert_close, test_device};
 use tch::nn::{self, ModuleT};
@@ -973,4 +974,29 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
         assert_eq!(weight(&frozen, name).grad(), weight(&once, name).grad(), "{name}");
     }
     assert!(!weight(&frozen, "one.weight").grad().defined());
+}
+
+/// The step has the workers, and would wait for its own loss.
+#[test]
+fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
+    let _turn = alone();
+    let mut pipe = builder(mlp(), 2).micro_batches(2).build().expect("a pipeline");
+    let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
+    let averages = pipe.ema(0.9).expect("averages");
+    let used = Arc::new(Mutex::new((optimizer, averages, Vec::new())));
+    let x = (MLP.input)(4);
+    let inside = Arc::clone(&used);
+    let loss = move |out: Tensor, _: &Tensor| {
+        let (optimizer, averages, said) = &mut *inside.lock().expect("one thread at a time");
+        said.extend([optimizer.step(), averages.update()]);
+        Loss::mean(out.mean(Kind::Double))
+    };
+    pipe.backward(&x, &x, loss).expect("a step");
+    let (optimizer, _, said) = &mut *used.lock().expect("nobody panicked");
+    assert_eq!(said.len(), 4);
+    for result in said {
+        let error = result.as_ref().expect_err("inside a step");
+        assert!(matches!(error, Error::Workers(WorkerError::InStep)), "{error}");
+    }
+    optimizer.step().expect("behind the step");
 }

@@ -49,7 +49,7 @@ mod state;
 mod worker;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use tch::Device;
@@ -64,7 +64,7 @@ pub use state::{PipelineEma, PipelineOptimizer};
 use crate::layout::{Arrangement, InOrder};
 use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome, StageId};
 use crate::step::{Size, StepState};
-use crate::workers::{DeviceSpec, Workers};
+use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
 use build::StageLayout;
 use calls::OpenForward;
@@ -78,7 +78,7 @@ use worker::Worker;
 #[derive(Debug)]
 pub struct Pipeline {
     /// Shared with the optimizers, which take turns with the pipeline.
-    workers: Arc<Mutex<Workers<Worker>>>,
+    workers: SharedWorkers<Worker>,
     layout: Arc<StageLayout>,
     ranks: Ranks,
     /// Of this process, those of its first pipeline first.
@@ -207,7 +207,7 @@ impl Pipeline {
     }
 
     fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.workers.lock()
     }
 
     /// Learns from a step which order in memory is the faster.

@@ -17,6 +17,12 @@ pub enum WorkerError {
         /// Its words.
         message: String,
     },
+    /// A call to the workers by what they run, which would wait for itself.
+    #[error(
+        "a pipeline's optimizer or averages were used inside one of its own steps, which would wait for \
+         itself: use them when the step is over"
+    )]
+    InStep,
     /// A thread that has ended.
     #[error("the thread of device {worker} has ended: build the pipeline or the replicas again")]
     Gone {

@@ -8,10 +8,11 @@
 
 mod device;
 mod error;
+mod shared;
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::thread::{self, JoinHandle, ThreadId};
 
 use brimful_torch::threads::limit_threads;
 use tch::Device;
@@ -22,6 +23,7 @@ pub use device::DeviceSpec;
 pub(crate) use device::settled;
 pub use error::WorkerError;
 pub(crate) use error::{into_error, panic_message};
+pub(crate) use shared::SharedWorkers;
 
 /// Work for a worker, which answers for itself.
 type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
@@ -155,6 +157,13 @@ impl<W: 'static> Workers<W> {
         let commands = self.members[d].commands.as_ref().ok_or_else(|| gone(d))?;
         commands.send(command).map_err(|_| gone(d))?;
         Ok(Answer { worker: d, answered })
+    }
+}
+
+impl<W> Workers<W> {
+    /// Those that still run.
+    fn threads(&self) -> impl Iterator<Item = ThreadId> {
+        self.members.iter().filter_map(|member| Some(member.thread.as_ref()?.thread().id()))
     }
 }
 

@@ -25,7 +25,7 @@ use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
 use crate::schedule::{Actions, Home, Recompute, Schedule, ScheduleRecipe, StageHome};
 use crate::step::{NonFinite, Size, StepState, Team};
-use crate::workers::{DeviceSpec, Workers, settled};
+use crate::workers::{DeviceSpec, SharedWorkers, Workers, settled};
 use crate::{Layers, Result, World};
 
 /// A pipeline that is not built yet.
@@ -217,7 +217,7 @@ impl Builder {
         state.reserved = reserved(&workers, self.reserved)?;
         let arrangement = arrangement(&workers, self.layout, self.world.size())?;
         Ok(Pipeline {
-            workers: Arc::new(Mutex::new(workers)),
+            workers: SharedWorkers::new(workers),
             layout,
             ranks,
             devices,

@@ -1,7 +1,5 @@
 //! Averages of a pipeline's weights, each kept where its stage is.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
 use tch::Tensor;
 
 use crate::Result;
@@ -10,14 +8,14 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::save::Metadata;
-use crate::workers::Workers;
+use crate::workers::SharedWorkers;
 
 /// Averages of a pipeline's variables, as an [`Ema`] of all of them: its state has that one's form,
 /// and loads into one, or into a pipeline of any other balance. In a world, all ranks make every
 /// call.
 #[derive(Debug)]
 pub struct PipelineEma {
-    workers: Arc<Mutex<Workers<Worker>>>,
+    workers: SharedWorkers<Worker>,
     ranks: Ranks,
 }
 
@@ -42,7 +40,7 @@ impl Pipeline {
             made.map(drop)
         })?;
         drop(workers);
-        Ok(PipelineEma { workers: Arc::clone(&self.workers), ranks: self.ranks.clone() })
+        Ok(PipelineEma { workers: self.workers.clone(), ranks: self.ranks.clone() })
     }
 }
 
@@ -52,7 +50,7 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn warmup(self, warmup: bool) -> Result<Self> {
-        self.workers().all(move |worker| {
+        self.workers.turn()?.all(move |worker| {
             ema(worker)?.set_warmup(warmup);
             Ok(())
         })?;
@@ -64,7 +62,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::update`].
     pub fn update(&mut self) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let mut scratch = Vec::new();
         self.ranks.together("update averages", |_| {
             scratch = workers.all(|worker| ema(worker)?.prepare())?;
@@ -78,7 +76,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::swap_in`].
     pub fn swap_in(&mut self) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let swapped = self.ranks.together("swap averages in", |_| {
             workers.all(|worker| ema(worker)?.swap_in()).map(drop)
         });
@@ -93,7 +91,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::swap_out`].
     pub fn swap_out(&mut self) -> Result<()> {
-        self.workers().all(|worker| ema(worker)?.swap_out()).map(drop)
+        self.workers.turn()?.all(|worker| ema(worker)?.swap_out()).map(drop)
     }
 
     /// The whole state, as [`Ema::state`] gives it. In a world, rank 0 gets all of it, the others
@@ -102,7 +100,7 @@ impl PipelineEma {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers().all(|worker| Ok(ema(worker)?.state()))?;
+        let parts = self.workers.turn()?.all(|worker| Ok(ema(worker)?.state()))?;
         let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -115,7 +113,7 @@ impl PipelineEma {
     /// # Errors
     /// As [`Ema::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let names = workers.all(|worker| Ok(names(ema(worker)?)))?;
         let names = self.ranks.of_workers("load averages", names)?;
         let mut parts = portions(&names, tensors)?;
@@ -138,10 +136,6 @@ impl PipelineEma {
             ema(worker)?.load_state(&tensors, &metadata)
         });
         loaded.map(drop)
-    }
-
-    fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,7 +1,5 @@
 //! An optimizer whose every part steps on its own stages' thread.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
 use brimful_torch::foreach;
 use tch::Tensor;
 
@@ -12,7 +10,7 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
-use crate::workers::Workers;
+use crate::workers::SharedWorkers;
 use crate::{Error, Result};
 
 /// Updates a pipeline's parameters by their gradients.
@@ -21,7 +19,7 @@ use crate::{Error, Result};
 /// into one, or into a pipeline of any other balance.
 #[derive(Debug)]
 pub struct PipelineOptimizer {
-    workers: Arc<Mutex<Workers<Worker>>>,
+    pub(crate) workers: SharedWorkers<Worker>,
     pub(crate) ranks: Ranks,
     pub(crate) learning_rate: f64,
 }
@@ -46,7 +44,7 @@ impl Pipeline {
             Ok(())
         })?;
         let learning_rate = method.learning_rate();
-        let (workers, ranks) = (Arc::clone(&self.workers), self.ranks.clone());
+        let (workers, ranks) = (self.workers.clone(), self.ranks.clone());
         Ok(PipelineOptimizer { workers, ranks, learning_rate })
     }
 }
@@ -63,7 +61,7 @@ impl PipelineOptimizer {
         config: impl Into<Method>,
     ) -> Result<()> {
         let (name, method) = (name.to_owned(), config.into());
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let names = workers.all(|worker| Ok(names(optimizer(worker)?)))?;
         let names = self.ranks.of_workers("group", names)?;
         let mut chosen: Vec<Vec<String>> = (names.iter())
@@ -96,7 +94,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::decay_only_matrices`].
     pub fn decay_only_matrices(&mut self) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         self.ranks.together("group", |_| {
             workers.all(|worker| optimizer(worker)?.check_no_decay()).map(drop)
         })?;
@@ -108,7 +106,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let mut plans = Vec::new();
         self.ranks.together("optimizer step", |_| {
             plans = workers.all(|worker| optimizer(worker)?.prepare())?;
@@ -124,7 +122,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// With what an update failed with.
     pub fn wait(&mut self) -> Result<()> {
-        self.workers().all(|worker| worker.settle()).map(drop)
+        self.workers.turn()?.all(|worker| worker.settle()).map(drop)
     }
 
     /// Lets the updates of stages that live on the host follow the backward, stage by stage, instead of
@@ -139,7 +137,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When the pipeline has several devices, replicas or ranks.
     pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         if follow && (workers.len() > 1 || self.ranks.world().size() > 1) {
             return Err(PipelineError::FollowsParts.into());
         }
@@ -157,7 +155,8 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        saved::zero_grad(&self.workers())
+        let workers = self.workers.turn()?;
+        saved::zero_grad(&workers)
     }
 
     /// Scales all gradients, of all stages, down together where their 2-norm exceeds `max_norm`.
@@ -167,7 +166,7 @@ impl PipelineOptimizer {
     /// As [`clip_gradient_norm`](crate::optim::clip_gradient_norm).
     pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<f64> {
         optim::check_max_norm(max_norm)?;
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let norms = workers.all(|worker| {
             let gradients = gradients(optimizer(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
@@ -198,7 +197,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        self.workers().all(move |worker| optimizer(worker)?.set_learning_rate(rate))?;
+        self.workers.turn()?.all(move |worker| optimizer(worker)?.set_learning_rate(rate))?;
         self.learning_rate = rate;
         Ok(())
     }
@@ -210,7 +209,7 @@ impl PipelineOptimizer {
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
         let group = group.to_owned();
         // A worker none of whose parameters is in the group does not know it.
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let jobs = (0..workers.len()).map(|_| group.clone()).collect();
         let answers = workers.each(jobs, move |worker, group| {
             optimizer(worker)?.set_group_learning_rate(&group, rate)
@@ -223,10 +222,6 @@ impl PipelineOptimizer {
             Some(error) if !anywhere.contains(&true) => error,
             _ => known.into_iter().collect(),
         }
-    }
-
-    pub(crate) fn workers(&self) -> MutexGuard<'_, Workers<Worker>> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

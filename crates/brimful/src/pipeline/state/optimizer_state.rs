@@ -20,7 +20,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
-        let parts = self.workers().all(|worker| Ok(optimizer(worker)?.state()))?;
+        let parts = self.workers.turn()?.all(|worker| Ok(optimizer(worker)?.state()))?;
         let (tensors, metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let mut tensors: Vec<_> = tensors.into_iter().flatten().collect();
         tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -56,7 +56,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// As [`Optimizer::load_state`]; nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
-        let workers = self.workers();
+        let workers = self.workers.turn()?;
         let known = workers.all(|worker| Ok(Known::of(optimizer(worker)?)))?;
         let known = self.ranks.of_workers("load state", known)?;
         let parts = portions(&known, tensors, metadata)?.drain(self.ranks.here()).collect();

@@ -1,0 +1,53 @@
+//! Workers with several holders, such as a pipeline, its optimizer and its averages, who take turns.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::{self, ThreadId};
+
+use super::{WorkerError, Workers};
+use crate::Result;
+
+/// Workers that one holder at a time may send work to.
+pub(crate) struct SharedWorkers<W> {
+    workers: Arc<Mutex<Workers<W>>>,
+    threads: Arc<[ThreadId]>,
+}
+
+impl<W> fmt::Debug for SharedWorkers<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.workers.fmt(f)
+    }
+}
+
+impl<W> Clone for SharedWorkers<W> {
+    fn clone(&self) -> Self {
+        Self { workers: Arc::clone(&self.workers), threads: Arc::clone(&self.threads) }
+    }
+}
+
+impl<W> SharedWorkers<W> {
+    pub(crate) fn new(workers: Workers<W>) -> Self {
+        let threads = workers.threads().collect();
+        Self { workers: Arc::new(Mutex::new(workers)), threads }
+    }
+
+    /// Waits for the holder's turn.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Workers<W>> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same for a holder that may be asked by what the workers run.
+    ///
+    /// # Errors
+    /// On a thread of these workers while another holder has its turn: that one waits for this thread.
+    pub(crate) fn turn(&self) -> Result<MutexGuard<'_, Workers<W>>> {
+        match self.workers.try_lock() {
+            Ok(turn) => Ok(turn),
+            Err(TryLockError::Poisoned(turn)) => Ok(turn.into_inner()),
+            Err(TryLockError::WouldBlock) if self.threads.contains(&thread::current().id()) => {
+                Err(WorkerError::InStep.into())
+            }
+            Err(TryLockError::WouldBlock) => Ok(self.lock()),
+        }
+    }
+}
