@@ -10,7 +10,7 @@ use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
 use brimful::schedule::{BusCost, Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline};
-use support::alone;
+use support::{alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 
 const RATE: f64 = 0.01;
@@ -39,24 +39,8 @@ const MLP: Case = Case {
     samples: 48,
 };
 
-/// A transformer's block, causal, with four heads.
 fn block(p: &nn::Path) -> nn::Func<'static> {
-    const WIDTH: i64 = 96;
-    let norm = |name| nn::layer_norm(p / name, vec![WIDTH], Default::default());
-    let linear = |name, to| nn::linear(p / name, WIDTH, to * WIDTH, Default::default());
-    let (norms, mix, out, up) =
-        ([norm("n1"), norm("n2")], linear("mix", 3), linear("out", 1), linear("up", 4));
-    let down = nn::linear(p / "down", 4 * WIDTH, WIDTH, Default::default());
-    nn::func(move |x: &Tensor| {
-        let (rows, tokens, width) = x.size3().expect("three dimensions");
-        let parts = x.apply(&norms[0]).apply(&mix).view([rows, tokens, 3, 4, width / 4]);
-        let parts = parts.permute([2, 0, 3, 1, 4]).unbind(0);
-        let [q, k, v] = [&parts[0], &parts[1], &parts[2]];
-        let mixed =
-            Tensor::scaled_dot_product_attention(q, k, v, None::<Tensor>, 0.0, true, None, false);
-        let x = x + mixed.transpose(1, 2).reshape([rows, tokens, width]).apply(&out);
-        &x + x.apply(&norms[1]).apply(&up).gelu("none").apply(&down)
-    })
+    transformer::block(p, 96, 4)
 }
 
 /// Its head has the table of its embedding.

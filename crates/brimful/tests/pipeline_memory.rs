@@ -10,7 +10,7 @@ use brimful::optim::Adam;
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, balance};
-use support::alone;
+use support::{alone, transformer};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
 
@@ -110,23 +110,8 @@ fn hidden(p: &nn::Path) -> nn::Func<'static> {
     nn::func(move |x| x.apply(&linear).tanh())
 }
 
-/// A transformer's block, causal, with eight heads.
 fn block(p: &nn::Path) -> nn::Func<'static> {
-    let norm = |name| nn::layer_norm(p / name, vec![WIDTH], Default::default());
-    let linear = |name, to| nn::linear(p / name, WIDTH, to * WIDTH, Default::default());
-    let (norms, mix, out, up) =
-        ([norm("n1"), norm("n2")], linear("mix", 3), linear("out", 1), linear("up", 4));
-    let down = nn::linear(p / "down", 4 * WIDTH, WIDTH, Default::default());
-    nn::func(move |x: &Tensor| {
-        let (rows, tokens, width) = x.size3().expect("three dimensions");
-        let parts = x.apply(&norms[0]).apply(&mix).view([rows, tokens, 3, 8, width / 8]);
-        let parts = parts.permute([2, 0, 3, 1, 4]).unbind(0);
-        let [q, k, v] = [&parts[0], &parts[1], &parts[2]];
-        let mixed =
-            Tensor::scaled_dot_product_attention(q, k, v, None::<Tensor>, 0.0, true, None, false);
-        let x = x + mixed.transpose(1, 2).reshape([rows, tokens, width]).apply(&out);
-        &x + x.apply(&norms[1]).apply(&up).gelu("none").apply(&down)
-    })
+    transformer::block(p, WIDTH, 8)
 }
 
 /// A model's name, how it is made, and a micro-batch of it.

@@ -10,6 +10,7 @@ pub mod pipeline_cases;
 pub mod ranks;
 pub mod state;
 pub mod threads;
+pub mod transformer;
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
