@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use brimful::balance;
 use brimful::memory::Arena;
 use brimful::optim::{Adam, AdamW, Method, Sgd};
-use brimful::pipeline::{Builder, Homes};
+use brimful::pipeline::{Builder, Homes, PipelineOptimizer};
 use brimful::plan::{PlanDevice, PlannedStep, Request, plan};
 use brimful::schedule::{
     Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
@@ -303,6 +303,81 @@ fn updates_that_follow_the_backward_come_to_the_same() {
         });
         assert_close(&trained[1], &trained[0], case.name);
     }
+}
+
+/// What a user does between a backward and its step, by number.
+const DEEDS: usize = 7;
+
+fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, case: &Case) {
+    match number {
+        1 => drop(optimizer.clip_gradient_norm(0.05).expect("a norm")),
+        2 => optimizer.set_learning_rate(0.02).expect("a rate"),
+        // Other gradients where those were, and on top of them.
+        3 => {
+            optimizer.zero_grad().expect("cleared");
+            pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step");
+        }
+        4 => drop(pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step")),
+        // The same gradients a second time.
+        5 => optimizer.step().expect("a step"),
+        6 => {
+            let values = pipe.variables().expect("variables");
+            let half = values.into_iter().map(|(name, value)| (name, value * 0.5));
+            pipe.set_variables(half.collect()).expect("values");
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn steps_that_were_looked_ahead_of_are_those_of_the_device_whatever_comes_between() {
+    let _turn = alone();
+    for case in [MLP, GPT] {
+        for number in 0..DEEDS {
+            let trained = both(case.layers).map(|mut pipe| {
+                let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+                for seed in 0..4 {
+                    tch::manual_seed(seed);
+                    optimizer.set_learning_rate(0.01 / (seed + 1) as f64).expect("a rate");
+                    pipe.backward(&(case.input)(7), &(case.target)(7), case.loss).expect("a step");
+                    deed(number, &mut pipe, &mut optimizer, &case);
+                    optimizer.step().expect("an update");
+                    optimizer.zero_grad().expect("cleared");
+                }
+                pipe.variables().expect("variables")
+            });
+            let [device, host] = trained;
+            assert_close(&host, &device, &format!("{}, deed {number}", case.name));
+        }
+    }
+}
+
+/// The state beside the state is made while a step goes backward, and taken over: none is made again.
+#[test]
+fn looking_ahead_takes_room_on_the_host_once_and_none_of_the_device() {
+    let _turn = alone();
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let host = Arena::new("host");
+    let device = DeviceSpec::from(Arena::new("device")).threads(1);
+    let builder = homes(mlp(), Homes::Host).devices([device]).host(host.clone());
+    let mut pipe = builder.build().expect("a pipeline");
+    let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+    let (x, y) = batch();
+    let mut step = || {
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
+        optimizer.step().expect("an update");
+        optimizer.zero_grad().expect("cleared");
+        optimizer.wait().expect("updated");
+        host.current()
+    };
+    let first = step();
+    // It is left off when the step is asked for, which may be at once.
+    let second = (0..1000).map(|_| step()).find(|bytes| *bytes > first).expect("looked ahead");
+    let numbers = mlp().parameter_count().expect("a model");
+    let most = first + 3 * 8 * numbers + (64 << 10);
+    assert!((0..20).all(|_| step() <= most), "{first}, {second}, at most {most}");
 }
 
 #[test]

@@ -178,13 +178,14 @@ fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
     plan(&limited).expect("a plan").best().cloned()
 }
 
-/// What is taken is at most what was planned, but for single numbers as the loss, and nine tenths of it.
+/// What is taken is at most what was planned, but for single numbers as the loss, and eight tenths of it: what a
+/// convolution in bf16 takes beside its tensors is another share with every kind of CPU.
 #[track_caller]
 fn assert_planned(taken: u64, row: &PlanRow, what: &str) {
     const SINGLE_NUMBERS: u64 = 2048;
     let (planned, ratio) = (row.peak_bytes[0], taken as f64 / row.peak_bytes[0] as f64);
     assert!(taken <= planned + SINGLE_NUMBERS, "{what}: {taken} of {planned} bytes");
-    assert!(ratio >= 0.9, "{what}: {taken} of {planned} bytes");
+    assert!(ratio >= 0.8, "{what}: {taken} of {planned} bytes");
 }
 
 #[test]

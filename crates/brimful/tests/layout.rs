@@ -163,15 +163,21 @@ fn exact_layers(seen: &Arc<AtomicUsize>) -> Layers {
         .add("out", |p| nn::linear(p, 6, CLASSES, Default::default()))
 }
 
+/// The numbers that convolutions take with their channels last on the test's device, and how far their losses
+/// may be apart: CUDA's in f64 give what they take back with its channels first.
+fn convolved() -> (Kind, f64) {
+    if test_device().is_cuda() { (Kind::Float, 1e-3) } else { (Kind::Double, 1e-9) }
+}
+
 fn pipeline(layout: Layout, homes: Homes) -> (Pipeline, Arc<AtomicUsize>) {
     let seen = Arc::new(AtomicUsize::new(0));
     let builder = Pipeline::builder(exact_layers(&seen)).devices([test_device()]);
-    let builder = builder.kind(Kind::Double).homes(homes).micro_batches(Size::Fixed(4));
+    let builder = builder.kind(convolved().0).homes(homes).micro_batches(Size::Fixed(4));
     let mut pipe = builder.layout(layout).build().expect("a pipeline");
     // Not by a seed, which tests that run beside this one would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {
         let new = match value.requires_grad() {
-            true => numbers(&value.size(), name.len() as i64),
+            true => numbers(&value.size(), name.len() as i64).to_kind(value.kind()),
             false => value.copy(),
         };
         (name, new)
@@ -185,6 +191,7 @@ fn trained(pipe: &mut Pipeline) -> Vec<f64> {
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let step = |number| {
         let (x, y) = batch(number);
+        let x = x.to_kind(convolved().0);
         let loss = |out: Tensor, y: &Tensor| {
             Loss::mean(out.cross_entropy_loss::<Tensor>(y, None, Reduction::Mean, -100, 0.0))
         };
@@ -196,6 +203,13 @@ fn trained(pipe: &mut Pipeline) -> Vec<f64> {
     (0..8).map(step).collect()
 }
 
+#[track_caller]
+fn assert_near(expected: &[f64], losses: &[f64], what: &str) {
+    for (step, (a, b)) in expected.iter().zip(losses).enumerate() {
+        assert!((a - b).abs() < convolved().1 * a.abs(), "{what}, step {step}: {a} {b}");
+    }
+}
+
 #[test]
 fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() {
     let (mut plain, seen) = pipeline(Layout::AsIs, Homes::default());
@@ -203,9 +217,7 @@ fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() 
     assert_eq!(seen.load(Ordering::Relaxed), 0);
     for layout in [Layout::ChannelsLast, Layout::Measured] {
         let (mut pipe, seen) = pipeline(layout, Homes::default());
-        for (step, (a, b)) in expected.iter().zip(trained(&mut pipe)).enumerate() {
-            assert!((a - b).abs() < 1e-9 * a.abs(), "{layout:?} step {step}: {a} {b}");
-        }
+        assert_near(&expected, &trained(&mut pipe), &format!("{layout:?}"));
         // Four micro-batches a step; measured ones have two steps of each order, and one before each.
         let seen = seen.load(Ordering::Relaxed);
         assert!(seen == 8 * 4 || layout == Layout::Measured && seen >= 3 * 4, "{layout:?}: {seen}");
@@ -221,6 +233,6 @@ fn a_pipeline_with_exact_batch_norms_has_its_channels_last_through_all_stages() 
 fn stages_that_live_on_the_host_stay_as_they_are() {
     let (mut plain, _) = pipeline(Layout::AsIs, Homes::Host);
     let (mut pipe, seen) = pipeline(Layout::ChannelsLast, Homes::Host);
-    assert_eq!(trained(&mut plain), trained(&mut pipe));
+    assert_near(&trained(&mut plain), &trained(&mut pipe), "at home");
     assert_eq!(seen.load(Ordering::Relaxed), 0);
 }

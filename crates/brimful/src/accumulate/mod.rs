@@ -251,6 +251,11 @@ impl Accumulator {
         }
     }
 
+    /// Whether a parameter had a gradient when the step began.
+    pub(crate) fn has_aside(&self) -> bool {
+        self.aside.iter().any(Option::is_some)
+    }
+
     /// Those that the sums are of.
     pub(crate) fn parameters(&self) -> &[Tensor] {
         &self.parameters

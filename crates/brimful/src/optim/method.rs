@@ -120,7 +120,7 @@ impl Method {
     }
 }
 
-pub(super) fn check_rate(rate: f64) -> Result<()> {
+pub(crate) fn check_rate(rate: f64) -> Result<()> {
     at_least_zero("learning rate", rate)
 }
 

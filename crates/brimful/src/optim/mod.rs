@@ -29,6 +29,7 @@
 //! in the parameters.
 
 mod adam;
+mod ahead;
 mod clip;
 mod ema;
 mod error;
@@ -47,6 +48,7 @@ pub(crate) use clip::{check_max_norm, clip_factor};
 pub use ema::Ema;
 pub use error::OptimError;
 pub use method::Method;
+pub(crate) use method::check_rate;
 pub use no_decay::NO_DECAY_GROUP;
 pub use rate_curve::RateCurve;
 pub use sgd::Sgd;
@@ -61,6 +63,7 @@ use tch::{Kind, Tensor, nn};
 
 use crate::memory::Arena;
 use crate::{Error, Result};
+use ahead::{Ahead, SecondState};
 use replay::OptimizerReplay;
 use state::ParameterState;
 
@@ -84,9 +87,16 @@ struct Parameter {
     home: Option<ParameterHome>,
     /// `None` until its first step.
     state: Option<ParameterState>,
+    /// What its next step comes to, where that was computed before it, and room for it.
+    ahead: Option<Ahead>,
+    spare: Option<SecondState>,
 }
 
 impl Parameter {
+    fn new(name: String, tensor: Tensor) -> Self {
+        Self { name, tensor, group: 0, home: None, state: None, ahead: None, spare: None }
+    }
+
     /// Charges what is allocated to the account of the host, where the parameter lives there.
     fn enter_home(&self) -> Option<ArenaGuard> {
         self.home.as_ref().and_then(|home| home.arena.as_ref()).map(Arena::enter)
@@ -132,10 +142,8 @@ impl Optimizer {
         let method = config.into();
         method.check()?;
         check_parameters(&named)?;
-        let parameters = named
-            .into_iter()
-            .map(|(name, tensor)| Parameter { name, tensor, group: 0, home: None, state: None })
-            .collect();
+        let parameters =
+            named.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
         let groups = vec![ParameterGroup { name: DEFAULT_GROUP.into(), method }];
         Ok(Self { parameters, groups, replay: OptimizerReplay::default() })
     }

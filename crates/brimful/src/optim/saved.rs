@@ -68,6 +68,7 @@ impl Optimizer {
         for (group, method) in self.groups.iter_mut().zip(methods) {
             group.method = method;
         }
+        self.drop_ahead();
         self.replay.forget();
         Ok(())
     }

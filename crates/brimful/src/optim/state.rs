@@ -41,6 +41,14 @@ impl ParameterState {
         Ok(Self { master, version: version(tensor), step, moments })
     }
 
+    /// Room for a second state like this one.
+    pub(super) fn room_beside(&self) -> Result<Self> {
+        let room = |tensor: &Option<Tensor>| tensor.as_ref().map(room_like).transpose();
+        let moments = self.moments.iter().map(room_like).collect::<Result<_>>()?;
+        let (master, step) = (room(&self.master)?, room(&self.step)?);
+        Ok(Self { master, version: UNKNOWN_VERSION, step, moments })
+    }
+
     /// Whether the parameter can be updated with this state as it is.
     pub(super) fn is_current(&self, tensor: &Tensor, method: &Method) -> bool {
         let like = self.master.as_ref().unwrap_or(tensor);
@@ -126,12 +134,18 @@ fn empty_master(tensor: &Tensor) -> Result<Tensor> {
     Ok(room)
 }
 
+/// Room for a tensor like this one.
+pub(super) fn room_like(tensor: &Tensor) -> Result<Tensor> {
+    let room = tensor.f_detach()?.f_empty_like()?;
+    prefer_large_pages(&room);
+    Ok(room)
+}
+
 fn new_moment(like: &Tensor, old: Option<&Tensor>) -> Result<Tensor> {
-    let mut moment = like.f_detach()?.f_empty_like()?;
+    let mut moment = room_like(like)?;
     if !fits(like, like) {
         moment = moment.f_contiguous()?;
     }
-    prefer_large_pages(&moment);
     match old {
         Some(old) => moment.f_copy_(old)?,
         None => drop(moment.f_zero_()?),

@@ -31,6 +31,8 @@ struct Item {
     state: Option<ParameterState>,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
+    /// Whether `work` is what it is to be already, and the state too.
+    ahead: bool,
 }
 
 /// What the parameters of one fused call have in common.
@@ -45,6 +47,8 @@ struct Key {
     first: bool,
     /// Whether their gradients go through scratch space.
     converted: bool,
+    /// Whether their update was computed before the step.
+    ahead: bool,
 }
 
 /// The parameters of one fused call.
@@ -75,6 +79,11 @@ impl OptimizerPlan {
         let home = Self { buckets: home, scratch: scratch(), rates: rates() };
         let none = home.buckets.is_empty();
         (here, (!none).then_some(home))
+    }
+
+    /// Whether some of it was computed before.
+    pub(crate) fn takes_over(&self) -> bool {
+        self.buckets.iter().any(|bucket| bucket.key.ahead)
     }
 
     /// The same step with the groups' learning rates read from these tensors.
@@ -145,6 +154,12 @@ impl Optimizer {
             );
         }
         let method = &self.groups[parameter.group].method;
+        let ahead = parameter.ahead.as_ref();
+        if let Some(ahead) = ahead.filter(|ahead| ahead.is_of(tensor, &gradient, method)) {
+            let work = ahead.work().shallow_clone();
+            let item = Item { index, work, gradient, state: None, write_back: true, ahead: true };
+            return Ok(Some(item));
+        }
         let _charged = parameter.enter_home();
         let old = parameter.state.as_ref();
         let state = match old {
@@ -158,7 +173,7 @@ impl Optimizer {
             None if fits(tensor, tensor) => (tensor.shallow_clone(), false),
             None => (tensor.f_contiguous()?, true),
         };
-        Ok(Some(Item { index, work, gradient, state, write_back }))
+        Ok(Some(Item { index, work, gradient, state, write_back, ahead: false }))
     }
 
     fn key_of(&self, parameter: &Parameter, item: &Item) -> Key {
@@ -168,7 +183,8 @@ impl Optimizer {
             device: item.work.device(),
             kind: item.work.kind(),
             first: parameter.state.is_none(),
-            converted: !fits(&item.work, &item.gradient),
+            converted: !item.ahead && !fits(&item.work, &item.gradient),
+            ahead: item.ahead,
         }
     }
 
@@ -205,6 +221,10 @@ impl Optimizer {
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let FusedBatch { key, mut items, .. } = batch;
+        if key.ahead {
+            items.iter().for_each(|item| self.parameters[item.index].take_over());
+            return self.write_back(&items);
+        }
         // State was allocated by `prepare`; that it is put in place only now is what makes a failure
         // before leave no trace.
         for item in &mut items {

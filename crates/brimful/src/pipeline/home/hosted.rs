@@ -182,14 +182,15 @@ impl HostedStage {
     /// owns are left there.
     pub(crate) fn named(
         &self,
-        home: Vec<Sum>,
+        home: &[Sum],
         places: &[usize],
         shared: &mut Vec<(String, Tensor)>,
     ) -> Vec<(String, Vec<Tensor>)> {
         let mut own: Vec<(String, Vec<Tensor>)> = Vec::new();
-        for (sum, place) in home.into_iter().flat_map(|sum| sum.into_iter().zip(places)) {
+        for (sum, place) in home.iter().flat_map(|sum| sum.iter().zip(places)) {
             let variable = self.variables.iter().find(|v| v.at_home.data_ptr() as usize == *place);
             let (Some(sum), Some(variable)) = (sum, variable) else { continue };
+            let sum = sum.shallow_clone();
             if self.owns(&variable.name) {
                 own.push((variable.name.clone(), vec![sum]));
             } else {

@@ -17,11 +17,9 @@ mod slots;
 mod speed;
 mod update;
 
-use std::sync::mpsc::Sender;
-
 pub(crate) use hosted::{HomeMemory, HostedStage};
 pub use speed::HostSpeed;
-use update::{StageGradients, Update};
+use update::{HomeTask, StageGradients, Update};
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::threads::threads;
@@ -56,16 +54,33 @@ pub(crate) struct HostedStages {
     leaving: Option<(Vec<Sum>, Event)>,
     /// Sums that have set out, as they are at home, by group of terms.
     home: Vec<Vec<Sum>>,
-    /// Whether updates follow the backward, and what the step under way has for them.
-    pub(crate) follows: bool,
-    following: Option<Following>,
+    /// When the optimizer gets gradients, and what the step under way has for it.
+    pub(crate) hands_over: HandsOver,
+    handing: Option<Handing>,
+    /// For so many steps nothing is computed ahead, because nobody took the last over.
+    pause: usize,
     update: Option<Update>,
 }
 
-/// Updates that follow the backward under way.
+/// 8 steps are taken without looking ahead after one that had no use for it, as with gradients that are clipped.
+const PAUSE: usize = 8;
+
+/// When the optimizer at home gets a step's gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandsOver {
+    /// When it is asked for its step.
+    AtTheStep,
+    /// Stage by stage while the backward goes on, to compute beside the state what the step will come to.
+    Ahead,
+    /// Stage by stage, to update by them.
+    Following,
+}
+
+/// Gradients of the backward under way that the optimizer gets before its step.
 #[derive(Debug)]
-struct Following {
-    give: Sender<StageGradients>,
+struct Handing {
+    /// Whether stages are updated by them, or what comes of them is only computed.
+    updates: bool,
     /// Of stages whose parameters are still in their slots.
     waiting: Vec<(usize, StageGradients)>,
     /// Of parameters that an earlier stage has too: theirs are whole when its are.
@@ -92,8 +107,9 @@ impl HostedStages {
             places: Vec::new(),
             leaving: None,
             home: Vec::new(),
-            follows: false,
-            following: None,
+            hands_over: HandsOver::AtTheStep,
+            handing: None,
+            pause: 0,
             update: None,
             memory,
             stages,
@@ -131,7 +147,8 @@ impl HostedStages {
     /// Starts to bring those whose last update is done by now.
     fn fetch_late(&mut self, clock: &mut MoveClock) -> Result<()> {
         let late = std::mem::take(&mut self.late);
-        let mut update = self.update.as_mut().filter(|_| self.following.is_none());
+        let follows = self.is_following();
+        let mut update = self.update.as_mut().filter(|_| !follows);
         let mut is_done = |at| update.as_mut().is_none_or(|update| update.has_done(at));
         let (done, late) = late.into_iter().partition::<Vec<_>, _>(|(at, _)| is_done(*at));
         self.late = late;
@@ -143,7 +160,8 @@ impl HostedStages {
     fn fetch_now(&mut self, at: usize, one: Move, clock: &mut MoveClock) -> Result<()> {
         let late = self.late.iter().position(|(late, _)| *late == at);
         let one = late.map_or(one, |late| self.late.remove(late).1);
-        if let Some(update) = self.update.as_mut().filter(|_| self.following.is_none()) {
+        let follows = self.is_following();
+        if let Some(update) = self.update.as_mut().filter(|_| !follows) {
             clock.waiting(Awaited::Update, || {
                 update.wait_for(at);
                 Ok(())
@@ -182,34 +200,79 @@ impl HostedStages {
 
     /// Lets the updates of a step that begins follow its backward.
     pub(crate) fn begin_following(&mut self, optimizer: Optimizer) {
-        let (give, update) = Update::follow(optimizer, self.update_threads());
-        self.update = Some(update);
-        self.following =
-            Some(Following { give, waiting: Vec::new(), shared: Vec::new(), given: 0 });
+        self.update = Some(Update::follow(optimizer, self.update_threads()));
+        self.begin_handing(true);
     }
 
-    /// Gives the updates of these stages, whose parameters are at home, what they need.
+    /// Lets the optimizer look ahead while a step that begins goes backward: the one that is here, or the one
+    /// whose last update is under way.
+    pub(crate) fn begin_ahead(&mut self, here: Option<Optimizer>) {
+        if let Some(optimizer) = here {
+            self.update = Some(Update::start(optimizer, None, self.update_threads()));
+        }
+        self.begin_handing(false);
+    }
+
+    /// Whether the optimizer has gradients to look ahead from.
+    pub(crate) fn is_looking_ahead(&self) -> bool {
+        self.update.as_ref().is_some_and(Update::looks_ahead)
+    }
+
+    /// Whether the step that begins is to be looked ahead of.
+    pub(crate) fn wants_ahead(&mut self) -> bool {
+        let pauses = self.pause > 0;
+        self.pause = self.pause.saturating_sub(1);
+        self.hands_over == HandsOver::Ahead && !pauses
+    }
+
+    /// What was computed ahead was of no use: the next steps go without.
+    pub(crate) fn pause_ahead(&mut self) {
+        self.pause = PAUSE;
+    }
+
+    /// Does not look further ahead in the step under way.
+    pub(crate) fn end_ahead(&mut self) {
+        self.handing.take_if(|handing| !handing.updates);
+    }
+
+    /// Lets the optimizer take this learning rate, which was checked, when it is done with its update; tells
+    /// whether there is such.
+    pub(crate) fn give_rate(&mut self, rate: f64) -> bool {
+        self.update.as_mut().is_some_and(|update| update.give(HomeTask::Rate(rate)))
+    }
+
+    fn begin_handing(&mut self, updates: bool) {
+        self.handing = Some(Handing { updates, waiting: Vec::new(), shared: Vec::new(), given: 0 });
+    }
+
+    /// Gives the optimizer the gradients of these stages, whose parameters are at home.
     fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
-        let Some(following) = &mut self.following else { return };
-        for (at, gradients) in std::mem::take(&mut following.waiting) {
+        let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
+        for (at, gradients) in std::mem::take(&mut handing.waiting) {
             if of(at) {
-                following.given += 1;
-                // The thread listens until its channel is dropped.
-                let _ = following.give.send(gradients);
+                handing.given += 1;
+                update.give(match handing.updates {
+                    true => HomeTask::Follow(gradients),
+                    false => HomeTask::LookAhead(gradients),
+                });
             } else {
-                following.waiting.push((at, gradients));
+                handing.waiting.push((at, gradients));
             }
         }
     }
 
     /// Whether updates follow the backward that is under way.
     pub(crate) fn is_following(&self) -> bool {
-        self.following.is_some()
+        self.handing.as_ref().is_some_and(|handing| handing.updates)
     }
 
-    /// Ends the following of a step; gives how many stages were updated, or will be.
-    pub(crate) fn end_following(&mut self) -> usize {
-        self.following.take().map_or(0, |following| following.given)
+    /// Ends what a step hands over; gives how many stages were updated, or will be.
+    pub(crate) fn end_handing(&mut self) -> usize {
+        let Some(handing) = self.handing.take().filter(|handing| handing.updates) else { return 0 };
+        if let Some(update) = &mut self.update {
+            update.close();
+        }
+        handing.given
     }
 
     /// Starts to bring a stage's sums home. The sums of the stage before it are given up by now: two
@@ -233,13 +296,14 @@ impl HostedStages {
             let bytes = |home: &Vec<Sum>| home.iter().flatten().flatten().map(tensor_bytes).sum();
             clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
-        match &mut self.following {
-            Some(following) => {
-                let own = stage.named(home, &self.places, &mut following.shared);
-                let arrived = Event::after(self.outward.outward)?;
-                following.waiting.push((at, StageGradients { of: own, arrived }));
-            }
-            None => self.home.push(home),
+        // The first stage's update is wanted as soon as the step is: there is nothing to hide it behind.
+        if let Some(handing) = self.handing.as_mut().filter(|handing| handing.updates || at > 0) {
+            let own = stage.named(&home, &self.places, &mut handing.shared);
+            let arrived = Event::after(self.outward.outward)?;
+            handing.waiting.push((at, StageGradients { of: own, arrived }));
+        }
+        if !self.is_following() {
+            self.home.push(home);
         }
         self.leaving = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
@@ -266,7 +330,7 @@ impl HostedStages {
 
     /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
     pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
-        self.update = Some(Update::start(optimizer, plan, self.update_threads()));
+        self.update = Some(Update::start(optimizer, Some(plan), self.update_threads()));
     }
 
     fn update_threads(&self) -> usize {
@@ -279,8 +343,7 @@ impl HostedStages {
 
     /// Waits for the update under way, if there is one, and gives the optimizer back.
     pub(crate) fn settle(&mut self) -> Option<(Optimizer, Result<()>)> {
-        // Before the thread is waited for, which goes on as long as it may be given something.
-        self.following = None;
+        self.handing = None;
         self.update.take().map(Update::finish)
     }
 

@@ -1,6 +1,8 @@
 //! The optimizer at home: it works through its stages on a thread of its own, while the next step
-//! begins with those that are done.
+//! begins with those that are done; then it looks ahead at what that step's gradients will come to.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
 
@@ -34,54 +36,115 @@ impl StageGradients {
         let plan = optimizer.prepare_with(&gradients)?;
         optimizer.commit(plan)
     }
+
+    /// Computes what a step with them comes to, until somebody wants the optimizer back.
+    fn look_ahead(self, optimizer: &mut Optimizer, wanted: &AtomicBool) -> Result<()> {
+        self.arrived.synchronize()?;
+        for (name, parts) in &self.of {
+            if wanted.load(Ordering::Relaxed) {
+                break;
+            }
+            // What several stages share is added up by the step.
+            if let [gradient] = &parts[..] {
+                optimizer.look_ahead(name, gradient)?;
+            }
+        }
+        Ok(())
+    }
 }
 
-/// An update that is under way.
+/// What the optimizer is given to do at home.
+#[derive(Debug)]
+pub(crate) enum HomeTask {
+    /// Takes the learning rate, which was checked.
+    Rate(f64),
+    /// Updates a stage by its gradients.
+    Follow(StageGradients),
+    /// Computes what a step will make of a stage.
+    LookAhead(StageGradients),
+}
+
+/// An optimizer that is at work.
 #[derive(Debug)]
 pub(crate) struct Update {
     /// The places of stages, as they are done, in their order.
     done: Receiver<usize>,
     /// How many stages, from the first on, are known to be done.
     known: usize,
+    /// None where nothing more will come.
+    tasks: Option<Sender<HomeTask>>,
+    /// Whether it was given gradients to look ahead from.
+    looks_ahead: bool,
+    /// Whether somebody waits for the optimizer, who has no use for what is only computed ahead.
+    wanted: Arc<AtomicBool>,
     thread: Option<JoinHandle<(Optimizer, Result<()>)>>,
 }
 
 impl Update {
-    /// Lets the optimizer do what it has prepared, with so many threads an operation.
-    pub(crate) fn start(mut optimizer: Optimizer, plan: OptimizerPlan, threads: usize) -> Self {
-        let (tell, done) = channel();
-        let work = move || {
+    /// Lets the optimizer do what it has prepared, with so many threads an operation, and then what it is given.
+    pub(crate) fn start(
+        mut optimizer: Optimizer,
+        plan: Option<OptimizerPlan>,
+        threads: usize,
+    ) -> Self {
+        // Nothing is to be waited for where there is nothing to do.
+        let known = if plan.is_some() { 0 } else { usize::MAX };
+        Self::spawn(known, move |tell, tasks, wanted| {
             let _threads = limit_threads(threads);
             // Nobody may listen any more, which is no reason to stop.
-            let result = optimizer.commit_in_parts(plan, |at| {
+            let tell_of = |at| {
                 let _ = tell.send(at);
-            });
+            };
+            let result = plan.map_or(Ok(()), |plan| optimizer.commit_in_parts(plan, tell_of));
+            // All is done that anybody may wait for.
+            drop(tell);
+            // Of gradients that were changed since: the step was another.
+            optimizer.forget_ahead();
+            let result = work_off(&mut optimizer, tasks, &wanted, result);
             (optimizer, result)
-        };
-        Self { done, known: 0, thread: Some(thread::spawn(work)) }
+        })
     }
 
-    /// Lets the optimizer work on each stage's gradients as they are given, until the other end of the
-    /// channel is dropped.
-    pub(crate) fn follow(
-        mut optimizer: Optimizer,
-        threads: usize,
-    ) -> (Sender<StageGradients>, Self) {
-        let (give, given) = channel::<StageGradients>();
-        // Nothing is told but the end: stages come last first, and the next step begins with the first.
-        let (ended, done) = channel();
-        let work = move || {
+    /// Lets the optimizer update each stage by its gradients as they are given, until it is [closed](Self::close).
+    pub(crate) fn follow(mut optimizer: Optimizer, threads: usize) -> Self {
+        Self::spawn(0, move |tell, tasks, wanted| {
             let _threads = limit_threads(threads);
-            let _ended = ended;
-            let mut result = Ok(());
-            for gradients in given {
-                if result.is_ok() {
-                    result = gradients.apply(&mut optimizer);
-                }
-            }
+            let result = work_off(&mut optimizer, tasks, &wanted, Ok(()));
+            // Nothing is told but the end: stages come last first, and the next step begins with the first.
+            drop(tell);
             (optimizer, result)
-        };
-        (give, Self { done, known: 0, thread: Some(thread::spawn(work)) })
+        })
+    }
+
+    fn spawn(
+        known: usize,
+        work: impl FnOnce(Sender<usize>, Receiver<HomeTask>, Arc<AtomicBool>) -> (Optimizer, Result<()>)
+        + Send
+        + 'static,
+    ) -> Self {
+        let (tell, done) = channel();
+        let (give, given) = channel();
+        let wanted = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&wanted);
+        let thread = Some(thread::spawn(move || work(tell, given, seen)));
+        Self { done, known, tasks: Some(give), looks_ahead: false, wanted, thread }
+    }
+
+    /// Gives it something to do when it is done with what it has; tells whether it will.
+    pub(crate) fn give(&mut self, task: HomeTask) -> bool {
+        self.looks_ahead |= matches!(task, HomeTask::LookAhead(_));
+        // The thread listens until its channel is dropped.
+        self.tasks.as_ref().is_some_and(|tasks| tasks.send(task).is_ok())
+    }
+
+    /// Nothing more will come.
+    pub(crate) fn close(&mut self) {
+        self.tasks = None;
+    }
+
+    /// Whether it was given gradients to look ahead from.
+    pub(crate) fn looks_ahead(&self) -> bool {
+        self.looks_ahead
     }
 
     /// Waits until the stage at this place, and all before it, are done.
@@ -107,18 +170,48 @@ impl Update {
         true
     }
 
-    /// Waits for the end, and gives the optimizer back.
+    /// Waits for the end of what it has to do, and gives the optimizer back; looking ahead is left off.
     pub(crate) fn finish(mut self) -> (Optimizer, Result<()>) {
-        let thread = self.thread.take().expect("it is joined once");
-        thread.join().expect("libtorch's refusals are errors, not panics")
+        let ended = self.end().expect("it is joined once");
+        ended.expect("libtorch's refusals are errors, not panics")
+    }
+
+    fn end(&mut self) -> Option<thread::Result<(Optimizer, Result<()>)>> {
+        self.wanted.store(true, Ordering::Relaxed);
+        // Before the thread is waited for, which goes on as long as it may be given something.
+        self.close();
+        self.thread.take().map(JoinHandle::join)
     }
 }
 
 impl Drop for Update {
     fn drop(&mut self) {
         // Memory at home must not be given back while it is written to.
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let _ = self.end();
+    }
+}
+
+/// Does what comes, until nothing will; updates only while all went well.
+fn work_off(
+    optimizer: &mut Optimizer,
+    tasks: Receiver<HomeTask>,
+    wanted: &AtomicBool,
+    mut result: Result<()>,
+) -> Result<()> {
+    for task in tasks {
+        match task {
+            HomeTask::Rate(rate) => result = result.and(optimizer.set_learning_rate(rate)),
+            HomeTask::Follow(gradients) => {
+                result = result.and_then(|()| gradients.apply(optimizer));
+            }
+            HomeTask::LookAhead(gradients) if result.is_ok() => {
+                // Nothing is lost: the step computes what was not computed ahead.
+                if let Err(cause) = gradients.look_ahead(optimizer, wanted) {
+                    tracing::debug!(%cause, "a stage's update is not computed ahead");
+                }
+            }
+            HomeTask::LookAhead(_) => {}
         }
     }
+    result
 }

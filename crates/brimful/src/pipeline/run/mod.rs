@@ -246,14 +246,22 @@ impl WorkerRun {
             }
             _ => {
                 let groups = self.tally.groups(self.job.mode.is_last());
-                if homes.is_following() && groups.iter().any(|group| *group != TermGroup::Done) {
-                    return Err(PipelineError::FollowsUnknown.into());
+                if groups.iter().any(|group| *group != TermGroup::Done) {
+                    if homes.is_following() {
+                        return Err(PipelineError::FollowsUnknown.into());
+                    }
+                    homes.end_ahead();
                 }
                 let accumulator = self.accumulator.as_mut();
                 let accumulator = accumulator.expect("training has an accumulator");
                 homes.send_gradients(at, accumulator, one, &mut self.moving)
             }
         }
+    }
+
+    /// Whether parameters had gradients when the step began.
+    pub(crate) fn finds_gradients(&self) -> bool {
+        self.accumulator.as_ref().is_some_and(Accumulator::has_aside)
     }
 
     pub(crate) fn micro_batches(&self) -> usize {

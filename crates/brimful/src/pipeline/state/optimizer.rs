@@ -8,6 +8,7 @@ use crate::optim::OptimError;
 use crate::optim::{self, Method, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::home::HandsOver;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::workers::SharedWorkers;
@@ -32,13 +33,15 @@ impl Pipeline {
     /// When an option makes no sense.
     pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<PipelineOptimizer> {
         let method = config.into();
+        let hands_over = hands_over(self.workers().len(), &self.ranks);
         self.workers().all(move |worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             worker.settle()?;
             let mut optimizer = Optimizer::for_named(named, method)?;
-            if let Some(homes) = &worker.site.homes {
+            if let Some(homes) = &mut worker.site.homes {
                 optimizer.set_homes(|name| homes.home_of(name));
+                homes.hands_over = hands_over;
             }
             worker.optimizer = Some(optimizer);
             Ok(())
@@ -138,12 +141,14 @@ impl PipelineOptimizer {
     /// When the pipeline has several devices, replicas or ranks.
     pub fn follow_backward(&mut self, follow: bool) -> Result<()> {
         let workers = self.workers.turn()?;
-        if follow && (workers.len() > 1 || self.ranks.world().size() > 1) {
-            return Err(PipelineError::FollowsParts.into());
-        }
+        let hands_over = match (follow, hands_over(workers.len(), &self.ranks)) {
+            (true, HandsOver::AtTheStep) => return Err(PipelineError::FollowsParts.into()),
+            (true, _) => HandsOver::Following,
+            (false, at_first) => at_first,
+        };
         let set = workers.all(move |worker| {
             if let Some(homes) = &mut worker.site.homes {
-                homes.follows = follow;
+                homes.hands_over = hands_over;
             }
             Ok(())
         });
@@ -197,7 +202,8 @@ impl PipelineOptimizer {
     /// # Errors
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        self.workers.turn()?.all(move |worker| optimizer(worker)?.set_learning_rate(rate))?;
+        optim::check_rate(rate)?;
+        self.workers.turn()?.all(move |worker| worker.set_learning_rate(rate))?;
         self.learning_rate = rate;
         Ok(())
     }
@@ -222,6 +228,15 @@ impl PipelineOptimizer {
             Some(error) if !anywhere.contains(&true) => error,
             _ => known.into_iter().collect(),
         }
+    }
+}
+
+/// When an optimizer of so many workers gets gradients, unless it is said: what others are still to add to
+/// must not be looked ahead from.
+fn hands_over(workers: usize, ranks: &Ranks) -> HandsOver {
+    match (workers, ranks.world().size()) {
+        (1, 1) => HandsOver::Ahead,
+        _ => HandsOver::AtTheStep,
     }
 }
 

@@ -7,8 +7,9 @@ use tch::Tensor;
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
 use crate::bytes::Bytes;
+use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::home::HostedStages;
+use crate::pipeline::home::{HandsOver, HostedStages};
 use crate::pipeline::run::Tensors;
 use crate::pipeline::run::{Job, Mode, StepExtent};
 use crate::pipeline::run::{WorkerFailure, WorkerRun};
@@ -50,7 +51,7 @@ impl Worker {
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
             run.accumulator = Some(self.accumulator(&run).map_err(failed)?);
-            self.begin_following(&mut run).map_err(failed)?;
+            self.begin_handing(&mut run).map_err(failed)?;
         }
         let mode = run.job.mode;
         let (undo, result) = self.collecting(run, unmanaged, |kind| mode.runs(kind));
@@ -131,6 +132,7 @@ impl Worker {
 
     /// Collects the run's gradients, apart from those that are there.
     fn accumulator(&mut self, run: &WorkerRun) -> Result<Accumulator> {
+        self.forget_ahead()?;
         let mut accumulator = Accumulator::begin(self.parameters(), &self.store.variables_)?;
         match &mut self.site.homes {
             Some(homes) => {
@@ -146,17 +148,40 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    /// Lets updates at home follow this run's backward, if they are to.
+    /// Lets the optimizer at home have this run's gradients as they come, if it is to.
+    fn begin_handing(&mut self, run: &mut WorkerRun) -> Result<()> {
+        let Some(homes) = &mut self.site.homes else { return Ok(()) };
+        let is_alone = run.job.mode.is_last() && self.window.is_none();
+        match homes.hands_over {
+            HandsOver::Following if !is_alone => Err(PipelineError::FollowsParts.into()),
+            HandsOver::Following => self.begin_following(run),
+            HandsOver::Ahead | HandsOver::AtTheStep => {
+                // A gradient that was there before is added to: the step's is another.
+                if is_alone && !run.finds_gradients() && homes.wants_ahead() {
+                    homes.begin_ahead(self.optimizer.take());
+                }
+                Ok(())
+            }
+        }
+    }
+
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
-        if !self.site.homes.as_ref().is_some_and(|homes| homes.follows) {
-            return Ok(());
-        }
-        if !run.job.mode.is_last() || self.window.is_some() {
-            return Err(PipelineError::FollowsParts.into());
-        }
         run.moving.waiting(Awaited::Update, || self.settle())?;
         if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
             homes.begin_following(optimizer);
+        }
+        Ok(())
+    }
+
+    /// Gives up what was computed ahead of a step that never came: new gradients are about to lie where
+    /// those did.
+    fn forget_ahead(&mut self) -> Result<()> {
+        if self.site.homes.as_ref().is_some_and(HostedStages::is_looking_ahead) {
+            self.settle()?;
+        }
+        let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
+        if let Some(homes) = self.site.homes.as_mut().filter(|_| had) {
+            homes.pause_ahead();
         }
         Ok(())
     }
@@ -186,7 +211,7 @@ impl Worker {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which puts earlier gradients back where their parameters live.
         let home = self.site.send_all_home(&mut run, result.is_ok());
-        let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_following);
+        let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result.map_err(|failure| failure.after_updates(updated))?;
         home.map_err(failed)?;

@@ -450,8 +450,15 @@ impl Worker {
     /// Does what the optimizer has prepared: at once for what lives here, on a thread of its own for
     /// what lives on the host.
     pub(crate) fn update(&mut self, plan: OptimizerPlan) -> Result<()> {
+        let takes_over = plan.takes_over();
         let (here, home) = plan.split();
         let optimizer = self.optimizer.as_mut().expect("it has prepared this");
+        if let Some(homes) = self.site.homes.as_mut()
+            && optimizer.has_ahead()
+            && !takes_over
+        {
+            homes.pause_ahead();
+        }
         optimizer.commit(here)?;
         if let (Some(homes), Some(home)) = (&mut self.site.homes, home)
             && let Some(optimizer) = self.optimizer.take()
@@ -459,6 +466,15 @@ impl Worker {
             homes.update(optimizer, home);
         }
         Ok(())
+    }
+
+    /// Sets the learning rate of every group, which was checked; an optimizer that is at work takes it then.
+    pub(crate) fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
+        if self.site.homes.as_mut().is_some_and(|homes| homes.give_rate(rate)) {
+            return Ok(());
+        }
+        self.settle()?;
+        self.optimizer.as_mut().map_or(Ok(()), |optimizer| optimizer.set_learning_rate(rate))
     }
 
     /// What a mini-batch's losses are counted in, after those that wait.

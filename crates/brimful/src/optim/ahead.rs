@@ -1,0 +1,322 @@
+//! What a step would come to, computed before it is asked for: beside the state, so that nothing has happened
+//! until a step takes it over.
+//!
+//! ```text
+//!   look ahead    state and parameter copied beside themselves · fused kernel on the copies      may be given up
+//!   step          gradient, parameter and options as they were?  the copies take their place : as ever
+//! ```
+
+use brimful_torch::foreach;
+use brimful_torch::optim::fits;
+use tch::Tensor;
+
+use super::method::{Lists, Method};
+use super::state::{ParameterState, room_like, version};
+use super::{Optimizer, Parameter};
+use crate::Result;
+use crate::memory;
+
+/// An eighth of the host's memory is left alone: what is computed ahead is no reason for others to have none.
+const SPARED_SHARE: u64 = 8;
+
+/// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
+#[derive(Debug)]
+pub(super) struct SecondState {
+    pub(super) state: ParameterState,
+    pub(super) work: Tensor,
+}
+
+impl SecondState {
+    /// Room for one like this.
+    fn like(tensor: &Tensor, state: &ParameterState) -> Result<Self> {
+        let state = state.room_beside()?;
+        let work = match &state.master {
+            Some(master) => master.shallow_clone(),
+            None => room_like(tensor)?,
+        };
+        Ok(Self { state, work })
+    }
+
+    /// Whether it has room for this: the parameter may have changed its kind or layout since it was made.
+    fn suits(&self, tensor: &Tensor, state: &ParameterState) -> bool {
+        self.state.master.is_some() == state.master.is_some()
+            && fits(state.master.as_ref().unwrap_or(tensor), &self.work)
+    }
+
+    /// Makes it what the parameter and its state are now.
+    fn copy_from(&self, tensor: &Tensor, state: &ParameterState) -> Result<()> {
+        let present = state.master.as_ref().unwrap_or(tensor).f_detach()?;
+        let own = |state: &ParameterState| -> Vec<Tensor> {
+            state.step.iter().chain(&state.moments).map(Tensor::shallow_clone).collect()
+        };
+        foreach::copy(&[self.work.shallow_clone()], &[present])?;
+        Ok(foreach::copy(&own(&self.state), &own(state))?)
+    }
+
+    fn lists(&self, gradient: &Tensor) -> Lists {
+        let moments = self.state.moments.iter();
+        Lists {
+            parameters: vec![self.work.shallow_clone()],
+            gradients: vec![gradient.shallow_clone()],
+            moments: moments.map(|moment| vec![moment.shallow_clone()]).collect(),
+            steps: self.state.step.iter().map(Tensor::shallow_clone).collect(),
+            first: false,
+            rate: None,
+        }
+    }
+}
+
+/// A parameter's next state, and what it was computed from.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    next: SecondState,
+    method: Method,
+    parameter_version: i64,
+    /// Where the gradient lies, not the gradient itself: its memory is to be free when nobody else has it.
+    gradient: usize,
+    gradient_version: i64,
+}
+
+impl Ahead {
+    /// Whether a step with this gradient would come to the same.
+    pub(super) fn is_of(&self, tensor: &Tensor, gradient: &Tensor, method: &Method) -> bool {
+        self.method == *method
+            && self.parameter_version == version(tensor)
+            && self.gradient == gradient.data_ptr() as usize
+            && self.gradient_version == version(gradient)
+    }
+
+    /// What the parameter is then.
+    pub(super) fn work(&self) -> &Tensor {
+        &self.next.work
+    }
+}
+
+impl Parameter {
+    /// Computes what a step with this gradient makes of it, unless that is its first step, or there is no room.
+    fn look_ahead(&mut self, gradient: &Tensor, method: &Method) -> Result<()> {
+        let (tensor, state) = (&self.tensor, self.state.as_ref());
+        let Some(state) = state.filter(|state| state.is_current(tensor, method)) else {
+            return Ok(());
+        };
+        let dense = state.master.as_ref().unwrap_or(tensor);
+        if !tensor.requires_grad() || !fits(dense, dense) || !fits(dense, gradient) {
+            return Ok(());
+        }
+        let next = match self.spare.take().filter(|spare| spare.suits(tensor, state)) {
+            Some(spare) => spare,
+            None if self.has_room_beside(method)? => {
+                let _charged = self.enter_home();
+                SecondState::like(tensor, state)?
+            }
+            None => return Ok(()),
+        };
+        next.copy_from(tensor, state)?;
+        method.update(&next.lists(gradient))?;
+        self.ahead = Some(Ahead {
+            next,
+            method: *method,
+            parameter_version: version(tensor),
+            gradient: gradient.data_ptr() as usize,
+            gradient_version: version(gradient),
+        });
+        Ok(())
+    }
+
+    /// Whether its home has room for a second state, and for as much again.
+    fn has_room_beside(&self, method: &Method) -> Result<bool> {
+        let own = self.tensor.numel() * self.tensor.kind().elt_size_in_bytes();
+        let bytes = method.state_bytes([&self.tensor]) + own as u64;
+        let arena = self.home.as_ref().and_then(|home| home.arena.as_ref());
+        let Some(arena) = arena else {
+            let host = memory::host()?;
+            return Ok(host.available.0 >= bytes + host.total.0 / SPARED_SHARE);
+        };
+        let free = arena.limit().map(|limit| limit.saturating_sub(arena.current()));
+        Ok(free.is_none_or(|free| free >= 2 * bytes))
+    }
+
+    /// Lets the next state be the state.
+    pub(super) fn take_over(&mut self) {
+        let Some(Ahead { next: SecondState { state, work }, .. }) = self.ahead.take() else {
+            return;
+        };
+        if let Some(old) = self.state.replace(state) {
+            let work = old.master.as_ref().map_or(work, Tensor::shallow_clone);
+            self.spare = Some(SecondState { state: old, work });
+        }
+    }
+
+    fn forget_ahead(&mut self) -> bool {
+        let ahead = self.ahead.take();
+        let had = ahead.is_some();
+        self.spare = ahead.map(|ahead| ahead.next).or(self.spare.take());
+        had
+    }
+}
+
+impl Optimizer {
+    /// Computes what a step with this gradient makes of the parameter of this name. Nothing has happened to it
+    /// before a step takes that over.
+    pub(crate) fn look_ahead(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let Self { parameters, groups, .. } = self;
+        let Some(parameter) = parameters.iter_mut().find(|parameter| parameter.name == name) else {
+            return Ok(());
+        };
+        parameter.look_ahead(gradient, &groups[parameter.group].method)
+    }
+
+    /// Whether something was computed ahead that no step has taken over.
+    pub(crate) fn has_ahead(&self) -> bool {
+        self.parameters.iter().any(|parameter| parameter.ahead.is_some())
+    }
+
+    /// Gives up what was computed ahead and no step has taken over; tells whether there was any.
+    pub(crate) fn forget_ahead(&mut self) -> bool {
+        self.parameters.iter_mut().map(Parameter::forget_ahead).fold(false, |any, had| any | had)
+    }
+
+    /// Gives up the room for it as well, because states are others now.
+    pub(super) fn drop_ahead(&mut self) {
+        for parameter in &mut self.parameters {
+            (parameter.ahead, parameter.spare) = (None, None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Arena;
+    use crate::optim::{AdamW, ParameterHome, Sgd};
+    use brimful_torch::autograd::set_gradient;
+    use tch::{Device, Kind};
+
+    /// An optimizer of two parameters that has taken a step.
+    fn optimizer(method: Method, kind: Kind) -> Optimizer {
+        let number = |at: i64| {
+            let values = Tensor::arange(30, (Kind::Float, Device::Cpu)) / (at + 7);
+            values.view([5, 6]).to_kind(kind).set_requires_grad(true)
+        };
+        let named = (0..2).map(|at| (at.to_string(), number(at))).collect();
+        let mut optimizer = Optimizer::for_named(named, method).expect("an optimizer");
+        give(&mut optimizer, 1.0);
+        optimizer.step().expect("a first step");
+        optimizer
+    }
+
+    /// Gradients anew, in tensors of their own.
+    fn give(optimizer: &mut Optimizer, factor: f64) {
+        for Parameter { tensor, state, .. } in &mut optimizer.parameters {
+            let kind = state
+                .as_ref()
+                .and_then(|state| state.master.as_ref())
+                .map_or(tensor.kind(), |_| Kind::Float);
+            let gradient = (tensor.detach().to_kind(kind).sin() * factor).contiguous();
+            set_gradient(tensor, Some(&gradient)).expect("a gradient");
+        }
+    }
+
+    fn look_ahead(optimizer: &mut Optimizer) {
+        let gradients: Vec<_> =
+            optimizer.parameters().map(|(name, tensor)| (name.to_owned(), tensor.grad())).collect();
+        for (name, gradient) in gradients {
+            optimizer.look_ahead(&name, &gradient).expect("ahead");
+        }
+    }
+
+    /// All numbers that there are.
+    fn numbers(optimizer: &Optimizer) -> Vec<Tensor> {
+        let parameters = optimizer.parameters().map(|(_, tensor)| tensor.detach().copy());
+        let (state, _) = optimizer.state();
+        parameters.chain(state.into_iter().map(|(_, tensor)| tensor.copy())).collect()
+    }
+
+    /// Three steps, each looked ahead of or not, with something that happens before it is taken.
+    fn three_steps(
+        method: Method,
+        kind: Kind,
+        ahead: bool,
+        before: fn(&mut Optimizer),
+    ) -> Vec<Tensor> {
+        let mut optimizer = optimizer(method, kind);
+        for number in 0..3 {
+            optimizer.forget_ahead();
+            give(&mut optimizer, f64::from(number) - 0.5);
+            if ahead {
+                look_ahead(&mut optimizer);
+            }
+            before(&mut optimizer);
+            optimizer.step().expect("a step");
+        }
+        numbers(&optimizer)
+    }
+
+    fn cases() -> Vec<(Method, Kind)> {
+        let methods: [Method; 4] = [
+            AdamW::new(0.1).into(),
+            AdamW::new(0.1).amsgrad(true).into(),
+            Sgd::new(0.1).into(),
+            Sgd::new(0.1).momentum(0.9).into(),
+        ];
+        let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
+        methods.into_iter().flat_map(|method| kinds.map(|kind| (method, kind))).collect()
+    }
+
+    #[test]
+    fn a_step_that_was_looked_ahead_of_is_the_same_to_the_last_bit() {
+        for (method, kind) in cases() {
+            let takes_over = |optimizer: &mut Optimizer| {
+                let plan = optimizer.prepare().expect("a plan");
+                assert_eq!(plan.takes_over(), optimizer.has_ahead());
+            };
+            let [plain, ahead] =
+                [false, true].map(|ahead| three_steps(method, kind, ahead, takes_over));
+            assert!(plain.iter().zip(&ahead).all(|(a, b)| a.equal(b)), "{method:?} {kind:?}");
+        }
+    }
+
+    #[test]
+    fn what_changes_before_the_step_counts() {
+        let changes: [fn(&mut Optimizer); 5] = [
+            |optimizer| drop(optimizer.clip_gradient_norm(0.01).expect("clipped")),
+            |optimizer| optimizer.set_learning_rate(0.3).expect("a rate"),
+            |optimizer| {
+                let mut tensor = optimizer.parameters[0].tensor.shallow_clone();
+                tch::no_grad(|| drop(tensor.fill_(0.5)));
+            },
+            |optimizer| {
+                let (tensors, metadata) = self::optimizer(
+                    optimizer.groups[0].method,
+                    optimizer.parameters[0].tensor.kind(),
+                )
+                .state();
+                optimizer.load_state(&tensors, &metadata).expect("another state");
+            },
+            |optimizer| give(optimizer, 2.0),
+        ];
+        for (method, kind) in cases() {
+            for (number, change) in changes.into_iter().enumerate() {
+                let [plain, ahead] =
+                    [false, true].map(|ahead| three_steps(method, kind, ahead, change));
+                let same = plain.iter().zip(&ahead).all(|(a, b)| a.equal(b));
+                assert!(same, "{method:?} {kind:?}, change {number}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_home_without_room_has_no_second_state() {
+        for (limit, expected) in [(1 << 20, true), (1_200, false)] {
+            let arena = Arena::limited("host", limit).expect("a limit");
+            let mut optimizer = optimizer(AdamW::new(0.1).into(), Kind::Double);
+            let home = ParameterHome { part: 0, arena: Some(arena.clone()) };
+            optimizer.set_homes(|_| Some(home.clone()));
+            give(&mut optimizer, 1.0);
+            look_ahead(&mut optimizer);
+            assert_eq!((optimizer.has_ahead(), arena.current() > 0), (expected, expected));
+            optimizer.step().expect("a step");
+        }
+    }
+}
