@@ -113,6 +113,7 @@ fn main() {
     show_libraries_to_cargo();
     write_kernel_sources();
     compiler(&include).files(UNITS.iter().map(write_unit)).compile("brimful_bridge");
+    host_kernels();
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
     cuda_object(&include);
@@ -145,6 +146,14 @@ fn compiler(include: &Path) -> cc::Build {
         .include(".")
         .include(out_folder());
     build
+}
+
+/// Compiles the loops over the host's memory, for wide registers: they round as they are written.
+fn host_kernels() {
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").pic(true).opt_level(3).debug(false).include(".");
+    build.flag("-ffp-contract=off").flag("-fno-math-errno");
+    build.file("bridge/host_adam.cpp").compile("brimful_host");
 }
 
 /// Links `cuda/` with its symbols left open, and without what a debugger would read.

@@ -5,15 +5,20 @@
 // look contiguous, or they copy the gradient into another order than the parameter's.
 
 #include "guard.h"
+#include "host_adam.h"
 #include "mirrored.h"
 #include "tensors.h"
 #include "version.h"
 
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/linspace.h>
+
+#include <cmath>
 
 using brimful::guarded;
 using brimful::list_of;
@@ -89,6 +94,89 @@ void count_changes(const at::Tensor* const* parameters, size_t count) {
   for (size_t i = 0; i < count; ++i) brimful::count_change(*parameters[i]);
 }
 
+// Parameters in memory order, and what Adam goes by, as parallel lists.
+struct AdamLists {
+  std::vector<at::Tensor> to, by, averages, squares, maxima, steps;
+};
+
+template <typename Rate>
+void fused_adam(const AdamLists& l, const BrimfulAdam& o, const Rate& rate) {
+  const auto fused = [&](auto&& kernel) {
+    kernel(
+        l.to, l.by, l.averages, l.squares, l.maxima, l.steps, rate, o.beta1, o.beta2,
+        o.weight_decay, o.eps, o.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
+  };
+  o.decoupled ? fused([](auto&&... a) { at::_fused_adamw_(a...); })
+              : fused([](auto&&... a) { at::_fused_adam_(a...); });
+}
+
+// One parameter with what Adam keeps of it, in memory order.
+struct AdamTensors {
+  at::Tensor parameter, average, square;
+};
+
+// Adam's next numbers beside the present ones, by a step of this number, on this thread's share of cores.
+void compute_beside(
+    const AdamTensors& now, const at::Tensor& gradient, const AdamTensors& next,
+    const BrimfulAdam& o, double step) {
+  const double rate = o.learning_rate;
+  const brimful::HostAdam adam{
+      static_cast<float>(o.decoupled ? 0 : o.weight_decay),
+      static_cast<float>(o.decoupled ? 1 - rate * o.weight_decay : 1),
+      static_cast<float>(1 - o.beta1),
+      static_cast<float>(1 - o.beta2),
+      static_cast<float>(o.beta2),
+      static_cast<float>(std::sqrt(1 - std::pow(o.beta2, step))),
+      static_cast<float>(o.eps),
+      static_cast<float>(rate / (1 - std::pow(o.beta1, step)))};
+  auto over = at::TensorIteratorConfig()
+                  .set_check_mem_overlap(false)
+                  .resize_outputs(false)
+                  .add_output(next.parameter)
+                  .add_output(next.average)
+                  .add_output(next.square)
+                  .add_const_input(now.parameter)
+                  .add_const_input(gradient)
+                  .add_const_input(now.average)
+                  .add_const_input(now.square)
+                  .build();
+  over.for_each([&](char** data, const int64_t* /*strides*/, int64_t count) {
+    const auto to = [&](int at) { return reinterpret_cast<float*>(data[at]); };
+    const auto from = [&](int at) { return reinterpret_cast<const float*>(data[at]); };
+    brimful::host_adam(
+        {from(3), from(5), from(6)}, from(4), {to(0), to(1), to(2)}, count, adam);
+  });
+}
+
+// Whether the numbers are libtorch's, to the last bit: which it rounds depends on how it was compiled for this
+// machine, and a step must not depend on when it was computed.
+bool is_beside_the_same(bool decoupled) {
+  constexpr int64_t kNumbers = 1 << 12;
+  const auto numbers = [](double from, double to) {
+    return at::linspace(from, to, kNumbers, at::kDouble).sin().to(at::kFloat);
+  };
+  const AdamTensors now{numbers(0, 99), numbers(5, 77), numbers(1, 60).abs()};
+  const AdamTensors next{now.parameter.clone(), now.average.clone(), now.square.clone()};
+  const auto gradient = numbers(2, 55);
+  const auto steps = at::linspace(3, 3, 1, at::kFloat).squeeze();
+  const BrimfulAdam o{1e-2, 0.9, 0.999, 1e-8, 0.1, /*amsgrad=*/false, decoupled};
+  compute_beside(now, gradient, next, o, steps.item<double>());
+  fused_adam(
+      {{now.parameter}, {gradient}, {now.average}, {now.square}, {}, {steps}}, o, o.learning_rate);
+  return now.parameter.equal(next.parameter) && now.average.equal(next.average) &&
+         now.square.equal(next.square);
+}
+
+bool can_compute_beside(const BrimfulAdam& o, const at::Tensor& parameter) {
+  // From half on, libtorch adds the average to the gradient instead.
+  if (!parameter.is_cpu() || parameter.scalar_type() != at::kFloat || 1 - o.beta1 >= 0.5) {
+    return false;
+  }
+  static const bool decoupled = is_beside_the_same(true);
+  static const bool coupled = is_beside_the_same(false);
+  return o.decoupled ? decoupled : coupled;
+}
+
 }  // namespace
 
 extern "C" {
@@ -139,28 +227,39 @@ int32_t brimful_fused_adam(
   return guarded(message, [&] {
     if (count == 0) return;
     const at::NoGradGuard no_grad;
-    const auto to = flat_list(parameters, parameters, count, "parameter");
-    const auto by = flat_list(gradients, parameters, count, "gradient");
-    const auto first = flat_list(averages, parameters, count, "average");
-    const auto second = flat_list(squares, parameters, count, "average of squares");
-    const auto most = maxima == nullptr
-                          ? std::vector<at::Tensor>()
-                          : flat_list(maxima, parameters, count, "maximum of squares");
-    const auto counters = step_list(steps, parameters, count);
+    AdamLists lists{
+        flat_list(parameters, parameters, count, "parameter"),
+        flat_list(gradients, parameters, count, "gradient"),
+        flat_list(averages, parameters, count, "average"),
+        flat_list(squares, parameters, count, "average of squares"),
+        {},
+        step_list(steps, parameters, count)};
+    if (maxima != nullptr) {
+      lists.maxima = flat_list(maxima, parameters, count, "maximum of squares");
+    }
     check_rate(rate, *parameters[0]);
-    const auto& o = *options;
-    const auto update = [&](const auto& learning_rate) {
-      const auto fused = [&](auto&& kernel) {
-        kernel(
-            to, by, first, second, most, counters, learning_rate, o.beta1, o.beta2, o.weight_decay,
-            o.eps, o.amsgrad, /*maximize=*/false, std::nullopt, std::nullopt);
-      };
-      o.decoupled ? fused([](auto&&... a) { at::_fused_adamw_(a...); })
-                  : fused([](auto&&... a) { at::_fused_adam_(a...); });
-    };
     count_changes(parameters, count);
-    advance(counters);
-    rate == nullptr ? update(o.learning_rate) : update(*rate);
+    advance(lists.steps);
+    rate == nullptr ? fused_adam(lists, *options, options->learning_rate)
+                    : fused_adam(lists, *options, *rate);
+  });
+}
+
+// One parameter's next numbers beside its present ones, from `now` (parameter, average, average of squares) into
+// `next`, by the step of this number; `done` says whether that is possible.
+int32_t brimful_adam_beside(
+    const at::Tensor* const* now, const at::Tensor* gradient, const at::Tensor* const* next,
+    const BrimfulAdam* options, double step, bool* done, char** message) noexcept {
+  return guarded(message, [&] {
+    const at::NoGradGuard no_grad;
+    const at::Tensor* const parameters[] = {now[0], now[0], now[0]};
+    const auto from = flat_list(now, parameters, 3, "present tensor");
+    const auto to = flat_list(next, parameters, 3, "next tensor");
+    const auto by = flat_list(&gradient, parameters, 1, "gradient");
+    *done = !options->amsgrad && can_compute_beside(*options, *now[0]);
+    if (*done) {
+      compute_beside({from[0], from[1], from[2]}, by[0], {to[0], to[1], to[2]}, *options, step);
+    }
   });
 }
 

@@ -498,4 +498,13 @@ unsafe extern "C" {
         rate: *const RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_adam_beside(
+        now: Tensors,
+        gradient: *const RawTensor,
+        next: Tensors,
+        options: *const RawAdam,
+        step: f64,
+        done: *mut bool,
+        message: Message,
+    ) -> i32;
 }

@@ -148,6 +148,56 @@ pub fn adam(
     })
 }
 
+/// What Adam goes by of one parameter, and keeps of it: as it is, or as it will be.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamNumbers<'a> {
+    /// The parameter.
+    pub parameter: &'a Tensor,
+    /// The average of its gradients.
+    pub average: &'a Tensor,
+    /// The average of their squares.
+    pub square: &'a Tensor,
+}
+
+impl AdamNumbers<'_> {
+    fn raw(&self) -> [*const ffi::RawTensor; 3] {
+        [self.parameter, self.average, self.square].map(raw)
+    }
+}
+
+/// Computes what [`adam`] makes of one parameter in this step, counted from 1, beside what it is now: the same numbers
+/// to the last bit, in one pass over the memory. Tells whether that is possible: for f32 on a CPU whose libtorch
+/// rounds as this does.
+///
+/// # Errors
+/// When tensors are not laid out alike; nothing is changed then.
+pub fn adam_beside(
+    now: AdamNumbers<'_>,
+    gradient: &Tensor,
+    next: AdamNumbers<'_>,
+    step: f64,
+    learning_rate: f64,
+    options: &AdamOptions,
+) -> Result<bool, TorchError> {
+    let &AdamOptions { betas: (beta1, beta2), eps, weight_decay, decoupled } = options;
+    let options =
+        RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad: false, decoupled };
+    let (now, next, mut done) = (now.raw(), next.raw(), false);
+    // SAFETY: both arrays have three valid tensors; the bridge checks that all are laid out alike.
+    call(|message| unsafe {
+        ffi::brimful_adam_beside(
+            now.as_ptr(),
+            raw(gradient),
+            next.as_ptr(),
+            &options,
+            step,
+            &mut done,
+            message,
+        )
+    })?;
+    Ok(done)
+}
+
 fn same_length<const N: usize>(
     count: usize,
     lists: [Option<&[Tensor]>; N],

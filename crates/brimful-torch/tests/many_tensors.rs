@@ -6,7 +6,9 @@ mod test_device;
 
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::{collect, offering};
-use brimful_torch::optim::{AdamOptions, AdamState, LearningRate, SgdOptions};
+use brimful_torch::optim::{
+    AdamNumbers, AdamOptions, AdamState, LearningRate, SgdOptions, adam, adam_beside,
+};
 use brimful_torch::{foreach, optim};
 use tch::{Device, Kind, Tensor};
 use test_device::test_device;
@@ -228,4 +230,45 @@ fn what_a_kernel_would_misread_is_refused() {
     assert_eq!(parameter[0], ones(&[4, 6], Kind::Float));
     let error = optim::sgd(&parameter, &[], None, rate, &sgd).expect_err("no gradients");
     assert!(error.message.contains("1 parameters, but one has 0"), "{error}");
+}
+
+/// Adam beside itself is Adam to the last bit, or is not done: which way libtorch rounds is its compiler's choice.
+#[test]
+fn adam_beside_itself_is_adam_and_leaves_what_is_there() {
+    let numbers = |seed: f64| {
+        let ramp = Tensor::linspace(seed, 40.0 * seed, 1 << 12, (Kind::Double, Device::Cpu));
+        ramp.sin().to_kind(Kind::Float).view([64, 64])
+    };
+    for (decoupled, weight_decay) in [(true, 0.1), (true, 0.0), (false, 0.1), (false, 0.0)] {
+        let options = AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay, decoupled };
+        let (gradient, rate, steps) = (numbers(3.0), 0.01, Tensor::from(4.0_f32));
+        let now = [numbers(1.0), numbers(2.0), numbers(5.0).abs()];
+        let next = now.each_ref().map(Tensor::zeros_like);
+        let kept = now.each_ref().map(Tensor::copy);
+        let [parameter, average, square] = &now;
+        let [p, a, s] = &next;
+        let done = adam_beside(
+            AdamNumbers { parameter, average, square },
+            &gradient,
+            AdamNumbers { parameter: p, average: a, square: s },
+            5.0,
+            rate,
+            &options,
+        );
+        assert!(now.iter().zip(&kept).all(|(a, b)| a.equal(b)), "what is there stays");
+        if !done.expect("laid out alike") {
+            continue;
+        }
+        let [parameter, averages, squares] = now.each_ref().map(|tensor| [tensor.shallow_clone()]);
+        let state =
+            AdamState { averages: &averages, squares: &squares, maxima: None, steps: &[steps] };
+        adam(&parameter, &[gradient], state, LearningRate::Number(rate), &options).expect("a step");
+        assert!(now.iter().zip(&next).all(|(a, b)| a.equal(b)), "{options:?}");
+    }
+    let double = numbers(1.0).to_kind(Kind::Double);
+    let of = AdamNumbers { parameter: &double, average: &double, square: &double };
+    let options = AdamOptions { betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.0, decoupled: true };
+    assert!(!adam_beside(of, &double, of, 1.0, 0.1, &options).expect("laid out alike"), "f64");
+    let short = numbers(1.0).narrow(0, 0, 3);
+    assert!(adam_beside(of, &short, of, 1.0, 0.1, &options).is_err(), "another shape");
 }

@@ -1,8 +1,9 @@
 //! Adam and `AdamW`, which differ in the one line that applies the weight decay.
 
 use brimful_torch::TorchError;
-use brimful_torch::optim::{self as fused, AdamState};
+use brimful_torch::optim::{self as fused, AdamNumbers, AdamState};
 use serde::{Deserialize, Serialize};
+use tch::Tensor;
 
 use super::Method;
 use super::OptimError;
@@ -85,13 +86,28 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
         if self.amsgrad { NAMES } else { &NAMES[..2] }
     }
 
+    fn options(&self) -> fused::AdamOptions {
+        let Self { betas, eps, weight_decay, .. } = *self;
+        fused::AdamOptions { betas, eps, weight_decay, decoupled: DECOUPLED }
+    }
+
+    pub(super) fn update_beside(
+        &self,
+        now: &[Tensor],
+        gradient: &Tensor,
+        next: &[Tensor],
+        step: f64,
+    ) -> Result<bool, TorchError> {
+        let [now, next] = [now, next].map(|tensors| match tensors {
+            [parameter, average, square] => Some(AdamNumbers { parameter, average, square }),
+            _ => None,
+        });
+        // With amsgrad there is one more.
+        let (Some(now), Some(next)) = (now, next) else { return Ok(false) };
+        fused::adam_beside(now, gradient, next, step, self.learning_rate, &self.options())
+    }
+
     pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        let options = fused::AdamOptions {
-            betas: self.betas,
-            eps: self.eps,
-            weight_decay: self.weight_decay,
-            decoupled: DECOUPLED,
-        };
         let state = AdamState {
             averages: &lists.moments[0],
             squares: &lists.moments[1],
@@ -99,7 +115,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             steps: &lists.steps,
         };
         let rate = lists.rate(self.learning_rate);
-        fused::adam(&lists.parameters, &lists.gradients, state, rate, &options)
+        fused::adam(&lists.parameters, &lists.gradients, state, rate, &self.options())
     }
 }
 

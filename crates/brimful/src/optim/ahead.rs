@@ -2,7 +2,7 @@
 //! until a step takes it over.
 //!
 //! ```text
-//!   look ahead    state and parameter copied beside themselves · fused kernel on the copies      may be given up
+//!   look ahead    piece by piece: the next numbers beside the present ones                       may be given up
 //!   step          gradient, parameter and options as they were?  the copies take their place : as ever
 //! ```
 
@@ -18,6 +18,11 @@ use crate::memory;
 
 /// An eighth of the host's memory is left alone: what is computed ahead is no reason for others to have none.
 const SPARED_SHARE: u64 = 8;
+
+/// 1 Mi numbers are computed at a time, then it is asked whether to go on.
+const PIECE: i64 = 1 << 20;
+/// Kernels work on 16 numbers at a time, so no number of whole ones depends on the cut.
+const UNIT: i64 = 16;
 
 /// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
 #[derive(Debug)]
@@ -43,27 +48,80 @@ impl SecondState {
             && fits(state.master.as_ref().unwrap_or(tensor), &self.work)
     }
 
-    /// Makes it what the parameter and its state are now.
-    fn copy_from(&self, tensor: &Tensor, state: &ParameterState) -> Result<()> {
-        let present = state.master.as_ref().unwrap_or(tensor).f_detach()?;
-        let own = |state: &ParameterState| -> Vec<Tensor> {
-            state.step.iter().chain(&state.moments).map(Tensor::shallow_clone).collect()
+    /// Makes it what a step with this gradient makes of the parameter and its state; tells whether it came to the
+    /// end, before which it may be left off.
+    fn advance(
+        &self,
+        (tensor, state): (&Tensor, &ParameterState),
+        gradient: &Tensor,
+        method: &Method,
+        go_on: &impl Fn() -> bool,
+    ) -> Result<bool> {
+        let numbers = tensor.numel() as i64;
+        let flat = |tensor: &Tensor| tensor.f_detach()?.f_as_strided([numbers], [1], None);
+        let all = |work: &Tensor, state: &ParameterState| {
+            std::iter::once(work).chain(&state.moments).map(flat).collect::<Result<Vec<_>, _>>()
         };
-        foreach::copy(&[self.work.shallow_clone()], &[present])?;
-        Ok(foreach::copy(&own(&self.state), &own(state))?)
+        let now = all(state.master.as_ref().unwrap_or(tensor), state)?;
+        let next = all(&self.work, &self.state)?;
+        let gradient = flat(gradient)?;
+        for (start, length) in pieces(numbers) {
+            if !go_on() {
+                return Ok(false);
+            }
+            let piece = |tensor: &Tensor| tensor.f_narrow(0, start, length);
+            let piece_of = |all: &[Tensor]| all.iter().map(piece).collect::<Result<Vec<_>, _>>();
+            self.advance_piece(
+                &piece_of(&now)?,
+                state,
+                piece(&gradient)?,
+                piece_of(&next)?,
+                method,
+            )?;
+        }
+        Ok(true)
     }
 
-    fn lists(&self, gradient: &Tensor) -> Lists {
-        let moments = self.state.moments.iter();
-        Lists {
-            parameters: vec![self.work.shallow_clone()],
-            gradients: vec![gradient.shallow_clone()],
-            moments: moments.map(|moment| vec![moment.shallow_clone()]).collect(),
-            steps: self.state.step.iter().map(Tensor::shallow_clone).collect(),
-            first: false,
-            rate: None,
+    /// Makes a piece of it, the parameter's first, what comes of the same piece now.
+    fn advance_piece(
+        &self,
+        now: &[Tensor],
+        state: &ParameterState,
+        gradient: Tensor,
+        next: Vec<Tensor>,
+        method: &Method,
+    ) -> Result<()> {
+        // Every piece counts the step anew.
+        let (before, after) = (list(&state.step), list(&self.state.step));
+        foreach::copy(&after, &before)?;
+        let taken = before.first().map_or(Ok(0.0), |step| step.f_double_value(&[]))?;
+        let is_whole = gradient.numel() as i64 % UNIT == 0;
+        if is_whole && method.update_beside(now, &gradient, &next, taken + 1.0)? {
+            let counted = after.into_iter().next();
+            return Ok(counted.map_or(Ok(()), |mut step| step.f_fill_(taken + 1.0).map(drop))?);
         }
+        foreach::copy(&next, now)?;
+        let mut next = next.into_iter().map(|tensor| vec![tensor]);
+        let parameters = next.next().unwrap_or_default();
+        let (moments, gradients) = (next.collect(), vec![gradient]);
+        let lists =
+            Lists { parameters, gradients, moments, steps: after, first: false, rate: None };
+        Ok(method.update(&lists)?)
     }
+}
+
+/// Where pieces of so many numbers begin, and how long they are. The last is what does not fill a register: kernels
+/// round such numbers by themselves.
+fn pieces(numbers: i64) -> impl Iterator<Item = (i64, i64)> {
+    let rest = numbers % UNIT;
+    let whole = numbers - rest;
+    let pieces = (0..whole).step_by(PIECE as usize);
+    let pieces = pieces.map(move |start| (start, PIECE.min(whole - start)));
+    pieces.chain((rest > 0).then_some((whole, rest)))
+}
+
+fn list(tensor: &Option<Tensor>) -> Vec<Tensor> {
+    tensor.iter().map(Tensor::shallow_clone).collect()
 }
 
 /// A parameter's next state, and what it was computed from.
@@ -94,13 +152,22 @@ impl Ahead {
 
 impl Parameter {
     /// Computes what a step with this gradient makes of it, unless that is its first step, or there is no room.
-    fn look_ahead(&mut self, gradient: &Tensor, method: &Method) -> Result<()> {
+    fn look_ahead(
+        &mut self,
+        gradient: &Tensor,
+        method: &Method,
+        go_on: &impl Fn() -> bool,
+    ) -> Result<()> {
         let (tensor, state) = (&self.tensor, self.state.as_ref());
         let Some(state) = state.filter(|state| state.is_current(tensor, method)) else {
             return Ok(());
         };
         let dense = state.master.as_ref().unwrap_or(tensor);
-        if !tensor.requires_grad() || !fits(dense, dense) || !fits(dense, gradient) {
+        if !tensor.requires_grad()
+            || tensor.numel() == 0
+            || !fits(dense, dense)
+            || !fits(dense, gradient)
+        {
             return Ok(());
         }
         let next = match self.spare.take().filter(|spare| spare.suits(tensor, state)) {
@@ -111,8 +178,10 @@ impl Parameter {
             }
             None => return Ok(()),
         };
-        next.copy_from(tensor, state)?;
-        method.update(&next.lists(gradient))?;
+        if !next.advance((tensor, state), gradient, method, go_on)? {
+            self.spare = Some(next);
+            return Ok(());
+        }
         self.ahead = Some(Ahead {
             next,
             method: *method,
@@ -157,14 +226,19 @@ impl Parameter {
 
 impl Optimizer {
     /// Computes what a step with this gradient makes of the parameter of this name. Nothing has happened to it
-    /// before a step takes that over.
-    pub(crate) fn look_ahead(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
+    /// before a step takes that over. It is left off when it is not to go on.
+    pub(crate) fn look_ahead(
+        &mut self,
+        name: &str,
+        gradient: &Tensor,
+        go_on: impl Fn() -> bool,
+    ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let Self { parameters, groups, .. } = self;
         let Some(parameter) = parameters.iter_mut().find(|parameter| parameter.name == name) else {
             return Ok(());
         };
-        parameter.look_ahead(gradient, &groups[parameter.group].method)
+        parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
     }
 
     /// Whether something was computed ahead that no step has taken over.
@@ -196,8 +270,10 @@ mod tests {
     /// An optimizer of two parameters that has taken a step.
     fn optimizer(method: Method, kind: Kind) -> Optimizer {
         let number = |at: i64| {
-            let values = Tensor::arange(30, (Kind::Float, Device::Cpu)) / (at + 7);
-            values.view([5, 6]).to_kind(kind).set_requires_grad(true)
+            // The second is of two pieces and a rest.
+            let columns = [6, PIECE / 5 + 7][at as usize];
+            let values = Tensor::arange(5 * columns, (Kind::Float, Device::Cpu)) / (at + 7);
+            values.view([5, columns]).to_kind(kind).set_requires_grad(true)
         };
         let named = (0..2).map(|at| (at.to_string(), number(at))).collect();
         let mut optimizer = Optimizer::for_named(named, method).expect("an optimizer");
@@ -222,7 +298,7 @@ mod tests {
         let gradients: Vec<_> =
             optimizer.parameters().map(|(name, tensor)| (name.to_owned(), tensor.grad())).collect();
         for (name, gradient) in gradients {
-            optimizer.look_ahead(&name, &gradient).expect("ahead");
+            optimizer.look_ahead(&name, &gradient, || true).expect("ahead");
         }
     }
 

@@ -118,6 +118,22 @@ impl Method {
             Self::AdamW(config) => config.update(lists),
         }
     }
+
+    /// The same of one parameter and its moments, beside what they are now, in this step; tells whether that can
+    /// be done in one pass.
+    pub(super) fn update_beside(
+        &self,
+        now: &[Tensor],
+        gradient: &Tensor,
+        next: &[Tensor],
+        step: f64,
+    ) -> Result<bool, TorchError> {
+        match self {
+            Self::Sgd(_) => Ok(false),
+            Self::Adam(config) => config.update_beside(now, gradient, next, step),
+            Self::AdamW(config) => config.update_beside(now, gradient, next, step),
+        }
+    }
 }
 
 pub(crate) fn check_rate(rate: f64) -> Result<()> {

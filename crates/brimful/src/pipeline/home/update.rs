@@ -40,13 +40,11 @@ impl StageGradients {
     /// Computes what a step with them comes to, until somebody wants the optimizer back.
     fn look_ahead(self, optimizer: &mut Optimizer, wanted: &AtomicBool) -> Result<()> {
         self.arrived.synchronize()?;
-        for (name, parts) in &self.of {
-            if wanted.load(Ordering::Relaxed) {
-                break;
-            }
+        let go_on = || !wanted.load(Ordering::Relaxed);
+        for (name, parts) in self.of.iter().filter(|_| go_on()) {
             // What several stages share is added up by the step.
             if let [gradient] = &parts[..] {
-                optimizer.look_ahead(name, gradient)?;
+                optimizer.look_ahead(name, gradient, go_on)?;
             }
         }
         Ok(())
