@@ -140,7 +140,9 @@ void compute_beside(
                   .add_const_input(now.average)
                   .add_const_input(now.square)
                   .build();
-  over.for_each([&](char** data, const int64_t* /*strides*/, int64_t count) {
+  // All lie in one piece, of which each thread gets one.
+  over.for_each([&](char** data, const int64_t* /*strides*/, int64_t length, int64_t rows) {
+    const int64_t count = length * rows;
     const auto to = [&](int at) { return reinterpret_cast<float*>(data[at]); };
     const auto from = [&](int at) { return reinterpret_cast<const float*>(data[at]); };
     brimful::host_adam(
