@@ -8,8 +8,9 @@ use serde::Serialize;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// The first makes gradients and the optimizer's state; the second finds them.
-const WARM_UP: usize = 2;
+/// The first makes gradients and the optimizer's state; a host may take some more to have memory for what an
+/// optimizer at home computes ahead.
+const WARM_UP: usize = 5;
 
 /// What a step is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -24,6 +24,9 @@ const PIECE: i64 = 1 << 20;
 /// Kernels work on 16 numbers at a time, so no number of whole ones depends on the cut.
 const UNIT: i64 = 16;
 
+/// The part that a step begins with is wanted as soon as it was asked for: there is nothing to hide it behind.
+pub(crate) const FIRST_PART: usize = 0;
+
 /// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
 #[derive(Debug)]
 pub(super) struct SecondState {
@@ -170,13 +173,11 @@ impl Parameter {
         {
             return Ok(());
         }
-        let next = match self.spare.take().filter(|spare| spare.suits(tensor, state)) {
-            Some(spare) => spare,
-            None if self.has_room_beside(method)? => {
-                let _charged = self.enter_home();
-                SecondState::like(tensor, state)?
-            }
-            None => return Ok(()),
+        let spare = self.spare.take().filter(|spare| spare.suits(tensor, state));
+        let Some(next) =
+            spare.map_or_else(|| self.second_state(method), |spare| Ok(Some(spare)))?
+        else {
+            return Ok(());
         };
         if !next.advance((tensor, state), gradient, method, go_on)? {
             self.spare = Some(next);
@@ -190,6 +191,20 @@ impl Parameter {
             gradient_version: version(gradient),
         });
         Ok(())
+    }
+
+    /// Room for a second state, where its home has that.
+    fn second_state(&self, method: &Method) -> Result<Option<SecondState>> {
+        let Some(state) =
+            self.state.as_ref().filter(|state| state.is_current(&self.tensor, method))
+        else {
+            return Ok(None);
+        };
+        if !self.has_room_beside(method)? {
+            return Ok(None);
+        }
+        let _charged = self.enter_home();
+        SecondState::like(&self.tensor, state).map(Some)
     }
 
     /// Whether its home has room for a second state, and for as much again.
@@ -239,6 +254,28 @@ impl Optimizer {
             return Ok(());
         };
         parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
+    }
+
+    /// Makes room to look ahead, and has the system give it: that takes longer than to look ahead.
+    pub(crate) fn make_room_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
+        let Self { parameters, groups, .. } = self;
+        let looked_at = |parameter: &&mut Parameter| {
+            let part = parameter.home.as_ref().map_or(FIRST_PART, |home| home.part);
+            part != FIRST_PART && parameter.spare.is_none() && parameter.ahead.is_none()
+        };
+        for parameter in parameters.iter_mut().filter(looked_at) {
+            if !go_on() {
+                break;
+            }
+            let spare = parameter.second_state(&groups[parameter.group].method)?;
+            if let Some(SecondState { state, work }) = &spare {
+                let all: Vec<_> =
+                    state.moments.iter().chain([work]).map(Tensor::shallow_clone).collect();
+                foreach::zero(&all)?;
+            }
+            parameter.spare = spare;
+        }
+        Ok(())
     }
 
     /// Whether something was computed ahead that no step has taken over.

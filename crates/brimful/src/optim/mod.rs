@@ -63,6 +63,7 @@ use tch::{Kind, Tensor, nn};
 
 use crate::memory::Arena;
 use crate::{Error, Result};
+pub(crate) use ahead::FIRST_PART;
 use ahead::{Ahead, SecondState};
 use replay::OptimizerReplay;
 use state::ParameterState;

@@ -28,7 +28,7 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::tensor_bytes;
-use crate::optim::{Optimizer, OptimizerPlan, ParameterHome};
+use crate::optim::{FIRST_PART, Optimizer, OptimizerPlan, ParameterHome};
 use crate::pipeline::run::{MoveClock, RestingPlace};
 use crate::schedule::{Awaited, Move};
 use slots::Slots;
@@ -208,7 +208,7 @@ impl HostedStages {
     /// whose last update is under way.
     pub(crate) fn begin_ahead(&mut self, here: Option<Optimizer>) {
         if let Some(optimizer) = here {
-            self.update = Some(Update::start(optimizer, None, self.update_threads()));
+            self.update = Some(Update::start(optimizer, None, true, self.update_threads()));
         }
         self.begin_handing(false);
     }
@@ -296,8 +296,8 @@ impl HostedStages {
             let bytes = |home: &Vec<Sum>| home.iter().flatten().flatten().map(tensor_bytes).sum();
             clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
-        // The first stage's update is wanted as soon as the step is: there is nothing to hide it behind.
-        if let Some(handing) = self.handing.as_mut().filter(|handing| handing.updates || at > 0) {
+        let handing = self.handing.as_mut();
+        if let Some(handing) = handing.filter(|handing| handing.updates || at != FIRST_PART) {
             let own = stage.named(&home, &self.places, &mut handing.shared);
             let arrived = Event::after(self.outward.outward)?;
             handing.waiting.push((at, StageGradients { of: own, arrived }));
@@ -330,7 +330,9 @@ impl HostedStages {
 
     /// Lets the optimizer do what it has prepared for the stages at home, while others go on.
     pub(crate) fn update(&mut self, optimizer: Optimizer, plan: OptimizerPlan) {
-        self.update = Some(Update::start(optimizer, Some(plan), self.update_threads()));
+        let looks_ahead = self.hands_over == HandsOver::Ahead && self.pause == 0;
+        self.update =
+            Some(Update::start(optimizer, Some(plan), looks_ahead, self.update_threads()));
     }
 
     fn update_threads(&self) -> usize {

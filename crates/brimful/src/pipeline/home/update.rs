@@ -79,10 +79,12 @@ pub(crate) struct Update {
 }
 
 impl Update {
-    /// Lets the optimizer do what it has prepared, with so many threads an operation, and then what it is given.
+    /// Lets the optimizer do what it has prepared, with so many threads an operation, make room if it will look
+    /// ahead, and then do what it is given.
     pub(crate) fn start(
         mut optimizer: Optimizer,
         plan: Option<OptimizerPlan>,
+        looks_ahead: bool,
         threads: usize,
     ) -> Self {
         // Nothing is to be waited for where there is nothing to do.
@@ -98,6 +100,9 @@ impl Update {
             drop(tell);
             // Of gradients that were changed since: the step was another.
             optimizer.forget_ahead();
+            if looks_ahead && result.is_ok() {
+                make_room(&mut optimizer, &wanted);
+            }
             let result = work_off(&mut optimizer, tasks, &wanted, result);
             (optimizer, result)
         })
@@ -186,6 +191,13 @@ impl Drop for Update {
     fn drop(&mut self) {
         // Memory at home must not be given back while it is written to.
         let _ = self.end();
+    }
+}
+
+/// Makes room to look ahead while there is nothing else to do; without, the step computes it all.
+fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
+    if let Err(cause) = optimizer.make_room_ahead(|| !wanted.load(Ordering::Relaxed)) {
+        tracing::debug!(%cause, "updates are not computed ahead");
     }
 }
 
