@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::thread::available_parallelism;
+use std::thread::{self, available_parallelism};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -56,10 +56,11 @@ pub(crate) struct LoaderOptions {
 
 /// Measures and prints.
 pub(crate) fn run(options: &LoaderOptions) -> Result<()> {
+    let cores = available_parallelism().map_or(1, usize::from);
     if !options.data.exists() {
-        make(&options.data, options.images)?;
+        make(&options.data, options.images, cores)?;
     }
-    let workers = options.workers.unwrap_or_else(|| available_parallelism().map_or(1, usize::from));
+    let workers = options.workers.unwrap_or(cores);
     let side = i64::from(options.image);
     let mut loader = ImageLoader::open(&options.data, side, workers, options.batch_size)?;
     let facts = json!({ "optimizer": "none" });
@@ -90,18 +91,28 @@ pub(crate) fn run(options: &LoaderOptions) -> Result<()> {
     journal.end()
 }
 
-/// Makes a folder of photographs that are none: waves of colour with grain, as large in bytes as such.
-fn make(folder: &Path, images: usize) -> Result<()> {
+/// Makes a folder of photographs that are none, on all cores: waves of colour with grain, as large in bytes as such.
+fn make(folder: &Path, images: usize, threads: usize) -> Result<()> {
     let progress = Progress::new(images, "images made");
-    for number in 0..images {
-        let class = folder.join(format!("class-{}", number % CLASSES));
-        let path = class.join(format!("{number:06}.jpg"));
-        let made = fs::create_dir_all(&class).map_err(Into::into);
-        let made = made.and_then(|()| photograph(number as u32).save(&path));
-        made.with_context(|| format!("cannot write {}", path.display()))?;
-        progress.advance(1);
-    }
-    Ok(())
+    let part = |first: usize| -> Result<()> {
+        for number in (first..images).step_by(threads) {
+            make_one(folder, number)?;
+            progress.advance(1);
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let parts: Vec<_> = (0..threads).map(|first| scope.spawn(move || part(first))).collect();
+        parts.into_iter().try_for_each(|part| part.join().expect("it does not panic"))
+    })
+}
+
+fn make_one(folder: &Path, number: usize) -> Result<()> {
+    let class = folder.join(format!("class-{}", number % CLASSES));
+    let path = class.join(format!("{number:06}.jpg"));
+    let made = fs::create_dir_all(&class).map_err(Into::into);
+    let made = made.and_then(|()| photograph(number as u32).save(&path));
+    made.with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn photograph(number: u32) -> RgbImage {
