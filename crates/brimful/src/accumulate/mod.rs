@@ -15,10 +15,11 @@ mod sums;
 use std::borrow::Borrow;
 
 use brimful_torch::TorchError;
-use brimful_torch::autograd::{backward, set_gradient, watched};
+use brimful_torch::autograd::{backward_to, set_gradient, watched};
 use brimful_torch::foreach;
 use brimful_torch::gradients::{collect, offering};
-use brimful_torch::split_backward::{InputGradients, SplitBackward};
+use brimful_torch::leaves::{KnownLeaves, Reach};
+use brimful_torch::split_backward::{Begun, SplitBackward};
 use tch::Tensor;
 
 use crate::Result;
@@ -35,6 +36,8 @@ use sums::{add_sum, own};
 pub(crate) struct Accumulator {
     /// The model's own, and behind them other leaves that backwards have reached.
     parameters: Vec<Tensor>,
+    /// The same, to be found in a graph.
+    known: KnownLeaves,
     /// How many are the model's own.
     own: usize,
     sums_others: bool,
@@ -65,6 +68,7 @@ impl Accumulator {
         let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;
         let apart = parameters.iter().any(is_summed_apart);
         let mut accumulator = Self {
+            known: KnownLeaves::new(&parameters)?,
             own: parameters.len(),
             sums_others: false,
             parameters,
@@ -141,39 +145,57 @@ impl Accumulator {
         self.groups.len() == 1 && !self.apart
     }
 
-    /// Runs backward from one group's roots and adds what arrives to the group's sums.
+    /// Runs backward from one group's roots, to the parameters and to `ends`, and adds what arrives in the
+    /// parameters to the group's sums.
     pub(crate) fn add(
         &mut self,
         group: usize,
         roots: &[(impl Borrow<Tensor>, Tensor)],
+        ends: &[&Tensor],
         keep_graph: bool,
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
-        self.add_from(group, || backward(&roots, &gradients, keep_graph))
+        loop {
+            let mut other = None;
+            self.add_from(group, |known| {
+                let reach = backward_to(known, ends, &roots, &gradients, keep_graph)?;
+                other = if let Reach::Other(leaf) = reach { Some(leaf) } else { None };
+                Ok(())
+            })?;
+            let Some(leaf) = other else { return Ok(()) };
+            self.take_in(leaf)?;
+        }
     }
 
-    /// Runs the input half of a backward from each group's roots, and gives the inputs' gradients.
+    /// Runs the input half of a backward from each group's roots, to the parameters and to the inputs, and gives
+    /// the inputs' gradients.
     pub(crate) fn begin_split(
         &mut self,
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
-    ) -> Result<(Vec<InputGradients>, SplitBackward)> {
+    ) -> Result<Begun> {
         self.expect_groups(groups.len());
-        Ok(SplitBackward::input_half(groups, inputs)?)
+        loop {
+            match SplitBackward::input_half_to(&self.known, groups, inputs)? {
+                Reach::Known(begun) => return Ok(begun),
+                Reach::Other(leaf) => self.take_in(leaf)?,
+            }
+        }
     }
 
     /// Runs the weight half of one group, and adds what arrives to the group's sums.
     pub(crate) fn add_split(&mut self, group: usize, split: &mut SplitBackward) -> Result<()> {
-        self.add_from(group, || split.weight_half(group))
+        self.add_from(group, |_| split.weight_half(group))
     }
 
     /// Adds what arrives in the parameters while `run` goes backward to the group's sums.
     fn add_from(
         &mut self,
         group: usize,
-        run: impl FnOnce() -> Result<(), TorchError>,
+        run: impl FnOnce(&KnownLeaves) -> Result<(), TorchError>,
     ) -> Result<()> {
+        let run = || run(&self.known);
         // Where sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, and
         // not the sum that is to be sent.
         if self.last
