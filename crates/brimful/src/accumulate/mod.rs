@@ -20,7 +20,7 @@ use brimful_torch::foreach;
 use brimful_torch::gradients::{collect, offering};
 use brimful_torch::leaves::{KnownLeaves, Reach};
 use brimful_torch::split_backward::{Begun, SplitBackward};
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn, summed_in};
@@ -44,8 +44,7 @@ pub(crate) struct Accumulator {
     named: Named,
     aside: Sum,
     groups: Vec<Sum>,
-    /// Whether sums must be kept apart: for f32 sums of half precision, and on CUDA, where a few
-    /// kernels add what takes autograd one a parameter.
+    /// Whether sums must be kept apart: see [`sums_apart`].
     apart: bool,
     /// See [`Sums`].
     lent: bool,
@@ -365,9 +364,17 @@ fn gather(
     Ok(collect(parameters, sums)?)
 }
 
-/// Whether gradients are summed elsewhere than in the parameter: see [`Accumulator`].
+/// Whether the gradients of parameters of this kind on this device are summed up beside them, and a
+/// micro-batch's are there until its backward is over: for [`plan::Request::sums_apart`](crate::plan::Request).
+///
+/// So it is in half precision, whose sums are in f32, and on CUDA, where a few kernels add what takes autograd
+/// one a parameter. Where stages live on the host it is so too, whatever they are.
+pub fn sums_apart(device: Device, kind: Kind) -> bool {
+    summed_in(kind) != kind || device.is_cuda()
+}
+
 fn is_summed_apart(parameter: &Tensor) -> bool {
-    summed_in(parameter.kind()) != parameter.kind() || parameter.device().is_cuda()
+    sums_apart(parameter.device(), parameter.kind())
 }
 
 /// The gradient that a parameter has, such that it can be put back and added to: where the model was given
