@@ -9,7 +9,7 @@ use brimful::optim::Method;
 use brimful::pipeline::HostSpeed;
 use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, batch, memory};
+use brimful::{Bytes, Layers, batch, memory, sums_apart};
 use tch::{Device, Kind, Tensor};
 
 use crate::measured;
@@ -163,7 +163,7 @@ impl HomePlan {
         let beside = self.question.kept_beside as f64 * gradient_factor(kind);
         Request {
             gradient_bytes: gradient_factor(kind),
-            sums_apart: device != Device::Cpu || gradient_factor(kind) > 1.0,
+            sums_apart: sums_apart(device, kind),
             optimizer_bytes: method.state_factor_in(kind) + beside,
             schedules: vec![schedule],
             recompute: Some(recompute),

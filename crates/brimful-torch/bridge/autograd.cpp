@@ -1,5 +1,6 @@
 // Backward passes that start from given gradients, and gradients put in place by hand.
 
+#include "backward_graph.h"
 #include "direct_backward.h"
 #include "guard.h"
 #include "tensors.h"
@@ -7,10 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones_like.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -18,8 +17,7 @@
 #include <thread>
 #include <vector>
 
-BRIMFUL_READ_AGAIN(
-    "set_post_acc_grad_hooks, which replaces whatever hook was there, and the node AccumulateGrad");
+BRIMFUL_READ_AGAIN("set_post_acc_grad_hooks, which replaces whatever hook was there");
 
 namespace {
 
@@ -88,32 +86,35 @@ std::optional<brimful::DirectBackward> directly(
   return direct;
 }
 
-void backward(const variable_list& roots, const variable_list& gradients, bool keep_graph) {
-  if (auto direct = directly(roots, gradients, keep_graph); direct && direct->run()) return;
-  torch::autograd::backward(roots, gradients, keep_graph);
+// The leaves that a backward may come to: those of a step, and those at which a stage begins.
+struct Expected {
+  const brimful::KnownLeaves& known;
+  torch::autograd::edge_list ends;
+};
+
+// Of these tensors, those that have a gradient of their own.
+torch::autograd::edge_list leaf_edges(at::Tensor* const* tensors, size_t count) {
+  torch::autograd::edge_list edges;
+  for (size_t i = 0; i < count; ++i) {
+    const bool is_leaf = tensors[i]->is_leaf() && tensors[i]->requires_grad();
+    if (is_leaf) edges.push_back(torch::autograd::impl::gradient_edge(*tensors[i]));
+  }
+  return edges;
 }
 
-// A leaf that backward from the root would reach and that is none of these tensors.
-at::Tensor other_leaf(
-    const at::Tensor& root, const ska::flat_hash_set<const at::TensorImpl*>& parameters,
-    ska::flat_hash_set<torch::autograd::Node*>& seen) {
-  // No node leads to a root that is a leaf itself.
-  if (root.is_leaf()) {
-    const bool other = root.requires_grad() && parameters.count(root.unsafeGetTensorImpl()) == 0;
-    return other ? root : at::Tensor();
+// Gives a leaf that was not expected, if there is one: then nothing has been run.
+at::Tensor backward(
+    const variable_list& roots, const variable_list& gradients, bool keep_graph,
+    const std::optional<Expected>& expected) {
+  auto direct = directly(roots, gradients, keep_graph);
+  if (direct && (expected || !brimful::needs_engine())) {
+    brimful::BackwardGraph graph;
+    if (expected) graph.add_ends(expected->ends);
+    graph.add_roots(direct->roots);
+    const auto other = expected ? graph.other_leaf(expected->known) : at::Tensor();
+    if (other.defined() || direct->run(graph)) return other;
   }
-  std::vector<torch::autograd::Node*> open{root.grad_fn().get()};
-  while (!open.empty()) {
-    auto* node = open.back();
-    open.pop_back();
-    if (node == nullptr || !seen.insert(node).second) continue;
-    for (const auto& edge : node->next_edges()) open.push_back(edge.function.get());
-    // Nothing is behind a leaf; to ask every node would take longer than to find them.
-    if (!node->next_edges().empty()) continue;
-    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      if (parameters.count(leaf->variable.unsafeGetTensorImpl()) == 0) return leaf->variable;
-    }
-  }
+  torch::autograd::backward(roots, gradients, keep_graph);
   return at::Tensor();
 }
 
@@ -121,14 +122,19 @@ at::Tensor other_leaf(
 
 extern "C" {
 
-// A null gradient stands for the default: one, for a scalar root.
+// A null gradient stands for the default: one, for a scalar root. Where the known leaves are not null and the roots
+// lead to one that is neither among them nor an end, that is given, and nothing is run.
 int32_t brimful_backward(
     at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
+    const brimful::KnownLeaves* known, at::Tensor* const* ends, size_t end_count, at::Tensor** other,
     char** message) noexcept {
   return brimful::guarded(message, [&] {
     variable_list with;
     for (size_t i = 0; i < count; ++i) with.push_back(brimful::or_none(gradients[i]));
-    backward(brimful::list_of(roots, count), with, keep_graph);
+    std::optional<Expected> expected;
+    if (known != nullptr) expected.emplace(Expected{*known, leaf_edges(ends, end_count)});
+    const auto leaf = backward(brimful::list_of(roots, count), with, keep_graph, expected);
+    if (leaf.defined()) *other = new at::Tensor(leaf);
   });
 }
 
@@ -141,23 +147,6 @@ int32_t brimful_watch(
 }
 
 void brimful_unwatch(Watches* watches) noexcept { delete watches; }
-
-// Null where backward from the roots reaches these parameters alone.
-int32_t brimful_other_leaf(
-    at::Tensor* const* roots, size_t count, at::Tensor* const* parameters, size_t parameter_count,
-    at::Tensor** out, char** message) noexcept {
-  return brimful::guarded(message, [&] {
-    ska::flat_hash_set<const at::TensorImpl*> known;
-    ska::flat_hash_set<torch::autograd::Node*> seen;
-    known.reserve(parameter_count);
-    for (size_t i = 0; i < parameter_count; ++i) known.insert(parameters[i]->unsafeGetTensorImpl());
-    *out = nullptr;
-    for (size_t i = 0; i < count && *out == nullptr; ++i) {
-      const auto leaf = other_leaf(*roots[i], known, seen);
-      if (leaf.defined()) *out = new at::Tensor(leaf);
-    }
-  });
-}
 
 bool brimful_is_same(const at::Tensor* one, const at::Tensor* other) noexcept {
   return one->is_same(*other);

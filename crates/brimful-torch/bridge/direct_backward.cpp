@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -27,6 +26,7 @@ BRIMFUL_READ_AGAIN(
 
 namespace {
 
+using brimful::BackwardGraph;
 using torch::autograd::AnomalyMode;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
@@ -95,29 +95,20 @@ void gather(at::Tensor& sum, at::Tensor&& gradient) {
 
 class DirectRun {
  public:
-  DirectRun(const edge_list& ends, const edge_list& passed) : prunes_(!ends.empty()) {
+  DirectRun(const BackwardGraph& graph, const edge_list& ends, const edge_list& passed)
+      : graph_(graph), turns_(graph.places.size()), prunes_(!ends.empty()) {
     given_.resize(ends.size() + passed.size());
-    for (const Edge& edge : ends) watch(edge).is_end = true;
-    for (const Edge& edge : passed) watch(edge).is_passed = true;
+    for (const Edge& edge : ends) watch(edge, &Turn::is_end);
+    for (const Edge& edge : passed) watch(edge, &Turn::is_passed);
   }
 
   // Whether the graph behind the roots can be run here.
   bool plan(const edge_list& roots) {
     for (const Edge& root : roots) {
-      if (!visit(find(root.function.get()))) return false;
+      roots_.push_back(graph_.find(root.function.get()));
+      turns_[roots_.back()].is_reached = true;
     }
-    for (size_t at = 0; at < places_.size(); ++at) {
-      const auto& place = places_[at];
-      if (!place.is_needed || place.is_end) continue;
-      for (size_t edge = 0; edge < place.children; ++edge) {
-        const auto child = children_[place.first_child + edge];
-        if (child == kNone) continue;
-        // It would compute a gradient that nobody asks for: the engine can tell it so.
-        if (!places_[child].is_needed) return false;
-        ++places_[child].awaited;
-      }
-    }
-    return true;
+    return reach() && count();
   }
 
   variable_list run(const edge_list& roots, variable_list&& gradients, bool keep_graph) {
@@ -125,12 +116,11 @@ class DirectRun {
     const Keeping kept(keep_graph);
     // Before any of them is ready: a root may wait for another.
     for (size_t i = 0; i < roots.size(); ++i) {
-      const auto at = index_.at(roots[i].function.get());
-      if (places_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
+      const auto at = roots_[i];
+      if (turns_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
     }
-    for (const Edge& root : roots) {
-      const auto at = index_.at(root.function.get());
-      if (places_[at].is_needed && places_[at].awaited == 0) get_ready(at);
+    for (const auto at : roots_) {
+      if (turns_[at].is_needed && turns_[at].awaited == 0) get_ready(at);
     }
     while (!ready_.empty()) {
       const auto at = ready_.top().second;
@@ -141,7 +131,7 @@ class DirectRun {
   }
 
  private:
-  static constexpr uint32_t kNone = UINT32_MAX;
+  static constexpr uint32_t kNone = BackwardGraph::kNone;
 
   // A gradient that is given out, at its own place among them: which of those that come into a node, and
   // the next one of the same node.
@@ -150,100 +140,90 @@ class DirectRun {
     uint32_t next;
   };
 
-  struct Place {
-    Node* node;
-    size_t first_child = 0;
-    size_t children = 0;
+  // What the run knows of a place of the graph.
+  struct Turn {
     // Nodes that will bring a gradient, or say that there is none.
-    size_t awaited = 0;
-    bool is_visited = false;
+    uint32_t awaited = 0;
+    uint32_t taken = kNone;
+    bool is_reached = false;
     bool is_needed = false;
     bool is_end = false;
     bool is_passed = false;
     bool is_ready = false;
-    uint32_t taken = kNone;
     variable_list gathered = {};
   };
 
-  struct Visit {
-    uint32_t at;
-    size_t next;
-  };
-
-  uint32_t find(Node* node) {
-    const auto [found, is_new] = index_.emplace(node, static_cast<uint32_t>(places_.size()));
-    if (is_new) places_.push_back({node});
-    return found->second;
+  void watch(const Edge& edge, bool Turn::*as) {
+    const auto place = static_cast<uint32_t>(taken_.size());
+    taken_.push_back({edge.input_nr, kNone});
+    const auto at = graph_.find(edge.function.get());
+    // Nothing comes to an end that the graph does not have.
+    if (at == kNone) return;
+    turns_[at].*as = true;
+    taken_[place].next = std::exchange(turns_[at].taken, place);
   }
 
-  Place& watch(const Edge& edge) {
-    auto& place = places_[find(edge.function.get())];
-    const auto as = static_cast<uint32_t>(taken_.size());
-    taken_.push_back({edge.input_nr, std::exchange(place.taken, as)});
-    return place;
+  // Calls `f` with the place behind each edge.
+  template <class F>
+  void each_child(uint32_t at, F&& f) const {
+    const auto& place = graph_.places[at];
+    for (uint32_t edge = 0; edge < place.edges; ++edge) {
+      const auto child = graph_.children[place.first_child + edge];
+      if (child != kNone) f(child);
+    }
   }
 
-  // False where the engine is needed for the place itself.
-  bool enter(uint32_t at) {
-    places_[at].is_visited = true;
-    places_[at].is_needed = !prunes_ || places_[at].is_end;
-    Node& node = *places_[at].node;
-    if (!stream_.takes(node)) return false;
-    if (places_[at].is_end) return true;
-    places_[at].first_child = children_.size();
-    places_[at].children = node.next_edges().size();
-    for (const Edge& edge : node.next_edges()) {
-      children_.push_back(edge.is_valid() ? find(edge.function.get()) : kNone);
+  // Finds all that is behind the roots. False where the engine is needed for some of it.
+  bool reach() {
+    for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
+      if (!turns_[*next].is_reached) continue;
+      if (!stream_.takes(*graph_.places[*next].node)) return false;
+      if (!turns_[*next].is_end) each_child(*next, [&](auto child) { turns_[child].is_reached = true; });
     }
     return true;
   }
 
-  // Goes through all that is behind a place, and finds out what leads to an end.
-  bool visit(uint32_t root) {
-    if (places_[root].is_visited) return true;
-    if (!enter(root)) return false;
-    std::vector<Visit> open{{root, 0}};
-    while (!open.empty()) {
-      auto& [at, next] = open.back();
-      if (next == places_[at].children) {
-        const bool is_needed = places_[at].is_needed;
-        open.pop_back();
-        if (!open.empty()) places_[open.back().at].is_needed |= is_needed;
-        continue;
-      }
-      const auto child = children_[places_[at].first_child + next++];
-      if (child == kNone) continue;
-      if (places_[child].is_visited) {
-        places_[at].is_needed |= places_[child].is_needed;
-      } else {
-        if (!enter(child)) return false;
-        open.push_back({child, 0});
-      }
+  // Finds out what leads to an end, and who waits for how many. False where the engine is needed.
+  bool count() {
+    bool in_vain = false;
+    for (const auto at : graph_.order) {
+      auto& turn = turns_[at];
+      if (!turn.is_reached) continue;
+      turn.is_needed = !prunes_ || turn.is_end;
+      if (turn.is_end) continue;
+      each_child(at, [&](auto child) { turn.is_needed |= turns_[child].is_needed; });
+      if (!turn.is_needed) continue;
+      each_child(at, [&](auto child) {
+        ++turns_[child].awaited;
+        // It would compute a gradient that nobody asks for: the engine can tell it so.
+        in_vain |= !turns_[child].is_needed;
+      });
     }
-    return true;
+    return !in_vain;
   }
 
   void bring(uint32_t at, uint32_t input, at::Tensor&& gradient) {
-    auto& place = places_[at];
-    if (place.gathered.empty()) place.gathered.resize(place.node->num_inputs());
-    gather(place.gathered.at(input), std::move(gradient));
+    auto& gathered = turns_[at].gathered;
+    if (gathered.empty()) gathered.resize(graph_.places[at].node->num_inputs());
+    gather(gathered.at(input), std::move(gradient));
   }
 
   // Later nodes of the forward first, and leaves before all, as in the engine: so what waits is least.
   void get_ready(uint32_t at) {
-    if (std::exchange(places_[at].is_ready, true)) return;
-    ready_.emplace(places_[at].node->sequence_nr(), at);
+    if (std::exchange(turns_[at].is_ready, true)) return;
+    ready_.emplace(graph_.places[at].node->sequence_nr(), at);
   }
 
   void run_node(uint32_t at, bool keep_graph) {
-    auto& place = places_[at];
-    auto gathered = std::move(place.gathered);
-    for (auto as = place.taken; as != kNone; as = taken_[as].next) {
+    auto& turn = turns_[at];
+    const auto& place = graph_.places[at];
+    auto gathered = std::move(turn.gathered);
+    for (auto as = turn.taken; as != kNone; as = taken_[as].next) {
       given_[as] = gathered.at(taken_[as].input);
     }
-    if (place.is_end) return;
+    if (turn.is_end) return;
     Node& node = *place.node;
-    const bool releases = !keep_graph && !place.is_passed;
+    const bool releases = !keep_graph && !turn.is_passed;
     if (releases) node.will_release_variables();
     auto gradients = node(std::move(gathered));
     torch::autograd::validate_outputs(
@@ -251,20 +231,19 @@ class DirectRun {
           return "Function " + node.name() + " returned an " + refusal;
         });
     if (releases) node.release_variables();
-    for (size_t edge = 0; edge < place.children; ++edge) {
-      const auto child = children_[place.first_child + edge];
+    for (uint32_t edge = 0; edge < place.edges; ++edge) {
+      const auto child = graph_.children[place.first_child + edge];
       if (child == kNone) continue;
       bring(child, node.next_edge(edge).input_nr, std::move(gradients[edge]));
-      if (--places_[child].awaited == 0) get_ready(child);
+      if (--turns_[child].awaited == 0) get_ready(child);
     }
   }
 
+  const BackwardGraph& graph_;
+  std::vector<Turn> turns_;
   const bool prunes_;
   OneStream stream_;
-  std::vector<Place> places_;
-  ska::flat_hash_map<Node*, uint32_t> index_;
-  // Of all places, each one's side by side.
-  std::vector<uint32_t> children_;
+  std::vector<uint32_t> roots_;
   std::vector<Taken> taken_;
   variable_list given_;
   std::priority_queue<std::pair<uint64_t, uint32_t>> ready_;
@@ -274,10 +253,14 @@ class DirectRun {
 
 namespace brimful {
 
-std::optional<variable_list> DirectBackward::run() {
+bool needs_engine() {
   // Inside a task of the engine's, nodes would ask that one what to compute.
-  if (wants_engine || AnomalyMode::is_enabled() || is_in_engine()) return std::nullopt;
-  DirectRun run(ends, passed);
+  return wants_engine || AnomalyMode::is_enabled() || is_in_engine();
+}
+
+std::optional<variable_list> DirectBackward::run(const BackwardGraph& graph) {
+  if (needs_engine()) return std::nullopt;
+  DirectRun run(graph, ends, passed);
   if (!run.plan(roots)) return std::nullopt;
   torch::autograd::validate_outputs(
       roots, gradients, [](const std::string& refusal) { return refusal; });

@@ -6,6 +6,8 @@
 // engine's order, and give what they give there.
 #pragma once
 
+#include "backward_graph.h"
+
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -24,9 +26,12 @@ struct DirectBackward {
   bool keep_graph = false;
 
   // The gradients of the ends, and then those that have passed. None where the engine is needed: then nothing
-  // has been run, and the gradients are still here.
-  std::optional<torch::autograd::variable_list> run();
+  // has been run, and the gradients are still here. The roots are of this graph.
+  std::optional<torch::autograd::variable_list> run(const BackwardGraph& graph);
 };
+
+// Whether this thread needs the engine, whatever the graph is.
+bool needs_engine();
 
 // Whether the backward that is running on this thread, if there is one, leaves its graph for another.
 bool keeps_graph();

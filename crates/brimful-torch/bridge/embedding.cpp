@@ -53,15 +53,9 @@ at::Tensor looked_up(const at::Tensor& table, const at::Tensor& places) {
   const bool is_ours = kernels::takes(table) && table.requires_grad() && places.numel() > 0;
   if (!is_ours || !at::GradMode::is_enabled()) return at::embedding(table, places);
   const auto node = kernels::node_after<EmbeddingNode>(table);
-  at::Tensor out;
-  {
-    const at::NoGradGuard no_grad;
-    out = at::embedding(table, places);
-  }
   node->table = SavedVariable(table, false);
   node->places = SavedVariable(places, false);
-  torch::autograd::set_history(out, node);
-  return out;
+  return kernels::with_history(node, [&] { return at::embedding(table, places); });
 }
 
 }  // namespace

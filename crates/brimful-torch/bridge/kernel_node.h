@@ -67,4 +67,16 @@ std::shared_ptr<Node> node_after(const Tensors&... inputs) {
   return node;
 }
 
+// What `compute` gives, with the node for its history in place of those of libtorch's operations.
+template <class F>
+at::Tensor with_history(const std::shared_ptr<KernelNode>& node, F&& compute) {
+  at::Tensor out;
+  {
+    const at::NoGradGuard untracked;
+    out = compute();
+  }
+  torch::autograd::set_history(out, node);
+  return out;
+}
+
 }  // namespace brimful::kernels

@@ -133,17 +133,11 @@ at::Tensor projected(
     return multiplied(x, weight, bias, inputs_first);
   }
   const auto node = kernels::node_after<ProjectionNode>(x, weight, bias);
-  at::Tensor out;
-  {
-    const at::NoGradGuard no_grad;
-    out = multiplied(x, weight, bias, inputs_first);
-  }
   node->x = SavedVariable(x, false);
   node->weight = SavedVariable(weight, false);
   node->bias = SavedVariable(bias, false);
   node->inputs_first = inputs_first;
-  torch::autograd::set_history(out, node);
-  return out;
+  return kernels::with_history(node, [&] { return multiplied(x, weight, bias, inputs_first); });
 }
 
 }  // namespace

@@ -71,15 +71,9 @@ at::Tensor rotary(const at::Tensor& x, const Angles& angles) {
   if (!kernels::takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
   const bool wanted = at::GradMode::is_enabled() && x.requires_grad();
   if (!wanted) return turned(x, angles, 1);
-  at::Tensor out;
-  {
-    const at::NoGradGuard untracked;
-    out = turned(x, angles, 1);
-  }
   const auto node = kernels::node_after<RotaryNode>(x);
   node->angles = angles;
-  torch::autograd::set_history(out, node);
-  return out;
+  return kernels::with_history(node, [&] { return turned(x, angles, 1); });
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 // cut each frontier node runs once more, for its weights alone: weights that are used at several depths are
 // counted as often as they are used.
 
+#include "backward_graph.h"
 #include "direct_backward.h"
 #include "guard.h"
 #include "kernel_node.h"
@@ -21,7 +22,6 @@
 
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -44,6 +44,7 @@ BRIMFUL_READ_AGAIN(
 
 namespace {
 
+using brimful::BackwardGraph;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Engine;
@@ -114,67 +115,6 @@ Run run_of(Node& node) {
   return generated || name.rfind("torch::autograd::", 0) == 0 ? Run::kTwice : Run::kUnknown;
 }
 
-enum Leads : uint8_t { kToInput = 1, kToWeights = 2 };
-
-// The graph behind some roots, and where each of its nodes leads.
-class Graph {
- public:
-  struct Place {
-    Node* node;
-    uint8_t leads;
-    bool is_frontier;
-  };
-
-  // Before the roots: what is behind an input is nobody's concern.
-  void add_input(Node* node) {
-    if (index.emplace(node, places.size()).second) places.push_back({node, kToInput, false});
-  }
-
-  void add_root(Node* root) {
-    const auto [start, is_first] = add(root);
-    if (!is_first) return;
-    std::vector<Visit> open{{start, 0}};
-    while (!open.empty()) {
-      auto& [at, next] = open.back();
-      const auto& edges = places[at].node->next_edges();
-      if (next == edges.size()) {
-        const auto leads = places[at].leads;
-        open.pop_back();
-        if (!open.empty()) places[open.back().at].leads |= leads;
-        continue;
-      }
-      Node* child = edges[next++].function.get();
-      if (child == nullptr) continue;
-      const auto [place, is_new] = add(child);
-      places[at].leads |= places[place].leads;
-      if (is_new) open.push_back({place, 0});
-    }
-  }
-
-  uint8_t leads(Node* node) const { return places[index.at(node)].leads; }
-
-  std::vector<Place> places;
-
- private:
-  struct Visit {
-    size_t at;
-    size_t next;
-  };
-
-  std::pair<size_t, bool> add(Node* node) {
-    const auto [found, is_new] = index.emplace(node, places.size());
-    if (is_new) {
-      places.push_back({node, 0, false});
-      if (node->next_edges().empty() && dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-        places.back().leads = kToWeights;
-      }
-    }
-    return {found->second, is_new};
-  }
-
-  ska::flat_hash_map<Node*, size_t> index;
-};
-
 // An edge that was taken away, and whose it was.
 struct Severed {
   std::shared_ptr<Node> node;
@@ -221,18 +161,24 @@ class SplitBackward {
   SplitBackward(const variable_list& roots, const variable_list& inputs) {
     for (const at::Tensor& input : inputs) {
       inputs_.push_back(input.requires_grad() ? torch::autograd::impl::gradient_edge(input) : Edge());
-      if (!inputs_.back().is_valid()) continue;
-      graph_.add_input(inputs_.back().function.get());
-      has_inputs_ = true;
+      has_inputs_ |= inputs_.back().is_valid();
     }
-    // Without an input all is the weight half, and nobody has to know the graph.
-    if (!has_inputs_) return;
     for (const at::Tensor& root : roots) {
-      if (!root.requires_grad()) continue;
-      graph_.add_root(torch::autograd::impl::gradient_edge(root).function.get());
+      if (root.requires_grad()) roots_.push_back(torch::autograd::impl::gradient_edge(root));
     }
-    for (auto& place : graph_.places) {
-      if (place.leads & kToInput) settle(place);
+    graph_.add_ends(inputs_);
+    graph_.add_ends({Edge(collector_, 0)});
+    graph_.add_roots(roots_);
+    is_frontier_.resize(graph_.places.size());
+  }
+
+  // Before anything has been changed.
+  at::Tensor other_leaf(const brimful::KnownLeaves& known) const { return graph_.other_leaf(known); }
+
+  // Takes away what the input half has no use for.
+  void prepare() {
+    for (uint32_t at = 0; at < graph_.places.size(); ++at) {
+      if (graph_.places[at].leads & BackwardGraph::kToEnd) settle(at);
     }
   }
 
@@ -244,10 +190,10 @@ class SplitBackward {
     for (size_t i = 0; i < roots.size(); ++i) {
       if (!roots[i].requires_grad()) continue;
       const auto edge = torch::autograd::impl::gradient_edge(roots[i]);
-      const uint8_t leads = has_inputs_ ? graph_.leads(edge.function.get()) : uint8_t{kToWeights};
-      if (leads & kToInput) {
+      const auto leads = graph_.places[graph_.find(edge.function.get())].leads;
+      if (leads & BackwardGraph::kToEnd) {
         inward.add(edge, gradients[i]);
-      } else if (leads & kToWeights) {
+      } else if (!has_inputs_ || leads != 0) {
         groups_.back().add(edge, gradients[i]);
       }
     }
@@ -291,37 +237,40 @@ class SplitBackward {
     variable_list gradients;
   };
 
-  bool leads_to_weights_alone(const Edge& edge) const {
-    return edge.is_valid() && graph_.leads(edge.function.get()) == kToWeights;
+  // The edges of a place that lead to weights alone.
+  std::vector<uint32_t> weight_edges(const BackwardGraph::Place& place) const {
+    std::vector<uint32_t> found;
+    for (uint32_t edge = 0; edge < place.edges; ++edge) {
+      const auto child = graph_.children[place.first_child + edge];
+      if (child == BackwardGraph::kNone) continue;
+      if (graph_.places[child].leads == BackwardGraph::kToLeaf) found.push_back(edge);
+    }
+    return found;
   }
 
   // Finds out whether a node of the input set is of the frontier, and what is kept of it.
-  void settle(Graph::Place& place) {
-    Node& node = *place.node;
-    const auto& edges = node.next_edges();
-    const auto to_weights = [&](const Edge& edge) { return leads_to_weights_alone(edge); };
-    if (std::none_of(edges.begin(), edges.end(), to_weights)) return;
+  void settle(uint32_t at) {
+    Node& node = *graph_.places[at].node;
+    const auto edges = weight_edges(graph_.places[at]);
+    if (edges.empty()) return;
     const auto run = run_of(node);
     if (run == Run::kUnknown) unknown_ += (unknown_.empty() ? "" : ", ") + node.name();
     if (run == Run::kTwice) {
-      place.is_frontier = true;
-      for (uint32_t at = 0; at < node.num_inputs(); ++at) {
-        passed_.emplace_back(node.getptr(), at);
+      is_frontier_[at] = true;
+      for (uint32_t input = 0; input < node.num_inputs(); ++input) {
+        passed_.emplace_back(node.getptr(), input);
       }
-      for (size_t at = 0; at < edges.size(); ++at) {
-        if (leads_to_weights_alone(edges[at])) redirect(node, at, Edge(), weights_);
+      for (const auto edge : edges) redirect(node, edge, Edge(), weights_);
+    } else {
+      // Its weights' gradients come with its inputs': they wait until the weight half brings them on.
+      for (const auto edge : edges) {
+        collected_.push_back(collector_->place_like(node.next_edge(edge)));
+        resumed_.push_back(node.next_edge(edge));
+        std::vector<Severed> old;
+        redirect(node, edge, collected_.back(), old);
       }
-      return;
     }
-    // Its weights' gradients come with its inputs': they wait until the weight half brings them on.
-    for (size_t at = 0; at < edges.size(); ++at) {
-      if (!leads_to_weights_alone(edges[at])) continue;
-      if (!collector_) collector_ = make_sink();
-      collected_.push_back(collector_->place_like(edges[at]));
-      resumed_.push_back(edges[at]);
-      std::vector<Severed> old;
-      redirect(node, at, collected_.back(), old);
-    }
+    graph_.look_again(at);
   }
 
   variable_list run_inward(Roots&& inward, bool last) {
@@ -335,7 +284,7 @@ class SplitBackward {
     half.ends.insert(half.ends.end(), collected_.begin(), collected_.end());
     half.passed = passed_;
     half.keep_graph = !last;
-    auto gradients = half.run();
+    auto gradients = half.run(graph_);
     if (!gradients) gradients = run_by_engine(half);
     keep(gradients->data() + count);
     owned.add(groups_.back().gradients);
@@ -375,7 +324,7 @@ class SplitBackward {
     const auto later = groups_.begin() + static_cast<ptrdiff_t>(group) + 1;
     brimful::DirectBackward half{std::move(roots.edges), std::move(roots.gradients), ends};
     half.keep_graph = std::any_of(later, groups_.end(), is_open);
-    if (auto given = half.run()) return std::move(*given);
+    if (auto given = half.run(graph_)) return std::move(*given);
     // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
     const auto start = half.gradients.front().new_empty({0});
     std::shared_ptr<Feed> feed(
@@ -387,31 +336,38 @@ class SplitBackward {
   }
 
   void release_on_the_way() {
-    for (const auto& [node, leads, is_frontier] : graph_.places) {
-      if ((leads & kToInput) == 0 || is_frontier) continue;
-      node->add_post_hook(std::make_unique<Release>(node));
+    for (size_t at = 0; at < graph_.places.size(); ++at) {
+      auto* node = graph_.places[at].node;
+      const bool inward = graph_.places[at].leads & BackwardGraph::kToEnd;
+      if (inward && !is_frontier_[at]) node->add_post_hook(std::make_unique<Release>(node));
     }
   }
 
   void cut() {
-    if (!has_inputs_) return;
     std::vector<Severed> old;
-    for (const auto& [node, leads, is_frontier] : graph_.places) {
-      if (!is_frontier) continue;
-      for (size_t at = 0; at < node->next_edges().size(); ++at) {
-        if (node->next_edge(at).is_valid()) redirect(*node, at, Edge(), old);
+    for (uint32_t at = 0; at < graph_.places.size(); ++at) {
+      if (!is_frontier_[at]) continue;
+      Node& node = *graph_.places[at].node;
+      for (size_t edge = 0; edge < node.next_edges().size(); ++edge) {
+        if (node.next_edge(edge).is_valid()) redirect(node, edge, Edge(), old);
       }
     }
     for (auto& [node, at, edge] : weights_) node->next_edges()[at] = std::move(edge);
+    for (uint32_t at = 0; at < graph_.places.size(); ++at) {
+      if (is_frontier_[at]) graph_.look_again(at);
+    }
     weights_.clear();
-    // Its nodes are let go of with `old`.
-    graph_ = Graph();
     collected_.clear();
     resumed_.clear();
     passed_.clear();
+    // Nodes that lead to an input are let go of with these and `old`. Their places stay, and nothing leads there.
+    roots_.clear();
   }
 
-  Graph graph_;
+  // All of it; after the cut, nodes that lead to an input are gone.
+  BackwardGraph graph_;
+  std::vector<bool> is_frontier_;
+  edge_list roots_;
   // One for each input; invalid where it needs no gradient.
   edge_list inputs_;
   bool has_inputs_ = false;
@@ -422,7 +378,7 @@ class SplitBackward {
   edge_list resumed_;
   // The frontier's edges to weights, while the input half runs.
   std::vector<Severed> weights_;
-  std::shared_ptr<Sink> collector_;
+  const std::shared_ptr<Sink> collector_ = make_sink();
   std::vector<Roots> groups_;
   std::string unknown_;
 };
@@ -437,11 +393,21 @@ void give(variable_list gradients, at::Tensor** out) {
 
 extern "C" {
 
+// Where the known leaves are not null and the roots lead to another one, that is given, and no backward.
 int32_t brimful_split_backward(
     at::Tensor* const* roots, size_t count, at::Tensor* const* inputs, size_t input_count,
-    SplitBackward** out, char** message) noexcept {
+    const brimful::KnownLeaves* known, SplitBackward** out, at::Tensor** other,
+    char** message) noexcept {
   return brimful::guarded(message, [&] {
-    *out = new SplitBackward(brimful::list_of(roots, count), brimful::list_of(inputs, input_count));
+    auto split = std::make_unique<SplitBackward>(
+        brimful::list_of(roots, count), brimful::list_of(inputs, input_count));
+    const auto leaf = known == nullptr ? at::Tensor() : split->other_leaf(*known);
+    if (leaf.defined()) {
+      *other = new at::Tensor(leaf);
+      return;
+    }
+    split->prepare();
+    *out = split.release();
   });
 }
 

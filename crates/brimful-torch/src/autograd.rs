@@ -7,6 +7,7 @@ use std::ptr;
 use tch::Tensor;
 
 use crate::error::{TorchError, call};
+use crate::leaves::{KnownLeaves, Reach};
 use crate::{ffi, owned, raw, raw_list};
 
 /// Runs backward from several roots at once, each with its gradient (`None`: one, for a scalar).
@@ -21,14 +22,49 @@ pub fn backward(
     gradients: &[Option<&Tensor>],
     keep_graph: bool,
 ) -> Result<(), TorchError> {
+    run(None, &[], roots, gradients, keep_graph).map(drop)
+}
+
+/// The same where the roots lead to known leaves, and to `ends`, alone. Otherwise one of the others is given, and
+/// nothing is run.
+///
+/// # Errors
+/// As [`backward`].
+pub fn backward_to(
+    known: &KnownLeaves,
+    ends: &[&Tensor],
+    roots: &[&Tensor],
+    gradients: &[Option<&Tensor>],
+    keep_graph: bool,
+) -> Result<Reach<()>, TorchError> {
+    let other = run(Some(known), ends, roots, gradients, keep_graph)?;
+    Ok(other.map_or(Reach::Known(()), Reach::Other))
+}
+
+/// Runs a backward, or gives a leaf that is not known.
+fn run(
+    known: Option<&KnownLeaves>,
+    ends: &[&Tensor],
+    roots: &[&Tensor],
+    gradients: &[Option<&Tensor>],
+    keep_graph: bool,
+) -> Result<Option<Tensor>, TorchError> {
     let (roots, gradients) = starts(roots, gradients)?;
+    let ends: Vec<_> = ends.iter().map(|end| raw(end)).collect();
+    let known = known.map_or(ptr::null(), KnownLeaves::raw);
+    let mut other = ptr::null_mut();
     call(|message| {
-        // SAFETY: both arrays have `roots.len()` valid tensors, or null where that is allowed.
+        let (ends, length) = (ends.as_ptr(), ends.len());
+        let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
+        // SAFETY: the arrays have that many valid tensors, or null where that is allowed; what is found is
+        // ours.
         unsafe {
-            let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
-            ffi::brimful_backward(roots, gradients, count, keep_graph, message)
+            ffi::brimful_backward(
+                roots, gradients, count, keep_graph, known, ends, length, &mut other, message,
+            )
         }
-    })
+    })?;
+    Ok((!other.is_null()).then(|| owned(other)))
 }
 
 /// Lets libtorch's engine run every backward of `run`, whole or in halves: to compare.
@@ -125,38 +161,6 @@ fn starts(roots: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<Starts, To
     }
     let roots = roots.iter().map(|root| raw(root)).collect();
     Ok((roots, gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect()))
-}
-
-/// A leaf, if there is one, that backward from these roots would add to and that is none of those that
-/// are known.
-///
-/// # Errors
-/// When there is no memory to walk through the graph.
-pub fn other_leaf<'a>(
-    roots: impl IntoIterator<Item = &'a Tensor>,
-    known: impl IntoIterator<Item = &'a Tensor>,
-) -> Result<Option<Tensor>, TorchError> {
-    let roots: Vec<_> = roots.into_iter().map(raw).collect();
-    let mut known: Vec<_> = known.into_iter().map(raw).collect();
-    // Frozen since the forward: the graph still leads there, and adds nothing.
-    let mut frozen: Vec<Tensor> = Vec::new();
-    loop {
-        let mut found = ptr::null_mut();
-        // SAFETY: the arrays have that many valid tensors; what is found is ours.
-        call(|message| unsafe {
-            let (list, length) = (known.as_ptr(), known.len());
-            let (roots, count) = (roots.as_ptr(), roots.len());
-            ffi::brimful_other_leaf(roots, count, list, length, &mut found, message)
-        })?;
-        let leaf = (!found.is_null()).then(|| owned(found));
-        match leaf {
-            Some(leaf) if !leaf.requires_grad() => {
-                known.push(raw(&leaf));
-                frozen.push(leaf);
-            }
-            leaf => return Ok(leaf),
-        }
-    }
 }
 
 /// Whether both are one tensor, of which one may be a clone: not two that share their memory.

@@ -12,6 +12,7 @@ pub(crate) type RawGraph = c_void;
 pub(crate) type RawGenerator = c_void;
 pub(crate) type RawSplit = c_void;
 pub(crate) type RawWatches = c_void;
+pub(crate) type RawKnownLeaves = c_void;
 /// An array of tensors, whose length is told beside it.
 type Tensors = *const *const RawTensor;
 type Message = *mut *mut c_char;
@@ -201,6 +202,10 @@ unsafe extern "C" {
         gradients: *const *const RawTensor,
         count: usize,
         keep_graph: bool,
+        known: *const RawKnownLeaves,
+        ends: Tensors,
+        end_count: usize,
+        other: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
     pub(crate) fn brimful_want_engine(wanted: bool) -> bool;
@@ -213,11 +218,18 @@ unsafe extern "C" {
         message: Message,
     ) -> i32;
     pub(crate) fn brimful_unwatch(watches: *mut RawWatches);
+    pub(crate) fn brimful_known_leaves(out: *mut *mut RawKnownLeaves, message: Message) -> i32;
+    pub(crate) fn brimful_know_leaves(
+        known: *mut RawKnownLeaves,
+        leaves: Tensors,
+        count: usize,
+        message: Message,
+    ) -> i32;
+    pub(crate) fn brimful_forget_leaves(known: *mut RawKnownLeaves);
     pub(crate) fn brimful_other_leaf(
         roots: Tensors,
         count: usize,
-        parameters: Tensors,
-        parameter_count: usize,
+        known: *const RawKnownLeaves,
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
@@ -292,7 +304,9 @@ unsafe extern "C" {
         count: usize,
         inputs: Tensors,
         input_count: usize,
+        known: *const RawKnownLeaves,
         split: *mut *mut RawSplit,
+        other: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
     pub(crate) fn brimful_split_input_half(

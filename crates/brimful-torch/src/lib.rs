@@ -15,6 +15,7 @@
 //! | [`host`] | large blocks kept by the process that frees them |
 //! | [`kernels`] | kernels of our own, and a switch for them |
 //! | [`layout`] | numbers in memory with the channels last |
+//! | [`leaves`] | leaves that a backward may add to, and others that it would come to |
 //! | [`linear_cross_entropy`] | a linear layer and its loss, without whole logits |
 //! | [`memory`] | an accelerator's memory figures, its cache, and a limit |
 //! | `mpi` | messages between processes, with the feature `mpi` |
@@ -45,6 +46,7 @@ pub mod graph;
 pub mod host;
 pub mod kernels;
 pub mod layout;
+pub mod leaves;
 pub mod libtorch;
 pub mod linear_cross_entropy;
 pub mod mapped;

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::error::{TorchError, call, take_string};
 use crate::ffi::{self, RawSplit, RawTensor};
+use crate::leaves::{KnownLeaves, Reach};
 use crate::{owned, raw, raw_list};
 
 /// The weight half of a backward whose input half has run. Until then it keeps what the weights'
@@ -21,6 +22,9 @@ pub struct SplitBackward {
 
 /// One gradient an input, or none where nothing has reached it.
 pub type InputGradients = Vec<Option<Tensor>>;
+
+/// Each group's gradients of the inputs, and the weight half.
+pub type Begun = (Vec<InputGradients>, SplitBackward);
 
 // SAFETY: it is tensors and nodes of a graph, which may be sent as tensors may, and it is used through
 // one owner.
@@ -39,22 +43,51 @@ impl SplitBackward {
     pub fn input_half(
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
-    ) -> Result<(Vec<InputGradients>, Self), TorchError> {
+    ) -> Result<Begun, TorchError> {
+        match Self::begin(None, groups, inputs)? {
+            Reach::Known(begun) => Ok(begun),
+            Reach::Other(_) => unreachable!("without known leaves there are no others"),
+        }
+    }
+
+    /// The same where the roots lead to known leaves and to the inputs alone. Otherwise one of the others is
+    /// given, and nothing is run.
+    ///
+    /// # Errors
+    /// As [`input_half`](Self::input_half).
+    pub fn input_half_to(
+        known: &KnownLeaves,
+        groups: &[Vec<(Tensor, Tensor)>],
+        inputs: &[Tensor],
+    ) -> Result<Reach<Begun>, TorchError> {
+        Self::begin(Some(known), groups, inputs)
+    }
+
+    fn begin(
+        known: Option<&KnownLeaves>,
+        groups: &[Vec<(Tensor, Tensor)>],
+        inputs: &[Tensor],
+    ) -> Result<Reach<Begun>, TorchError> {
         let roots: Vec<_> = groups.iter().flatten().map(|(root, _)| raw(root)).collect();
         let leaves = raw_list(inputs);
-        let mut made = ptr::null_mut();
+        let known = known.map_or(ptr::null(), KnownLeaves::raw);
+        let (mut made, mut other) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the arrays have that many valid tensors.
         call(|message| unsafe {
             let (roots, count) = (roots.as_ptr(), roots.len());
             let (leaves, length) = (leaves.as_ptr(), leaves.len());
-            ffi::brimful_split_backward(roots, count, leaves, length, &mut made, message)
+            let (made, other) = (&mut made, &mut other);
+            ffi::brimful_split_backward(roots, count, leaves, length, known, made, other, message)
         })?;
+        if !other.is_null() {
+            return Ok(Reach::Other(owned(other)));
+        }
         let split = Self { split: made, groups: groups.len() };
         let mut gradients = Vec::with_capacity(groups.len());
         for (group, roots) in groups.iter().enumerate() {
             gradients.push(split.inward(roots, inputs.len(), group + 1 == groups.len())?);
         }
-        Ok((gradients, split))
+        Ok(Reach::Known((gradients, split)))
     }
 
     fn inward(

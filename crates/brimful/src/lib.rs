@@ -146,7 +146,7 @@ mod step;
 pub mod workers;
 pub mod world;
 
-pub use accumulate::{OtherLeaf, SparseGradient};
+pub use accumulate::{OtherLeaf, SparseGradient, sums_apart};
 pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 #[doc(inline)]

@@ -9,7 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
 use brimful::schedule::{BusCost, Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, sums_apart};
 use support::{alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -155,10 +155,9 @@ impl Case {
     /// All on the device, of which nothing limits the memory.
     fn request<'a>(&self, profile: &'a Profile, kind: Kind, m: i64) -> Request<'a> {
         let method: Method = AdamW::new(RATE).into();
-        let is_half = kind == Kind::BFloat16;
         Request {
-            gradient_bytes: if is_half { 2.0 } else { 1.0 },
-            sums_apart: is_half,
+            gradient_bytes: if kind == Kind::BFloat16 { 2.0 } else { 1.0 },
+            sums_apart: sums_apart(Device::Cpu, kind),
             optimizer_bytes: method.state_factor_in(kind),
             micro_batches: vec![m as usize],
             schedules: vec![Schedule::OneFOneB],

@@ -9,7 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, balance};
+use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, Size, balance, sums_apart};
 use support::{alone, transformer};
 use tch::nn;
 use tch::{Device, Kind, Tensor};
@@ -142,7 +142,7 @@ fn each_stage_needs_what_was_simulated() {
         let mut request = Request::new(&profile, devices, x.size()[0] as usize);
         request.micro_batches = vec![M];
         request.recompute = Some(Recompute::Never);
-        request.sums_apart = false;
+        request.sums_apart = sums_apart(Device::Cpu, Kind::Float);
         for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::Auto] {
             request.schedules = vec![schedule];
             let plan = plan(&request).expect("a plan");

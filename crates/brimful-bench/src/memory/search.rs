@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use anyhow::{Context, Result};
-use brimful::Bytes;
 use brimful::balance::{self, LayerCost, Profile};
 use brimful::pipeline::HostSpeed;
 use brimful::plan::{self, PlanDevice, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
+use brimful::{Bytes, sums_apart};
 use brimful_cli::setting::ModelName;
 use tch::Device;
 
@@ -136,8 +136,8 @@ impl LargestSearch {
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
-        // These models are in f32.
-        request.sums_apart = self.device != Device::Cpu || experiment.way == Way::Home;
+        let beside = sums_apart(self.device, work.dtype.kind());
+        request.sums_apart = beside || experiment.way == Way::Home;
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];

@@ -8,7 +8,7 @@ use brimful::balance::Profile;
 use brimful::memory::Arena;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
 use brimful::schedule::{Costs, ScheduleRecipe, simulate};
-use brimful::{Bytes, DeviceSpec, Loss, Pipeline};
+use brimful::{Bytes, DeviceSpec, Loss, Pipeline, sums_apart};
 use brimful_cli::setting::loss;
 use tch::{Device, Tensor};
 
@@ -45,7 +45,7 @@ impl Runner {
         request.schedules = vec![choice.schedule];
         request.micro_batches = vec![choice.micro_batches];
         request.recompute = Some(choice.recompute);
-        request.sums_apart = devices.iter().any(|device| *device != Device::Cpu);
+        request.sums_apart = devices.iter().any(|device| sums_apart(*device, work.dtype.kind()));
         let row = plan(&request)?.rows.swap_remove(0);
         let planned = plan::PlannedStep::new(&request, &row)?;
         let devices = devices.iter().map(|device| DeviceSpec::from(*device).threads(1));

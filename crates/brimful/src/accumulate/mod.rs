@@ -15,11 +15,12 @@ mod sums;
 use std::borrow::Borrow;
 
 use brimful_torch::TorchError;
-use brimful_torch::autograd::{backward, set_gradient, watched};
+use brimful_torch::autograd::{backward_to, set_gradient, watched};
 use brimful_torch::foreach;
 use brimful_torch::gradients::{collect, offering};
-use brimful_torch::split_backward::{InputGradients, SplitBackward};
-use tch::Tensor;
+use brimful_torch::leaves::{KnownLeaves, Reach};
+use brimful_torch::split_backward::{Begun, SplitBackward};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RanksTurn, summed_in};
@@ -35,14 +36,15 @@ use sums::{add_sum, own};
 pub(crate) struct Accumulator {
     /// The model's own, and behind them other leaves that backwards have reached.
     parameters: Vec<Tensor>,
+    /// The same, to be found in a graph.
+    known: KnownLeaves,
     /// How many are the model's own.
     own: usize,
     sums_others: bool,
     named: Named,
     aside: Sum,
     groups: Vec<Sum>,
-    /// Whether sums must be kept apart: for f32 sums of half precision, and on CUDA, where a few
-    /// kernels add what takes autograd one a parameter.
+    /// Whether sums must be kept apart: see [`sums_apart`].
     apart: bool,
     /// See [`Sums`].
     lent: bool,
@@ -65,6 +67,7 @@ impl Accumulator {
         let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;
         let apart = parameters.iter().any(is_summed_apart);
         let mut accumulator = Self {
+            known: KnownLeaves::new(&parameters)?,
             own: parameters.len(),
             sums_others: false,
             parameters,
@@ -141,39 +144,57 @@ impl Accumulator {
         self.groups.len() == 1 && !self.apart
     }
 
-    /// Runs backward from one group's roots and adds what arrives to the group's sums.
+    /// Runs backward from one group's roots, to the parameters and to `ends`, and adds what arrives in the
+    /// parameters to the group's sums.
     pub(crate) fn add(
         &mut self,
         group: usize,
         roots: &[(impl Borrow<Tensor>, Tensor)],
+        ends: &[&Tensor],
         keep_graph: bool,
     ) -> Result<()> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (root.borrow(), Some(gradient))).unzip();
-        self.add_from(group, || backward(&roots, &gradients, keep_graph))
+        loop {
+            let mut other = None;
+            self.add_from(group, |known| {
+                let reach = backward_to(known, ends, &roots, &gradients, keep_graph)?;
+                other = if let Reach::Other(leaf) = reach { Some(leaf) } else { None };
+                Ok(())
+            })?;
+            let Some(leaf) = other else { return Ok(()) };
+            self.take_in(leaf)?;
+        }
     }
 
-    /// Runs the input half of a backward from each group's roots, and gives the inputs' gradients.
+    /// Runs the input half of a backward from each group's roots, to the parameters and to the inputs, and gives
+    /// the inputs' gradients.
     pub(crate) fn begin_split(
         &mut self,
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
-    ) -> Result<(Vec<InputGradients>, SplitBackward)> {
+    ) -> Result<Begun> {
         self.expect_groups(groups.len());
-        Ok(SplitBackward::input_half(groups, inputs)?)
+        loop {
+            match SplitBackward::input_half_to(&self.known, groups, inputs)? {
+                Reach::Known(begun) => return Ok(begun),
+                Reach::Other(leaf) => self.take_in(leaf)?,
+            }
+        }
     }
 
     /// Runs the weight half of one group, and adds what arrives to the group's sums.
     pub(crate) fn add_split(&mut self, group: usize, split: &mut SplitBackward) -> Result<()> {
-        self.add_from(group, || split.weight_half(group))
+        self.add_from(group, |_| split.weight_half(group))
     }
 
     /// Adds what arrives in the parameters while `run` goes backward to the group's sums.
     fn add_from(
         &mut self,
         group: usize,
-        run: impl FnOnce() -> Result<(), TorchError>,
+        run: impl FnOnce(&KnownLeaves) -> Result<(), TorchError>,
     ) -> Result<()> {
+        let run = || run(&self.known);
         // Where sums are kept apart, a parameter's own gradient is that of the last micro-batch alone, and
         // not the sum that is to be sent.
         if self.last
@@ -348,9 +369,17 @@ fn gather(
     Ok(collect(parameters, sums)?)
 }
 
-/// Whether gradients are summed elsewhere than in the parameter: see [`Accumulator`].
+/// Whether the gradients of parameters of this kind on this device are summed up beside them, and a
+/// micro-batch's are there until its backward is over: for [`plan::Request::sums_apart`](crate::plan::Request).
+///
+/// So it is in half precision, whose sums are in f32, and on CUDA, where a few kernels add what takes autograd
+/// one a parameter. Where stages live on the host it is so too, whatever they are.
+pub fn sums_apart(device: Device, kind: Kind) -> bool {
+    summed_in(kind) != kind || device.is_cuda()
+}
+
 fn is_summed_apart(parameter: &Tensor) -> bool {
-    summed_in(parameter.kind()) != parameter.kind() || parameter.device().is_cuda()
+    sums_apart(parameter.device(), parameter.kind())
 }
 
 /// The gradient that a parameter has, such that it can be put back and added to: where the model was given

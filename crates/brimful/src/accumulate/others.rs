@@ -1,7 +1,7 @@
 //! Leaves that a backward reaches besides the parameters, such as a batch that requires a gradient or
 //! the variables of another store: summed up as parameters are, or refused.
 
-use brimful_torch::autograd::{other_leaf, set_gradient};
+use brimful_torch::autograd::set_gradient;
 use brimful_torch::gradients::collect;
 use tch::Tensor;
 use thiserror::Error;
@@ -30,29 +30,22 @@ impl Accumulator {
         self
     }
 
-    /// Gets ready for a backward from these roots, which is to end at the parameters and at `ends`.
+    /// Makes a leaf that a backward has come to a parameter of this step, or refuses it. The backward has not
+    /// been run, and can be begun anew.
     ///
-    /// Left alone, autograd would add to other leaves whatever becomes of the step: twice where it is
-    /// run again, and divided by what is known of the denominators before the last micro-batch.
-    pub(crate) fn expect_leaves(&mut self, roots: &[&Tensor], ends: &[&Tensor]) -> Result<()> {
-        loop {
-            let known = self.parameters.iter().chain(ends.iter().copied());
-            let Some(leaf) = other_leaf(roots.iter().copied(), known)? else { return Ok(()) };
-            if !self.sums_others {
-                return Err(OtherLeaf { shape: leaf.size() }.into());
-            }
-            self.take_in(leaf)?;
+    /// Left alone, autograd would add to it whatever becomes of the step: twice where that is run
+    /// again, and divided by what is known of the denominators before the last micro-batch.
+    pub(super) fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
+        if !self.sums_others {
+            return Err(OtherLeaf { shape: leaf.size() }.into());
         }
-    }
-
-    /// Makes a leaf a parameter of this step.
-    fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
         if is_summed_apart(&leaf) && !self.apart {
             if self.in_place() {
                 collect(&self.parameters, &mut self.groups[0])?;
             }
             self.apart = true;
         }
+        self.known.add([&leaf])?;
         let aside = fitting_gradient(&leaf)?;
         set_gradient(&mut leaf, None)?;
         self.aside.push(aside);

@@ -56,7 +56,7 @@ mod tests {
         for part in [0, 0, 1] {
             let loss = if part == 0 { &a * 3.0 + &b * 5.0 } else { &b * 7.0 };
             accumulator.expect_part(Some(part));
-            accumulator.add(0, &[(&loss, loss.ones_like())], false).expect("a backward");
+            accumulator.add(0, &[(&loss, loss.ones_like())], &[], false).expect("a backward");
         }
         let (_, sums) = accumulator.finish().expect("sums");
         let number = |sum: &Option<Tensor>| sum.as_ref().map(|sum| sum.double_value(&[0]));

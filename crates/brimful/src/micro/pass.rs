@@ -1,6 +1,6 @@
 //! One micro-batch forward and backward, added to what its mini-batch has so far.
 
-use brimful_torch::autograd::other_leaf;
+use brimful_torch::leaves::{KnownLeaves, other_leaf};
 use tch::Tensor;
 
 use super::Outcome;
@@ -67,13 +67,11 @@ impl<O: Batch> BatchPass<O> {
         root: impl Fn(usize, &Term) -> Result<Option<Tensor>>,
     ) -> Result<()> {
         let groups = roots(terms, &self.groups(), root)?;
-        let values: Vec<&Tensor> = groups.iter().flatten().map(|(value, _)| *value).collect();
-        self.accumulator.expect_leaves(&values, &[])?;
         self.accumulator.expect_groups(groups.len());
         // Groups share the forward's graph: only the last may free what it goes through.
         let last = groups.iter().rposition(|roots| !roots.is_empty());
         for (index, roots) in groups.iter().enumerate().filter(|(_, roots)| !roots.is_empty()) {
-            self.accumulator.add(index, roots, Some(index) != last)?;
+            self.accumulator.add(index, roots, &[], Some(index) != last)?;
         }
         Ok(())
     }
@@ -81,7 +79,7 @@ impl<O: Batch> BatchPass<O> {
     /// A leaf that these terms' backward would reach besides the parameters.
     pub(super) fn other_leaf(&self, terms: &[Term]) -> Result<Option<Tensor>> {
         let roots = terms.iter().map(|term| &term.value);
-        Ok(other_leaf(roots, self.accumulator.own_parameters())?)
+        Ok(other_leaf(roots, &KnownLeaves::new(self.accumulator.own_parameters())?)?)
     }
 }
 

@@ -230,9 +230,8 @@ fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) ->
     let (tally, loss) = Tally::of_whole(loss)?;
     let mut ends = Vec::new();
     outputs.visit(&mut |leaf| ends.push(leaf.tensor()));
-    accumulator.expect_leaves(&[&loss], &ends)?;
     accumulator.expect_groups(1);
-    accumulator.add(0, &[(&loss, loss.f_ones_like()?)], false)?;
+    accumulator.add(0, &[(&loss, loss.f_ones_like()?)], &ends, false)?;
     Ok(tally)
 }
 
@@ -242,7 +241,5 @@ fn back(accumulator: &mut Accumulator, rows: RowGradients, outputs: &impl Batch)
     if roots.is_empty() {
         return Ok(());
     }
-    let outputs: Vec<&Tensor> = roots.iter().map(|(output, _)| *output).collect();
-    accumulator.expect_leaves(&outputs, &[])?;
-    accumulator.add(0, &roots, false)
+    accumulator.add(0, &roots, &[], false)
 }

@@ -1,8 +1,9 @@
 //! How the layers are cut into stages: given, evenly, or by measuring them.
 
 use brimful_torch::threads::limit_threads;
-use tch::{Device, Tensor};
+use tch::{Kind, Tensor};
 
+use crate::accumulate::sums_apart;
 use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
@@ -89,6 +90,8 @@ pub(crate) struct Question<'a> {
     pub(crate) layers: &'a Layers,
     /// The device that layers are measured on.
     pub(crate) first: &'a DeviceSpec,
+    /// Of the parameters.
+    pub(crate) kind: Kind,
     /// Where each device's memory ends, if that is known.
     pub(crate) limits: &'a [Option<u64>],
     pub(crate) schedule: Schedule,
@@ -134,7 +137,7 @@ impl Question<'_> {
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
         request.recompute = Some(self.recompute);
-        request.sums_apart = self.first.device != Device::Cpu;
+        request.sums_apart = sums_apart(self.first.device, self.kind);
         request.optimizer_bytes = state;
         let best = plan::plan(&request)?.rows.swap_remove(0);
         if let Some(Misfit { device, needed, memory }) = best.misfits.first() {

@@ -269,6 +269,7 @@ impl Builder {
         let question = Question {
             layers: &self.layers,
             first,
+            kind: self.kind,
             limits: &roster.limits,
             schedule: self.schedule,
             recompute: self.recompute,

@@ -54,16 +54,6 @@ struct Start {
     input: Boundary,
 }
 
-impl Start {
-    /// Makes sure that it leads to the input and to parameters of the stages alone.
-    fn refuse_others(&self, accumulator: &mut Accumulator) -> Result<()> {
-        let roots: Vec<&Tensor> =
-            self.roots.groups.iter().flatten().map(|(root, _)| root).collect();
-        let ends: Vec<&Tensor> = self.input.leaves().flatten().collect();
-        accumulator.expect_leaves(&roots, &ends)
-    }
-}
-
 impl WorkerRun {
     /// Runs a whole backward.
     pub(super) fn backward(
@@ -174,15 +164,15 @@ impl WorkerRun {
 /// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
 /// normalises it.
 fn run(accumulator: &mut Accumulator, start: Start) -> Result<Vec<Tensors>> {
-    start.refuse_others(accumulator)?;
     let Start { roots: Roots { groups }, input } = start;
     accumulator.expect_groups(groups.len());
     // Of those with roots: it frees the graph, which an empty group behind it could not.
     let last = groups.iter().rposition(|roots| !roots.is_empty());
+    let ends: Vec<&Tensor> = input.leaves().flatten().collect();
     let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
     for (group, roots) in groups.iter().enumerate() {
         if !roots.is_empty() {
-            accumulator.add(group, roots, Some(group) != last)?;
+            accumulator.add(group, roots, &ends, Some(group) != last)?;
         }
         for (gradients, leaves) in gradients.iter_mut().zip(input.leaves()) {
             // Taken after each group, or the next group's would be added to it in the same leaf.
@@ -197,7 +187,6 @@ fn run_input_half(
     accumulator: &mut Accumulator,
     start: Start,
 ) -> Result<(Vec<Tensors>, SplitBackward)> {
-    start.refuse_others(accumulator)?;
     let Start { roots, input } = start;
     let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
     let (groups, weights) = accumulator.begin_split(&roots.groups, &leaves)?;
