@@ -210,7 +210,17 @@ pub enum PipelineError {
          stage's first layer make a tensor of its own, or do not recompute"
     )]
     InputChanged,
+    /// A layer that libtorch lets change nothing in place.
+    #[error(
+        "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let it make a \
+         tensor of its own (`relu` for `relu_`), or be one layer with what comes before it"
+    )]
+    ChangesInPlace,
 }
+
+/// What libtorch says of it, be it of the tensor itself or of a view.
+const REFUSED_IN_PLACE: &str =
+    "leaf Variable that requires grad is being used in an in-place operation";
 
 /// A stage that failed: the step was undone, and the pipeline can be used again.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -236,6 +246,16 @@ pub enum Cause {
     /// Another error.
     #[error(transparent)]
     Error(Error),
+}
+
+impl Cause {
+    /// A layer's or a loss's panic: libtorch's refusals say neither which stage they are of nor what helps.
+    pub(crate) fn of_panic(words: String) -> Self {
+        match words.contains(REFUSED_IN_PLACE) {
+            true => Self::Error(PipelineError::ChangesInPlace.into()),
+            false => Self::Panic(words),
+        }
+    }
 }
 
 impl fmt::Display for StageError {

@@ -437,7 +437,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
             return WorkerFailure::Failed { at: Instant::now(), error };
         }
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
-        Caught::Panic(payload) => Cause::Panic(panic_message(&*payload)),
+        Caught::Panic(payload) => Cause::of_panic(panic_message(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();
