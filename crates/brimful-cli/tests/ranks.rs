@@ -104,3 +104,17 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
         assert_eq!(said.matches(words).count(), 3, "every rank says it: {said}");
     }
 }
+
+#[test]
+fn a_loss_that_is_no_number_is_told_by_every_rank_in_the_words_of_the_program() {
+    for way in ["--replicas", "--stages"] {
+        let flags = [way, "2", "--optimizer", "sgd", "--learning-rate", "1e30", "--epochs", "1"];
+        let output = train(Some(2), &flags);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let words = "in epoch 1, step 2: this step was not taken; lower --learning-rate (it is 1e30), or look at \
+                     the data\n";
+        assert_eq!(said.matches(words).count(), 2, "{way}: {said}");
+        assert_eq!(said.matches("brimful: the loss is ").count(), 2, "{way}: {said}");
+    }
+}

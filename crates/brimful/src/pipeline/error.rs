@@ -6,9 +6,11 @@ use thiserror::Error;
 
 use crate::Error;
 use crate::bytes::Bytes;
+use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
 use crate::schedule::Action;
-use crate::world::WorldError;
+use crate::step::StepError;
+use crate::world::{RankCause, WorldError};
 
 /// A pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -280,7 +282,28 @@ impl Error {
                 Cause::Error(error) => error.out_of_memory(),
                 Cause::Panic(_) => None,
             },
-            Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
+            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
+                RankCause::OutOfMemory(oom) => Some(oom),
+                RankCause::NonFinite(_) => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// The loss or gradient that was refused because it is not finite, be it here, in a stage of a pipeline
+    /// or on another rank.
+    pub fn non_finite(&self) -> Option<NonFiniteValue> {
+        match self {
+            Self::Loss(LossError::NonFinite { value, .. }) => Some(NonFiniteValue::Loss(*value)),
+            Self::Step(StepError::NonFiniteGradient { .. }) => Some(NonFiniteValue::Gradient),
+            Self::Stage(stage) => match &stage.cause {
+                Cause::Error(error) => error.non_finite(),
+                Cause::OutOfMemory(_) | Cause::Panic(_) => None,
+            },
+            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
+                RankCause::NonFinite(value) => Some(*value),
+                RankCause::OutOfMemory(_) => None,
+            },
             _ => None,
         }
     }

@@ -340,6 +340,7 @@ impl Trainer {
     fn judge(&mut self) -> Result<(f64, f64)> {
         let at_once = self.dataset.test.at_once(self.cut.largest());
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
+        let (steps, rate) = (self.steps_done(), self.rate);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
         let request = |trainer: &Self, part| {
             let mut places = cut.step(part).map(|places| trainer.own_part(places));
@@ -353,7 +354,8 @@ impl Trainer {
                 self.dataset.test.prepare(next.clone());
             }
             counts.push(counted(&targets).double_value(&[]));
-            let (loss, right) = self.engine.test((inputs, targets))?;
+            let tested = self.engine.test((inputs, targets));
+            let (loss, right) = tested.map_err(|error| advice::of_test(error, steps, rate))?;
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);
         }
