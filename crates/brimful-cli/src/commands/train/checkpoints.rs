@@ -183,9 +183,16 @@ mod tests {
         for steps in [5, 20, 40, 60, 90] {
             fs::write(beside(&path, &step_mark(steps)), b"").expect("written");
         }
+        // Of another run, or no number.
+        for name in ["n.step-5.safetensors", "m.step-05.safetensors", "m.step-x.safetensors"] {
+            fs::write(folder.join(name), b"").expect("written");
+        }
+        let there =
+            [Keep::Newest(2), Keep::Best, Keep::Last].map(|keep| kept_and_there(&path, keep));
         remove_older(&path, 60, 2);
         let left = [5, 20, 40, 60, 90].map(|steps| beside(&path, &step_mark(steps)).exists());
         fs::remove_dir_all(&folder).expect("removed");
         assert_eq!(left, [false, false, true, true, true]);
+        assert_eq!(there, [(2, 5), (2, 0), (1, 0)]);
     }
 }
