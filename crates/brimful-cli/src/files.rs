@@ -117,7 +117,8 @@ fn place(path: &Path) -> Option<PathBuf> {
     }
 }
 
-fn folder_of(path: &Path) -> &Path {
+/// The folder that a file is in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new("."))
 }

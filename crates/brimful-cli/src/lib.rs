@@ -10,6 +10,7 @@
 pub mod args;
 mod calendar;
 mod chat_message;
+mod claimed_place;
 #[doc(hidden)]
 pub mod command_line;
 #[doc(hidden)]

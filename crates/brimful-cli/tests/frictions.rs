@@ -368,6 +368,24 @@ fn a_log_is_written_by_one_run_at_a_time() {
     );
 }
 
+/// The file itself is another one after every save, so one beside it says who writes.
+#[test]
+fn a_place_is_saved_to_by_one_run_at_a_time() {
+    let folder = folder("one-save");
+    let file = shown(&folder.join("run.safetensors"));
+    let lock = folder.join(".run.safetensors.lock");
+    let first = File::create(&lock).expect("a file");
+    first.lock().expect("locked");
+    let train = format!("train --device cpu --epochs 1 --save {file}");
+    let words = format!("--save {file}: another program writes it now: name another file");
+    refused(&train, 1, &words);
+    assert_eq!(names(&folder), [".run.safetensors.lock"], "what another run has stays");
+    // As a run leaves it that was killed.
+    drop(first);
+    said(&train);
+    assert_eq!(names(&folder), ["run.safetensors"]);
+}
+
 #[test]
 fn a_text_may_come_through_a_pipe() {
     let train = "train --model gpt --device cpu --data /dev/stdin --sequence 8 --batch-size 4";

@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::process::Command as Process;
 
+use brimful::save;
 use predicates::prelude::*;
 use program::{brimful, folder, names};
 
@@ -60,6 +61,71 @@ fn a_model_that_outgrows_the_disk_leaves_the_old_file() {
     assert_eq!(code, Some(1));
     assert_eq!(names(&folder), ["model.safetensors"]);
     assert_eq!(fs::read_to_string(&model).expect("still there"), "the old one");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_refused_before_the_first_step() {
+    let train = "train --model ../../examples/tiny-llama --from-scratch --device cpu --data ../../README.md";
+    let run = brimful().args(train.split(' ')).args(["--save", "/no/such/folder"]).assert().code(1);
+    let says = "^brimful: --save /no/such/folder: nothing can be written beside it; make its folder first, or \
+                name another: No such file.*\n$";
+    run.stderr(predicate::str::is_match(says).expect("a pattern"));
+}
+
+/// What is written while the next step runs is written to its end, even where that step fails.
+#[test]
+fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
+    let folder = folder("broken-off");
+    let file = folder.join("run.safetensors");
+    let train = "train --device cpu --optimizer sgd --learning-rate 1e30 --save-every 1 --save";
+    let run = brimful().args(train.split(' ')).arg(&file).assert().code(1);
+    run.stderr(predicate::str::contains("step 2: this step was not taken; lower --learning-rate"));
+    assert_eq!(names(&folder), ["run.safetensors"]);
+    let (_, told) = save::read(&file).expect("a whole file");
+    assert_eq!((told["epoch"].as_str(), told["step"].as_str()), ("0", "1"));
+}
+
+/// A model that no disk has room for is refused before it is built, for which no memory has room either.
+#[test]
+fn a_disk_without_room_is_refused_before_the_first_step() {
+    let folder = folder("no-room");
+    let config = fs::read_to_string("../../examples/tiny-llama/config.json").expect("a config");
+    let config = config
+        .replace(r#""hidden_size": 64"#, r#""hidden_size": 1048576"#)
+        .replace(r#""intermediate_size": 160"#, r#""intermediate_size": 4194304"#)
+        .replace(r#""num_hidden_layers": 3"#, r#""num_hidden_layers": 64"#);
+    let model = folder.join("model");
+    fs::create_dir(&model).expect("a folder");
+    fs::write(model.join("config.json"), config).expect("written");
+    let text = program::text(&folder);
+    let train = format!("train --from-scratch --device cpu --data {text} --sequence 8 --model");
+    let refused = |save: &str, more: &str| {
+        let mut run = brimful();
+        run.args(train.split(' ')).arg(&model).args(more.split(' ')).arg("--save");
+        let run = run.arg(folder.join(save)).assert().code(1);
+        let said = run.get_output().stderr.clone();
+        assert_eq!(names(&folder), ["model", "text"]);
+        String::from_utf8(said).expect("text")
+    };
+    let said = |save: &str, needs: &str| {
+        let path = folder.join(save);
+        format!(
+            "^brimful: --save {}: it needs {needs}, but its disk has [0-9.]+ .i?B free: make room there, or \
+                 save elsewhere\n$",
+            path.display()
+        )
+    };
+    let bytes = "[0-9.]+ TiB";
+    for (save, more, needs) in [
+        ("run.safetensors", "--max-steps 1", bytes.to_owned()),
+        ("run.safetensors", "--epochs 2", format!(r"{bytes} \(2 files of {bytes}: .*\)")),
+        ("run.safetensors", "--epochs 5 --keep 3", format!(r"{bytes} \(4 files of {bytes}: .*\)")),
+        ("tuned", "--max-steps 1", bytes.to_owned()),
+    ] {
+        let (found, expected) = (refused(save, more), said(save, &needs));
+        let pattern = predicate::str::is_match(&expected).expect("a pattern");
+        assert!(pattern.eval(&found), "{expected}\n{found}");
+    }
 }
 
 #[test]

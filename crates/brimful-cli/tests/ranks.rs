@@ -104,3 +104,31 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
         assert_eq!(said.matches(words).count(), 3, "every rank says it: {said}");
     }
 }
+
+#[test]
+fn a_loss_that_is_no_number_is_told_by_every_rank_in_the_words_of_the_program() {
+    for way in ["--replicas", "--stages"] {
+        let flags = [way, "2", "--optimizer", "sgd", "--learning-rate", "1e30", "--epochs", "1"];
+        let output = train(Some(2), &flags);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let words = "in epoch 1, step 2: this step was not taken; lower --learning-rate (it is 1e30), or look at \
+                     the data\n";
+        assert_eq!(said.matches(words).count(), 2, "{way}: {said}");
+        assert_eq!(said.matches("brimful: the loss is ").count(), 2, "{way}: {said}");
+    }
+}
+
+#[test]
+fn a_place_that_another_run_saves_to_is_refused_by_every_rank() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let taken = fs::File::create(folder.path().join(".model.safetensors.lock")).expect("a file");
+    taken.lock().expect("locked");
+    let file = folder.path().join("model.safetensors");
+    let flags = ["--replicas", "2", "--epochs", "1", "--save", file.to_str().expect("text")];
+    let output = train(Some(2), &flags);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let words = "model.safetensors: another program writes it now: name another file\n";
+    assert_eq!(said.matches(words).count(), 2, "{said}");
+}

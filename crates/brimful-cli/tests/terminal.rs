@@ -59,6 +59,20 @@ fn a_long_step_shows_how_far_it_is() {
     assert_eq!(exit_code(&session), 0);
 }
 
+#[test]
+fn a_long_plan_shows_how_far_it_is() {
+    let numbers = "plan -s 100 -m 100 --schedule gpipe,1f1b,zero-bubble-h1";
+    let profile = "plan --profile tests/data/model.toml --batch-size 64 -s 4 --schedule gpipe,1f1b";
+    for (arguments, seen) in
+        [(numbers, "/3 schedules  .* left  1f1b"), (profile, "/[0-9]+ plans  ")]
+    {
+        let mut session = on_a_terminal(arguments);
+        session.exp_regex(seen).expect("a bar");
+        session.exp_eof().expect("the end");
+        assert_eq!(exit_code(&session), 0);
+    }
+}
+
 /// What is drawn and cleared again must be a line, or the rest of it stays.
 #[test]
 fn the_progress_line_is_no_wider_than_a_narrow_terminal() {

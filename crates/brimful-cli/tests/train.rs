@@ -84,6 +84,32 @@ fn the_micro_batch_size_does_not_change_what_is_learnt() {
     assert!((run("128") - run("7")).abs() < 1e-9);
 }
 
+/// What is saved after a step that goes nowhere is what the run began with.
+#[test]
+fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
+    let folder = folder("first-weights");
+    let text = program::text(&folder);
+    let begun = |model: &str, seed: &str, more: &str| {
+        let file = folder.join("model.safetensors");
+        let still =
+            "--device cpu --optimizer sgd --learning-rate 0 --max-steps 1 --micro-batches 2";
+        let data = if model == "gpt" { &text } else { "digits" };
+        let words =
+            format!("train --model {model} --data {data} --seed {seed} {still} {more} --save");
+        brimful().args(words.split_whitespace()).arg(&file).assert().success();
+        let (mut tensors, _) = save::read(&file).expect("a run");
+        tensors.retain(|(name, _)| !name.starts_with("optimizer.") && !name.contains("running_"));
+        tensors
+    };
+    for model in ["mlp", "gpt"] {
+        let whole = begun(model, "1", "");
+        for more in ["--stages 2", "--stages 2 --offload all", "--replicas 2"] {
+            assert_eq!(begun(model, "1", more), whole, "{model} {more}");
+        }
+        assert_ne!(begun(model, "2", ""), whole, "{model} of another seed");
+    }
+}
+
 const STAGES: [&str; 8] = [
     "--stages",
     "2",

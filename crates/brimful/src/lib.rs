@@ -122,6 +122,7 @@ mod copies;
 pub mod device;
 mod error;
 mod feed;
+mod gradient_mode;
 mod guard;
 pub mod layers;
 mod layout;

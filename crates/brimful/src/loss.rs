@@ -35,7 +35,7 @@ use std::ops::{Add, Mul};
 
 use tch::{Kind, Tensor};
 
-pub use error::LossError;
+pub use error::{LossError, NonFiniteValue};
 
 use crate::Result;
 

@@ -1,7 +1,7 @@
 //! Recognises out-of-memory, whoever reports it and however it arrives.
 //!
 //! libtorch has a type for it, but tch passes on the text alone: as an `Err` from its `f_` methods,
-//! as a panic from the plain ones. So it is known by its text, here and nowhere else. Anything else
+//! as a panic from the plain ones. So it is known by its text, in this file alone. Anything else
 //! is handed back untouched.
 //!
 //! An arena's numbers are not read but carried: the bridge keeps those of its last refusals. CUDA's and

@@ -55,6 +55,15 @@ impl Draws {
         Self { step, micro_batch: micro_batch as u64 }
     }
 
+    /// Those of a model's first values, by a seed from libtorch's default generator: what a pipeline that is
+    /// built now would begin with.
+    ///
+    /// # Errors
+    /// When there is no memory for the seed.
+    pub fn of_first_values() -> Result<Self> {
+        Ok(Self::new(step_seed()?, 0))
+    }
+
     /// The seed of the layer at this position of the model; the loss comes after the last.
     #[must_use]
     pub fn seed(self, layer: usize) -> u64 {

@@ -174,3 +174,49 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
         unharmed(&what, |(x, y)| drop(pipeline.backward(x, y, square).expect("a step")));
     }
 }
+
+/// In the words of the pipeline, not libtorch's, and with its own layer's name.
+#[test]
+fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
+    let _alone = alone();
+    let layers = || {
+        Layers::new()
+            .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
+            .stash("skip")
+            .add_fn("relu", |x| x.shallow_clone().relu_())
+            .pop("join", "skip", |x, skip| skip.shallow_clone().g_add_(x))
+    };
+    let helps = "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let \
+                 it make a tensor of its own (`relu` for `relu_`), or be one layer with what comes before it";
+    // The input itself, a view of it, and a skip that comes from another stage.
+    let view = || {
+        let narrowed = |x: &Tensor| x.narrow(1, 0, 1).relu_();
+        Layers::new()
+            .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
+            .add_fn("view", narrowed)
+            .add("output", |p| nn::linear(p, 1, 2, Default::default()))
+    };
+    let plain = Layers::new()
+        .add("hidden", |p| nn::linear(p, 4, 2, Default::default()))
+        .stash("skip")
+        .add("inner", |p| nn::linear(p, 2, 2, Default::default()))
+        .pop("join", "skip", |x, skip| skip.shallow_clone().g_add_(x));
+    for (layers, balance, stage, layer) in [
+        (layers(), vec![1, 3], 1, "relu"),
+        (view(), vec![1, 2], 1, "view"),
+        (plain, vec![2, 1, 1], 2, "join"),
+    ] {
+        let mut pipe = Pipeline::builder(layers)
+            .devices(vec![test_device(); balance.len()])
+            .balance(balance)
+            .micro_batches(3)
+            .build()
+            .expect("a pipeline");
+        let square = |out: Tensor, y: &Tensor| Loss::mean((out - y).square().mean(Kind::Float));
+        let (x, y) = samples();
+        let error = pipe.backward(&x, &y, square).expect_err("changed in place").to_string();
+        let began =
+            format!("stage {stage} failed in the forward of micro-batch 0, in layer '{layer}'");
+        assert_eq!(error, format!("{began}: {helps}"));
+    }
+}

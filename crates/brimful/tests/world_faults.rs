@@ -13,11 +13,12 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{env, fs};
 
+use brimful::loss::NonFiniteValue;
 use brimful::memory::Arena;
 use brimful::optim::Adam;
 use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Error, Layers, Loss, Pipeline, World, save};
+use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Size, World, save};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
 use support::assert_close;
 use support::pipeline_cases::GPT;
@@ -93,6 +94,22 @@ fn a_panic_in_one_rank_is_everyones_error() {
             assert_close(&pipe.gradients().expect("gradients"), &expected, "after the panic");
             pipe.zero_grad().expect("cleared");
         }
+    });
+}
+
+/// A value, not words alone: whoever asks on any rank can say what helps.
+#[test]
+fn a_loss_that_is_no_number_in_one_rank_is_known_to_all() {
+    in_ranks(2, |world| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let weight = store.root().ones("weight", &[1]);
+        let micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let mut micro = micro.world(&world).expect("a world");
+        let x = Tensor::full([4], world.rank() as f64, (Kind::Float, Device::Cpu));
+        let run = |x: Tensor| Loss::mean((x.log().abs() * &weight).mean(Kind::Float));
+        let error = micro.backward(&x, run).expect_err("rank 0 takes the logarithm of 0");
+        assert_eq!(error.non_finite(), Some(NonFiniteValue::Loss(f64::INFINITY)), "{error}");
+        assert_eq!(error.out_of_memory(), None);
     });
 }
 

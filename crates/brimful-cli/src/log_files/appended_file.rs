@@ -1,11 +1,12 @@
 //! A file that grows piece by piece, each of them whole, until it can no longer be written.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
+use crate::claimed_place::claim;
 use crate::progress;
 
 /// A file with whole pieces alone.
@@ -65,12 +66,13 @@ impl AppendedFile {
     }
 }
 
-/// Opens a file, which is this process's alone while it is open: the lines of two would be mixed up.
+/// Opens a file, which is this process's alone while it is open.
 fn open(path: &Path, options: &mut OpenOptions) -> Result<File> {
     let options = options.create(true).truncate(false);
     let file = options.open(path).with_context(|| unwritable(path))?;
-    let is_taken = is_plain(&file) && matches!(file.try_lock(), Err(TryLockError::WouldBlock));
-    ensure!(!is_taken, "{}: another program writes it now: name another file", unwritable(path));
+    if is_plain(&file) {
+        claim(&file).with_context(|| unwritable(path))?;
+    }
     Ok(file)
 }
 
@@ -110,7 +112,7 @@ mod tests {
         let mut first = AppendedFile::empty(&path).expect("a file");
         first.append(b"one");
         for second in [AppendedFile::empty(&path), AppendedFile::existing(&path).map(|it| it.0)] {
-            let error = second.expect_err("it is taken").to_string();
+            let error = format!("{:#}", second.expect_err("it is taken"));
             assert!(error.ends_with("another program writes it now: name another file"), "{error}");
         }
         assert_eq!(fs::read(&path).expect("read"), b"one");

@@ -1,9 +1,11 @@
 //! A model and its loss in one: a GPT's head runs inside its loss, in chunks of tokens, so that its logits
 //! never exist whole.
 
+use std::ops::Range;
+
 use brimful::layers::Model;
 use brimful::nn::linear_cross_entropy;
-use brimful::{Layers, Loss, Result};
+use brimful::{Draws, Layers, Loss, Result};
 use brimful_models::{LANGUAGE_HEAD, language_head_weight};
 use tch::nn::{ModuleT, Path};
 use tch::{Kind, Reduction, Tensor};
@@ -29,15 +31,30 @@ impl LossModel {
     /// # Errors
     /// As [`Layers::build`].
     pub fn build(layers: &Layers, root: &Path) -> Result<Self> {
+        Self::of_parts(layers, root, |part| layers.build_range(root, part))
+    }
+
+    /// The same with the first values that a pipeline of these layers would have.
+    ///
+    /// # Errors
+    /// As [`Layers::build`].
+    pub fn build_drawing(layers: &Layers, root: &Path, draws: Draws) -> Result<Self> {
+        Self::of_parts(layers, root, |part| layers.build_range_drawing(root, part, draws))
+    }
+
+    fn of_parts(
+        layers: &Layers,
+        root: &Path,
+        build: impl Fn(Range<usize>) -> Result<Model>,
+    ) -> Result<Self> {
+        let all = layers.len();
         if layers.names().last() != Some(LANGUAGE_HEAD) {
-            return layers.build(root).map(Self::Whole);
+            return build(0..all).map(Self::Whole);
         }
-        let (last, all) = (layers.len() - 1, layers.len());
-        let body = layers.build_range(root, 0..last)?;
-        let head = layers.build_range(root, last..all)?;
+        let (body, head) = (build(0..all - 1)?, build(all - 1..all)?);
         match language_head_weight(root) {
             Some(weight) => Ok(Self::Text { body, head, weight }),
-            None => layers.build(root).map(Self::Whole),
+            None => build(0..all).map(Self::Whole),
         }
     }
 

@@ -64,6 +64,17 @@ impl Plan {
 /// # Errors
 /// Where the request holds impossible numbers, or none of its combinations can be built.
 pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
+    plan_watched(request, |_| {})
+}
+
+/// As [`plan`]; `watch` is shown each combination as soon as it was simulated.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_watched(
+    request: &Request<'_>,
+    mut watch: impl FnMut(PlanChoice),
+) -> Result<Plan, PlanError> {
     request.check()?;
     let mut plan = Plan { rows: Vec::new(), refused: Vec::new() };
     for choice in request.choices() {
@@ -71,6 +82,7 @@ pub fn plan(request: &Request<'_>) -> Result<Plan, PlanError> {
             Ok(row) => plan.rows.push(row),
             Err(refusal) => plan.refused.push(refusal),
         }
+        watch(choice);
     }
     // Only then: a choice of homes is simulated many times, and what fits as it is needs none.
     if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {

@@ -11,6 +11,7 @@ use super::LayersError;
 use super::description::Description;
 use super::{Layers, Model};
 use crate::Result;
+use crate::random::{Draws, Generator, preserving_generators};
 
 impl Layers {
     /// Builds the whole model under this path.
@@ -28,6 +29,42 @@ impl Layers {
     /// As [`Layers::build`], and when the range is not one of this list.
     pub fn build_range(&self, root: &Path, range: Range<usize>) -> Result<Model> {
         self.build_range_watched(root, range, |_| {})
+    }
+
+    /// As [`Layers::build_range`], with first values that belong to the layers: each draws from a seed of its own,
+    /// as in a pipeline. So they depend neither on the range nor on where it is built.
+    ///
+    /// ```
+    /// use brimful::{Draws, Layers, Pipeline};
+    /// use tch::{Device, nn};
+    ///
+    /// let layers = Layers::new()
+    ///     .add("hidden", |p| nn::linear(p, 4, 8, Default::default()))
+    ///     .add("output", |p| nn::linear(p, 8, 2, Default::default()));
+    /// let store = nn::VarStore::new(Device::Cpu);
+    /// tch::manual_seed(1);
+    /// layers.build_range_drawing(&store.root(), 0..2, Draws::of_first_values()?)?;
+    /// tch::manual_seed(1);
+    /// let pipe = Pipeline::builder(layers).devices([Device::Cpu, Device::Cpu]).build()?;
+    /// for (name, variable) in pipe.variables()? {
+    ///     assert_eq!(variable, store.variables()[&name]);
+    /// }
+    /// # Ok::<(), brimful::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Layers::build_range`].
+    pub fn build_range_drawing(
+        &self,
+        root: &Path,
+        range: Range<usize>,
+        draws: Draws,
+    ) -> Result<Model> {
+        let device = root.device();
+        preserving_generators(vec![device], || {
+            let generator = Generator::new(device);
+            self.build_range_watched(root, range, |position| generator.seed(draws.seed(position)))
+        })
     }
 
     /// As [`Layers::build_range`]; `before` is told each layer's position before it is built.

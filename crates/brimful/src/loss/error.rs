@@ -1,5 +1,6 @@
 //! Losses that no gradient of the mini-batch can be made of.
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// A loss that no gradient of the mini-batch can be made of.
@@ -73,4 +74,16 @@ pub enum LossError {
         /// Its weight.
         weight: f64,
     },
+}
+
+/// What of a step is infinite or no number.
+#[derive(Debug, Clone, Copy, PartialEq, Error, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum NonFiniteValue {
+    /// A loss.
+    #[error("the loss is {0}")]
+    Loss(f64),
+    /// A gradient.
+    #[error("a gradient is infinite or no number")]
+    Gradient,
 }

@@ -8,6 +8,7 @@ use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, Samples};
+use crate::gradient_mode::with_graphs;
 use crate::loss::MicroBatchWeight;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
@@ -186,7 +187,8 @@ impl MicroBatcher {
         // Noted before the first number is drawn, so that a retry draws the same dropout masks.
         let randomness = Randomness::now(self.device)?;
         let unmanaged = self.unmanaged.save(&self.variables)?;
-        let (statistics, result) = Pending::collect(false, || oom::catch(|| f(self, cut)));
+        let (statistics, result) =
+            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self, cut))));
         let undo = Undo { statistics, randomness, unmanaged };
         match result {
             Ok(value) => Ok((value, undo)),

@@ -7,6 +7,7 @@ use super::{BatchRole, MicroBatcher, Outcome, Parts, Step};
 use crate::accumulate::Sums;
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch};
+use crate::gradient_mode::with_graphs;
 use crate::layout::InOrder;
 use crate::loss::MicroBatchWeight;
 use crate::step::{self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, Tally, Tried, Try};
@@ -107,7 +108,8 @@ impl MicroBatcher {
                     let first = role.first && number == 0;
                     let weight =
                         MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
-                    outputs.push(f(&mut tally, &weight, micro_batch)?);
+                    let ran = with_graphs(false, || f(&mut tally, &weight, micro_batch));
+                    outputs.push(ran?);
                     Ok(MicroBatchRun::PLAINLY)
                 },
             )?;

@@ -7,6 +7,7 @@ use super::Outcome;
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::Batch;
+use crate::gradient_mode::with_graphs;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::step::{Summed, Tally, TermGroup, roots};
 
@@ -88,7 +89,7 @@ pub(super) fn forward<B: Batch, R: Outcome>(
     micro_batch: B,
     f: &mut impl FnMut(B) -> R,
 ) -> Result<(Vec<Term>, R::Outputs)> {
-    let (loss, output) = f(micro_batch).into_parts()?;
+    let (loss, output) = with_graphs(true, || f(micro_batch)).into_parts()?;
     Ok((loss.into_terms(true)?, output))
 }
 

@@ -17,6 +17,7 @@ use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
+use crate::gradient_mode::with_graphs;
 use crate::layout::InOrder;
 use crate::random::Randomness;
 use crate::statistics::Pending;
@@ -98,7 +99,7 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             feed::each(batch, ranges, &self.copies, |_, micro_batch| {
                 states.push(Randomness::now(self.device)?);
-                parts.push(forward(micro_batch));
+                parts.push(with_graphs(false, || forward(micro_batch)));
                 Ok(())
             })
         });
@@ -125,7 +126,8 @@ impl MicroBatcher {
         let gradients = RowGradients::of(outputs);
         feed::each(batch, ranges, &self.copies, |i, micro_batch| {
             states[i].restore()?;
-            back(&mut accumulator, gradients.rows(&ranges[i])?, &forward(micro_batch))
+            let outputs = with_graphs(true, || forward(micro_batch));
+            back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
         })?;
         after.restore()?;
         // As leaves they would keep their gradients alive in the caller's hands.
@@ -192,7 +194,8 @@ impl MicroBatcher {
                     }
                     let rows = gradients.rows(&(next..next + samples))?;
                     next += samples;
-                    back(&mut accumulator, rows, &forward(micro_batch))?;
+                    let outputs = with_graphs(true, || forward(micro_batch));
+                    back(&mut accumulator, rows, &outputs)?;
                     Ok(MicroBatchRun::PLAINLY)
                 },
             )?;
@@ -222,7 +225,8 @@ fn in_users_order<O: Batch>(
     loss: impl FnOnce(&O) -> Tensor,
 ) -> Result<Tensor> {
     let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
-    Ok(loss(&samples.restored(outputs)?))
+    let outputs = samples.restored(outputs)?;
+    Ok(with_graphs(true, || loss(&outputs)))
 }
 
 /// Counts the loss, and runs its backward, which ends at the outputs.

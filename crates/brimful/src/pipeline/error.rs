@@ -6,9 +6,11 @@ use thiserror::Error;
 
 use crate::Error;
 use crate::bytes::Bytes;
+use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
 use crate::schedule::Action;
-use crate::world::WorldError;
+use crate::step::StepError;
+use crate::world::{RankCause, WorldError};
 
 /// A pipeline that cannot be built or used as asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -210,7 +212,17 @@ pub enum PipelineError {
          stage's first layer make a tensor of its own, or do not recompute"
     )]
     InputChanged,
+    /// A layer that libtorch lets change nothing in place.
+    #[error(
+        "it changes in place what a gradient is to arrive at, its stage's input or a parameter: let it make a \
+         tensor of its own (`relu` for `relu_`), or be one layer with what comes before it"
+    )]
+    ChangesInPlace,
 }
+
+/// What libtorch says of it, be it of the tensor itself or of a view.
+const REFUSED_IN_PLACE: &str =
+    "leaf Variable that requires grad is being used in an in-place operation";
 
 /// A stage that failed: the step was undone, and the pipeline can be used again.
 #[derive(Debug, Clone, PartialEq, Error)]
@@ -238,6 +250,16 @@ pub enum Cause {
     Error(Error),
 }
 
+impl Cause {
+    /// A layer's or a loss's panic: libtorch's refusals say neither which stage they are of nor what helps.
+    pub(crate) fn of_panic(words: String) -> Self {
+        match words.contains(REFUSED_IN_PLACE) {
+            true => Self::Error(PipelineError::ChangesInPlace.into()),
+            false => Self::Panic(words),
+        }
+    }
+}
+
 impl fmt::Display for StageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { action, layer, cause } = self;
@@ -260,7 +282,28 @@ impl Error {
                 Cause::Error(error) => error.out_of_memory(),
                 Cause::Panic(_) => None,
             },
-            Self::World(WorldError::RankFailed { cause, .. }) => cause.as_deref(),
+            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
+                RankCause::OutOfMemory(oom) => Some(oom),
+                RankCause::NonFinite(_) => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// The loss or gradient that was refused because it is not finite, be it here, in a stage of a pipeline
+    /// or on another rank.
+    pub fn non_finite(&self) -> Option<NonFiniteValue> {
+        match self {
+            Self::Loss(LossError::NonFinite { value, .. }) => Some(NonFiniteValue::Loss(*value)),
+            Self::Step(StepError::NonFiniteGradient { .. }) => Some(NonFiniteValue::Gradient),
+            Self::Stage(stage) => match &stage.cause {
+                Cause::Error(error) => error.non_finite(),
+                Cause::OutOfMemory(_) | Cause::Panic(_) => None,
+            },
+            Self::World(WorldError::RankFailed { cause, .. }) => match cause.as_deref()? {
+                RankCause::NonFinite(value) => Some(*value),
+                RankCause::OutOfMemory(_) => None,
+            },
             _ => None,
         }
     }

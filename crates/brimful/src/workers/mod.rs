@@ -17,6 +17,7 @@ use std::thread::{self, JoinHandle, ThreadId};
 use brimful_torch::threads::limit_threads;
 use tch::Device;
 
+use crate::gradient_mode::with_graphs;
 use crate::queued::{Queued, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
@@ -149,8 +150,7 @@ impl<W: 'static> Workers<W> {
         // On this thread: which stream was entered is known to the thread that did.
         let before = Queued::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
-            let value =
-                before.precede().and_then(|()| oom::catch(|| f(worker)).map_err(error::into_error));
+            let value = before.precede().and_then(|()| begun(|| f(worker)));
             // Whoever asked may have gone.
             let _ = answer.send((value, before.since()));
         });
@@ -192,7 +192,7 @@ fn work<W>(
 ) {
     let _threads = device.threads.map(limit_threads);
     let _inside = device.arena.as_ref().map(|arena| arena.enter());
-    let mut worker = match oom::catch(build).map_err(error::into_error) {
+    let mut worker = match begun(build) {
         Ok(worker) => worker,
         Err(error) => return drop(answer.send(Err(error))),
     };
@@ -200,6 +200,11 @@ fn work<W>(
     for command in commands {
         command(&mut worker);
     }
+}
+
+/// Does a worker's work, which begins with graphs whatever the work before it has left.
+fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    oom::catch(|| with_graphs(true, work)).map_err(error::into_error)
 }
 
 fn gone(worker: usize) -> Error {

@@ -7,12 +7,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::error::WorldError;
+use super::error::{RankCause, WorldError};
 use super::link::Look;
 use super::message::{Message, decode, encode};
 use super::messenger::{Messenger, Value};
 use super::waits::Wait;
-use crate::oom::OutOfMemory;
 use crate::{Error, Result};
 
 /// How a rank has failed, as the others are told.
@@ -21,7 +20,7 @@ struct ToldFailure {
     /// Since the turn's beginning.
     at: Duration,
     message: String,
-    out_of_memory: Option<OutOfMemory>,
+    cause: Option<RankCause>,
 }
 
 impl World {
@@ -75,7 +74,7 @@ impl World {
         let told = result.as_ref().map_err(|error| ToldFailure {
             at,
             message: error.to_string(),
-            out_of_memory: error.out_of_memory().cloned(),
+            cause: told_cause(error),
         });
         // Told even where this rank has failed: a rank that does not answer makes all others wait.
         let own = encode(&told)?;
@@ -99,10 +98,16 @@ impl World {
     }
 
     fn failed(&self, rank: usize, failure: ToldFailure) -> Error {
-        let ToldFailure { message, out_of_memory, .. } = failure;
-        let cause = out_of_memory.map(Box::new);
+        let ToldFailure { message, cause, .. } = failure;
+        let cause = cause.map(Box::new);
         WorldError::RankFailed { rank, host: self.hosts()[rank].clone(), message, cause }.into()
     }
+}
+
+/// What others act on of this rank's error, if anything.
+fn told_cause(error: &Error) -> Option<RankCause> {
+    let ran_out = error.out_of_memory().cloned().map(RankCause::OutOfMemory);
+    ran_out.or_else(|| error.non_finite().map(RankCause::NonFinite))
 }
 
 /// What all ranks have said at this moment, if they have.

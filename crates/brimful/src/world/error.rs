@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::loss::NonFiniteValue;
 use crate::oom::OutOfMemory;
 
 /// What separates the ranks of a world.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum WorldError {
     /// A program that was built without MPI, or an MPI that does not start.
@@ -70,8 +72,8 @@ pub enum WorldError {
         host: String,
         /// Its error.
         message: String,
-        /// What it says where memory ran out.
-        cause: Option<Box<OutOfMemory>>,
+        /// What the others know of it as that rank does.
+        cause: Option<Box<RankCause>>,
     },
     /// Ranks that were not given the same.
     #[error("{what} must be the same on all ranks, but is {}", listed(found))]
@@ -136,6 +138,16 @@ pub enum WorldError {
     /// A message that could not be sent, or not be understood.
     #[error("messages between the ranks: {0}")]
     Message(String),
+}
+
+/// What a rank failed with, of what others than that rank act on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum RankCause {
+    /// Memory ran out.
+    OutOfMemory(OutOfMemory),
+    /// A loss or a gradient is not finite.
+    NonFinite(NonFiniteValue),
 }
 
 fn said(words: &Option<String>) -> String {

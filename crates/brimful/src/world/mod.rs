@@ -43,7 +43,7 @@ mod wire;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use error::WorldError;
+pub use error::{RankCause, WorldError};
 pub use traffic::Traffic;
 
 use crate::Result;

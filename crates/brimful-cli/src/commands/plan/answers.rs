@@ -7,7 +7,9 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
-use brimful::plan::{Misfit, PlanRow, PlannedStep, Request, misfits, plan};
+use brimful::plan::{
+    Misfit, Plan, PlanChoice, PlanRow, PlannedStep, Request, misfits, plan_watched,
+};
 use brimful::schedule::{
     Actions, Costs, Moves, Recompute, Schedule, ScheduleRecipe, StageCost, StageHome, simulate,
 };
@@ -18,6 +20,7 @@ use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use super::stage_table::StageLine;
 use crate::config;
 use crate::exit::wrong_use;
+use crate::progress::Progress;
 
 /// Time of a device's whole backward where none is given: twice that of a forward.
 const BACKWARD: f64 = 2.0;
@@ -119,7 +122,7 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
     let weighs = |layer: &LayerCost| layer.parameter_bytes + layer.activation_bytes > 0;
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
-    let mut plan = plan(&request)?;
+    let mut plan = planned(&request)?;
     // A stable order: the planner's own among those that fit, and among the others.
     plan.rows.sort_by_key(|row| !row.fits);
     let mut best: Vec<&PlanRow> = Vec::new();
@@ -137,6 +140,15 @@ fn from_profile(options: &PlanOptions, profile: &Profile) -> Result<Answers> {
         refused: plan.refused.iter().map(ToString::to_string).collect(),
         in_seconds: true,
     })
+}
+
+/// Every combination simulated, with a line of progress.
+fn planned(request: &Request<'_>) -> Result<Plan> {
+    let progress = Progress::new(request.schedules.len() * request.micro_batches.len(), "plans");
+    Ok(plan_watched(request, |PlanChoice { schedule, micro_batches, .. }| {
+        progress.doing(format!("{schedule} of {micro_batches} micro-batches"));
+        progress.advance(1);
+    })?)
 }
 
 fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a>> {
@@ -187,14 +199,19 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
         bail!("plain numbers need --stages and --micro-batches");
     };
     let recompute = options.recompute.unwrap_or_default();
+    let schedules = options.schedules();
+    let progress = Progress::new(schedules.len(), "schedules");
     let answer = |schedule: Schedule| {
+        progress.doing(schedule.to_string());
         let actions = match schedule.is_automatic() {
             true => recipe(options, schedule, stages)?.actions(micro_batches, recompute)?,
             false => schedule.actions(stages, micro_batches, recompute)?,
         };
-        simulated(options, schedule.to_string(), Some(recompute), actions)
+        let answer = simulated(options, schedule.to_string(), Some(recompute), actions);
+        progress.advance(1);
+        answer
     };
-    options.schedules().into_iter().map(answer).collect()
+    schedules.into_iter().map(answer).collect()
 }
 
 /// What automatic lists are made from: devices that are alike.

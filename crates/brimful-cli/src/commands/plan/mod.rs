@@ -68,13 +68,17 @@ fn stages_of(best: &PlanAnswer) -> String {
 fn grid(best: &PlanAnswer) -> Result<String> {
     let PlannedStep { actions, moves, .. } = &best.step;
     let columns = output::columns().unwrap_or(COLUMNS);
+    // Before it is made: a grid has a cell for each tick of each device, which of many devices fill the memory.
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
-    let grid = match moves.is_empty() {
-        true => render::grid(actions),
-        false => render::grid_with_moves(actions, moves)?,
+    let grid = || {
+        let grid = match moves.is_empty() {
+            true => render::grid(actions),
+            false => render::grid_with_moves(actions, moves)?,
+        };
+        Ok::<_, anyhow::Error>(grid.width(columns).color(output::colored()).to_string())
     };
-    let grid = || grid.width(columns).color(output::colored()).to_string();
-    Ok(match is_small.then(grid).filter(|grid| grid.lines().count() <= LINES) {
+    let grid = is_small.then(grid).transpose()?;
+    Ok(match grid.filter(|grid| grid.lines().count() <= LINES) {
         Some(grid) => {
             let mut all = actions.lists().iter().flatten();
             let is_whole = all.any(|action| action.kind == ActionKind::Backward);

@@ -4,11 +4,10 @@ use std::error::Error as StdError;
 use std::fmt;
 
 use brimful::auto::DoesNotFit;
-use brimful::loss::LossError;
+use brimful::loss::NonFiniteValue;
 use brimful::oom::OutOfMemory;
 use brimful::optim::Method;
-use brimful::pipeline::Cause;
-use brimful::{Bytes, Error, Size, StepError};
+use brimful::{Bytes, Error, Size};
 use tch::Tensor;
 use tch::nn::VarStore;
 
@@ -95,11 +94,22 @@ pub(super) fn of_building(error: anyhow::Error, options: &TrainOptions) -> anyho
     does_not_fit(format!("{}: {more}{finer}", output::causes(&error)))
 }
 
+/// The error of a test, with what mends it where the loss is no number.
+pub(super) fn of_test(cause: Error, steps: usize, learning_rate: f64) -> anyhow::Error {
+    match cause.non_finite() {
+        Some(value) => anyhow::anyhow!(
+            "{value} in the test after step {steps}: the weights are no numbers that can be gone on from; lower \
+             --learning-rate (it is {learning_rate:?}), or look at the data"
+        ),
+        None => cause.into(),
+    }
+}
+
 impl FailedStep {
     /// The library's error, with what mends it where that is known.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
-        if let Some(value) = not_finite(&cause) {
-            return self.of_numbers(&value);
+        if let Some(value) = cause.non_finite() {
+            return self.of_numbers(value);
         }
         if let Error::DoesNotFit(end) = &cause {
             return match self.fixed_remedy(&end.cause) {
@@ -127,7 +137,7 @@ impl FailedStep {
         )
     }
 
-    fn of_numbers(&self, value: &str) -> anyhow::Error {
+    fn of_numbers(&self, value: NonFiniteValue) -> anyhow::Error {
         let Self { epoch, step, learning_rate, .. } = self;
         anyhow::anyhow!(
             "{value} in epoch {epoch}, step {step}: this step was not taken; lower --learning-rate (it \
@@ -184,21 +194,6 @@ impl FailedStep {
             Size::Count(count) => Some(self.batch_size.div_ceil(count)),
             _ => None,
         }
-    }
-}
-
-/// What is not finite, in words.
-fn not_finite(error: &Error) -> Option<String> {
-    match error {
-        Error::Loss(LossError::NonFinite { value, .. }) => Some(format!("the loss is {value}")),
-        Error::Step(StepError::NonFiniteGradient { .. }) => {
-            Some("a gradient is infinite or no number".into())
-        }
-        Error::Stage(stage) => match &stage.cause {
-            Cause::Error(error) => not_finite(error),
-            _ => None,
-        },
-        _ => None,
     }
 }
 

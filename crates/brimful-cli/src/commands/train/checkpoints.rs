@@ -3,6 +3,7 @@
 //! A run is copied after its step and written while the next ones run. There is one writer at a time:
 //! the next save waits for it, and finds out what came of it.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
@@ -14,7 +15,7 @@ use brimful::World;
 use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
-use crate::files;
+use crate::{files, progress};
 
 /// The saves of a run.
 #[derive(Debug)]
@@ -97,6 +98,16 @@ impl Checkpoints {
     }
 }
 
+impl Drop for Checkpoints {
+    /// Where the run breaks off, what is being written is finished: the program would else end in the midst
+    /// of it, and leave half a file.
+    fn drop(&mut self) {
+        if let Some(Ok(Err(error))) = self.writer.take().map(JoinHandle::join) {
+            progress::say(&format!("brimful: {error}"));
+        }
+    }
+}
+
 /// `model.step-40.safetensors` beside `model.safetensors`.
 fn beside(path: &Path, mark: &str) -> PathBuf {
     match path.extension().and_then(|extension| extension.to_str()) {
@@ -123,15 +134,34 @@ fn replace_by_link(file: &Path, path: &Path) -> std::io::Result<()> {
 
 /// Removes the numbered files of up to so many steps, but for the newest. One that stays does no harm.
 fn remove_older(path: &Path, steps: usize, keep: usize) {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let Ok(entries) = fs::read_dir(folder.unwrap_or(Path::new("."))) else { return };
-    let names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
-    let is_there = |steps: &usize| {
-        let name = beside(path, &step_mark(*steps));
-        names.iter().any(|there| Some(there.as_os_str()) == name.file_name())
+    let mut done = numbered(path);
+    done.retain(|there| *there <= steps);
+    done.sort_unstable();
+    let older = done.iter().rev().skip(keep);
+    older.for_each(|steps| drop(fs::remove_file(beside(path, &step_mark(*steps)))));
+}
+
+/// After how many steps each of the numbered files was written that are there.
+fn numbered(path: &Path) -> Vec<usize> {
+    let Ok(entries) = fs::read_dir(files::folder_of(path)) else { return Vec::new() };
+    let number = |name: OsString| {
+        let mut numbers = name.to_str()?.split(|c: char| !c.is_ascii_digit());
+        numbers.find_map(|number| {
+            let steps = number.parse().ok()?;
+            (beside(path, &step_mark(steps)).file_name() == Some(&name)).then_some(steps)
+        })
     };
-    let older = (1..=steps).rev().filter(is_there).skip(keep);
-    older.for_each(|steps| drop(fs::remove_file(beside(path, &step_mark(steps)))));
+    entries.flatten().filter_map(|entry| number(entry.file_name())).collect()
+}
+
+/// How many files are kept, and how many of them are there already.
+pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
+    let is_there = |path: &Path| usize::from(path.exists());
+    match keep {
+        Keep::Last => (1, is_there(path)),
+        Keep::Best => (2, is_there(path) + is_there(&beside(path, "best"))),
+        Keep::Newest(count) => (count, numbered(path).len()),
+    }
 }
 
 #[cfg(test)]
@@ -153,9 +183,16 @@ mod tests {
         for steps in [5, 20, 40, 60, 90] {
             fs::write(beside(&path, &step_mark(steps)), b"").expect("written");
         }
+        // Of another run, or no number.
+        for name in ["n.step-5.safetensors", "m.step-05.safetensors", "m.step-x.safetensors"] {
+            fs::write(folder.join(name), b"").expect("written");
+        }
+        let there =
+            [Keep::Newest(2), Keep::Best, Keep::Last].map(|keep| kept_and_there(&path, keep));
         remove_older(&path, 60, 2);
         let left = [5, 20, 40, 60, 90].map(|steps| beside(&path, &step_mark(steps)).exists());
         fs::remove_dir_all(&folder).expect("removed");
         assert_eq!(left, [false, false, true, true, true]);
+        assert_eq!(there, [(2, 5), (2, 0), (1, 0)]);
     }
 }

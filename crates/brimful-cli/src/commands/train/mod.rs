@@ -19,6 +19,7 @@ mod records;
 mod resume;
 mod run_files;
 mod running;
+mod save_place;
 mod saved;
 mod stages;
 mod tested;

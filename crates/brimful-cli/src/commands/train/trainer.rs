@@ -19,9 +19,11 @@ use super::length::Length;
 use super::offload::MeasuredInputs;
 use super::recipe::Recipe;
 use super::running::Running;
+use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
-use super::{TrainOptions, ranks, records};
+use super::{TrainOptions, ranks, records, save_place};
+use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Examples, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
@@ -52,6 +54,8 @@ pub struct Trainer {
     pub(super) running: Running,
     pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
+    /// Where it saves to, which nobody else does meanwhile.
+    _place: Option<ClaimedPlace>,
 }
 
 /// What an epoch came to.
@@ -104,6 +108,10 @@ impl Trainer {
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
         ranks::check(&world, options)?;
+        let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
+        let folder = model.folder();
+        let to_save = ToSave { layers: &layers, folder: folder.as_deref(), in_epoch: cut.steps() };
+        let place = save_place::claim(&to_save, &world, options)?;
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = micro_batch_size(options.size(), batch_size);
@@ -118,8 +126,8 @@ impl Trainer {
             engine,
             parts: options.ranks.parts(&world),
             world,
-            folder: model.folder(),
-            cut: EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate),
+            folder,
+            cut,
             dataset,
             size: options.size(),
             seed: options.seed,
@@ -131,6 +139,7 @@ impl Trainer {
             running: Running::default(),
             tests: TestsSoFar::default(),
             recorder,
+            _place: place,
         })
     }
 
@@ -340,6 +349,7 @@ impl Trainer {
     fn judge(&mut self) -> Result<(f64, f64)> {
         let at_once = self.dataset.test.at_once(self.cut.largest());
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
+        let (steps, rate) = (self.steps_done(), self.rate);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
         let request = |trainer: &Self, part| {
             let mut places = cut.step(part).map(|places| trainer.own_part(places));
@@ -353,7 +363,8 @@ impl Trainer {
                 self.dataset.test.prepare(next.clone());
             }
             counts.push(counted(&targets).double_value(&[]));
-            let (loss, right) = self.engine.test((inputs, targets))?;
+            let tested = self.engine.test((inputs, targets));
+            let (loss, right) = tested.map_err(|error| advice::of_test(error, steps, rate))?;
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);
         }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use brimful::memory::Memory;
 use brimful::optim::{Ema, Optimizer};
 use brimful::report::{self, Record};
-use brimful::{DeviceSpec, Layers, MicroBatcher, Replicas, Step, World, guard};
+use brimful::{DeviceSpec, Draws, Layers, MicroBatcher, Replicas, Step, World, guard};
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -95,7 +95,8 @@ impl Runner {
         options.dtype.prepare(device)?;
         let _inside = memory.enter();
         let mut store = VarStore::new(device);
-        let model = LossModel::build(layers, &store.root()).context("the model was not built")?;
+        let built = LossModel::build_drawing(layers, &store.root(), Draws::of_first_values()?);
+        let model = built.context("the model was not built")?;
         store.set_kind(options.dtype.kind());
         let micro = MicroBatcher::new(&store, options.size())
             .memory(memory.clone())
@@ -114,9 +115,11 @@ impl Runner {
     ) -> Result<Self> {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
+        let first = Draws::of_first_values()?;
         // Replicas tell a panic's words, and know one that is about memory.
         let build = move |root: &Path<'_>| {
-            LossModel::build(&layers, root).unwrap_or_else(|error| panic!("{error}"))
+            let built = LossModel::build_drawing(&layers, root, first);
+            built.unwrap_or_else(|error| panic!("{error}"))
         };
         let mut replicas =
             Replicas::new(accounts, options.size(), build).context("the model was not built")?;

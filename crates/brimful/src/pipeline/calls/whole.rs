@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::{check_no_gradients, inputs};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
+use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::{PipelineTried, TryPlan};
 use crate::pipeline::error::PipelineError;
@@ -186,12 +187,13 @@ impl Pipeline {
         let plan = self.plan(&this_try, Mode::Train { last: true }, true)?;
         let samples = this_try.opening.own();
         let (run, rows) = self.all_forwards(input, &plan, exchange, samples)?;
-        let counted = oom::catch(|| {
+        let counted = || {
             let tensors = self.restored(&run, samples)?;
             // Forwards are counted from 1: `backward_from` refuses these, whose backward is run here.
             let outputs = Outputs { tensors, run, number: 0 };
             Ok::<_, Error>((self.loss_of(&outputs, loss)?, outputs))
-        });
+        };
+        let counted = oom::catch(|| with_graphs(true, counted));
         let ((counted, gradients), outputs) = match counted {
             Ok(found) => found,
             Err(caught) => {

@@ -41,6 +41,7 @@ use tch::Tensor;
 
 use crate::accumulate::Accumulator;
 use crate::batch::Versions;
+use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::oom::{self, Caught};
 use crate::pipeline::error::{Cause, PipelineError, StageError};
@@ -197,7 +198,7 @@ impl WorkerRun {
                 self.start_moves(site)?;
                 // Before the action is done: a backward looks for others behind it.
                 self.next += 1;
-                self.perform(site, action)
+                with_graphs(self.job.mode.trains(), || self.perform(site, action))
             });
             done.map_err(|caught| failure(site, action, caught))?;
         }
@@ -444,7 +445,7 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
             return WorkerFailure::Failed { at: Instant::now(), error };
         }
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
-        Caught::Panic(payload) => Cause::Panic(panic_message(&*payload)),
+        Caught::Panic(payload) => Cause::of_panic(panic_message(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
     let error = StageError { action, layer, cause }.into();

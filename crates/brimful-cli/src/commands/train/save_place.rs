@@ -1,0 +1,120 @@
+//! The place of `--save`: no other run's, and with room for what will be written there.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use brimful::{Bytes, Layers, World};
+use brimful_torch::meta;
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use super::TrainOptions;
+use super::checkpoints;
+use super::run_files::Keep;
+use crate::claimed_place::ClaimedPlace;
+use crate::files::folder_of;
+use crate::fine_tune::FineTune;
+use crate::output;
+
+/// What a run will save, and how often.
+#[derive(Debug)]
+pub(super) struct ToSave<'a> {
+    pub(super) layers: &'a Layers,
+    /// The model's folder, where it is from one.
+    pub(super) folder: Option<&'a FineTune>,
+    /// Steps of an epoch.
+    pub(super) in_epoch: usize,
+}
+
+/// Claims the place, if there is one, until what it gives is dropped. Of several ranks the first does so, and
+/// all are told.
+pub(super) fn claim(
+    to_save: &ToSave<'_>,
+    world: &World,
+    options: &TrainOptions,
+) -> Result<Option<ClaimedPlace>> {
+    let path = options.files.save.as_deref().filter(|path| world.rank() == 0 && !is_device(path));
+    let claimed = path.map(|path| to_save.claim(path, options)).transpose();
+    let told = world.share("save", &claimed.as_ref().err().map(output::causes))?;
+    match told.into_iter().flatten().next() {
+        Some(reason) => bail!(reason),
+        None => claimed,
+    }
+}
+
+impl ToSave<'_> {
+    fn claim(&self, path: &Path, options: &TrainOptions) -> Result<ClaimedPlace> {
+        let claimed = ClaimedPlace::of(path).and_then(|claimed| {
+            self.check_room(path, options)?;
+            Ok(claimed)
+        });
+        claimed.with_context(|| format!("--save {}", path.display()))
+    }
+
+    /// Refuses a disk that would be full in the midst of the run.
+    fn check_room(&self, path: &Path, options: &TrainOptions) -> Result<()> {
+        let Some(free) = free_bytes(path) else { return Ok(()) };
+        let (each, files) = (self.bytes(options)?, self.files(path, options));
+        let needed = Bytes(each.0.saturating_mul(files));
+        let kept = match files {
+            1 => String::new(),
+            _ => format!(
+                " ({files} files of {each}: the next one is written before the last one goes)"
+            ),
+        };
+        ensure!(
+            needed <= free,
+            "it needs {needed}{kept}, but its disk has {free} free: make room there, or save elsewhere"
+        );
+        Ok(())
+    }
+
+    /// The bytes of one file: the model, what its optimizer keeps, and averages of weights; of a folder, the
+    /// model alone.
+    fn bytes(&self, options: &TrainOptions) -> Result<Bytes> {
+        let _shapes_alone = meta::enter();
+        let store = VarStore::new(Device::Cpu);
+        self.layers.build(&store.root())?;
+        let kind = options.dtype.kind();
+        let bytes = |numbers: usize| (numbers * kind.elt_size_in_bytes()) as u64;
+        let mut variables = store.variables();
+        if let (Some(folder), Some(_)) = (self.folder, options.saved_folder()) {
+            variables.retain(|name, _| folder.writes(name));
+            return Ok(Bytes(bytes(variables.values().map(Tensor::numel).sum())));
+        }
+        let model = bytes(variables.values().map(Tensor::numel).sum());
+        let trained = store.trainable_variables();
+        let trained = trained.iter().filter(|variable| variable.requires_grad());
+        let recipe = &options.recipe;
+        let factor = recipe.method().state_factor_in(kind);
+        let state = bytes(trained.map(Tensor::numel).sum()) as f64 * factor;
+        let averages = recipe.ema.map_or(0, |_| model);
+        Ok(Bytes(model + state as u64 + averages))
+    }
+
+    /// How many files more than now there will be at one time: those that are kept, and the one that is
+    /// being written.
+    fn files(&self, path: &Path, options: &TrainOptions) -> u64 {
+        let files = &options.files;
+        let before_last = options.length.steps(self.in_epoch).saturating_sub(1);
+        let between = files.save_every.map_or(0, |every| before_last / every);
+        let saves = before_last / self.in_epoch.max(1) + between + 1;
+        let (kept, there) = checkpoints::kept_and_there(path, files.keep);
+        let more = kept.saturating_sub(there) + 1;
+        // The best one so far is a file of its own.
+        let written = if files.keep == Keep::Best { 2 * saves } else { saves };
+        more.min(written) as u64
+    }
+}
+
+/// Whether it is no file, but written to as it is, and by many.
+fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
+}
+
+/// What the file system of this path has left for this user; not known of some.
+fn free_bytes(path: &Path) -> Option<Bytes> {
+    let found = rustix::fs::statvfs(folder_of(path)).ok().filter(|found| found.f_blocks > 0)?;
+    Some(Bytes(found.f_bavail.saturating_mul(found.f_frsize)))
+}

@@ -1,0 +1,176 @@
+//! A guard against graphs that a closure or a layer forgets to drop holds for nothing that runs after it:
+//! gradients are those of the whole mini-batch, and the caller's thread is as it was.
+
+mod support;
+
+use brimful::layers::Layers;
+use brimful::schedule::Recompute;
+use brimful::{Loss, MicroBatcher, Pipeline, Replicas, Size};
+use support::{alone, assert_close, numbers, numbers_there, test_device};
+use tch::nn::{self, ModuleT, Path, VarStore};
+use tch::{Device, Kind, Tensor};
+
+const SAMPLES: i64 = 6;
+
+/// What keeps a thread from making graphs, and is never dropped.
+fn forget_a_guard() {
+    std::mem::forget(tch::no_grad_guard());
+}
+
+/// Whether this thread makes graphs.
+fn makes_graphs() -> bool {
+    let x = Tensor::ones([1], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    (x * 2.0).requires_grad()
+}
+
+/// Two layers, the first of which may forget a guard behind its own work.
+fn layers(forgets: bool) -> Layers {
+    Layers::new()
+        .add("hidden", |p| nn::linear(p, 4, 5, Default::default()))
+        .add_fn("tanh", move |x| {
+            let x = x.tanh();
+            if forgets {
+                forget_a_guard();
+            }
+            x
+        })
+        .add("output", |p| nn::linear(p, 5, 3, Default::default()))
+}
+
+fn built(root: &Path<'_>) -> impl ModuleT + use<> {
+    layers(false).build(root).expect("a model")
+}
+
+/// Gives every variable numbers of its own.
+fn set(variables: impl IntoIterator<Item = (String, Tensor)>) {
+    for (name, mut variable) in variables {
+        let length = name.len() as i64;
+        tch::no_grad(|| variable.copy_(&numbers_there(&variable.size(), length)));
+    }
+}
+
+fn batch() -> (Tensor, Tensor) {
+    (numbers_there(&[SAMPLES, 4], 1), numbers_there(&[SAMPLES, 3], 2))
+}
+
+fn loss(out: &Tensor, y: &Tensor) -> Loss {
+    Loss::mean((out - y).square().mean(Kind::Double))
+}
+
+/// The same, after which no graph is made any more.
+fn forgetful_loss(out: &Tensor, y: &Tensor) -> Loss {
+    let loss = loss(out, y);
+    forget_a_guard();
+    loss
+}
+
+fn store() -> VarStore {
+    let mut store = VarStore::new(test_device());
+    store.double();
+    store
+}
+
+fn gradients(store: &VarStore) -> Vec<(String, Tensor)> {
+    let mut all: Vec<_> =
+        store.variables().into_iter().map(|(name, tensor)| (name, tensor.grad())).collect();
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    all
+}
+
+/// The whole mini-batch's gradients, by autograd alone.
+fn expected() -> Vec<(String, Tensor)> {
+    let mut store = store();
+    let model = built(&store.root());
+    store.double();
+    set(store.variables());
+    let (x, y) = batch();
+    (model.forward_t(&x, true) - y).square().mean(Kind::Double).backward();
+    gradients(&store)
+}
+
+#[test]
+fn a_closure_s_guard_ends_with_its_micro_batch() {
+    let _alone = alone();
+    let expected = expected();
+    let mut store = store();
+    let model = built(&store.root());
+    store.double();
+    set(store.variables());
+    for outside in [true, false] {
+        let _outside = (!outside).then(tch::no_grad_guard);
+        let mut micro = MicroBatcher::new(&store, Size::Fixed(2));
+        let run = |(x, y): (Tensor, Tensor)| forgetful_loss(&model.forward_t(&x, true), &y);
+        micro.backward(&batch(), run).expect("a step");
+        assert_eq!(makes_graphs(), outside);
+        assert_close(&gradients(&store), &expected, "a micro-batcher");
+        store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+        let forward = |(x, _): (Tensor, Tensor)| {
+            let out = model.forward_t(&x, true);
+            forget_a_guard();
+            out
+        };
+        let whole = |out: &Tensor| {
+            let loss = (out - batch().1).square().mean(Kind::Double);
+            forget_a_guard();
+            loss
+        };
+        micro.backward_whole(&batch(), forward, whole).expect("a step");
+        assert_eq!(makes_graphs(), outside);
+        assert_close(&gradients(&store), &expected, "a loss on all outputs");
+        store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+        let out = micro.map(&batch(), forward).expect("outputs");
+        assert!(!out.requires_grad() && makes_graphs() == outside);
+    }
+}
+
+#[test]
+fn a_replica_s_guard_ends_with_its_micro_batch() {
+    let _alone = alone();
+    let expected = expected();
+    let devices = [test_device(), test_device()];
+    let mut replicas = Replicas::new(devices, Size::Fixed(2), built).expect("replicas");
+    replicas.store_mut().double();
+    set(replicas.store().variables());
+    for _ in 0..2 {
+        let run = |model: &_, (x, y): (Tensor, Tensor)| {
+            forgetful_loss(&ModuleT::forward_t(model, &x, true), &y)
+        };
+        replicas.backward(&batch(), run).expect("a step");
+        assert_close(&gradients(replicas.store()), &expected, "replicas");
+        replicas.store().trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    }
+    assert!(makes_graphs());
+}
+
+#[test]
+fn a_layer_s_guard_ends_with_its_action() {
+    let _alone = alone();
+    let expected = expected();
+    for (forgets, recompute) in [(false, Recompute::Never), (true, Recompute::Never)]
+        .into_iter()
+        .chain([(true, Recompute::Always)])
+    {
+        let mut pipe = Pipeline::builder(layers(forgets))
+            .devices([test_device(), test_device()])
+            .kind(Kind::Double)
+            .balance([2, 1])
+            .micro_batches(3)
+            .recompute(recompute)
+            .build()
+            .expect("a pipeline");
+        let mut values = pipe.variables().expect("variables");
+        for (name, value) in &mut values {
+            *value = numbers(&value.size(), name.len() as i64);
+        }
+        pipe.set_variables(values).expect("the model's own");
+        for _ in 0..2 {
+            let (x, y) = batch();
+            pipe.backward(&x, &y, |out: Tensor, y| forgetful_loss(&out, y)).expect("a step");
+            assert_close(&pipe.gradients().expect("gradients"), &expected, "a pipeline");
+            pipe.zero_grad().expect("no gradients");
+            let judged = pipe.evaluate(&x, &y, |out: Tensor, y| (loss(&out, y), out));
+            assert!(!judged.expect("a test").outputs.requires_grad());
+        }
+    }
+    assert!(makes_graphs());
+}
