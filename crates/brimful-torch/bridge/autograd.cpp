@@ -122,12 +122,12 @@ at::Tensor backward(
 
 extern "C" {
 
-// A null gradient stands for the default: one, for a scalar root. Where the known leaves are not null and the roots
-// lead to one that is neither among them nor an end, that is given, and nothing is run.
+// A null gradient stands for the default: one, for a scalar root. Where the known leaves are not null and the
+// roots lead to one that is neither among them nor an end, that is given, and nothing is run.
 int32_t brimful_backward(
     at::Tensor* const* roots, at::Tensor* const* gradients, size_t count, bool keep_graph,
-    const brimful::KnownLeaves* known, at::Tensor* const* ends, size_t end_count, at::Tensor** other,
-    char** message) noexcept {
+    const brimful::KnownLeaves* known, at::Tensor* const* ends, size_t end_count,
+    at::Tensor** other, char** message) noexcept {
   return brimful::guarded(message, [&] {
     variable_list with;
     for (size_t i = 0; i < count; ++i) with.push_back(brimful::or_none(gradients[i]));

@@ -178,7 +178,8 @@ class DirectRun {
     for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
       if (!turns_[*next].is_reached) continue;
       if (!stream_.takes(*graph_.places[*next].node)) return false;
-      if (!turns_[*next].is_end) each_child(*next, [&](auto child) { turns_[child].is_reached = true; });
+      if (turns_[*next].is_end) continue;
+      each_child(*next, [&](auto child) { turns_[child].is_reached = true; });
     }
     return true;
   }

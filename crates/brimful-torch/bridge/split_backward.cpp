@@ -360,7 +360,8 @@ class SplitBackward {
     collected_.clear();
     resumed_.clear();
     passed_.clear();
-    // Nodes that lead to an input are let go of with these and `old`. Their places stay, and nothing leads there.
+    // Nodes that lead to an input are let go of with these and `old`. Their places stay, to which nothing
+    // leads any more.
     roots_.clear();
   }
 
