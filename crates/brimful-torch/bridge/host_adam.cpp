@@ -51,12 +51,12 @@ BRIMFUL_WIDE void compute(
 void store(float* to, const float* block, int64_t count) {
   int64_t done = 0;
 #if defined(__x86_64__)
-  // The machine takes whole registers, at multiples of their size.
+  // The machine takes whole registers, at multiples of their size: a thread's share may begin between two.
   constexpr int64_t kRegister = 4;
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128) == 0) {
-    for (; done + kRegister <= count; done += kRegister) {
-      _mm_stream_ps(to + done, _mm_load_ps(block + done));
-    }
+  const auto is_aligned = [&] { return reinterpret_cast<uintptr_t>(to + done) % sizeof(__m128) == 0; };
+  for (; done < count && !is_aligned(); ++done) to[done] = block[done];
+  for (; done + kRegister <= count; done += kRegister) {
+    _mm_stream_ps(to + done, _mm_loadu_ps(block + done));
   }
 #endif
   std::memcpy(to + done, block + done, (count - done) * sizeof(float));

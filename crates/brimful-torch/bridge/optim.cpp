@@ -171,9 +171,8 @@ bool is_beside_the_same(bool decoupled) {
 
 bool can_compute_beside(const BrimfulAdam& o, const at::Tensor& parameter) {
   // From half on, libtorch adds the average to the gradient instead.
-  if (!parameter.is_cpu() || parameter.scalar_type() != at::kFloat || 1 - o.beta1 >= 0.5) {
-    return false;
-  }
+  const bool is_small = static_cast<float>(1 - o.beta1) < 0.5F;
+  if (!parameter.is_cpu() || parameter.scalar_type() != at::kFloat || !is_small) return false;
   static const bool decoupled = is_beside_the_same(true);
   static const bool coupled = is_beside_the_same(false);
   return o.decoupled ? decoupled : coupled;

@@ -11,9 +11,10 @@ use brimful_torch::optim::fits;
 use tch::Tensor;
 
 use super::method::{Lists, Method};
-use super::state::{ParameterState, room_like, version};
+use super::state::{ParameterState, UNKNOWN_VERSION, room_like, version};
 use super::{Optimizer, Parameter};
 use crate::Result;
+use crate::batch::tensor_bytes;
 use crate::memory;
 
 /// An eighth of the host's memory is left alone: what is computed ahead is no reason for others to have none.
@@ -35,14 +36,30 @@ pub(super) struct SecondState {
 }
 
 impl SecondState {
-    /// Room for one like this.
-    fn like(tensor: &Tensor, state: &ParameterState) -> Result<Self> {
+    /// Room for one like this, whose parameter is laid out like that.
+    fn like(state: &ParameterState, layout: &Tensor) -> Result<Self> {
         let state = state.room_beside()?;
         let work = match &state.master {
             Some(master) => master.shallow_clone(),
-            None => room_like(tensor)?,
+            None => room_like(layout)?,
         };
         Ok(Self { state, work })
+    }
+
+    fn bytes(&self) -> u64 {
+        second_bytes(&self.state, &self.work)
+    }
+
+    /// Has the system give the memory, piece by piece, as long as it is to go on.
+    fn touch(&self, go_on: &impl Fn() -> bool) -> Result<()> {
+        for tensor in self.state.moments.iter().chain([&self.work]) {
+            let numbers = tensor.numel() as i64;
+            let flat = tensor.f_as_strided([numbers], [1], None)?;
+            for (start, length) in pieces(numbers).take_while(|_| go_on()) {
+                let _ = flat.f_narrow(0, start, length)?.f_zero_()?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether it has room for this: the parameter may have changed its kind or layout since it was made.
@@ -123,6 +140,11 @@ fn pieces(numbers: i64) -> impl Iterator<Item = (i64, i64)> {
     pieces.chain((rest > 0).then_some((whole, rest)))
 }
 
+/// What a second state takes, beside a parameter like this.
+fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
+    state.moments.iter().chain([parameter]).map(tensor_bytes).sum()
+}
+
 fn list(tensor: &Option<Tensor>) -> Vec<Tensor> {
     tensor.iter().map(Tensor::shallow_clone).collect()
 }
@@ -141,10 +163,11 @@ pub(super) struct Ahead {
 impl Ahead {
     /// Whether a step with this gradient would come to the same.
     pub(super) fn is_of(&self, tensor: &Tensor, gradient: &Tensor, method: &Method) -> bool {
+        let versions = [self.parameter_version, self.gradient_version];
         self.method == *method
-            && self.parameter_version == version(tensor)
             && self.gradient == gradient.data_ptr() as usize
-            && self.gradient_version == version(gradient)
+            && versions == [version(tensor), version(gradient)]
+            && !versions.contains(&UNKNOWN_VERSION)
     }
 
     /// What the parameter is then.
@@ -154,7 +177,7 @@ impl Ahead {
 }
 
 impl Parameter {
-    /// Computes what a step with this gradient makes of it, unless that is its first step, or there is no room.
+    /// Computes what a step with this gradient makes of it, where room was made for that.
     fn look_ahead(
         &mut self,
         gradient: &Tensor,
@@ -173,51 +196,49 @@ impl Parameter {
         {
             return Ok(());
         }
-        let spare = self.spare.take().filter(|spare| spare.suits(tensor, state));
-        let Some(next) =
-            spare.map_or_else(|| self.second_state(method), |spare| Ok(Some(spare)))?
-        else {
+        let Some(next) = self.spare.take().filter(|spare| spare.suits(tensor, state)) else {
             return Ok(());
         };
+        // Before anything is read: what changes meanwhile has another version afterwards.
+        let (parameter_version, gradient_version) = (version(tensor), version(gradient));
         if !next.advance((tensor, state), gradient, method, go_on)? {
             self.spare = Some(next);
             return Ok(());
         }
-        self.ahead = Some(Ahead {
-            next,
-            method: *method,
-            parameter_version: version(tensor),
-            gradient: gradient.data_ptr() as usize,
-            gradient_version: version(gradient),
-        });
+        let (method, gradient) = (*method, gradient.data_ptr() as usize);
+        self.ahead = Some(Ahead { next, method, parameter_version, gradient, gradient_version });
         Ok(())
     }
 
-    /// Room for a second state, where its home has that.
-    fn second_state(&self, method: &Method) -> Result<Option<SecondState>> {
-        let Some(state) =
-            self.state.as_ref().filter(|state| state.is_current(&self.tensor, method))
-        else {
+    /// Room for a second state, where its home has that beside those that were made. What it is like is read off the
+    /// state: the parameter itself may be on its way to a slot. Without master and moments an update is one addition,
+    /// which nobody has to look ahead of.
+    fn second_state(&self, made: u64) -> Result<Option<SecondState>> {
+        let Some(state) = &self.state else { return Ok(None) };
+        let Some(layout) = state.master.as_ref().or(state.moments.first()) else {
             return Ok(None);
         };
-        if !self.has_room_beside(method)? {
+        if !self.has_room_beside(made, second_bytes(state, layout))? {
             return Ok(None);
         }
         let _charged = self.enter_home();
-        SecondState::like(&self.tensor, state).map(Some)
+        SecondState::like(state, layout).map(Some)
     }
 
-    /// Whether its home has room for a second state, and for as much again.
-    fn has_room_beside(&self, method: &Method) -> Result<bool> {
-        let own = self.tensor.numel() * self.tensor.kind().elt_size_in_bytes();
-        let bytes = method.state_bytes([&self.tensor]) + own as u64;
+    /// Whether its home has room for so many bytes, beside what second states were made and what a step needs.
+    fn has_room_beside(&self, made: u64, bytes: u64) -> Result<bool> {
         let arena = self.home.as_ref().and_then(|home| home.arena.as_ref());
-        let Some(arena) = arena else {
-            let host = memory::host()?;
-            return Ok(host.available.0 >= bytes + host.total.0 / SPARED_SHARE);
-        };
-        let free = arena.limit().map(|limit| limit.saturating_sub(arena.current()));
-        Ok(free.is_none_or(|free| free >= 2 * bytes))
+        if let Some((arena, limit)) = arena.and_then(|arena| Some((arena, arena.limit()?))) {
+            return Ok(limit.saturating_sub(arena.peak()) >= made + bytes);
+        }
+        let host = memory::host()?;
+        Ok(host.available.0 >= bytes + host.total.0 / SPARED_SHARE)
+    }
+
+    /// What its second state takes, if it has one.
+    fn second_bytes(&self) -> u64 {
+        let ahead = self.ahead.as_ref().map(|ahead| &ahead.next);
+        ahead.or(self.spare.as_ref()).map_or(0, SecondState::bytes)
     }
 
     /// Lets the next state be the state.
@@ -256,24 +277,19 @@ impl Optimizer {
         parameter.look_ahead(gradient, &groups[parameter.group].method, &go_on)
     }
 
-    /// Makes room to look ahead, and has the system give it: that takes longer than to look ahead.
+    /// Makes room to look ahead, and has the system give it, as long as it is to go on: that takes longer than to look
+    /// ahead.
     pub(crate) fn make_room_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
-        let Self { parameters, groups, .. } = self;
-        let looked_at = |parameter: &&mut Parameter| {
+        let mut made = self.parameters.iter().map(Parameter::second_bytes).sum();
+        for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
             let part = parameter.home.as_ref().map_or(FIRST_PART, |home| home.part);
-            part != FIRST_PART && parameter.spare.is_none() && parameter.ahead.is_none()
-        };
-        for parameter in parameters.iter_mut().filter(looked_at) {
-            if !go_on() {
-                break;
+            if part == FIRST_PART || parameter.second_bytes() > 0 {
+                continue;
             }
-            let spare = parameter.second_state(&groups[parameter.group].method)?;
-            if let Some(SecondState { state, work }) = &spare {
-                let all: Vec<_> =
-                    state.moments.iter().chain([work]).map(Tensor::shallow_clone).collect();
-                foreach::zero(&all)?;
-            }
-            parameter.spare = spare;
+            let Some(spare) = parameter.second_state(made)? else { continue };
+            spare.touch(&go_on)?;
+            made += spare.bytes();
+            parameter.spare = Some(spare);
         }
         Ok(())
     }
@@ -288,8 +304,8 @@ impl Optimizer {
         self.parameters.iter_mut().map(Parameter::forget_ahead).fold(false, |any, had| any | had)
     }
 
-    /// Gives up the room for it as well, because states are others now.
-    pub(super) fn drop_ahead(&mut self) {
+    /// Gives up the room for it as well.
+    pub(crate) fn drop_ahead(&mut self) {
         for parameter in &mut self.parameters {
             (parameter.ahead, parameter.spare) = (None, None);
         }
@@ -314,6 +330,7 @@ mod tests {
         };
         let named = (0..2).map(|at| (at.to_string(), number(at))).collect();
         let mut optimizer = Optimizer::for_named(named, method).expect("an optimizer");
+        optimizer.set_homes(|_| Some(ParameterHome { part: 1, arena: None }));
         give(&mut optimizer, 1.0);
         optimizer.step().expect("a first step");
         optimizer
@@ -332,6 +349,7 @@ mod tests {
     }
 
     fn look_ahead(optimizer: &mut Optimizer) {
+        optimizer.make_room_ahead(|| true).expect("room");
         let gradients: Vec<_> =
             optimizer.parameters().map(|(name, tensor)| (name.to_owned(), tensor.grad())).collect();
         for (name, gradient) in gradients {
@@ -421,10 +439,10 @@ mod tests {
 
     #[test]
     fn a_home_without_room_has_no_second_state() {
-        for (limit, expected) in [(1 << 20, true), (1_200, false)] {
+        for (limit, expected) in [(1 << 20, true), (700, false)] {
             let arena = Arena::limited("host", limit).expect("a limit");
             let mut optimizer = optimizer(AdamW::new(0.1).into(), Kind::Double);
-            let home = ParameterHome { part: 0, arena: Some(arena.clone()) };
+            let home = ParameterHome { part: 1, arena: Some(arena.clone()) };
             optimizer.set_homes(|_| Some(home.clone()));
             give(&mut optimizer, 1.0);
             look_ahead(&mut optimizer);

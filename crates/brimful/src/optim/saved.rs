@@ -55,6 +55,8 @@ impl Optimizer {
         self.check_names(metadata)?;
         let mut left: BTreeMap<&str, &Tensor> =
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        // Its room may be what the new state needs, and what was computed ahead is of the old one.
+        self.drop_ahead();
         let mut states = Vec::new();
         for parameter in &self.parameters {
             states.push(read_state(parameter, &methods[parameter.group], &mut left)?);
@@ -68,7 +70,6 @@ impl Optimizer {
         for (group, method) in self.groups.iter_mut().zip(methods) {
             group.method = method;
         }
-        self.drop_ahead();
         self.replay.forget();
         Ok(())
     }

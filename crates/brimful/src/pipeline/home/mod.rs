@@ -318,7 +318,9 @@ impl HostedStages {
         if let Some((_, arrived)) = self.leaving.take() {
             arrived.synchronize()?;
         }
-        self.home.drain(..).try_for_each(|home| accumulator.add_home(home))
+        // The first stages' first: what several share is added up where its owner has it, and other stages' gradients
+        // stay what was looked ahead from.
+        self.home.drain(..).rev().try_for_each(|home| accumulator.add_home(home))
     }
 
     /// Where a variable's home is among the worker's stages, for the optimizer.

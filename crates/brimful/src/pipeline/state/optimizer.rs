@@ -106,6 +106,9 @@ impl PipelineOptimizer {
 
     /// Updates every parameter that has a gradient, on all devices or on none.
     ///
+    /// Of stages that live on the host much of it was computed while the gradients came. What is done to gradients since
+    /// counts, unless it goes past their versions (as through [`Tensor::data`]).
+    ///
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
@@ -147,6 +150,10 @@ impl PipelineOptimizer {
             (false, at_first) => at_first,
         };
         let set = workers.all(move |worker| {
+            if follow {
+                // Who has room to look ahead has no reason to follow.
+                optimizer(worker)?.drop_ahead();
+            }
             if let Some(homes) = &mut worker.site.homes {
                 homes.hands_over = hands_over;
             }

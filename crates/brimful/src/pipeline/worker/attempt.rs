@@ -106,6 +106,8 @@ impl Worker {
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
+        // Parameters are about to move, which the optimizer at home must not look at then.
+        self.stop_looking_ahead().map_err(failed)?;
         // A forward that nobody came back to holds its graphs: they would count in this run's peak.
         self.undo().and_then(|()| self.prepared_run(job)).map_err(failed)
     }
@@ -173,12 +175,17 @@ impl Worker {
         Ok(())
     }
 
+    fn stop_looking_ahead(&mut self) -> Result<()> {
+        match self.site.homes.as_ref().is_some_and(HostedStages::is_looking_ahead) {
+            true => self.settle(),
+            false => Ok(()),
+        }
+    }
+
     /// Gives up what was computed ahead of a step that never came: new gradients are about to lie where
     /// those did.
     fn forget_ahead(&mut self) -> Result<()> {
-        if self.site.homes.as_ref().is_some_and(HostedStages::is_looking_ahead) {
-            self.settle()?;
-        }
+        self.stop_looking_ahead()?;
         let had = self.optimizer.as_mut().is_some_and(Optimizer::forget_ahead);
         if let Some(homes) = self.site.homes.as_mut().filter(|_| had) {
             homes.pause_ahead();
