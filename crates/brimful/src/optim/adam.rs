@@ -3,11 +3,10 @@
 use brimful_torch::TorchError;
 use brimful_torch::optim::{self as fused, AdamNumbers, AdamState};
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
 
 use super::Method;
 use super::OptimError;
-use super::method::{self, Lists};
+use super::method::{self, Lists, UpdateBeside};
 use crate::Result;
 
 /// Adam: steps along the average gradient over the root of the average squared one. Weight decay
@@ -91,13 +90,8 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
         fused::AdamOptions { betas, eps, weight_decay, decoupled: DECOUPLED }
     }
 
-    pub(super) fn update_beside(
-        &self,
-        now: &[Tensor],
-        gradient: &Tensor,
-        next: &[Tensor],
-        step: f64,
-    ) -> Result<bool, TorchError> {
+    pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
+        let &UpdateBeside { now, gradient, next, step } = update;
         let [now, next] = [now, next].map(|tensors| match tensors {
             [parameter, average, square] => Some(AdamNumbers { parameter, average, square }),
             _ => None,

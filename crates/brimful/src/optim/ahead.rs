@@ -10,7 +10,7 @@ use brimful_torch::foreach;
 use brimful_torch::optim::fits;
 use tch::Tensor;
 
-use super::method::{Lists, Method};
+use super::method::{Lists, Method, UpdateBeside};
 use super::state::{ParameterState, UNKNOWN_VERSION, room_like, version};
 use super::{Optimizer, Parameter};
 use crate::Result;
@@ -52,11 +52,9 @@ impl SecondState {
 
     /// Has the system give the memory, piece by piece, as long as it is to go on.
     fn touch(&self, go_on: &impl Fn() -> bool) -> Result<()> {
-        for tensor in self.state.moments.iter().chain([&self.work]) {
-            let numbers = tensor.numel() as i64;
-            let flat = tensor.f_as_strided([numbers], [1], None)?;
-            for (start, length) in pieces(numbers).take_while(|_| go_on()) {
-                let _ = flat.f_narrow(0, start, length)?.f_zero_()?;
+        for tensor in self.numbers()? {
+            for (start, length) in pieces(&tensor).take_while(|_| go_on()) {
+                let _ = tensor.f_narrow(0, start, length)?.f_zero_()?;
             }
         }
         Ok(())
@@ -68,6 +66,11 @@ impl SecondState {
             && fits(state.master.as_ref().unwrap_or(tensor), &self.work)
     }
 
+    /// The parameter and its moments, in the order in which they lie in memory.
+    fn numbers(&self) -> Result<Vec<Tensor>> {
+        numbers(&self.work, &self.state)
+    }
+
     /// Makes it what a step with this gradient makes of the parameter and its state; tells whether it came to the
     /// end, before which it may be left off.
     fn advance(
@@ -77,62 +80,61 @@ impl SecondState {
         method: &Method,
         go_on: &impl Fn() -> bool,
     ) -> Result<bool> {
-        let numbers = tensor.numel() as i64;
-        let flat = |tensor: &Tensor| tensor.f_detach()?.f_as_strided([numbers], [1], None);
-        let all = |work: &Tensor, state: &ParameterState| {
-            std::iter::once(work).chain(&state.moments).map(flat).collect::<Result<Vec<_>, _>>()
-        };
-        let now = all(state.master.as_ref().unwrap_or(tensor), state)?;
-        let next = all(&self.work, &self.state)?;
-        let gradient = flat(gradient)?;
-        for (start, length) in pieces(numbers) {
+        let now = numbers(state.master.as_ref().unwrap_or(tensor), state)?;
+        let (next, gradient) = (self.numbers()?, flat(gradient)?);
+        let taken = state.step.as_ref().map_or(Ok(0.0), |step| step.f_double_value(&[]))?;
+        for (start, length) in pieces(&gradient) {
             if !go_on() {
                 return Ok(false);
             }
             let piece = |tensor: &Tensor| tensor.f_narrow(0, start, length);
             let piece_of = |all: &[Tensor]| all.iter().map(piece).collect::<Result<Vec<_>, _>>();
-            self.advance_piece(
-                &piece_of(&now)?,
-                state,
-                piece(&gradient)?,
-                piece_of(&next)?,
-                method,
-            )?;
+            let (now, next) = (&piece_of(&now)?[..], &piece_of(&next)?[..]);
+            let update =
+                UpdateBeside { now, gradient: &piece(&gradient)?, next, step: taken + 1.0 };
+            let is_whole = length % UNIT == 0;
+            if !is_whole || !method.update_beside(&update)? {
+                update.by_copies(method, state.step.as_ref())?;
+            }
         }
-        Ok(true)
+        match &self.state.step {
+            Some(step) => Ok(step.shallow_clone().f_fill_(taken + 1.0).map(|_| true)?),
+            None => Ok(true),
+        }
     }
+}
 
-    /// Makes a piece of it, the parameter's first, what comes of the same piece now.
-    fn advance_piece(
-        &self,
-        now: &[Tensor],
-        state: &ParameterState,
-        gradient: Tensor,
-        next: Vec<Tensor>,
-        method: &Method,
-    ) -> Result<()> {
-        // Every piece counts the step anew.
-        let (before, after) = (list(&state.step), list(&self.state.step));
-        foreach::copy(&after, &before)?;
-        let taken = before.first().map_or(Ok(0.0), |step| step.f_double_value(&[]))?;
-        let is_whole = gradient.numel() as i64 % UNIT == 0;
-        if is_whole && method.update_beside(now, &gradient, &next, taken + 1.0)? {
-            let counted = after.into_iter().next();
-            return Ok(counted.map_or(Ok(()), |mut step| step.f_fill_(taken + 1.0).map(drop))?);
-        }
-        foreach::copy(&next, now)?;
-        let mut next = next.into_iter().map(|tensor| vec![tensor]);
-        let parameters = next.next().unwrap_or_default();
-        let (moments, gradients) = (next.collect(), vec![gradient]);
-        let lists =
-            Lists { parameters, gradients, moments, steps: after, first: false, rate: None };
+impl UpdateBeside<'_> {
+    /// Copies what is there now, and updates that. `taken` counts the steps before this one.
+    fn by_copies(&self, method: &Method, taken: Option<&Tensor>) -> Result<()> {
+        foreach::copy(self.next, self.now)?;
+        let mut next = self.next.iter().map(|tensor| vec![tensor.shallow_clone()]);
+        let lists = Lists {
+            parameters: next.next().unwrap_or_default(),
+            gradients: vec![self.gradient.shallow_clone()],
+            moments: next.collect(),
+            // The kernel counts, and does so for every piece.
+            steps: taken.map(Tensor::f_detach_copy).transpose()?.into_iter().collect(),
+            first: false,
+            rate: None,
+        };
         Ok(method.update(&lists)?)
     }
 }
 
-/// Where pieces of so many numbers begin, and how long they are. The last is what does not fill a register: kernels
+/// A parameter, or its master, and its moments in the order in which they lie in memory.
+fn numbers(parameter: &Tensor, state: &ParameterState) -> Result<Vec<Tensor>> {
+    std::iter::once(parameter).chain(&state.moments).map(flat).collect()
+}
+
+fn flat(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_detach()?.f_as_strided([tensor.numel() as i64], [1], None)?)
+}
+
+/// Where pieces of these numbers begin, and how long they are. The last is what does not fill a register: kernels
 /// round such numbers by themselves.
-fn pieces(numbers: i64) -> impl Iterator<Item = (i64, i64)> {
+fn pieces(flat: &Tensor) -> impl Iterator<Item = (i64, i64)> + use<> {
+    let numbers = flat.numel() as i64;
     let rest = numbers % UNIT;
     let whole = numbers - rest;
     let pieces = (0..whole).step_by(PIECE as usize);
@@ -143,10 +145,6 @@ fn pieces(numbers: i64) -> impl Iterator<Item = (i64, i64)> {
 /// What a second state takes, beside a parameter like this.
 fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
     state.moments.iter().chain([parameter]).map(tensor_bytes).sum()
-}
-
-fn list(tensor: &Option<Tensor>) -> Vec<Tensor> {
-    tensor.iter().map(Tensor::shallow_clone).collect()
 }
 
 /// A parameter's next state, and what it was computed from.
@@ -210,29 +208,16 @@ impl Parameter {
         Ok(())
     }
 
-    /// Room for a second state, where its home has that beside those that were made. What it is like is read off the
-    /// state: the parameter itself may be on its way to a slot. Without master and moments an update is one addition,
-    /// which nobody has to look ahead of.
-    fn second_state(&self, made: u64) -> Result<Option<SecondState>> {
-        let Some(state) = &self.state else { return Ok(None) };
-        let Some(layout) = state.master.as_ref().or(state.moments.first()) else {
-            return Ok(None);
-        };
-        if !self.has_room_beside(made, second_bytes(state, layout))? {
-            return Ok(None);
+    /// Its state, and what its second one would be laid out like, where it is to have one and has none. That is read
+    /// off the state: the parameter itself may be on its way to a slot. Without master and moments an update is one
+    /// addition, which nobody has to look ahead of.
+    fn lacks_second(&self) -> Option<(&ParameterState, &Tensor)> {
+        let part = self.home.as_ref().map_or(FIRST_PART, |home| home.part);
+        if part == FIRST_PART || self.second_bytes() > 0 {
+            return None;
         }
-        let _charged = self.enter_home();
-        SecondState::like(state, layout).map(Some)
-    }
-
-    /// Whether its home has room for so many bytes, beside what second states were made and what a step needs.
-    fn has_room_beside(&self, made: u64, bytes: u64) -> Result<bool> {
-        let arena = self.home.as_ref().and_then(|home| home.arena.as_ref());
-        if let Some((arena, limit)) = arena.and_then(|arena| Some((arena, arena.limit()?))) {
-            return Ok(limit.saturating_sub(arena.peak()) >= made + bytes);
-        }
-        let host = memory::host()?;
-        Ok(host.available.0 >= bytes + host.total.0 / SPARED_SHARE)
+        let state = self.state.as_ref()?;
+        Some((state, state.master.as_ref().or(state.moments.first())?))
     }
 
     /// What its second state takes, if it has one.
@@ -280,18 +265,32 @@ impl Optimizer {
     /// Makes room to look ahead, and has the system give it, as long as it is to go on: that takes longer than to look
     /// ahead.
     pub(crate) fn make_room_ahead(&mut self, go_on: impl Fn() -> bool) -> Result<()> {
-        let mut made = self.parameters.iter().map(Parameter::second_bytes).sum();
+        if !self.parameters.iter().any(|parameter| parameter.lacks_second().is_some()) {
+            return Ok(());
+        }
+        let mut room = self.room_ahead()?;
         for parameter in self.parameters.iter_mut().take_while(|_| go_on()) {
-            let part = parameter.home.as_ref().map_or(FIRST_PART, |home| home.part);
-            if part == FIRST_PART || parameter.second_bytes() > 0 {
-                continue;
-            }
-            let Some(spare) = parameter.second_state(made)? else { continue };
+            let Some((state, layout)) = parameter.lacks_second() else { continue };
+            let Some(left) = room.checked_sub(second_bytes(state, layout)) else { continue };
+            let spare = {
+                let _charged = parameter.enter_home();
+                SecondState::like(state, layout)?
+            };
             spare.touch(&go_on)?;
-            made += spare.bytes();
-            parameter.spare = Some(spare);
+            (parameter.spare, room) = (Some(spare), left);
         }
         Ok(())
+    }
+
+    /// What parameters' home has for more second states, beside those that were made and what a step needs.
+    fn room_ahead(&self) -> Result<u64> {
+        let made: u64 = self.parameters.iter().map(Parameter::second_bytes).sum();
+        let arena = self.parameters.iter().find_map(|p| p.home.as_ref()?.arena.as_ref());
+        if let Some((arena, limit)) = arena.and_then(|arena| Some((arena, arena.limit()?))) {
+            return Ok(limit.saturating_sub(arena.peak() + made));
+        }
+        let host = memory::host()?;
+        Ok(host.available.0.saturating_sub(host.total.0 / SPARED_SHARE))
     }
 
     /// Whether something was computed ahead that no step has taken over.

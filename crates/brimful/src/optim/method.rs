@@ -37,6 +37,15 @@ pub(super) struct Lists {
     pub(super) rate: Option<Tensor>,
 }
 
+/// One parameter, or a piece of it, and its moments behind it: as they are, and room for what they will be.
+pub(super) struct UpdateBeside<'a> {
+    pub(super) now: &'a [Tensor],
+    pub(super) gradient: &'a Tensor,
+    pub(super) next: &'a [Tensor],
+    /// Counted from 1.
+    pub(super) step: f64,
+}
+
 impl Lists {
     /// How far to go, where the method says `number`.
     pub(super) fn rate(&self, number: f64) -> LearningRate<'_> {
@@ -119,19 +128,12 @@ impl Method {
         }
     }
 
-    /// The same of one parameter and its moments, beside what they are now, in this step; tells whether that can
-    /// be done in one pass.
-    pub(super) fn update_beside(
-        &self,
-        now: &[Tensor],
-        gradient: &Tensor,
-        next: &[Tensor],
-        step: f64,
-    ) -> Result<bool, TorchError> {
+    /// The same of one parameter, beside what it is; tells whether that can be done in one pass.
+    pub(super) fn update_beside(&self, update: &UpdateBeside<'_>) -> Result<bool, TorchError> {
         match self {
             Self::Sgd(_) => Ok(false),
-            Self::Adam(config) => config.update_beside(now, gradient, next, step),
-            Self::AdamW(config) => config.update_beside(now, gradient, next, step),
+            Self::Adam(config) => config.update_beside(update),
+            Self::AdamW(config) => config.update_beside(update),
         }
     }
 }

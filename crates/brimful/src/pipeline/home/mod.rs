@@ -77,10 +77,8 @@ pub(crate) enum HandsOver {
 }
 
 /// Gradients of the backward under way that the optimizer gets before its step.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Handing {
-    /// Whether stages are updated by them, or what comes of them is only computed.
-    updates: bool,
     /// Of stages whose parameters are still in their slots.
     waiting: Vec<(usize, StageGradients)>,
     /// Of parameters that an earlier stage has too: theirs are whole when its are.
@@ -201,7 +199,7 @@ impl HostedStages {
     /// Lets the updates of a step that begins follow its backward.
     pub(crate) fn begin_following(&mut self, optimizer: Optimizer) {
         self.update = Some(Update::follow(optimizer, self.update_threads()));
-        self.begin_handing(true);
+        self.handing = Some(Handing::default());
     }
 
     /// Lets the optimizer look ahead while a step that begins goes backward: the one that is here, or the one
@@ -210,7 +208,7 @@ impl HostedStages {
         if let Some(optimizer) = here {
             self.update = Some(Update::start(optimizer, None, true, self.update_threads()));
         }
-        self.begin_handing(false);
+        self.handing = Some(Handing::default());
     }
 
     /// Whether the optimizer has gradients to look ahead from.
@@ -232,7 +230,7 @@ impl HostedStages {
 
     /// Does not look further ahead in the step under way.
     pub(crate) fn end_ahead(&mut self) {
-        self.handing.take_if(|handing| !handing.updates);
+        self.handing = None;
     }
 
     /// Lets the optimizer take this learning rate, which was checked, when it is done with its update; tells
@@ -241,17 +239,14 @@ impl HostedStages {
         self.update.as_mut().is_some_and(|update| update.give(HomeTask::Rate(rate)))
     }
 
-    fn begin_handing(&mut self, updates: bool) {
-        self.handing = Some(Handing { updates, waiting: Vec::new(), shared: Vec::new(), given: 0 });
-    }
-
     /// Gives the optimizer the gradients of these stages, whose parameters are at home.
     fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
+        let follows = self.is_following();
         let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
         for (at, gradients) in std::mem::take(&mut handing.waiting) {
             if of(at) {
                 handing.given += 1;
-                update.give(match handing.updates {
+                update.give(match follows {
                     true => HomeTask::Follow(gradients),
                     false => HomeTask::LookAhead(gradients),
                 });
@@ -263,12 +258,13 @@ impl HostedStages {
 
     /// Whether updates follow the backward that is under way.
     pub(crate) fn is_following(&self) -> bool {
-        self.handing.as_ref().is_some_and(|handing| handing.updates)
+        self.handing.is_some() && self.hands_over == HandsOver::Following
     }
 
     /// Ends what a step hands over; gives how many stages were updated, or will be.
     pub(crate) fn end_handing(&mut self) -> usize {
-        let Some(handing) = self.handing.take().filter(|handing| handing.updates) else { return 0 };
+        let follows = self.is_following();
+        let Some(handing) = self.handing.take().filter(|_| follows) else { return 0 };
         if let Some(update) = &mut self.update {
             update.close();
         }
@@ -285,6 +281,7 @@ impl HostedStages {
         clock: &mut MoveClock,
     ) -> Result<()> {
         self.forget_left(clock)?;
+        let follows = self.is_following();
         let Some(stage) = &mut self.stages[at] else { return Ok(()) };
         let wanted: Vec<bool> = self.places.iter().map(|place| stage.has(*place)).collect();
         let sums = accumulator.take(&wanted);
@@ -297,12 +294,12 @@ impl HostedStages {
             clock.moving(one, || sums.iter().map(&mut bring).collect(), bytes)?
         };
         let handing = self.handing.as_mut();
-        if let Some(handing) = handing.filter(|handing| handing.updates || at != FIRST_PART) {
+        if let Some(handing) = handing.filter(|_| follows || at != FIRST_PART) {
             let own = stage.named(&home, &self.places, &mut handing.shared);
             let arrived = Event::after(self.outward.outward)?;
             handing.waiting.push((at, StageGradients { of: own, arrived }));
         }
-        if !self.is_following() {
+        if !follows {
             self.home.push(home);
         }
         self.leaving = Some((sums, Event::after(self.outward.outward)?));

@@ -210,7 +210,14 @@ impl PipelineOptimizer {
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         optim::check_rate(rate)?;
-        self.workers.turn()?.all(move |worker| worker.set_learning_rate(rate))?;
+        self.workers.turn()?.all(move |worker| {
+            // One that is at work takes it then; nobody has to wait for that.
+            let homes = worker.site.homes.as_mut();
+            match homes.is_some_and(|homes| homes.give_rate(rate)) {
+                true => Ok(()),
+                false => optimizer(worker)?.set_learning_rate(rate),
+            }
+        })?;
         self.learning_rate = rate;
         Ok(())
     }

@@ -468,15 +468,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Sets the learning rate of every group, which was checked; an optimizer that is at work takes it then.
-    pub(crate) fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
-        if self.site.homes.as_mut().is_some_and(|homes| homes.give_rate(rate)) {
-            return Ok(());
-        }
-        self.settle()?;
-        self.optimizer.as_mut().map_or(Ok(()), |optimizer| optimizer.set_learning_rate(rate))
-    }
-
     /// What a mini-batch's losses are counted in, after those that wait.
     pub(crate) fn tally(&self) -> Tally {
         self.window.as_ref().map_or_else(Tally::default, |window| window.tally.following())
