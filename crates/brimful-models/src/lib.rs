@@ -33,6 +33,7 @@ mod norm;
 pub mod pretrained;
 mod resnet;
 mod rotary;
+mod stem;
 mod tokens;
 mod unet;
 

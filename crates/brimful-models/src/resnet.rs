@@ -13,6 +13,7 @@ use tch::nn::{self, Module, ModuleT, Path};
 use crate::conv::conv;
 use crate::mlp::linear;
 use crate::norm::batch_norm2d;
+use crate::stem::StemConv;
 
 /// How an image enters the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -107,11 +108,13 @@ impl ResNet {
     fn stem_layers(&self) -> Layers {
         let (channels, large) = (self.in_channels, self.stem == Stem::Large);
         let policy = self.batch_norm;
-        let (kernel, stride) = if large { (7, 2) } else { (3, 1) };
-        let layers = Layers::new().add("conv1", move |p| conv(p, channels, 64, kernel, stride));
         match large {
-            true => layers.add_norm("bn1", move |p| NormPool(batch_norm2d(p, 64, policy))),
-            false => layers.add_norm("bn1", move |p| batch_norm2d(p, 64, policy).with_relu()),
+            true => Layers::new()
+                .add("conv1", move |p| StemConv::new(p, channels, 64))
+                .add_norm("bn1", move |p| NormPool(batch_norm2d(p, 64, policy))),
+            false => Layers::new()
+                .add("conv1", move |p| conv(p, channels, 64, 3, 1))
+                .add_norm("bn1", move |p| batch_norm2d(p, 64, policy).with_relu()),
         }
     }
 

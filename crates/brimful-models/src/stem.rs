@@ -1,0 +1,128 @@
+//! A ResNet's first convolution: 7 × 7 with a stride of 2, over the few channels of an image.
+//!
+//! Tensor cores take channels by eights and sixteens, so that of three most products are of zeros. A stride of 2
+//! is a stride of 1 over squares of 2 × 2 pixels whose pixels are channels; there the same convolution is 4 × 4:
+//!
+//! ```text
+//!   out[h] = Σ w[k] · x[2h + k − 3]                k = 0…6
+//!          = Σ v[2j + a] · X[h + j − 2][a]         j = 0…3, a = 0, 1,  with X[h][a] = x[2h + a] and v = 0, w[0], …, w[6]
+//! ```
+//!
+//! and the same across.
+
+use tch::nn::{self, Module, Path};
+use tch::{Device, Kind, Tensor};
+
+use crate::conv::conv;
+
+/// The sides of the kernel, of the one over squares, and what that one reads before the first square.
+const KERNEL: i64 = 7;
+const FOLDED: i64 = 4;
+const BEFORE: i64 = 2;
+
+/// The convolution, over squares where that is faster.
+#[derive(Debug)]
+pub(crate) struct StemConv(nn::Conv2D);
+
+impl StemConv {
+    pub(crate) fn new(path: &Path, from: i64, to: i64) -> Self {
+        Self(conv(path, from, to, KERNEL, 2))
+    }
+}
+
+impl Module for StemConv {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        match is_faster_folded(x) {
+            true => folded_conv(x, &self.0.ws, channels_of_cores(x.kind())),
+            false => self.0.forward(x),
+        }
+    }
+}
+
+/// Whether tensor cores would multiply zeros. Nobody may want the image's own gradient: it would come back
+/// through the squares.
+fn is_faster_folded(x: &Tensor) -> bool {
+    let is_even = matches!(x.size()[..], [_, 1..=4, h, w] if h % 2 == 0 && w % 2 == 0);
+    let by_cores = matches!(x.kind(), Kind::BFloat16 | Kind::Half | Kind::Float);
+    let channels_last = is_even && x.stride()[1] == 1;
+    matches!(x.device(), Device::Cuda(_)) && by_cores && channels_last && !x.requires_grad()
+}
+
+/// How many channels tensor cores take at once: 16 bytes of halves twice, of f32 once.
+fn channels_of_cores(kind: Kind) -> i64 {
+    if kind == Kind::Float { 4 } else { 16 }
+}
+
+/// The convolution over squares, with channels of zeros up to a multiple of `step`.
+fn folded_conv(x: &Tensor, weight: &Tensor, step: i64) -> Tensor {
+    let channels = (4 * x.size()[1] + step - 1) / step * step;
+    let squares = squares(x, channels);
+    squares.conv2d(&folded_weight(weight, channels), None::<Tensor>, [1], [0], [1], 1)
+}
+
+/// Squares of 2 × 2 pixels, by row, column and channel; around them what the kernel reads beyond the image.
+fn squares(x: &Tensor, channels: i64) -> Tensor {
+    let (n, c, h, w) = x.size4().expect("an image has four dimensions");
+    let (h, w, around) = (h / 2, w / 2, FOLDED - 1);
+    let all = Tensor::zeros([n, h + around, w + around, channels], (x.kind(), x.device()));
+    let inside = all.narrow(1, BEFORE, h).narrow(2, BEFORE, w).narrow(3, 0, 4 * c);
+    let pixels = x.permute([0, 2, 3, 1]).view([n, h, 2, w, 2, c]).permute([0, 1, 3, 2, 4, 5]);
+    inside.view([n, h, w, 2, 2, c]).copy_(&pixels);
+    all.permute([0, 3, 1, 2])
+}
+
+/// The same weights over squares: a row and a column of zeros before them, then by twos.
+fn folded_weight(weight: &Tensor, channels: i64) -> Tensor {
+    let (to, from, ..) = weight.size4().expect("a convolution's weight has four dimensions");
+    let even = weight.constant_pad_nd([1, 0, 1, 0]);
+    let twos = even.view([to, from, FOLDED, 2, FOLDED, 2]).permute([0, 3, 5, 1, 2, 4]);
+    let folded = twos.reshape([to, 4 * from, FOLDED, FOLDED]);
+    match channels - 4 * from {
+        0 => folded,
+        more => folded.constant_pad_nd([0, 0, 0, 0, 0, more]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The convolution as it is written down, and over squares.
+    fn both_ways(x: &Tensor, weight: &Tensor, step: i64) -> [(Tensor, Tensor); 2] {
+        let plain = |w: &Tensor| x.conv2d(w, None::<Tensor>, [2], [KERNEL / 2], [1], 1);
+        let folded = |w: &Tensor| folded_conv(x, w, step);
+        let back = |f: &dyn Fn(&Tensor) -> Tensor| {
+            let leaf = weight.detach().copy().set_requires_grad(true);
+            let out = f(&leaf);
+            // Each place counts for something else.
+            let counts = Tensor::arange(out.numel() as i64, (Kind::Double, Device::Cpu)).sin();
+            (&out * counts.view_as(&out)).sum(Kind::Double).backward();
+            (out.detach(), leaf.grad())
+        };
+        [back(&plain), back(&folded)]
+    }
+
+    #[test]
+    fn over_squares_it_is_the_same_convolution() {
+        let double = (Kind::Double, Device::Cpu);
+        for (channels, height, width, step) in
+            [(3, 14, 10, 16), (3, 2, 2, 4), (1, 8, 32, 16), (4, 10, 6, 16)]
+        {
+            let x = Tensor::randn([2, channels, height, width], double);
+            let weight = Tensor::randn([5, channels, KERNEL, KERNEL], double);
+            for x in [x.shallow_clone(), x.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2])]
+            {
+                let [(plain, by_weight), (folded, by_folded)] = both_ways(&x, &weight, step);
+                assert_eq!(plain.size(), folded.size());
+                assert!(plain.allclose(&folded, 1e-10, 1e-12, false), "{height} × {width}");
+                assert!(by_weight.allclose(&by_folded, 1e-10, 1e-12, false), "{height} × {width}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_cpu_and_an_image_with_a_gradient_have_the_plain_one() {
+        let x = Tensor::randn([1, 3, 8, 8], (Kind::Float, Device::Cpu));
+        assert!(!is_faster_folded(&x));
+    }
+}
