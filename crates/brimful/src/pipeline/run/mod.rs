@@ -33,7 +33,7 @@ pub(crate) use stage::{Boundary, Stage, StagePass};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 pub(crate) use transfer::{RestingPlace, StageParcel, Tensors};
-pub(crate) use waiting::{HostLead, StepExtent, WaitingRoom};
+pub(crate) use waiting::{HostLead, Leaving, StepExtent, WaitingRoom};
 pub(crate) use wiring::{StageOutlet, wire};
 
 use brimful_torch::split_backward::SplitBackward;

@@ -90,6 +90,12 @@ impl StageParcel {
         self.rests
     }
 
+    /// What it takes, and when it is there, where that is to come.
+    pub(crate) fn landing(&self) -> Option<(Arc<Event>, u64)> {
+        let bytes = self.tensors.iter().flatten().flatten().map(tensor_bytes).sum();
+        self.ready.clone().map(|ready| (ready, bytes))
+    }
+
     /// The same parcel, to be unpacked once more.
     pub(crate) fn share(&self) -> Self {
         let share = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);

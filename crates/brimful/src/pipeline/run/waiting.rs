@@ -4,9 +4,11 @@
 //! with the mini-batch. The first step of a size leaves nothing on the device, and shows by its peak what the
 //! work itself takes; from then on that much is left free, and what waits may have the rest. What the very next
 //! stage takes comes first: it would cross the bus and come straight back. What a backward needs much later
-//! crosses it once each way.
+//! crosses it once each way. What is on its way to the host has its memory until it is there, so compute waits for
+//! it rather than for room that a full device would have to look for.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use brimful_torch::stream::{Event, Stream};
 use tch::Device;
@@ -45,6 +47,37 @@ impl HostLead {
         }
         self.reached.push_back(Event::after(Stream::current(self.device)?)?);
         Ok(())
+    }
+}
+
+/// What is on its way to the host, the earliest first: until it is there its memory cannot be used again,
+/// though it counts as free from the time on when nobody has the tensor.
+#[derive(Debug, Default)]
+pub(crate) struct Leaving {
+    parcels: VecDeque<(Arc<Event>, u64)>,
+}
+
+impl Leaving {
+    /// So many bytes are there at this event.
+    pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) {
+        self.parcels.push_back((there, bytes));
+    }
+
+    /// What is under way still.
+    fn bytes(&mut self) -> Result<u64> {
+        while let Some((there, _)) = self.parcels.front()
+            && there.is_reached()?
+        {
+            self.parcels.pop_front();
+        }
+        Ok(self.parcels.iter().map(|(_, bytes)| bytes).sum())
+    }
+
+    /// Waits for the earliest; gives its bytes.
+    fn wait(&mut self) -> Result<Option<u64>> {
+        let Some((there, bytes)) = self.parcels.pop_front() else { return Ok(None) };
+        there.synchronize()?;
+        Ok(Some(bytes))
     }
 }
 
@@ -147,15 +180,27 @@ impl WaitingRoom {
         }
     }
 
-    /// Looks how much room there is, for the next action.
-    pub(crate) fn look(&mut self) -> Result<()> {
+    /// Looks how much room there is, for the next action; where that is too little for what the next stage takes,
+    /// there may be more when what leaves is gone.
+    pub(crate) fn look(&mut self, leaving: &mut Leaving) -> Result<()> {
         let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
         else {
             return Ok(());
         };
-        // An eighth more, for what an allocator cannot join.
-        let left_free = work + work / 8;
-        let free = self.memory.usage()?.available.unwrap_or(Bytes(u64::MAX)).0;
+        let usage = self.memory.usage()?;
+        let [available, limit] =
+            [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
+        // An eighth more, and a sixteenth of all, for what an allocator cannot join.
+        let left_free = work + work / 8 + limit / 16;
+        // What would never have room for all micro-batches is not waited for.
+        let all = left_free.saturating_add(step.frontier);
+        let wanted = if all <= available { all } else { left_free };
+        let mut free = available.saturating_sub(leaving.bytes()?);
+        while free < wanted
+            && let Some(gone) = leaving.wait()?
+        {
+            free += gone;
+        }
         self.space = match free.checked_sub(left_free) {
             None => Space::None,
             Some(spare) if spare < step.frontier => Space::ForParcels,

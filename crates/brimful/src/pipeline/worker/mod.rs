@@ -5,7 +5,7 @@ mod commit;
 mod variables;
 
 pub(crate) use attempt::{Tells, WorkerDone};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) use variables::{Variable, Variables};
@@ -25,7 +25,7 @@ use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::run::run_again;
 use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
-use crate::pipeline::run::{HostLead, MoveClock, RestingPlace, WaitingRoom};
+use crate::pipeline::run::{HostLead, Leaving, MoveClock, RestingPlace, WaitingRoom};
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -86,6 +86,7 @@ pub(crate) struct Site {
     /// can.
     stage_homes: Vec<StageHome>,
     resting_place: Option<RestingPlace>,
+    leaving: RefCell<Leaving>,
     lead: HostLead,
     /// Whether images and convolutions have their channels last in memory.
     channels_last: bool,
@@ -172,6 +173,7 @@ impl Blueprint {
             refuses_gradients: self.non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
             resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
+            leaving: RefCell::default(),
             lead: HostLead::new(device),
             waiting,
             homes,
@@ -319,7 +321,7 @@ impl Site {
     ) -> Result<StageParcel> {
         match (outlet, self.resting_place_of(one.stage)) {
             (StageOutlet::Far(_), _) => Ok(parcel),
-            (_, Some(host)) => parcel.resting(host, one, clock),
+            (_, Some(host)) => self.leave(parcel, host, one, clock),
             // An event each would cost as much as a launch.
             (StageOutlet::Own(_), None) => Ok(parcel),
             (StageOutlet::Near(_), None) => parcel.marked(self.device),
@@ -337,9 +339,24 @@ impl Site {
         let Boundary { values, skips, .. } = input;
         let mut parcels = Vec::new();
         for values in std::iter::once(values).chain(skips) {
-            parcels.push(StageParcel::values(values).resting(host, one, clock)?);
+            parcels.push(self.leave(StageParcel::values(values), host, one, clock)?);
         }
         Ok(HeldInput::Host(parcels))
+    }
+
+    /// Sends a parcel to the host, where it waits.
+    fn leave(
+        &self,
+        parcel: StageParcel,
+        host: &RestingPlace,
+        one: Move,
+        clock: &mut MoveClock,
+    ) -> Result<StageParcel> {
+        let parcel = parcel.resting(host, one, clock)?;
+        if let (Some((there, bytes)), Some(_)) = (parcel.landing(), &self.waiting) {
+            self.leaving.borrow_mut().add(there, bytes);
+        }
+        Ok(parcel)
     }
 
     /// Waits while the device is far behind: a host that ran ahead of what crosses the bus would fill it.
@@ -349,7 +366,7 @@ impl Site {
 
     /// Looks how much room the next action leaves to what waits.
     pub(crate) fn look_for_room(&mut self) -> Result<()> {
-        self.waiting.as_mut().map_or(Ok(()), WaitingRoom::look)
+        self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(self.leaving.get_mut()))
     }
 
     /// Whether there is room for activations that would be computed again.
