@@ -18,6 +18,9 @@
 #define WARPS (THREADS / 32)
 #define TEAMS (THREADS / TEAM)
 #define HELD_NUMBERS (HELD * PER_WORD)
+// Of a backward, what registers have room for: the next row beside the present one, and blocks a multiprocessor.
+#define READS_AHEAD (HELD <= 3)
+#define BACKWARD_BLOCKS (HELD <= 2 ? 2 : 1)
 
 typedef Packed<KIND, PER_WORD> Words;
 
@@ -143,18 +146,27 @@ struct Place {
   }
 };
 
+// What a backward reads of one row.
+struct Row {
+  Held g, x, more;
+  float mean, scale;
+
+  DEVICE void load(const NormBackwardArguments& a, long long row, int words) {
+    g.load(a.gradient, row, words);
+    x.load(a.sum, row, words);
+    if (a.of_sum != nullptr) more.load(a.of_sum, row, words);
+    mean = a.mean == nullptr ? 0.0f : a.mean[row];
+    scale = a.scale[row];
+  }
+};
+
 // The gradient of one row; adds to the columns' sums of weight and bias.
-DEVICE void row_backward(const NormBackwardArguments& a, long long row, int words, const Held& weight,
-                         float* of_weight, float* of_bias) {
-  Held g, x;
-  g.load(a.gradient, row, words);
-  x.load(a.sum, row, words);
-  const float mean = a.mean == nullptr ? 0.0f : a.mean[row];
-  const float scale = a.scale[row];
+DEVICE void row_backward(const NormBackwardArguments& a, long long row, int words, const Row& r,
+                         const Held& weight, float* of_weight, float* of_bias) {
   float along = 0.0f, level = 0.0f;
 #pragma unroll
   for (int h = 0; h < HELD; ++h) {
-    Place place(g, x, h, mean, scale);
+    Place place(r.g, r.x, h, r.mean, r.scale);
     for (int k = 0; k < PER_WORD; ++k) {
       of_weight[h * PER_WORD + k] += place.gradient[k] * place.normed[k];
       of_bias[h * PER_WORD + k] += place.gradient[k];
@@ -170,15 +182,14 @@ DEVICE void row_backward(const NormBackwardArguments& a, long long row, int word
 #pragma unroll
   for (int h = 0; h < HELD; ++h) {
     if (word_of(h) >= words) continue;
-    Place place(g, x, h, mean, scale);
+    Place place(r.g, r.x, h, r.mean, r.scale);
     if (a.weight != nullptr) place.weigh(weight, h);
     float out[PER_WORD] = {};
-    const long long at = row * words + word_of(h);
-    if (a.of_sum != nullptr) Words::unpack(static_cast<const Words::Word*>(a.of_sum)[at], out);
+    if (a.of_sum != nullptr) Words::unpack(r.more.words[h], out);
     for (int k = 0; k < PER_WORD; ++k) {
-      out[k] += (place.gradient[k] - level - place.normed[k] * along) * scale;
+      out[k] += (place.gradient[k] - level - place.normed[k] * along) * r.scale;
     }
-    static_cast<Words::Word*>(a.of_x)[at] = Words::pack(out);
+    static_cast<Words::Word*>(a.of_x)[row * words + word_of(h)] = Words::pack(out);
   }
   // RMSNorm asks for one sum a row: the next row's must not come into the same room at once.
   if (TEAM != 32 && a.mean == nullptr) __syncthreads();
@@ -186,34 +197,56 @@ DEVICE void row_backward(const NormBackwardArguments& a, long long row, int word
 
 // Adds the columns' sums of the block's teams, in their order, into the block's row of partial sums.
 DEVICE void store_partial(float* partial, int width, const float* sums) {
-  __shared__ float of_teams[TEAMS][TEAM * PER_WORD];
+  __shared__ float of_teams[TEAMS][TEAMS > 1 ? TEAM * HELD_NUMBERS : 1];
+  float* row = partial + static_cast<long long>(blockIdx.x) * width;
+  if (TEAMS == 1) {
+    for (int h = 0; h < HELD; ++h) {
+      for (int k = 0; k < PER_WORD; ++k) {
+        const int column = word_of(h) * PER_WORD + k;
+        if (column < width) row[column] = sums[h * PER_WORD + k];
+      }
+    }
+    return;
+  }
+  __syncthreads();
+#pragma unroll
   for (int h = 0; h < HELD; ++h) {
-    __syncthreads();
+#pragma unroll
     for (int k = 0; k < PER_WORD; ++k) {
-      of_teams[threadIdx.x / TEAM][threadIdx.x % TEAM * PER_WORD + k] = sums[h * PER_WORD + k];
+      const int number = h * PER_WORD + k;
+      of_teams[threadIdx.x / TEAM][number * TEAM + threadIdx.x % TEAM] = sums[number];
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < TEAM * PER_WORD; i += THREADS) {
-      const int column = h * TEAM * PER_WORD + i;
-      float sum = 0.0f;
-      for (int team = 0; team < TEAMS; ++team) sum += of_teams[team][i];
-      if (column < width) partial[static_cast<long long>(blockIdx.x) * width + column] = sum;
-    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TEAM * HELD_NUMBERS; i += THREADS) {
+    const int number = i / TEAM;
+    const int word = number / PER_WORD * TEAM + i % TEAM;
+    const int column = word * PER_WORD + number % PER_WORD;
+    float sum = 0.0f;
+#pragma unroll
+    for (int team = 0; team < TEAMS; ++team) sum += of_teams[team][i];
+    if (column < width) row[column] = sum;
   }
 }
 
-KERNEL void __launch_bounds__(THREADS, 2) norm_backward(const NormBackwardArguments a) {
+KERNEL void __launch_bounds__(THREADS, BACKWARD_BLOCKS) norm_backward(const NormBackwardArguments a) {
   const int words = a.width / PER_WORD;
   const long long team = static_cast<long long>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
+  const long long first = team * a.rows_of_team;
+  const long long end = first + a.rows_of_team < a.rows ? first + a.rows_of_team : a.rows;
+  Row now, next;
+  if (first < end) now.load(a, first, words);
   Held weight;
   if (a.weight != nullptr) weight.load(a.weight, 0, words);
   float of_weight[HELD_NUMBERS], of_bias[HELD_NUMBERS];
 #pragma unroll
   for (int i = 0; i < HELD_NUMBERS; ++i) of_weight[i] = of_bias[i] = 0.0f;
-  const long long first = team * a.rows_of_team;
-  const long long end = first + a.rows_of_team < a.rows ? first + a.rows_of_team : a.rows;
   for (long long row = first; row < end; ++row) {
-    row_backward(a, row, words, weight, of_weight, of_bias);
+    const bool goes_on = row + 1 < end;
+    if (READS_AHEAD && goes_on) next.load(a, row + 1, words);
+    row_backward(a, row, words, now, weight, of_weight, of_bias);
+    if (READS_AHEAD) now = next;
+    if (!READS_AHEAD && goes_on) now.load(a, row + 1, words);
   }
   if (a.partial_weight != nullptr) store_partial(a.partial_weight, a.width, of_weight);
   if (a.partial_bias != nullptr) store_partial(a.partial_bias, a.width, of_bias);

@@ -21,7 +21,6 @@ constexpr int kWarp = 32;
 // A warp's thread keeps at most so many words of a row, a block's so many: registers end there.
 constexpr int64_t kHeldByWarp = 3;
 constexpr int64_t kHeldByBlock = 8;
-constexpr int kBlocksAProcessor = 2;
 
 // How a row of this width is spread over threads.
 struct Spread {
@@ -38,6 +37,8 @@ struct Spread {
     }
   }
   int64_t teams() const { return kThreads / team; }
+  // Blocks of a backward that a multiprocessor has at a time, as kernels/norm.cu has them.
+  int64_t backward_blocks() const { return held <= 2 ? 2 : 1; }
 };
 
 using NormFamily = KernelFamily<4>;
@@ -60,7 +61,7 @@ const NormFamily& family(bool backward) {
 int64_t backward_blocks(int64_t rows, const Spread& spread) {
   const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
   const auto needed = (rows + spread.teams() - 1) / spread.teams();
-  return std::max<int64_t>(std::min(processors * kBlocksAProcessor, needed), 1);
+  return std::max<int64_t>(std::min(processors * spread.backward_blocks(), needed), 1);
 }
 
 // What transformers use beside a norm of this kind.
