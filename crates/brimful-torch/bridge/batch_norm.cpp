@@ -358,6 +358,22 @@ at::Tensor if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& l
   return or_else("BatchNorm", [&] { return own(*functions); }, libtorch);
 }
 
+// The mean and the variance of each channel.
+std::array<at::Tensor, 2> moments(const at::Tensor& x) {
+  const at::NoGradGuard untracked;
+  const auto libtorch = [&]() -> std::array<at::Tensor, 2> {
+    auto [mean, variance] = at::batch_norm_update_stats(x, {}, {}, 0.0);
+    return {mean, variance};
+  };
+  BatchNormGiven norm{};
+  norm.x = x;
+  norm.training = true;
+  const auto* functions = suits(norm) ? functions_for(x) : nullptr;
+  if (functions == nullptr) return libtorch();
+  brimful::tell("brimful::batch_norm_moments", {}, {&x}, {});
+  return or_else("BatchNorm", [&] { return functions->batch_norm_moments(x); }, libtorch);
+}
+
 at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
   // The two in one are for training, where both have statistics to find.
   if (beside.norm && !(norm.training && beside.norm->training)) {
@@ -394,6 +410,16 @@ int32_t brimful_batch_norm_pool(
         norm.x, suited,
         [&](const auto& functions) { return pooled_by_kernels(functions, norm); },
         [&] { return pooled_by_libtorch(norm); }));
+  });
+}
+
+// Each channel's mean and variance over all else.
+int32_t brimful_batch_norm_moments(
+    const at::Tensor* x, at::Tensor** mean, at::Tensor** variance, char** message) noexcept {
+  return guarded(message, [&] {
+    const auto both = moments(*x);
+    *mean = new at::Tensor(both[0]);
+    *variance = new at::Tensor(both[1]);
   });
 }
 

@@ -45,6 +45,8 @@ struct BatchNormBackward {
   void* other_d_weight;
   void* other_d_bias;
   float* partials;
+  // Numbers a channel; and its rows, which are more where squares of pixels go beyond an odd side.
+  int count;
   int rows, channels;
   int blocks, chunk, slots;
   int weight_kind, other_weight_kind;

@@ -8,13 +8,15 @@
 //
 // Another BatchNorm's input under the same sum (other_x) has the same dz, and gets its gradients too.
 //
+// Behind a pooling a thread has the four rows of a square of 2×2 pixels at once: they share its windows.
+//
 // MASK: 0 no ReLU, 1 found again from x, 2 the forward's bits. MORE, KEEP (write d_residual), OTHER,
 // POOL: 0, 1.
 #include "batch_norm_common.cuh"
 
 typedef BatchNormBackward Arguments;
 // Sums a channel: of dz, of dz·(x − mean), of dz·(other_x − its mean).
-enum { kSums = 2 + OTHER, kNorms = 1 + OTHER, kTensors = 2 + OTHER, kLoads = OTHER || POOL ? 2 : 4 };
+enum { kSums = 2 + OTHER, kNorms = 1 + OTHER, kTensors = 2 + OTHER, kLoads = OTHER ? 2 : 4 };
 
 struct Shared {
   float warps[kWarps][kSums][kChannels];
@@ -58,37 +60,72 @@ DEVICE u64 load_places(const u8* from) {
   return *from;
 }
 
-// The gradient of a 3×3 pooling of stride 2 and padding 1 at one row of its input: from the windows
-// that had their maximum there, at most four.
-DEVICE void gather(const Arguments& a, const Place& p, int row, float* d) {
-  const u32 w = row % a.width, h = row / a.width % a.height, n = row / a.width / a.height;
+// A row that a thread has: its number in x, and whether there is such a one.
+struct Row {
+  int number;
+  bool exists;
+};
+
+// The `u`th of the rows that a thread has from this step on. Behind a pooling rows are counted by squares.
+DEVICE Row row_of(const Arguments& a, const Place& p, int step, int u) {
+  if (!POOL) {
+    const int row = row_at(p, step + u);
+    return {row, has(p, row)};
+  }
+  const int counted = p.first + step * kRowsAStep + p.row * kLoads + u;
+  const int square = counted / 4, across = (a.width + 1) / 2, down = (a.height + 1) / 2;
+  const int h = 2 * (square / across % down) + u / 2, w = 2 * (square % across) + u % 2;
+  const int image = square / across / down;
+  return {(image * a.height + h) * a.width + w, has(p, counted) && h < a.height && w < a.width};
+}
+
+// What came back for the windows of a 3×3 pooling of stride 2 and padding 1 that a square of pixels is in, and
+// where each had its maximum.
+struct Windows {
+  Word dy[4];
+  u64 places[4];
+};
+
+DEVICE void read_windows(const Arguments& a, const Place& p, int step, Windows& windows) {
+  const int counted = p.first + step * kRowsAStep + p.row * kLoads;
+  const int square = counted / 4, across = (a.width + 1) / 2, down = (a.height + 1) / 2;
+  const int y = square / across % down, x = square % across, image = square / across / down;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const int in_y = y + k / 2, in_x = x + k % 2;
+    windows.places[k] = ~0ull;
+    if (!has(p, counted) || in_y >= a.pooled_height || in_x >= a.pooled_width) continue;
+    const u32 row = (static_cast<u32>(image) * a.pooled_height + in_y) * a.pooled_width + in_x;
+    const u32 at = row * p.vectors + p.vector;
+    windows.dy[k] = static_cast<const Word*>(a.dy)[at];
+    windows.places[k] = load_places(a.mask + static_cast<u64>(at) * WIDTH);
+  }
+}
+
+// The gradient of one of the square's pixels: from the windows that had their maximum there.
+DEVICE void gather(const Windows& windows, int u, float* d) {
+  const int lower = u / 2, right = u % 2;
 #pragma unroll
   for (int j = 0; j < WIDTH; j++) d[j] = 0.f;
 #pragma unroll
-  for (u32 window = 0; window < 4; window++) {
-    const u32 down = window / 2, right = window % 2;
-    const u32 y = h / 2 + down, x = w / 2 + right;
-    // An even row is in one row of windows, an odd one in two.
-    if ((down && !(h & 1)) || (right && !(w & 1))) continue;
-    if (y >= static_cast<u32>(a.pooled_height) || x >= static_cast<u32>(a.pooled_width)) continue;
-    const u32 at = ((n * a.pooled_height + y) * a.pooled_width + x) * p.vectors + p.vector;
-    const u32 here = (h + 1 - 2 * y) * 3 + (w + 1 - 2 * x);
+  for (int k = 0; k < 4; k++) {
+    // An upper pixel is in the upper windows alone, a left one in the left ones.
+    if (k / 2 > lower || k % 2 > right) continue;
+    const u32 here = (lower - 2 * (k / 2) + 1) * 3 + right - 2 * (k % 2) + 1;
     float g[WIDTH];
-    Pack::unpack(static_cast<const Word*>(a.dy)[at], g);
-    const u64 places = load_places(a.mask + static_cast<u64>(at) * WIDTH);
+    Pack::unpack(windows.dy[k], g);
 #pragma unroll
     for (int j = 0; j < WIDTH; j++) {
-      if (((places >> (8 * j)) & 255) == here) d[j] += g[j];
+      if (((windows.places[k] >> (8 * j)) & 255) == here) d[j] += g[j];
     }
   }
 }
 
 // The gradient under the ReLU.
 DEVICE void under_relu(
-    const Arguments& a, const Place& p, const Known& own, const Read& r, int row, const float* x,
-    float* dz) {
+    const Known& own, const Read& r, const Windows& windows, int u, const float* x, float* dz) {
   if (POOL) {
-    gather(a, p, row, dz);
+    gather(windows, u, dz);
   } else {
     Pack::unpack(r.dy, dz);
   }
@@ -142,21 +179,23 @@ DEVICE void thread_sums(
     for (int j = 0; j < WIDTH; j++) sums[k][j] = 0.f;
   for (int step = 0; step < p.steps; step += kLoads) {
     Read r[kLoads];
+    Windows windows;
+    if (POOL) read_windows(a, p, step, windows);
 #pragma unroll
     for (int u = 0; u < kLoads; u++) {
-      const int row = row_at(p, step + u);
-      if (has(p, row)) read(a, index_of(p, row), r[u]);
+      const Row row = row_of(a, p, step, u);
+      if (row.exists) read(a, index_of(p, row.number), r[u]);
     }
 #pragma unroll
     for (int u = 0; u < kLoads; u++) {
-      const int row = row_at(p, step + u);
-      if (!has(p, row)) continue;
+      const Row row = row_of(a, p, step, u);
+      if (!row.exists) continue;
       float x[WIDTH], dz[WIDTH];
       Pack::unpack(r[u].x, x);
-      under_relu(a, p, own, r[u], row, x, dz);
+      under_relu(own, r[u], windows, u, x, dz);
       add_vector(own, x, r[u].other, dz, sums);
       const Word packed = Pack::pack(dz);
-      if (KEEP) static_cast<Word*>(a.d_residual)[index_of(p, row)] = packed;
+      if (KEEP) static_cast<Word*>(a.d_residual)[index_of(p, row.number)] = packed;
       if (step + u < slots) keep(kept, slots, step + u, r[u], packed);
     }
   }
@@ -205,14 +244,35 @@ DEVICE void all_sums(const Arguments& a, const Place& p, Shared& s, float (&sums
     for (int k = 0; k < kSums; k++) sums[k] += s.groups[g][k][c];
 }
 
+// What the forward found of a channel, in the threads of the first kChannels; read before the barrier, where
+// nobody waits for it.
+struct Channel {
+  int number;
+  bool inside;
+  float deviation[kNorms], scale[kNorms];
+};
+
+DEVICE Channel known_channel(const Arguments& a, const Place& p) {
+  Channel c;
+  c.number = p.slice * kChannels + threadIdx.x;
+  c.inside = threadIdx.x < kChannels && c.number < a.channels;
+  if (!c.inside) return c;
+#pragma unroll
+  for (int norm = 0; norm < kNorms; norm++) {
+    const float* saved = norm ? a.other_saved : a.saved;
+    c.deviation[norm] = saved[a.channels + c.number];
+    c.scale[norm] = saved[2 * a.channels + c.number];
+  }
+  return c;
+}
+
 // One BatchNorm's coefficients, and the gradients of its weight and bias.
 DEVICE void finish_norm(
-    const Arguments& a, const Place& p, Shared& s, int norm, float sum, float product) {
-  const int channel = p.slice * kChannels + threadIdx.x;
-  const float* saved = norm ? a.other_saved : a.saved;
-  const float deviation = saved[a.channels + channel];
-  const float scale = saved[2 * a.channels + channel];
-  const float share = a.training ? 1.f / a.rows : 0.f;
+    const Arguments& a, const Place& p, Shared& s, const Channel& known, int norm, float sum,
+    float product) {
+  const int channel = known.number;
+  const float deviation = known.deviation[norm], scale = known.scale[norm];
+  const float share = a.training ? 1.f / a.count : 0.f;
   s.a[norm][threadIdx.x] = scale;
   s.b[norm][threadIdx.x] = -scale * deviation * deviation * product * share;
   s.c[norm][threadIdx.x] = -scale * sum * share;
@@ -224,7 +284,7 @@ DEVICE void finish_norm(
   if (d_bias != nullptr) store_number(d_bias, channel, kind, sum);
 }
 
-DEVICE void finish(const Arguments& a, const Place& p, Shared& s) {
+DEVICE void finish(const Arguments& a, const Place& p, Shared& s, const Channel& c) {
   float sums[kSums];
   // With fixed statistics and no gradient of a weight wanted, no sums are made.
   if (PASS != FIXED) {
@@ -233,9 +293,9 @@ DEVICE void finish(const Arguments& a, const Place& p, Shared& s) {
 #pragma unroll
     for (int k = 0; k < kSums; k++) sums[k] = 0.f;
   }
-  if (threadIdx.x >= kChannels || p.slice * kChannels + threadIdx.x >= a.channels) return;
-  finish_norm(a, p, s, 0, sums[0], sums[1]);
-  if (OTHER) finish_norm(a, p, s, kNorms - 1, sums[0], sums[kSums - 1]);
+  if (!c.inside) return;
+  finish_norm(a, p, s, c, 0, sums[0], sums[1]);
+  if (OTHER) finish_norm(a, p, s, c, kNorms - 1, sums[0], sums[kSums - 1]);
 }
 
 // One BatchNorm's dx, of one vector.
@@ -275,23 +335,26 @@ DEVICE void second_half(
   const int blocks_of_steps = (p.steps + kLoads - 1) / kLoads;
   for (int step = (blocks_of_steps - 1) * kLoads; step >= 0; step -= kLoads) {
     Read r[kLoads];
+    Windows windows;
+    if (POOL && step + kLoads > slots) read_windows(a, p, step, windows);
 #pragma unroll
     for (int u = 0; u < kLoads; u++) {
-      const int row = row_at(p, step + u);
-      if (has(p, row)) read_again(a, index_of(p, row), kept, slots, step + u, has_left, r[u]);
+      const Row row = row_of(a, p, step, u);
+      if (!row.exists) continue;
+      read_again(a, index_of(p, row.number), kept, slots, step + u, has_left, r[u]);
     }
 #pragma unroll
     for (int u = 0; u < kLoads; u++) {
-      const int row = row_at(p, step + u);
-      if (!has(p, row)) continue;
-      const u32 at = index_of(p, row);
+      const Row row = row_of(a, p, step, u);
+      if (!row.exists) continue;
+      const u32 at = index_of(p, row.number);
       float dz[WIDTH];
       if (has_left || step + u < slots) {
         Pack::unpack(r[u].dy, dz);
       } else {
         float x[WIDTH];
         Pack::unpack(r[u].x, x);
-        under_relu(a, p, own, r[u], row, x, dz);
+        under_relu(own, r[u], windows, u, x, dz);
         if (KEEP) static_cast<Word*>(a.d_residual)[at] = Pack::pack(dz);
       }
       write_dx(p, s, 0, r[u].x, own.mean, dz, static_cast<Word*>(a.dx) + at);
@@ -312,9 +375,10 @@ KERNEL void __launch_bounds__(THREADS, 1) batch_norm_backward(const Arguments a)
   Known own;
   known_channels(a, p, own);
   if (PASS == FIRST_HALF || PASS == WHOLE) first_half(a, p, own, s, kept, slots);
+  const Channel channel = known_channel(a, p);
   if (PASS == WHOLE) grid_barrier();
   if (PASS == FIRST_HALF) return;
-  finish(a, p, s);
+  finish(a, p, s, channel);
   __syncthreads();
   second_half(a, p, own, s, kept, slots);
 }

@@ -20,6 +20,9 @@
 #define FINISH 5
 // Statistics that are known already.
 #define FIXED 6
+// The mean and the variance of each channel, and nothing else: all of it, or what comes after the barrier.
+#define MOMENTS 7
+#define FINISH_MOMENTS 8
 
 typedef Packed<KIND, WIDTH> Pack;
 typedef Pack::Word Word;

@@ -174,41 +174,58 @@ DEVICE void move_running(const Arguments& a, int channel, const Moments& all) {
       a.running_variance, channel, a.running_kind, stay * variance + a.momentum * unbiased);
 }
 
-// Leaves a channel's coefficients in shared memory, and for the backward.
-DEVICE void coefficients(
-    const Arguments& a, const Place& p, Shared& s, int channel, float mean, float variance) {
-  const float deviation = 1.f / sqrtf(variance + a.eps);
-  const float weight =
-      a.weight == nullptr ? 1.f : load_number(a.weight, channel, a.weight_kind);
-  const float bias = a.bias == nullptr ? 0.f : load_number(a.bias, channel, a.weight_kind);
-  s.mean[threadIdx.x] = mean;
-  s.scale[threadIdx.x] = weight * deviation;
-  s.bias[threadIdx.x] = bias;
-  if (p.block != 0 || a.saved == nullptr) return;
-  a.saved[channel] = mean;
-  a.saved[a.channels + channel] = deviation;
-  a.saved[2 * a.channels + channel] = weight * deviation;
-  a.saved[3 * a.channels + channel] = bias;
+// What is known of a channel before its moments, in the threads of the first kChannels; read before the
+// barrier, where nobody waits for it.
+struct Channel {
+  int number;
+  bool inside;
+  float first, weight, bias;
+};
+
+DEVICE Channel known_channel(const Arguments& a, const Place& p) {
+  Channel c;
+  c.number = p.slice * kChannels + threadIdx.x;
+  c.inside = threadIdx.x < kChannels && c.number < a.channels;
+  if (!c.inside) return c;
+  c.first = KIND::widen(static_cast<const KIND::Number*>(a.x)[c.number]);
+  c.weight = a.weight == nullptr ? 1.f : load_number(a.weight, c.number, a.weight_kind);
+  c.bias = a.bias == nullptr ? 0.f : load_number(a.bias, c.number, a.weight_kind);
+  return c;
 }
 
-DEVICE void finish(const Arguments& a, const Place& p, Shared& s) {
+// Leaves a channel's coefficients in shared memory, and for the backward.
+DEVICE void coefficients(
+    const Arguments& a, const Place& p, Shared& s, const Channel& c, float mean, float variance) {
+  const float deviation = 1.f / sqrtf(variance + a.eps);
+  s.mean[threadIdx.x] = mean;
+  s.scale[threadIdx.x] = c.weight * deviation;
+  s.bias[threadIdx.x] = c.bias;
+  if (p.block != 0 || a.saved == nullptr) return;
+  a.saved[c.number] = mean;
+  a.saved[a.channels + c.number] = deviation;
+  a.saved[2 * a.channels + c.number] = c.weight * deviation;
+  a.saved[3 * a.channels + c.number] = c.bias;
+}
+
+DEVICE void finish(const Arguments& a, const Place& p, Shared& s, const Channel& c) {
   Moments all = all_moments(a, p, s);
-  const int channel = p.slice * kChannels + threadIdx.x;
-  if (threadIdx.x < kChannels && channel < a.channels) {
-    all.mean += KIND::widen(static_cast<const KIND::Number*>(a.x)[channel]);
-    coefficients(a, p, s, channel, all.mean, all.squares / all.n);
-    if (p.block == 0) move_running(a, channel, all);
+  if (!c.inside) return;
+  all.mean += c.first;
+  if (PASS == MOMENTS || PASS == FINISH_MOMENTS) {
+    a.saved[c.number] = all.mean;
+    a.saved[a.channels + c.number] = all.squares / all.n;
+    return;
   }
+  coefficients(a, p, s, c, all.mean, all.squares / all.n);
+  if (p.block == 0) move_running(a, c.number, all);
 }
 
 // Statistics of evaluation.
-DEVICE void take_running(const Arguments& a, const Place& p, Shared& s) {
-  const int channel = p.slice * kChannels + threadIdx.x;
-  if (threadIdx.x < kChannels && channel < a.channels) {
-    coefficients(
-        a, p, s, channel, load_number(a.running_mean, channel, a.running_kind),
-        load_number(a.running_variance, channel, a.running_kind));
-  }
+DEVICE void take_running(const Arguments& a, const Place& p, Shared& s, const Channel& c) {
+  if (!c.inside) return;
+  coefficients(
+      a, p, s, c, load_number(a.running_mean, c.number, a.running_kind),
+      load_number(a.running_variance, c.number, a.running_kind));
 }
 
 // What a thread applies to each of its channels.
@@ -284,13 +301,15 @@ KERNEL void __launch_bounds__(THREADS, 1) batch_norm_forward(const Arguments a) 
   Word* kept = reinterpret_cast<Word*>(words + (sizeof(Shared) + 15) / 16);
   const Place p = place(a);
   const int slots = PASS == WHOLE ? a.slots : 0;
-  if (PASS == FIRST_HALF || PASS == WHOLE || PASS == STATISTICS) first_half(a, p, s, kept, slots);
-  if (PASS == WHOLE || PASS == STATISTICS) grid_barrier();
-  if (PASS == STATISTICS && p.block != 0) return;
+  const bool found_alone = PASS == STATISTICS || PASS == MOMENTS;
+  if (PASS == FIRST_HALF || PASS == WHOLE || found_alone) first_half(a, p, s, kept, slots);
+  const Channel channel = known_channel(a, p);
+  if (PASS == WHOLE || found_alone) grid_barrier();
+  if (found_alone && p.block != 0) return;
   if (PASS == FIXED) {
-    take_running(a, p, s);
+    take_running(a, p, s, channel);
   } else if (PASS != FIRST_HALF) {
-    finish(a, p, s);
+    finish(a, p, s, channel);
   }
   __syncthreads();
   if (PASS == WHOLE || PASS == SECOND_HALF || PASS == FIXED) second_half(a, p, s, kept, slots);

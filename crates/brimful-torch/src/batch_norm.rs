@@ -78,6 +78,20 @@ pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> 
     Ok(owned(out))
 }
 
+/// The mean and the variance of each channel, which is the second dimension, over all else.
+///
+/// # Errors
+/// When libtorch refuses, or memory runs out.
+pub fn moments(x: &Tensor) -> Result<[Tensor; 2], TorchError> {
+    cuda_object::load_for(x);
+    let (mut mean, mut variance) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the tensor is valid; on success `mean` and `variance` are new tensors that are ours.
+    call(|message| unsafe {
+        ffi::brimful_batch_norm_moments(raw(x), &mut mean, &mut variance, message)
+    })?;
+    Ok([owned(mean), owned(variance)])
+}
+
 /// The same numbers for a second use of them. Where they are what [`batch_norm`] has given, the
 /// gradients of both uses are added in its backward's own pass; elsewhere it is the tensor itself.
 ///

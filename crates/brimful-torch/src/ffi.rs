@@ -177,6 +177,12 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
+    pub(crate) fn brimful_batch_norm_moments(
+        x: *const RawTensor,
+        mean: *mut *mut RawTensor,
+        variance: *mut *mut RawTensor,
+        message: Message,
+    ) -> i32;
     pub(crate) fn brimful_second_use(
         tensor: *const RawTensor,
         out: *mut *mut RawTensor,

@@ -8,7 +8,9 @@ mod test_device;
 
 use std::thread;
 
-use brimful_torch::batch_norm::{Addend, NormInput, batch_norm, batch_norm_relu_pool, second_use};
+use brimful_torch::batch_norm::{
+    Addend, NormInput, batch_norm, batch_norm_relu_pool, moments, second_use,
+};
 use brimful_torch::graph::{Pool, record};
 use brimful_torch::layout::laid_out;
 use brimful_torch::stream::Stream;
@@ -333,9 +335,92 @@ fn two_gradients_of_one_output_are_added() {
 #[test]
 fn a_pooling_is_as_in_f64() {
     // In f32 alone: rounded numbers are equal now and then, and which of them is largest is chance.
-    for shape in [[2, 64, 8, 8], [2, 64, 7, 9], [3, 3, 5, 6], [1, 8, 1, 1], [4, 64, 2, 3]] {
+    for shape in POOLED {
         for training in [true, false] {
             check(&Case { training, ..Case::new(shape, Kind::Float, Beside::Pooled) });
+        }
+    }
+}
+
+/// Even and odd sides, one pixel, and more rows than a block has at once.
+const POOLED: [[i64; 4]; 7] = [
+    [2, 64, 8, 8],
+    [2, 64, 7, 9],
+    [3, 3, 5, 6],
+    [1, 8, 1, 1],
+    [4, 64, 2, 3],
+    [16, 64, 28, 28],
+    [3, 72, 57, 31],
+];
+
+/// A pooling of what a BatchNorm with its ReLU gives, in one or by libtorch: the output and the gradients of
+/// input and weight.
+fn pooled(x: &Tensor, weight: &Tensor, in_one: bool) -> [Tensor; 3] {
+    let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
+    let (x, weight) = (leaf(x), leaf(weight));
+    let norm = NormInput {
+        x: &x,
+        weight: Some(&weight),
+        bias: None,
+        running: None,
+        training: true,
+        momentum: MOMENTUM,
+        eps: EPS,
+    };
+    let y = match in_one {
+        true => batch_norm_relu_pool(&norm).expect("a pooling"),
+        false => {
+            let normed = batch_norm(&norm, Addend::Nothing, true).expect("a norm");
+            normed.max_pool2d([3, 3], [2, 2], [1, 1], [1, 1], false)
+        }
+    };
+    let counts = numbers(&y.size(), 3).to_device(y.device()).to_kind(y.kind());
+    (&y * counts).sum(Kind::Float).backward();
+    [y.detach(), x.grad(), weight.grad()]
+}
+
+#[test]
+fn a_pooling_of_halves_is_that_of_what_would_have_been_kept() {
+    let device = test_device();
+    if !device.is_cuda() {
+        return;
+    }
+    for kind in KINDS {
+        for shape in POOLED {
+            let x = numbers(&shape, 1).to_device(device).to_kind(kind);
+            let x = laid_out(&x, true).expect("channels last");
+            let weight = (numbers(&[shape[1]], 2) + 1.5).to_device(device);
+            let [one, two] = [true, false].map(|in_one| pooled(&x, &weight, in_one));
+            for (name, (ours, exact)) in
+                ["y", "dx", "d_weight"].iter().zip(one.iter().zip(two.iter()))
+            {
+                let exact = exact.to_device(Device::Cpu).to_kind(Kind::Double);
+                assert_near(&Case::new(shape, kind, Beside::Pooled), name, ours, &exact);
+            }
+        }
+    }
+}
+
+#[test]
+fn moments_are_those_of_f64() {
+    let device = test_device();
+    for &kind in kinds() {
+        for shape in SHAPES {
+            for mean in [0.0, 1e4] {
+                // Halves have no digits left there.
+                if kind != Kind::Float && mean != 0.0 {
+                    continue;
+                }
+                let case = Case { mean, ..Case::new(shape, kind, Beside::Nothing) };
+                let x = Start::of(&case).x;
+                let on_device = x.to_device(device).to_kind(kind);
+                let on_device = laid_out(&on_device, true).expect("channels last");
+                let [of_mean, variance] = moments(&on_device).expect("moments");
+                let exact = x.transpose(0, 1).contiguous().view([shape[1], -1]);
+                let (exact_variance, exact_mean) = exact.var_mean_dim(1, false, false);
+                assert_near(&case, "mean", &of_mean, &exact_mean);
+                assert_near(&case, "variance", &variance, &exact_variance);
+            }
         }
     }
 }
@@ -374,6 +459,9 @@ fn small_cards_give_the_same() {
                     check(&Case::new(shape, kind, beside));
                 }
             }
+        }
+        for shape in POOLED {
+            check(&Case::new(shape, Kind::Float, Beside::Pooled));
         }
     }
     kernels::pretend(0, 0).expect("CUDA");

@@ -32,7 +32,9 @@ constexpr int kPlainBlocks = 2;
 constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max();
 
 // What a launch does of the work, as kernels/batch_norm_common.cuh numbers it.
-enum Pass { kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed };
+enum Pass {
+  kFirstHalf = 1, kSecondHalf, kWhole, kStatistics, kFinish, kFixed, kMoments, kFinishMoments
+};
 
 int kind_of(const at::Tensor& tensor) { return static_cast<int>(number_kind(tensor)); }
 
@@ -44,6 +46,8 @@ bool is_aligned(const at::Tensor& tensor) {
 struct Reading {
   int kind, width, lanes;
   int rows, channels;
+  // Rows that one thread has at once: the pixels of a square, behind a pooling.
+  int together = 1;
 
   Reading(const at::Tensor& x, bool aligned) : kind(kind_of(x)) {
     const int64_t all = x.numel();
@@ -55,6 +59,17 @@ struct Reading {
     rows = static_cast<int>(all / in_rows);
     const int most = width == 1 ? kSliceNumbers : kSliceChannels / width;
     for (lanes = 1; lanes < most && lanes < channels / width;) lanes *= 2;
+  }
+
+  // The same, where rows are counted by squares of 2×2 pixels, those beyond an odd side among them.
+  static Reading by_squares(const at::Tensor& x, bool aligned) {
+    Reading reading(x, aligned);
+    const auto half = [](int64_t side) { return (side + 1) / 2; };
+    const int64_t squares = x.size(0) * half(x.size(2)) * half(x.size(3));
+    if (4 * squares >= kMaxVectors) throw KernelError("2^29 squares and more are libtorch's");
+    reading.rows = static_cast<int>(4 * squares);
+    reading.together = 4;
+    return reading;
   }
 
   int slice_channels() const { return lanes * width; }
@@ -151,7 +166,9 @@ struct Plan {
 
 Plan shared_out(const Reading& reading, int blocks) {
   const int even = (reading.rows + blocks - 1) / blocks;
-  const int chunk = std::max(even, std::min(reading.rows_a_step(), reading.rows));
+  const int together = reading.together;
+  const int least = std::max(even, std::min(reading.rows_a_step(), reading.rows));
+  const int chunk = (least + together - 1) / together * together;
   return {(reading.rows + chunk - 1) / chunk, chunk, 0, 0, false};
 }
 
@@ -325,6 +342,18 @@ at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   return saved;
 }
 
+std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x) {
+  const c10::DeviceGuard on(x.device());
+  const Reading reading(x, is_aligned(x));
+  const int64_t channels = reading.channels;
+  const at::Tensor both = numbers(x, 2 * channels);
+  Forward forward{reading, 0, 0};
+  forward.arguments.x = read_from(x);
+  forward.arguments.saved = write_floats(both);
+  forward.run(x, kMoments, kFinishMoments, false);
+  return {both.narrow(0, 0, channels), both.narrow(0, channels, channels)};
+}
+
 namespace {
 
 at::Tensor like_or_none(const at::Tensor& like) {
@@ -418,7 +447,8 @@ BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
   const bool aligned = is_aligned(in.x) && is_aligned(in.dy) && is_aligned(in.more_dy) &&
                        is_aligned(in.other_x);
   const bool single = by_bits && in.mask.numel() == in.x.numel();
-  const Reading reading(in.x, aligned && !single);
+  const Reading reading = in.pooled ? Reading::by_squares(in.x, aligned && !single)
+                                    : Reading(in.x, aligned && !single);
   if (by_bits && in.mask.numel() * reading.width != in.x.numel()) {
     throw KernelError("a gradient is not aligned as the input was");
   }
@@ -429,6 +459,7 @@ BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
       other ? 2 : 1};
   const BatchNormGradients out = room_for(in);
   set_tensors(backward.arguments, in, out);
+  backward.arguments.count = static_cast<int>(in.x.numel() / reading.channels);
   if (in.pooled) set_pooling(backward.arguments, in);
   const bool sums = in.training || in.weight.defined() || in.bias.defined() ||
                     in.other_weight.defined() || in.other_bias.defined();
@@ -438,7 +469,8 @@ BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
 
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   const c10::DeviceGuard on(x.device());
-  const Reading reading(x, is_aligned(x));
+  // As the backward will: what that cannot do is libtorch's from here on.
+  const Reading reading = Reading::by_squares(x, is_aligned(x));
   const auto pooled = [](int64_t size) { return (size - 1) / 2 + 1; };
   BatchNormed out;
   out.y = at::empty(

@@ -52,6 +52,9 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
 // What the forward finds of each channel, alone; running statistics move.
 at::Tensor batch_norm_statistics(const BatchNormGiven& norm);
 
+// The mean and the variance of each channel, in f32.
+std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x);
+
 // Of BatchNorm, ReLU and a pooling of 3×3, stride 2 and padding 1: y, and as its mask the place of
 // each maximum in its window.
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved);

@@ -69,6 +69,7 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::activation) activation;
   decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
   decltype(&brimful::kernels::batch_norm_statistics) batch_norm_statistics;
+  decltype(&brimful::kernels::batch_norm_moments) batch_norm_moments;
   decltype(&brimful::kernels::batch_norm_pool) batch_norm_pool;
   decltype(&brimful::kernels::batch_norm_backward) batch_norm_backward;
 };

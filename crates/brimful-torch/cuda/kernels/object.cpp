@@ -33,6 +33,7 @@ const BrimfulKernelFunctions brimful_kernel_functions = {
     brimful::kernels::activation,
     brimful::kernels::batch_norm_forward,
     brimful::kernels::batch_norm_statistics,
+    brimful::kernels::batch_norm_moments,
     brimful::kernels::batch_norm_pool,
     brimful::kernels::batch_norm_backward};
 

@@ -1,5 +1,6 @@
 //! The statistics of a whole mini-batch, taken before any of its micro-batches is normalised.
 
+use brimful_torch::batch_norm::moments;
 use tch::{Device, Kind, Tensor};
 
 use super::channel_pairs::{ChannelPairs, PAIRS};
@@ -32,7 +33,7 @@ impl WholeBatch {
         // Of halves a CPU gives statistics that are as coarse.
         let x = if x.device() == Device::Cpu { x.f_to_kind(summed_in(x.kind()))? } else { x };
         let count = x.numel() as i64 / x.size()[1];
-        let (mean, variance) = x.f_batch_norm_update_stats(None::<Tensor>, None, 0.0)?;
+        let [mean, variance] = moments(&x)?;
         if self.counts.len() == PAIRS {
             let whole = self.put_together()?;
             self.pairs = ChannelPairs::of(&whole)?;
