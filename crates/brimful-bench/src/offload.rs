@@ -1,9 +1,11 @@
 //! `brimful-bench offload`: a GPT whose stages live on the host, against the same one on the card.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Homes;
-use brimful::schedule::{Recompute, Schedule};
+use brimful::schedule::{Awaited, BusUse, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline};
 use brimful_cli::home_plan::{HomeQuestion, StageHomes};
 use brimful_cli::setting::{self, accounts, words};
@@ -233,8 +235,10 @@ impl Contestant {
                 }
                 Ok(())
             })?;
+        let bus = self.profile(&batch)?;
         Ok(OffloadRow {
             contestant: name,
+            bus,
             parameters: self.parameters,
             shape: format!("{}×{}×{}", options.layers, options.width, options.tokens),
             heads: options.heads,
@@ -251,6 +255,21 @@ impl Contestant {
         })
     }
 
+    /// What one more step moves, and what it waits for: it is not measured with the others, because the clocks take
+    /// their time. An update goes before it, as before every other.
+    fn profile(&mut self, batch: &(Tensor, Tensor)) -> Result<BusProfile> {
+        self.backward(batch)?;
+        self.update()?;
+        self.pipeline.time_moves(true);
+        let (x, y) = batch;
+        let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+        self.pipeline.time_moves(false);
+        self.update()?;
+        self.optimizer.wait()?;
+        let buses = step.timeline.map(|timeline| timeline.buses).unwrap_or_default();
+        Ok(buses.first().map(BusProfile::of).unwrap_or_default())
+    }
+
     fn update(&mut self) -> Result<()> {
         self.optimizer.step()?;
         Ok(self.optimizer.zero_grad()?)
@@ -263,9 +282,38 @@ impl Contestant {
     }
 }
 
+/// What crossed the bus in a step, and how long compute waited for what.
+#[derive(Debug, Default, Serialize)]
+struct BusProfile {
+    bytes_in: u64,
+    bytes_out: u64,
+    seconds_in: f64,
+    seconds_out: f64,
+    waited: BTreeMap<Awaited, f64>,
+}
+
+impl BusProfile {
+    fn of(bus: &BusUse) -> Self {
+        let mut profile = Self::default();
+        for span in &bus.moves {
+            let (bytes, seconds) = match span.moved.kind.is_inward() {
+                true => (&mut profile.bytes_in, &mut profile.seconds_in),
+                false => (&mut profile.bytes_out, &mut profile.seconds_out),
+            };
+            *bytes += span.bytes;
+            *seconds += span.end - span.start;
+        }
+        for wait in &bus.waits {
+            *profile.waited.entry(wait.awaited).or_default() += wait.end - wait.start;
+        }
+        profile
+    }
+}
+
 #[derive(Debug, Serialize)]
 struct OffloadRow {
     contestant: &'static str,
+    bus: BusProfile,
     parameters: u64,
     shape: String,
     heads: i64,

@@ -121,19 +121,18 @@ struct Contest<'a> {
     work: &'a Workload,
     device: Device,
     models: Vec<TunedModel>,
+    /// In page-locked memory where the device is another: a careful loop's loader puts it there.
     host: Samples,
-    /// The same in page-locked memory: a careful loop's loader puts it there.
-    pinned: Samples,
 }
 
 impl<'a> Contest<'a> {
     fn new(work: &'a Workload, device: Device) -> Result<Self> {
-        let host = work.samples(work.batch);
-        let pinned = match device {
-            Device::Cpu => share(&host),
-            _ => (transfer::pin(&host.0)?, transfer::pin(&host.1)?),
+        let (x, y) = work.samples(work.batch);
+        let host = match device {
+            Device::Cpu => (x, y),
+            _ => (transfer::pin(&x)?, transfer::pin(&y)?),
         };
-        Ok(Self { work, device, models: Vec::new(), host, pinned })
+        Ok(Self { work, device, models: Vec::new(), host })
     }
 
     /// What every contestant shows in its turns.
@@ -173,9 +172,8 @@ impl<'a> Contest<'a> {
     /// One step of a contestant.
     fn turn(&mut self, contestant: MicroContestant) -> Result<MeasuredTurn> {
         let at = self.tuned(contestant.tuning())?;
-        let Self { work, device, models, host, pinned } = self;
+        let Self { work, device, models, host } = self;
         let batch = || match contestant {
-            MicroContestant::Loop => share(pinned),
             MicroContestant::Resident => on_device(host, *device),
             _ => share(host),
         };
