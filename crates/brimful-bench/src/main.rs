@@ -9,6 +9,7 @@ mod columns;
 mod compare;
 mod convergence;
 mod finetune;
+mod gradients;
 mod halves;
 mod host_memory;
 mod interrupt;
