@@ -14,6 +14,7 @@ mod halves;
 mod host_memory;
 mod interrupt;
 mod journal;
+mod kernels;
 mod loader;
 mod memory;
 mod micro;
