@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, finetune, halves, loader, memory, micro, norms, offload,
-    pipeline, plot, ragged, world,
+    arena, auto, compare, convergence, finetune, halves, kernels, loader, memory, micro, norms,
+    offload, pipeline, plot, ragged, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -45,6 +45,8 @@ enum Benchmark {
     Finetune(finetune::FinetuneOptions),
     /// A backward in two halves against the whole backward of the same graph.
     Halves(halves::HalvesOptions),
+    /// Kernels of our own: a head's loss beside libtorch's, and what their first use costs.
+    Kernels(kernels::KernelsOptions),
     /// Images of a folder on their way to a training: decoded, cut, resized and normalised.
     Loader(loader::LoaderOptions),
     /// The largest U-Net and AmoebaNet-D that fit devices of one size, in one piece and in stages.
@@ -81,6 +83,7 @@ impl CommandLine for BenchArgs {
             Benchmark::Convergence(options) => convergence::run(options)?,
             Benchmark::Finetune(options) => finetune::run(options)?,
             Benchmark::Halves(options) => halves::run(options)?,
+            Benchmark::Kernels(options) => kernels::run(options)?,
             Benchmark::Loader(options) => loader::run(options)?,
             Benchmark::Memory(options) => memory::run(options)?,
             Benchmark::Micro(options) => micro::run(options)?,

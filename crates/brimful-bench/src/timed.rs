@@ -62,7 +62,7 @@ impl TurnFigures {
     }
 }
 
-/// One step, timed from a quiet device to a quiet device.
+/// One step of a model, with the memory that is its own.
 pub(crate) fn turn<M: Timed>(
     model: &mut M,
     device: Device,
@@ -73,17 +73,22 @@ pub(crate) fn turn<M: Timed>(
     let before = in_use(device)?;
     // Brought before the clock starts and let go after it, so that it is in nobody else's peak.
     let batch = batch();
-    torch_device::synchronize(device)?;
-    let start = Instant::now();
-    let (loss, peak) = step(model, &batch)?;
-    torch_device::synchronize(device)?;
-    let seconds = start.elapsed().as_secs_f64();
+    let ((loss, peak), seconds) = timed(device, || step(model, &batch))?;
     // Nothing of what the others keep is in it.
     let peak = peak.map(|peak| Bytes(peak.0.saturating_sub(before) + *model.kept()));
     drop(batch);
     model.clear()?;
     *model.kept() += in_use(device)?.saturating_sub(before);
     Ok(MeasuredTurn { seconds, loss, peak })
+}
+
+/// What some work gives, and its seconds from an idle device to an idle device.
+pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    torch_device::synchronize(device)?;
+    let start = Instant::now();
+    let given = work()?;
+    torch_device::synchronize(device)?;
+    Ok((given, start.elapsed().as_secs_f64()))
 }
 
 /// Contestants that compute different things are not worth comparing.

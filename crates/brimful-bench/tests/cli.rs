@@ -39,6 +39,7 @@ fn every_command_has_help_with_examples() {
         "compare",
         "convergence",
         "halves",
+        "kernels",
         "memory",
         "micro",
         "norms",

@@ -1,13 +1,13 @@
 //! The turns of both backwards, and what they came to.
 
-use anyhow::{Result, ensure};
-use brimful_cli::setting::NumberType;
+use anyhow::Result;
 use brimful_torch::autograd::by_engine;
 use serde::Serialize;
-use tch::{Device, Kind, Tensor};
+use tch::Device;
 
-use super::stage::{BackwardGradients, HalvesSeconds, MiddleStage, WholeSeconds};
+use super::stage::{HalvesSeconds, MiddleStage, WholeSeconds};
 use crate::columns::Columns;
+use crate::gradients::relative_difference;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 use crate::work::Workload;
@@ -70,32 +70,6 @@ pub(super) fn measure(
     }
     progress.done();
     Ok(times.row(work, difference))
-}
-
-/// How far both gradients are apart. Contestants that compute different things are not worth comparing.
-fn relative_difference(
-    expected: &BackwardGradients,
-    found: &BackwardGradients,
-    dtype: NumberType,
-) -> Result<f64> {
-    let square = |gradient: &Tensor| {
-        let long = gradient.to_kind(Kind::Double);
-        (&long * &long).sum(Kind::Double).double_value(&[])
-    };
-    let apart: f64 = expected.iter().zip(found).map(|(a, b)| square(&(a - b))).sum();
-    let all: f64 = expected.iter().map(square).sum();
-    let difference = (apart / all).sqrt();
-    let tolerance = match dtype {
-        NumberType::F64 => 1e-10,
-        NumberType::F32 => 1e-4,
-        NumberType::Tf32 | NumberType::Bf16 => 0.02,
-    };
-    ensure!(
-        difference <= tolerance,
-        "the gradients of both backwards differ by {difference:.1e} of their length, more than the {tolerance:.0e} \
-         that {dtype} explains"
-    );
-    Ok(difference)
 }
 
 /// The seconds of all turns that count.

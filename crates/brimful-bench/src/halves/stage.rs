@@ -1,16 +1,14 @@
 //! A stage from the middle of a pipeline, and both ways to run backward through it.
 
-use std::time::Instant;
-
 use anyhow::Result;
 use brimful::layers::Model;
 use brimful_cli::setting::clear_gradients;
 use brimful_torch::autograd::backward;
-use brimful_torch::device as torch_device;
 use brimful_torch::split_backward::SplitBackward;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
+use crate::timed::timed;
 use crate::work::Workload;
 
 /// All layers of a model but the first, what comes into them, and the gradients of what goes out.
@@ -75,7 +73,7 @@ impl MiddleStage {
             drop(roots);
             Ok(())
         };
-        let ((), backward) = self.timed(whole)?;
+        let ((), backward) = timed(self.device, whole)?;
         let found = self.gradients(leaves.iter().map(Tensor::grad).collect());
         Ok((WholeSeconds { forward: seconds, backward }, found))
     }
@@ -90,13 +88,13 @@ impl MiddleStage {
             drop(groups);
             Ok(given)
         };
-        let ((inputs, mut weights), input) = self.timed(input_half)?;
+        let ((inputs, mut weights), input) = timed(self.device, input_half)?;
         let weight_half = || {
             weights.weight_half(0)?;
             drop(weights);
             Ok(())
         };
-        let ((), weight) = self.timed(weight_half)?;
+        let ((), weight) = timed(self.device, weight_half)?;
         let found = self.gradients(inputs.into_iter().flatten().flatten().collect());
         Ok((HalvesSeconds { forward: seconds, input, weight }, found))
     }
@@ -106,7 +104,7 @@ impl MiddleStage {
         clear_gradients(&self.store)?;
         let leaf = |value: &Tensor| value.detach().set_requires_grad(true);
         let leaves: Vec<Tensor> = self.input.iter().map(leaf).collect();
-        let (output, seconds) = self.timed(|| Ok(self.model.forward_many(&leaves, true)))?;
+        let (output, seconds) = timed(self.device, || Ok(self.model.forward_many(&leaves, true)))?;
         let gradients = self.output_gradients.iter().map(Tensor::shallow_clone);
         Ok(StageForward { seconds, leaves, roots: output.into_iter().zip(gradients).collect() })
     }
@@ -118,14 +116,5 @@ impl MiddleStage {
             variables.iter().filter(|(_, value)| value.requires_grad()).collect();
         trained.sort_by_key(|(name, _)| *name);
         of_input.into_iter().chain(trained.into_iter().map(|(_, value)| value.grad())).collect()
-    }
-
-    /// What some work gives, and its seconds from an idle device to an idle device.
-    fn timed<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
-        torch_device::synchronize(self.device)?;
-        let start = Instant::now();
-        let given = work()?;
-        torch_device::synchronize(self.device)?;
-        Ok((given, start.elapsed().as_secs_f64()))
     }
 }

@@ -6,6 +6,7 @@ mod chart;
 mod convergence;
 mod finetune;
 mod halves;
+mod kernels;
 mod loader;
 mod memory;
 mod micro;
@@ -42,12 +43,13 @@ const PLOT: &str = "plot.svg";
 type Views = (fn(&[&ResultRow]) -> Vec<Table>, fn(&[&ResultRow]) -> Vec<BarPanel>);
 
 /// The benchmarks, by the name that is in each of their rows.
-const BENCHES: [(&str, Views); 14] = [
+const BENCHES: [(&str, Views); 15] = [
     ("arena", (arena::tables, arena::panels)),
     ("micro", (micro::tables, micro::panels)),
     ("auto", (auto::tables, auto::panels)),
     ("finetune", (finetune::tables, finetune::panels)),
     ("halves", (halves::tables, halves::panels)),
+    ("kernels", (kernels::tables, kernels::panels)),
     ("loader", (loader::tables, loader::panels)),
     ("norms", (norms::tables, norms::panels)),
     ("offload", (offload::tables, offload::panels)),

@@ -8,7 +8,8 @@ use super::table::{TableCell, TableLine};
 /// What the library's own contestants are called, alone or with how they run.
 const OURS: &str = "brimful";
 /// Contestants that others are measured against, in the same program.
-const REFERENCES: [&str; 3] = ["tch loop", "one thread", "PyTorch, one thread"];
+const REFERENCES: [&str; 5] =
+    ["tch loop", "one thread", "PyTorch, one thread", "libtorch", "libtorch, logits in f32"];
 
 /// A JSON object with a contestant's figures, or with its error.
 #[derive(Debug, Clone, Serialize)]

@@ -1,0 +1,106 @@
+//! What the first step in kernels of our own costs more than a later one: they are compiled, or read, in it.
+//!
+//! Steps in libtorch's kernels go before, so that cuDNN has chosen its algorithms and the allocator has
+//! filled its cache.
+
+use anyhow::Result;
+use brimful_cli::setting::{ModelName, NumberType};
+use brimful_torch::kernels;
+use serde::Serialize;
+use tch::Device;
+
+use crate::columns::Columns;
+use crate::timed::{self, MeasuredTurn, compute_the_same, share};
+use crate::tuned::{TunedModel, Tuning};
+use crate::turns::TurnProgress;
+use crate::work::{Samples, Workload};
+
+/// Steps in libtorch's kernels, and then in ours.
+const LIBTORCHS: usize = 2;
+const OURS: usize = 3;
+/// All steps.
+pub(super) const STEPS: usize = LIBTORCHS + OURS;
+
+/// The first step in kernels of our own beside the third.
+#[derive(Debug, Serialize)]
+pub(super) struct FirstUseRow {
+    part: &'static str,
+    #[serde(flatten)]
+    columns: Columns,
+    /// In which kernels the steps ran that are ours: on a CPU in libtorch's.
+    kernels: String,
+    /// Of the last step in libtorch's kernels.
+    libtorch_seconds: f64,
+    first_seconds: f64,
+    third_seconds: f64,
+    /// What the first step took more than the third.
+    first_use_seconds: f64,
+    loss: f64,
+}
+
+/// Trains a ResNet-50 for a few steps.
+pub(super) fn measure(
+    dtype: NumberType,
+    device: Device,
+    progress: &TurnProgress,
+) -> Result<FirstUseRow> {
+    let work = work(dtype, device);
+    progress.row(&work.title());
+    let wanted = kernels::enabled();
+    kernels::set_enabled(false);
+    let mut steps = ImageSteps::new(&work, device)?;
+    let libtorchs = steps.run("libtorch's kernels", LIBTORCHS, progress)?;
+    kernels::set_enabled(wanted);
+    let ours = steps.run("kernels of our own", OURS, progress)?;
+    progress.done();
+    let losses: Vec<f64> = libtorchs.iter().chain(&ours).map(|turn| turn.loss).collect();
+    compute_the_same(&losses, dtype)?;
+    let (first, third) = (ours[0].seconds, ours[OURS - 1].seconds);
+    Ok(FirstUseRow {
+        part: "first use",
+        columns: Columns::new("brimful", &work),
+        // Asked only now: the answer loads the compiler, which is part of a first use.
+        kernels: kernels::state(device).to_string(),
+        libtorch_seconds: libtorchs[LIBTORCHS - 1].seconds,
+        first_seconds: first,
+        third_seconds: third,
+        first_use_seconds: first - third,
+        loss: ours[0].loss,
+    })
+}
+
+fn work(dtype: NumberType, device: Device) -> Workload {
+    let (images, image) = if device == Device::Cpu { (2, 64) } else { (16, 224) };
+    let usual = Workload::default_of(ModelName::Resnet50, device);
+    Workload { dtype, batch: images, micro_batch: images, image, ..usual }
+}
+
+/// A model and what it is trained with.
+struct ImageSteps {
+    device: Device,
+    model: TunedModel,
+    batch: Samples,
+}
+
+impl ImageSteps {
+    fn new(work: &Workload, device: Device) -> Result<Self> {
+        let model = TunedModel::new(work, device, Tuning { replay: false, channels_last: true })?;
+        Ok(Self { device, model, batch: work.samples(work.batch) })
+    }
+
+    fn run(
+        &mut self,
+        what: &str,
+        count: usize,
+        progress: &TurnProgress,
+    ) -> Result<Vec<MeasuredTurn>> {
+        let Self { device, model, batch } = self;
+        let step = |turn| {
+            progress.turn("resnet50", what, turn, 0, count);
+            let measured = timed::turn(model, *device, || share(batch), TunedModel::step)?;
+            progress.advance(1);
+            Ok(measured)
+        };
+        (0..count).map(step).collect()
+    }
+}

@@ -1,0 +1,257 @@
+//! A head's loss in chunks against a linear layer and the cross-entropy of its logits, which are whole.
+//!
+//! All compute the mean loss and the gradients of hidden states and weight, by libtorch's autograd. Ours is
+//! what [`brimful::nn::linear_cross_entropy`] runs, outside of a step and its sums.
+
+use anyhow::Result;
+use brimful::Bytes;
+use brimful::memory::Memory;
+use brimful_cli::setting::NumberType;
+use brimful_torch::autograd::set_gradient;
+use brimful_torch::kernels::refusals;
+use brimful_torch::linear_cross_entropy::{LossHead, linear_cross_entropy};
+use serde::Serialize;
+use tch::{Device, Kind, Reduction, Tensor};
+
+use crate::gradients::relative_difference;
+use crate::timed::{WARM_UP, compute_the_same, timed, turns};
+use crate::times::StepTimes;
+use crate::turns::TurnProgress;
+
+/// The target of places that do not count; here all do.
+const IGNORED: i64 = -100;
+/// What the logits of a chunk may take in [`brimful::nn::linear_cross_entropy`] where memory is not short.
+const CHUNK: Bytes = Bytes(256 << 20);
+
+/// How large the head is, and in which numbers it is computed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LossWork {
+    pub(super) dtype: NumberType,
+    pub(super) places: i64,
+    pub(super) words: i64,
+    pub(super) width: i64,
+}
+
+/// Who computes the loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LossContestant {
+    /// In chunks, whose logits become their gradients at once.
+    Ours,
+    /// From logits that are turned into f32, as a careful user of halves writes it.
+    LogitsInF32,
+    /// From logits as they are.
+    Logits,
+}
+
+impl LossContestant {
+    /// Ours first; the next is who the others' gradients are compared with.
+    fn all(dtype: NumberType) -> Vec<Self> {
+        match dtype {
+            NumberType::Bf16 => vec![Self::Ours, Self::LogitsInF32, Self::Logits],
+            _ => vec![Self::Ours, Self::Logits],
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ours => "brimful",
+            Self::LogitsInF32 => "libtorch, logits in f32",
+            Self::Logits => "libtorch",
+        }
+    }
+}
+
+/// A contestant's figures.
+#[derive(Debug, Serialize)]
+pub(super) struct LossRow {
+    part: &'static str,
+    contestant: &'static str,
+    dtype: NumberType,
+    places: i64,
+    words: i64,
+    width: i64,
+    repeats: usize,
+    /// The median of its turns: forward, backward and the reading of the loss.
+    seconds: f64,
+    /// (Longest − shortest) / median of the turns.
+    spread: f64,
+    /// The seconds of brimful over its own.
+    time_ratio: f64,
+    /// The most memory beside hidden states, weight and targets; the gradients are in it.
+    peak_bytes: Bytes,
+    /// The peak of brimful over its own.
+    peak_ratio: f64,
+    loss: f64,
+    /// The length of the difference of both gradients, from the careful contestant's, over that of these.
+    gradient_difference: f64,
+    /// Why libtorch's operations ran where a kernel of ours could have.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    refusals: Vec<String>,
+}
+
+/// What a contestant has shown.
+struct LossFigures {
+    contestant: LossContestant,
+    gradient_difference: f64,
+    times: StepTimes,
+    loss: f64,
+    peak: Bytes,
+}
+
+/// Lets all take turns; a row for each.
+pub(super) fn measure(
+    work: LossWork,
+    device: Device,
+    repeats: usize,
+    progress: &TurnProgress,
+) -> Result<Vec<LossRow>> {
+    let title = format!("loss {} {}×{}×{}", work.dtype, work.places, work.words, work.width);
+    progress.row(&title);
+    let mut head = MeasuredHead::new(work, device)?;
+    let mut all = head.compared()?;
+    let refusals = refusals();
+    for turn in 0..turns(repeats) {
+        for shown in &mut all {
+            progress.turn(&title, shown.contestant.name(), turn, WARM_UP, repeats);
+            head.clear()?;
+            let (loss, seconds) = timed(device, || Ok(head.step(shown.contestant)?))?;
+            shown.times.push_if(turn >= WARM_UP, seconds);
+            shown.loss = loss;
+        }
+        progress.advance(1);
+    }
+    progress.done();
+    for shown in &mut all {
+        shown.peak = head.peak(shown.contestant)?;
+    }
+    compute_the_same(&all.iter().map(|shown| shown.loss).collect::<Vec<_>>(), work.dtype)?;
+    let row = |shown: &LossFigures| shown.row(work, &all[0], &refusals);
+    Ok(all.iter().map(row).collect())
+}
+
+impl LossFigures {
+    fn new(contestant: LossContestant, gradient_difference: f64) -> Self {
+        let (times, loss, peak) = (StepTimes::default(), 0.0, Bytes(0));
+        Self { contestant, gradient_difference, times, loss, peak }
+    }
+
+    fn row(&self, work: LossWork, ours: &Self, refusals: &[String]) -> LossRow {
+        let LossWork { dtype, places, words, width } = work;
+        let is_ours = self.contestant == LossContestant::Ours;
+        let seconds = self.times.median();
+        LossRow {
+            part: "loss",
+            contestant: self.contestant.name(),
+            dtype,
+            places,
+            words,
+            width,
+            repeats: self.times.0.len(),
+            seconds,
+            spread: self.times.spread(),
+            time_ratio: ours.times.median() / seconds,
+            peak_bytes: self.peak,
+            peak_ratio: ours.peak.0 as f64 / self.peak.0 as f64,
+            loss: self.loss,
+            gradient_difference: self.gradient_difference,
+            refusals: if is_ours { refusals.to_vec() } else { Vec::new() },
+        }
+    }
+}
+
+/// Hidden states, the weight of a head, and which word follows each place.
+struct MeasuredHead {
+    dtype: NumberType,
+    device: Device,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+}
+
+impl MeasuredHead {
+    /// Random, with logits of about one.
+    fn new(work: LossWork, device: Device) -> brimful::Result<Self> {
+        tch::manual_seed(7);
+        let LossWork { dtype, places, words, width } = work;
+        let leaf = |rows: i64, scale: f64| -> brimful::Result<Tensor> {
+            let numbers = Tensor::f_randn([rows, width], (Kind::Float, device))?;
+            let numbers = numbers.f_mul_scalar(scale)?.f_to_kind(dtype.kind())?;
+            Ok(numbers.f_set_requires_grad(true)?)
+        };
+        Ok(Self {
+            dtype,
+            device,
+            hidden: leaf(places, 1.0)?,
+            weight: leaf(words, (width as f64).sqrt().recip())?,
+            targets: Tensor::f_randint(words, [places], (Kind::Int64, device))?,
+        })
+    }
+
+    /// The contestants with how far their gradients are apart. It is also the first use of each.
+    fn compared(&mut self) -> Result<Vec<LossFigures>> {
+        let contestants = LossContestant::all(self.dtype);
+        let expected = self.gradients(contestants[1])?;
+        let figures = |contestant| {
+            let found = self.gradients(contestant)?;
+            let difference = relative_difference(&expected, &found, self.dtype)?;
+            Ok(LossFigures::new(contestant, difference))
+        };
+        contestants.into_iter().map(figures).collect()
+    }
+
+    fn gradients(&mut self, contestant: LossContestant) -> Result<[Tensor; 2]> {
+        self.clear()?;
+        self.step(contestant)?;
+        Ok([self.hidden.grad(), self.weight.grad()])
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        set_gradient(&mut self.hidden, None)?;
+        Ok(set_gradient(&mut self.weight, None)?)
+    }
+
+    /// The most memory that a turn takes beside what it is given. Not in the timed turns: counting costs
+    /// on a CPU.
+    fn peak(&mut self, contestant: LossContestant) -> Result<Bytes> {
+        self.clear()?;
+        let memory = Memory::of(self.device)?;
+        let _inside = memory.enter();
+        memory.reset_peak()?;
+        let before = memory.usage()?.current;
+        self.step(contestant)?;
+        Ok(Bytes(memory.usage()?.peak.0.saturating_sub(before.0)))
+    }
+
+    /// Forward, backward and the reading of the loss.
+    fn step(&self, contestant: LossContestant) -> brimful::Result<f64> {
+        let loss = match contestant {
+            LossContestant::Ours => self.loss_in_chunks()?,
+            LossContestant::LogitsInF32 => self.loss_of(&self.logits()?.f_to_kind(Kind::Float)?)?,
+            LossContestant::Logits => self.loss_of(&self.logits()?)?,
+        };
+        loss.f_backward()?;
+        Ok(loss.f_double_value(&[])?)
+    }
+
+    fn loss_in_chunks(&self) -> brimful::Result<Tensor> {
+        let head = LossHead {
+            weight: &self.weight,
+            bias: None,
+            class_weights: None,
+            smoothing: 0.0,
+            ignored: IGNORED,
+            chunk_bytes: CHUNK.0,
+        };
+        let done = linear_cross_entropy(&self.hidden, &self.targets, head)?;
+        Ok(done.sum.f_div(&done.divisor)?)
+    }
+
+    fn logits(&self) -> brimful::Result<Tensor> {
+        Ok(self.hidden.f_linear(&self.weight, None::<Tensor>)?)
+    }
+
+    fn loss_of(&self, logits: &Tensor) -> brimful::Result<Tensor> {
+        let (targets, weights) = (&self.targets, None::<Tensor>);
+        Ok(logits.f_cross_entropy_loss(targets, weights, Reduction::Mean, IGNORED, 0.0)?)
+    }
+}
