@@ -116,6 +116,8 @@ DEVICE void replace(const CrossEntropyArguments& a, const Target& t, const Known
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) x[k] -= t.of_all * weight_of(a, first + k);
   }
+  // One word of a row has its target.
+  if (t.index < first || t.index >= first + COUNT) return;
 #pragma unroll
   for (int k = 0; k < COUNT; ++k) x[k] -= first + k == t.index ? t.of_target : 0.0f;
 }

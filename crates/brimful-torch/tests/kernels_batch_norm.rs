@@ -389,7 +389,7 @@ fn a_pooling_of_halves_is_that_of_what_would_have_been_kept() {
         for shape in POOLED {
             let x = numbers(&shape, 1).to_device(device).to_kind(kind);
             let x = laid_out(&x, true).expect("channels last");
-            let weight = (numbers(&[shape[1]], 2) + 1.5).to_device(device);
+            let weight = (numbers(&[shape[1]], 2) + 1.5).to_kind(Kind::Float).to_device(device);
             let [one, two] = [true, false].map(|in_one| pooled(&x, &weight, in_one));
             for (name, (ours, exact)) in
                 ["y", "dx", "d_weight"].iter().zip(one.iter().zip(two.iter()))

@@ -212,6 +212,9 @@ type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&NormedNet, Samples) ->
 fn uncapturable() -> Vec<Uncapturable<'static>> {
     let mean = |net: &NormedNet, (x, y, tokens): &Samples| net.loss(x, y, tokens);
     let mut calls = 0;
+    // There before anybody asks for it: another stream would not wait for it, nor for a micro-batch.
+    let one = Tensor::ones([], (Kind::Double, test_device()));
+    Stream::current(test_device()).and_then(Stream::synchronize).expect("a tensor");
     vec![
         (
             "reads a value",
@@ -253,12 +256,12 @@ fn uncapturable() -> Vec<Uncapturable<'static>> {
                 let device = x.device();
                 let other = Stream::new(device).expect("a stream");
                 let inside = other.enter().expect("entered");
-                let doubled = &x * 2.0;
+                let two = &one * 2.0;
                 drop(inside);
                 let mut done = Event::new(device).expect("an event");
                 done.record(other).expect("recorded");
                 Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
-                mean(net, &(doubled, y, tokens))
+                mean(net, &(x * two, y, tokens))
             }),
         ),
         (
@@ -293,7 +296,6 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
-            // On the device already: another stream would not wait for copies to it.
             let (x, y, tokens) = batch(24, kind, step);
             let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
             let samples: Samples = samples.into();
