@@ -639,6 +639,29 @@ fn a_balance_is_found_by_measuring() {
     assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
 }
 
+/// Tokens do not tell it.
+#[test]
+fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
+    let _turn = alone();
+    let seen = Arc::new(Mutex::new(BTreeSet::new()));
+    let watch = Arc::clone(&seen);
+    let layers = Layers::new()
+        .add("table", |p| nn::embedding(p, 11, 8, Default::default()))
+        .add("mix", |p| nn::linear(p, 8, 8, Default::default()))
+        .add_fn("watch", move |x| {
+            watch.lock().expect("nobody panics").insert(format!("{:?}", x.kind()));
+            x.tanh()
+        });
+    let tokens = (GPT.input)(4);
+    for kind in [Kind::BFloat16, Kind::Float, Kind::Double] {
+        for balance in [BalanceBy::by_time(&tokens), BalanceBy::by_bytes(&tokens)] {
+            builder(layers.clone(), 2).kind(kind).balance(balance).build().expect("a pipeline");
+            let seen = std::mem::take(&mut *seen.lock().expect("nobody panics"));
+            assert_eq!(seen, [format!("{kind:?}")].into());
+        }
+    }
+}
+
 /// What is kept for a layer of many activations is more than two layers of parameters and gradients
 /// take, but less than those with Adam's state.
 #[test]

@@ -35,7 +35,8 @@ enum Choice {
 
 impl BalanceBy {
     /// The slowest stage as fast as can be, within the devices' limits. The layers are measured on
-    /// the first device with these samples, which are a micro-batch or like one.
+    /// the first device with these samples, which are a micro-batch or like one, and parameters of the
+    /// [pipeline's kind](crate::pipeline::Builder::kind).
     pub fn by_time(sample: &impl Batch) -> Self {
         Choice::ByTime(leaves(sample)).into()
     }
@@ -172,7 +173,7 @@ impl Question<'_> {
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
         // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
-        balance::measure(self.layers, self.first.device, sample)
+        balance::measure_of_kind(self.layers, self.first.device, sample, self.kind, |_| {})
     }
 }
 
