@@ -9,7 +9,7 @@ use brimful::optim::Method;
 use brimful::pipeline::HostSpeed;
 use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, batch, memory, sums_apart};
+use brimful::{Bytes, Layers, batch, gradient_factor, memory, sums_apart};
 use tch::{Device, Kind, Tensor};
 
 use crate::measured;
@@ -77,14 +77,6 @@ impl fmt::Display for StageHomes {
             Self::Host => f.write_str(", at home on the host"),
             Self::Planned { why, .. } => write!(f, ", {why}"),
         }
-    }
-}
-
-/// Bytes of gradients, as they are summed, for each byte of parameters: sums of half precision are in f32.
-pub(crate) fn gradient_factor(kind: Kind) -> f64 {
-    match kind {
-        Kind::Half | Kind::BFloat16 => 2.0,
-        _ => 1.0,
     }
 }
 

@@ -8,13 +8,13 @@ use brimful::balance;
 use brimful::pipeline::{BalanceBy, Builder, Homes};
 use brimful::plan::PlanRow;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, Size, World};
+use brimful::{Bytes, Layers, Size, World, gradient_factor};
 use clap::ValueEnum;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use crate::exit::{ran_out, wrong_use};
-use crate::home_plan::{HomeQuestion, StageHomes, gradient_factor};
+use crate::home_plan::{HomeQuestion, StageHomes};
 use crate::setting::{NormStatistics, loss, parameters_used, room, typed};
 
 /// Where weights, gradients and the optimizer's state live.
