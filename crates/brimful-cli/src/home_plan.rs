@@ -134,7 +134,6 @@ impl HomePlan {
         request.bus = speed.bus;
         request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
-        request.sums_apart = true;
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];

@@ -173,7 +173,7 @@ impl Case {
 fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
     let devices = vec![PlanDevice { memory: Some(memory), ..PlanDevice::default() }];
     let host_memory = Some(1 << 40);
-    let limited = Request { devices, host_memory, sums_apart: true, ..request.clone() };
+    let limited = Request { devices, host_memory, ..request.clone() };
     plan(&limited).expect("a plan").best().cloned()
 }
 

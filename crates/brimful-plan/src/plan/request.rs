@@ -38,7 +38,8 @@ pub struct Request<'a> {
     /// half-precision ones are in f32.
     pub gradient_bytes: f64,
     /// Whether a micro-batch's gradients are added to the sums when a stage's backward is over, as on an
-    /// accelerator, in half precision and where stages live on the host; else those of each layer are at once.
+    /// accelerator and in half precision; else those of each layer are at once. Where stages live on the host it is
+    /// so whatever is said here.
     pub sums_apart: bool,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.

@@ -34,8 +34,9 @@ impl PlannedStep {
         };
         // A row of another request may have another model's balance, which would index past the layers.
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
-        let costs =
-            StepCosts::new(request, micro_batches).stages(&row.balance, actions.placement());
+        let costs = StepCosts::new(request, micro_batches);
+        let costs = if row.at_host() > 0 { costs.with_homes() } else { costs };
+        let costs = costs.stages(&row.balance, actions.placement());
         let homes: Vec<_> = row.stages.iter().map(|stage| stage.home()).collect();
         let moves = Moves::new(&actions, &homes, row.slots).map_err(CostError::from)?;
         let simulation = match moves.is_empty() {

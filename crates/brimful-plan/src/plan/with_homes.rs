@@ -41,7 +41,8 @@ fn row(
     let PlanChoice { schedule, micro_batches, recompute } = choice;
     let devices = request.devices.len();
     let actions = schedule.actions(devices, micro_batches, recompute)?;
-    let costs = StepCosts::new(request, micro_batches).stages(balance, actions.placement());
+    let costs = StepCosts::new(request, micro_batches).with_homes();
+    let costs = costs.stages(balance, actions.placement());
     let question = HomeRequest {
         memory: request.devices.iter().map(|device| device.memory).collect(),
         host_memory: Some(host_memory),

@@ -234,6 +234,24 @@ fn what_fits_in_no_other_way_lives_on_the_host() {
     assert!(plan(&roomy).unwrap().rows.iter().all(|row| row.at_host() == 0));
 }
 
+/// What lives on the host goes there by itself, so its gradients are summed apart, whatever is said of devices.
+#[test]
+fn sums_are_apart_where_stages_live_on_the_host() {
+    let profile = model(8);
+    let [apart, at_once] = [true, false].map(|sums_apart| {
+        let mut request = Request::new(&profile, devices(1, Some(40 * MIB)), 8);
+        (request.sums_apart, request.host_memory) = (sums_apart, Some(1 << 30));
+        (request.schedules, request.micro_batches) = (vec![Schedule::OneFOneB], vec![8]);
+        let rows = plan(&request).unwrap().rows;
+        let step = |row| PlannedStep::new(&request, row).unwrap().simulation.devices()[0];
+        assert!(rows.iter().all(|row| step(row).peak_bytes == row.peak_bytes[0]));
+        let (hosted, resident): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.at_host() > 0);
+        (hosted[0].peak_bytes[0], resident[0].peak_bytes[0])
+    });
+    assert_eq!(apart.0, at_once.0);
+    assert_eq!(apart.1 - at_once.1, 7 * 4 * MIB, "one layer's gradients at a time");
+}
+
 /// Eight layers with 4 MiB of parameters in half precision: sums are twice as large, and so is what a micro-batch's
 /// gradients are converted to, up to 64 MiB at a time, when its activations are gone but for the output. The gradients
 /// that sums become at the end take less.
