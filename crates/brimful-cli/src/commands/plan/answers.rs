@@ -71,7 +71,7 @@ pub(super) struct PlanLine {
     /// Of a model's: where each lives, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// What lives on the host.
+    /// What lives on the host, and what is computed ahead there.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
@@ -254,7 +254,7 @@ impl PlanLine {
     fn of_row(row: &PlanRow, profile: &Profile) -> Self {
         Self {
             stages: StageLine::of_row(row, profile),
-            host_bytes: row.host_bytes,
+            host_bytes: row.host_bytes + row.ahead_bytes,
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
             micro_batches: row.choice.micro_batches,
