@@ -236,3 +236,31 @@ fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> R
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::BrimfulArgs;
+
+    /// What a plan is asked for this training, of a mean over these.
+    fn looks_ahead(words: &str, devices: usize, over: MeanOver) -> bool {
+        let words = format!("brimful train --model mlp --optimizer adamw {words}");
+        let options = BrimfulArgs::training(words.split_whitespace()).expect("a training");
+        let number = || Tensor::from(0.0);
+        let inputs = MeasuredInputs { micro_batch: number(), targets: number(), batch_size: 8 };
+        question(Device::Cpu, vec![Bytes(0); devices], &options, over, &inputs).looks_ahead
+    }
+
+    #[test]
+    fn updates_are_planned_ahead_where_a_step_takes_its_gradients_as_they_come() {
+        assert!(looks_ahead("--offload auto", 1, MeanOver::Samples));
+        assert!(!looks_ahead("--offload auto", 2, MeanOver::Samples), "others add to them");
+        assert!(!looks_ahead("--offload auto", 1, MeanOver::Targets), "they are divided later");
+        for flag in ["--clip-norm 1", "--accumulate 2", "--follow-backward"] {
+            assert!(
+                !looks_ahead(&format!("--offload auto {flag}"), 1, MeanOver::Samples),
+                "{flag}"
+            );
+        }
+    }
+}
