@@ -41,7 +41,6 @@ mod tests {
     use clap::Parser;
 
     use super::super::PlanOptions;
-    use super::*;
 
     #[derive(Debug, Parser)]
     struct Words {
