@@ -152,6 +152,7 @@ impl OffloadOptions {
                     device,
                     loss,
                     kept_beside: 0,
+                    looks_ahead: !home.follows(),
                     rooms: vec![room],
                     kind: Kind::BFloat16,
                     method: AdamW::new(RATE).into(),

@@ -9,7 +9,7 @@ use brimful::optim::Method;
 use brimful::pipeline::HostSpeed;
 use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, batch, memory, sums_apart};
+use brimful::{Bytes, Layers, batch, gradient_factor, memory, sums_apart};
 use tch::{Device, Kind, Tensor};
 
 use crate::measured;
@@ -51,6 +51,8 @@ pub struct HomeQuestion {
     /// How many numbers are kept of each parameter beside the optimizer's state, in the type of the sums: averages
     /// of weights, and gradients of mini-batches that make a step together.
     pub kept_beside: usize,
+    /// Whether gradients stay what they are as they come home, and are a step's, so that updates can be computed ahead.
+    pub looks_ahead: bool,
     /// Whether micro-batches get smaller where they do not fit.
     pub adapts: bool,
     /// How the model is run where all of it stays on its devices.
@@ -77,14 +79,6 @@ impl fmt::Display for StageHomes {
             Self::Host => f.write_str(", at home on the host"),
             Self::Planned { why, .. } => write!(f, ", {why}"),
         }
-    }
-}
-
-/// Bytes of gradients, as they are summed, for each byte of parameters: sums of half precision are in f32.
-pub(crate) fn gradient_factor(kind: Kind) -> f64 {
-    match kind {
-        Kind::Half | Kind::BFloat16 => 2.0,
-        _ => 1.0,
     }
 }
 
@@ -142,7 +136,9 @@ impl HomePlan {
         request.bus = speed.bus;
         request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
-        request.sums_apart = true;
+        if self.question.looks_ahead {
+            request.look_ahead = method.look_ahead(kind)?;
+        }
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(batch_size)];
@@ -179,7 +175,7 @@ impl HomePlan {
         format!(
             "{at_host} of {stages} stages at home on the host ({}), {again} computed again: all on the \
              device would take {} of its {room}",
-            Bytes(row.host_bytes),
+            Bytes(row.host_bytes + row.ahead_bytes),
             Bytes(needed),
         )
     }

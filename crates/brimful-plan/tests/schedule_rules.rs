@@ -180,3 +180,21 @@ fn names_round_trip() {
         assert!(name.parse::<Schedule>().is_err(), "{name}");
     }
 }
+
+/// So updates can follow the backward: a later stage that shares a parameter has added to its gradient by then.
+#[test]
+fn on_one_device_a_stage_has_its_last_backward_after_those_behind_it() {
+    for (v, recompute) in (1..=3).flat_map(|v| Recompute::ALL.map(|recompute| (v, recompute))) {
+        for (schedule, m) in Schedule::all(v).into_iter().flat_map(|s| (1..=8).map(move |m| (s, m)))
+        {
+            let actions = schedule.actions(1, m, recompute).unwrap();
+            let of = |j| move |a: &Action| a.stage == StageId::at(j) && a.kind.releases();
+            let end = |j| actions.lists()[0].iter().rposition(of(j));
+            let ends: Vec<_> = (0..actions.stages()).map(end).collect();
+            assert!(
+                ends.is_sorted_by(|before, behind| before > behind),
+                "{schedule} {m}: {ends:?}"
+            );
+        }
+    }
+}

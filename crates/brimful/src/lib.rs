@@ -147,7 +147,7 @@ mod step;
 pub mod workers;
 pub mod world;
 
-pub use accumulate::{OtherLeaf, SparseGradient, sums_apart};
+pub use accumulate::{OtherLeaf, SparseGradient, gradient_factor, sums_apart};
 pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 #[doc(inline)]

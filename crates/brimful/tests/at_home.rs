@@ -14,8 +14,8 @@ use brimful::schedule::{
     Action, ActionKind, Awaited, BusUse, Home, MicroBatchId, Move, MoveKind, MoveSpan, Moves,
     Schedule, StageHome, StageId,
 };
-use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline, Timeline};
-use support::pipeline_cases::{Case, GPT, MLP, U_NET, builder, mlp};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, NonFinite, Pipeline, Size, Timeline};
+use support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use support::{alone, assert_close, assert_same, numbers, test_device};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -24,6 +24,17 @@ const STAGES: usize = 4;
 fn homes(layers: Layers, homes: Homes) -> Builder {
     let schedule = Schedule::BreadthFirst { stages_per_device: STAGES };
     builder(layers, 1).schedule(schedule).homes(homes).micro_batches(3)
+}
+
+/// On a CPU, between an arena for the device and one for the host.
+fn between_arenas(builder: Builder) -> Builder {
+    match test_device() {
+        Device::Cpu => {
+            let device = DeviceSpec::from(Arena::new("device")).threads(1);
+            builder.devices([device]).host(Arena::new("host"))
+        }
+        _ => builder,
+    }
 }
 
 /// The same model on its device and at home, with the same first values.
@@ -305,6 +316,60 @@ fn updates_that_follow_the_backward_come_to_the_same() {
     }
 }
 
+/// Two stages that share a table.
+fn tied() -> Layers {
+    let table = |p: &nn::Path| {
+        let table = p.get("table").unwrap_or_else(|| p.randn("table", &[4, 4], 0.0, 0.5));
+        nn::func(move |x| x.linear(&table, None::<Tensor>).tanh())
+    };
+    Layers::new().add("first", table).add_sharing("last", "first", move |_, first| table(first))
+}
+
+const TIED: Case = Case {
+    name: "tied",
+    layers: tied,
+    input: |n| numbers(&[n, 4], 1),
+    target: |n| numbers(&[n, 4], 2),
+    loss: |out: Tensor, y| Loss::mean((out - y).square().mean(Kind::Double)),
+    shows_cut: false,
+};
+
+/// Both of its stages at home, by this list of actions.
+fn tied_at_home(list: &str) -> (Pipeline, PipelineOptimizer) {
+    tch::manual_seed(3);
+    let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
+    let builder = builder(tied(), 1).schedule(schedule).homes(Homes::Host);
+    let mut pipe = between_arenas(builder).build().expect("a pipeline");
+    pipe.set_actions(list.parse().expect("a valid list")).expect("taken");
+    let optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+    (pipe, optimizer)
+}
+
+/// The second stage's weight halves add to the first one's gradient.
+#[test]
+fn updates_follow_no_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
+    let _turn = alone();
+    let (x, y) = ((TIED.input)(7), (TIED.target)(7));
+    let (mut pipe, mut optimizer) = tied_at_home("0F0,0F1,1F0,1F1,1I0,1I1,1W1,0B0,0B1,1W0");
+    let plain = Plain::of(&tied(), &pipe);
+    optimizer.follow_backward(true).expect("on one device");
+    let refused = pipe.backward(&x, &y, TIED.loss).map(drop).expect_err("too early").to_string();
+    assert!(refused.contains("stage 0 has its last one before stage 1"), "{refused}");
+    assert!(refused.contains("follow_backward(false)"), "{refused}");
+    assert_same("refused", &pipe.variables().expect("variables"), &plain.values());
+    optimizer.follow_backward(false).expect("as before");
+    pipe.backward(&x, &y, TIED.loss).expect("a step");
+    let _loss = plain.backward(&TIED, &x, &y, Size::Count(1), None);
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "the same list");
+    optimizer.step().expect("an update");
+
+    let (mut in_time, mut follower) = tied_at_home("0F0,0F1,1F0,1F1,1I0,1I1,1W1,1W0,0B0,0B1");
+    follower.follow_backward(true).expect("on one device");
+    in_time.backward(&x, &y, TIED.loss).expect("a step");
+    let values = in_time.variables().expect("variables");
+    assert_close(&values, &pipe.variables().expect("variables"), "halves before");
+}
+
 /// What a user does between a backward and its step, by number.
 const DEEDS: usize = 9;
 
@@ -419,17 +484,10 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
     assert!(!failed.contains("followed"), "{failed}");
 }
 
-/// The timelines of three steps with an optimizer, which are asked for their moves; on a CPU between two arenas.
+/// The timelines of three steps with an optimizer, which are asked for their moves.
 fn timed(case: &Case) -> [Timeline; 3] {
     let builder = homes((case.layers)(), Homes::Host);
-    let builder = match test_device() {
-        Device::Cpu => {
-            let device = DeviceSpec::from(Arena::new("device")).threads(1);
-            builder.devices([device]).host(Arena::new("host"))
-        }
-        _ => builder,
-    };
-    let mut pipe = builder.build().expect("a pipeline");
+    let mut pipe = between_arenas(builder).build().expect("a pipeline");
     let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
     let (x, y) = ((case.input)(7), (case.target)(7));
     pipe.time_moves(true);

@@ -9,7 +9,7 @@ use brimful::memory::Arena;
 use brimful::optim::{AdamW, Method};
 use brimful::plan::{PlanDevice, PlanRow, PlannedStage, Request, plan};
 use brimful::schedule::{BusCost, Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, sums_apart};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, gradient_factor, sums_apart};
 use support::{alone, transformer};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -156,7 +156,7 @@ impl Case {
     fn request<'a>(&self, profile: &'a Profile, kind: Kind, m: i64) -> Request<'a> {
         let method: Method = AdamW::new(RATE).into();
         Request {
-            gradient_bytes: if kind == Kind::BFloat16 { 2.0 } else { 1.0 },
+            gradient_bytes: gradient_factor(kind),
             sums_apart: sums_apart(Device::Cpu, kind),
             optimizer_bytes: method.state_factor_in(kind),
             micro_batches: vec![m as usize],
@@ -173,7 +173,7 @@ impl Case {
 fn within(request: &Request<'_>, memory: u64) -> Option<PlanRow> {
     let devices = vec![PlanDevice { memory: Some(memory), ..PlanDevice::default() }];
     let host_memory = Some(1 << 40);
-    let limited = Request { devices, host_memory, sums_apart: true, ..request.clone() };
+    let limited = Request { devices, host_memory, ..request.clone() };
     plan(&limited).expect("a plan").best().cloned()
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, Optimizer, Sgd};
+use brimful::optim::{Adam, Method, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Cause, Homes, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
@@ -639,29 +639,66 @@ fn a_balance_is_found_by_measuring() {
     assert_eq!(pipe.expect("a pipeline").balance().sizes().len(), 2);
 }
 
+/// Tokens do not tell it.
+#[test]
+fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
+    let _turn = alone();
+    let seen = Arc::new(Mutex::new(BTreeSet::new()));
+    let watch = Arc::clone(&seen);
+    let layers = Layers::new()
+        .add("table", |p| nn::embedding(p, 11, 8, Default::default()))
+        .add("mix", |p| nn::linear(p, 8, 8, Default::default()))
+        .add_fn("watch", move |x| {
+            watch.lock().expect("nobody panics").insert(format!("{:?}", x.kind()));
+            x.tanh()
+        });
+    let tokens = (GPT.input)(4);
+    for kind in [Kind::BFloat16, Kind::Float, Kind::Double] {
+        for balance in [BalanceBy::by_time(&tokens), BalanceBy::by_bytes(&tokens)] {
+            builder(layers.clone(), 2).kind(kind).balance(balance).build().expect("a pipeline");
+            let seen = std::mem::take(&mut *seen.lock().expect("nobody panics"));
+            assert_eq!(seen, [format!("{kind:?}")].into());
+        }
+    }
+}
+
+/// A layer that keeps so many numbers of 4 a sample, and two of parameters.
+fn wide(numbers: i64) -> Layers {
+    let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
+    let wide = move |p: &nn::Path| {
+        let small = nn::linear(p, 4, 4, Default::default());
+        nn::seq().add(small).add_fn(move |x| x.repeat([1, numbers]).tanh().narrow(1, 0, 4))
+    };
+    Layers::new().add("wide", wide).add("in", linear(4, 640)).add("out", linear(640, 4))
+}
+
+fn by_bytes(layers: Layers, kind: Kind, method: Option<Method>) -> Vec<usize> {
+    let balance = BalanceBy::by_bytes(&Tensor::zeros([1, 4], (kind, Device::Cpu)));
+    let balance = method.into_iter().fold(balance, BalanceBy::optimizer);
+    let pipe = builder(layers, 2).kind(kind).balance(balance).build();
+    pipe.expect("a pipeline").balance().sizes().to_vec()
+}
+
 /// What is kept for a layer of many activations is more than two layers of parameters and gradients
 /// take, but less than those with Adam's state.
 #[test]
 fn a_balance_by_bytes_counts_the_optimizer() {
     let _turn = alone();
-    let linear = |from, to| move |p: &nn::Path| nn::linear(p, from, to, Default::default());
-    let layers = || {
-        Layers::new()
-            .add("wide", |p| {
-                let small = nn::linear(p, 4, 4, Default::default());
-                nn::seq().add(small).add_fn(|x| x.repeat([1, 2000]).tanh().narrow(1, 0, 4))
-            })
-            .add("in", linear(4, 640))
-            .add("out", linear(640, 4))
-    };
-    let sample = Tensor::zeros([1, 4], (Kind::Float, Device::Cpu));
-    let found = |balance: BalanceBy| {
-        let pipe = builder(layers(), 2).kind(Kind::Float).balance(balance).build();
-        pipe.expect("a pipeline").balance().sizes().to_vec()
-    };
-    assert_eq!(found(BalanceBy::by_bytes(&sample)), [1, 2]);
-    assert_eq!(found(BalanceBy::by_bytes(&sample).optimizer(Sgd::new(0.1))), [1, 2]);
-    assert_eq!(found(BalanceBy::by_bytes(&sample).optimizer(Adam::new(0.1))), [2, 1]);
+    let found = |method| by_bytes(wide(2000), Kind::Float, method);
+    assert_eq!(found(None), [1, 2]);
+    assert_eq!(found(Some(Sgd::new(0.1).into())), [1, 2]);
+    assert_eq!(found(Some(Adam::new(0.1).into())), [2, 1]);
+}
+
+/// Beside bf16, sums of gradients and the parameters that SGD updates take twice as much.
+#[test]
+fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
+    let _turn = alone();
+    let [float, half] = [Kind::Float, Kind::BFloat16];
+    assert_eq!([float, half].map(|kind| by_bytes(wide(1600), kind, None)), [[1, 2], [2, 1]]);
+    let sgd = || Some(Sgd::new(0.1).into());
+    assert_eq!([None, sgd()].map(|method| by_bytes(wide(2000), half, method)), [[1, 2], [2, 1]]);
+    assert_eq!(by_bytes(wide(2000), float, sgd()), [1, 2]);
 }
 
 #[test]

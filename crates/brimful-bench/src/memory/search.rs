@@ -136,8 +136,7 @@ impl LargestSearch {
         let profile = self.profile(&work, size)?;
         let device = PlanDevice { memory: Some(memory.0), ..PlanDevice::default() };
         let mut request = Request::new(&profile, vec![device; experiment.devices], work.batch);
-        let beside = sums_apart(self.device, work.dtype.kind());
-        request.sums_apart = beside || experiment.way == Way::Home;
+        request.sums_apart = sums_apart(self.device, work.dtype.kind());
         request.optimizer_bytes = self.family.method().state_factor();
         request.schedules = vec![Schedule::OneFOneB];
         request.micro_batches = vec![work.batch];

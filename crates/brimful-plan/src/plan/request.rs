@@ -1,7 +1,7 @@
 //! What the planner is asked: a model, devices, and what it may choose from.
 
 use crate::balance::Profile;
-use crate::schedule::{BusCost, LinkCost, Recompute, Schedule};
+use crate::schedule::{BusCost, Costs, Home, LinkCost, Recompute, Schedule, StageHome};
 
 use super::{PlanChoice, PlanError};
 
@@ -21,6 +21,15 @@ impl Default for PlanDevice {
     }
 }
 
+/// An optimizer at home that computes updates ahead, beside its state, while the backward goes on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LookAhead {
+    /// Bytes that it computes them in, for each byte of parameters but the first stage's.
+    pub bytes: f64,
+    /// Bytes of the host's memory that it leaves alone: without room beside all else it does not look ahead.
+    pub spared: u64,
+}
+
 /// A question to the planner.
 #[derive(Debug, Clone)]
 pub struct Request<'a> {
@@ -38,7 +47,8 @@ pub struct Request<'a> {
     /// half-precision ones are in f32.
     pub gradient_bytes: f64,
     /// Whether a micro-batch's gradients are added to the sums when a stage's backward is over, as on an
-    /// accelerator, in half precision and where stages live on the host; else those of each layer are at once.
+    /// accelerator and in half precision; else those of each layer are at once. Where stages live on the host it is
+    /// so whatever is said here.
     pub sums_apart: bool,
     /// Bytes of optimizer state for each byte of parameters: 0 for plain SGD, 1 with momentum, 2
     /// for Adam.
@@ -47,6 +57,8 @@ pub struct Request<'a> {
     pub host_memory: Option<u64>,
     /// Time of the optimizer's update on the host, for each byte of parameters.
     pub home_update: f64,
+    /// Whether updates on the host are computed ahead; `None` where they wait for their step.
+    pub look_ahead: Option<LookAhead>,
     /// The schedules to choose from.
     pub schedules: Vec<Schedule>,
     /// The numbers of micro-batches to choose from.
@@ -71,6 +83,7 @@ impl<'a> Request<'a> {
             optimizer_bytes: 0.0,
             host_memory: None,
             home_update: 0.0,
+            look_ahead: None,
             schedules: Schedule::all(2).to_vec(),
             micro_batches: usual_micro_batches(samples),
             recompute: None,
@@ -87,6 +100,18 @@ impl<'a> Request<'a> {
         })
     }
 
+    /// What the host takes to look ahead at the updates of stages that live there, beside so many bytes that do; 0
+    /// where there is no room, or nobody looks ahead.
+    pub(super) fn ahead_bytes(&self, costs: &Costs, homes: &[StageHome], host_bytes: u64) -> u64 {
+        let (Some(ahead), Some(memory)) = (self.look_ahead, self.host_memory) else { return 0 };
+        let behind_first = costs.stages.iter().zip(homes).skip(1);
+        let at_home = behind_first.filter(|(_, home)| home.weights == Home::Host && home.trained);
+        let weights: f64 = at_home.map(|(cost, _)| cost.home_bytes as f64).sum();
+        let bytes = (weights * ahead.bytes) as u64;
+        let taken = host_bytes.saturating_add(ahead.spared).saturating_add(bytes);
+        if taken <= memory { bytes } else { 0 }
+    }
+
     pub(super) fn check(&self) -> Result<(), PlanError> {
         let lists = [
             ("layers", self.profile.layers.is_empty()),
@@ -101,8 +126,10 @@ impl<'a> Request<'a> {
         if !crate::schedule::is_time(self.gradient_bytes) {
             return Err(PlanError::BadGradients { value: self.gradient_bytes });
         }
-        if !crate::schedule::is_time(self.optimizer_bytes) {
-            return Err(PlanError::BadOptimizer { value: self.optimizer_bytes });
+        let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
+        let state = [self.optimizer_bytes, ahead].into_iter();
+        if let Some(value) = state.into_iter().find(|bytes| !crate::schedule::is_time(*bytes)) {
+            return Err(PlanError::BadOptimizer { value });
         }
         if !crate::schedule::is_time(self.home_update) {
             return Err(PlanError::BadUpdate { value: self.home_update });

@@ -33,6 +33,8 @@ pub struct PlanRow {
     pub slots: usize,
     /// The bytes that live on the host.
     pub host_bytes: u64,
+    /// Those beside them in which the optimizer looks ahead; 0 where it does not.
+    pub ahead_bytes: u64,
     /// What the lists of [`Schedule::Auto`](crate::schedule::Schedule::Auto) are made from.
     #[serde(skip)]
     pub recipe: Option<ScheduleRecipe>,
@@ -53,6 +55,7 @@ impl PlanRow {
             stages: vec![PlannedStage::resident(choice.recompute); stages],
             slots: 0,
             host_bytes: 0,
+            ahead_bytes: 0,
             choice,
             balance,
             makespan: step.makespan(),

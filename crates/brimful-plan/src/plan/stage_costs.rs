@@ -19,13 +19,21 @@ pub(super) struct StepCosts<'a> {
     most_samples: u64,
     /// Whether there is but one micro-batch, whose gradients are the sums where their types agree.
     is_whole: bool,
+    /// Whether sums are apart, by the request or because stages live on the host.
+    sums_apart: bool,
 }
 
 impl<'a> StepCosts<'a> {
     pub(super) fn new(request: &'a Request<'a>, m: usize) -> Self {
         let mean_samples = request.samples as f64 / m as f64;
         let most_samples = request.samples.div_ceil(m) as u64;
-        Self { request, mean_samples, most_samples, is_whole: m == 1 }
+        let sums_apart = request.sums_apart;
+        Self { request, mean_samples, most_samples, is_whole: m == 1, sums_apart }
+    }
+
+    /// The same where stages live on the host: their sums go there by themselves, so all are apart.
+    pub(super) fn with_homes(self) -> Self {
+        Self { sums_apart: true, ..self }
     }
 
     /// What each layer asks of its stage, for the balancer.
@@ -35,7 +43,7 @@ impl<'a> StepCosts<'a> {
         let load = |layer: &LayerCost| {
             let cost = self.layer(layer, &(0..0));
             // Gradients of a micro-batch are gone when sums are cast.
-            let fresh = if self.request.sums_apart { cost.fresh_bytes } else { 0 };
+            let fresh = if self.sums_apart { cost.fresh_bytes } else { 0 };
             Load {
                 time: cost.forward * (1.0 + runs_again) + cost.backward,
                 bytes: cost
@@ -133,7 +141,7 @@ impl<'a> StepCosts<'a> {
     /// Two neighbouring runs of layers as one; the second one's output is the whole's.
     fn add(&self, a: StageCost, b: StageCost) -> StageCost {
         let kept = a.activation_bytes;
-        let fresh = if self.request.sums_apart { u64::saturating_add } else { u64::max };
+        let fresh = if self.sums_apart { u64::saturating_add } else { u64::max };
         StageCost {
             forward: a.forward + b.forward,
             backward: a.backward + b.backward,

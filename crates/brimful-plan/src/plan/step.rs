@@ -1,7 +1,9 @@
 //! A row of the answer with its timeline, to be drawn or traced.
 
 use crate::balance::Balance;
-use crate::schedule::{Actions, CostError, Costs, Moves, Simulation, simulate, simulate_moves};
+use crate::schedule::{
+    Actions, CostError, Costs, Moves, Simulation, simulate, simulate_moves, simulate_moves_ahead,
+};
 
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, Request};
@@ -34,13 +36,15 @@ impl PlannedStep {
         };
         // A row of another request may have another model's balance, which would index past the layers.
         Balance::new(row.balance.sizes(), request.profile.layers.len())?;
-        let costs =
-            StepCosts::new(request, micro_batches).stages(&row.balance, actions.placement());
+        let costs = StepCosts::new(request, micro_batches);
+        let costs = if row.at_host() > 0 { costs.with_homes() } else { costs };
+        let costs = costs.stages(&row.balance, actions.placement());
         let homes: Vec<_> = row.stages.iter().map(|stage| stage.home()).collect();
         let moves = Moves::new(&actions, &homes, row.slots).map_err(CostError::from)?;
-        let simulation = match moves.is_empty() {
-            true => simulate(&actions, &costs)?,
-            false => simulate_moves(&actions, &moves, &costs)?,
+        let simulation = match (moves.is_empty(), row.ahead_bytes) {
+            (true, _) => simulate(&actions, &costs)?,
+            (false, 0) => simulate_moves(&actions, &moves, &costs)?,
+            (false, _) => simulate_moves_ahead(&actions, &moves, &costs)?,
         };
         Ok(Self { actions, costs, moves, simulation })
     }

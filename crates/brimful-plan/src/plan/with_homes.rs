@@ -1,7 +1,7 @@
 //! Breadth first with stages on the host, for a model that fits on the devices in no other way.
 
 use crate::balance::{self, Balance, LayerCost};
-use crate::schedule::{DeviceId, Recompute, Schedule};
+use crate::schedule::{DeviceId, Recompute, Schedule, simulate_moves_ahead};
 
 use super::homes::{HomeChoice, HomeError, HomeRequest, choose};
 use super::stage_costs::StepCosts;
@@ -41,7 +41,8 @@ fn row(
     let PlanChoice { schedule, micro_batches, recompute } = choice;
     let devices = request.devices.len();
     let actions = schedule.actions(devices, micro_batches, recompute)?;
-    let costs = StepCosts::new(request, micro_batches).stages(balance, actions.placement());
+    let costs = StepCosts::new(request, micro_batches).with_homes();
+    let costs = costs.stages(balance, actions.placement());
     let question = HomeRequest {
         memory: request.devices.iter().map(|device| device.memory).collect(),
         host_memory: Some(host_memory),
@@ -55,9 +56,15 @@ fn row(
         Err(HomeError::Cost(error)) => return Err(error.into()),
         Err(HomeError::Moves(error)) => return Err(PlanError::Cost(error.into())),
     };
-    let row = PlanRow::new(choice, balance.clone(), &chosen.simulation, &request.devices);
-    let (slots, host_bytes) = (chosen.moves.slots(), chosen.host_bytes);
-    Ok(Some(PlanRow { stages: stages(&chosen), slots, host_bytes, ..row }))
+    let HomeChoice { actions, moves, host_bytes, .. } = &chosen;
+    let ahead_bytes = request.ahead_bytes(&costs, moves.homes(), *host_bytes);
+    // Homes are chosen as if it did not: what fits stays on the device either way.
+    let ahead =
+        (ahead_bytes > 0).then(|| simulate_moves_ahead(actions, moves, &costs)).transpose()?;
+    let step = ahead.as_ref().unwrap_or(&chosen.simulation);
+    let row = PlanRow::new(choice, balance.clone(), step, &request.devices);
+    let (slots, host_bytes) = (moves.slots(), *host_bytes);
+    Ok(Some(PlanRow { stages: stages(&chosen), slots, host_bytes, ahead_bytes, ..row }))
 }
 
 /// The pairs of stages that share parameters on one device; on different ones each has a copy of its own.

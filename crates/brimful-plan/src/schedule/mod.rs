@@ -47,7 +47,10 @@ pub use bus_use::{Awaited, BusUse, MoveSpan, WaitSpan};
 pub(crate) use costs::is_time;
 pub use costs::{BusCost, Costs, LinkCost, StageCost};
 pub use error::{BlockedDevice, CostError, Rule, ScheduleError};
-pub use moves::{Home, Move, MoveError, MoveKind, MoveRule, Moves, StageHome, simulate_moves};
+pub use moves::{
+    Home, Move, MoveError, MoveKind, MoveRule, Moves, StageHome, simulate_moves,
+    simulate_moves_ahead,
+};
 pub use named::Schedule;
 pub use recipe::ScheduleRecipe;
 pub use recompute::Recompute;

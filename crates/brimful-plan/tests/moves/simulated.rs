@@ -4,6 +4,7 @@ use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
     Awaited, BusCost, BusUse, Costs, Home, Move, MoveKind, MoveSpan, Moves, Recompute, Schedule,
     Simulation, Span, StageCost, StageHome, WaitSpan, render, simulate, simulate_moves,
+    simulate_moves_ahead,
 };
 use proptest::prelude::*;
 
@@ -143,6 +144,23 @@ fn a_fetch_waits_for_its_stages_update() {
     let frozen = [StageHome { trained: false, ..StageHome::HOST }; 3];
     let moves = Moves::new(&actions, &frozen, 2).unwrap();
     assert_eq!(simulate_moves(&actions, &moves, &costs).unwrap().moves()[0][0].start, 0.0);
+}
+
+/// Gradients are home 8 ticks, 4 and none before the end, the last stage's first.
+#[test]
+fn an_update_that_was_computed_ahead_keeps_nobody_waiting() {
+    let actions = breadth_first(3, 2, Recompute::Never);
+    let moves = Moves::new(&actions, &[StageHome::HOST; 3], 2).unwrap();
+    let fetches = |home_update: f64| {
+        let mut costs = costs(3, 10.0);
+        costs.stages.iter_mut().for_each(|stage| stage.home_update = home_update);
+        let step = simulate_moves_ahead(&actions, &moves, &costs).unwrap();
+        let fetches = step.moves()[0].iter().filter(|span| span.moved.kind == MoveKind::Fetch);
+        fetches.map(|span| span.start).collect::<Vec<_>>()
+    };
+    assert_eq!(fetches(2.0), [2.0, 3.0, 5.0, 13.0], "the first stage's alone is left");
+    assert_eq!(fetches(5.0), [5.0, 10.0, 11.0, 19.0], "the second one's too");
+    assert_eq!(fetches(9.0), [9.0, 18.0, 27.0, 34.0], "and the third one's");
 }
 
 #[test]

@@ -378,6 +378,12 @@ pub fn sums_apart(device: Device, kind: Kind) -> bool {
     summed_in(kind) != kind || device.is_cuda()
 }
 
+/// Bytes of gradients, as they are summed, for each byte of parameters of this kind: 1, or 2 in half precision, for
+/// [`plan::Request::gradient_bytes`](crate::plan::Request).
+pub fn gradient_factor(kind: Kind) -> f64 {
+    summed_in(kind).elt_size_in_bytes() as f64 / kind.elt_size_in_bytes() as f64
+}
+
 fn is_summed_apart(parameter: &Tensor) -> bool {
     sums_apart(parameter.device(), parameter.kind())
 }

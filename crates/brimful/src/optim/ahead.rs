@@ -8,14 +8,15 @@
 
 use brimful_torch::foreach;
 use brimful_torch::optim::fits;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::method::{Lists, Method, UpdateBeside};
-use super::state::{ParameterState, UNKNOWN_VERSION, room_like, version};
+use super::state::{ParameterState, UNKNOWN_VERSION, has_master, room_like, version};
 use super::{Optimizer, Parameter};
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::memory;
+use crate::plan::LookAhead;
 
 /// An eighth of the host's memory is left alone: what is computed ahead is no reason for others to have none.
 const SPARED_SHARE: u64 = 8;
@@ -27,6 +28,21 @@ const UNIT: i64 = 16;
 
 /// The part that a step begins with is wanted as soon as it was asked for: there is nothing to hide it behind.
 pub(crate) const FIRST_PART: usize = 0;
+
+impl Method {
+    /// What a [plan](crate::plan::Request::look_ahead) has to know of an optimizer of stages that live on the host, which
+    /// looks ahead at its updates; none of one whose update is a mere addition.
+    ///
+    /// # Errors
+    /// When the system does not tell how much memory the host has.
+    pub fn look_ahead(&self, kind: Kind) -> Result<Option<LookAhead>> {
+        let state = self.state_factor_in(kind);
+        // Beside the state, a copy of the parameter where there is no master.
+        let bytes = if has_master(kind, self) { state } else { state + 1.0 };
+        let spared = memory::host()?.total.0 / SPARED_SHARE;
+        Ok((state > 0.0).then_some(LookAhead { bytes, spared }))
+    }
+}
 
 /// A second state of a parameter, and what updates go to: its own master, or a copy of the parameter.
 #[derive(Debug)]
@@ -317,7 +333,7 @@ mod tests {
     use crate::memory::Arena;
     use crate::optim::{AdamW, ParameterHome, Sgd};
     use brimful_torch::autograd::set_gradient;
-    use tch::{Device, Kind};
+    use tch::Device;
 
     /// An optimizer of two parameters that has taken a step.
     fn optimizer(method: Method, kind: Kind) -> Optimizer {
@@ -433,6 +449,18 @@ mod tests {
                 let same = plain.iter().zip(&ahead).all(|(a, b)| a.equal(b));
                 assert!(same, "{method:?} {kind:?}, change {number}");
             }
+        }
+    }
+
+    #[test]
+    fn a_plan_counts_what_second_states_take() {
+        for (method, kind) in cases() {
+            let mut optimizer = optimizer(method, kind);
+            optimizer.make_room_ahead(|| true).expect("room");
+            let own: u64 = optimizer.parameters().map(|(_, tensor)| tensor_bytes(tensor)).sum();
+            let taken: u64 = optimizer.parameters.iter().map(Parameter::second_bytes).sum();
+            let planned = method.look_ahead(kind).expect("a host").map_or(0.0, |ahead| ahead.bytes);
+            assert_eq!(own as f64 * planned, taken as f64, "{method:?} {kind:?}");
         }
     }
 

@@ -8,7 +8,7 @@ use crate::Error;
 use crate::bytes::Bytes;
 use crate::loss::{LossError, NonFiniteValue};
 use crate::oom::OutOfMemory;
-use crate::schedule::Action;
+use crate::schedule::{Action, StageId};
 use crate::step::StepError;
 use crate::world::{RankCause, WorldError};
 
@@ -123,6 +123,19 @@ pub enum PipelineError {
          let them come after it (`follow_backward(false)`)"
     )]
     FollowsParts,
+    /// Updates that follow the backward, by actions that end a stage's backward before all of a shared parameter's
+    /// gradient is there.
+    #[error(
+        "updates follow the backward, but by these actions stage {owner} has its last one before stage {user}, which \
+         adds to the gradient of a parameter that both have: run stage {user}'s weight halves before that, or let \
+         updates come after the backward (`follow_backward(false)`)"
+    )]
+    FollowsTooEarly {
+        /// The stage that the parameter belongs to.
+        owner: StageId,
+        /// The later one that shares it.
+        user: StageId,
+    },
     /// A step that failed when some of its updates were made.
     #[error(
         "the updates of {stages} stages had followed the backward when it failed, so the parameters are of no \

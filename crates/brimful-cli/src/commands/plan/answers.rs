@@ -71,7 +71,7 @@ pub(super) struct PlanLine {
     /// Of a model's: where each lives, and what it keeps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// What lives on the host.
+    /// What lives on the host, and what is computed ahead there.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
@@ -164,6 +164,7 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
     );
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
     request.schedules = options.schedules();
+    request.sums_apart = options.measured.sums_apart()?;
     request.optimizer_bytes = options.measured.optimizer_state;
     if let Some(m) = options.micro_batches {
         request.micro_batches = vec![m];
@@ -253,7 +254,7 @@ impl PlanLine {
     fn of_row(row: &PlanRow, profile: &Profile) -> Self {
         Self {
             stages: StageLine::of_row(row, profile),
-            host_bytes: row.host_bytes,
+            host_bytes: row.host_bytes + row.ahead_bytes,
             schedule: row.choice.schedule.to_string(),
             balance: row.balance.sizes().to_vec(),
             micro_batches: row.choice.micro_batches,

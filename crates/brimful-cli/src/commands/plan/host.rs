@@ -7,6 +7,7 @@ use brimful::plan::Request;
 use brimful::schedule::BusCost;
 use brimful::{Bytes, device, memory};
 
+use super::measure::KIND;
 use super::options::MeasuredModel;
 use crate::exit::wrong_use;
 
@@ -21,8 +22,11 @@ impl MeasuredModel {
         };
         if is_measured {
             let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
-            // Layers are measured in f32.
-            (request.bus, request.home_update) = (speed.bus, speed.update / 4.0);
+            let update = speed.update / KIND.elt_size_in_bytes() as f64;
+            (request.bus, request.home_update) = (speed.bus, update);
+            // Optimizers of several devices wait for each other's gradients.
+            let is_alone = request.devices.len() == 1;
+            request.look_ahead = if is_alone { self.method().look_ahead(KIND)? } else { None };
         }
         match self.given_bus()? {
             Some(bus) => request.bus = bus,

@@ -2,15 +2,19 @@
 
 use anyhow::Result;
 use brimful::balance::Profile;
-use brimful::device;
+use brimful::{device, sums_apart};
 use tch::Kind;
 
+use super::options::MeasuredModel;
 use crate::data::{self, Synthetic};
 use crate::measured;
 use crate::setting::{DROPOUT, ModelName};
 
 /// Samples that are measured together: enough to tell a sample's time from a call's.
 const SAMPLES: usize = 16;
+
+/// The number type that models are measured in.
+pub(super) const KIND: Kind = Kind::Float;
 
 /// The times and sizes of the model's layers on this device.
 pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
@@ -19,6 +23,38 @@ pub(super) fn measure(model: ModelName, device: &str) -> Result<Profile> {
     let layers = model.layers(&sample, DROPOUT)?;
     let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
     let batch = data::synthetic(&made_up)?.train.all()?.inputs;
-    let kind = if batch.is_floating_point() { batch.kind() } else { Kind::Float };
-    measured::profile(&layers, device, &batch, kind)
+    measured::profile(&layers, device, &batch, KIND)
+}
+
+impl MeasuredModel {
+    /// Whether gradients are summed up beside each micro-batch's own; a profile does not tell, so there they are.
+    pub(super) fn sums_apart(&self) -> Result<bool> {
+        match self.model {
+            Some(_) => Ok(sums_apart(device::find(&self.device)?, KIND)),
+            None => Ok(true),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::super::PlanOptions;
+
+    #[derive(Debug, Parser)]
+    struct Words {
+        #[command(flatten)]
+        plan: PlanOptions,
+    }
+
+    #[test]
+    fn sums_of_a_model_on_a_cpu_are_its_gradients_and_those_of_a_profile_may_be_apart() {
+        let sums_apart = |words: &str| {
+            let words = Words::try_parse_from(words.split(' ')).expect("flags of a plan");
+            words.plan.measured.sums_apart().expect("a device that is here")
+        };
+        assert!(!sums_apart("plan --model mlp --batch-size 8 --stages 2"));
+        assert!(sums_apart("plan --profile model.toml --batch-size 8 --stages 2"));
+    }
 }

@@ -90,7 +90,7 @@ pub(super) fn build(
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
-    let homes = StageHomes::settle(&layers, each, world, options, &mut inputs)?;
+    let homes = StageHomes::settle(&layers, each, world, options, over, &mut inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     // All micro-batches meet at exact BatchNorms, which a pipeline of one device lets them.
     let is_cut = is_exact || stages.stages.is_some() || !matches!(homes, StageHomes::Device);

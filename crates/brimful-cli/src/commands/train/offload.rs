@@ -8,14 +8,14 @@ use brimful::balance;
 use brimful::pipeline::{BalanceBy, Builder, Homes};
 use brimful::plan::PlanRow;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, Size, World};
+use brimful::{Bytes, Layers, Size, World, gradient_factor};
 use clap::ValueEnum;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use crate::exit::{ran_out, wrong_use};
-use crate::home_plan::{HomeQuestion, StageHomes, gradient_factor};
-use crate::setting::{NormStatistics, loss, parameters_used, room, typed};
+use crate::home_plan::{HomeQuestion, StageHomes};
+use crate::setting::{MeanOver, NormStatistics, loss, parameters_used, room, typed};
 
 /// Where weights, gradients and the optimizer's state live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -66,6 +66,7 @@ impl StageHomes {
         devices: usize,
         world: &World,
         options: &TrainOptions,
+        over: MeanOver,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
         let is_said = match options.offload(world) {
@@ -86,7 +87,7 @@ impl StageHomes {
             return Ok(Self::Device);
         }
         let inputs = inputs()?;
-        let question = question(device, vec![room; devices], options, &inputs);
+        let question = question(device, vec![room; devices], options, over, &inputs);
         let planned = StageHomes::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
         match planned {
             // Unasked, it is no worse than without a plan: what fits nowhere is told in the words for a device.
@@ -119,17 +120,24 @@ fn question(
     device: Device,
     rooms: Vec<Bytes>,
     options: &TrainOptions,
+    over: MeanOver,
     inputs: &MeasuredInputs,
 ) -> HomeQuestion {
+    let recipe = &options.recipe;
+    let changes_gradients = recipe.clip_norm.is_some() || recipe.accumulate > 1;
+    let is_divided_later = over != MeanOver::Samples;
     HomeQuestion {
         device,
+        looks_ahead: rooms.len() == 1
+            && !options.stages.follow_backward
+            && !changes_gradients
+            && !is_divided_later,
         rooms,
         kind: options.dtype.kind(),
-        method: options.recipe.method(),
+        method: recipe.method(),
         loss,
         batch_size: inputs.batch_size,
-        kept_beside: usize::from(options.recipe.accumulate > 1)
-            + usize::from(options.recipe.ema.is_some()),
+        kept_beside: usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some()),
         adapts: !matches!(options.size(), Size::Fixed(_) | Size::Count(_)),
         schedule: Schedule::OneFOneB,
         recompute: options.stages.recompute.unwrap_or(Recompute::Never),
@@ -227,4 +235,32 @@ fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> R
         ))
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::BrimfulArgs;
+
+    /// What a plan is asked for this training, of a mean over these.
+    fn looks_ahead(words: &str, devices: usize, over: MeanOver) -> bool {
+        let words = format!("brimful train --model mlp --optimizer adamw {words}");
+        let options = BrimfulArgs::training(words.split_whitespace()).expect("a training");
+        let number = || Tensor::from(0.0);
+        let inputs = MeasuredInputs { micro_batch: number(), targets: number(), batch_size: 8 };
+        question(Device::Cpu, vec![Bytes(0); devices], &options, over, &inputs).looks_ahead
+    }
+
+    #[test]
+    fn updates_are_planned_ahead_where_a_step_takes_its_gradients_as_they_come() {
+        assert!(looks_ahead("--offload auto", 1, MeanOver::Samples));
+        assert!(!looks_ahead("--offload auto", 2, MeanOver::Samples), "others add to them");
+        assert!(!looks_ahead("--offload auto", 1, MeanOver::Targets), "they are divided later");
+        for flag in ["--clip-norm 1", "--accumulate 2", "--follow-backward"] {
+            assert!(
+                !looks_ahead(&format!("--offload auto {flag}"), 1, MeanOver::Samples),
+                "{flag}"
+            );
+        }
+    }
 }

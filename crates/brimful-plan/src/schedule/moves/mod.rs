@@ -14,6 +14,7 @@
 //! The list of moves is data, as the list of actions is: the one that is executed is the one that is
 //! validated, simulated and drawn.
 
+mod ahead;
 mod bus;
 mod check;
 mod error;
@@ -26,6 +27,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{Action, Actions, DeviceId, MicroBatchId, StageId};
+pub use ahead::simulate_moves_ahead;
 pub use error::{MoveError, MoveRule};
 pub use play::simulate_moves;
 

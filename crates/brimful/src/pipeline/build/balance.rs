@@ -3,7 +3,7 @@
 use brimful_torch::threads::limit_threads;
 use tch::{Kind, Tensor};
 
-use crate::accumulate::sums_apart;
+use crate::accumulate::{gradient_factor, sums_apart};
 use crate::balance::{self, LayerCost, Load, Profile, Slot};
 use crate::batch::{self, Batch};
 use crate::bytes::Bytes;
@@ -20,8 +20,8 @@ use crate::{Layers, Result};
 #[derive(Debug, Default)]
 pub struct BalanceBy {
     choice: Choice,
-    /// What an optimizer keeps of each byte of parameters.
-    optimizer_bytes: f64,
+    /// The optimizer, where what it keeps is to be counted.
+    method: Option<Method>,
 }
 
 #[derive(Debug, Default)]
@@ -35,7 +35,8 @@ enum Choice {
 
 impl BalanceBy {
     /// The slowest stage as fast as can be, within the devices' limits. The layers are measured on
-    /// the first device with these samples, which are a micro-batch or like one.
+    /// the first device with these samples, which are a micro-batch or like one, and parameters of the
+    /// [pipeline's kind](crate::pipeline::Builder::kind).
     pub fn by_time(sample: &impl Batch) -> Self {
         Choice::ByTime(leaves(sample)).into()
     }
@@ -48,10 +49,10 @@ impl BalanceBy {
     }
 
     /// Counts what this optimizer will keep beside the parameters, where bytes are counted: with
-    /// Adam, twice as much as they take themselves.
+    /// Adam, twice as much as they take themselves, and more in half precision.
     #[must_use]
     pub fn optimizer(self, config: impl Into<Method>) -> Self {
-        Self { optimizer_bytes: config.into().state_factor(), ..self }
+        Self { method: Some(config.into()), ..self }
     }
 }
 
@@ -81,7 +82,7 @@ impl From<balance::Balance> for BalanceBy {
 
 impl From<Choice> for BalanceBy {
     fn from(choice: Choice) -> Self {
-        Self { choice, optimizer_bytes: 0.0 }
+        Self { choice, method: None }
     }
 }
 
@@ -111,7 +112,7 @@ pub(crate) struct SettledBalance {
 impl Question<'_> {
     /// The balance in numbers.
     pub(crate) fn settle(&self, balance: &BalanceBy) -> Result<SettledBalance> {
-        let state = balance.optimizer_bytes;
+        let state = balance.method.map_or(0.0, |method| method.state_factor_in(self.kind));
         let balance = match &balance.choice {
             Choice::ByTime(sample) => return self.by_time(sample, state),
             Choice::Given(sizes) => balance::Balance::new(sizes.clone(), self.layers.len())?,
@@ -137,6 +138,7 @@ impl Question<'_> {
         request.schedules = vec![self.schedule];
         request.micro_batches = vec![self.micro_batches];
         request.recompute = Some(self.recompute);
+        request.gradient_bytes = gradient_factor(self.kind);
         request.sums_apart = sums_apart(self.first.device, self.kind);
         request.optimizer_bytes = state;
         let best = plan::plan(&request)?.rows.swap_remove(0);
@@ -150,9 +152,10 @@ impl Question<'_> {
     fn by_bytes(&self, sample: &Vec<Tensor>, state: f64) -> Result<balance::Balance> {
         let profile = self.profile(sample)?;
         let samples = batch::len(sample)? as u64;
+        let of_parameters = 1.0 + gradient_factor(self.kind) + state;
         let load = |layer: &LayerCost| Load {
             time: 0.0,
-            bytes: (layer.parameter_bytes as f64 * (2.0 + state)) as u64,
+            bytes: (layer.parameter_bytes as f64 * of_parameters) as u64,
             activation_bytes: layer.activation_bytes * samples,
             output_bytes: layer.output_bytes * samples,
         };
@@ -172,7 +175,7 @@ impl Question<'_> {
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
         // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
-        balance::measure(self.layers, self.first.device, sample)
+        balance::measure_of_kind(self.layers, self.first.device, sample, self.kind, |_| {})
     }
 }
 

@@ -111,7 +111,7 @@ impl HostedStage {
         let own = self.own as i64;
         let here = self.weights.bytes().f_narrow(0, 0, own)?;
         transfer::copy(&slot.f_narrow(0, 0, own)?, &here)?;
-        for guest in self.variables.iter().filter(|variable| variable.in_slot >= self.own) {
+        for guest in self.guests() {
             transfer::copy(&guest.in_slot(slot)?, &guest.at_home)?;
         }
         Ok(())
@@ -119,8 +119,17 @@ impl HostedStage {
 
     /// What these copies take over the bus.
     pub(crate) fn fetched_bytes(&self) -> u64 {
-        let guests = self.variables.iter().filter(|variable| variable.in_slot >= self.own);
-        self.own as u64 + guests.map(|guest| tensor_bytes(&guest.at_home)).sum::<u64>()
+        self.own as u64 + self.guests().map(|guest| tensor_bytes(&guest.at_home)).sum::<u64>()
+    }
+
+    /// The variables that it shares with an earlier stage, whose home is there.
+    fn guests(&self) -> impl Iterator<Item = &HostedVariable> {
+        self.variables.iter().filter(|variable| variable.in_slot >= self.own)
+    }
+
+    /// The names of those that are trained.
+    pub(crate) fn trained_guests(&self) -> impl Iterator<Item = &str> {
+        self.guests().filter(|guest| guest.tensor.requires_grad()).map(|guest| guest.name.as_str())
     }
 
     /// Lets the variables be what is in the slot.

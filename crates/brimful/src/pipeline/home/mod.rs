@@ -119,6 +119,16 @@ impl HostedStages {
         self.stages[at].as_ref().map(HostedStage::is_trained)
     }
 
+    /// The places (owner, user) of stages that share a parameter which is trained.
+    pub(crate) fn ties(&self) -> impl Iterator<Item = (usize, usize)> {
+        let hosted =
+            || self.stages.iter().enumerate().filter_map(|(at, s)| Some((at, s.as_ref()?)));
+        let owner = move |name: &str| Some(hosted().find(|(_, stage)| stage.owns(name))?.0);
+        hosted().flat_map(move |(user, stage)| {
+            stage.trained_guests().filter_map(owner).map(move |owner| (owner, user))
+        })
+    }
+
     /// How many live on the host.
     pub(crate) fn count(&self) -> usize {
         self.stages.iter().flatten().count()

@@ -168,11 +168,25 @@ impl Worker {
     }
 
     fn begin_following(&mut self, run: &mut WorkerRun) -> Result<()> {
+        self.check_following(run)?;
         run.moving.waiting(Awaited::Update, || self.settle())?;
         if let (Some(homes), Some(optimizer)) = (&mut self.site.homes, self.optimizer.take()) {
             homes.begin_following(optimizer);
         }
         Ok(())
+    }
+
+    /// A stage is updated when it has run its last backward: by then, others have to have run theirs that add to
+    /// the gradients of its parameters. Weight halves may come later.
+    fn check_following(&self, run: &WorkerRun) -> Result<()> {
+        let list = &run.job.actions.lists()[self.number];
+        let stage = |at: usize| self.site.stages[at].id;
+        let end = |at| list.iter().rposition(|a| a.stage == stage(at) && a.kind.releases());
+        let mut ties = self.site.homes.iter().flat_map(HostedStages::ties);
+        ties.find(|&(owner, user)| end(owner) < end(user)).map_or(Ok(()), |(owner, user)| {
+            let (owner, user) = (stage(owner), stage(user));
+            Err(PipelineError::FollowsTooEarly { owner, user }.into())
+        })
     }
 
     fn stop_looking_ahead(&mut self) -> Result<()> {
