@@ -11,6 +11,12 @@ pub(crate) fn relative_difference(
     found: &[Tensor],
     dtype: NumberType,
 ) -> Result<f64> {
+    ensure!(
+        expected.len() == found.len(),
+        "the contestants have {} and {} gradients",
+        expected.len(),
+        found.len()
+    );
     let square = |gradient: &Tensor| {
         let long = gradient.to_kind(Kind::Double);
         (&long * &long).sum(Kind::Double).double_value(&[])

@@ -137,7 +137,7 @@ impl HomePlan {
         request.home_update = speed.update / kind.elt_size_in_bytes() as f64;
         request.host_memory = Some(memory::host()?.available.0);
         if self.question.looks_ahead {
-            request.look_ahead = method.look_ahead(kind)?;
+            request.look_ahead = method.ahead_needs(kind)?;
         }
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {

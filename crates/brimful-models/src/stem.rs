@@ -10,8 +10,9 @@
 //!
 //! and the same across.
 
+use brimful::libtorch::allows_tf32;
 use tch::nn::{self, Module, Path};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::conv::conv;
 
@@ -32,7 +33,7 @@ impl StemConv {
 
 impl Module for StemConv {
     fn forward(&self, x: &Tensor) -> Tensor {
-        match is_faster_folded(x) {
+        match x.device().is_cuda() && is_faster_folded(x) {
             true => folded_conv(x, &self.0.ws, channels_of_cores(x.kind())),
             false => self.0.forward(x),
         }
@@ -43,9 +44,13 @@ impl Module for StemConv {
 /// through the squares.
 fn is_faster_folded(x: &Tensor) -> bool {
     let is_even = matches!(x.size()[..], [_, 1..=4, h, w] if h % 2 == 0 && w % 2 == 0);
-    let by_cores = matches!(x.kind(), Kind::BFloat16 | Kind::Half | Kind::Float);
     let channels_last = is_even && x.stride()[1] == 1;
-    matches!(x.device(), Device::Cuda(_)) && by_cores && channels_last && !x.requires_grad()
+    let by_cores = match x.kind() {
+        Kind::BFloat16 | Kind::Half => true,
+        Kind::Float => allows_tf32().unwrap_or(false),
+        _ => false,
+    };
+    by_cores && channels_last && !x.requires_grad()
 }
 
 /// How many channels tensor cores take at once: 16 bytes of halves twice, of f32 once.
@@ -86,6 +91,7 @@ fn folded_weight(weight: &Tensor, channels: i64) -> Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Device;
 
     /// The convolution as it is written down, and over squares.
     fn both_ways(x: &Tensor, weight: &Tensor, step: i64) -> [(Tensor, Tensor); 2] {
@@ -121,8 +127,42 @@ mod tests {
     }
 
     #[test]
-    fn a_cpu_and_an_image_with_a_gradient_have_the_plain_one() {
-        let x = Tensor::randn([1, 3, 8, 8], (Kind::Float, Device::Cpu));
-        assert!(!is_faster_folded(&x));
+    fn images_that_tensor_cores_would_pad_are_taken_by_squares() {
+        let image = |channels, height, kind| {
+            let x = Tensor::randn([1, height, 8, channels], (Kind::Float, Device::Cpu));
+            x.to_kind(kind).permute([0, 3, 1, 2])
+        };
+        assert!(is_faster_folded(&image(3, 8, Kind::BFloat16)));
+        assert!(!is_faster_folded(&image(3, 8, Kind::BFloat16).set_requires_grad(true)));
+        assert!(!is_faster_folded(&image(3, 8, Kind::BFloat16).contiguous()), "channels first");
+        assert!(!is_faster_folded(&image(5, 8, Kind::BFloat16)), "five channels");
+        assert!(!is_faster_folded(&image(3, 7, Kind::BFloat16)), "an odd side");
+        assert!(!is_faster_folded(&image(3, 8, Kind::Double)));
+    }
+
+    #[test]
+    fn on_a_card_halves_come_to_the_same() {
+        if !tch::Cuda::is_available() {
+            return;
+        }
+        let device = Device::Cuda(0);
+        let x = Tensor::randn([4, 3, 32, 24], (Kind::BFloat16, device));
+        let x = x.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
+        let mut store = nn::VarStore::new(device);
+        let stem = StemConv::new(&store.root(), 3, 64);
+        let plain = {
+            let wide = stem.0.forward(&x.to_kind(Kind::Float));
+            wide.square().sum(Kind::Float).backward();
+            (wide.detach(), stem.0.ws.grad())
+        };
+        store.set_kind(Kind::BFloat16);
+        stem.0.ws.shallow_clone().zero_grad();
+        let folded = stem.forward(&x);
+        assert!(is_faster_folded(&x));
+        folded.to_kind(Kind::Float).square().sum(Kind::Float).backward();
+        for (ours, exact) in [(folded.detach(), plain.0), (stem.0.ws.grad(), plain.1)] {
+            let off = (ours.to_kind(Kind::Float) - &exact).norm() / exact.norm();
+            assert!(off.double_value(&[]) < 2e-2);
+        }
     }
 }

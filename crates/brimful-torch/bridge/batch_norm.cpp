@@ -350,6 +350,12 @@ bool suits(const BatchNormGiven& norm, const Beside& beside) {
   return !beside.tensor.defined() || is_like(norm.x, beside.tensor);
 }
 
+// Whether the backward of a pooling can count squares of 2×2 pixels: asked before running statistics move.
+bool has_few_squares(const at::Tensor& x) {
+  const auto half = [](int64_t side) { return (side + 1) / 2; };
+  return x.size(0) * half(x.size(2)) * half(x.size(3)) < int64_t{1} << 28;
+}
+
 // By kernels if they are there and `suited`.
 template <class Own, class Libtorch>
 at::Tensor if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorch) {
@@ -405,7 +411,7 @@ int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const BatchNormGiven norm = norm_of(*raw);
-    const bool suited = norm.x.dim() == 4 && suits(norm);
+    const bool suited = norm.x.dim() == 4 && suits(norm) && has_few_squares(norm.x);
     *out = new at::Tensor(if_possible(
         norm.x, suited,
         [&](const auto& functions) { return pooled_by_kernels(functions, norm); },

@@ -48,4 +48,9 @@ int32_t brimful_allow_tf32(bool allowed, char** message) noexcept {
   });
 }
 
+// Of convolutions.
+int32_t brimful_allows_tf32(bool* allowed, char** message) noexcept {
+  return guarded(message, [&] { *allowed = at::globalContext().allowTF32CuDNN(); });
+}
+
 }  // extern "C"

@@ -18,6 +18,8 @@ typedef BatchNormBackward Arguments;
 // Sums a channel: of dz, of dz·(x − mean), of dz·(other_x − its mean).
 enum { kSums = 2 + OTHER, kNorms = 1 + OTHER, kTensors = 2 + OTHER, kLoads = OTHER ? 2 : 4 };
 
+static_assert(!POOL || kLoads == 4, "a thread has a square of pixels at once");
+
 struct Shared {
   float warps[kWarps][kSums][kChannels];
   float groups[kGroups][kSums][kChannels];

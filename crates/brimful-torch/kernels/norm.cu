@@ -18,9 +18,8 @@
 #define WARPS (THREADS / 32)
 #define TEAMS (THREADS / TEAM)
 #define HELD_NUMBERS (HELD * PER_WORD)
-// Of a backward, what registers have room for: the next row beside the present one, and blocks a multiprocessor.
+// Whether a backward's registers have room for the next row beside the present one.
 #define READS_AHEAD (HELD <= 3)
-#define BACKWARD_BLOCKS (HELD <= 2 ? 2 : 1)
 
 typedef Packed<KIND, PER_WORD> Words;
 
@@ -229,7 +228,7 @@ DEVICE void store_partial(float* partial, int width, const float* sums) {
   }
 }
 
-KERNEL void __launch_bounds__(THREADS, BACKWARD_BLOCKS) norm_backward(const NormBackwardArguments a) {
+KERNEL void __launch_bounds__(THREADS, NORM_BACKWARD_BLOCKS(HELD)) norm_backward(const NormBackwardArguments a) {
   const int words = a.width / PER_WORD;
   const long long team = static_cast<long long>(blockIdx.x) * TEAMS + threadIdx.x / TEAM;
   const long long first = team * a.rows_of_team;

@@ -2,6 +2,9 @@
 // partial sums, which are f32.
 #pragma once
 
+// Blocks of a backward that a multiprocessor has registers for, where a thread holds so many words of a row.
+#define NORM_BACKWARD_BLOCKS(held) ((held) <= 2 ? 2 : 1)
+
 struct NormForwardArguments {
   const void* x;         // rows × width
   const void* residual;  // added to it; null for none

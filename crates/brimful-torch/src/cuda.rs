@@ -59,3 +59,14 @@ pub fn allow_tf32(allowed: bool) -> Result<(), TorchError> {
     // SAFETY: takes plain values.
     call(|message| unsafe { ffi::brimful_allow_tf32(allowed, message) })
 }
+
+/// Whether CUDA may compute convolutions of f32 in TF32.
+///
+/// # Errors
+/// As [`allow_tf32`].
+pub fn allows_tf32() -> Result<bool, TorchError> {
+    let mut allowed = false;
+    // SAFETY: `allowed` is a valid place for the answer.
+    call(|message| unsafe { ffi::brimful_allows_tf32(&mut allowed, message) })?;
+    Ok(allowed)
+}

@@ -137,6 +137,7 @@ unsafe extern "C" {
     pub(crate) fn brimful_cuda_driver(version: *mut i32, message: Message) -> i32;
     pub(crate) fn brimful_cuda_name(d: i32, out: *mut *mut c_char, message: Message) -> i32;
     pub(crate) fn brimful_allow_tf32(allowed: bool, message: Message) -> i32;
+    pub(crate) fn brimful_allows_tf32(allowed: *mut bool, message: Message) -> i32;
     pub(crate) fn brimful_show_config() -> *mut c_char;
     pub(crate) fn brimful_cpu_capability() -> *mut c_char;
     pub(crate) fn brimful_library_path() -> *mut c_char;

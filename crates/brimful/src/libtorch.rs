@@ -29,3 +29,11 @@ pub fn cuda_driver() -> Result<String> {
 pub fn allow_tf32(allowed: bool) -> Result<()> {
     Ok(brimful_torch::cuda::allow_tf32(allowed)?)
 }
+
+/// Whether CUDA may compute convolutions of f32 in TF32.
+///
+/// # Errors
+/// As [`allow_tf32`].
+pub fn allows_tf32() -> Result<bool> {
+    Ok(brimful_torch::cuda::allows_tf32()?)
+}

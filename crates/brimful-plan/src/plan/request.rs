@@ -104,6 +104,10 @@ impl<'a> Request<'a> {
     /// where there is no room, or nobody looks ahead.
     pub(super) fn ahead_bytes(&self, costs: &Costs, homes: &[StageHome], host_bytes: u64) -> u64 {
         let (Some(ahead), Some(memory)) = (self.look_ahead, self.host_memory) else { return 0 };
+        // Optimizers of several devices wait for each other's gradients.
+        if self.devices.len() > 1 {
+            return 0;
+        }
         let behind_first = costs.stages.iter().zip(homes).skip(1);
         let at_home = behind_first.filter(|(_, home)| home.weights == Home::Host && home.trained);
         let weights: f64 = at_home.map(|(cost, _)| cost.home_bytes as f64).sum();
@@ -127,8 +131,8 @@ impl<'a> Request<'a> {
             return Err(PlanError::BadGradients { value: self.gradient_bytes });
         }
         let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
-        let state = [self.optimizer_bytes, ahead].into_iter();
-        if let Some(value) = state.into_iter().find(|bytes| !crate::schedule::is_time(*bytes)) {
+        let mut state = [self.optimizer_bytes, ahead].into_iter();
+        if let Some(value) = state.find(|bytes| !crate::schedule::is_time(*bytes)) {
             return Err(PlanError::BadOptimizer { value });
         }
         if !crate::schedule::is_time(self.home_update) {

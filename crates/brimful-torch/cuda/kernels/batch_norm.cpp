@@ -28,8 +28,8 @@ constexpr int kSliceChannels = 64;
 constexpr int kSliceNumbers = 32;
 // Blocks a multiprocessor, of launches whose blocks need not run at the same time.
 constexpr int kPlainBlocks = 2;
-// Vectors are numbered in 32 bits.
-constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max();
+// Vectors and rows are numbered in 31 bits, some beyond the last one too.
+constexpr int64_t kMaxVectors = std::numeric_limits<int32_t>::max() - (1 << 16);
 
 // What a launch does of the work, as kernels/batch_norm_common.cuh numbers it.
 enum Pass {

@@ -37,8 +37,6 @@ struct Spread {
     }
   }
   int64_t teams() const { return kThreads / team; }
-  // Blocks of a backward that a multiprocessor has at a time, as kernels/norm.cu has them.
-  int64_t backward_blocks() const { return held <= 2 ? 2 : 1; }
 };
 
 using NormFamily = KernelFamily<4>;
@@ -61,7 +59,7 @@ const NormFamily& family(bool backward) {
 int64_t backward_blocks(int64_t rows, const Spread& spread) {
   const int64_t processors = card(c10::cuda::current_device()).multiprocessors;
   const auto needed = (rows + spread.teams() - 1) / spread.teams();
-  return std::max<int64_t>(std::min(processors * spread.backward_blocks(), needed), 1);
+  return std::max<int64_t>(std::min(processors * NORM_BACKWARD_BLOCKS(spread.held), needed), 1);
 }
 
 // What transformers use beside a norm of this kind.

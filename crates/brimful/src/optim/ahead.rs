@@ -35,12 +35,15 @@ impl Method {
     ///
     /// # Errors
     /// When the system does not tell how much memory the host has.
-    pub fn look_ahead(&self, kind: Kind) -> Result<Option<LookAhead>> {
+    pub fn ahead_needs(&self, kind: Kind) -> Result<Option<LookAhead>> {
         let state = self.state_factor_in(kind);
+        if state == 0.0 {
+            return Ok(None);
+        }
         // Beside the state, a copy of the parameter where there is no master.
         let bytes = if has_master(kind, self) { state } else { state + 1.0 };
         let spared = memory::host()?.total.0 / SPARED_SHARE;
-        Ok((state > 0.0).then_some(LookAhead { bytes, spared }))
+        Ok(Some(LookAhead { bytes, spared }))
     }
 }
 
@@ -459,7 +462,8 @@ mod tests {
             optimizer.make_room_ahead(|| true).expect("room");
             let own: u64 = optimizer.parameters().map(|(_, tensor)| tensor_bytes(tensor)).sum();
             let taken: u64 = optimizer.parameters.iter().map(Parameter::second_bytes).sum();
-            let planned = method.look_ahead(kind).expect("a host").map_or(0.0, |ahead| ahead.bytes);
+            let planned =
+                method.ahead_needs(kind).expect("a host").map_or(0.0, |ahead| ahead.bytes);
             assert_eq!(own as f64 * planned, taken as f64, "{method:?} {kind:?}");
         }
     }

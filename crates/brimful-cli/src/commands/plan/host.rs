@@ -24,9 +24,7 @@ impl MeasuredModel {
             let speed = HostSpeed::measure(device::find(&self.device)?, self.method())?;
             let update = speed.update / KIND.elt_size_in_bytes() as f64;
             (request.bus, request.home_update) = (speed.bus, update);
-            // Optimizers of several devices wait for each other's gradients.
-            let is_alone = request.devices.len() == 1;
-            request.look_ahead = if is_alone { self.method().look_ahead(KIND)? } else { None };
+            request.look_ahead = self.method().ahead_needs(KIND)?;
         }
         match self.given_bus()? {
             Some(bus) => request.bus = bus,

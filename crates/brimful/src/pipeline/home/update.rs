@@ -37,6 +37,13 @@ impl StageGradients {
         optimizer.commit(plan)
     }
 
+    /// Of several in the order in which they were sent, those that have arrived last; or those that will first.
+    fn take_newest(sent: &mut Vec<Self>) -> Option<Self> {
+        let has_arrived = |gradients: &Self| gradients.arrived.is_reached().unwrap_or(false);
+        let newest = sent.iter().rposition(has_arrived).unwrap_or(0);
+        (newest < sent.len()).then(|| sent.remove(newest))
+    }
+
     /// Computes what a step with them comes to, until somebody wants the optimizer back.
     fn look_ahead(self, optimizer: &mut Optimizer, wanted: &AtomicBool) -> Result<()> {
         self.arrived.synchronize()?;
@@ -201,27 +208,36 @@ fn make_room(optimizer: &mut Optimizer, wanted: &AtomicBool) {
     }
 }
 
-/// Does what comes, until nothing will; updates only while all went well.
+/// Does what comes, until nothing will; updates only while all went well. Looking ahead comes last, at the stage whose
+/// gradients came last: what there is no time for is then of stages that the next step wants late.
 fn work_off(
     optimizer: &mut Optimizer,
     tasks: Receiver<HomeTask>,
     wanted: &AtomicBool,
     mut result: Result<()>,
 ) -> Result<()> {
-    for task in tasks {
+    let mut ahead = Vec::new();
+    loop {
+        let task = match ahead.is_empty() {
+            true => tasks.recv().ok(),
+            false => tasks.try_recv().ok(),
+        };
         match task {
-            HomeTask::Rate(rate) => result = result.and(optimizer.set_learning_rate(rate)),
-            HomeTask::Follow(gradients) => {
+            Some(HomeTask::Rate(rate)) => result = result.and(optimizer.set_learning_rate(rate)),
+            Some(HomeTask::Follow(gradients)) => {
                 result = result.and_then(|()| gradients.apply(optimizer));
             }
-            HomeTask::LookAhead(gradients) if result.is_ok() => {
+            Some(HomeTask::LookAhead(gradients)) => ahead.push(gradients),
+            None => match StageGradients::take_newest(&mut ahead) {
                 // Nothing is lost: the step computes what was not computed ahead.
-                if let Err(cause) = gradients.look_ahead(optimizer, wanted) {
-                    tracing::debug!(%cause, "a stage's update is not computed ahead");
+                Some(gradients) if result.is_ok() => {
+                    if let Err(cause) = gradients.look_ahead(optimizer, wanted) {
+                        tracing::debug!(%cause, "a stage's update is not computed ahead");
+                    }
                 }
-            }
-            HomeTask::LookAhead(_) => {}
+                Some(_) => {}
+                None => return result,
+            },
         }
     }
-    result
 }

@@ -277,7 +277,7 @@ impl WorkerRun {
                 Move { kind: MoveKind::Fetch, stage, micro_batch: None, before: self.next - 1 };
             homes.enter(at, late, &mut self.moving)?;
         }
-        site.look_for_room()?;
+        site.look_for_room(&mut self.moving)?;
         match action.kind {
             ActionKind::Forward => self.forward(site, at, action),
             ActionKind::Recompute => Ok(self.recompute(site, at, action)?),

@@ -13,11 +13,13 @@ use std::sync::Arc;
 use brimful_torch::stream::{Event, Stream};
 use tch::Device;
 
+use super::move_clock::MoveClock;
 use super::stage::Boundary;
 use crate::Result;
 use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
+use crate::schedule::Awaited;
 
 /// How many actions the host may be ahead of the device.
 const AHEAD: usize = 3;
@@ -59,18 +61,25 @@ pub(crate) struct Leaving {
 
 impl Leaving {
     /// So many bytes are there at this event.
-    pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) {
+    pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) -> Result<()> {
+        self.forget_arrived()?;
         self.parcels.push_back((there, bytes));
+        Ok(())
     }
 
     /// What is under way still.
     fn bytes(&mut self) -> Result<u64> {
+        self.forget_arrived()?;
+        Ok(self.parcels.iter().map(|(_, bytes)| bytes).sum())
+    }
+
+    fn forget_arrived(&mut self) -> Result<()> {
         while let Some((there, _)) = self.parcels.front()
             && there.is_reached()?
         {
             self.parcels.pop_front();
         }
-        Ok(self.parcels.iter().map(|(_, bytes)| bytes).sum())
+        Ok(())
     }
 
     /// Waits for the earliest; gives its bytes.
@@ -182,7 +191,7 @@ impl WaitingRoom {
 
     /// Looks how much room there is, for the next action; where that is too little for what the next stage takes,
     /// there may be more when what leaves is gone.
-    pub(crate) fn look(&mut self, leaving: &mut Leaving) -> Result<()> {
+    pub(crate) fn look(&mut self, leaving: &mut Leaving, clock: &mut MoveClock) -> Result<()> {
         let Some((step, work)) = self.step.as_mut().and_then(|step| step.work.map(|w| (step, w)))
         else {
             return Ok(());
@@ -192,14 +201,19 @@ impl WaitingRoom {
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
         // An eighth more, and a sixteenth of all, for what an allocator cannot join.
         let left_free = work + work / 8 + limit / 16;
-        // What would never have room for all micro-batches is not waited for.
+        // Where all micro-batches would never have room, room for the work is enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
         let mut free = available.saturating_sub(leaving.bytes()?);
-        while free < wanted
-            && let Some(gone) = leaving.wait()?
-        {
-            free += gone;
+        if free < wanted {
+            clock.waiting(Awaited::Boundaries, || {
+                while free < wanted
+                    && let Some(gone) = leaving.wait()?
+                {
+                    free += gone;
+                }
+                Ok(())
+            })?;
         }
         self.space = match free.checked_sub(left_free) {
             None => Space::None,

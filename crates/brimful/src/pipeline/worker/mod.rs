@@ -86,6 +86,7 @@ pub(crate) struct Site {
     /// can.
     stage_homes: Vec<StageHome>,
     resting_place: Option<RestingPlace>,
+    /// Parcels on their way there. A cell, because those who send them have nothing else to change here.
     leaving: RefCell<Leaving>,
     lead: HostLead,
     /// Whether images and convolutions have their channels last in memory.
@@ -354,7 +355,7 @@ impl Site {
     ) -> Result<StageParcel> {
         let parcel = parcel.resting(host, one, clock)?;
         if let (Some((there, bytes)), Some(_)) = (parcel.landing(), &self.waiting) {
-            self.leaving.borrow_mut().add(there, bytes);
+            self.leaving.borrow_mut().add(there, bytes)?;
         }
         Ok(parcel)
     }
@@ -365,8 +366,9 @@ impl Site {
     }
 
     /// Looks how much room the next action leaves to what waits.
-    pub(crate) fn look_for_room(&mut self) -> Result<()> {
-        self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(self.leaving.get_mut()))
+    pub(crate) fn look_for_room(&mut self, clock: &mut MoveClock) -> Result<()> {
+        let leaving = self.leaving.get_mut();
+        self.waiting.as_mut().map_or(Ok(()), |waiting| waiting.look(leaving, clock))
     }
 
     /// Whether there is room for activations that would be computed again.
