@@ -172,7 +172,7 @@ impl Question<'_> {
     }
 
     /// What the layers cost on the first device.
-    fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
+    fn profile(&self, sample: &[Tensor]) -> Result<Profile> {
         // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         // As its steps will have it: a sample is often at hand in another kind.
