@@ -6,8 +6,10 @@
 mod test_device;
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::{env, fs, process};
+use std::time::Duration;
+use std::{env, fs, process, thread};
 
 use brimful_torch::kernels::{self, State, compile, compile_ahead};
 use tch::Device;
@@ -150,6 +152,36 @@ fn what_is_compiled_ahead_is_compiled_once_and_the_same() {
     assert_eq!(files(&folder).len(), 3, "and nothing else is left");
     let error = compile_ahead("none.cu", &[], 90).expect_err("there is none").message;
     assert!(error.contains("none.cu"), "{error}");
+}
+
+/// How many milliseconds a program goes on that has kernels compiled ahead; where this is not set there is none.
+const LEAVES_AFTER: &str = "BRIMFUL_TEST_LEAVES_AFTER";
+
+/// What the next test runs, as a program of its own.
+#[test]
+fn a_program_that_ends_early() {
+    let Ok(milliseconds) = env::var(LEAVES_AFTER) else { return };
+    for residual in ["RESIDUAL=0", "RESIDUAL=1", "RESIDUAL=2"] {
+        for relu in ["RELU=0", "RELU=1"] {
+            let words = [&FORWARD[..5], &[relu, residual]].concat();
+            compile_ahead("batch_norm_forward.cu", &words, 90).expect("taken");
+        }
+    }
+    thread::sleep(Duration::from_millis(milliseconds.parse().expect("a number")));
+}
+
+#[test]
+fn a_program_may_end_while_kernels_are_compiled() {
+    let (folder, _turn) = cache();
+    for milliseconds in ["0", "100", "200", "400"] {
+        let _ = fs::remove_dir_all(&folder);
+        let ended = Command::new(env::current_exe().expect("this program"))
+            .args(["--exact", "a_program_that_ends_early"])
+            .env(LEAVES_AFTER, milliseconds)
+            .output()
+            .expect("it starts");
+        assert!(ended.status.success(), "after {milliseconds} ms: {:?}", ended.status);
+    }
 }
 
 #[test]

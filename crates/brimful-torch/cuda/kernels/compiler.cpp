@@ -169,6 +169,10 @@ std::string compiler_version() {
 
 namespace {
 
+// Whether the compiler has been used. What it keeps for itself it makes then, and it is gone again when the
+// program ends, the last made first.
+std::atomic<bool> has_compiled{false};
+
 // What is compiled, for what, and where the cache has it.
 struct Order {
   Source source;
@@ -188,6 +192,7 @@ struct Order {
 
   std::string run() const {
     std::string cubin = Compilation(source).run(source, options);
+    has_compiled = true;
     write_cache(key, cubin);
     return cubin;
   }
@@ -253,10 +258,13 @@ class Workshop {
   std::atomic<bool> closes_{false};
 };
 
-// Made after NVRTC was loaded, so that its threads have ended before NVRTC is unloaded.
+// Whether there is one.
+std::atomic<bool> is_open{false};
+
+// Made after the compiler's first use: its threads are joined before anything that they compile with is gone.
 Workshop& workshop() {
-  nvrtc();
   static Workshop all;
+  is_open = true;
   return all;
 }
 
@@ -266,7 +274,12 @@ void compile_ahead(const std::vector<Compiling>& all, int architecture) {
   try {
     for (const auto& [source, defines] : all) {
       Order order(source, defines, architecture);
-      if (!is_cached(order.key)) workshop().take(std::move(order));
+      if (is_cached(order.key)) continue;
+      if (has_compiled) {
+        workshop().take(std::move(order));
+      } else {
+        order.run();
+      }
     }
   } catch (const std::exception&) {
     // Whoever needs the kernel hears why it cannot be had.
@@ -275,7 +288,9 @@ void compile_ahead(const std::vector<Compiling>& all, int architecture) {
 
 Cubin compiled(const Source& source, const std::vector<std::string>& defines, int architecture) {
   const Order order(source, defines, architecture);
-  if (auto ahead = workshop().finished(order.key)) return {std::move(*ahead), false};
+  if (is_open) {
+    if (auto ahead = workshop().finished(order.key)) return {std::move(*ahead), false};
+  }
   if (auto kept = read_cache(order.key)) return {std::move(*kept), true};
   return {order.run(), false};
 }
