@@ -199,8 +199,9 @@ impl WaitingRoom {
         let usage = self.memory.usage()?;
         let [available, limit] =
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
-        // An eighth more, and a sixteenth of all, for what an allocator cannot join.
-        let left_free = work + work / 8 + limit / 16;
+        // An eighth more, and a sixteenth of all that an accelerator's allocator has: it cannot join all of it.
+        let apart = if let Memory::Accelerator(_) = self.memory { limit / 16 } else { 0 };
+        let left_free = work + work / 8 + apart;
         // Where all micro-batches would never have room, room for the work is enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
