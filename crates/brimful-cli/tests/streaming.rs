@@ -123,7 +123,7 @@ fn peak_of_training(folder: &Path, data: &str) -> u64 {
     most.and_then(|most| most.parse().ok()).expect("a number")
 }
 
-/// What threads leave in their heaps differs by some megabytes from run to run.
+/// What threads leave in their heaps differs by up to 45 MB from run to run, the data by 112.
 #[test]
 fn memory_does_not_grow_with_the_data() {
     let folder = folder("streamed-memory");
@@ -131,7 +131,7 @@ fn memory_does_not_grow_with_the_data() {
     fs::write(folder.join("tiny/config.json"), CONFIG).expect("written");
     let text = format!("{}\n", "What is written, is written. ".repeat(34));
     let document = format!("{{\"text\": {:?}}}\n", text.trim_end());
-    for (kind, line, many) in [("txt", text, 120_000), ("jsonl", document, 80_000)] {
+    for (kind, line, many) in [("txt", text, 120_000), ("jsonl", document, 120_000)] {
         let peaks = [8_000, many].map(|count| {
             let data = folder.join(format!("{count}.{kind}"));
             fs::write(&data, line.repeat(count)).expect("written");
@@ -141,7 +141,7 @@ fn memory_does_not_grow_with_the_data() {
         });
         let [few, more] = peaks;
         assert!(
-            more < few + 40_000,
+            more < few + 60_000,
             "{kind}: {few} kB with 8 MB of data, {more} kB with {many} kB"
         );
     }
