@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::optim::AdamW;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Awaited, BusUse, Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline};
+use brimful::{Bytes, DeviceSpec, Layers, Loss, Pipeline, Step};
 use brimful_cli::home_plan::{HomeQuestion, StageHomes};
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
@@ -230,7 +230,9 @@ impl Contestant {
         let steady =
             SteadySteps::measure(self, options.repeats, (name, progress), |this, part| {
                 match part {
-                    StepPart::Backward => peak_bytes = this.backward(&batch)?,
+                    StepPart::Backward => {
+                        peak_bytes = this.backward(&batch)?.peaks.first().copied().flatten();
+                    }
                     StepPart::Update => this.update()?,
                     StepPart::LastUpdate => this.optimizer.wait()?,
                 }
@@ -262,8 +264,7 @@ impl Contestant {
         self.backward(batch)?;
         self.update()?;
         self.pipeline.time_moves(true);
-        let (x, y) = batch;
-        let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+        let step = self.backward(batch)?;
         self.pipeline.time_moves(false);
         self.update()?;
         self.optimizer.wait()?;
@@ -276,10 +277,9 @@ impl Contestant {
         Ok(self.optimizer.zero_grad()?)
     }
 
-    /// Forward and backward, and the most memory of the device that they took.
-    fn backward(&mut self, (x, y): &(Tensor, Tensor)) -> Result<Option<Bytes>> {
-        let step = self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
-        Ok(step.peaks.first().copied().flatten())
+    /// Forward and backward.
+    fn backward(&mut self, (x, y): &(Tensor, Tensor)) -> Result<Step> {
+        Ok(self.pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?)
     }
 }
 

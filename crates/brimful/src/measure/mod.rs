@@ -61,7 +61,7 @@ pub fn measure_watched(
     measure_of_kind(layers, device, batch, kind, watch)
 }
 
-/// As [`measure_watched`], with parameters of this number type: for inputs that do not tell it, as tokens.
+/// As [`measure_watched`], with parameters and floating inputs of this number type, which tokens do not tell.
 ///
 /// # Errors
 /// As [`measure`].
@@ -100,9 +100,11 @@ impl Measurement {
     ) -> Result<Profile> {
         let _counted = self.meter.memory.enter();
         begin_backwards(self.meter.device)?;
-        // A copy: a layer may change what it gets.
-        let here =
-            |value: &Tensor| Ok(copy_of(&value.f_detach()?)?.f_to_device(self.meter.device)?);
+        // A copy: a layer may change what it gets. In the layers' kind: a sample is often at hand in another one.
+        let here = |value: &Tensor| {
+            let copy = copy_of(&value.f_detach()?)?.f_to_device(self.meter.device)?;
+            Ok(if copy.is_floating_point() { copy.f_to_kind(self.kind)? } else { copy })
+        };
         let mut input = batch.iter().map(here).collect::<Result<Vec<_>>>()?;
         let mut stashed = Stashed::default();
         let mut profile = Profile { input_bytes: self.bytes_of(&input), layers: Vec::new() };

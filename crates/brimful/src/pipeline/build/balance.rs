@@ -172,17 +172,11 @@ impl Question<'_> {
     }
 
     /// What the layers cost on the first device.
-    fn profile(&self, sample: &[Tensor]) -> Result<Profile> {
+    fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
         // As its worker will run them: with all of the caller's threads they would seem faster.
         let _threads = self.first.threads.map(limit_threads);
-        // As its steps will have it: a sample is often at hand in another kind.
-        let sample: Vec<_> = sample.iter().map(|leaf| of_kind(leaf, self.kind)).collect();
-        balance::measure_of_kind(self.layers, self.first.device, &sample, self.kind, |_| {})
+        balance::measure_of_kind(self.layers, self.first.device, sample, self.kind, |_| {})
     }
-}
-
-fn of_kind(leaf: &Tensor, kind: Kind) -> Tensor {
-    if leaf.is_floating_point() { leaf.to_kind(kind) } else { leaf.shallow_clone() }
 }
 
 fn leaves(sample: &impl Batch) -> Vec<Tensor> {

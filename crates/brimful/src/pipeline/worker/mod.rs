@@ -354,7 +354,9 @@ impl Site {
         clock: &mut MoveClock,
     ) -> Result<StageParcel> {
         let parcel = parcel.resting(host, one, clock)?;
-        if let (Some((there, bytes)), Some(_)) = (parcel.landing(), &self.waiting) {
+        if self.waiting.is_some()
+            && let Some((there, bytes)) = parcel.landing()
+        {
             self.leaving.borrow_mut().add(there, bytes)?;
         }
         Ok(parcel)
