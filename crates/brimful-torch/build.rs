@@ -90,13 +90,14 @@ const CUDA_UNITS: [Unit; 2] = [
 ];
 
 /// Each on its own, with its own threads and family; they read few headers.
-const CUDA_LAUNCHES: [&str; 7] = [
+const CUDA_LAUNCHES: [&str; 8] = [
     "cuda/kernels/activation.cpp",
     "cuda/kernels/add_halves.cpp",
     "cuda/kernels/column_sums.cpp",
     "cuda/kernels/cross_entropy.cpp",
     "cuda/kernels/memset_nodes.cpp",
     "cuda/kernels/norm.cpp",
+    "cuda/kernels/product.cpp",
     "cuda/kernels/rotary.cpp",
 ];
 

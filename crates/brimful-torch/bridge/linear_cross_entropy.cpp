@@ -5,7 +5,9 @@
 //   targets [N]     ───────────────────────────┴─ row losses      └── ᵀ × chunk → added to weight's
 //
 // Gradients are made on the way, of the sum of all row losses. What the loss itself is multiplied by
-// comes with the backward, which is then one multiplication.
+// comes with the backward, which is then one multiplication. Where all logits are few beside the weight,
+// their gradient waits for the backward instead, and its products add to the sum that is offered there:
+// no gradient of the weight is written, and read again to be multiplied.
 
 #include "direct_backward.h"
 #include "guard.h"
@@ -18,6 +20,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
@@ -35,13 +38,17 @@ using brimful::or_none;
 using brimful::sum_kind;
 using brimful::kernels::variable_list;
 
-BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
+BRIMFUL_READ_AGAIN("addmm and mm with an output of another kind, which only CUDA has");
 
 namespace {
 
 // Rows of logits begin at multiples of this many elements on a device: products into odd rows take
 // three times as long there.
 constexpr int64_t kRowStep = 64;
+
+// The gradient of all logits waits for the backward where it takes at most so many times what the weight's
+// takes: what it saves is several passes over that one.
+constexpr int64_t kMostWaiting = 3;
 
 // What the losses of rows are made of: that of row i with target t is
 //   -of_target[i] · log p[t] - of_all[i] · Σ_j class_weight[j] · log p[j]
@@ -190,6 +197,17 @@ int64_t tokens_in(int64_t chunk_bytes, int64_t classes, const at::Tensor& hidden
   return power;
 }
 
+// Whether the gradient of all logits waits for the backward. That takes a chunk's bytes more than the weight's
+// gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
+bool waits(
+    const at::Tensor& hidden, const at::Tensor& weight, const Wanted& wanted, int64_t chunk_bytes) {
+  const auto kind = hidden.scalar_type();
+  if (!wanted.weight || (is_half(kind) && !brimful::kernels::takes(hidden))) return false;
+  const auto of_weight = weight.numel() * static_cast<int64_t>(c10::elementSize(sum_kind(kind)));
+  const auto of_logits = hidden.size(0) * weight.size(0) * static_cast<int64_t>(c10::elementSize(kind));
+  return of_logits <= kMostWaiting * of_weight && of_logits <= of_weight + chunk_bytes;
+}
+
 // The layer, and its gradients so far.
 struct Head {
   at::Tensor weight;
@@ -231,6 +249,7 @@ struct Head {
 // What a loss leaves: itself, and gradients where they are wanted.
 struct Done {
   at::Tensor loss;
+  at::Tensor logits;  // where their gradient waits for the backward
   at::Tensor hidden;
   at::Tensor weight;
   at::Tensor bias;
@@ -259,7 +278,24 @@ struct Room {
   }
 };
 
-Done run(
+// The losses of all rows at once; the gradient of their logits waits.
+Done run_waiting(
+    const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
+    const Targets& targets, const Wanted& wanted) {
+  Head head(weight, bias, {false, false, wanted.bias});
+  Room room(hidden.size(0), weight.size(0), hidden);
+  auto losses = at::empty({hidden.size(0)}, targets.of_target.options());
+  head.logits_of(hidden, room.logits);
+  const auto exact = room.use(room.logits, targets, /*gradient=*/true, losses);
+  head.add(room.logits, exact, hidden, /*first=*/true);
+  Done done;
+  done.loss = losses.sum();
+  done.logits = room.logits;
+  done.bias = head.bias_sum;
+  return done;
+}
+
+Done run_in_chunks(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias,
     const Targets& targets, const Wanted& wanted, int64_t chunk_bytes) {
   const auto tokens = hidden.size(0);
@@ -312,7 +348,33 @@ void add_scaled(at::Tensor& sum, at::Tensor gradient, const at::Tensor& factor, 
   }
 }
 
-// Keeps the gradients themselves, which its backward multiplies.
+// Adds factor · gradientᵀ · hidden to the sum, which is made where there is none yet.
+void add_scaled_product(
+    at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& hidden, const at::Tensor& factor) {
+  if (!is_half(hidden.scalar_type())) {
+    const auto by = hidden.mul(factor);
+    sum = sum.defined() ? sum.addmm_(gradient.t(), by) : gradient.t().mm(by);
+    return;
+  }
+  const auto on_device = [&] {
+    const auto options = hidden.options().dtype(at::kFloat);
+    auto out = sum.defined() ? sum : at::empty({gradient.size(1), hidden.size(1)}, options);
+    const auto beta = at::full({}, sum.defined() ? 1 : 0, options);
+    const auto by = factor.to(at::kFloat);
+    const brimful::kernels::ScaledProduct product{
+        gradient.const_data_ptr(), hidden.const_data_ptr(), out.mutable_data_ptr<float>(),
+        by.const_data_ptr<float>(), beta.const_data_ptr<float>(), gradient.size(1), hidden.size(1),
+        hidden.size(0), gradient.stride(0), hidden.stride(0)};
+    const c10::DeviceGuard there(hidden.device());
+    brimful::kernels::functions()->add_scaled_product(product, brimful::kernels::number_kind(hidden));
+    sum = out;
+  };
+  brimful::kernels::or_else("the gradient of a head", on_device, [&] {
+    add_scaled(sum, at::mm(gradient.t(), hidden, at::kFloat), factor, /*keep=*/false);
+  });
+}
+
+// Keeps the gradients themselves, which its backward multiplies, or that of the logits.
 struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
   // The edges, in this order.
   enum Input { kHidden, kWeight, kBias };
@@ -325,6 +387,8 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
 
   void let_go() override {
     kept.fill(at::Tensor());
+    logits.reset();
+    hidden.reset_data();
     weight.reset_data();
   }
 
@@ -332,6 +396,7 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
     variable_list out(num_outputs());
     if (!gradients[0].defined()) return out;
     const bool keep = brimful::keeps_graph();
+    if (logits.defined()) multiply(keep ? logits : std::exchange(logits, {}), gradients[0], out);
     for (size_t i = 0; i < kept.size(); ++i) {
       // Given away one by one: together they are as large as the layer.
       auto gradient = keep ? kept[i] : std::exchange(kept[i], {});
@@ -346,8 +411,27 @@ struct LinearCrossEntropyNode final : brimful::kernels::KernelNode {
     return out;
   }
 
-  // Of the edges in their order; undefined where none is wanted.
+  // The products that have waited.
+  void multiply(const at::Tensor& gradient, const at::Tensor& factor, variable_list& out) {
+    const auto from = hidden.unpack(), by = weight.unpack();
+    if (task_should_compute_output(kHidden)) {
+      out[kHidden] = scaled(gradient.mm(by), factor, kind, /*keep=*/false).view(from.sizes());
+    }
+    if (!task_should_compute_output(kWeight)) return;
+    const auto rows = from.reshape({-1, from.size(-1)}).contiguous();
+    if (auto* sum = brimful::offered_sum(by)) {
+      add_scaled_product(*sum, gradient, rows, factor);
+    } else {
+      at::Tensor own;
+      add_scaled_product(own, gradient, rows, factor);
+      out[kWeight] = own.to(kind);
+    }
+  }
+
+  // Of the edges in their order; undefined where none is wanted, or its product waits.
   std::array<at::Tensor, 3> kept;
+  at::Tensor logits;  // their gradient, where products wait
+  brimful::kernels::SavedVariable hidden;  // then
   brimful::kernels::SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };
@@ -359,12 +443,19 @@ at::Tensor loss_of(
   {
     const at::NoGradGuard no_grad;
     const auto rows = hidden.reshape({-1, hidden.size(-1)}).contiguous();
-    done = run(rows, weight.contiguous(), bias, targets, wanted, chunk_bytes);
+    const auto by = weight.contiguous();
+    done = waits(rows, weight, wanted, chunk_bytes)
+               ? run_waiting(rows, by, bias, targets, wanted)
+               : run_in_chunks(rows, by, bias, targets, wanted, chunk_bytes);
   }
   if (!wanted.any()) return done.loss;
   const auto node =
       brimful::kernels::node_after<LinearCrossEntropyNode>(hidden, weight, bias);
-  if (wanted.hidden) done.hidden = done.hidden.view(hidden.sizes());
+  if (done.hidden.defined()) done.hidden = done.hidden.view(hidden.sizes());
+  if (done.logits.defined()) {
+    node->logits = done.logits;
+    node->hidden = brimful::kernels::SavedVariable(hidden, false);
+  }
   node->kept = {done.hidden, done.weight, done.bias};
   node->weight = brimful::kernels::SavedVariable(weight, false);
   node->kind = hidden.scalar_type();

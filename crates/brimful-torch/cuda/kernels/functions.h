@@ -12,6 +12,7 @@
 #include "batch_norm.h"
 #include "card.h"
 #include "number_kind.h"
+#include "product.h"
 #include "source.h"
 
 #include <cstdint>
@@ -64,6 +65,7 @@ struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::column_partials) column_partials;
   decltype(&brimful::kernels::column_sums) column_sums;
   decltype(&brimful::kernels::add_column_sums) add_column_sums;
+  decltype(&brimful::kernels::add_scaled_product) add_scaled_product;
   decltype(&brimful::kernels::rotary) rotary;
   decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
   decltype(&brimful::kernels::activation) activation;

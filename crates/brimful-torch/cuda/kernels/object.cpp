@@ -28,6 +28,7 @@ const BrimfulKernelFunctions brimful_kernel_functions = {
     brimful::kernels::column_partials,
     brimful::kernels::column_sums,
     brimful::kernels::add_column_sums,
+    brimful::kernels::add_scaled_product,
     brimful::kernels::rotary,
     brimful::kernels::activation_row_blocks,
     brimful::kernels::activation,

@@ -1,0 +1,83 @@
+// Asks cuBLAS for a product whose factors are on the device: libtorch's own take them from the host alone, which
+// would have to wait for them.
+
+#include "product.h"
+
+#include "../../bridge/version.h"
+#include "source.h"
+
+#include <limits>
+#include <string>
+
+BRIMFUL_READ_AGAIN("at::cuda::getCurrentCUDABlasHandle, whose handle has the current stream and a workspace");
+
+struct cublasContext;
+
+// Declared here, because no header of CUDA's is needed to build. Weak, because all else works without them.
+extern "C" {
+__attribute__((weak)) int cublasSetPointerMode_v2(cublasContext* handle, int mode);
+__attribute__((weak)) int cublasGemmEx(
+    cublasContext* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a,
+    int kind_a, int step_a, const void* b, int kind_b, int step_b, const void* beta, void* c,
+    int kind_c, int step_c, int compute, int algorithm);
+}
+
+namespace at::cuda {
+cublasContext* getCurrentCUDABlasHandle();
+}
+
+namespace brimful::kernels {
+
+namespace {
+
+// As cublas_api.h and library_types.h number them.
+constexpr int kPointersToHost = 0, kPointersToDevice = 1;
+constexpr int kAsItIs = 0, kTransposed = 1;
+constexpr int kFloat = 0, kHalf = 2, kBFloat16 = 14;
+constexpr int kComputeFloat = 68;
+constexpr int kAnyAlgorithm = -1;
+
+// While factors are read from the device. The handle is libtorch's, whose own products have them on the host.
+class FactorsOnDevice {
+ public:
+  explicit FactorsOnDevice(cublasContext* handle) : handle_(handle) {
+    check(cublasSetPointerMode_v2(handle, kPointersToDevice));
+  }
+  ~FactorsOnDevice() { cublasSetPointerMode_v2(handle_, kPointersToHost); }
+  FactorsOnDevice(const FactorsOnDevice&) = delete;
+  FactorsOnDevice& operator=(const FactorsOnDevice&) = delete;
+
+  static void check(int status) {
+    if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
+  }
+
+ private:
+  cublasContext* handle_;
+};
+
+int in_words(int64_t number) {
+  if (number > std::numeric_limits<int>::max()) {
+    throw KernelError("a product of " + std::to_string(number) + " rows or columns is too large");
+  }
+  return static_cast<int>(number);
+}
+
+}  // namespace
+
+// Column by column, as cuBLAS reads, a matrix is its transpose: outᵀ = bᵀ · a.
+void add_scaled_product(const ScaledProduct& product, NumberKind kind) {
+  if (cublasGemmEx == nullptr || cublasSetPointerMode_v2 == nullptr) {
+    throw KernelError("there is no cuBLAS");
+  }
+  const int number = kind == NumberKind::kF16 ? kHalf : kBFloat16;
+  const int columns = in_words(product.columns), rows = in_words(product.rows);
+  const int b_step = in_words(product.b_step), a_step = in_words(product.a_step);
+  auto* handle = at::cuda::getCurrentCUDABlasHandle();
+  const FactorsOnDevice factors(handle);
+  FactorsOnDevice::check(cublasGemmEx(
+      handle, kAsItIs, kTransposed, columns, rows, in_words(product.inner), product.factor, product.b,
+      number, b_step, product.a, number, a_step, product.beta, product.out, kFloat, columns,
+      kComputeFloat, kAnyAlgorithm));
+}
+
+}  // namespace brimful::kernels
