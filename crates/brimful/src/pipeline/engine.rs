@@ -12,7 +12,7 @@ use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::memory::Memory;
-use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WorkerFailure, wire};
+use crate::pipeline::run::{End, Job, LossFn, Mode, Tensors, WaitingRoom, WorkerFailure, wire};
 use crate::pipeline::worker::{Tells, Worker, WorkerDone};
 use crate::schedule::{Actions, Recompute};
 use crate::statistics::Pending;
@@ -107,6 +107,13 @@ impl Engine for Pipeline {
 
     fn hints(&mut self) -> Hints {
         Hints { hold: self.arrangement.is_measuring(), ..Hints::default() }
+    }
+
+    fn make_room(&mut self) -> Result<bool> {
+        let made = self
+            .workers()
+            .all(|worker| Ok(worker.site.waiting.as_mut().is_some_and(WaitingRoom::make_room)))?;
+        Ok(made.contains(&true))
     }
 }
 

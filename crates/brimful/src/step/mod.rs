@@ -129,6 +129,11 @@ pub(crate) trait Engine: Sized {
         Hints::default()
     }
 
+    /// Memory ran out in a step. Says whether one that is cut the same may do with less.
+    fn make_room(&mut self) -> Result<bool> {
+        Ok(false)
+    }
+
     /// Gives back the memory that captured work keeps.
     fn drop_captures(&mut self) -> Result<()> {
         Ok(())

@@ -63,8 +63,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
 ) -> Result<(T, SizeLog)> {
     let size = engine.state().size;
     if !size.is_automatic() {
-        let mut cut = Cut::given(to_cut.samples.clone(), size)?;
-        return Ok((run(engine, &mut cut)?.value, SizeLog::default()));
+        return Ok((run_given(engine, size, to_cut, team, run)?.value, SizeLog::default()));
     }
     // Ranks agree on a size once a try: pieces that each cuts by what it has seen would need a word
     // with all others between any two of them.
@@ -85,6 +84,27 @@ pub(super) fn until_it_fits<E: Engine, T>(
         if let Some(value) = ended? {
             return Ok((value, log));
         }
+    }
+}
+
+/// A size that the user has given stays as it is; once more where the engine can do with less memory.
+fn run_given<E: Engine, T>(
+    engine: &mut E,
+    size: Size,
+    to_cut: &ToCut<'_>,
+    team: &Team,
+    mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
+) -> Result<Ran<T>> {
+    let mut attempt = |engine: &mut E| run(engine, &mut Cut::given(to_cut.samples.clone(), size)?);
+    match attempt(engine) {
+        // Over ranks all would have to agree on it.
+        Err(error)
+            if error.out_of_memory().is_some() && team.is_alone() && engine.make_room()? =>
+        {
+            tracing::info!("{error}: once more, with nothing waiting on the device");
+            attempt(engine)
+        }
+        ended => ended,
     }
 }
 

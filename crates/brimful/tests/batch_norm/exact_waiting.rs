@@ -205,3 +205,31 @@ fn larger_micro_batches_are_learnt_of_anew() {
     let (most, on_host) = site.steps(64 * SIZE as i64);
     assert!(most <= 2 * few && on_host > 0, "{most} bytes here, {on_host} there");
 }
+
+/// As where an allocator cannot join what is free.
+#[test]
+fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing() {
+    let _turn = alone();
+    let mut free = Site::new(Recompute::Never);
+    (0..5).for_each(|_| drop(free.step(16 * SIZE as i64)));
+    let (few, _) = Site::new(Recompute::Never).steps(4 * SIZE as i64);
+    for nth in [1, 10, 100, 200] {
+        let mut site = Site::new(Recompute::Never);
+        site.device.set_limit(Some(2 * few)).expect("a limit");
+        site.steps(16 * SIZE as i64);
+        let used = site.device.peak();
+        let sent = |site: &mut Site| {
+            let before = site.host.allocations();
+            site.step(16 * SIZE as i64);
+            site.host.allocations() - before
+        };
+        let usual = sent(&mut site);
+        site.device.fail_nth_allocation(nth);
+        let sent_after = sent(&mut site);
+        assert!(sent_after > usual, "{nth}: {sent_after} copies to the host, usually {usual}");
+        assert_within(&site.results(), &free.results(), 1e-12, &format!("allocation {nth}"));
+        // From then on more is left free.
+        let (later, _) = site.steps(16 * SIZE as i64);
+        assert!(later < used, "{nth}: {later} bytes afterwards, {used} before");
+    }
+}

@@ -5,7 +5,8 @@
 //! work itself takes; from then on that much is left free, and what waits may have the rest. What the very next
 //! stage takes comes first: it would cross the bus and come straight back. What a backward needs much later
 //! crosses it once each way. What is on its way to the host has its memory until it is there, so compute waits for
-//! it rather than for room that a full device would have to look for.
+//! it rather than for room that a full device would have to look for. Where memory runs out all the same, because
+//! an allocator cannot join what is free, the step runs again with nothing waiting here, and more is left free later.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -99,6 +100,8 @@ pub(crate) struct WaitingRoom {
     known: Option<WorkNeed>,
     /// The largest step all of which has waited here.
     fitted: Option<StepExtent>,
+    /// How many sixteenths of all memory are left free besides, for what the allocator cannot join.
+    apart: u64,
     /// The step under way.
     step: Option<WaitingStep>,
     space: Space,
@@ -132,6 +135,8 @@ struct WaitingStep {
     frontier: u64,
     /// The most that entered a stage so far.
     boundary: u64,
+    /// Whether something may wait here, of which there would have been more room elsewhere.
+    takes_room: bool,
     /// Whether there was room for all at every action so far.
     fits: bool,
 }
@@ -150,14 +155,9 @@ enum Space {
 
 impl WaitingRoom {
     pub(crate) fn new(memory: Memory, keeps_activations: bool) -> Self {
-        Self {
-            memory,
-            keeps_activations,
-            known: None,
-            fitted: None,
-            step: None,
-            space: Space::None,
-        }
+        let apart = u64::from(matches!(memory, Memory::Accelerator(_)));
+        let (known, fitted, step) = (None, None, None);
+        Self { memory, keeps_activations, known, fitted, apart, step, space: Space::None }
     }
 
     /// A step begins.
@@ -176,10 +176,28 @@ impl WaitingRoom {
             _ => Space::None,
         };
         let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
-        let (start, fits) = (usage.current.0, work.is_some());
-        let frontier = known.map_or(0, |known| known.boundary * extent.micro_batches());
-        self.step = Some(WaitingStep { trains, extent, start, work, frontier, boundary: 0, fits });
+        let takes_room = usage.limit.is_some() && (work.is_some() || self.space == Space::ForAll);
+        self.step = Some(WaitingStep {
+            trains,
+            extent,
+            start: usage.current.0,
+            work,
+            frontier: known.map_or(0, |known| known.boundary * extent.micro_batches()),
+            boundary: 0,
+            takes_room,
+            fits: work.is_some(),
+        });
         Ok(())
+    }
+
+    /// A step has run out of memory. Says whether the same may do with less, because nothing waits here next time.
+    pub(crate) fn make_room(&mut self) -> bool {
+        let took_room = self.step.take().is_some_and(|step| step.takes_room);
+        if took_room {
+            (self.known, self.fitted) = (None, None);
+            self.apart = (2 * self.apart).max(1);
+        }
+        took_room
     }
 
     /// Learns how much enters a stage.
@@ -199,9 +217,8 @@ impl WaitingRoom {
         let usage = self.memory.usage()?;
         let [available, limit] =
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
-        // An eighth more, and a sixteenth of all that an accelerator's allocator has: it cannot join all of it.
-        let apart = if let Memory::Accelerator(_) = self.memory { limit / 16 } else { 0 };
-        let left_free = work + work / 8 + apart;
+        // An eighth more, because micro-batches differ, and what the allocator cannot join.
+        let left_free = work + work / 8 + limit / 16 * self.apart;
         // Where all micro-batches would never have room, room for the work is enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
