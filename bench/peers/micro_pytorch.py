@@ -14,7 +14,7 @@ import models
 
 
 def contestants(work, flags):
-    cuda, images = work["device"].startswith("cuda"), work["model"].startswith("resnet")
+    cuda, images = work["device"].startswith("cuda"), work["model"].startswith(("resnet", "unet"))
     yield "PyTorch loop", {}
     if cuda and images:
         yield "PyTorch loop, channels last", {"channels_last": True}

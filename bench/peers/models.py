@@ -1,6 +1,6 @@
 """The models that peers and brimful train, their samples and their loss, by what a row of brimful's says.
 
-The ResNets are torchvision's. The GPT is written here with the same parameters as brimful's.
+The ResNets are torchvision's. The GPT, the Llama and the U-Net are written here with the same parameters as brimful's.
 """
 
 import torch
@@ -53,6 +53,96 @@ class Gpt(nn.Module):
         return F.linear(self.ln_f(self.blocks(x)), self.wte.weight)
 
 
+class LlamaBlock(nn.Module):
+    """Attention with rotary positions and a gated network, each normed before and added to what came in."""
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.heads = width // HEAD_WIDTH
+        self.input_norm, self.post_norm = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attend(self.input_norm(x), cos, sin)
+        normed = self.post_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def attend(self, x, cos, sin):
+        samples, sequence, width = x.shape
+        q, k, v = (part(x).view(samples, sequence, self.heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(turned(q, cos, sin), turned(k, cos, sin), v, is_causal=True)
+        return self.o(out.transpose(1, 2).reshape(samples, sequence, width))
+
+
+def turned(x, cos, sin):
+    """Each pair of numbers, one of either half, turned by the angle of its place."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Llama(nn.Module):
+    """A Llama whose head is tied to its embedding, and whose networks are 11/4 as wide as it is."""
+
+    def __init__(self, vocabulary, layers, width, sequence):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.blocks = nn.ModuleList(LlamaBlock(width, width * 11 // 4) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        speeds = 10_000.0 ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
+        angles = torch.outer(torch.arange(sequence), speeds).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+class ConvBlock(nn.Module):
+    """A 3×3 convolution, each channel normed by itself, leaky ReLU."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return F.leaky_relu(F.instance_norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """The U-Net (B, C) of the torchgpipe paper without dropout: five levels, B blocks a cell, C channels in the first."""
+
+    def __init__(self, blocks, channels):
+        super().__init__()
+        widths = [channels << level for level in range(6)]
+        entries = [3, *widths[:4]]
+        self.encoders = nn.ModuleList(unet_cell(blocks, entries[i], widths[i], widths[i]) for i in range(5))
+        self.bottom = unet_cell(blocks, widths[4], widths[5], widths[4])
+        self.decoders = nn.ModuleList(unet_cell(blocks, 2 * widths[i], widths[i] // 2, widths[i] // 2) for i in range(5))
+        self.head = nn.Conv2d(channels // 2, 1, 1, bias=False)
+
+    def forward(self, x):
+        skips = []
+        for encoder in self.encoders:
+            x = encoder(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for decoder, skip in zip(reversed(self.decoders), reversed(skips)):
+            x = decoder(torch.cat((skip, F.interpolate(x, scale_factor=2.0)), dim=1))
+        return self.head(x)
+
+
+def unet_cell(blocks, entry, middle, leaving):
+    ends = [entry, *[middle] * (blocks - 1), leaving]
+    return nn.Sequential(*(ConvBlock(before, after) for before, after in zip(ends, ends[1:])))
+
+
 class Positions(nn.Module):
     """Adds to each token what stands for its place."""
 
@@ -73,6 +163,10 @@ def network(work):
     """The whole model, on its device, with its number type."""
     if work["model"] == "gpt":
         made = Gpt(VOCABULARY[work["bench"]], *shape(work))
+    elif work["model"] == "llama":
+        made = Llama(VOCABULARY[work["bench"]], *shape(work))
+    elif work["model"].startswith("unet:"):
+        made = UNet(*(int(number) for number in work["model"].removeprefix("unet:").split("x")))
     elif work["model"] == "mlp":
         made = nn.Sequential(nn.Flatten(), *perceptron([28 * 28, 1024, 1024, CLASSES]))
     else:
@@ -105,8 +199,11 @@ def layers(work):
 def samples(work, pinned=False):
     """A mini-batch in host memory, page-locked if asked. Random: some kernels are faster on zeros."""
     count = work["batch"]
-    if work["model"] == "gpt":
+    if work["model"] in ("gpt", "llama"):
         x, y = torch.randint(VOCABULARY[work["bench"]], (2, count, shape(work)[2])).unbind()
+    elif work["model"].startswith("unet:"):
+        x, y = torch.randn(count, 3, *shape(work)), torch.randint(2, (count, 1, *shape(work))).float()
+        x = x.bfloat16() if work["dtype"] == "bf16" else x
     else:
         channels = 1 if work["model"] == "mlp" else 3
         x, y = torch.randn(count, channels, *shape(work)), torch.randint(CLASSES, (count,))
@@ -115,6 +212,8 @@ def samples(work, pinned=False):
 
 
 def loss_of(logits, y):
+    if y.is_floating_point():
+        return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 

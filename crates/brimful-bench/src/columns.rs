@@ -1,6 +1,6 @@
 //! Columns that rows of several benchmarks share: what was run, and how fast it was.
 
-use brimful_cli::setting::{ModelName, NumberType};
+use brimful_cli::setting::NumberType;
 use serde::Serialize;
 
 use crate::times::StepTimes;
@@ -10,7 +10,7 @@ use crate::work::Workload;
 #[derive(Debug, Serialize)]
 pub(crate) struct Columns {
     pub(crate) contestant: &'static str,
-    pub(crate) model: ModelName,
+    pub(crate) model: String,
     pub(crate) shape: String,
     dtype: NumberType,
     batch: usize,
@@ -30,7 +30,7 @@ impl Columns {
     pub(crate) fn new(contestant: &'static str, work: &Workload) -> Self {
         Self {
             contestant,
-            model: work.model,
+            model: work.name(),
             shape: work.shape(),
             dtype: work.dtype,
             batch: work.batch,

@@ -187,6 +187,7 @@ impl RanksOptions {
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
+            llama: false,
             vocabulary: VOCABULARY,
             tied: false,
             norms: NormStatistics::Deferred,

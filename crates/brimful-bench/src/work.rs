@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use brimful::Layers;
 use brimful_cli::data::Sample;
 use brimful_cli::setting::{LossModel, ModelName, NormStatistics, NumberType};
-use brimful_models::{Gpt, ResNet, gpt, mlp};
+use brimful_models::{Gpt, Llama, LlamaBiases, ResNet, RotaryScaling, gpt, llama, mlp};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -15,7 +15,7 @@ const CLASSES: i64 = 1000;
 const VOCABULARY: i64 = 50_304;
 const HEAD_WIDTH: i64 = 64;
 
-/// The shape of a GPT, written `12x768x512`.
+/// The shape of a GPT or a Llama, written `12x768x512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GptShape {
     pub(crate) layers: usize,
@@ -32,6 +32,8 @@ pub(crate) struct Workload {
     pub(crate) micro_batch: usize,
     pub(crate) image: i64,
     pub(crate) gpt: GptShape,
+    /// Whether the GPT is a Llama of that shape.
+    pub(crate) llama: bool,
     /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
     pub(crate) vocabulary: i64,
     pub(crate) tied: bool,
@@ -85,7 +87,8 @@ impl Workload {
         let dtype = if cuda { NumberType::Tf32 } else { NumberType::F32 };
         let image = if cuda { 224 } else { 64 };
         let (vocabulary, tied, norms) = (VOCABULARY, true, NormStatistics::Deferred);
-        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied, norms }
+        let llama = false;
+        Self { model, dtype, batch, micro_batch, image, gpt, llama, vocabulary, tied, norms }
     }
 
     /// Builds the model in a store, with its number type.
@@ -98,6 +101,9 @@ impl Workload {
     /// The model, without dropout: contestants must agree on the loss.
     pub(crate) fn layers(&self) -> Result<Layers> {
         match self.model {
+            ModelName::Gpt if self.llama => {
+                Ok(llama(&self.gpt.llama_config(self.vocabulary, self.tied)))
+            }
             ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
             ModelName::Mlp => Ok(mlp(28 * 28, &[1024, 1024], CLASSES)),
             // torchvision's, however small the image: the peers run those.
@@ -170,10 +176,15 @@ impl Workload {
         }
     }
 
+    /// The model's name, as the peers' scripts know it.
+    pub(crate) fn name(&self) -> String {
+        if self.llama { "llama".to_owned() } else { self.model.to_string() }
+    }
+
     /// The row's name while it runs.
     pub(crate) fn title(&self) -> String {
         let Self { batch, micro_batch, .. } = self;
-        format!("{} {} {batch}/{micro_batch}", self.model, self.dtype)
+        format!("{} {} {batch}/{micro_batch}", self.name(), self.dtype)
     }
 }
 
@@ -182,6 +193,29 @@ impl GptShape {
         let Self { layers, width, sequence } = self;
         let heads = width / HEAD_WIDTH;
         Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
+    }
+
+    /// With networks that are 11/4 as wide as it is, which has as many parameters as GPT's 4.
+    fn llama_config(self, vocabulary: i64, tied: bool) -> Llama {
+        let Self { layers, width, sequence } = self;
+        let heads = width / HEAD_WIDTH;
+        Llama {
+            layers,
+            width,
+            inner: width * 11 / 4,
+            heads,
+            key_value_heads: heads,
+            head_width: HEAD_WIDTH,
+            context: sequence,
+            vocabulary,
+            eps: 1e-5,
+            rotary_base: 10_000.0,
+            rotary_scaling: RotaryScaling::Unscaled,
+            biases: LlamaBiases::default(),
+            tied,
+            dropout: 0.0,
+            spread: 0.02,
+        }
     }
 }
 
@@ -223,5 +257,10 @@ mod tests {
             124_082_688
         );
         assert_eq!(table(Device::Cuda(0)).len(), 4);
+        let llama = Workload { llama: true, ..work };
+        assert_eq!(
+            llama.layers().expect("a model").parameter_count().expect("a count"),
+            125_356_800
+        );
     }
 }

@@ -131,7 +131,8 @@ impl ModuleT for ConvBlock {
         // In place: nobody else needs the outputs of the convolution and of the normalisation.
         let x = self.conv.forward(x).feature_dropout_(self.dropout, train);
         let (samples, channels, height, width) = shape(&x);
-        let apart = x.view([1, samples * channels, height, width]);
+        // A copy where the channels are last.
+        let apart = x.reshape([1, samples * channels, height, width]);
         normed(&apart).leaky_relu_().view([samples, channels, height, width])
     }
 }

@@ -233,6 +233,17 @@ fn a_sequence_that_is_too_long_is_refused() {
 }
 
 #[test]
+fn a_u_net_takes_images_whose_channels_are_last() {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let layers = UNet { dropout: 0.0, ..UNet::new(2, 2) }.layers().expect("a shape");
+    let model = layers.build(&vs.root()).expect("a model");
+    let x = Tensor::randn([2, 3, 64, 64], CPU);
+    let last = x.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
+    let off = (model.forward_t(&x, true) - model.forward_t(&last, true)).abs().max();
+    assert!(off.double_value(&[]) < 1e-4, "{off:?}");
+}
+
+#[test]
 #[should_panic = "but 6×5 cannot be halved"]
 fn an_image_that_a_u_net_cannot_halve_is_refused() {
     let layers = UNet::new(2, 2).layers().expect("a shape");

@@ -51,6 +51,9 @@ pub(crate) struct MicroOptions {
     /// the CPU]. A head is 64 wide; there are 50,257 tokens.
     #[arg(long, value_name = "LxWxS")]
     gpt: Option<GptShape>,
+    /// A Llama of this shape, layers x width x sequence, is measured instead, with as many tokens.
+    #[arg(long, value_name = "LxWxS", conflicts_with_all = ["model", "gpt", "table"])]
+    llama: Option<GptShape>,
     /// Measured steps of each contestant.
     #[arg(long, value_name = "N", default_value_t = 5)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
@@ -109,7 +112,8 @@ impl MicroOptions {
             let table = work::table(device);
             return Ok(table.into_iter().map(|row| self.with_shapes(row)).collect());
         }
-        let mut work = self.with_shapes(Workload::default_of(self.model, device));
+        let model = if self.llama.is_some() { ModelName::Gpt } else { self.model };
+        let mut work = self.with_shapes(Workload::default_of(model, device));
         work.dtype = self.dtype.unwrap_or(work.dtype);
         work.batch = self.batch_size.map_or(work.batch, |batch| batch as usize);
         work.micro_batch = self.micro_batch.map_or(work.micro_batch, |micro| micro as usize);
@@ -119,7 +123,8 @@ impl MicroOptions {
     fn with_shapes(&self, work: Workload) -> Workload {
         Workload {
             image: self.image.map_or(work.image, i64::from),
-            gpt: self.gpt.unwrap_or(work.gpt),
+            gpt: self.llama.or(self.gpt).unwrap_or(work.gpt),
+            llama: self.llama.is_some(),
             ..work
         }
     }

@@ -149,6 +149,7 @@ impl PipelineOptions {
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
+            llama: false,
             vocabulary: VOCABULARY,
             tied: false,
             norms: NormStatistics::Deferred,

@@ -89,6 +89,7 @@ impl ResultRow {
         let model = self.text("model");
         let name = match model.strip_prefix("resnet") {
             Some(depth) => format!("ResNet-{depth}"),
+            None if model == "llama" => "Llama".to_owned(),
             None if model.starts_with("gpt") => model.replacen("gpt", "GPT", 1),
             None => model,
         };
