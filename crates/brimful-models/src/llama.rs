@@ -191,14 +191,15 @@ impl LlamaAttention {
 impl ModuleT for LlamaAttention {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let (samples, sequence, _) = x.size3().expect("samples × sequence × width");
-        let split = |projection: &Projection| {
-            projection.forward(x).view([samples, sequence, -1, self.head_width])
-        };
+        let split = [&self.queries, &self.keys, &self.values];
+        let heads = Projection::forward_all(split, x);
+        let [queries, keys, values] =
+            heads.map(|all| all.view([samples, sequence, -1, self.head_width]));
         let first = BlockCache::first_place(self.cache.as_ref());
         let heads = Heads {
-            queries: self.rotary.turn(&split(&self.queries), first),
-            keys: self.rotary.turn(&split(&self.keys), first),
-            values: split(&self.values),
+            queries: self.rotary.turn(&queries, first),
+            keys: self.rotary.turn(&keys, first),
+            values,
         };
         let dropout = if train { self.dropout } else { 0.0 };
         self.join.forward(&heads.attend(self.cache.as_ref(), dropout))
@@ -228,7 +229,7 @@ impl GatedNetwork {
 impl Module for GatedNetwork {
     fn forward(&self, x: &Tensor) -> Tensor {
         // Side by side, because one pass then gates them, and keeps nothing else for the backward.
-        let both = Tensor::cat(&[self.gate.forward(x), self.up.forward(x)], -1);
+        let both = Projection::forward_joined([&self.gate, &self.up], x);
         let gated = bias_swiglu(&both, None).unwrap_or_else(|error| panic!("{error}"));
         self.down.forward(&gated)
     }

@@ -1,8 +1,9 @@
-// A linear layer on a card, whose weight's gradient goes straight into the sum that is offered for it.
+// Linear layers on a card that read the same rows, whose weights' gradients go straight into the sums that are
+// offered for them.
 //
-//   x [rows × inputs] · weight + bias ──▶ out [rows × outputs]
+//   x [rows × inputs] · weight + bias ──▶ out [rows × outputs], of each layer: apart, or all of a row side by side
 //
-//   backward   gradient · weight ──▶ of x
+//   backward   gradient · weight ──▶ of x, each product added to those before
 //              gradient · x      ──▶ added to the sum in f32, or given as the weight's gradient
 //              columns of it     ──▶ the bias's
 
@@ -17,10 +18,14 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <vector>
 
 BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
@@ -69,87 +74,186 @@ void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-struct ProjectionNode final : KernelNode {
-  // The edges, in this order.
-  enum Input { kX, kWeight, kBias };
+// A layer's own, of which the weight is of outputs × inputs, or of inputs × outputs.
+struct Layer {
+  at::Tensor weight;
+  at::Tensor bias;  // undefined where there is none
+};
 
-  std::string name() const override { return "BrimfulProjectionBackward"; }
+int64_t outputs_of(const at::Tensor& weight, bool inputs_first) {
+  return weight.size(inputs_first ? 1 : 0);
+}
+
+struct ProjectionsNode final : KernelNode {
+  struct Saved {
+    SavedVariable weight, bias;
+    int64_t outputs;
+  };
+
+  std::string name() const override { return "BrimfulProjectionsBackward"; }
   const char* what() const override { return "a projection"; }
   bool has_halves() const override { return true; }
 
+  // The edges are x's, then each layer's.
+  static size_t weight_edge(size_t layer) { return 1 + 2 * layer; }
+  static size_t bias_edge(size_t layer) { return 2 + 2 * layer; }
+
   void let_go() override {
     x.reset_data();
-    weight.reset_data();
-    bias.reset_data();
+    for (auto& layer : layers) {
+      layer.weight.reset_data();
+      layer.bias.reset_data();
+    }
   }
 
   variable_list backward(variable_list&& gradients) override {
     variable_list out(num_outputs());
-    const auto& gradient = gradients[0];
-    if (!gradient.defined()) return out;
-    if (task_should_compute_output(kX)) {
-      const auto by = weight.unpack();
-      out[kX] = at::mm(gradient, inputs_first ? by.t() : by);
+    int64_t at = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto outputs = layers[i].outputs;
+      const auto& all = gradients[joined ? 0 : i];
+      const auto gradient = joined && all.defined() ? all.narrow(1, at, outputs) : all;
+      at += outputs;
+      if (gradient.defined()) one_backward(i, gradient, out);
     }
-    if (task_should_compute_output(kWeight)) out[kWeight] = of_weight(gradient);
-    if (task_should_compute_output(kBias)) out[kBias] = of_bias(gradient, bias.unpack());
     return out;
   }
 
+  void one_backward(size_t i, const at::Tensor& gradient, variable_list& out) {
+    const auto weight = layers[i].weight.unpack();
+    if (task_should_compute_output(0)) {
+      const auto by = inputs_first ? weight.t() : weight;
+      if (out[0].defined()) {
+        at::addmm_out(out[0], out[0], gradient, by);
+      } else {
+        out[0] = at::mm(gradient, by);
+      }
+    }
+    if (task_should_compute_output(weight_edge(i))) {
+      out[weight_edge(i)] = of_weight(gradient, weight);
+    }
+    if (task_should_compute_output(bias_edge(i))) {
+      out[bias_edge(i)] = of_bias(gradient, layers[i].bias.unpack());
+    }
+  }
+
   // Undefined where it has gone into the sum.
-  at::Tensor of_weight(const at::Tensor& gradient) {
+  at::Tensor of_weight(const at::Tensor& gradient, const at::Tensor& weight) {
     const auto rows = x.unpack();
     const auto a = inputs_first ? rows.t() : gradient.t();
     const auto& b = inputs_first ? gradient : rows;
-    auto* sum = brimful::offered_sum(weight.unpack());
+    auto* sum = brimful::offered_sum(weight);
     if (sum == nullptr) return at::mm(a, b);
     add_product(*sum, a, b);
     return {};
   }
 
-  SavedVariable x, weight, bias;
+  SavedVariable x;
+  std::vector<Saved> layers;
   bool inputs_first = false;
+  bool joined = false;
 };
 
-// With the kernels switched off, or under autocast, it is libtorch's own layer.
-bool is_ours(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  return kernels::takes(x) && x.numel() > 0 && kernels::is_alike(x, weight) &&
-         (!bias.defined() || kernels::is_alike(x, bias)) &&
-         !at::autocast::is_autocast_enabled(at::kCUDA);
-}
+// Several layers of the same rows.
+struct Projections {
+  const at::Tensor& x;
+  const std::vector<Layer>& layers;
+  bool inputs_first;
+  bool joined;
 
-at::Tensor multiplied(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool inputs_first) {
-  // One kernel for the product and the bias.
-  if (!inputs_first) return at::linear(x, weight, bias);
-  return bias.defined() ? at::addmm(bias, x, weight) : at::mm(x, weight);
-}
-
-at::Tensor projected(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool inputs_first) {
-  const bool wanted = kernels::wants_gradient(x) || kernels::wants_gradient(weight) ||
-                      kernels::wants_gradient(bias);
-  if (!wanted || !at::GradMode::is_enabled() || !is_ours(x, weight, bias)) {
-    return multiplied(x, weight, bias, inputs_first);
+  std::vector<at::Tensor> run() const {
+    const bool tracked = at::GradMode::is_enabled() && wants_gradient();
+    if (!is_ours()) return joined ? std::vector<at::Tensor>{at::cat(each(), 1)} : each();
+    if (!tracked) return computed();
+    const auto node = made_node();
+    std::vector<at::Tensor> out;
+    {
+      const at::NoGradGuard untracked;
+      out = computed();
+    }
+    for (auto& tensor : out) torch::autograd::set_history(tensor, node);
+    return out;
   }
-  const auto node = kernels::node_after<ProjectionNode>(x, weight, bias);
-  node->x = SavedVariable(x, false);
-  node->weight = SavedVariable(weight, false);
-  node->bias = SavedVariable(bias, false);
-  node->inputs_first = inputs_first;
-  return kernels::with_history(node, [&] { return multiplied(x, weight, bias, inputs_first); });
-}
+
+ private:
+  bool wants_gradient() const {
+    return kernels::wants_gradient(x) ||
+           std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
+             return kernels::wants_gradient(layer.weight) || kernels::wants_gradient(layer.bias);
+           });
+  }
+
+  // With the kernels switched off, or under autocast, they are libtorch's own layers.
+  bool is_ours() const {
+    const auto is_alike = [&](const Layer& layer) {
+      return kernels::is_alike(x, layer.weight) &&
+             (!layer.bias.defined() || kernels::is_alike(x, layer.bias));
+    };
+    return kernels::takes(x) && x.numel() > 0 && !at::autocast::is_autocast_enabled(at::kCUDA) &&
+           std::all_of(layers.begin(), layers.end(), is_alike);
+  }
+
+  std::shared_ptr<ProjectionsNode> made_node() const {
+    std::vector<at::Tensor> leaves;
+    for (const auto& [weight, bias] : layers) leaves.insert(leaves.end(), {weight, bias});
+    const auto node = kernels::node_after<ProjectionsNode>(x, at::ArrayRef<at::Tensor>(leaves));
+    node->x = SavedVariable(x, false);
+    node->inputs_first = inputs_first;
+    node->joined = joined;
+    for (const auto& [weight, bias] : layers) {
+      const auto outputs = outputs_of(weight, inputs_first);
+      node->layers.push_back({SavedVariable(weight, false), SavedVariable(bias, false), outputs});
+    }
+    return node;
+  }
+
+  at::Tensor product(const Layer& layer) const {
+    // One kernel for the product and the bias.
+    if (!inputs_first) return at::linear(x, layer.weight, layer.bias);
+    return layer.bias.defined() ? at::addmm(layer.bias, x, layer.weight) : at::mm(x, layer.weight);
+  }
+
+  std::vector<at::Tensor> each() const {
+    std::vector<at::Tensor> out;
+    for (const auto& layer : layers) out.push_back(product(layer));
+    return out;
+  }
+
+  std::vector<at::Tensor> computed() const { return joined ? side_by_side() : each(); }
+
+  // Products are written where they belong.
+  std::vector<at::Tensor> side_by_side() const {
+    int64_t all = 0, at = 0;
+    for (const auto& layer : layers) all += outputs_of(layer.weight, inputs_first);
+    auto out = at::empty({x.size(0), all}, x.options());
+    for (const auto& layer : layers) {
+      const auto outputs = outputs_of(layer.weight, inputs_first);
+      auto into = out.narrow(1, at, outputs);
+      const auto by = inputs_first ? layer.weight : layer.weight.t();
+      if (layer.bias.defined()) {
+        at::addmm_out(into, layer.bias, x, by);
+      } else {
+        at::mm_out(into, x, by);
+      }
+      at += outputs;
+    }
+    return {out};
+  }
+};
 
 }  // namespace
 
 extern "C" {
 
-// Rows × inputs to rows × outputs; a null bias: none.
-int32_t brimful_projection(
-    const at::Tensor* x, const at::Tensor* weight, const at::Tensor* bias, bool inputs_first,
-    at::Tensor** out, char** message) noexcept {
+// Rows × inputs to rows × outputs of each layer, or of all of them as one; a null bias: none.
+int32_t brimful_projections(
+    const at::Tensor* x, const at::Tensor* const* weights, const at::Tensor* const* biases,
+    size_t count, bool inputs_first, bool joined, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
-    *out = new at::Tensor(projected(*x, *weight, brimful::or_none(bias), inputs_first));
+    std::vector<Layer> layers;
+    for (size_t i = 0; i < count; ++i) layers.push_back({*weights[i], brimful::or_none(biases[i])});
+    const auto all = Projections{*x, layers, inputs_first, joined}.run();
+    for (size_t i = 0; i < all.size(); ++i) out[i] = new at::Tensor(all[i]);
   });
 }
 

@@ -443,11 +443,13 @@ unsafe extern "C" {
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;
-    pub(crate) fn brimful_projection(
+    pub(crate) fn brimful_projections(
         x: *const RawTensor,
-        weight: *const RawTensor,
-        bias: *const RawTensor,
+        weights: *const *const RawTensor,
+        biases: *const *const RawTensor,
+        count: usize,
         inputs_first: bool,
+        joined: bool,
         out: *mut *mut RawTensor,
         message: Message,
     ) -> i32;

@@ -10,7 +10,7 @@ use brimful::nn::{Gelu, Rotary, bias_gelu, bias_swiglu, layer_norm, rms_norm};
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
-use brimful_torch::projection::{embedding, projection};
+use brimful_torch::projection::{Outputs, embedding, projection, projections};
 use support::{numbers, test_device};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -246,6 +246,44 @@ fn a_projection_is_a_product_in_either_order_with_or_without_a_bias() {
 }
 
 #[test]
+fn several_projections_of_the_same_rows_are_each_by_itself() {
+    for ([rows, inputs], outputs) in SHAPES.into_iter().zip([1, 3, 8, 64, 5, 96, 130].repeat(2)) {
+        for (inputs_first, how) in [false, true]
+            .into_iter()
+            .flat_map(|first| [Outputs::Apart, Outputs::Joined].map(|how| (first, how)))
+        {
+            let weight = |outputs, seed| {
+                let shape = if inputs_first { [inputs, outputs] } else { [outputs, inputs] };
+                numbers(&shape, seed) / (inputs as f64).sqrt()
+            };
+            let by = |weight: &Tensor| if inputs_first { weight.tr() } else { weight.copy() };
+            let case = Case {
+                name: format!("{rows} × {inputs} to {outputs} and 7, {inputs_first}, {how:?}"),
+                inputs: vec![
+                    ("x", numbers(&[rows, inputs], 1)),
+                    ("first weight", weight(outputs, 2)),
+                    ("second weight", weight(7, 3)),
+                    ("bias", numbers(&[7], 4)),
+                ],
+                ours: &|t| {
+                    let layers = [(&t[1], None), (&t[2], Some(&t[3]))];
+                    projections(&t[0], &layers, inputs_first, how).expect("products")
+                },
+                theirs: &|t| {
+                    let first = t[0].linear(&by(&t[1]), None::<&Tensor>);
+                    let all = [first, t[0].linear(&by(&t[2]), Some(&t[3]))];
+                    match how {
+                        Outputs::Apart => all.into(),
+                        Outputs::Joined => vec![Tensor::cat(&all, 1)],
+                    }
+                },
+            };
+            case.check();
+        }
+    }
+}
+
+#[test]
 fn an_embedding_s_gradient_counts_each_use() {
     let places = Tensor::from_slice(&[3i64, 0, 3, 3, 6, 0]).view([2, 3]);
     let there = |t: &Tensor| places.to_device(t.device());
@@ -281,7 +319,8 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
         let ran = micro.backward(&tokens, |tokens| {
             let x = embedding(&table, &tokens).expect("rows").view([-1, 16]);
             let x = projection(&x, &weight, Some(&bias), true).expect("a product").tanh();
-            let x = projection(&x, &weight, None, false).expect("a product");
+            let both = [(&weight, None), (&weight, Some(&bias))];
+            let x = projections(&x, &both, false, Outputs::Joined).expect("products").remove(0);
             Loss::mean(x.square().mean(Kind::Float))
         });
         ran.expect("a step");

@@ -1,6 +1,6 @@
 //! A linear layer, its weights in either order, to which LoRA can be added.
 
-use brimful_torch::projection::projection;
+use brimful_torch::projection::{Outputs, projection, projections};
 use tch::Tensor;
 use tch::nn::{Module, Path};
 
@@ -60,20 +60,60 @@ impl Projection {
         self.project(x, None)
     }
 
+    /// What several make of the same `x`: as each by itself, but on a card the gradient of `x` is added up as it is
+    /// computed.
+    pub fn forward_all<const N: usize>(all: [&Self; N], x: &Tensor) -> [Tensor; N] {
+        let rows = rows_of(x);
+        let out = Self::project_all(&all, &rows, Outputs::Apart);
+        let mut out = all.into_iter().zip(out).map(|(one, out)| one.adapted(out, &rows));
+        all.map(|_| like(out.next().expect("one for each"), x))
+    }
+
+    /// The same side by side, in the last dimension of one tensor.
+    pub fn forward_joined<const N: usize>(all: [&Self; N], x: &Tensor) -> Tensor {
+        if all.iter().any(|one| one.adapter.is_some()) {
+            return Tensor::cat(&Self::forward_all(all, x), -1);
+        }
+        like(Self::project_all(&all, &rows_of(x), Outputs::Joined).remove(0), x)
+    }
+
+    /// Without what LoRA adds.
+    fn project_all(all: &[&Self], rows: &Tensor, outputs: Outputs) -> Vec<Tensor> {
+        let order = all.first().map(|first| first.order).unwrap_or_default();
+        assert!(all.iter().all(|one| one.order == order), "their weights have different orders");
+        let layers: Vec<_> = all.iter().map(|one| (&one.weight, one.bias.as_ref())).collect();
+        let inputs_first = order == WeightOrder::InputsFirst;
+        projections(rows, &layers, inputs_first, outputs).unwrap_or_else(|error| panic!("{error}"))
+    }
+
     fn project(&self, x: &Tensor, bias: Option<&Tensor>) -> Tensor {
-        let mut shape = x.size();
-        let inputs = shape.pop().unwrap_or_default();
-        let rows = x.reshape([-1, inputs]);
+        let rows = rows_of(x);
         let inputs_first = self.order == WeightOrder::InputsFirst;
         let out = projection(&rows, &self.weight, bias, inputs_first)
             .unwrap_or_else(|error| panic!("{error}"));
-        let out = match &self.adapter {
-            Some(adapter) => adapter.add_to(out, &rows),
-            None => out,
-        };
-        shape.push(out.size()[1]);
-        out.view(&shape[..])
+        like(self.adapted(out, &rows), x)
     }
+
+    fn adapted(&self, out: Tensor, rows: &Tensor) -> Tensor {
+        match &self.adapter {
+            Some(adapter) => adapter.add_to(out, rows),
+            None => out,
+        }
+    }
+}
+
+/// A row for each place of `x`.
+fn rows_of(x: &Tensor) -> Tensor {
+    let inputs = x.size().pop().unwrap_or_default();
+    x.reshape([-1, inputs])
+}
+
+/// Rows at the places of `x`.
+fn like(rows: Tensor, x: &Tensor) -> Tensor {
+    let mut shape = x.size();
+    shape.pop();
+    shape.push(rows.size()[1]);
+    rows.view(&shape[..])
 }
 
 impl Module for Projection {
