@@ -1,4 +1,4 @@
-// A linear layer and the cross-entropy of what comes out of it, without its logits ever being whole.
+// A linear layer and the cross-entropy of what comes out of it, without its logits being whole where they are many.
 //
 //   hidden  [N × d] ─┬─ chunk of tokens ── logits [c × V] ── gradient of the logits, in their place
 //   weight  [V × d] ─┘                         │                  ├── × weight  → rows of hidden's gradient

@@ -1,4 +1,4 @@
-//! A head and its cross-entropy in one, whose logits never exist whole.
+//! A head and its cross-entropy in one, whose logits never exist whole where they would be many.
 
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
 use tch::{Device, Kind, Tensor};
@@ -25,8 +25,9 @@ pub struct LinearCrossEntropyConfig<'a> {
     pub smoothing: f64,
     /// What each class counts for; 1 without.
     pub class_weights: Option<&'a Tensor>,
-    /// How much memory the logits of a chunk may take; without it, 256 MiB, or a quarter of what is
-    /// free on the device where that is less. Sums of another chunk are rounded otherwise.
+    /// How much memory the logits of a chunk may take, and all of them beyond what the weight's gradient would take;
+    /// without it, 256 MiB, or a quarter of what is free on the device where that is less. Sums of another chunk are
+    /// rounded otherwise.
     pub chunk: Option<Bytes>,
 }
 
@@ -106,7 +107,9 @@ pub enum LinearCrossEntropyError {
 /// Hidden states are of any shape … × width, the weight of classes × width (an embedding's table, for a
 /// tied head), targets integers of the shape …. The logits are computed for a chunk of places at a time,
 /// and their gradient at once, in their place: what would be several times places × classes is a chunk
-/// and the weight's own gradient. Halves are summed in f32.
+/// and the weight's own gradient. Where all logits take no more than these two, and at most three times what the
+/// gradient takes, theirs waits for the backward instead, and the weight's is added to a step's sum without being
+/// made apart: that is faster. Halves are summed in f32.
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
