@@ -44,6 +44,7 @@ const UNITS: [Unit; 2] = [
             "bridge/arena.cpp",
             "bridge/autograd.cpp",
             "bridge/backward_graph.cpp",
+            "bridge/beside.cpp",
             "bridge/cuda.cpp",
             "bridge/cuda_object.cpp",
             "bridge/direct_backward.cpp",

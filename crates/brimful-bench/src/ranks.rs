@@ -187,7 +187,6 @@ impl RanksOptions {
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
-            llama: false,
             vocabulary: VOCABULARY,
             tied: false,
             norms: NormStatistics::Deferred,

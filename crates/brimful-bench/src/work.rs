@@ -21,6 +21,8 @@ pub(crate) struct GptShape {
     pub(crate) layers: usize,
     pub(crate) width: i64,
     pub(crate) sequence: i64,
+    /// Whether it is a Llama's.
+    pub(crate) llama: bool,
 }
 
 /// One row's work.
@@ -32,8 +34,6 @@ pub(crate) struct Workload {
     pub(crate) micro_batch: usize,
     pub(crate) image: i64,
     pub(crate) gpt: GptShape,
-    /// Whether the GPT is a Llama of that shape.
-    pub(crate) llama: bool,
     /// Different tokens of a GPT. Its head shares the embedding's table if `tied`.
     pub(crate) vocabulary: i64,
     pub(crate) tied: bool,
@@ -80,15 +80,14 @@ impl Workload {
             (_, false) => (16, 4),
         };
         let gpt = if cuda {
-            GptShape { layers: 12, width: 768, sequence: 512 }
+            GptShape { layers: 12, width: 768, sequence: 512, llama: false }
         } else {
-            GptShape { layers: 2, width: 128, sequence: 64 }
+            GptShape { layers: 2, width: 128, sequence: 64, llama: false }
         };
         let dtype = if cuda { NumberType::Tf32 } else { NumberType::F32 };
         let image = if cuda { 224 } else { 64 };
         let (vocabulary, tied, norms) = (VOCABULARY, true, NormStatistics::Deferred);
-        let llama = false;
-        Self { model, dtype, batch, micro_batch, image, gpt, llama, vocabulary, tied, norms }
+        Self { model, dtype, batch, micro_batch, image, gpt, vocabulary, tied, norms }
     }
 
     /// Builds the model in a store, with its number type.
@@ -101,7 +100,7 @@ impl Workload {
     /// The model, without dropout: contestants must agree on the loss.
     pub(crate) fn layers(&self) -> Result<Layers> {
         match self.model {
-            ModelName::Gpt if self.llama => {
+            ModelName::Gpt if self.gpt.llama => {
                 Ok(llama(&self.gpt.llama_config(self.vocabulary, self.tied)))
             }
             ModelName::Gpt => Ok(gpt(&self.gpt.config(self.vocabulary, self.tied))),
@@ -166,7 +165,7 @@ impl Workload {
     pub(crate) fn shape(&self) -> String {
         match (self.model, self.sample()) {
             (ModelName::Gpt, _) => {
-                let GptShape { layers, width, sequence } = self.gpt;
+                let GptShape { layers, width, sequence, .. } = self.gpt;
                 format!("{layers}×{width}×{sequence}")
             }
             (_, Sample::Sequence { length, .. }) => length.to_string(),
@@ -178,7 +177,7 @@ impl Workload {
 
     /// The model's name, as the peers' scripts know it.
     pub(crate) fn name(&self) -> String {
-        if self.llama { "llama".to_owned() } else { self.model.to_string() }
+        if self.gpt.llama { "llama".to_owned() } else { self.model.to_string() }
     }
 
     /// The row's name while it runs.
@@ -190,14 +189,14 @@ impl Workload {
 
 impl GptShape {
     fn config(self, vocabulary: i64, tied: bool) -> Gpt {
-        let Self { layers, width, sequence } = self;
+        let Self { layers, width, sequence, .. } = self;
         let heads = width / HEAD_WIDTH;
         Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
     }
 
     /// With networks that are 11/4 as wide as it is, which has as many parameters as GPT's 4.
     fn llama_config(self, vocabulary: i64, tied: bool) -> Llama {
-        let Self { layers, width, sequence } = self;
+        let Self { layers, width, sequence, .. } = self;
         let heads = width / HEAD_WIDTH;
         Llama {
             layers,
@@ -232,7 +231,8 @@ impl FromStr for GptShape {
             "'{text}': give at least one layer and token, and a width that is a multiple of 64"
         );
         let layers = usize::try_from(*layers).context("too many layers")?;
-        Ok(Self { layers, width: i64::from(*width), sequence: i64::from(*sequence) })
+        let [width, sequence] = [*width, *sequence].map(i64::from);
+        Ok(Self { layers, width, sequence, llama: false })
     }
 }
 
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_shape_is_three_numbers_and_whole_heads() {
-        let shape = GptShape { layers: 12, width: 768, sequence: 512 };
+        let shape = GptShape { layers: 12, width: 768, sequence: 512, llama: false };
         assert_eq!("12x768x512".parse::<GptShape>().expect("a shape"), shape);
         for text in ["12x768", "12x768xlong", "0x768x512", "2x100x8", ""] {
             assert!(text.parse::<GptShape>().is_err(), "{text}");
@@ -257,7 +257,7 @@ mod tests {
             124_082_688
         );
         assert_eq!(table(Device::Cuda(0)).len(), 4);
-        let llama = Workload { llama: true, ..work };
+        let llama = Workload { gpt: GptShape { llama: true, ..work.gpt }, ..work };
         assert_eq!(
             llama.layers().expect("a model").parameter_count().expect("a count"),
             125_356_800

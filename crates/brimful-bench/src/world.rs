@@ -123,7 +123,6 @@ impl WorldOptions {
             micro_batch: 1,
             image: 0,
             gpt: self.gpt,
-            llama: false,
             vocabulary: 256,
             tied: false,
             norms: NormStatistics::Deferred,

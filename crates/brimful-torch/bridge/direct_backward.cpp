@@ -2,6 +2,8 @@
 
 #include "direct_backward.h"
 
+#include "beside.h"
+#include "kernel_node.h"
 #include "version.h"
 
 #include <ATen/core/grad_mode.h>
@@ -11,6 +13,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -55,6 +58,9 @@ class OneStream {
                        !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
     return !hooks && is_on_it(node);
   }
+
+  // None where all is on the CPU.
+  const std::optional<c10::Stream>& here() const { return here_; }
 
  private:
   bool is_on_it(const Node& node) {
@@ -122,11 +128,11 @@ class DirectRun {
     for (const auto at : roots_) {
       if (turns_[at].is_needed && turns_[at].awaited == 0) get_ready(at);
     }
-    while (!ready_.empty()) {
-      const auto at = ready_.top().second;
-      ready_.pop();
-      run_node(at, keep_graph);
-    }
+    beside_.open(stream_.here());
+    run_all(keep_graph);
+    beside_.join();
+    for (auto& late : late_) arrive(late.at, late.input, std::move(late.gradient));
+    run_all(keep_graph);
     return std::move(given_);
   }
 
@@ -140,9 +146,17 @@ class DirectRun {
     uint32_t next;
   };
 
+  // A gradient that is computed beside, and where it goes.
+  struct Late {
+    uint32_t at;
+    uint32_t input;
+    at::Tensor gradient;
+  };
+
   // What the run knows of a place of the graph.
   struct Turn {
-    // Nodes that will bring a gradient, or say that there is none.
+    // Nodes that will bring a gradient, or say that there is none: in all, and still.
+    uint32_t bringing = 0;
     uint32_t awaited = 0;
     uint32_t taken = kNone;
     bool is_reached = false;
@@ -195,7 +209,7 @@ class DirectRun {
       each_child(at, [&](auto child) { turn.is_needed |= turns_[child].is_needed; });
       if (!turn.is_needed) continue;
       each_child(at, [&](auto child) {
-        ++turns_[child].awaited;
+        turns_[child].bringing = ++turns_[child].awaited;
         // It would compute a gradient that nobody asks for: the engine can tell it so.
         in_vain |= !turns_[child].is_needed;
       });
@@ -215,6 +229,39 @@ class DirectRun {
     ready_.emplace(graph_.places[at].node->sequence_nr(), at);
   }
 
+  void arrive(uint32_t at, uint32_t input, at::Tensor&& gradient) {
+    bring(at, input, std::move(gradient));
+    if (--turns_[at].awaited == 0) get_ready(at);
+  }
+
+  void run_all(bool keep_graph) {
+    while (!ready_.empty()) {
+      const auto at = ready_.top().second;
+      ready_.pop();
+      run_node(at, keep_graph);
+    }
+  }
+
+  // Which edges lead to leaves that nobody else brings a gradient to, of a node whose product or convolution for
+  // them is apart from that for the rest; none where there is no such, or no rest.
+  std::vector<bool> weights_of(const BackwardGraph::Place& place) const {
+    const auto* ours = dynamic_cast<const brimful::kernels::KernelNode*>(place.node);
+    const bool in_halves =
+        ours != nullptr ? ours->has_halves() : place.node->name() == "ConvolutionBackward0";
+    if (!in_halves) return {};
+    std::vector<bool> is_weight(place.edges);
+    bool weights = false, others = false;
+    for (uint32_t edge = 0; edge < place.edges; ++edge) {
+      const auto child = graph_.children[place.first_child + edge];
+      if (child == kNone) continue;
+      const auto* node = graph_.places[child].node;
+      is_weight[edge] = turns_[child].bringing == 1 &&
+                        dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr;
+      (is_weight[edge] ? weights : others) = true;
+    }
+    return weights && others ? is_weight : std::vector<bool>();
+  }
+
   void run_node(uint32_t at, bool keep_graph) {
     auto& turn = turns_[at];
     const auto& place = graph_.places[at];
@@ -226,17 +273,23 @@ class DirectRun {
     Node& node = *place.node;
     const bool releases = !keep_graph && !turn.is_passed;
     if (releases) node.will_release_variables();
-    auto gradients = node(std::move(gathered));
+    const auto is_weight = beside_.is_open() ? weights_of(place) : std::vector<bool>();
+    const bool aside = !is_weight.empty();
+    auto gradients = aside ? beside_.run(node, gathered, is_weight, releases) : node(std::move(gathered));
     torch::autograd::validate_outputs(
         node.next_edges(), gradients, [&](const std::string& refusal) {
           return "Function " + node.name() + " returned an " + refusal;
         });
-    if (releases) node.release_variables();
+    if (releases && !aside) node.release_variables();
     for (uint32_t edge = 0; edge < place.edges; ++edge) {
       const auto child = graph_.children[place.first_child + edge];
       if (child == kNone) continue;
-      bring(child, node.next_edge(edge).input_nr, std::move(gradients[edge]));
-      if (--turns_[child].awaited == 0) get_ready(child);
+      const auto input = node.next_edge(edge).input_nr;
+      if (aside && is_weight[edge]) {
+        late_.push_back({child, input, std::move(gradients[edge])});
+      } else {
+        arrive(child, input, std::move(gradients[edge]));
+      }
     }
   }
 
@@ -244,6 +297,8 @@ class DirectRun {
   std::vector<Turn> turns_;
   const bool prunes_;
   OneStream stream_;
+  brimful::Beside beside_;
+  std::vector<Late> late_;
   std::vector<uint32_t> roots_;
   std::vector<Taken> taken_;
   variable_list given_;

@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -38,6 +40,8 @@ class KernelNode : public torch::autograd::Node {
     TORCH_CHECK(
         !at::GradMode::is_enabled(), "the gradient of ", what(), " has no gradient of its own: ",
         remedy());
+    // As in the forward, where these nodes are not made under autocast: a sum in f32 stays one.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return backward(std::move(gradients));
   }
 

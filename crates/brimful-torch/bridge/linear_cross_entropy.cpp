@@ -20,7 +20,6 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
@@ -197,12 +196,12 @@ int64_t tokens_in(int64_t chunk_bytes, int64_t classes, const at::Tensor& hidden
   return power;
 }
 
-// Whether the gradient of all logits waits for the backward. That takes a chunk's bytes more than the weight's
-// gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
+// Whether the gradient of all logits waits for the backward. What waits is then a chunk's bytes more than the
+// weight's gradient at most. Halves without our kernels are summed from an f32 copy, which would have to wait too.
 bool waits(
     const at::Tensor& hidden, const at::Tensor& weight, const Wanted& wanted, int64_t chunk_bytes) {
   const auto kind = hidden.scalar_type();
-  if (!wanted.weight || (is_half(kind) && !brimful::kernels::takes(hidden))) return false;
+  if (!wanted.weight || hidden.size(0) == 0 || (is_half(kind) && !brimful::kernels::takes(hidden))) return false;
   const auto of_weight = weight.numel() * static_cast<int64_t>(c10::elementSize(sum_kind(kind)));
   const auto of_logits = hidden.size(0) * weight.size(0) * static_cast<int64_t>(c10::elementSize(kind));
   return of_logits <= kMostWaiting * of_weight && of_logits <= of_weight + chunk_bytes;
@@ -358,12 +357,14 @@ void add_scaled_product(
   }
   const auto on_device = [&] {
     const auto options = hidden.options().dtype(at::kFloat);
-    auto out = sum.defined() ? sum : at::empty({gradient.size(1), hidden.size(1)}, options);
-    const auto beta = at::full({}, sum.defined() ? 1 : 0, options);
-    const auto by = factor.to(at::kFloat);
+    auto out = sum.defined() ? sum : at::zeros({gradient.size(1), hidden.size(1)}, options);
+    if (!out.is_contiguous() || out.scalar_type() != at::kFloat) {
+      throw brimful::kernels::KernelError("the sum is not of f32, row by row");
+    }
+    const auto one = at::ones({}, options), by = factor.to(at::kFloat);
     const brimful::kernels::ScaledProduct product{
         gradient.const_data_ptr(), hidden.const_data_ptr(), out.mutable_data_ptr<float>(),
-        by.const_data_ptr<float>(), beta.const_data_ptr<float>(), gradient.size(1), hidden.size(1),
+        by.const_data_ptr<float>(), one.const_data_ptr<float>(), gradient.size(1), hidden.size(1),
         hidden.size(0), gradient.stride(0), hidden.stride(0)};
     const c10::DeviceGuard there(hidden.device());
     brimful::kernels::functions()->add_scaled_product(product, brimful::kernels::number_kind(hidden));

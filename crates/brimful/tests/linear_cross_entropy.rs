@@ -311,29 +311,36 @@ fn only_what_is_asked_for_gets_a_gradient() {
     assert_eq!(silent, done.sum.detach());
 }
 
+/// Few logits, whose gradient waits for the backward, and more of them, which go in chunks.
 #[test]
 fn in_micro_batches_a_tied_head_has_the_gradient_of_the_whole_batch() {
-    let step = |size| {
+    let step = |kind: Kind, size, chunk| {
         let mut store = VarStore::new(test_device());
         let table = store.root().zeros("table", &[23, 6]);
-        store.double();
+        store.set_kind(kind);
         let mut table = store.variables().remove("table").unwrap_or(table);
-        tch::no_grad(|| table.copy_(&numbers(&[23, 6], 5)));
+        tch::no_grad(|| table.copy_(&numbers(&[23, 6], 5).to_kind(Kind::BFloat16)));
         let tokens = (numbers(&[10, 9], 7) * 1e4).remainder(23.0).to_kind(Kind::Int64);
         let mut micro = micro_batcher(&store, Size::Fixed(size));
         let step = micro.backward(&tokens, |tokens| {
             let hidden = Tensor::embedding(&table, &tokens.narrow(1, 0, 8), -1, false, false);
-            let config = LinearCrossEntropyConfig { ignored: 3, ..Default::default() };
+            let config = LinearCrossEntropyConfig { ignored: 3, chunk, ..Default::default() };
             linear_cross_entropy(&hidden, &table, None, &tokens.narrow(1, 1, 8), config)
         });
-        (step.expect("a step").loss, table.grad())
+        (step.expect("a step").loss, table.grad().to_device(Device::Cpu).to_kind(Kind::Double))
     };
-    let (loss, gradient) = step(10);
-    for size in [1, 3, 7] {
-        let (other_loss, other) = step(size);
-        assert!((loss - other_loss).abs() < 1e-10, "{size}: {loss} and {other_loss}");
-        let off = (&gradient - other).abs().max().double_value(&[]);
-        assert!(off < 1e-10, "micro-batches of {size}: off by {off:e}");
+    let (loss, gradient) = step(Kind::Double, 10, None);
+    let scale = gradient.abs().max().double_value(&[]);
+    for (kind, part) in
+        [(Kind::Double, 1e-10), (Kind::Float, 1e-5), (Kind::BFloat16, 3e-2), (Kind::Half, 4e-3)]
+    {
+        for (size, chunk) in [(1, None), (2, None), (7, None), (2, Some(Bytes(1))), (10, None)] {
+            let (other_loss, other) = step(kind, size, chunk);
+            let what = format!("{kind:?}, micro-batches of {size}, chunks of {chunk:?}");
+            assert!((loss - other_loss).abs() < part * loss, "{what}: {loss}, {other_loss}");
+            let off = (&gradient - other).abs().max().double_value(&[]) / scale;
+            assert!(off < part, "{what}: off by {off:e}");
+        }
     }
 }
 

@@ -21,7 +21,7 @@ use crate::work::{GptShape, Workload};
 /// Tokens of the GPT, as in pipelines: a larger table's head would be most of the stage.
 const VOCABULARY: i64 = 256;
 /// The GPT of a CPU.
-const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64 };
+const GPT: GptShape = GptShape { layers: 4, width: 256, sequence: 64, llama: false };
 
 /// Options of `brimful-bench halves`.
 #[derive(Debug, Args)]

@@ -121,10 +121,10 @@ impl MicroOptions {
     }
 
     fn with_shapes(&self, work: Workload) -> Workload {
+        let llama = self.llama.map(|shape| GptShape { llama: true, ..shape });
         Workload {
             image: self.image.map_or(work.image, i64::from),
-            gpt: self.llama.or(self.gpt).unwrap_or(work.gpt),
-            llama: self.llama.is_some(),
+            gpt: llama.or(self.gpt).unwrap_or(work.gpt),
             ..work
         }
     }

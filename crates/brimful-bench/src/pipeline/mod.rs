@@ -149,7 +149,6 @@ impl PipelineOptions {
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
-            llama: false,
             vocabulary: VOCABULARY,
             tied: false,
             norms: NormStatistics::Deferred,

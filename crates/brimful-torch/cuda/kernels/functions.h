@@ -24,6 +24,9 @@ namespace brimful::kernels {
 // For what the device's kernels are compiled, and by what, such as "sm_90, NVRTC 13.0".
 std::string describe(int device);
 
+// Whether what goes to the current stream of the current device is captured.
+bool is_capturing();
+
 // On the current stream of the current device, which the pointers are of.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
 void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
@@ -56,6 +59,7 @@ extern "C" {
 struct BrimfulKernelFunctions {
   decltype(&brimful::kernels::describe) describe;
   decltype(&brimful::kernels::pretend) pretend;
+  decltype(&brimful::kernels::is_capturing) is_capturing;
   decltype(&brimful::kernels::cross_entropy) cross_entropy;
   decltype(&brimful::kernels::norm_forward) norm_forward;
   decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;

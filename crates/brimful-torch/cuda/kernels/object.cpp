@@ -5,7 +5,15 @@
 #include "compiler.h"
 #include "kernel.h"
 
+#include <c10/cuda/CUDAStream.h>
+
 namespace brimful::kernels {
+
+bool is_capturing() {
+  auto status = cudaStreamCaptureStatusNone;
+  const auto asked = cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status);
+  return asked == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
 
 std::string describe(int device) {
   return "sm_" + std::to_string(architecture(device)) + ", NVRTC " + compiler_version();
@@ -19,6 +27,7 @@ extern const BrimfulKernelFunctions brimful_kernel_functions;
 const BrimfulKernelFunctions brimful_kernel_functions = {
     brimful::kernels::describe,
     brimful::kernels::pretend,
+    brimful::kernels::is_capturing,
     brimful::kernels::cross_entropy,
     brimful::kernels::norm_forward,
     brimful::kernels::norm_partial_rows,

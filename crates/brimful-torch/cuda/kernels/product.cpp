@@ -37,6 +37,10 @@ constexpr int kFloat = 0, kHalf = 2, kBFloat16 = 14;
 constexpr int kComputeFloat = 68;
 constexpr int kAnyAlgorithm = -1;
 
+void check(int status) {
+  if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
+}
+
 // While factors are read from the device. The handle is libtorch's, whose own products have them on the host.
 class FactorsOnDevice {
  public:
@@ -47,17 +51,13 @@ class FactorsOnDevice {
   FactorsOnDevice(const FactorsOnDevice&) = delete;
   FactorsOnDevice& operator=(const FactorsOnDevice&) = delete;
 
-  static void check(int status) {
-    if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
-  }
-
  private:
   cublasContext* handle_;
 };
 
-int in_words(int64_t number) {
+int as_int(int64_t number) {
   if (number > std::numeric_limits<int>::max()) {
-    throw KernelError("a product of " + std::to_string(number) + " rows or columns is too large");
+    throw KernelError("a product with a side of " + std::to_string(number) + " is too large");
   }
   return static_cast<int>(number);
 }
@@ -70,13 +70,13 @@ void add_scaled_product(const ScaledProduct& product, NumberKind kind) {
     throw KernelError("there is no cuBLAS");
   }
   const int number = kind == NumberKind::kF16 ? kHalf : kBFloat16;
-  const int columns = in_words(product.columns), rows = in_words(product.rows);
-  const int b_step = in_words(product.b_step), a_step = in_words(product.a_step);
+  const int columns = as_int(product.columns), rows = as_int(product.rows);
+  const int b_step = as_int(product.b_step), a_step = as_int(product.a_step);
   auto* handle = at::cuda::getCurrentCUDABlasHandle();
   const FactorsOnDevice factors(handle);
-  FactorsOnDevice::check(cublasGemmEx(
-      handle, kAsItIs, kTransposed, columns, rows, in_words(product.inner), product.factor, product.b,
-      number, b_step, product.a, number, a_step, product.beta, product.out, kFloat, columns,
+  check(cublasGemmEx(
+      handle, kAsItIs, kTransposed, columns, rows, as_int(product.inner), product.factor, product.b,
+      number, b_step, product.a, number, a_step, product.one, product.out, kFloat, columns,
       kComputeFloat, kAnyAlgorithm));
 }
 

@@ -7,13 +7,13 @@
 
 namespace brimful::kernels {
 
-// out [rows × columns] = factor · aᵀ · b + beta · out, where rows of `a` and `b` begin so many elements apart.
+// out [rows × columns] += factor · aᵀ · b, where rows of `a` and `b` begin so many elements apart.
 struct ScaledProduct {
   const void* a;  // inner × rows
   const void* b;  // inner × columns
   float* out;     // dense
   const float* factor;  // on the device, as all others
-  const float* beta;
+  const float* one;     // what it says, for cuBLAS to read
   int64_t rows;
   int64_t columns;
   int64_t inner;

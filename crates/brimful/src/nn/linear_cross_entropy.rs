@@ -109,7 +109,8 @@ pub enum LinearCrossEntropyError {
 /// and their gradient at once, in their place: what would be several times places × classes is a chunk
 /// and the weight's own gradient. Where all logits take no more than these two, and at most three times what the
 /// gradient takes, theirs waits for the backward instead, and the weight's is added to a step's sum without being
-/// made apart: that is faster. Halves are summed in f32.
+/// made apart: that is faster. Hidden states are not to be changed in place before the backward. Halves are summed in
+/// f32.
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;

@@ -62,6 +62,9 @@ impl Projection {
 
     /// What several make of the same `x`: as each by itself, but on a card the gradient of `x` is added up as it is
     /// computed.
+    ///
+    /// # Panics
+    /// When shapes or kinds do not match, the weights are in different orders, or memory runs out.
     pub fn forward_all<const N: usize>(all: [&Self; N], x: &Tensor) -> [Tensor; N] {
         let rows = rows_of(x);
         let out = Self::project_all(&all, &rows, Outputs::Apart);
@@ -70,6 +73,9 @@ impl Projection {
     }
 
     /// The same side by side, in the last dimension of one tensor.
+    ///
+    /// # Panics
+    /// As [`Projection::forward_all`], and when there are none.
     pub fn forward_joined<const N: usize>(all: [&Self; N], x: &Tensor) -> Tensor {
         if all.iter().any(|one| one.adapter.is_some()) {
             return Tensor::cat(&Self::forward_all(all, x), -1);

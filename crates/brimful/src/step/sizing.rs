@@ -63,7 +63,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
 ) -> Result<(T, SizeLog)> {
     let size = engine.state().size;
     if !size.is_automatic() {
-        return Ok((run_given(engine, size, to_cut, team, run)?.value, SizeLog::default()));
+        return run_given(engine, size, to_cut, team, run);
     }
     // Ranks agree on a size once a try: pieces that each cuts by what it has seen would need a word
     // with all others between any two of them.
@@ -94,18 +94,19 @@ fn run_given<E: Engine, T>(
     to_cut: &ToCut<'_>,
     team: &Team,
     mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
-) -> Result<Ran<T>> {
+) -> Result<(T, SizeLog)> {
     let mut attempt = |engine: &mut E| run(engine, &mut Cut::given(to_cut.samples.clone(), size)?);
-    match attempt(engine) {
-        // Over ranks all would have to agree on it.
-        Err(error)
-            if error.out_of_memory().is_some() && team.is_alone() && engine.make_room()? =>
-        {
-            tracing::info!("{error}: once more, with nothing waiting on the device");
-            attempt(engine)
-        }
-        ended => ended,
+    let error = match attempt(engine) {
+        Ok(ran) => return Ok((ran.value, SizeLog::default())),
+        Err(error) => error,
+    };
+    // Over ranks all would have to agree on it. What went wrong first is what is told.
+    let again = error.out_of_memory().is_some() && team.is_alone();
+    if !again || !engine.make_room().unwrap_or(false) {
+        return Err(error);
     }
+    tracing::info!("{error}: once more, with nothing waiting on the device");
+    Ok((attempt(engine)?.value, SizeLog::of_retry()))
 }
 
 /// The size at work, with all that is known of this kind of mini-batch.

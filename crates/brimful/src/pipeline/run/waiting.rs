@@ -6,7 +6,8 @@
 //! stage takes comes first: it would cross the bus and come straight back. What a backward needs much later
 //! crosses it once each way. What is on its way to the host has its memory until it is there, so compute waits for
 //! it rather than for room that a full device would have to look for. Where memory runs out all the same, because
-//! an allocator cannot join what is free, the step runs again with nothing waiting here, and more is left free later.
+//! an allocator cannot join what is free, a step of a given size runs again with nothing waiting here, and more is left
+//! free later.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,6 +22,9 @@ use crate::batch::tensor_bytes;
 use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::schedule::Awaited;
+
+/// At most so many sixteenths of all memory are left free for what an allocator cannot join.
+const MOST_APART: u64 = 8;
 
 /// How many actions the host may be ahead of the device.
 const AHEAD: usize = 3;
@@ -135,7 +139,7 @@ struct WaitingStep {
     frontier: u64,
     /// The most that entered a stage so far.
     boundary: u64,
-    /// Whether something may wait here, of which there would have been more room elsewhere.
+    /// Whether something may have waited here that could have waited on the host.
     takes_room: bool,
     /// Whether there was room for all at every action so far.
     fits: bool,
@@ -176,7 +180,7 @@ impl WaitingRoom {
             _ => Space::None,
         };
         let work = known.map(|known| known.bytes).filter(|_| self.space == Space::None);
-        let takes_room = usage.limit.is_some() && (work.is_some() || self.space == Space::ForAll);
+        let takes_room = usage.limit.is_some() && self.space == Space::ForAll;
         self.step = Some(WaitingStep {
             trains,
             extent,
@@ -195,7 +199,7 @@ impl WaitingRoom {
         let took_room = self.step.take().is_some_and(|step| step.takes_room);
         if took_room {
             (self.known, self.fitted) = (None, None);
-            self.apart = (2 * self.apart).max(1);
+            self.apart = (2 * self.apart).clamp(1, MOST_APART);
         }
         took_room
     }
@@ -241,6 +245,7 @@ impl WaitingRoom {
             Some(_) => Space::ForAll,
         };
         step.fits &= self.space == Space::ForAll;
+        step.takes_room |= self.space > Space::None;
         Ok(())
     }
 

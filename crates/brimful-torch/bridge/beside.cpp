@@ -1,0 +1,100 @@
+// How a node is run for its weights and for the rest, on two streams.
+
+#include "beside.h"
+
+#include "kernels.h"
+#include "version.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <utility>
+
+BRIMFUL_READ_AGAIN("that the edges which a node has decide what it computes");
+
+namespace brimful {
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// How many gradients of weights may be under way. What they are computed of is held so long: with 4, a ResNet-50's
+// peak is 1.02 of what it is with none, and its micro-batch of 16 takes 0.96 of the time.
+constexpr size_t kMostRunning = 4;
+
+// While a node has only those edges that are weights', or only the others.
+class Some {
+ public:
+  Some(Node& node, const std::vector<bool>& is_weight, bool weights)
+      : node_(node), all_(node.next_edges()) {
+    for (size_t edge = 0; edge < all_.size(); ++edge) {
+      if (is_weight[edge] != weights) node.next_edges()[edge] = Edge();
+    }
+  }
+  ~Some() { node_.next_edges() = std::move(all_); }
+  Some(const Some&) = delete;
+  Some& operator=(const Some&) = delete;
+
+ private:
+  Node& node_;
+  edge_list all_;
+};
+
+// One for each thread: all that it captures has the same.
+c10::Stream side_of(c10::Device device) {
+  static thread_local std::optional<c10::Stream> side;
+  if (!side || side->device() != device) {
+    side = c10::impl::getDeviceGuardImpl(device.type())->getStreamFromGlobalPool(device);
+  }
+  return *side;
+}
+
+}  // namespace
+
+void Beside::open(const std::optional<c10::Stream>& main) {
+  const auto* functions = kernels::functions();
+  if (!main || functions == nullptr || !functions->is_capturing()) return;
+  main_ = main;
+  side_ = side_of(main->device());
+}
+
+variable_list Beside::run(
+    Node& node, const variable_list& gradients, const std::vector<bool>& is_weight, bool releases) {
+  c10::Event begun(main_->device_type()), done(main_->device_type());
+  begun.record(*main_);
+  variable_list out;
+  {
+    const Some others(node, is_weight, false);
+    out = node(variable_list(gradients));
+  }
+  begun.block(*side_);
+  {
+    const c10::StreamGuard beside(*side_);
+    const Some weights(node, is_weight, true);
+    auto of_weights = node(variable_list(gradients));
+    for (size_t edge = 0; edge < out.size(); ++edge) {
+      if (is_weight[edge]) out[edge] = std::move(of_weights[edge]);
+    }
+    done.record(*side_);
+  }
+  running_.push_back({std::move(done), gradients, node.getptr(), releases});
+  if (running_.size() > kMostRunning) wait_for_first();
+  return out;
+}
+
+void Beside::join() {
+  while (!running_.empty()) wait_for_first();
+  side_.reset();
+}
+
+void Beside::wait_for_first() {
+  auto& first = running_.front();
+  first.done.block(*main_);
+  if (first.releases) first.node->release_variables();
+  running_.pop_front();
+}
+
+}  // namespace brimful
