@@ -8,6 +8,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <map>
 #include <utility>
 
 BRIMFUL_READ_AGAIN("that the edges which a node has decide what it computes");
@@ -43,22 +44,23 @@ class Some {
   edge_list all_;
 };
 
-// One for each thread: all that it captures has the same.
-c10::Stream side_of(c10::Device device) {
-  static thread_local std::optional<c10::Stream> side;
-  if (!side || side->device() != device) {
-    side = c10::impl::getDeviceGuardImpl(device.type())->getStreamFromGlobalPool(device);
-  }
-  return *side;
-}
-
 }  // namespace
+
+c10::Stream stream_beside(c10::Device device) {
+  static thread_local std::map<c10::DeviceIndex, c10::Stream> streams;
+  const auto found = streams.find(device.index());
+  if (found != streams.end()) return found->second;
+  // From the pool that captures have theirs of: nobody else's work may come in between.
+  const auto* devices = c10::impl::getDeviceGuardImpl(device.type());
+  const auto made = devices->getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  return streams.emplace(device.index(), made).first->second;
+}
 
 void Beside::open(const std::optional<c10::Stream>& main) {
   const auto* functions = kernels::functions();
   if (!main || functions == nullptr || !functions->is_capturing()) return;
   main_ = main;
-  side_ = side_of(main->device());
+  side_ = stream_beside(main->device());
 }
 
 variable_list Beside::run(

@@ -19,6 +19,10 @@
 
 namespace brimful {
 
+// Where this thread computes them: one stream for all that it captures on the device. Who is about to capture has
+// cuBLAS take its workspace there before.
+c10::Stream stream_beside(c10::Device device);
+
 class Beside {
  public:
   // For a backward on this stream, if it is on one. Of no use where that is not captured.

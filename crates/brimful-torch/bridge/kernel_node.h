@@ -40,7 +40,7 @@ class KernelNode : public torch::autograd::Node {
     TORCH_CHECK(
         !at::GradMode::is_enabled(), "the gradient of ", what(), " has no gradient of its own: ",
         remedy());
-    // As in the forward, where these nodes are not made under autocast: a sum in f32 stays one.
+    // A backward inside autocast is what it is outside: a sum in f32 stays one.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return backward(std::move(gradients));
   }

@@ -1,5 +1,6 @@
 // Queues of work on a device, and waiting for them.
 
+#include "beside.h"
 #include "device.h"
 #include "guard.h"
 
@@ -24,6 +25,10 @@ int32_t brimful_stream_urgent(int32_t device, int64_t* id, char** message) noexc
     const bool high_priority = true;
     *id = guard_of(device).getStreamFromGlobalPool(device_of(device), high_priority).id();
   });
+}
+
+int32_t brimful_stream_beside(int32_t device, int64_t* id, char** message) noexcept {
+  return guarded(message, [&] { *id = brimful::stream_beside(device_of(device)).id(); });
 }
 
 int32_t brimful_stream_current(int32_t device, int64_t* id, char** message) noexcept {

@@ -343,6 +343,7 @@ unsafe extern "C" {
 
     pub(crate) fn brimful_stream_from_pool(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_urgent(device: i32, id: *mut i64, message: Message) -> i32;
+    pub(crate) fn brimful_stream_beside(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_current(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_common(device: i32, id: *mut i64, message: Message) -> i32;
     pub(crate) fn brimful_stream_enter(d: i32, id: i64, last: *mut i64, message: Message) -> i32;

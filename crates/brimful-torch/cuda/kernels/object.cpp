@@ -11,8 +11,12 @@ namespace brimful::kernels {
 
 bool is_capturing() {
   auto status = cudaStreamCaptureStatusNone;
-  const auto asked = cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status);
-  return asked == cudaSuccess && status == cudaStreamCaptureStatusActive;
+  if (cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status) != cudaSuccess) {
+    // It would be told of by whatever is launched next.
+    cudaGetLastError();
+    return false;
+  }
+  return status == cudaStreamCaptureStatusActive;
 }
 
 std::string describe(int device) {

@@ -43,6 +43,14 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_urgent)
     }
 
+    /// The stream on which this thread computes weights' gradients while a backward is captured.
+    ///
+    /// # Errors
+    /// When the device does not exist.
+    pub fn beside(device: Device) -> Result<Self, TorchError> {
+        Self::ask(device, ffi::brimful_stream_beside)
+    }
+
     /// The stream that this thread's work on the device goes to.
     ///
     /// # Errors

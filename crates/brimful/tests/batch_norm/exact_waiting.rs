@@ -2,7 +2,7 @@
 
 use brimful::memory::Arena;
 use brimful::schedule::{MoveKind, MoveSpan, Recompute};
-use brimful::{DeviceSpec, Layers, Loss, Pipeline, Size, Step};
+use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, mix, norm};
@@ -48,10 +48,14 @@ impl Site {
     }
 
     fn step(&mut self, samples: i64) -> Step {
+        self.try_step(samples).expect("a step")
+    }
+
+    fn try_step(&mut self, samples: i64) -> Result<Step> {
         let x = numbers(&[samples, 3, 16, 16], 7);
         let square = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
         self.pipe.zero_grad().expect("no gradients");
-        self.pipe.backward(&x, &x, square).expect("a step")
+        self.pipe.backward(&x, &x, square)
     }
 
     fn results(&self) -> Named {
@@ -232,4 +236,10 @@ fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing
         let (later, _) = site.steps(16 * SIZE as i64);
         assert!(later < used, "{nth}: {later} bytes afterwards, {used} before");
     }
+    // Before anything waits there is no less to be done with.
+    let mut site = Site::new(Recompute::Never);
+    site.device.set_limit(Some(2 * few)).expect("a limit");
+    site.device.fail_nth_allocation(50);
+    let error = site.try_step(16 * SIZE as i64).expect_err("the first step leaves nothing here");
+    assert!(error.out_of_memory().is_some(), "{error}");
 }

@@ -55,14 +55,16 @@ pub(super) struct Setting {
     pub(super) need: u64,
 }
 
-/// A stream for captures, on which cuBLAS has its workspace already: taken during a capture it would
-/// stay in the captured work's memory for good.
+/// A stream for captures, on which, and beside which, cuBLAS has its workspace already: taken during a capture it
+/// would stay in the captured work's memory for good.
 pub(super) fn stream(device: Device) -> Result<Stream> {
     let stream = Stream::urgent(device)?;
-    let _inside = stream.enter()?;
-    // In both threads that launch kernels: this one, and autograd's.
-    let x = Tensor::f_ones([16, 16], (Kind::Float, device))?.set_requires_grad(true);
-    backward(&[&x.f_mm(&x)?.f_sum(Kind::Float)?], &[None], false)?;
+    for used in [Stream::beside(device)?, stream] {
+        let _inside = used.enter()?;
+        // In both threads that launch kernels: this one, and autograd's.
+        let x = Tensor::f_ones([16, 16], (Kind::Float, device))?.set_requires_grad(true);
+        backward(&[&x.f_mm(&x)?.f_sum(Kind::Float)?], &[None], false)?;
+    }
     Ok(stream)
 }
 

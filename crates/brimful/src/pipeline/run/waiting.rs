@@ -23,8 +23,8 @@ use crate::bytes::Bytes;
 use crate::memory::Memory;
 use crate::schedule::Awaited;
 
-/// At most so many sixteenths of all memory are left free for what an allocator cannot join.
-const MOST_APART: u64 = 8;
+/// Of so many sixteenths of all memory that are left free for what an allocator cannot join, nothing waits here.
+const ALL_APART: u64 = 16;
 
 /// How many actions the host may be ahead of the device.
 const AHEAD: usize = 3;
@@ -199,7 +199,7 @@ impl WaitingRoom {
         let took_room = self.step.take().is_some_and(|step| step.takes_room);
         if took_room {
             (self.known, self.fitted) = (None, None);
-            self.apart = (2 * self.apart).clamp(1, MOST_APART);
+            self.apart = (2 * self.apart).clamp(1, ALL_APART);
         }
         took_room
     }
@@ -222,7 +222,7 @@ impl WaitingRoom {
         let [available, limit] =
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
         // An eighth more, because micro-batches differ, and what the allocator cannot join.
-        let left_free = work + work / 8 + limit / 16 * self.apart;
+        let left_free = work + work / 8 + limit / ALL_APART * self.apart;
         // Where all micro-batches would never have room, room for the work is enough.
         let all = left_free.saturating_add(step.frontier);
         let wanted = if all <= available { all } else { left_free };
