@@ -196,9 +196,8 @@ impl WaitingRoom {
 
     /// A step has run out of memory. Says whether the same may do with less, because nothing waits here next time.
     pub(crate) fn make_room(&mut self) -> bool {
-        let took_room = self.step.take().is_some_and(|step| step.takes_room);
+        let took_room = self.step.as_ref().is_some_and(|step| step.takes_room);
         if took_room {
-            (self.known, self.fitted) = (None, None);
             self.apart = (2 * self.apart).clamp(1, ALL_APART);
         }
         took_room
