@@ -396,12 +396,13 @@ at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
 
 extern "C" {
 
+// Before the ReLU, a tensor or the output of another BatchNorm is added; both are null where nothing is.
 int32_t brimful_batch_norm(
-    const BrimfulNorm* raw, const BrimfulAddend* addend, bool relu, at::Tensor** out,
-    char** message) noexcept {
+    const BrimfulNorm* raw, const at::Tensor* added, const BrimfulNorm* added_norm, bool relu,
+    at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    Beside beside{or_none(addend->tensor), std::nullopt, at::Tensor()};
-    if (addend->norm != nullptr) beside.norm = norm_of(*addend->norm);
+    Beside beside{or_none(added), std::nullopt, at::Tensor()};
+    if (added_norm != nullptr) beside.norm = norm_of(*added_norm);
     *out = new at::Tensor(batch_norm(norm_of(*raw), std::move(beside), relu));
   });
 }
@@ -421,11 +422,9 @@ int32_t brimful_batch_norm_pool(
 
 // Each channel's mean and variance over all else.
 int32_t brimful_batch_norm_moments(
-    const at::Tensor* x, at::Tensor** mean, at::Tensor** variance, char** message) noexcept {
+    const at::Tensor* x, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
-    const auto both = moments(*x);
-    *mean = new at::Tensor(both[0]);
-    *variance = new at::Tensor(both[1]);
+    for (const auto& moment : moments(*x)) *out++ = new at::Tensor(moment);
   });
 }
 

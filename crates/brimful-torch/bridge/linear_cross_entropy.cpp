@@ -68,19 +68,13 @@ struct Wanted {
   bool any() const { return hidden || weight || bias; }
 };
 
-struct Settings {
-  double smoothing;
-  int64_t ignored;
-  int64_t chunk_bytes;
-};
-
 // A target that is no class makes the loss NaN: a device could only tell it by making the host wait.
 Targets read(
-    const at::Tensor& given, int64_t classes, const at::Tensor& class_weights,
-    const Settings& settings, at::ScalarType kind) {
+    const at::Tensor& given, int64_t classes, const at::Tensor& class_weights, double smoothing,
+    int64_t ignored, at::ScalarType kind) {
   Targets out;
   const auto targets = given.reshape({-1}).to(at::kLong);
-  out.counted = targets.ne(settings.ignored);
+  out.counted = targets.ne(ignored);
   const auto is_class = targets.ge(0).logical_and_(targets.lt(classes));
   out.index = targets.masked_fill(is_class.logical_not(), 0).contiguous();
   auto weights = at::ones({targets.numel()}, targets.options().dtype(kind));
@@ -91,9 +85,9 @@ Targets read(
   weights.masked_fill_(is_class.logical_not_(), std::numeric_limits<double>::quiet_NaN());
   weights.masked_fill_(out.counted.logical_not(), 0);
   out.weight = weights.sum(at::kDouble);
-  out.of_target = weights.mul(1 - settings.smoothing).unsqueeze_(1);
-  if (settings.smoothing > 0) {
-    const auto each = settings.smoothing / static_cast<double>(classes);
+  out.of_target = weights.mul(1 - smoothing).unsqueeze_(1);
+  if (smoothing > 0) {
+    const auto each = smoothing / static_cast<double>(classes);
     out.of_all = out.counted.to(kind).mul_(each).unsqueeze_(1);
     out.total = class_weights.defined() ? out.class_weights.sum()
                                         : at::ones({}, weights.options()).mul_(classes);
@@ -472,24 +466,22 @@ extern "C" {
 int32_t brimful_linear_cross_entropy(
     const at::Tensor* hidden, const at::Tensor* weight, const at::Tensor* bias,
     const at::Tensor* targets, const at::Tensor* class_weights, double smoothing, int64_t ignored,
-    int64_t chunk_bytes, at::Tensor** loss, at::Tensor** divisor, char** message) noexcept {
+    int64_t chunk_bytes, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto biases = or_none(bias);
     const bool graph = at::GradMode::is_enabled();
     const Wanted wanted{
         graph && hidden->requires_grad(), graph && weight->requires_grad(),
         graph && biases.defined() && biases.requires_grad()};
-    const Settings settings{smoothing, ignored, chunk_bytes};
     Targets rows;
     {
       const at::NoGradGuard no_grad;
       rows = read(
-          *targets, weight->size(0), or_none(class_weights), settings,
+          *targets, weight->size(0), or_none(class_weights), smoothing, ignored,
           sum_kind(hidden->scalar_type()));
     }
-    *loss = new at::Tensor(
-        loss_of(*hidden, *weight, biases, rows, wanted, settings.chunk_bytes));
-    *divisor = new at::Tensor(rows.weight);
+    out[0] = new at::Tensor(loss_of(*hidden, *weight, biases, rows, wanted, chunk_bytes));
+    out[1] = new at::Tensor(rows.weight);
   });
 }
 

@@ -82,13 +82,4 @@ BRIMFUL_FIELD(BrimfulNorm, eps, 48);
 BRIMFUL_FIELD(BrimfulNorm, training, 56);
 BRIMFUL_SIZE(BrimfulNorm, 64);
 
-// What is added before a ReLU: a tensor, or the output of another BatchNorm; or neither.
-struct BrimfulAddend {
-  const at::Tensor* tensor;
-  const BrimfulNorm* norm;
-};
-BRIMFUL_FIELD(BrimfulAddend, tensor, 0);
-BRIMFUL_FIELD(BrimfulAddend, norm, 8);
-BRIMFUL_SIZE(BrimfulAddend, 16);
-
 }  // extern "C"

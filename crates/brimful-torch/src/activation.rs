@@ -1,10 +1,8 @@
 //! A bias and an activation in one.
 
-use std::ptr;
-
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
 /// What is applied after the bias; numbered as in the bridge.
@@ -29,12 +27,6 @@ pub fn bias_activation(
     activation: Activation,
 ) -> Result<Tensor, TorchError> {
     cuda_object::load_for(x);
-    let mut out = ptr::null_mut();
-    // SAFETY: both tensors are valid, or null where that is allowed; the bridge checks that they fit. On
-    // success the result is a new one of ours.
-    call(|message| unsafe {
-        let function = activation as i32;
-        ffi::brimful_activation(raw(x), raw_or_null(bias), function, &mut out, message)
-    })?;
-    Ok(owned(out))
+    // SAFETY: both tensors are valid, or null where that is allowed; the bridge checks that they fit.
+    unsafe { ffi::brimful_activation(raw(x), raw_or_null(bias), activation as i32) }.map(owned)
 }

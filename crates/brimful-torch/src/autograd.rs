@@ -6,9 +6,9 @@ use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::leaves::{KnownLeaves, Reach};
-use crate::{ffi, owned, raw, raw_list};
+use crate::{ffi, owned_or_none, raw, raw_list, raw_or_null};
 
 /// Runs backward from several roots at once, each with its gradient (`None`: one, for a scalar).
 ///
@@ -49,22 +49,20 @@ fn run(
     gradients: &[Option<&Tensor>],
     keep_graph: bool,
 ) -> Result<Option<Tensor>, TorchError> {
-    let (roots, gradients) = starts(roots, gradients)?;
-    let ends: Vec<_> = ends.iter().map(|end| raw(end)).collect();
+    if roots.len() != gradients.len() {
+        let (r, g) = (roots.len(), gradients.len());
+        return Err(TorchError::other(format!("backward needs a gradient a root: {r} and {g}")));
+    }
+    let (roots, ends) = (raw_list(roots.iter().copied()), raw_list(ends.iter().copied()));
+    let gradients: Vec<_> = gradients.iter().copied().map(raw_or_null).collect();
     let known = known.map_or(ptr::null(), KnownLeaves::raw);
-    let mut other = ptr::null_mut();
-    call(|message| {
+    // SAFETY: the arrays have that many valid tensors, or null where that is allowed.
+    let other = unsafe {
         let (ends, length) = (ends.as_ptr(), ends.len());
         let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
-        // SAFETY: the arrays have that many valid tensors, or null where that is allowed; what is found is
-        // ours.
-        unsafe {
-            ffi::brimful_backward(
-                roots, gradients, count, keep_graph, known, ends, length, &mut other, message,
-            )
-        }
-    })?;
-    Ok((!other.is_null()).then(|| owned(other)))
+        ffi::brimful_backward(roots, gradients, count, keep_graph, known, ends, length)
+    }?;
+    Ok(owned_or_none(other))
 }
 
 /// Lets libtorch's engine run every backward of `run`, whole or in halves: to compare.
@@ -117,15 +115,13 @@ impl Watches {
     /// The listener must stay where it is, and be left alone by others, while this lives.
     fn new(parameters: &[Tensor], listener: &mut Listener<'_>) -> Result<Self, TorchError> {
         let parameters = raw_list(parameters);
-        let mut watches = ptr::null_mut();
         // SAFETY: the array has that many valid tensors. `hear` is called on this thread alone and while
         // the watches live, in which nobody else uses the listener.
-        call(|message| unsafe {
-            let (list, length) = (parameters.as_ptr(), parameters.len());
+        let watches = unsafe {
             let context = ptr::from_mut(listener).cast();
-            ffi::brimful_watch(list, length, hear, context, &mut watches, message)
-        })?;
-        Ok(Self(watches))
+            ffi::brimful_watch(parameters.as_ptr(), parameters.len(), hear, context)
+        };
+        watches.map(Self)
     }
 }
 
@@ -152,17 +148,6 @@ extern "C" fn hear(context: *mut c_void, parameter: usize) {
     }
 }
 
-type Starts = (Vec<*const ffi::RawTensor>, Vec<*const ffi::RawTensor>);
-
-fn starts(roots: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<Starts, TorchError> {
-    if roots.len() != gradients.len() {
-        let (r, g) = (roots.len(), gradients.len());
-        return Err(TorchError::other(format!("backward needs a gradient a root: {r} and {g}")));
-    }
-    let roots = roots.iter().map(|root| raw(root)).collect();
-    Ok((roots, gradients.iter().map(|g| g.map_or(ptr::null(), raw)).collect()))
-}
-
 /// Whether both are one tensor, of which one may be a clone: not two that share their memory.
 pub fn is_same(one: &Tensor, other: &Tensor) -> bool {
     // SAFETY: both tensors are valid.
@@ -181,9 +166,6 @@ pub fn count_change(tensor: &Tensor) {
 /// # Errors
 /// When the gradient does not fit the tensor.
 pub fn set_gradient(tensor: &mut Tensor, gradient: Option<&Tensor>) -> Result<(), TorchError> {
-    let gradient = gradient.map_or(ptr::null(), raw);
     // SAFETY: `tensor` is borrowed mutably and valid; the gradient is valid or null.
-    call(|message| unsafe {
-        ffi::brimful_set_gradient(tensor.as_mut_ptr().cast(), gradient, message)
-    })
+    unsafe { ffi::brimful_set_gradient(tensor.as_mut_ptr().cast(), raw_or_null(gradient)) }
 }

@@ -5,8 +5,8 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
-use crate::ffi::{self, RawAddend, RawNorm};
+use crate::error::TorchError;
+use crate::ffi::{self, RawNorm};
 use crate::{cuda_object, owned, raw, raw_or_null};
 
 /// A BatchNorm and its input, with the channels second.
@@ -49,20 +49,14 @@ pub fn batch_norm(
     relu: bool,
 ) -> Result<Tensor, TorchError> {
     cuda_object::load_for(norm.x);
-    let other = match addend {
-        Addend::Normed(other) => Some(raw_norm(&other)),
-        _ => None,
+    let (tensor, other) = match addend {
+        Addend::Nothing => (None, None),
+        Addend::Tensor(tensor) => (Some(tensor), None),
+        Addend::Normed(other) => (None, Some(raw_norm(&other))),
     };
-    let tensor = match addend {
-        Addend::Tensor(tensor) => raw(tensor),
-        _ => ptr::null(),
-    };
-    let addend = RawAddend { tensor, norm: other.as_ref().map_or(ptr::null(), ptr::from_ref) };
-    let norm = raw_norm(norm);
-    let mut out = ptr::null_mut();
-    // SAFETY: all tensors are valid or null; on success `out` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_batch_norm(&norm, &addend, relu, &mut out, message) })?;
-    Ok(owned(out))
+    let other = other.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: all tensors are valid or null.
+    unsafe { ffi::brimful_batch_norm(&raw_norm(norm), raw_or_null(tensor), other, relu) }.map(owned)
 }
 
 /// Normalises, then ReLU and a pooling of 3×3, stride 2 and padding 1.
@@ -71,11 +65,8 @@ pub fn batch_norm(
 /// When libtorch refuses, or memory runs out.
 pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> {
     cuda_object::load_for(norm.x);
-    let norm = raw_norm(norm);
-    let mut out = ptr::null_mut();
     // SAFETY: as above.
-    call(|message| unsafe { ffi::brimful_batch_norm_pool(&norm, &mut out, message) })?;
-    Ok(owned(out))
+    unsafe { ffi::brimful_batch_norm_pool(&raw_norm(norm)) }.map(owned)
 }
 
 /// The mean and the variance of each channel, which is the second dimension, over all else.
@@ -84,12 +75,8 @@ pub fn batch_norm_relu_pool(norm: &NormInput<'_>) -> Result<Tensor, TorchError> 
 /// When libtorch refuses, or memory runs out.
 pub fn moments(x: &Tensor) -> Result<[Tensor; 2], TorchError> {
     cuda_object::load_for(x);
-    let (mut mean, mut variance) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the tensor is valid; on success `mean` and `variance` are new tensors that are ours.
-    call(|message| unsafe {
-        ffi::brimful_batch_norm_moments(raw(x), &mut mean, &mut variance, message)
-    })?;
-    Ok([owned(mean), owned(variance)])
+    // SAFETY: the tensor is valid.
+    Ok(unsafe { ffi::brimful_batch_norm_moments(raw(x)) }?.map(owned))
 }
 
 /// The same numbers for a second use of them. Where they are what [`batch_norm`] has given, the
@@ -98,10 +85,8 @@ pub fn moments(x: &Tensor) -> Result<[Tensor; 2], TorchError> {
 /// # Errors
 /// When there is no memory for it.
 pub fn second_use(tensor: &Tensor) -> Result<Tensor, TorchError> {
-    let mut out = ptr::null_mut();
-    // SAFETY: the tensor is valid; on success `out` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_second_use(raw(tensor), &mut out, message) })?;
-    Ok(owned(out))
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_second_use(raw(tensor)) }.map(owned)
 }
 
 fn raw_norm(norm: &NormInput<'_>) -> RawNorm {

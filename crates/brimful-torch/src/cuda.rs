@@ -5,7 +5,7 @@
 
 use std::sync::OnceLock;
 
-use crate::error::{TorchError, call, take_string};
+use crate::error::{TorchError, take_string};
 use crate::ffi;
 
 /// Whether the CUDA kernels are loaded; tries again where they were not. Later calls repeat the
@@ -15,8 +15,8 @@ use crate::ffi;
 /// With the loader's own words, when `libtorch_cuda.so` or one of its needs is not found.
 pub fn load() -> Result<(), TorchError> {
     static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
-    // SAFETY: takes nothing but the place for its message.
-    LOADED.get_or_init(|| call(|message| unsafe { ffi::brimful_load_cuda(message) })).clone()
+    // SAFETY: takes nothing.
+    LOADED.get_or_init(|| unsafe { ffi::brimful_load_cuda() }).clone()
 }
 
 /// How many CUDA devices can be used; loads CUDA first.
@@ -32,9 +32,8 @@ pub fn device_count() -> usize {
 /// # Errors
 /// When the machine has no NVIDIA driver.
 pub fn driver_version() -> Result<String, TorchError> {
-    let mut version = 0;
-    // SAFETY: `version` is a valid place for the answer.
-    call(|message| unsafe { ffi::brimful_cuda_driver(&mut version, message) })?;
+    // SAFETY: takes nothing.
+    let version = unsafe { ffi::brimful_cuda_driver() }?;
     Ok(format!("{}.{}", version / 1000, version % 1000 / 10))
 }
 
@@ -44,9 +43,8 @@ pub fn driver_version() -> Result<String, TorchError> {
 /// When there is no such device.
 pub fn device_name(index: usize) -> Result<String, TorchError> {
     let number = crate::device::number(tch::Device::Cuda(index))?;
-    let mut name = std::ptr::null_mut();
-    // SAFETY: on success `name` is a string that is ours.
-    call(|message| unsafe { ffi::brimful_cuda_name(number, &mut name, message) })?;
+    // SAFETY: takes a plain number.
+    let name = unsafe { ffi::brimful_cuda_name(number) }?;
     Ok(take_string(name).unwrap_or_default())
 }
 
@@ -56,8 +54,8 @@ pub fn device_name(index: usize) -> Result<String, TorchError> {
 /// # Errors
 /// When libtorch refuses, as it does where its newer precision settings were used.
 pub fn allow_tf32(allowed: bool) -> Result<(), TorchError> {
-    // SAFETY: takes plain values.
-    call(|message| unsafe { ffi::brimful_allow_tf32(allowed, message) })
+    // SAFETY: takes a plain value.
+    unsafe { ffi::brimful_allow_tf32(allowed) }
 }
 
 /// Whether CUDA may compute convolutions of f32 in TF32.
@@ -65,8 +63,6 @@ pub fn allow_tf32(allowed: bool) -> Result<(), TorchError> {
 /// # Errors
 /// As [`allow_tf32`].
 pub fn allows_tf32() -> Result<bool, TorchError> {
-    let mut allowed = false;
-    // SAFETY: `allowed` is a valid place for the answer.
-    call(|message| unsafe { ffi::brimful_allows_tf32(&mut allowed, message) })?;
-    Ok(allowed)
+    // SAFETY: takes nothing.
+    unsafe { ffi::brimful_allows_tf32() }
 }

@@ -1,11 +1,10 @@
 //! What only libtorch's CUDA half can do: compiled into an object of its own, that is loaded where CUDA is.
 
-use std::ptr;
 use std::sync::OnceLock;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi::{self, RawCudaFunctions};
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_cuda.so"));
@@ -18,15 +17,9 @@ pub(crate) fn functions() -> Result<&'static RawCudaFunctions, TorchError> {
     static LOADED: OnceLock<Result<&'static RawCudaFunctions, TorchError>> = OnceLock::new();
     let load = || {
         crate::cuda::load()?;
-        let mut table = ptr::null();
         // SAFETY: the bytes are valid for their length; on success the table is one of this layout,
         // in an object that stays loaded.
-        unsafe {
-            call(|message| {
-                ffi::brimful_load_cuda_object(OBJECT.as_ptr(), OBJECT.len(), &mut table, message)
-            })?;
-            Ok(&*table)
-        }
+        unsafe { Ok(&*ffi::brimful_load_cuda_object(OBJECT.as_ptr(), OBJECT.len())?) }
     };
     LOADED.get_or_init(load).clone()
 }

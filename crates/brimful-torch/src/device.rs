@@ -2,7 +2,7 @@
 
 use tch::Device;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi;
 
 /// Waits until everything queued on the device is done. On a CPU nothing ever is queued.
@@ -14,8 +14,8 @@ pub fn synchronize(device: Device) -> Result<(), TorchError> {
         return Ok(());
     }
     let index = number(device)?;
-    // SAFETY: takes plain numbers.
-    call(|message| unsafe { ffi::brimful_device_synchronize(index, message) })
+    // SAFETY: takes a plain number.
+    unsafe { ffi::brimful_device_synchronize(index) }
 }
 
 /// The bridge's number for a device: -1 is the CPU, 0 and up are CUDA's.

@@ -3,11 +3,10 @@
 //! On CUDA a whole list takes a few kernel launches. Lists of mixed devices, kinds or layouts are
 //! right too, only slower: libtorch then loops over them.
 
-use std::ptr;
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
-use crate::{ffi, owned, raw_list};
+use crate::error::TorchError;
+use crate::{ffi, owned, raw, raw_list};
 
 /// Multiplies every tensor by a number.
 ///
@@ -16,9 +15,7 @@ use crate::{ffi, owned, raw_list};
 pub fn scale(tensors: &[Tensor], factor: f64) -> Result<(), TorchError> {
     let list = raw_list(tensors);
     // SAFETY: the array has `list.len()` valid tensors.
-    call(|message| unsafe {
-        ffi::brimful_foreach_scale(list.as_ptr(), list.len(), factor, message)
-    })
+    unsafe { ffi::brimful_foreach_scale(list.as_ptr(), list.len(), factor) }
 }
 
 /// Multiplies every tensor by a 0-dim tensor, without making the host wait for its value where it
@@ -29,10 +26,7 @@ pub fn scale(tensors: &[Tensor], factor: f64) -> Result<(), TorchError> {
 pub fn scale_by(tensors: &[Tensor], factor: &Tensor) -> Result<(), TorchError> {
     let list = raw_list(tensors);
     // SAFETY: the array has `list.len()` valid tensors, and the factor is valid.
-    call(|message| unsafe {
-        let factor = crate::raw(factor);
-        ffi::brimful_foreach_scale_by(list.as_ptr(), list.len(), factor, message)
-    })
+    unsafe { ffi::brimful_foreach_scale_by(list.as_ptr(), list.len(), raw(factor)) }
 }
 
 /// Adds `factor` times the second list to the first.
@@ -43,9 +37,7 @@ pub fn add(into: &[Tensor], what: &[Tensor], factor: f64) -> Result<(), TorchErr
     same_length("add", into, what)?;
     let (into, what) = (raw_list(into), raw_list(what));
     // SAFETY: both arrays have `into.len()` valid tensors.
-    call(|message| unsafe {
-        ffi::brimful_foreach_add(into.as_ptr(), what.as_ptr(), into.len(), factor, message)
-    })
+    unsafe { ffi::brimful_foreach_add(into.as_ptr(), what.as_ptr(), into.len(), factor) }
 }
 
 /// Copies the second list into the first, across kinds, layouts and devices.
@@ -56,9 +48,7 @@ pub fn copy(into: &[Tensor], from: &[Tensor]) -> Result<(), TorchError> {
     same_length("copy", into, from)?;
     let (into, from) = (raw_list(into), raw_list(from));
     // SAFETY: both arrays have `into.len()` valid tensors.
-    call(|message| unsafe {
-        ffi::brimful_foreach_copy(into.as_ptr(), from.as_ptr(), into.len(), message)
-    })
+    unsafe { ffi::brimful_foreach_copy(into.as_ptr(), from.as_ptr(), into.len()) }
 }
 
 /// Sets every tensor to zero.
@@ -68,7 +58,7 @@ pub fn copy(into: &[Tensor], from: &[Tensor]) -> Result<(), TorchError> {
 pub fn zero(tensors: &[Tensor]) -> Result<(), TorchError> {
     let list = raw_list(tensors);
     // SAFETY: the array has `list.len()` valid tensors.
-    call(|message| unsafe { ffi::brimful_foreach_zero(list.as_ptr(), list.len(), message) })
+    unsafe { ffi::brimful_foreach_zero(list.as_ptr(), list.len()) }
 }
 
 /// The 2-norm of all tensors as if they were one vector: a 0-dim tensor on the first one's device,
@@ -78,21 +68,14 @@ pub fn zero(tensors: &[Tensor]) -> Result<(), TorchError> {
 /// When the list is empty, or memory runs out.
 pub fn norm(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
     let list = raw_list(tensors);
-    let mut norm = ptr::null_mut();
-    // SAFETY: the array has `list.len()` valid tensors; on success `norm` is a new one of ours.
-    call(|message| unsafe {
-        ffi::brimful_foreach_norm(list.as_ptr(), list.len(), &mut norm, message)
-    })?;
-    Ok(owned(norm))
+    // SAFETY: the array has `list.len()` valid tensors.
+    unsafe { ffi::brimful_foreach_norm(list.as_ptr(), list.len()) }.map(owned)
 }
 
 fn same_length(what: &str, a: &[Tensor], b: &[Tensor]) -> Result<(), TorchError> {
-    if a.len() == b.len() {
+    let (a, b) = (a.len(), b.len());
+    if a == b {
         return Ok(());
     }
-    Err(TorchError::other(format!(
-        "{what} needs two lists of one length: {}, {}",
-        a.len(),
-        b.len()
-    )))
+    Err(TorchError::other(format!("{what} needs two lists of one length: {a}, {b}")))
 }

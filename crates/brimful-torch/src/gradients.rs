@@ -4,7 +4,7 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{ffi, owned, raw_list};
 
 /// Half-precision gradients are converted to f32 in pieces of about this many bytes.
@@ -46,9 +46,7 @@ impl<'a> Offer<'a> {
         check_pairs(parameters, sums)?;
         let (list, places) = (raw_list(parameters), raw_places(sums));
         // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
-        call(|message| unsafe {
-            ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len(), message)
-        })?;
+        unsafe { ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len()) }?;
         Ok(Self { parameters, sums })
     }
 
@@ -56,7 +54,7 @@ impl<'a> Offer<'a> {
     fn settle(&self) -> Result<(), TorchError> {
         let list = raw_list(self.parameters);
         // SAFETY: the array has that many valid tensors.
-        call(|message| unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len(), message) })
+        unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len()) }
     }
 }
 
@@ -64,9 +62,7 @@ impl Drop for Offer<'_> {
     fn drop(&mut self) {
         let (list, mut places) = (raw_list(self.parameters), raw_places(self.sums));
         // SAFETY: as when it was made.
-        unsafe {
-            ffi::brimful_withdraw_sums(list.as_ptr(), places.as_mut_ptr(), list.len());
-        }
+        unsafe { ffi::brimful_withdraw_sums(list.as_ptr(), places.as_mut_ptr(), list.len()) }
         take_new(self.sums, places);
     }
 }
@@ -100,12 +96,11 @@ fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
 pub fn collect(parameters: &[Tensor], sums: &mut [Option<Tensor>]) -> Result<(), TorchError> {
     check_pairs(parameters, sums)?;
     let (list, mut places) = (raw_list(parameters), raw_places(sums));
-    let count = list.len();
-    // SAFETY: both arrays have `count` entries: valid tensors, and valid tensors or null.
-    let result = call(|message| unsafe {
-        let (list, places) = (list.as_ptr(), places.as_mut_ptr());
-        ffi::brimful_collect_gradients(list, places, count, PIECE_BYTES, message)
-    });
+    // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
+    let result = unsafe {
+        let (list, places, count) = (list.as_ptr(), places.as_mut_ptr(), list.len());
+        ffi::brimful_collect_gradients(list, places, count, PIECE_BYTES)
+    };
     take_new(sums, places);
     result
 }

@@ -5,11 +5,10 @@
 
 use std::ffi::CString;
 use std::fmt;
-use std::ptr;
 
 use tch::Device;
 
-use crate::error::{TorchError, call, take_string};
+use crate::error::{TorchError, take_string};
 use crate::{cuda_object, device, ffi};
 
 /// Whether a device's work runs in kernels of our own.
@@ -51,10 +50,9 @@ fn describe(on: Device) -> Result<String, TorchError> {
     }
     let number = device::number(on)?;
     cuda_object::functions()?;
-    let mut out = ptr::null_mut();
-    // SAFETY: on success `out` is a string that is ours.
-    call(|message| unsafe { ffi::brimful_kernels_describe(number, &mut out, message) })?;
-    Ok(take_string(out).unwrap_or_default())
+    // SAFETY: takes a plain number.
+    let how = unsafe { ffi::brimful_kernels_describe(number) }?;
+    Ok(take_string(how).unwrap_or_default())
 }
 
 /// Whether kernels of our own are used where they can be, by all threads.
@@ -85,7 +83,7 @@ pub fn refusals() -> Vec<String> {
 pub fn pretend(multiprocessors: i32, shared_bytes: u64) -> Result<(), TorchError> {
     cuda_object::functions()?;
     // SAFETY: takes plain values.
-    call(|message| unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes, message) })
+    unsafe { ffi::brimful_kernels_pretend(multiprocessors, shared_bytes) }
 }
 
 /// A compiled kernel family.
@@ -110,11 +108,11 @@ pub fn compile(
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     let mut compiled = CompiledKernel { from_cache: false, bytes: 0 };
     // SAFETY: both are texts that end in NUL; the places for the answers are valid.
-    call(|message| unsafe {
+    unsafe {
         let (from_cache, bytes) = (&mut compiled.from_cache, &mut compiled.bytes);
         let (source, defines) = (source.as_ptr(), defines.as_ptr());
-        ffi::brimful_kernels_compile(source, defines, architecture, from_cache, bytes, message)
-    })?;
+        ffi::brimful_kernels_compile(source, defines, architecture, from_cache, bytes)
+    }?;
     Ok(compiled)
 }
 
@@ -125,10 +123,7 @@ pub fn compile(
 pub fn compile_ahead(source: &str, defines: &[&str], architecture: i32) -> Result<(), TorchError> {
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     // SAFETY: both are texts that end in NUL, which are copied before the call returns.
-    call(|message| unsafe {
-        let (source, defines) = (source.as_ptr(), defines.as_ptr());
-        ffi::brimful_kernels_compile_ahead(source, defines, architecture, message)
-    })
+    unsafe { ffi::brimful_kernels_compile_ahead(source.as_ptr(), defines.as_ptr(), architecture) }
 }
 
 fn text(text: &str) -> Result<CString, TorchError> {

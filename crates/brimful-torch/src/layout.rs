@@ -1,10 +1,8 @@
 //! The order of a tensor's numbers in memory: as its dimensions are, or with the channels last.
 
-use std::ptr;
-
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{ffi, owned, raw};
 
 /// The same tensor, or a copy of it where its numbers are in another order.
@@ -12,12 +10,8 @@ use crate::{ffi, owned, raw};
 /// # Errors
 /// When it does not have four or five dimensions, or memory runs out.
 pub fn laid_out(tensor: &Tensor, channels_last: bool) -> Result<Tensor, TorchError> {
-    let mut out = ptr::null_mut();
-    // SAFETY: the tensor is valid; on success `out` is a new tensor that is ours.
-    call(|message| unsafe {
-        ffi::brimful_laid_out(raw(tensor), channels_last, &mut out, message)
-    })?;
-    Ok(owned(out))
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_laid_out(raw(tensor), channels_last) }.map(owned)
 }
 
 /// Changes the order in place, for all that share the tensor, and of its gradient as well.
@@ -26,7 +20,5 @@ pub fn laid_out(tensor: &Tensor, channels_last: bool) -> Result<Tensor, TorchErr
 /// When it does not have four or five dimensions, or memory runs out: then it is as it was.
 pub fn lay_out(tensor: &mut Tensor, channels_last: bool) -> Result<(), TorchError> {
     // SAFETY: the tensor is valid and borrowed mutably.
-    call(|message| unsafe {
-        ffi::brimful_lay_out(tensor.as_mut_ptr().cast(), channels_last, message)
-    })
+    unsafe { ffi::brimful_lay_out(tensor.as_mut_ptr().cast(), channels_last) }
 }

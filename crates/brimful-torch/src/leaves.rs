@@ -1,12 +1,10 @@
 //! Leaves that a backward may add to, and others that it would come to.
 
-use std::ptr;
-
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi::{self, RawKnownLeaves};
-use crate::{owned, raw};
+use crate::{owned_or_none, raw_list};
 
 /// The leaves that backwards may add to, listed once for all of them.
 #[derive(Debug)]
@@ -28,10 +26,8 @@ impl KnownLeaves {
     /// # Errors
     /// When there is no memory for the list.
     pub fn new<'a>(leaves: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
-        let mut known = ptr::null_mut();
         // SAFETY: what is made is ours.
-        call(|message| unsafe { ffi::brimful_known_leaves(&mut known, message) })?;
-        let mut known = Self(known);
+        let mut known = Self(unsafe { ffi::brimful_known_leaves() }?);
         known.add(leaves)?;
         Ok(known)
     }
@@ -44,11 +40,9 @@ impl KnownLeaves {
         &mut self,
         leaves: impl IntoIterator<Item = &'a Tensor>,
     ) -> Result<(), TorchError> {
-        let leaves: Vec<_> = leaves.into_iter().map(raw).collect();
+        let leaves = raw_list(leaves);
         // SAFETY: the array has that many valid tensors; the list lives as long as `self`.
-        call(|message| unsafe {
-            ffi::brimful_know_leaves(self.0, leaves.as_ptr(), leaves.len(), message)
-        })
+        unsafe { ffi::brimful_know_leaves(self.0, leaves.as_ptr(), leaves.len()) }
     }
 
     pub(crate) fn raw(&self) -> *const RawKnownLeaves {
@@ -72,11 +66,7 @@ pub fn other_leaf<'a>(
     roots: impl IntoIterator<Item = &'a Tensor>,
     known: &KnownLeaves,
 ) -> Result<Option<Tensor>, TorchError> {
-    let roots: Vec<_> = roots.into_iter().map(raw).collect();
-    let mut found = ptr::null_mut();
-    // SAFETY: the array has that many valid tensors; what is found is ours.
-    call(|message| unsafe {
-        ffi::brimful_other_leaf(roots.as_ptr(), roots.len(), known.raw(), &mut found, message)
-    })?;
-    Ok((!found.is_null()).then(|| owned(found)))
+    let roots = raw_list(roots);
+    // SAFETY: the array has that many valid tensors.
+    unsafe { ffi::brimful_other_leaf(roots.as_ptr(), roots.len(), known.raw()) }.map(owned_or_none)
 }

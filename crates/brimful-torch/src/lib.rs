@@ -86,8 +86,8 @@ fn raw_mut(tensor: &Tensor) -> *mut RawTensor {
     tensor.as_ptr().cast_mut().cast()
 }
 
-fn raw_list(tensors: &[Tensor]) -> Vec<*const RawTensor> {
-    tensors.iter().map(raw).collect()
+fn raw_list<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<*const RawTensor> {
+    tensors.into_iter().map(raw).collect()
 }
 
 /// Takes over a tensor that the bridge has made.
@@ -95,4 +95,9 @@ fn owned(tensor: *mut RawTensor) -> Tensor {
     // SAFETY: the bridge's constructors give a heap-allocated `at::Tensor` that nobody else owns,
     // which is what tch's own constructors give.
     unsafe { Tensor::from_ptr(tensor.cast()) }
+}
+
+/// The same where null stands for none.
+fn owned_or_none(tensor: *mut RawTensor) -> Option<Tensor> {
+    (!tensor.is_null()).then(|| owned(tensor))
 }

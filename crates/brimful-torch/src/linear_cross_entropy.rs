@@ -1,10 +1,8 @@
 //! A linear layer and the cross-entropy of what comes out of it, without its logits ever being whole.
 
-use std::ptr;
-
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
 /// What the layer and the loss are made of.
@@ -46,11 +44,8 @@ pub fn linear_cross_entropy(
     let LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes } = head;
     cuda_object::load_for(hidden);
     let chunk_bytes = i64::try_from(chunk_bytes).unwrap_or(i64::MAX);
-    let mut sum = ptr::null_mut();
-    let mut divisor = ptr::null_mut();
-    // SAFETY: every tensor is valid, or null where that is allowed; libtorch checks that they match. On
-    // success both results are new ones of ours.
-    call(|message| unsafe {
+    // SAFETY: every tensor is valid, or null where that is allowed; libtorch checks that they match.
+    let both = unsafe {
         ffi::brimful_linear_cross_entropy(
             raw(hidden),
             raw(weight),
@@ -60,10 +55,8 @@ pub fn linear_cross_entropy(
             smoothing,
             ignored,
             chunk_bytes,
-            &mut sum,
-            &mut divisor,
-            message,
         )
-    })?;
-    Ok(SumAndDivisor { sum: owned(sum), divisor: owned(divisor) })
+    };
+    let [sum, divisor] = both?.map(owned);
+    Ok(SumAndDivisor { sum, divisor })
 }

@@ -5,7 +5,7 @@ use tch::Device;
 use crate::cuda_object;
 use crate::device::accelerator;
 use crate::error::{TorchError, call};
-use crate::ffi::{self, RawMemory};
+use crate::ffi;
 
 /// Figures of one device, in bytes unless it says otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +34,8 @@ pub struct DeviceMemory {
 /// When the device does not exist or is a CPU.
 pub fn device_memory(device: Device) -> Result<DeviceMemory, TorchError> {
     let index = accelerator(device)?;
-    let mut raw = RawMemory::default();
-    // SAFETY: `raw` is a valid place for the figures.
-    call(|message| unsafe { ffi::brimful_device_memory(index, &mut raw, message) })?;
+    // SAFETY: takes a plain number.
+    let raw = unsafe { ffi::brimful_device_memory(index) }?;
     let (reserved, total) = (raw.reserved.unsigned_abs(), raw.total.unsigned_abs());
     let limit = (share(index)? * total as f64).round() as u64;
     Ok(DeviceMemory {
@@ -82,8 +81,8 @@ pub fn set_limit(device: Device, bytes: Option<u64>) -> Result<(), TorchError> {
 /// When the device does not exist or is a CPU.
 pub fn reset_peak(device: Device) -> Result<(), TorchError> {
     let index = accelerator(device)?;
-    // SAFETY: takes plain numbers.
-    call(|message| unsafe { ffi::brimful_reset_peak(index, message) })
+    // SAFETY: takes a plain number.
+    unsafe { ffi::brimful_reset_peak(index) }
 }
 
 /// Gives cached memory that no tensor uses back to the device.
@@ -92,6 +91,6 @@ pub fn reset_peak(device: Device) -> Result<(), TorchError> {
 /// When the device does not exist or is a CPU.
 pub fn empty_cache(device: Device) -> Result<(), TorchError> {
     let index = accelerator(device)?;
-    // SAFETY: takes plain numbers.
-    call(|message| unsafe { ffi::brimful_empty_cache(index, message) })
+    // SAFETY: takes a plain number.
+    unsafe { ffi::brimful_empty_cache(index) }
 }

@@ -4,7 +4,7 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
 /// How rows are normed.
@@ -60,21 +60,9 @@ fn run(
 ) -> Result<Tensor, TorchError> {
     cuda_object::load_for(x);
     let RowNorm { weight, bias, eps, root_mean_square } = how;
-    let mut out = ptr::null_mut();
+    let [residual, weight, bias] = [residual, weight, bias].map(raw_or_null);
     // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On
-    // success the result is a new one of ours, and so is the sum where it is asked for.
-    call(|message| unsafe {
-        ffi::brimful_norm(
-            raw(x),
-            raw_or_null(residual),
-            raw_or_null(weight),
-            raw_or_null(bias),
-            eps,
-            root_mean_square,
-            sum,
-            &mut out,
-            message,
-        )
-    })?;
-    Ok(owned(out))
+    // success the sum is a new one of ours, where it is asked for.
+    unsafe { ffi::brimful_norm(raw(x), residual, weight, bias, eps, root_mean_square, sum) }
+        .map(owned)
 }

@@ -6,7 +6,7 @@
 use std::ptr;
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi::{self, RawAdam, RawSgd};
 use crate::{raw, raw_list};
 
@@ -57,6 +57,13 @@ pub struct AdamOptions {
     pub decoupled: bool,
 }
 
+impl AdamOptions {
+    fn raw(&self, learning_rate: f64, amsgrad: bool) -> RawAdam {
+        let &Self { betas: (beta1, beta2), eps, weight_decay, decoupled } = self;
+        RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad, decoupled }
+    }
+}
+
 /// What Adam keeps of each parameter, as parallel lists.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamState<'a> {
@@ -97,17 +104,11 @@ pub fn sgd(
     let buffers = buffers.map(raw_list);
     // SAFETY: every array has `count` valid tensors or is null where that is allowed; the bridge
     // checks that they are laid out alike before a kernel sees them.
-    call(|message| unsafe {
-        ffi::brimful_fused_sgd(
-            parameters.as_ptr(),
-            gradients.as_ptr(),
-            buffers.as_ref().map_or(ptr::null(), Vec::as_ptr),
-            count,
-            &options,
-            rate,
-            message,
-        )
-    })
+    unsafe {
+        let (parameters, gradients) = (parameters.as_ptr(), gradients.as_ptr());
+        let buffers = buffers.as_ref().map_or(ptr::null(), Vec::as_ptr);
+        ffi::brimful_fused_sgd(parameters, gradients, buffers, count, &options, rate)
+    }
 }
 
 /// One step of Adam or `AdamW`.
@@ -125,14 +126,12 @@ pub fn adam(
     let AdamState { averages, squares, maxima, steps } = state;
     same_length(count, [Some(gradients), Some(averages), Some(squares), maxima, Some(steps)])?;
     let (learning_rate, rate) = rate.split();
-    let &AdamOptions { betas: (beta1, beta2), eps, weight_decay, decoupled } = options;
-    let amsgrad = maxima.is_some();
-    let options = RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad, decoupled };
+    let options = options.raw(learning_rate, maxima.is_some());
     let (parameters, gradients) = (raw_list(parameters), raw_list(gradients));
     let (averages, squares) = (raw_list(averages), raw_list(squares));
     let (maxima, steps) = (maxima.map(raw_list), raw_list(steps));
     // SAFETY: as in `sgd`.
-    call(|message| unsafe {
+    unsafe {
         ffi::brimful_fused_adam(
             parameters.as_ptr(),
             gradients.as_ptr(),
@@ -143,9 +142,8 @@ pub fn adam(
             count,
             &options,
             rate,
-            message,
         )
-    })
+    }
 }
 
 /// What Adam goes by of one parameter, and keeps of it: as it is, or as it will be.
@@ -179,23 +177,10 @@ pub fn adam_beside(
     learning_rate: f64,
     options: &AdamOptions,
 ) -> Result<bool, TorchError> {
-    let &AdamOptions { betas: (beta1, beta2), eps, weight_decay, decoupled } = options;
-    let options =
-        RawAdam { learning_rate, beta1, beta2, eps, weight_decay, amsgrad: false, decoupled };
-    let (now, next, mut done) = (now.raw(), next.raw(), false);
+    let options = options.raw(learning_rate, false);
+    let (now, next) = (now.raw(), next.raw());
     // SAFETY: both arrays have three valid tensors; the bridge checks that all are laid out alike.
-    call(|message| unsafe {
-        ffi::brimful_adam_beside(
-            now.as_ptr(),
-            raw(gradient),
-            next.as_ptr(),
-            &options,
-            step,
-            &mut done,
-            message,
-        )
-    })?;
-    Ok(done)
+    unsafe { ffi::brimful_adam_beside(now.as_ptr(), raw(gradient), next.as_ptr(), &options, step) }
 }
 
 fn same_length<const N: usize>(

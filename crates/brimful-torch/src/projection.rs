@@ -4,7 +4,7 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw, raw_or_null};
 
 /// A linear layer's own: a weight of outputs × inputs, or of inputs × outputs, and a bias.
@@ -50,11 +50,11 @@ pub fn projections(
     let mut out = vec![ptr::null_mut(); if joined { 1 } else { layers.len() }];
     // SAFETY: every tensor is valid, or null where that is allowed; both lists have as many, and there is room
     // for all results, which on success are new ones of ours.
-    call(|message| unsafe {
+    unsafe {
         let (weights, biases) = (weights.as_ptr(), biases.as_ptr());
         let (count, out) = (layers.len(), out.as_mut_ptr());
-        ffi::brimful_projections(raw(x), weights, biases, count, inputs_first, joined, out, message)
-    })?;
+        ffi::brimful_projections(raw(x), weights, biases, count, inputs_first, joined, out)
+    }?;
     Ok(out.into_iter().map(owned).collect())
 }
 
@@ -64,8 +64,6 @@ pub fn projections(
 /// When the places are no integers, or memory runs out.
 pub fn embedding(table: &Tensor, places: &Tensor) -> Result<Tensor, TorchError> {
     cuda_object::load_for(table);
-    let mut out = ptr::null_mut();
-    // SAFETY: both tensors are valid; on success the result is a new one of ours.
-    call(|message| unsafe { ffi::brimful_embedding(raw(table), raw(places), &mut out, message) })?;
-    Ok(owned(out))
+    // SAFETY: both tensors are valid.
+    unsafe { ffi::brimful_embedding(raw(table), raw(places)) }.map(owned)
 }

@@ -1,10 +1,8 @@
 //! Rotary positions.
 
-use std::ptr;
-
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda_object, ffi, owned, raw};
 
 /// Turns the pairs of numbers of each head (one of its first half, one of its second) by the angles of
@@ -14,9 +12,6 @@ use crate::{cuda_object, ffi, owned, raw};
 /// When the shapes or devices do not fit, or memory runs out.
 pub fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor, TorchError> {
     cuda_object::load_for(x);
-    let mut out = ptr::null_mut();
-    // SAFETY: all tensors are valid; the bridge checks that they fit. On success the result is a new one
-    // of ours.
-    call(|message| unsafe { ffi::brimful_rotary(raw(x), raw(cos), raw(sin), &mut out, message) })?;
-    Ok(owned(out))
+    // SAFETY: all tensors are valid; the bridge checks that they fit.
+    unsafe { ffi::brimful_rotary(raw(x), raw(cos), raw(sin)) }.map(owned)
 }

@@ -2,12 +2,11 @@
 //! used for many tensors.
 
 use std::ffi::c_void;
-use std::ptr;
 
 use tch::{Device, Tensor};
 
 use crate::device::number;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::host::prefer_large_pages;
 use crate::{ffi, owned, raw};
 
@@ -34,12 +33,10 @@ impl Slab {
     /// # Errors
     /// When memory runs out.
     pub fn new(bytes: usize) -> Result<Self, TorchError> {
-        let mut made = ptr::null_mut();
         // Whole pages, so that a lock on the last one holds nothing of others.
         let room = bytes.next_multiple_of(PAGE);
-        // SAFETY: on success `made` is a new tensor that is ours.
-        call(|message| unsafe { ffi::brimful_host_bytes(room, PAGE, &mut made, message) })?;
-        let bytes = owned(made);
+        // SAFETY: takes plain numbers.
+        let bytes = owned(unsafe { ffi::brimful_host_bytes(room, PAGE) }?);
         prefer_large_pages(&bytes);
         Ok(Self { bytes, locked: None })
     }
@@ -57,7 +54,7 @@ impl Slab {
         let start = self.bytes.data_ptr();
         let length = self.bytes.numel();
         // SAFETY: the pages are all within the tensor's memory, which is unlocked before it is freed.
-        call(|message| unsafe { ffi::brimful_lock_pages(start, length, index, message) })?;
+        unsafe { ffi::brimful_lock_pages(start, length, index) }?;
         self.locked = Some(start);
         Ok(())
     }
@@ -77,10 +74,8 @@ impl Slab {
     /// # Errors
     /// Never for a slab that was made.
     pub fn is_free(&self) -> Result<bool, TorchError> {
-        let mut lookers = 0;
-        // SAFETY: the tensor is valid, and `lookers` a valid place for the number.
-        call(|message| unsafe { ffi::brimful_lookers(raw(&self.bytes), &mut lookers, message) })?;
-        Ok(lookers == 1)
+        // SAFETY: the tensor is valid.
+        Ok(unsafe { ffi::brimful_lookers(raw(&self.bytes)) }? == 1)
     }
 }
 
@@ -90,7 +85,7 @@ impl Drop for Slab {
             // Fails only where the driver has ended, and with it every lock. Views that are left keep the
             // memory, which is ordinary from now on.
             // SAFETY: these pages were locked, and are unlocked once.
-            let _ = call(|message| unsafe { ffi::brimful_unlock_pages(start, message) });
+            let _ = unsafe { ffi::brimful_unlock_pages(start) };
         }
     }
 }

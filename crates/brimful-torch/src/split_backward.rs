@@ -4,10 +4,10 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call, take_string};
-use crate::ffi::{self, RawSplit, RawTensor};
+use crate::error::{TorchError, take_string};
+use crate::ffi::{self, RawSplit};
 use crate::leaves::{KnownLeaves, Reach};
-use crate::{owned, raw, raw_list};
+use crate::{owned_or_none, raw, raw_list};
 
 /// The weight half of a backward whose input half has run. Until then it keeps what the weights'
 /// gradients are computed from, and nothing else of the graph.
@@ -68,19 +68,18 @@ impl SplitBackward {
         groups: &[Vec<(Tensor, Tensor)>],
         inputs: &[Tensor],
     ) -> Result<Reach<Begun>, TorchError> {
-        let roots: Vec<_> = groups.iter().flatten().map(|(root, _)| raw(root)).collect();
+        let roots = raw_list(groups.iter().flatten().map(|(root, _)| root));
         let leaves = raw_list(inputs);
         let known = known.map_or(ptr::null(), KnownLeaves::raw);
-        let (mut made, mut other) = (ptr::null_mut(), ptr::null_mut());
+        let mut made = ptr::null_mut();
         // SAFETY: the arrays have that many valid tensors.
-        call(|message| unsafe {
+        let other = unsafe {
             let (roots, count) = (roots.as_ptr(), roots.len());
             let (leaves, length) = (leaves.as_ptr(), leaves.len());
-            let (made, other) = (&mut made, &mut other);
-            ffi::brimful_split_backward(roots, count, leaves, length, known, made, other, message)
-        })?;
-        if !other.is_null() {
-            return Ok(Reach::Other(owned(other)));
+            ffi::brimful_split_backward(roots, count, leaves, length, known, &mut made)
+        }?;
+        if let Some(other) = owned_or_none(other) {
+            return Ok(Reach::Other(other));
         }
         let split = Self { split: made, groups: groups.len() };
         let mut gradients = Vec::with_capacity(groups.len());
@@ -98,14 +97,14 @@ impl SplitBackward {
     ) -> Result<InputGradients, TorchError> {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (raw(root), raw(gradient))).unzip();
-        let mut out: Vec<*mut RawTensor> = vec![ptr::null_mut(); inputs];
+        let mut out = vec![ptr::null_mut(); inputs];
         // SAFETY: the arrays have that many valid tensors; `out` has a place for each input.
-        call(|message| unsafe {
+        unsafe {
             let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
             let out = out.as_mut_ptr();
-            ffi::brimful_split_input_half(self.split, roots, gradients, count, last, out, message)
-        })?;
-        Ok(taken(out))
+            ffi::brimful_split_input_half(self.split, roots, gradients, count, last, out)
+        }?;
+        Ok(out.into_iter().map(owned_or_none).collect())
     }
 
     /// How many groups of roots there were.
@@ -121,7 +120,7 @@ impl SplitBackward {
     /// changed meanwhile.
     pub fn weight_half(&mut self, group: usize) -> Result<(), TorchError> {
         // SAFETY: it lives as long as `self`, and checks the group.
-        call(|message| unsafe { ffi::brimful_split_weight_half(self.split, group, message) })
+        unsafe { ffi::brimful_split_weight_half(self.split, group) }
     }
 
     /// A group's gradients of these leaves alone, in place of adding them to anyone's.
@@ -133,14 +132,14 @@ impl SplitBackward {
         group: usize,
         leaves: &[Tensor],
     ) -> Result<Vec<Option<Tensor>>, TorchError> {
-        let mut out: Vec<*mut RawTensor> = vec![ptr::null_mut(); leaves.len()];
+        let mut out = vec![ptr::null_mut(); leaves.len()];
         let leaves = raw_list(leaves);
         // SAFETY: the array has that many valid tensors; `out` has a place for each.
-        call(|message| unsafe {
+        unsafe {
             let (leaves, count, out) = (leaves.as_ptr(), leaves.len(), out.as_mut_ptr());
-            ffi::brimful_split_weight_gradients(self.split, group, leaves, count, out, message)
-        })?;
-        Ok(taken(out))
+            ffi::brimful_split_weight_gradients(self.split, group, leaves, count, out)
+        }?;
+        Ok(out.into_iter().map(owned_or_none).collect())
     }
 
     /// The nodes that have run whole because they are not libtorch's own, by name.
@@ -155,9 +154,4 @@ impl Drop for SplitBackward {
         // SAFETY: made by `brimful_split_backward`, and given back once.
         unsafe { ffi::brimful_split_free(self.split) }
     }
-}
-
-/// What was given out, where there is something.
-fn taken(out: Vec<*mut RawTensor>) -> Vec<Option<Tensor>> {
-    out.into_iter().map(|one| (!one.is_null()).then(|| owned(one))).collect()
 }

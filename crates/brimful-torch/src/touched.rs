@@ -6,8 +6,8 @@ use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::{TorchError, call};
-use crate::ffi::{self, RawTensor};
+use crate::error::TorchError;
+use crate::ffi::{self, RawTensor, RawTouches};
 use crate::{owned, raw_list};
 
 /// What work has done, of what can be seen from outside.
@@ -33,10 +33,8 @@ pub struct Touched {
 /// # Errors
 /// When there is no memory for the list.
 pub fn touched<T>(f: impl FnOnce() -> T) -> Result<(T, Touched), TorchError> {
-    let mut list = ptr::null_mut();
-    // SAFETY: on success `list` is a live list of this thread, which ends below or in `drop`.
-    call(|message| unsafe { ffi::brimful_touches_begin(&mut list, message) })?;
-    let mut under_way = UnderWay(list);
+    // SAFETY: on success it is a live list of this thread, which ends below or in `drop`.
+    let mut under_way = UnderWay(unsafe { ffi::brimful_touches_begin() }?);
     let value = f();
     Ok((value, under_way.end()?))
 }
@@ -56,7 +54,7 @@ pub fn any_is_left(blocks: &[Tensor]) -> bool {
 }
 
 /// A list that is not made on; dropped, even by a panic, it is again.
-struct Paused(*mut c_void);
+struct Paused(*mut RawTouches);
 
 impl Drop for Paused {
     fn drop(&mut self) {
@@ -66,7 +64,7 @@ impl Drop for Paused {
 }
 
 /// A list that is being made; dropped by a panic, it ends all the same.
-struct UnderWay(*mut c_void);
+struct UnderWay(*mut RawTouches);
 
 impl UnderWay {
     fn end(&mut self) -> Result<Touched, TorchError> {
@@ -77,7 +75,7 @@ impl UnderWay {
         let context = ptr::from_mut(&mut touched).cast();
         // SAFETY: the list is live and ends once. `ran` and `found` are called during this call
         // alone, in which nobody else uses `touched`.
-        call(|message| unsafe { ffi::brimful_touches_end(list, ran, found, context, message) })?;
+        unsafe { ffi::brimful_touches_end(list, ran, found, context) }?;
         Ok(touched)
     }
 }

@@ -1,10 +1,9 @@
 //! Copies between host and device that do not make the host wait.
 
-use std::ptr;
 use tch::{Device, Tensor};
 
 use crate::device::number;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{cuda, ffi, owned, raw, raw_mut};
 
 /// A copy in page-locked host memory, from which a device copies without making the host wait.
@@ -16,10 +15,8 @@ pub fn pin(tensor: &Tensor) -> Result<Tensor, TorchError> {
     if tensor.device() != Device::Cpu || cuda::device_count() == 0 {
         return Ok(tensor.shallow_clone());
     }
-    let mut pinned = ptr::null_mut();
-    // SAFETY: on success `pinned` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_pin(raw(tensor), &mut pinned, message) })?;
-    Ok(owned(pinned))
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_pin(raw(tensor)) }.map(owned)
 }
 
 /// Host memory of the tensor's shape and kind, yet to be filled, in the order of its dimensions:
@@ -43,12 +40,8 @@ pub fn room_like(tensor: &Tensor) -> Result<Tensor, TorchError> {
 }
 
 fn room(tensor: &Tensor, page_locked: bool, keeps_order: bool) -> Result<Tensor, TorchError> {
-    let mut room = ptr::null_mut();
-    // SAFETY: on success `room` is a new tensor that is ours.
-    call(|message| unsafe {
-        ffi::brimful_room_for(raw(tensor), page_locked, keeps_order, &mut room, message)
-    })?;
-    Ok(owned(room))
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_room_for(raw(tensor), page_locked, keeps_order) }.map(owned)
 }
 
 /// Queues a copy of the numbers into another tensor on this thread's stream of the device that one
@@ -58,7 +51,7 @@ fn room(tensor: &Tensor, page_locked: bool, keeps_order: bool) -> Result<Tensor,
 /// When their shapes differ, or the device has failed.
 pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
     // SAFETY: both tensors are valid.
-    call(|message| unsafe { ffi::brimful_copy(raw_mut(into), raw(from), message) })
+    unsafe { ffi::brimful_copy(raw_mut(into), raw(from)) }
 }
 
 /// Queues a copy to the device on this thread's stream there. The host waits only where the source
@@ -68,8 +61,6 @@ pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
 /// When memory runs out on the device, or it does not exist.
 pub fn send(tensor: &Tensor, device: Device) -> Result<Tensor, TorchError> {
     let index = number(device)?;
-    let mut sent = ptr::null_mut();
-    // SAFETY: on success `sent` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_send(raw(tensor), index, &mut sent, message) })?;
-    Ok(owned(sent))
+    // SAFETY: the tensor is valid.
+    unsafe { ffi::brimful_send(raw(tensor), index) }.map(owned)
 }

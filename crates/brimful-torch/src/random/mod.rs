@@ -2,12 +2,10 @@
 
 mod own_generator;
 
-use std::ptr;
-
 use tch::{Device, Tensor};
 
 use crate::device::number;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::{ffi, owned, raw};
 
 pub use own_generator::OwnGenerator;
@@ -22,10 +20,8 @@ pub struct GeneratorState(Tensor);
 /// When the device does not exist.
 pub fn generator_state(device: Device) -> Result<GeneratorState, TorchError> {
     let index = number(device)?;
-    let mut state = ptr::null_mut();
-    // SAFETY: on success `state` is a new tensor that is ours.
-    call(|message| unsafe { ffi::brimful_generator_state(index, &mut state, message) })?;
-    Ok(GeneratorState(owned(state)))
+    // SAFETY: takes a plain number.
+    unsafe { ffi::brimful_generator_state(index) }.map(|state| GeneratorState(owned(state)))
 }
 
 /// Puts the device's default generator back to where it stood.
@@ -35,7 +31,7 @@ pub fn generator_state(device: Device) -> Result<GeneratorState, TorchError> {
 pub fn set_generator_state(device: Device, state: &GeneratorState) -> Result<(), TorchError> {
     let index = number(device)?;
     // SAFETY: the state is a valid tensor.
-    call(|message| unsafe { ffi::brimful_set_generator_state(index, raw(&state.0), message) })
+    unsafe { ffi::brimful_set_generator_state(index, raw(&state.0)) }
 }
 
 /// Seeds the default generator of this device alone; `tch::manual_seed` seeds those of all.
@@ -45,5 +41,5 @@ pub fn set_generator_state(device: Device, state: &GeneratorState) -> Result<(),
 pub fn seed_generator(device: Device, seed: u64) -> Result<(), TorchError> {
     let index = number(device)?;
     // SAFETY: takes plain numbers.
-    call(|message| unsafe { ffi::brimful_seed_generator(index, seed, message) })
+    unsafe { ffi::brimful_seed_generator(index, seed) }
 }

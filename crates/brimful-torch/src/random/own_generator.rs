@@ -1,9 +1,7 @@
 //! A generator for one thread alone.
 
 use std::marker::PhantomData;
-use std::ptr;
 
-use crate::error::call;
 use crate::ffi::{self, RawGenerator};
 
 /// While it lives, this thread's CPU tensors draw from a generator of their own.
@@ -24,10 +22,8 @@ impl OwnGenerator {
     /// # Panics
     /// When there is no memory for the generator's 3 KiB.
     pub fn enter() -> Self {
-        let mut own = ptr::null_mut();
         // SAFETY: on success `own` is a live generator of this thread, until it leaves in `drop`.
-        call(|message| unsafe { ffi::brimful_own_generator_enter(&mut own, message) })
-            .expect("a generator takes 3 KiB");
+        let own = unsafe { ffi::brimful_own_generator_enter() }.expect("a generator takes 3 KiB");
         Self { own, _this_thread: PhantomData }
     }
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tch::Device;
 
-use super::Stream;
+use super::{Stream, on_accelerator};
 use crate::device::number;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::ffi::{self, RawEvent};
 
 /// A mark in a stream, to wait for or to measure time between.
@@ -28,12 +28,11 @@ impl Event {
     /// # Errors
     /// When the device does not exist.
     pub fn new(device: Device) -> Result<Self, TorchError> {
-        let mut handle = ptr::null_mut();
-        if device != Device::Cpu {
-            let index = number(device)?;
-            // SAFETY: on success `handle` is a new event that is ours.
-            call(|message| unsafe { ffi::brimful_event_new(index, &mut handle, message) })?;
-        }
+        let handle = match device {
+            Device::Cpu => ptr::null_mut(),
+            // SAFETY: takes a plain number.
+            _ => unsafe { ffi::brimful_event_new(number(device)?) }?,
+        };
         Ok(Self { device, handle })
     }
 
@@ -58,11 +57,9 @@ impl Event {
                 "an event of {event:?} on a stream of {stream:?}"
             )));
         }
-        stream.on_accelerator(|index| {
+        on_accelerator(self.device, |index| {
             // SAFETY: the event lives as long as `self`; the id came from libtorch.
-            call(|message| unsafe {
-                ffi::brimful_event_record(self.handle, index, stream.id, message)
-            })
+            unsafe { ffi::brimful_event_record(self.handle, index, stream.id) }
         })
     }
 
@@ -71,14 +68,11 @@ impl Event {
     /// # Errors
     /// When the device has failed.
     pub fn is_reached(&self) -> Result<bool, TorchError> {
-        let mut reached = true;
-        if !self.handle.is_null() {
-            // SAFETY: the event lives as long as `self`; `reached` is a valid place for the answer.
-            call(|message| unsafe {
-                ffi::brimful_event_query(self.handle, &mut reached, message)
-            })?;
+        if self.handle.is_null() {
+            return Ok(true);
         }
-        Ok(reached)
+        // SAFETY: the event lives as long as `self`.
+        unsafe { ffi::brimful_event_query(self.handle) }
     }
 
     /// Waits, on the host, until the mark is reached.
@@ -90,7 +84,7 @@ impl Event {
             return Ok(());
         }
         // SAFETY: the event lives as long as `self`.
-        call(|message| unsafe { ffi::brimful_event_synchronize(self.handle, message) })
+        unsafe { ffi::brimful_event_synchronize(self.handle) }
     }
 
     /// The time from this mark to a later one; both must have been reached.
@@ -101,11 +95,8 @@ impl Event {
         if self.handle.is_null() || later.handle.is_null() {
             return Err(TorchError::other("a CPU's events carry no time"));
         }
-        let mut milliseconds = 0.0;
-        // SAFETY: both events live; `milliseconds` is a valid place for the answer.
-        call(|message| unsafe {
-            ffi::brimful_event_elapsed(self.handle, later.handle, &mut milliseconds, message)
-        })?;
+        // SAFETY: both events live.
+        let milliseconds = unsafe { ffi::brimful_event_elapsed(self.handle, later.handle) }?;
         Ok(Duration::from_secs_f64(milliseconds.max(0.0) / 1e3))
     }
 }

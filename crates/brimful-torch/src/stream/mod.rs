@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use tch::{Device, Tensor};
 
 use crate::device::number;
-use crate::error::{TorchError, call};
+use crate::error::TorchError;
 use crate::replaced::{GuardNumber, Replaced};
 use crate::{ffi, raw};
 
@@ -69,14 +69,10 @@ impl Stream {
 
     fn ask(
         device: Device,
-        f: unsafe extern "C" fn(i32, *mut i64, *mut *mut std::ffi::c_char) -> i32,
+        f: unsafe fn(i32) -> Result<i64, TorchError>,
     ) -> Result<Self, TorchError> {
-        let mut id = 0;
-        if device != Device::Cpu {
-            let index = number(device)?;
-            // SAFETY: `id` is a valid place for the answer.
-            call(|message| unsafe { f(index, &mut id, message) })?;
-        }
+        // SAFETY: takes a plain number.
+        let id = on_accelerator(device, |index| unsafe { f(index) })?;
         Ok(Self { device, id })
     }
 
@@ -90,20 +86,13 @@ impl Stream {
     /// # Errors
     /// When the device has failed.
     pub fn enter(self) -> Result<StreamGuard, TorchError> {
-        let last = Self { device: self.device, id: self.exchange()? };
+        let last = Self { id: self.exchange()?, ..self };
         Ok(StreamGuard { number: Replaced::note(&FOUND, last), _this_thread: PhantomData })
     }
 
     fn exchange(self) -> Result<i64, TorchError> {
-        let mut last = 0;
-        if self.device != Device::Cpu {
-            let index = number(self.device)?;
-            // SAFETY: `last` is a valid place for the answer; the id came from libtorch.
-            call(|message| unsafe {
-                ffi::brimful_stream_enter(index, self.id, &mut last, message)
-            })?;
-        }
-        Ok(last)
+        // SAFETY: the id came from libtorch.
+        on_accelerator(self.device, |index| unsafe { ffi::brimful_stream_enter(index, self.id) })
     }
 
     /// Waits until the stream has done all its work.
@@ -111,9 +100,9 @@ impl Stream {
     /// # Errors
     /// When the device has failed.
     pub fn synchronize(self) -> Result<(), TorchError> {
-        self.on_accelerator(|index| {
+        on_accelerator(self.device, |index| {
             // SAFETY: the id came from libtorch.
-            call(|message| unsafe { ffi::brimful_stream_synchronize(index, self.id, message) })
+            unsafe { ffi::brimful_stream_synchronize(index, self.id) }
         })
     }
 
@@ -122,11 +111,9 @@ impl Stream {
     /// # Errors
     /// When the device has failed.
     pub fn wait(self, event: &Event) -> Result<(), TorchError> {
-        self.on_accelerator(|index| {
+        on_accelerator(self.device, |index| {
             // SAFETY: the event lives as long as its handle; the id came from libtorch.
-            call(|message| unsafe {
-                ffi::brimful_event_block(event.handle, index, self.id, message)
-            })
+            unsafe { ffi::brimful_event_block(event.handle, index, self.id) }
         })
     }
 
@@ -135,20 +122,19 @@ impl Stream {
     /// # Errors
     /// When the tensor is of another device.
     pub fn keep(self, tensor: &Tensor) -> Result<(), TorchError> {
-        self.on_accelerator(|index| {
+        on_accelerator(self.device, |index| {
             // SAFETY: the tensor is valid; the id came from libtorch.
-            call(|message| unsafe {
-                ffi::brimful_record_stream(raw(tensor), index, self.id, message)
-            })
+            unsafe { ffi::brimful_record_stream(raw(tensor), index, self.id) }
         })
     }
+}
 
-    fn on_accelerator(
-        self,
-        f: impl FnOnce(i32) -> Result<(), TorchError>,
-    ) -> Result<(), TorchError> {
-        if self.device == Device::Cpu { Ok(()) } else { f(number(self.device)?) }
-    }
+/// Nothing on a CPU.
+fn on_accelerator<T: Default>(
+    device: Device,
+    f: impl FnOnce(i32) -> Result<T, TorchError>,
+) -> Result<T, TorchError> {
+    if device == Device::Cpu { Ok(T::default()) } else { f(number(device)?) }
 }
 
 /// Keeps a stream current on this thread; dropped, the one before is current again. Guards may be
