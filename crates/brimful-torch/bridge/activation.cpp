@@ -10,7 +10,6 @@
 #include "tensors.h"
 #include "touched.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -19,7 +18,6 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
-#include <c10/core/DeviceGuard.h>
 
 using brimful::kernels::Activation;
 using brimful::kernels::KernelNode;
@@ -51,8 +49,7 @@ int64_t outputs_of(const at::Tensor& x, Activation function) {
 // Throws a KernelError where it cannot be had.
 at::Tensor forward_by_kernel(
     const at::Tensor& given, const at::Tensor& given_bias, Activation function) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(given.device());
+  const kernels::OwnWork own(given);
   brimful::tell("brimful::activation", {double(function)}, {&given, &given_bias}, {});
   const auto x = kernels::laid_out(given);
   const auto bias = kernels::laid_out(given_bias);
@@ -78,8 +75,7 @@ struct ActivationGradient {
 };
 
 void backward_by_kernel(ActivationGradient& g) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(g.x.device());
+  const kernels::OwnWork own(g.x);
   const auto x = kernels::laid_out(g.x);
   const auto bias = kernels::laid_out(g.bias);
   const auto of_out = kernels::laid_out(g.of_out);
@@ -151,8 +147,7 @@ struct ActivationNode final : KernelNode {
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(
     const at::Tensor& out, const at::Tensor& x, const at::Tensor& bias, Activation function) {
-  const bool wanted = kernels::wants_gradient(x) || kernels::wants_gradient(bias);
-  if (!wanted || !at::GradMode::is_enabled()) return;
+  if (!kernels::compute_requires_grad(x, bias)) return;
   const auto node = kernels::node_after<ActivationNode>(x, bias);
   node->x = SavedVariable(x, false);
   node->bias = SavedVariable(bias, false);
@@ -162,8 +157,7 @@ void attach(
 
 at::Tensor activated(const at::Tensor& x, const at::Tensor& bias, Activation function) {
   const auto by_operations = [&] { return by_libtorch(x, bias, function); };
-  const bool has_kernel = kernels::takes(x) && x.numel() > 0 &&
-                          (!bias.defined() || kernels::is_alike(x, bias));
+  const bool has_kernel = kernels::takes(x) && x.numel() > 0 && kernels::is_alike(x, bias);
   if (!has_kernel) return by_operations();
   const auto by_kernel = [&] {
     auto out = forward_by_kernel(x, bias, function);

@@ -50,8 +50,8 @@ struct EmbeddingNode final : KernelNode {
 };
 
 at::Tensor looked_up(const at::Tensor& table, const at::Tensor& places) {
-  const bool is_ours = kernels::takes(table) && table.requires_grad() && places.numel() > 0;
-  if (!is_ours || !at::GradMode::is_enabled()) return at::embedding(table, places);
+  const bool is_ours = kernels::takes(table) && places.numel() > 0;
+  if (!is_ours || !kernels::compute_requires_grad(table)) return at::embedding(table, places);
   const auto node = kernels::node_after<EmbeddingNode>(table);
   node->table = SavedVariable(table, false);
   node->places = SavedVariable(places, false);

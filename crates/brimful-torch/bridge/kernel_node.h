@@ -23,6 +23,7 @@ BRIMFUL_READ_AGAIN(
 
 namespace brimful::kernels {
 
+using torch::autograd::compute_requires_grad;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
@@ -71,14 +72,14 @@ std::shared_ptr<Node> node_after(const Tensors&... inputs) {
   return node;
 }
 
-// What `compute` gives, with the node for its history in place of those of libtorch's operations.
+// What `compute` gives, a tensor or a list, with the node for its history in place of those of libtorch's operations.
 template <class F>
-at::Tensor with_history(const std::shared_ptr<KernelNode>& node, F&& compute) {
-  at::Tensor out;
-  {
-    const at::NoGradGuard untracked;
-    out = compute();
-  }
+auto with_history(const std::shared_ptr<KernelNode>& node, F&& compute) {
+  const auto untracked = [&] {
+    const at::NoGradGuard no_grad;
+    return compute();
+  };
+  auto out = untracked();
   torch::autograd::set_history(out, node);
   return out;
 }

@@ -3,7 +3,9 @@
 
 #include "kernels.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cstdint>
 #include <string>
@@ -17,12 +19,17 @@ inline bool takes(const at::Tensor& tensor) {
   return known && functions_for(tensor) != nullptr;
 }
 
-inline bool is_alike(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.device() == b.device();
-}
+// While kernels work on the device of a tensor: autograd sees nothing of it.
+struct OwnWork {
+  explicit OwnWork(const at::Tensor& on) : there(on.device()) {}
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const c10::DeviceGuard there;
+};
 
-inline bool wants_gradient(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.requires_grad();
+// Whether the other one, if there is one, is of the same kind and device.
+inline bool is_alike(const at::Tensor& tensor, const at::Tensor& other) {
+  return !other.defined() ||
+         (tensor.scalar_type() == other.scalar_type() && tensor.device() == other.device());
 }
 
 // The same numbers in this order without gaps, from a multiple of 16 bytes on.

@@ -37,7 +37,7 @@ using brimful::or_none;
 using brimful::sum_kind;
 using brimful::kernels::variable_list;
 
-BRIMFUL_READ_AGAIN("addmm and mm with an output of another kind, which only CUDA has");
+BRIMFUL_READ_AGAIN("mm with an output of another kind, which only CUDA has");
 
 namespace {
 
@@ -229,12 +229,11 @@ struct Head {
     const int beta = first ? 0 : 1;
     if (bias_sum.defined()) bias_sum.add_(exact.sum({0}, false, bias_sum.scalar_type()));
     if (!weight_sum.defined()) return;
-    if (!is_half(hidden.scalar_type())) {
-      at::addmm_out(weight_sum, weight_sum, gradient.t(), hidden, beta);
-    } else if (hidden.is_cuda()) {
-      at::addmm_out(weight_sum, weight_sum, gradient.t(), hidden, at::kFloat, beta);
+    if (hidden.is_cuda()) {
+      brimful::add_product(weight_sum, gradient.t(), hidden, beta);
     } else {
-      at::addmm_out(weight_sum, weight_sum, exact.t(), hidden.to(at::kFloat), beta);
+      const auto wide = hidden.to(weight_sum.scalar_type());
+      brimful::add_product(weight_sum, exact.t(), wide, beta);
     }
   }
 };
@@ -469,10 +468,9 @@ int32_t brimful_linear_cross_entropy(
     int64_t chunk_bytes, at::Tensor** out, char** message) noexcept {
   return brimful::guarded(message, [&] {
     const auto biases = or_none(bias);
-    const bool graph = at::GradMode::is_enabled();
+    using brimful::kernels::compute_requires_grad;
     const Wanted wanted{
-        graph && hidden->requires_grad(), graph && weight->requires_grad(),
-        graph && biases.defined() && biases.requires_grad()};
+        compute_requires_grad(*hidden), compute_requires_grad(*weight), compute_requires_grad(biases)};
     Targets rows;
     {
       const at::NoGradGuard no_grad;

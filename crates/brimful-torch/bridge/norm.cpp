@@ -13,13 +13,11 @@
 #include "tensors.h"
 #include "touched.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/rms_norm.h>
-#include <c10/core/DeviceGuard.h>
 
 using brimful::or_none;
 using brimful::kernels::KernelNode;
@@ -47,17 +45,14 @@ struct NormDone {
 };
 
 bool has_kernel(const NormGiven& given) {
-  if (!kernels::takes(given.x) || given.x.numel() == 0) return false;
-  for (const auto* other : {&given.residual, &given.weight, &given.bias}) {
-    if (other->defined() && !kernels::is_alike(given.x, *other)) return false;
-  }
-  return true;
+  const auto alike = [&](const at::Tensor& other) { return kernels::is_alike(given.x, other); };
+  return kernels::takes(given.x) && given.x.numel() > 0 && alike(given.residual) &&
+         alike(given.weight) && alike(given.bias);
 }
 
 // Throws a KernelError where it cannot be had.
 NormDone forward_by_kernel(const NormGiven& given) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(given.x.device());
+  const kernels::OwnWork own(given.x);
   brimful::tell(
       "brimful::norm", {given.eps, double(given.rms)},
       {&given.x, &given.residual, &given.weight, &given.bias}, {});
@@ -124,8 +119,7 @@ void sum_up(NormGradient& g, const at::Tensor& partials) {
 }
 
 void backward_by_kernel(NormGradient& g) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(g.sum.device());
+  const kernels::OwnWork own(g.sum);
   const auto of_out = kernels::laid_out(g.of_out);
   const auto of_sum = kernels::laid_out(g.of_sum);
   const auto weight = kernels::laid_out(g.weight);
@@ -222,23 +216,20 @@ struct NormNode final : KernelNode {
 
 // Puts the node behind what came out, where somebody wants a gradient.
 void attach(const NormGiven& given, NormDone& done) {
-  using kernels::wants_gradient;
-  const bool wanted = wants_gradient(given.x) || wants_gradient(given.residual) ||
-                      wants_gradient(given.weight) || wants_gradient(given.bias);
-  if (!wanted || !at::GradMode::is_enabled()) return;
-  const auto node =
-      kernels::node_after<NormNode>(given.x, given.residual, given.weight, given.bias);
-  node->adds = given.residual.defined();
-  node->rms = given.rms;
+  const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
+  if (!kernels::compute_requires_grad(x, residual, weight, bias)) return;
+  const auto node = kernels::node_after<NormNode>(x, residual, weight, bias);
+  node->adds = residual.defined();
+  node->rms = rms;
   node->statistics = done.statistics;
-  node->gives_sum = given.gives_sum;
+  node->gives_sum = gives_sum;
   // Another tensor of the same numbers, with a history of its own; changes of either count for both.
-  if (node->gives_sum && !node->adds) done.sum = done.sum.tensor_data();
-  if (node->gives_sum) torch::autograd::set_history(done.sum, node);
+  if (gives_sum && !node->adds) done.sum = done.sum.tensor_data();
+  if (gives_sum) torch::autograd::set_history(done.sum, node);
   torch::autograd::set_history(done.out, node);
-  node->sum = SavedVariable(done.sum, node->gives_sum);
-  node->weight = SavedVariable(given.weight, false);
-  node->bias = SavedVariable(given.bias, false);
+  node->sum = SavedVariable(done.sum, gives_sum);
+  node->weight = SavedVariable(weight, false);
+  node->bias = SavedVariable(bias, false);
 }
 
 NormDone by_libtorch(const NormGiven& given) {

@@ -4,14 +4,27 @@
 #pragma once
 
 #include "tensors.h"
+#include "version.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+
+BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 namespace brimful {
 
 // What half-precision gradients are summed in.
 inline at::ScalarType sum_kind(at::ScalarType kind) {
   return is_half(kind) ? at::kFloat : kind;
+}
+
+// beta · sum + a · b, in the sum's place: halves are multiplied into a sum of f32, on CUDA alone.
+inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, int beta) {
+  if (sum.scalar_type() == a.scalar_type()) {
+    at::addmm_out(sum, sum, a, b, beta);
+  } else {
+    at::addmm_out(sum, sum, a, b, sum.scalar_type(), beta);
+  }
 }
 
 // The sum for this parameter's gradient, undefined where nothing has been added yet; null where none is

@@ -13,21 +13,16 @@
 #include "kernel_tensors.h"
 #include "offered_sums.h"
 #include "tensors.h"
-#include "version.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <vector>
-
-BRIMFUL_READ_AGAIN("addmm with an output of another kind, which only CUDA has");
 
 using brimful::kernels::KernelNode;
 using brimful::kernels::SavedVariable;
@@ -38,8 +33,7 @@ namespace {
 
 // Throws a KernelError where it cannot be had.
 at::Tensor of_bias_by_kernel(const at::Tensor& given, const at::Tensor& bias) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(given.device());
+  const kernels::OwnWork own(given);
   const auto matrix = kernels::laid_out(given);
   const auto kind = kernels::number_kind(matrix);
   const auto rows = matrix.size(0), columns = matrix.size(1);
@@ -59,19 +53,6 @@ at::Tensor of_bias(const at::Tensor& gradient, const at::Tensor& bias) {
   return kernels::or_else(
       "a bias's gradient", [&] { return of_bias_by_kernel(gradient, bias); },
       [&] { return gradient.sum(0); });
-}
-
-// Adds a product to a sum, which is made where there is none yet.
-void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
-  const int beta = sum.defined() ? 1 : 0;
-  if (!sum.defined()) {
-    sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(brimful::sum_kind(a.scalar_type())));
-  }
-  if (sum.scalar_type() == a.scalar_type()) {
-    at::addmm_out(sum, sum, a, b, beta);
-  } else {
-    at::addmm_out(sum, sum, a, b, sum.scalar_type(), beta);
-  }
 }
 
 // A layer's own, of which the weight is of outputs × inputs, or of inputs × outputs.
@@ -144,7 +125,12 @@ struct ProjectionsNode final : KernelNode {
     const auto& b = inputs_first ? gradient : rows;
     auto* sum = brimful::offered_sum(weight);
     if (sum == nullptr) return at::mm(a, b);
-    add_product(*sum, a, b);
+    const int beta = sum->defined() ? 1 : 0;
+    if (!sum->defined()) {
+      const auto kind = brimful::sum_kind(a.scalar_type());
+      *sum = at::empty({a.size(0), b.size(1)}, a.options().dtype(kind));
+    }
+    brimful::add_product(*sum, a, b, beta);
     return {};
   }
 
@@ -162,32 +148,24 @@ struct Projections {
   bool joined;
 
   std::vector<at::Tensor> run() const {
-    const bool tracked = at::GradMode::is_enabled() && wants_gradient();
     if (!is_ours()) return joined ? std::vector<at::Tensor>{at::cat(each(), 1)} : each();
-    if (!tracked) return computed();
-    const auto node = made_node();
-    std::vector<at::Tensor> out;
-    {
-      const at::NoGradGuard untracked;
-      out = computed();
-    }
-    for (auto& tensor : out) torch::autograd::set_history(tensor, node);
-    return out;
+    if (!wants_gradient()) return computed();
+    return kernels::with_history(made_node(), [&] { return computed(); });
   }
 
  private:
   bool wants_gradient() const {
-    return kernels::wants_gradient(x) ||
+    using kernels::compute_requires_grad;
+    return compute_requires_grad(x) ||
            std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
-             return kernels::wants_gradient(layer.weight) || kernels::wants_gradient(layer.bias);
+             return compute_requires_grad(layer.weight, layer.bias);
            });
   }
 
   // With the kernels switched off, or under autocast, they are libtorch's own layers.
   bool is_ours() const {
     const auto is_alike = [&](const Layer& layer) {
-      return kernels::is_alike(x, layer.weight) &&
-             (!layer.bias.defined() || kernels::is_alike(x, layer.bias));
+      return kernels::is_alike(x, layer.weight) && kernels::is_alike(x, layer.bias);
     };
     return kernels::takes(x) && x.numel() > 0 && !at::autocast::is_autocast_enabled(at::kCUDA) &&
            std::all_of(layers.begin(), layers.end(), is_alike);

@@ -6,10 +6,8 @@
 #include "tensors.h"
 #include "touched.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
 
 using brimful::kernels::KernelNode;
 using brimful::kernels::variable_list;
@@ -34,8 +32,7 @@ at::Tensor by_libtorch(const at::Tensor& x, const Angles& angles, double sign) {
 
 // Throws a KernelError where it cannot be had.
 at::Tensor by_kernel(const at::Tensor& given, const Angles& angles, float sign) {
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const c10::DeviceGuard there(given.device());
+  const kernels::OwnWork own(given);
   brimful::tell("brimful::rotary", {sign}, {&given, &angles.cos, &angles.sin}, {});
   const auto x = kernels::laid_out(given);
   auto out = at::empty_like(x);
@@ -69,8 +66,7 @@ struct RotaryNode final : KernelNode {
 
 at::Tensor rotary(const at::Tensor& x, const Angles& angles) {
   if (!kernels::takes(x) || x.numel() == 0) return by_libtorch(x, angles, 1);
-  const bool wanted = at::GradMode::is_enabled() && x.requires_grad();
-  if (!wanted) return turned(x, angles, 1);
+  if (!kernels::compute_requires_grad(x)) return turned(x, angles, 1);
   const auto node = kernels::node_after<RotaryNode>(x);
   node->angles = angles;
   return kernels::with_history(node, [&] { return turned(x, angles, 1); });
