@@ -66,7 +66,7 @@ at::Tensor channels_laid_out(const at::Tensor& tensor) {
 }
 
 bool any_wants_gradient(const BatchNormGiven& norm) {
-  return wants_gradient(norm.x) || wants_gradient(norm.weight) || wants_gradient(norm.bias);
+  return compute_requires_grad(norm.x, norm.weight, norm.bias);
 }
 
 // A row of what the forward has found of each channel, shaped to be broadcast over x.
@@ -82,13 +82,10 @@ std::vector<int64_t> all_but_channels(const at::Tensor& x) {
   return dims;
 }
 
-struct PlainGradients {
-  at::Tensor dx, d_weight, d_bias;
-};
-
 // One BatchNorm's gradients by libtorch's operations.
-PlainGradients plain_gradients(
-    const at::Tensor& dz, const at::Tensor& x, const at::Tensor& saved, bool training) {
+BatchNormGradients::Of plain_gradients(
+    const at::Tensor& dz, const BatchNormDone& norm, bool training) {
+  const auto& [x, saved, weight, bias] = norm;
   const auto dims = all_but_channels(x);
   const auto mean = row_of(saved, 0, x);
   const auto deviation = row_of(saved, 1, x);
@@ -101,7 +98,10 @@ PlainGradients plain_gradients(
     const double count = static_cast<double>(x.numel() / x.size(1));
     dx = dz - sum / count - normed * (product / count);
   }
-  return {(dx * scale).to(x.scalar_type()), product.view({-1}), sum.view({-1})};
+  const auto like = [](const at::Tensor& gradient, const at::Tensor& wanted) {
+    return wanted.defined() ? gradient.view({-1}).to(wanted.scalar_type()) : at::Tensor();
+  };
+  return {(dx * scale).to(x.scalar_type()), like(product, weight), like(sum, bias)};
 }
 
 // The bits of a mask as ones and zeros of x's shape.
@@ -116,29 +116,20 @@ at::Tensor unpacked(const at::Tensor& mask, const at::Tensor& x) {
 // What the kernel would have given, where it cannot be had after all.
 BatchNormGradients plain_backward(const BatchNormGradient& in) {
   TORCH_CHECK(!in.pooled, "the backward of BatchNorm with pooling needs the kernel of its forward");
+  const auto& x = in.own.x;
   auto dz = in.dy.to(at::kFloat);
   if (in.more_dy.defined()) dz = dz + in.more_dy;
   if (in.relu && in.mask.defined()) {
-    dz = dz * unpacked(in.mask, in.x);
+    dz = dz * unpacked(in.mask, x);
   } else if (in.relu) {
-    const auto scale = row_of(in.saved, 2, in.x);
-    const auto y = (in.x.to(at::kFloat) - row_of(in.saved, 0, in.x)) * scale;
-    dz = at::where(y + row_of(in.saved, 3, in.x) <= 0, at::zeros({}, dz.options()), dz);
+    const auto row = [&](int64_t row) { return row_of(in.own.saved, row, x); };
+    const auto y = (x.to(at::kFloat) - row(0)) * row(2);
+    dz = at::where(y + row(3) <= 0, at::zeros({}, dz.options()), dz);
   }
-  const auto like = [](const at::Tensor& gradient, const at::Tensor& wanted) {
-    return wanted.defined() ? gradient.to(wanted.scalar_type()) : at::Tensor();
-  };
   BatchNormGradients out;
-  const auto own = plain_gradients(dz, in.x, in.saved, in.training);
-  out.dx = own.dx;
-  out.d_weight = like(own.d_weight, in.weight);
-  out.d_bias = like(own.d_bias, in.bias);
-  if (in.keeps_residual) out.d_residual = dz.to(in.x.scalar_type());
-  if (!in.other_x.defined()) return out;
-  const auto other = plain_gradients(dz, in.other_x, in.other_saved, in.training);
-  out.other_dx = other.dx;
-  out.other_d_weight = like(other.d_weight, in.other_weight);
-  out.other_d_bias = like(other.d_bias, in.other_bias);
+  out.own = plain_gradients(dz, in.own, in.training);
+  if (in.keeps_residual) out.d_residual = dz.to(x.scalar_type());
+  if (in.other.x.defined()) out.other = plain_gradients(dz, in.other, in.training);
   return out;
 }
 
@@ -153,6 +144,12 @@ BatchNormGradients gradients_of(const BatchNormGradient& in) {
 // The node of the graph. It has two outputs, which are the same numbers: whoever uses an output twice
 // may use both, and their gradients are then added in the backward's own pass.
 struct BatchNormNode final : KernelNode {
+  // One BatchNorm: its input, what its forward has found, and what its gradients are to be like.
+  struct Saved {
+    SavedVariable x;
+    at::Tensor found, weight_like, bias_like;
+  };
+
   // The edges, in this order.
   enum Input { kX, kWeight, kBias, kAddend, kOtherWeight, kOtherBias };
 
@@ -161,10 +158,10 @@ struct BatchNormNode final : KernelNode {
   const char* what() const override { return "BatchNorm"; }
 
   void let_go() override {
-    x.reset_data();
-    other_x.reset_data();
-    saved.reset();
-    other_saved.reset();
+    for (auto* norm : {&own, &other}) {
+      norm->x.reset_data();
+      norm->found.reset();
+    }
     mask.reset();
   }
 
@@ -180,52 +177,53 @@ struct BatchNormNode final : KernelNode {
     return out;
   }
 
-  at::Tensor if_wanted(const at::Tensor& like, Input input) const {
-    return like.defined() && task_should_compute_output(input) ? like : at::Tensor();
+  BatchNormDone done_of(const Saved& norm, Input weight, Input bias) {
+    const auto if_wanted = [&](const at::Tensor& like, Input input) {
+      return like.defined() && task_should_compute_output(input) ? like : at::Tensor();
+    };
+    return {
+        norm.x.unpack(shared_from_this()), norm.found, if_wanted(norm.weight_like, weight),
+        if_wanted(norm.bias_like, bias)};
   }
 
   BatchNormGradient gradient(at::Tensor dy, at::Tensor more_dy) {
     BatchNormGradient in{};
     in.dy = std::move(dy);
     in.more_dy = std::move(more_dy);
-    in.x = x.unpack(shared_from_this());
-    in.saved = saved;
     in.mask = mask;
+    in.own = done_of(own, kWeight, kBias);
     in.training = training;
     in.relu = relu;
     in.pooled = pooled;
-    in.weight = if_wanted(weight_like, kWeight);
-    in.bias = if_wanted(bias_like, kBias);
-    if (!other_saved.defined()) {
+    if (other.found.defined()) {
+      in.other = done_of(other, kOtherWeight, kOtherBias);
+    } else {
       in.keeps_residual = has_addend && task_should_compute_output(kAddend);
-      return in;
     }
-    in.other_x = other_x.unpack(shared_from_this());
-    in.other_saved = other_saved;
-    in.other_weight = if_wanted(other_weight_like, kOtherWeight);
-    in.other_bias = if_wanted(other_bias_like, kOtherBias);
     return in;
   }
 
   void give(BatchNormGradients&& all, variable_list& out) const {
-    out[kX] = std::move(all.dx);
-    out[kWeight] = std::move(all.d_weight);
-    out[kBias] = std::move(all.d_bias);
-    out[kAddend] = other_saved.defined() ? std::move(all.other_dx) : std::move(all.d_residual);
-    out[kOtherWeight] = std::move(all.other_d_weight);
-    out[kOtherBias] = std::move(all.other_d_bias);
+    out[kX] = std::move(all.own.dx);
+    out[kWeight] = std::move(all.own.d_weight);
+    out[kBias] = std::move(all.own.d_bias);
+    out[kAddend] = other.found.defined() ? std::move(all.other.dx) : std::move(all.d_residual);
+    out[kOtherWeight] = std::move(all.other.d_weight);
+    out[kOtherBias] = std::move(all.other.d_bias);
   }
 
-  SavedVariable x, other_x;
-  at::Tensor saved, other_saved, mask;
-  // For what a gradient is to be like, not for their numbers.
-  at::Tensor weight_like, bias_like, other_weight_like, other_bias_like;
+  Saved own, other;
+  at::Tensor mask;
   bool training = false, relu = false, has_addend = false, pooled = false;
 };
 
-// A parameter, for its kind, shape and device.
-at::Tensor like_of(const at::Tensor& parameter) {
-  return parameter.defined() ? parameter.detach() : at::Tensor();
+BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
+  // A parameter, for its kind, shape and device.
+  const auto like_of = [](const at::Tensor& parameter) {
+    return parameter.defined() ? parameter.detach() : at::Tensor();
+  };
+  return {
+      SavedVariable(norm.x, false), std::move(found), like_of(norm.weight), like_of(norm.bias)};
 }
 
 // The other BatchNorm under the same sum, or a tensor, or nothing.
@@ -236,7 +234,7 @@ struct Beside {
 
   at::Tensor input() const { return norm ? norm->x : tensor; }
   bool wants_gradient() const {
-    return norm ? any_wants_gradient(*norm) : brimful::kernels::wants_gradient(tensor);
+    return norm ? any_wants_gradient(*norm) : compute_requires_grad(tensor);
   }
 };
 
@@ -248,21 +246,13 @@ void attach(
   const auto node = node_after<BatchNormNode>(
       norm.x, norm.weight, norm.bias, beside.input(), beside.norm ? beside.norm->weight : none,
       beside.norm ? beside.norm->bias : none);
-  node->x = SavedVariable(norm.x, false);
-  node->saved = std::move(out.saved);
+  node->own = saved_of(norm, std::move(out.saved));
   node->mask = std::move(out.mask);
-  node->weight_like = like_of(norm.weight);
-  node->bias_like = like_of(norm.bias);
   node->training = norm.training;
   node->relu = relu;
   node->pooled = pooled;
   node->has_addend = beside.input().defined();
-  if (beside.norm) {
-    node->other_x = SavedVariable(beside.norm->x, false);
-    node->other_saved = beside.saved;
-    node->other_weight_like = like_of(beside.norm->weight);
-    node->other_bias_like = like_of(beside.norm->bias);
-  }
+  if (beside.norm) node->other = saved_of(*beside.norm, beside.saved);
   torch::autograd::set_history(y, node);
   // The second output.
   node->add_input_metadata(y);
@@ -277,8 +267,7 @@ void tell_of(const char* name, const BatchNormGiven& norm) {
 
 at::Tensor by_kernels(
     const BrimfulKernelFunctions& functions, const BatchNormGiven& norm, Beside beside, bool relu) {
-  const bool graph =
-      at::GradMode::is_enabled() && (any_wants_gradient(norm) || beside.wants_gradient());
+  const bool graph = any_wants_gradient(norm) || beside.wants_gradient();
   BatchNormed out;
   {
     const at::NoGradGuard untracked;
@@ -318,9 +307,7 @@ at::Tensor pooled_by_kernels(const BrimfulKernelFunctions& functions, const Batc
     out = functions.batch_norm_pool(norm.x, saved);
   }
   at::Tensor y = out.y;
-  if (at::GradMode::is_enabled() && any_wants_gradient(norm)) {
-    attach(y, norm, {}, std::move(out), true, true);
-  }
+  if (any_wants_gradient(norm)) attach(y, norm, {}, std::move(out), true, true);
   return y;
 }
 
@@ -348,12 +335,6 @@ bool suits(const BatchNormGiven& norm, const Beside& beside) {
     return suits(*beside.norm) && is_like(norm.x, beside.norm->x);
   }
   return !beside.tensor.defined() || is_like(norm.x, beside.tensor);
-}
-
-// Whether the backward of a pooling can count squares of 2×2 pixels: asked before running statistics move.
-bool has_few_squares(const at::Tensor& x) {
-  const auto half = [](int64_t side) { return (side + 1) / 2; };
-  return x.size(0) * half(x.size(2)) * half(x.size(3)) < int64_t{1} << 28;
 }
 
 // By kernels if they are there and `suited`.
@@ -412,7 +393,9 @@ int32_t brimful_batch_norm_pool(
     const BrimfulNorm* raw, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const BatchNormGiven norm = norm_of(*raw);
-    const bool suited = norm.x.dim() == 4 && suits(norm) && has_few_squares(norm.x);
+    // What the backward could not count is asked before running statistics move.
+    const bool suited =
+        norm.x.dim() == 4 && suits(norm) && squares_of(norm.x) < int64_t{1} << 28;
     *out = new at::Tensor(if_possible(
         norm.x, suited,
         [&](const auto& functions) { return pooled_by_kernels(functions, norm); },

@@ -61,13 +61,10 @@ struct Reading {
     for (lanes = 1; lanes < most && lanes < channels / width;) lanes *= 2;
   }
 
-  // The same, where rows are counted by squares of 2×2 pixels, those beyond an odd side among them.
+  // The same, where rows are counted by squares of pixels.
   static Reading by_squares(const at::Tensor& x, bool aligned) {
     Reading reading(x, aligned);
-    const auto half = [](int64_t side) { return (side + 1) / 2; };
-    const int64_t squares = x.size(0) * half(x.size(2)) * half(x.size(3));
-    if (4 * squares >= kMaxVectors) throw KernelError("2^29 squares and more are libtorch's");
-    reading.rows = static_cast<int>(4 * squares);
+    reading.rows = static_cast<int>(4 * squares_of(x));
     reading.together = 4;
     return reading;
   }
@@ -81,6 +78,8 @@ struct Reading {
 
 constexpr Define kKind{"KIND", kNumberKinds};
 constexpr Define kWidth{"WIDTH"}, kLanes{"LANES"}, kThreadCount{"THREADS"}, kPass{"PASS"};
+// The place of the last one in both directions.
+constexpr size_t kPassPlace = 4;
 
 using ForwardFamily = KernelFamily<7>;
 using BackwardFamily = KernelFamily<10>;
@@ -250,33 +249,39 @@ const float* read_floats(const at::Tensor& tensor) {
 
 float* write_floats(const at::Tensor& tensor) { return static_cast<float*>(write_to(tensor)); }
 
-// The forward's kernels, which differ in what they do of it.
-struct Forward {
+// The kernels of one direction, which differ in what they do of it.
+template <class Family, class Arguments>
+struct Passes {
+  const Family& family;
   const Reading reading;
-  int relu, residual;
-  BatchNormForward arguments{};
+  // Of whatever pass.
+  const typename Family::Numbers numbers;
+  // The kernel's own bytes of shared memory, tensors that it keeps in the rest, and its sums over rows.
+  const size_t bytes;
+  const int tensors, sums;
+  Arguments arguments{};
 
   const Kernel& kernel(Pass pass) const {
-    return forward_family().of(forward_numbers(reading, pass, relu, residual));
+    auto its_own = numbers;
+    its_own[kPassPlace] = pass;
+    return family.of(its_own);
   }
 
   void launch(Pass pass, const Plan& plan, int blocks) {
     kernel(pass).launch(shape_of(reading, plan, blocks), arguments);
   }
 
-  // `whole` in one launch, or the halves in two.
+  // `whole` in one launch, or the halves in two, of which the second reads again what the first `keeps`.
   void run(const at::Tensor& x, Pass whole, Pass second, bool keeps) {
-    expect_others(reading, x.get_device());
     const Card figures = card(x.get_device());
-    const size_t bytes = forward_bytes(reading);
-    Plan plan = whole_plan(reading, figures, bytes, 1);
+    Plan plan = whole_plan(reading, figures, bytes, tensors);
     if (!keeps) {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
     const bool at_once = fits(kernel(whole), plan);
     if (!at_once) plan = plain_plan(reading, figures, bytes);
-    const at::Tensor partials = partials_of(x, reading, plan, 2);
+    const at::Tensor partials = partials_of(x, reading, plan, sums);
     arguments.partials = write_floats(partials);
     set_rows(arguments, reading, plan);
     if (at_once) return launch(whole, plan, plan.blocks);
@@ -284,12 +289,29 @@ struct Forward {
     launch(second, plan, keeps ? plan.blocks : 1);
   }
 
+  // No sums over the rows are needed.
   void run_fixed(const at::Tensor& x) {
-    const Plan plan = plain_plan(reading, card(x.get_device()), forward_bytes(reading));
+    const Plan plan = plain_plan(reading, card(x.get_device()), bytes);
     set_rows(arguments, reading, plan);
     launch(kFixed, plan, plan.blocks);
   }
 };
+
+using Forward = Passes<ForwardFamily, BatchNormForward>;
+using Backward = Passes<BackwardFamily, BatchNormBackward>;
+
+Forward forward_of(const Reading& reading, int relu, int residual) {
+  return {
+      forward_family(), reading, forward_numbers(reading, kWhole, relu, residual),
+      forward_bytes(reading), 1, 2};
+}
+
+Backward backward_of(const Reading& reading, const BackwardParts& parts) {
+  const int norms = 1 + parts.other;
+  return {
+      backward_family(), reading, backward_numbers(reading, kWhole, parts),
+      backward_bytes(reading, norms), 1 + norms, 1 + norms};
+}
 
 void set_norm(BatchNormForward& arguments, const BatchNormGiven& norm, const at::Tensor& saved) {
   arguments.x = read_from(norm.x);
@@ -318,13 +340,14 @@ BatchNormed batch_norm_forward(const BatchNormGiven& norm, const Addend& addend,
         {norm.x.numel() / reading.width},
         norm.x.options().dtype(at::kByte).memory_format(std::nullopt));
   }
-  Forward forward{reading, relu, residual};
+  Forward forward = forward_of(reading, relu, residual);
   set_norm(forward.arguments, norm, out.saved);
   forward.arguments.residual = read_from(addend.tensor);
   forward.arguments.residual_saved = read_floats(addend.saved);
   forward.arguments.y = write_to(out.y);
   forward.arguments.mask = static_cast<unsigned char*>(write_to(out.mask));
   if (norm.training) {
+    expect_others(reading, norm.x.get_device());
     forward.run(norm.x, kWhole, kSecondHalf, true);
   } else {
     forward.run_fixed(norm.x);
@@ -336,8 +359,9 @@ at::Tensor batch_norm_statistics(const BatchNormGiven& norm) {
   const c10::DeviceGuard on(norm.x.device());
   const Reading reading(norm.x, is_aligned(norm.x));
   const at::Tensor saved = numbers(norm.x, 4 * int64_t{reading.channels});
-  Forward forward{reading, 0, 0};
+  Forward forward = forward_of(reading, 0, 0);
   set_norm(forward.arguments, norm, saved);
+  expect_others(reading, norm.x.get_device());
   forward.run(norm.x, kStatistics, kFinish, false);
   return saved;
 }
@@ -347,9 +371,10 @@ std::array<at::Tensor, 2> batch_norm_moments(const at::Tensor& x) {
   const Reading reading(x, is_aligned(x));
   const int64_t channels = reading.channels;
   const at::Tensor both = numbers(x, 2 * channels);
-  Forward forward{reading, 0, 0};
+  Forward forward = forward_of(reading, 0, 0);
   forward.arguments.x = read_from(x);
   forward.arguments.saved = write_floats(both);
+  expect_others(reading, x.get_device());
   forward.run(x, kMoments, kFinishMoments, false);
   return {both.narrow(0, 0, channels), both.narrow(0, channels, channels)};
 }
@@ -360,80 +385,37 @@ at::Tensor like_or_none(const at::Tensor& like) {
   return like.defined() ? at::empty_like(like) : at::Tensor();
 }
 
-struct Backward {
-  const Reading reading;
-  BackwardParts parts;
-  int norms;
-  BatchNormBackward arguments{};
-
-  const Kernel& kernel(Pass pass) const {
-    return backward_family().of(backward_numbers(reading, pass, parts));
-  }
-
-  void launch(Pass pass, const Plan& plan) {
-    kernel(pass).launch(shape_of(reading, plan, plan.blocks), arguments);
-  }
-
-  void run(const at::Tensor& x) {
-    const Card figures = card(x.get_device());
-    const size_t bytes = backward_bytes(reading, norms);
-    Plan plan = whole_plan(reading, figures, bytes, 1 + norms);
-    const bool at_once = fits(kernel(kWhole), plan);
-    if (!at_once) plan = plain_plan(reading, figures, bytes);
-    const at::Tensor partials = partials_of(x, reading, plan, 1 + norms);
-    arguments.partials = write_floats(partials);
-    set_rows(arguments, reading, plan);
-    if (at_once) return launch(kWhole, plan);
-    launch(kFirstHalf, plan);
-    launch(kSecondHalf, plan);
-  }
-
-  // No sums over the rows are needed.
-  void run_fixed(const at::Tensor& x) {
-    const Plan plan =
-        plain_plan(reading, card(x.get_device()), backward_bytes(reading, norms));
-    set_rows(arguments, reading, plan);
-    launch(kFixed, plan);
-  }
-};
-
-BatchNormGradients room_for(const BatchNormGradient& in) {
-  BatchNormGradients out;
-  out.dx = at::empty_like(in.x);
-  out.d_weight = like_or_none(in.weight);
-  out.d_bias = like_or_none(in.bias);
-  if (in.keeps_residual) out.d_residual = at::empty_like(in.x);
-  if (!in.other_x.defined()) return out;
-  out.other_dx = at::empty_like(in.other_x);
-  out.other_d_weight = like_or_none(in.other_weight);
-  out.other_d_bias = like_or_none(in.other_bias);
-  return out;
+BatchNormGradients::Of room_for(const BatchNormDone& norm) {
+  return {like_or_none(norm.x), like_or_none(norm.weight), like_or_none(norm.bias)};
 }
 
 void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchNormGradients& out) {
-  a.x = read_from(in.x);
+  const auto weight_kind = [](const BatchNormDone& norm) {
+    return kind_of(norm.weight.defined() ? norm.weight : norm.bias);
+  };
+  a.x = read_from(in.own.x);
   a.dy = read_from(in.dy);
   a.more_dy = read_from(in.more_dy);
   a.mask = static_cast<const unsigned char*>(read_from(in.mask));
-  a.saved = read_floats(in.saved);
-  a.dx = write_to(out.dx);
+  a.saved = read_floats(in.own.saved);
+  a.dx = write_to(out.own.dx);
   a.d_residual = write_to(out.d_residual);
-  a.other_x = read_from(in.other_x);
-  a.other_saved = read_floats(in.other_saved);
-  a.other_dx = write_to(out.other_dx);
-  a.d_weight = write_to(out.d_weight);
-  a.d_bias = write_to(out.d_bias);
-  a.other_d_weight = write_to(out.other_d_weight);
-  a.other_d_bias = write_to(out.other_d_bias);
-  a.weight_kind = kind_of(in.weight.defined() ? in.weight : in.bias);
-  a.other_weight_kind = kind_of(in.other_weight.defined() ? in.other_weight : in.other_bias);
+  a.other_x = read_from(in.other.x);
+  a.other_saved = read_floats(in.other.saved);
+  a.other_dx = write_to(out.other.dx);
+  a.d_weight = write_to(out.own.d_weight);
+  a.d_bias = write_to(out.own.d_bias);
+  a.other_d_weight = write_to(out.other.d_weight);
+  a.other_d_bias = write_to(out.other.d_bias);
+  a.weight_kind = weight_kind(in.own);
+  a.other_weight_kind = weight_kind(in.other);
   a.training = in.training;
 }
 
 // Of pictures, not volumes.
 void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
-  a.height = static_cast<int>(in.x.size(2));
-  a.width = static_cast<int>(in.x.size(3));
+  a.height = static_cast<int>(in.own.x.size(2));
+  a.width = static_cast<int>(in.own.x.size(3));
   a.pooled_height = static_cast<int>(in.dy.size(2));
   a.pooled_width = static_cast<int>(in.dy.size(3));
 }
@@ -441,35 +423,37 @@ void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
 }  // namespace
 
 BatchNormGradients batch_norm_backward(const BatchNormGradient& in) {
-  const c10::DeviceGuard on(in.x.device());
+  const auto& x = in.own.x;
+  const c10::DeviceGuard on(x.device());
   // With bits of a mask, the vectors are those of the forward.
   const bool by_bits = in.mask.defined() && !in.pooled;
-  const bool aligned = is_aligned(in.x) && is_aligned(in.dy) && is_aligned(in.more_dy) &&
-                       is_aligned(in.other_x);
-  const bool single = by_bits && in.mask.numel() == in.x.numel();
-  const Reading reading = in.pooled ? Reading::by_squares(in.x, aligned && !single)
-                                    : Reading(in.x, aligned && !single);
-  if (by_bits && in.mask.numel() * reading.width != in.x.numel()) {
+  const bool aligned = is_aligned(x) && is_aligned(in.dy) && is_aligned(in.more_dy) &&
+                       is_aligned(in.other.x);
+  const bool single = by_bits && in.mask.numel() == x.numel();
+  const Reading reading = in.pooled ? Reading::by_squares(x, aligned && !single)
+                                    : Reading(x, aligned && !single);
+  if (by_bits && in.mask.numel() * reading.width != x.numel()) {
     throw KernelError("a gradient is not aligned as the input was");
   }
-  const bool other = in.other_x.defined();
-  Backward backward{
-      reading,
-      {!in.relu ? 0 : by_bits ? 2 : 1, in.more_dy.defined(), in.keeps_residual, other, in.pooled},
-      other ? 2 : 1};
-  const BatchNormGradients out = room_for(in);
+  Backward backward = backward_of(
+      reading, {!in.relu ? 0 : by_bits ? 2 : 1, in.more_dy.defined(), in.keeps_residual,
+                in.other.x.defined(), in.pooled});
+  BatchNormGradients out;
+  out.own = room_for(in.own);
+  if (in.keeps_residual) out.d_residual = at::empty_like(x);
+  out.other = room_for(in.other);
   set_tensors(backward.arguments, in, out);
-  backward.arguments.count = static_cast<int>(in.x.numel() / reading.channels);
+  backward.arguments.count = static_cast<int>(x.numel() / reading.channels);
   if (in.pooled) set_pooling(backward.arguments, in);
-  const bool sums = in.training || in.weight.defined() || in.bias.defined() ||
-                    in.other_weight.defined() || in.other_bias.defined();
-  sums ? backward.run(in.x) : backward.run_fixed(in.x);
+  const bool sums = in.training || in.own.weight.defined() || in.own.bias.defined() ||
+                    in.other.weight.defined() || in.other.bias.defined();
+  sums ? backward.run(x, kWhole, kSecondHalf, true) : backward.run_fixed(x);
   return out;
 }
 
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved) {
   const c10::DeviceGuard on(x.device());
-  // As the backward will: what that cannot do is libtorch's from here on.
+  // As the backward will.
   const Reading reading = Reading::by_squares(x, is_aligned(x));
   const auto pooled = [](int64_t size) { return (size - 1) / 2 + 1; };
   BatchNormed out;
