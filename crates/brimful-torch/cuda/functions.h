@@ -26,12 +26,12 @@ extern "C" {
 
 // The table of them all, by which src/cuda_object.rs calls them.
 struct BrimfulCudaFunctions {
-  decltype(&brimful::graph::begin) begin;
-  decltype(&brimful::graph::end) end;
-  decltype(&brimful::graph::replay) replay;
-  decltype(&brimful::graph::drop) drop;
-  decltype(&brimful::memory::share) memory_share;
-  decltype(&brimful::memory::set_share) set_memory_share;
+  decltype(&brimful::graph::begin) begin = brimful::graph::begin;
+  decltype(&brimful::graph::end) end = brimful::graph::end;
+  decltype(&brimful::graph::replay) replay = brimful::graph::replay;
+  decltype(&brimful::graph::drop) drop = brimful::graph::drop;
+  decltype(&brimful::memory::share) memory_share = brimful::memory::share;
+  decltype(&brimful::memory::set_share) set_memory_share = brimful::memory::set_share;
 };
 BRIMFUL_FIELD(BrimfulCudaFunctions, begin, 0);
 BRIMFUL_FIELD(BrimfulCudaFunctions, end, 8);

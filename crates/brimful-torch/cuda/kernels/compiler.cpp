@@ -28,18 +28,6 @@ namespace {
 
 using Program = void*;
 
-struct Nvrtc {
-  int (*version)(int*, int*);
-  int (*create)(
-      Program*, const char* text, const char* name, int, const char* const*, const char* const*);
-  int (*compile)(Program, int, const char* const*);
-  int (*destroy)(Program*);
-  int (*log_size)(Program, size_t*);
-  int (*log)(Program, char*);
-  int (*cubin_size)(Program, size_t*);
-  int (*cubin)(Program, char*);
-};
-
 std::vector<std::string> matches(const std::string& pattern) {
   glob_t found{};
   std::vector<std::string> paths;
@@ -97,60 +85,57 @@ void* open_library() {
   throw KernelError("NVRTC (libnvrtc.so.13 or .12) is not beside libtorch's CUDA libraries");
 }
 
-Nvrtc load_nvrtc() {
-  const Library library{open_library(), "NVRTC"};
-  Nvrtc nvrtc{};
-  library.look_up("nvrtcVersion", nvrtc.version);
-  library.look_up("nvrtcCreateProgram", nvrtc.create);
-  library.look_up("nvrtcCompileProgram", nvrtc.compile);
-  library.look_up("nvrtcDestroyProgram", nvrtc.destroy);
-  library.look_up("nvrtcGetProgramLogSize", nvrtc.log_size);
-  library.look_up("nvrtcGetProgramLog", nvrtc.log);
-  library.look_up("nvrtcGetCUBINSize", nvrtc.cubin_size);
-  library.look_up("nvrtcGetCUBIN", nvrtc.cubin);
-  return nvrtc;
-}
+struct Nvrtc {
+  template <class Signature>
+  using Function = LibraryFunction<Signature>;
+
+  const Library library{open_library(), "NVRTC", [](int error) { return std::to_string(error); }};
+  Function<int(int*, int*)> version{library, "nvrtcVersion"};
+  Function<int(
+      Program*, const char* text, const char* name, int, const char* const*, const char* const*)>
+      create{library, "nvrtcCreateProgram"};
+  Function<int(Program, int, const char* const*)> compile{library, "nvrtcCompileProgram"};
+  Function<int(Program*)> destroy{library, "nvrtcDestroyProgram"};
+  Function<int(Program, size_t*)> log_size{library, "nvrtcGetProgramLogSize"};
+  Function<int(Program, char*)> log{library, "nvrtcGetProgramLog"};
+  Function<int(Program, size_t*)> cubin_size{library, "nvrtcGetCUBINSize"};
+  Function<int(Program, char*)> cubin{library, "nvrtcGetCUBIN"};
+};
 
 const Nvrtc& nvrtc() {
-  static const Nvrtc loaded = load_nvrtc();
+  static const Nvrtc loaded;
   return loaded;
-}
-
-void check(int failed, const char* what) {
-  if (failed != 0) throw KernelError(std::string(what) + " failed with " + std::to_string(failed));
 }
 
 // A program of NVRTC's, which is gone when it goes out of scope.
 class Compilation {
  public:
   explicit Compilation(const Source& source) {
-    check(
-        nvrtc().create(&program_, source.text, source.name, 0, nullptr, nullptr),
-        "nvrtcCreateProgram");
+    nvrtc().create(&program_, source.text, source.name, 0, nullptr, nullptr);
   }
   Compilation(const Compilation&) = delete;
   Compilation& operator=(const Compilation&) = delete;
-  ~Compilation() { nvrtc().destroy(&program_); }
+  ~Compilation() { nvrtc().destroy.ask(&program_); }
 
   std::string run(const Source& source, const std::vector<std::string>& options) {
     std::vector<const char*> words;
     for (const auto& option : options) words.push_back(option.c_str());
-    if (nvrtc().compile(program_, static_cast<int>(words.size()), words.data()) != 0) {
+    if (nvrtc().compile.ask(program_, static_cast<int>(words.size()), words.data()) != 0) {
       throw KernelError(std::string(source.name) + " does not compile: " + log());
     }
     size_t size = 0;
-    check(nvrtc().cubin_size(program_, &size), "nvrtcGetCUBINSize");
+    nvrtc().cubin_size(program_, &size);
     std::string cubin(size, '\0');
-    check(nvrtc().cubin(program_, cubin.data()), "nvrtcGetCUBIN");
+    nvrtc().cubin(program_, cubin.data());
     return cubin;
   }
 
  private:
   std::string log() {
     size_t size = 0;
-    if (nvrtc().log_size(program_, &size) != 0 || size == 0) return "no reason given";
+    if (nvrtc().log_size.ask(program_, &size) != 0 || size == 0) return "no reason given";
     std::string text(size, '\0');
-    nvrtc().log(program_, text.data());
+    nvrtc().log.ask(program_, text.data());
     text.resize(size - 1);
     return text;
   }
@@ -163,7 +148,7 @@ class Compilation {
 std::string compiler_version() {
   int major = 0;
   int minor = 0;
-  check(nvrtc().version(&major, &minor), "nvrtcVersion");
+  nvrtc().version(&major, &minor);
   return std::to_string(major) + "." + std::to_string(minor);
 }
 

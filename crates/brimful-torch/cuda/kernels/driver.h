@@ -1,6 +1,8 @@
 // NVIDIA's driver, opened at run time: the few functions that load a kernel and launch it.
 #pragma once
 
+#include "library.h"
+
 #include <cstddef>
 #include <cstdint>
 
@@ -29,42 +31,52 @@ struct KernelNodeParameters {
 // The driver's number of the type of node that sets memory.
 constexpr int kMemsetNode = 2;
 
+// Opened at first use. A KernelError where there is none.
+const Library& driver_library();
+
 struct Driver {
-  int (*error_name)(int error, const char** name);
-  int (*device)(int* device, int ordinal);
-  int (*device_attribute)(int* value, int attribute, int device);
-  int (*retain_context)(void** context, int device);
-  int (*current_context)(void** context);
-  int (*set_context)(void* context);
-  int (*exchange_capture_mode)(int* mode);
-  int (*load_module)(void** module, const void* image);
-  int (*function)(void** function, void* module, const char* name);
-  int (*set_function_attribute)(void* function, int attribute, int value);
-  int (*occupancy)(int* blocks, void* function, int threads, size_t shared_bytes);
-  int (*launch)(
+  template <class Signature>
+  struct Function : LibraryFunction<Signature> {
+    explicit Function(const char* name) : LibraryFunction<Signature>(driver_library(), name) {}
+  };
+
+  Function<int(int error, const char** name)> error_name{"cuGetErrorName"};
+  Function<int(int* device, int ordinal)> device{"cuDeviceGet"};
+  Function<int(int* value, int attribute, int device)> device_attribute{"cuDeviceGetAttribute"};
+  Function<int(void** context, int device)> retain_context{"cuDevicePrimaryCtxRetain"};
+  Function<int(void** context)> current_context{"cuCtxGetCurrent"};
+  Function<int(void* context)> set_context{"cuCtxSetCurrent"};
+  Function<int(int* mode)> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode"};
+  Function<int(void** module, const void* image)> load_module{"cuModuleLoadData"};
+  Function<int(void** function, void* module, const char* name)> function{"cuModuleGetFunction"};
+  Function<int(void* function, int attribute, int value)> set_function_attribute{
+      "cuFuncSetAttribute"};
+  Function<int(int* blocks, void* function, int threads, size_t shared_bytes)> occupancy{
+      "cuOccupancyMaxActiveBlocksPerMultiprocessor"};
+  Function<int(
       void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
-      void** extra);
-  int (*launch_cooperative)(
+      void** extra)> launch{"cuLaunchKernel"};
+  Function<int(
       void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-      unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments);
-  int (*graph_nodes)(void* graph, void** nodes, size_t* count);
-  int (*node_type)(void* node, int* type);
-  int (*nodes_before)(void* node, void** nodes, size_t* count);
-  int (*nodes_after)(void* node, void** nodes, size_t* count);
-  int (*memset_node)(void* node, MemsetNode* out);
-  int (*add_kernel_node)(
+      unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
+      void** arguments)> launch_cooperative{"cuLaunchCooperativeKernel"};
+  Function<int(void* graph, void** nodes, size_t* count)> graph_nodes{"cuGraphGetNodes"};
+  Function<int(void* node, int* type)> node_type{"cuGraphNodeGetType"};
+  Function<int(void* node, void** nodes, size_t* count)> nodes_before{"cuGraphNodeGetDependencies"};
+  Function<int(void* node, void** nodes, size_t* count)> nodes_after{
+      "cuGraphNodeGetDependentNodes"};
+  Function<int(void* node, MemsetNode* out)> memset_node{"cuGraphMemsetNodeGetParams"};
+  Function<int(
       void** node, void* graph, void* const* before, size_t count,
-      const KernelNodeParameters* parameters);
-  int (*add_edges)(void* graph, void* const* from, void* const* to, size_t count);
-  int (*destroy_node)(void* node);
+      const KernelNodeParameters* parameters)> add_kernel_node{"cuGraphAddKernelNode"};
+  Function<int(void* graph, void* const* from, void* const* to, size_t count)> add_edges{
+      "cuGraphAddDependencies"};
+  Function<int(void* node)> destroy_node{"cuGraphDestroyNode"};
 };
 
 // A KernelError where there is no driver, or one that lacks a function.
 const Driver& driver();
-
-// A KernelError with the driver's own name of the error, if it is one.
-void check_driver(int error, const char* what);
 
 // Makes the device's context this thread's, where it has none: libtorch's own threads may not have
 // asked for one yet.

@@ -56,28 +56,30 @@ void activation(
 
 extern "C" {
 
+#define BRIMFUL_FUNCTION(name) decltype(&brimful::kernels::name) name = brimful::kernels::name
 struct BrimfulKernelFunctions {
-  decltype(&brimful::kernels::describe) describe;
-  decltype(&brimful::kernels::pretend) pretend;
-  decltype(&brimful::kernels::is_capturing) is_capturing;
-  decltype(&brimful::kernels::cross_entropy) cross_entropy;
-  decltype(&brimful::kernels::norm_forward) norm_forward;
-  decltype(&brimful::kernels::norm_partial_rows) norm_partial_rows;
-  decltype(&brimful::kernels::norm_backward) norm_backward;
-  decltype(&brimful::kernels::add_halves) add_halves;
-  decltype(&brimful::kernels::column_partial_rows) column_partial_rows;
-  decltype(&brimful::kernels::column_partials) column_partials;
-  decltype(&brimful::kernels::column_sums) column_sums;
-  decltype(&brimful::kernels::add_column_sums) add_column_sums;
-  decltype(&brimful::kernels::add_scaled_product) add_scaled_product;
-  decltype(&brimful::kernels::rotary) rotary;
-  decltype(&brimful::kernels::activation_row_blocks) activation_row_blocks;
-  decltype(&brimful::kernels::activation) activation;
-  decltype(&brimful::kernels::batch_norm_forward) batch_norm_forward;
-  decltype(&brimful::kernels::batch_norm_statistics) batch_norm_statistics;
-  decltype(&brimful::kernels::batch_norm_moments) batch_norm_moments;
-  decltype(&brimful::kernels::batch_norm_pool) batch_norm_pool;
-  decltype(&brimful::kernels::batch_norm_backward) batch_norm_backward;
+  BRIMFUL_FUNCTION(describe);
+  BRIMFUL_FUNCTION(pretend);
+  BRIMFUL_FUNCTION(is_capturing);
+  BRIMFUL_FUNCTION(cross_entropy);
+  BRIMFUL_FUNCTION(norm_forward);
+  BRIMFUL_FUNCTION(norm_partial_rows);
+  BRIMFUL_FUNCTION(norm_backward);
+  BRIMFUL_FUNCTION(add_halves);
+  BRIMFUL_FUNCTION(column_partial_rows);
+  BRIMFUL_FUNCTION(column_partials);
+  BRIMFUL_FUNCTION(column_sums);
+  BRIMFUL_FUNCTION(add_column_sums);
+  BRIMFUL_FUNCTION(add_scaled_product);
+  BRIMFUL_FUNCTION(rotary);
+  BRIMFUL_FUNCTION(activation_row_blocks);
+  BRIMFUL_FUNCTION(activation);
+  BRIMFUL_FUNCTION(batch_norm_forward);
+  BRIMFUL_FUNCTION(batch_norm_statistics);
+  BRIMFUL_FUNCTION(batch_norm_moments);
+  BRIMFUL_FUNCTION(batch_norm_pool);
+  BRIMFUL_FUNCTION(batch_norm_backward);
 };
+#undef BRIMFUL_FUNCTION
 
 }  // extern "C"

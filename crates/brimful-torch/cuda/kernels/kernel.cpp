@@ -24,10 +24,10 @@ constexpr int kRelaxed = 2;
 // Lets this thread do, while it captures, what is no part of the captured work.
 class Relaxed {
  public:
-  Relaxed() { driver().exchange_capture_mode(&mode_); }
+  Relaxed() { driver().exchange_capture_mode.ask(&mode_); }
   Relaxed(const Relaxed&) = delete;
   Relaxed& operator=(const Relaxed&) = delete;
-  ~Relaxed() { driver().exchange_capture_mode(&mode_); }
+  ~Relaxed() { driver().exchange_capture_mode.ask(&mode_); }
 
  private:
   int mode_ = kRelaxed;
@@ -45,7 +45,7 @@ void* load_module(
   const Cubin cubin = compiled(source, defines, architecture(device));
   const Relaxed relaxed;
   void* module = nullptr;
-  check_driver(driver().load_module(&module, cubin.bytes.data()), "cuModuleLoadData");
+  driver().load_module(&module, cubin.bytes.data());
   modules.emplace(std::move(key), module);
   return module;
 }
@@ -81,8 +81,7 @@ Kernel::Loaded& Kernel::loaded(int device) const {
     try {
       enter_context(device);
       void* module = load_module(source_, defines_, device);
-      const int failed = driver().function(&loaded.function, module, function_.c_str());
-      check_driver(failed, "cuModuleGetFunction");
+      driver().function(&loaded.function, module, function_.c_str());
     } catch (const KernelError& error) {
       // It would fail again, after another second of compiling.
       loaded.failure = error.what();
@@ -96,9 +95,7 @@ namespace {
 
 void ask_for_shared_bytes(void* function, unsigned& asked, unsigned bytes) {
   if (bytes <= asked) return;
-  const int failed =
-      driver().set_function_attribute(function, kMaxSharedBytes, static_cast<int>(bytes));
-  check_driver(failed, "cuFuncSetAttribute");
+  driver().set_function_attribute(function, kMaxSharedBytes, static_cast<int>(bytes));
   asked = bytes;
 }
 
@@ -112,9 +109,7 @@ int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
   if (is_new) {
     enter_context(device);
     ask_for_shared_bytes(kernel.function, kernel.shared_bytes, shared_bytes);
-    const int failed = driver().occupancy(
-        &place->second, kernel.function, static_cast<int>(block), shared_bytes);
-    check_driver(failed, "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    driver().occupancy(&place->second, kernel.function, static_cast<int>(block), shared_bytes);
   }
   return place->second;
 }
@@ -142,9 +137,7 @@ void* Kernel::add_node_raw(
       all,
       nullptr};
   void* node = nullptr;
-  const int failed =
-      driver().add_kernel_node(&node, graph, before.data(), before.size(), &parameters);
-  check_driver(failed, "cuGraphAddKernelNode");
+  driver().add_kernel_node(&node, graph, before.data(), before.size(), &parameters);
   return node;
 }
 
@@ -154,12 +147,12 @@ void Kernel::launch_raw(const Shape& shape, void* arguments) const {
   void* stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
   void* all[] = {arguments};
   const auto& [grid_x, grid_y, block, shared_bytes, cooperative] = shape;
-  const int failed =
-      cooperative ? driver().launch_cooperative(
-                        function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all)
-                  : driver().launch(
-                        function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all, nullptr);
-  check_driver(failed, cooperative ? "cuLaunchCooperativeKernel" : "cuLaunchKernel");
+  if (cooperative) {
+    driver().launch_cooperative(
+        function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all);
+  } else {
+    driver().launch(function, grid_x, grid_y, 1, block, 1, 1, shared_bytes, stream, all, nullptr);
+  }
 }
 
 }  // namespace brimful::kernels

@@ -12,13 +12,39 @@ namespace brimful::kernels {
 struct Library {
   void* handle;
   const char* name;
+  // What it calls an error.
+  std::string (*error_name)(int error);
+};
 
-  // A KernelError where it has no such function.
-  template <class Function>
-  void look_up(const char* function, Function& into) const {
-    into = reinterpret_cast<Function>(dlsym(handle, function));
-    if (into == nullptr) throw KernelError(std::string(name) + " has no " + function);
+template <class Signature>
+class LibraryFunction;
+
+// Such a function, whose answer is 0 or an error.
+template <class... Arguments>
+class LibraryFunction<int(Arguments...)> {
+ public:
+  // A KernelError where the library has no such function.
+  LibraryFunction(const Library& library, const char* name)
+      : function_(reinterpret_cast<int (*)(Arguments...)>(dlsym(library.handle, name))),
+        error_name_(library.error_name),
+        name_(name) {
+    if (function_ == nullptr) throw KernelError(std::string(library.name) + " has no " + name);
   }
+
+  // What it answers.
+  int ask(Arguments... arguments) const { return function_(arguments...); }
+
+  // A KernelError where that is an error.
+  void operator()(Arguments... arguments) const { check(ask(arguments...)); }
+
+  void check(int error) const {
+    if (error != 0) throw KernelError(std::string(name_) + " failed with " + error_name_(error));
+  }
+
+ private:
+  int (*function_)(Arguments...);
+  std::string (*error_name_)(int error);
+  const char* name_;
 };
 
 }  // namespace brimful::kernels

@@ -23,12 +23,11 @@ constexpr int64_t kBlocksAProcessor = 4;
 using Nodes = std::vector<void*>;
 
 // A list of which the driver first says how long it is.
-template <class Ask>
-Nodes listed(const char* what, Ask&& ask) {
+Nodes listed(const Driver::Function<int(void*, void**, size_t*)>& list, void* of) {
   size_t count = 0;
-  check_driver(ask(nullptr, &count), what);
+  list(of, nullptr, &count);
   Nodes nodes(count);
-  if (count > 0) check_driver(ask(nodes.data(), &count), what);
+  if (count > 0) list(of, nodes.data(), &count);
   return nodes;
 }
 
@@ -51,38 +50,31 @@ Shape shape_for(uint64_t bytes, int device) {
 void replace(void* graph, void* node, int device) {
   static const Kernel kernel(fill_source, "fill", {});
   MemsetNode set{};
-  check_driver(driver().memset_node(node, &set), "cuGraphMemsetNodeGetParams");
+  driver().memset_node(node, &set);
   if (!is_fillable(set)) return;
-  const auto before = listed("cuGraphNodeGetDependencies", [&](void** nodes, size_t* count) {
-    return driver().nodes_before(node, nodes, count);
-  });
-  const auto after = listed("cuGraphNodeGetDependentNodes", [&](void** nodes, size_t* count) {
-    return driver().nodes_after(node, nodes, count);
-  });
+  const auto before = listed(driver().nodes_before, node);
+  const auto after = listed(driver().nodes_after, node);
   const uint64_t bytes = set.width * set.element_bytes;
   const FillArguments arguments{reinterpret_cast<void*>(set.into), bytes, pattern_of(set)};
   void* filling = kernel.add_node(graph, before, shape_for(bytes, device), arguments);
   const Nodes same(after.size(), filling);
   if (!after.empty()) {
-    const int failed =
-        driver().add_edges(graph, same.data(), after.data(), after.size());
+    const auto& add_edges = driver().add_edges;
+    const int failed = add_edges.ask(graph, same.data(), after.data(), after.size());
     // Without them it might fill what others have written since.
-    if (failed != 0) driver().destroy_node(filling);
-    check_driver(failed, "cuGraphAddDependencies");
+    if (failed != 0) driver().destroy_node.ask(filling);
+    add_edges.check(failed);
   }
-  check_driver(driver().destroy_node(node), "cuGraphDestroyNode");
+  driver().destroy_node(node);
 }
 
 }  // namespace
 
 void replace_memsets(void* graph, int device) {
   enter_context(device);
-  const auto nodes = listed("cuGraphGetNodes", [&](void** nodes, size_t* count) {
-    return driver().graph_nodes(graph, nodes, count);
-  });
-  for (void* node : nodes) {
+  for (void* node : listed(driver().graph_nodes, graph)) {
     int type = 0;
-    check_driver(driver().node_type(node, &type), "cuGraphNodeGetType");
+    driver().node_type(node, &type);
     if (type == kMemsetNode) replace(graph, node, device);
   }
 }
