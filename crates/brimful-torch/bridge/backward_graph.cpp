@@ -38,10 +38,7 @@ void BackwardGraph::go_through(uint32_t root) {
     auto& [at, next] = open_.back();
     auto& place = places[at];
     if (next == place.edges) {
-      for (uint32_t edge = 0; edge < place.edges; ++edge) {
-        const auto child = children[place.first_child + edge];
-        if (child != kNone) place.leads |= places[child].leads;
-      }
+      each_child(place, [&](auto, auto child) { place.leads |= places[child].leads; });
       order.push_back(at);
       open_.pop_back();
       continue;

@@ -42,6 +42,15 @@ class BackwardGraph {
     return found == index_.end() ? kNone : found->second;
   }
 
+  // Calls `f` with each edge that leads somewhere, and the place behind it.
+  template <class F>
+  void each_child(const Place& place, F&& f) const {
+    for (uint32_t edge = 0; edge < place.edges; ++edge) {
+      const auto child = children[place.first_child + edge];
+      if (child != kNone) f(edge, child);
+    }
+  }
+
   // A leaf that gets a gradient and is neither known nor an end; undefined where there is none.
   at::Tensor other_leaf(const KnownLeaves& known) const;
 

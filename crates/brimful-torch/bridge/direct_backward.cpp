@@ -177,23 +177,14 @@ class DirectRun {
     taken_[place].next = std::exchange(turns_[at].taken, place);
   }
 
-  // Calls `f` with the place behind each edge.
-  template <class F>
-  void each_child(uint32_t at, F&& f) const {
-    const auto& place = graph_.places[at];
-    for (uint32_t edge = 0; edge < place.edges; ++edge) {
-      const auto child = graph_.children[place.first_child + edge];
-      if (child != kNone) f(child);
-    }
-  }
-
   // Finds all that is behind the roots. False where the engine is needed for some of it.
   bool reach() {
     for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
       if (!turns_[*next].is_reached) continue;
-      if (!stream_.takes(*graph_.places[*next].node)) return false;
+      const auto& place = graph_.places[*next];
+      if (!stream_.takes(*place.node)) return false;
       if (turns_[*next].is_end) continue;
-      each_child(*next, [&](auto child) { turns_[child].is_reached = true; });
+      graph_.each_child(place, [&](auto, auto child) { turns_[child].is_reached = true; });
     }
     return true;
   }
@@ -206,9 +197,11 @@ class DirectRun {
       if (!turn.is_reached) continue;
       turn.is_needed = !prunes_ || turn.is_end;
       if (turn.is_end) continue;
-      each_child(at, [&](auto child) { turn.is_needed |= turns_[child].is_needed; });
+      const auto& place = graph_.places[at];
+      graph_.each_child(
+          place, [&](auto, auto child) { turn.is_needed |= turns_[child].is_needed; });
       if (!turn.is_needed) continue;
-      each_child(at, [&](auto child) {
+      graph_.each_child(place, [&](auto, auto child) {
         turns_[child].bringing = ++turns_[child].awaited;
         // It would compute a gradient that nobody asks for: the engine can tell it so.
         in_vain |= !turns_[child].is_needed;
@@ -251,14 +244,12 @@ class DirectRun {
     if (!in_halves) return {};
     std::vector<bool> is_weight(place.edges);
     bool weights = false, others = false;
-    for (uint32_t edge = 0; edge < place.edges; ++edge) {
-      const auto child = graph_.children[place.first_child + edge];
-      if (child == kNone) continue;
+    graph_.each_child(place, [&](auto edge, auto child) {
       const auto* node = graph_.places[child].node;
       is_weight[edge] = turns_[child].bringing == 1 &&
                         dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr;
       (is_weight[edge] ? weights : others) = true;
-    }
+    });
     return weights && others ? is_weight : std::vector<bool>();
   }
 
@@ -281,16 +272,14 @@ class DirectRun {
           return "Function " + node.name() + " returned an " + refusal;
         });
     if (releases && !aside) node.release_variables();
-    for (uint32_t edge = 0; edge < place.edges; ++edge) {
-      const auto child = graph_.children[place.first_child + edge];
-      if (child == kNone) continue;
+    graph_.each_child(place, [&](auto edge, auto child) {
       const auto input = node.next_edge(edge).input_nr;
       if (aside && is_weight[edge]) {
         late_.push_back({child, input, std::move(gradients[edge])});
       } else {
         arrive(child, input, std::move(gradients[edge]));
       }
-    }
+    });
   }
 
   const BackwardGraph& graph_;

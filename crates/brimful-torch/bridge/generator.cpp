@@ -8,12 +8,16 @@
 
 #include <mutex>
 
-using brimful::guarded;
-
 namespace {
 
-at::Generator generator_of(int32_t device) {
-  return at::globalContext().defaultGenerator(brimful::device_of(device));
+// Runs `body` with the generator, while nobody else draws from it.
+template <class Body>
+int32_t with_generator(int32_t device, char** message, Body&& body) noexcept {
+  return brimful::guarded(message, [&] {
+    auto generator = at::globalContext().defaultGenerator(brimful::device_of(device));
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    body(generator);
+  });
 }
 
 }  // namespace
@@ -21,28 +25,20 @@ at::Generator generator_of(int32_t device) {
 extern "C" {
 
 int32_t brimful_generator_state(int32_t device, at::Tensor** out, char** message) noexcept {
-  return guarded(message, [&] {
-    auto generator = generator_of(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
+  return with_generator(device, message, [&](const at::Generator& generator) {
     *out = new at::Tensor(generator.get_state());
   });
 }
 
 int32_t brimful_set_generator_state(
     int32_t device, const at::Tensor* state, char** message) noexcept {
-  return guarded(message, [&] {
-    auto generator = generator_of(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(*state);
-  });
+  return with_generator(
+      device, message, [&](at::Generator& generator) { generator.set_state(*state); });
 }
 
 int32_t brimful_seed_generator(int32_t device, uint64_t seed, char** message) noexcept {
-  return guarded(message, [&] {
-    auto generator = generator_of(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_current_seed(seed);
-  });
+  return with_generator(
+      device, message, [&](at::Generator& generator) { generator.set_current_seed(seed); });
 }
 
 }  // extern "C"

@@ -19,6 +19,12 @@ namespace {
 
 std::atomic<const BrimfulKernelFunctions*> table{nullptr};
 
+const BrimfulKernelFunctions& loaded() {
+  const auto* functions = table.load();
+  TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
+  return *functions;
+}
+
 bool asked_for() {
   const char* asked = std::getenv("BRIMFUL_KERNELS");
   return asked == nullptr || std::strcmp(asked, "off") != 0;
@@ -100,19 +106,13 @@ char* brimful_kernels_refusals() noexcept {
 
 int32_t brimful_kernels_describe(int32_t device, char** out, char** message) noexcept {
   return guarded(message, [&] {
-    const auto* functions = kernels::functions();
-    TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
-    *out = strdup(functions->describe(device).c_str());
+    *out = strdup(loaded().describe(device).c_str());
   });
 }
 
 int32_t brimful_kernels_pretend(
     int32_t multiprocessors, uint64_t shared_bytes, char** message) noexcept {
-  return guarded(message, [&] {
-    const auto* functions = kernels::functions();
-    TORCH_CHECK(functions != nullptr, "libtorch's CUDA half is not loaded");
-    functions->pretend(multiprocessors, shared_bytes);
-  });
+  return guarded(message, [&] { loaded().pretend(multiprocessors, shared_bytes); });
 }
 
 // Compiles a source, by its file's name, with these words defined.

@@ -240,11 +240,9 @@ class SplitBackward {
   // The edges of a place that lead to weights alone.
   std::vector<uint32_t> weight_edges(const BackwardGraph::Place& place) const {
     std::vector<uint32_t> found;
-    for (uint32_t edge = 0; edge < place.edges; ++edge) {
-      const auto child = graph_.children[place.first_child + edge];
-      if (child == BackwardGraph::kNone) continue;
+    graph_.each_child(place, [&](auto edge, auto child) {
       if (graph_.places[child].leads == BackwardGraph::kToLeaf) found.push_back(edge);
-    }
+    });
     return found;
   }
 
