@@ -7,99 +7,50 @@
 //! CUDA is. The library carries it as bytes and loads it at run time. `kernels/` goes into both as text,
 //! to be compiled for the card at hand.
 
+use std::fmt::Display;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::exit;
 use std::{env, fs};
 
-/// A file that includes others: its name, and theirs.
-type Unit = (&'static str, &'static [&'static str]);
-
-/// The bridge's files, in two units that are compiled side by side: libtorch's headers take longer to read
-/// than our files to compile. Files of one unit cannot each have a thing of the same name.
-const UNITS: [Unit; 2] = [
-    (
-        "layers.cpp",
-        &[
-            "bridge/activation.cpp",
-            "bridge/batch_norm.cpp",
-            "bridge/embedding.cpp",
-            "bridge/foreach.cpp",
-            "bridge/kernels.cpp",
-            "bridge/layout.cpp",
-            "bridge/linear_cross_entropy.cpp",
-            "bridge/norm.cpp",
-            "bridge/optim.cpp",
-            "bridge/own_generator.cpp",
-            "bridge/projection.cpp",
-            "bridge/rotary.cpp",
-            // Neither needs CUDA to be there: the compiler serves on machines without a card too.
-            "cuda/kernels/cache.cpp",
-            "cuda/kernels/compiler.cpp",
-        ],
-    ),
-    (
-        "runtime.cpp",
-        &[
-            "bridge/arena.cpp",
-            "bridge/autograd.cpp",
-            "bridge/backward_graph.cpp",
-            "bridge/beside.cpp",
-            "bridge/cuda.cpp",
-            "bridge/cuda_object.cpp",
-            "bridge/direct_backward.cpp",
-            "bridge/events.cpp",
-            "bridge/generator.cpp",
-            "bridge/gradients.cpp",
-            "bridge/host_memory.cpp",
-            "bridge/libtorch.cpp",
-            "bridge/memory.cpp",
-            "bridge/meta.cpp",
-            "bridge/offered_sums.cpp",
-            "bridge/refusals.cpp",
-            "bridge/split_backward.cpp",
-            "bridge/start.cpp",
-            "bridge/streams.cpp",
-            "bridge/touched.cpp",
-            "bridge/transfer.cpp",
-        ],
-    ),
+/// The bridge's layers and optimizers, which are one unit; the rest of it is another, compiled beside it: libtorch's
+/// headers take longer to read than our files to compile. Files of one unit cannot each have a thing of the same name.
+const LAYERS: [&str; 14] = [
+    "bridge/activation.cpp",
+    "bridge/batch_norm.cpp",
+    "bridge/embedding.cpp",
+    "bridge/foreach.cpp",
+    "bridge/kernels.cpp",
+    "bridge/layout.cpp",
+    "bridge/linear_cross_entropy.cpp",
+    "bridge/norm.cpp",
+    "bridge/optim.cpp",
+    "bridge/own_generator.cpp",
+    "bridge/projection.cpp",
+    "bridge/rotary.cpp",
+    // Neither needs CUDA to be there: the compiler serves on machines without a card too.
+    "cuda/kernels/cache.cpp",
+    "cuda/kernels/compiler.cpp",
 ];
 
-/// The units of `cuda/`: what works with tensors, and what finds and loads kernels.
-const CUDA_UNITS: [Unit; 2] = [
-    (
-        "tensors.cpp",
-        &[
-            "cuda/graph.cpp",
-            "cuda/memory.cpp",
-            "cuda/object.cpp",
-            "cuda/kernels/batch_norm.cpp",
-            "cuda/kernels/object.cpp",
-        ],
-    ),
-    (
-        "loading.cpp",
-        &[
-            "cuda/kernels/cache.cpp",
-            "cuda/kernels/card.cpp",
-            "cuda/kernels/compiler.cpp",
-            "cuda/kernels/driver.cpp",
-            "cuda/kernels/kernel.cpp",
-        ],
-    ),
-];
+/// Loops over the host's memory, which are compiled by themselves.
+const HOST_KERNELS: &str = "bridge/host_adam.cpp";
 
-/// Each on its own, with its own threads and family; they read few headers.
-const CUDA_LAUNCHES: [&str; 8] = [
-    "cuda/kernels/activation.cpp",
-    "cuda/kernels/add_halves.cpp",
-    "cuda/kernels/column_sums.cpp",
-    "cuda/kernels/cross_entropy.cpp",
-    "cuda/kernels/memset_nodes.cpp",
-    "cuda/kernels/norm.cpp",
-    "cuda/kernels/product.cpp",
-    "cuda/kernels/rotary.cpp",
+/// The units of `cuda/`: what works with tensors, and what finds and loads kernels. What launches a family is
+/// compiled by itself, with its own threads and family; those files read few headers.
+const CUDA_TENSORS: [&str; 5] = [
+    "cuda/graph.cpp",
+    "cuda/memory.cpp",
+    "cuda/object.cpp",
+    "cuda/kernels/batch_norm.cpp",
+    "cuda/kernels/object.cpp",
+];
+const CUDA_LOADING: [&str; 5] = [
+    "cuda/kernels/cache.cpp",
+    "cuda/kernels/card.cpp",
+    "cuda/kernels/compiler.cpp",
+    "cuda/kernels/driver.cpp",
+    "cuda/kernels/kernel.cpp",
 ];
 
 fn main() {
@@ -115,15 +66,28 @@ fn main() {
     let include = headers();
     show_libraries_to_cargo();
     write_kernel_sources();
-    compiler(&include).files(UNITS.iter().map(write_unit)).compile("brimful_bridge");
+    let runtime = files("bridge", ".cpp", &[&LAYERS[..], &[HOST_KERNELS]].concat());
+    let units = [write_unit("layers.cpp", &LAYERS), write_unit("runtime.cpp", &runtime)];
+    compiler(&include).files(units).compile("brimful_bridge");
     host_kernels();
     println!("cargo:rustc-link-lib=torch_cpu");
     println!("cargo:rustc-link-lib=c10");
     cuda_object(&include);
 }
 
+/// The files of a folder whose names end so, but for some, in their order.
+fn files(folder: &str, ending: &str, others: &[&str]) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(folder)
+        .expect("it is a folder of this package")
+        .filter_map(|entry| entry.ok()?.path().into_os_string().into_string().ok())
+        .filter(|name| name.ends_with(ending) && !others.contains(&name.as_str()))
+        .collect();
+    names.sort();
+    names
+}
+
 /// Writes a unit: a file that includes its own.
-fn write_unit((name, files): &Unit) -> PathBuf {
+fn write_unit(name: &str, files: &[impl Display]) -> PathBuf {
     let path = out_folder().join(name);
     let text: String = files.iter().map(|file| format!("#include \"{file}\"\n")).collect();
     fs::write(&path, text).expect("cargo's folder can be written to");
@@ -156,14 +120,16 @@ fn host_kernels() {
     let mut build = cc::Build::new();
     build.cpp(true).std("c++17").pic(true).opt_level(3).debug(false).include(".");
     build.flag("-ffp-contract=off").flag("-fno-math-errno");
-    build.file("bridge/host_adam.cpp").compile("brimful_host");
+    build.file(HOST_KERNELS).compile("brimful_host");
 }
 
 /// Links `cuda/` with its symbols left open, and without what a debugger would read.
 fn cuda_object(include: &Path) {
     let mut build = compiler(include);
     build.flag("-isystem").flag("cuda/headers");
-    build.files(CUDA_UNITS.iter().map(write_unit)).files(CUDA_LAUNCHES);
+    build.file(write_unit("tensors.cpp", &CUDA_TENSORS));
+    build.file(write_unit("loading.cpp", &CUDA_LOADING));
+    build.files(files("cuda/kernels", ".cpp", &[CUDA_TENSORS, CUDA_LOADING].concat()));
     let objects = build.compile_intermediates();
     let mut command = build.get_compiler().to_command();
     command.args(["-shared", "-s", "-Wl,-z,undefs"]).args(objects);
@@ -185,17 +151,12 @@ fn out_folder() -> PathBuf {
 
 /// Writes `kernel_sources.h`: each `kernels/*.cu` as a raw string, with what it includes in it.
 fn write_kernel_sources() {
-    let mut names: Vec<_> = fs::read_dir("kernels")
-        .expect("the kernels are part of this package")
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.ends_with(".cu"))
-        .collect();
-    names.sort();
     let mut header = String::from(
         "#pragma once\n#include \"cuda/kernels/source.h\"\nnamespace brimful::kernels {\n",
     );
     let mut list = String::new();
-    for name in &names {
+    for file in files("kernels", ".cu", &[]) {
+        let name = file.trim_start_matches("kernels/");
         let constant = name.trim_end_matches(".cu");
         let text = with_includes(Path::new("kernels"), name, &mut Vec::new());
         header += &format!(

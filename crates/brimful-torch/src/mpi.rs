@@ -263,15 +263,11 @@ impl Drop for Mpi {
 }
 
 impl MpiMessage {
-    /// The buffer of a message that is done.
-    pub fn into_buffer(mut self) -> Option<Buffer> {
-        if self.requests.is_empty() { self.buffer.take() } else { None }
-    }
-
-    fn into_bytes(self) -> Option<Vec<u8>> {
-        match self.into_buffer()? {
-            Buffer::Bytes(bytes) => Some(bytes),
-            Buffer::Tensor(_) => None,
+    /// The bytes of a message that is done.
+    fn into_bytes(mut self) -> Option<Vec<u8>> {
+        match self.requests.is_empty().then(|| self.buffer.take())? {
+            Some(Buffer::Bytes(bytes)) => Some(bytes),
+            _ => None,
         }
     }
 
