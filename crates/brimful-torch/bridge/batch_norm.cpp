@@ -325,10 +325,6 @@ at::Tensor by_libtorch(const BatchNormGiven& norm, const Beside& beside, bool re
   return relu ? y.relu_() : y;
 }
 
-at::Tensor pooled_by_libtorch(const BatchNormGiven& norm) {
-  return at::max_pool2d(by_libtorch(norm).relu_(), {3, 3}, {2, 2}, {1, 1});
-}
-
 bool suits(const BatchNormGiven& norm, const Beside& beside) {
   if (!suits(norm)) return false;
   if (beside.norm) {
@@ -339,7 +335,8 @@ bool suits(const BatchNormGiven& norm, const Beside& beside) {
 
 // By kernels if they are there and `suited`.
 template <class Own, class Libtorch>
-at::Tensor if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorch) {
+auto if_possible(const at::Tensor& x, bool suited, Own&& own, Libtorch&& libtorch)
+    -> decltype(libtorch()) {
   const auto* functions = suited ? functions_for(x) : nullptr;
   if (functions == nullptr) return libtorch();
   return or_else("BatchNorm", [&] { return own(*functions); }, libtorch);
@@ -355,10 +352,11 @@ std::array<at::Tensor, 2> moments(const at::Tensor& x) {
   BatchNormGiven norm{};
   norm.x = x;
   norm.training = true;
-  const auto* functions = suits(norm) ? functions_for(x) : nullptr;
-  if (functions == nullptr) return libtorch();
-  brimful::tell("brimful::batch_norm_moments", {}, {&x}, {});
-  return or_else("BatchNorm", [&] { return functions->batch_norm_moments(x); }, libtorch);
+  const auto own = [&](const auto& functions) {
+    brimful::tell("brimful::batch_norm_moments", {}, {&x}, {});
+    return functions.batch_norm_moments(x);
+  };
+  return if_possible(x, suits(norm), own, libtorch);
 }
 
 at::Tensor batch_norm(const BatchNormGiven& norm, Beside beside, bool relu) {
@@ -399,7 +397,7 @@ int32_t brimful_batch_norm_pool(
     *out = new at::Tensor(if_possible(
         norm.x, suited,
         [&](const auto& functions) { return pooled_by_kernels(functions, norm); },
-        [&] { return pooled_by_libtorch(norm); }));
+        [&] { return at::max_pool2d(by_libtorch(norm).relu_(), {3, 3}, {2, 2}, {1, 1}); }));
   });
 }
 

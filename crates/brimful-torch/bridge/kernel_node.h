@@ -64,10 +64,15 @@ class KernelNode : public torch::autograd::Node {
   bool released_ = false;
 };
 
+template <class Node, class... Arguments>
+std::shared_ptr<Node> make_node(Arguments&&... arguments) {
+  return {new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode};
+}
+
 // A node with an edge to each of these, which may be undefined.
 template <class Node, class... Tensors>
 std::shared_ptr<Node> node_after(const Tensors&... inputs) {
-  std::shared_ptr<Node> node(new Node(), torch::autograd::deleteNode);
+  auto node = make_node<Node>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   return node;
 }

@@ -68,10 +68,6 @@ struct Sink final : Node {
   }
 };
 
-std::shared_ptr<Sink> make_sink() {
-  return std::shared_ptr<Sink>(new Sink(), torch::autograd::deleteNode);
-}
-
 // A root that hands its gradients over and keeps none: each is gone when its node has run.
 struct Feed final : Node {
   Feed(edge_list edges, variable_list gradients)
@@ -325,8 +321,7 @@ class SplitBackward {
     if (auto given = half.run(graph_)) return std::move(*given);
     // It stands for the gradients, which the feed brings along: of their device, and of no numbers.
     const auto start = half.gradients.front().new_empty({0});
-    std::shared_ptr<Feed> feed(
-        new Feed(std::move(half.roots), std::move(half.gradients)), torch::autograd::deleteNode);
+    auto feed = brimful::kernels::make_node<Feed>(std::move(half.roots), std::move(half.gradients));
     feed->add_input_metadata(start);
     return Engine::get_default_engine().execute(
         {Edge(std::move(feed), 0)}, {start}, half.keep_graph, /*create_graph=*/false,
@@ -377,7 +372,7 @@ class SplitBackward {
   edge_list resumed_;
   // The frontier's edges to weights, while the input half runs.
   std::vector<Severed> weights_;
-  const std::shared_ptr<Sink> collector_ = make_sink();
+  const std::shared_ptr<Sink> collector_ = brimful::kernels::make_node<Sink>();
   std::vector<Roots> groups_;
   std::string unknown_;
 };

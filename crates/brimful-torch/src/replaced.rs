@@ -1,37 +1,30 @@
 //! What a thread's guards have found in place, put back in whatever order they are dropped.
 
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::thread::LocalKey;
 
 /// What the living guards of one kind have each found, the outermost first.
 #[derive(Debug)]
-pub(crate) struct Replaced<T> {
-    found: RefCell<Entries<T>>,
-}
+pub(crate) struct Replaced<T>(RefCell<Vec<(u64, T)>>);
 
-#[derive(Debug)]
-struct Entries<T> {
-    next: u64,
-    list: Vec<(u64, T)>,
-}
-
-/// A guard's number on its thread.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct GuardNumber(u64);
+/// A guard's number on its thread, which it cannot leave.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GuardNumber(u64, PhantomData<*const ()>);
 
 impl<T: Copy> Replaced<T> {
     pub(crate) const fn new() -> Self {
-        Self { found: RefCell::new(Entries { next: 0, list: Vec::new() }) }
+        Self(RefCell::new(Vec::new()))
     }
 
     /// Notes what a new guard has found.
     pub(crate) fn note(list: &'static LocalKey<Self>, found: T) -> GuardNumber {
         list.with(|this| {
-            let mut all = this.found.borrow_mut();
-            all.next += 1;
-            let number = all.next;
-            all.list.push((number, found));
-            GuardNumber(number)
+            let mut all = this.0.borrow_mut();
+            // Higher than all that are there.
+            let number = all.last().map_or(0, |(last, _)| last + 1);
+            all.push((number, found));
+            GuardNumber(number, PhantomData)
         })
     }
 
@@ -44,7 +37,7 @@ impl<T: Copy> Replaced<T> {
     ) -> Option<T> {
         // A thread that has put its list away is ending, and needs nothing put back.
         let left = list.try_with(|this| {
-            let all = &mut this.found.borrow_mut().list;
+            let mut all = this.0.borrow_mut();
             let at = all.iter().position(|(number, _)| *number == guard.0)?;
             let (_, found) = all.remove(at);
             match all[at..].iter_mut().find(|(_, later)| same(later, &found)) {

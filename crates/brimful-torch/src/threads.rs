@@ -1,6 +1,5 @@
 //! How many threads one operation may use, for this thread alone.
 
-use std::marker::PhantomData;
 use std::sync::{Mutex, PoisonError};
 
 use crate::replaced::{GuardNumber, Replaced};
@@ -13,7 +12,7 @@ thread_local! {
 pub fn limit_threads(count: usize) -> ThreadsGuard {
     let number = Replaced::note(&FOUND, threads());
     set(count.max(1));
-    ThreadsGuard { number, _this_thread: PhantomData }
+    ThreadsGuard(number)
 }
 
 /// How many threads an operation started by this thread may use.
@@ -39,14 +38,11 @@ fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
 /// order: the innermost that is left holds.
 #[derive(Debug)]
 #[must_use = "the thread count goes back when the guard is dropped"]
-pub struct ThreadsGuard {
-    number: GuardNumber,
-    _this_thread: PhantomData<*const ()>,
-}
+pub struct ThreadsGuard(GuardNumber);
 
 impl Drop for ThreadsGuard {
     fn drop(&mut self) {
-        if let Some(last) = Replaced::leave(&FOUND, self.number, |_, _| true) {
+        if let Some(last) = Replaced::leave(&FOUND, self.0, |_, _| true) {
             set(last);
         }
     }

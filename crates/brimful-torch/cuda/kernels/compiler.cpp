@@ -143,17 +143,6 @@ class Compilation {
   Program program_ = nullptr;
 };
 
-}  // namespace
-
-std::string compiler_version() {
-  int major = 0;
-  int minor = 0;
-  nvrtc().version(&major, &minor);
-  return std::to_string(major) + "." + std::to_string(minor);
-}
-
-namespace {
-
 // Whether the compiler has been used. What it keeps for itself it makes then, and it is gone again when the
 // program ends, the last made first.
 std::atomic<bool> has_compiled{false};
@@ -254,6 +243,13 @@ Workshop& workshop() {
 }
 
 }  // namespace
+
+std::string compiler_version() {
+  int major = 0;
+  int minor = 0;
+  nvrtc().version(&major, &minor);
+  return std::to_string(major) + "." + std::to_string(minor);
+}
 
 void compile_ahead(const std::vector<Compiling>& all, int architecture) {
   try {

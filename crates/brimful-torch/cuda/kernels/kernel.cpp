@@ -50,6 +50,12 @@ void* load_module(
   return module;
 }
 
+void ask_for_shared_bytes(void* function, unsigned& asked, unsigned bytes) {
+  if (bytes <= asked) return;
+  driver().set_function_attribute(function, kMaxSharedBytes, static_cast<int>(bytes));
+  asked = bytes;
+}
+
 }  // namespace
 
 // A kernel on one device, or why it is not there.
@@ -90,16 +96,6 @@ Kernel::Loaded& Kernel::loaded(int device) const {
   if (!loaded.failure.empty()) throw KernelError(function_ + ": " + loaded.failure);
   return loaded;
 }
-
-namespace {
-
-void ask_for_shared_bytes(void* function, unsigned& asked, unsigned bytes) {
-  if (bytes <= asked) return;
-  driver().set_function_attribute(function, kMaxSharedBytes, static_cast<int>(bytes));
-  asked = bytes;
-}
-
-}  // namespace
 
 int Kernel::blocks_at_a_time(unsigned block, unsigned shared_bytes) const {
   const int device = c10::cuda::current_device();

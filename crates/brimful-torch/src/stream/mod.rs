@@ -3,8 +3,6 @@
 
 mod event;
 
-use std::marker::PhantomData;
-
 use tch::{Device, Tensor};
 
 use crate::device::number;
@@ -87,7 +85,7 @@ impl Stream {
     /// When the device has failed.
     pub fn enter(self) -> Result<StreamGuard, TorchError> {
         let last = Self { id: self.exchange()?, ..self };
-        Ok(StreamGuard { number: Replaced::note(&FOUND, last), _this_thread: PhantomData })
+        Ok(StreamGuard(Replaced::note(&FOUND, last)))
     }
 
     fn exchange(self) -> Result<i64, TorchError> {
@@ -141,15 +139,12 @@ fn on_accelerator<T: Default>(
 /// dropped in any order: the innermost that is left holds.
 #[derive(Debug)]
 #[must_use = "the stream is left when the guard is dropped"]
-pub struct StreamGuard {
-    number: GuardNumber,
-    _this_thread: PhantomData<*const ()>,
-}
+pub struct StreamGuard(GuardNumber);
 
 impl Drop for StreamGuard {
     fn drop(&mut self) {
         let same_device = |a: &Stream, b: &Stream| a.device == b.device;
-        if let Some(last) = Replaced::leave(&FOUND, self.number, same_device) {
+        if let Some(last) = Replaced::leave(&FOUND, self.0, same_device) {
             // Fails only where the device has failed, which the next call on it reports.
             let _ = last.exchange();
         }
