@@ -65,7 +65,7 @@ use crate::Result;
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
 use crate::batch::Samples;
 use crate::memory::Memory;
-use crate::random::{Randomness, with_passing_seed, with_step_seed};
+use crate::random::{Randomness, with_seed};
 use opening::OwnPart;
 use settle::settle;
 use sizing::{ToCut, Warnings, until_it_fits};
@@ -386,8 +386,7 @@ fn seeded<E: Engine, T>(
 ) -> Result<T> {
     match engine.seeding(team) {
         Seeding::Plain => f(engine, None),
-        Seeding::Step(devices) if training => with_step_seed(devices, |seed| f(engine, Some(seed))),
-        Seeding::Step(devices) => with_passing_seed(devices, |seed| f(engine, Some(seed))),
+        Seeding::Step(devices) => with_seed(devices, training, |seed| f(engine, Some(seed))),
     }
 }
 
