@@ -11,7 +11,7 @@ use tch::nn::Variables;
 
 use super::settle::Team;
 use crate::Result;
-use crate::auto::hash_of;
+use crate::auto::{hash_of, hash_of_variables};
 use crate::world::{World, WorldError};
 
 /// What a list of variables is, without their values.
@@ -32,15 +32,12 @@ impl Trained {
     }
 
     fn of_named<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> Self {
-        let mut trained = Self::default();
-        let mut lines = String::new();
-        for (name, tensor) in named {
-            trained.parameters += 1;
-            trained.numbers += tensor.numel();
-            lines += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
+        let named: Vec<_> = named.collect();
+        Self {
+            parameters: named.len(),
+            numbers: named.iter().map(|(_, tensor)| tensor.numel()).sum(),
+            hash: hash_of_variables(named.into_iter()),
         }
-        trained.hash = hash_of(&lines);
-        trained
     }
 
     /// All of what several have.
