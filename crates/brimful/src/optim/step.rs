@@ -155,7 +155,7 @@ impl Optimizer {
         let method = &self.groups[parameter.group].method;
         let ahead = parameter.ahead.as_ref();
         if let Some(ahead) = ahead.filter(|ahead| ahead.is_of(tensor, &gradient, method)) {
-            let work = ahead.work().shallow_clone();
+            let work = ahead.next.work.shallow_clone();
             let item = Item { index, work, gradient, state: None, write_back: true, ahead: true };
             return Ok(Some(item));
         }
