@@ -428,16 +428,12 @@ fn keep<E: Engine, O>(
         tried.undo(engine)?;
         return Err(error);
     }
-    let kept = match window {
-        None => {
-            let tried = tried.after(engine, None)?;
-            Window { tried, log: SizeLog::default(), seed: None, before: None }
-        }
-        Some(Window { tried: earlier, log, seed, before }) => {
-            Window { tried: tried.after(engine, Some(earlier))?, log, seed, before }
-        }
+    let (earlier, log, seed, before) = match window {
+        Some(Window { tried, log, seed, before }) => (Some(tried), log, seed, before),
+        None => Default::default(),
     };
-    engine.state().window = Some(kept);
+    let tried = tried.after(engine, earlier)?;
+    engine.state().window = Some(Window { tried, log, seed, before });
     Ok(outputs)
 }
 
