@@ -17,7 +17,7 @@ use super::pass::detached;
 use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
-use crate::batch::{Arranged, Batch, Samples};
+use crate::batch::{self, Arranged, Batch, Leaf, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::layout::InOrder;
 use crate::random::Randomness;
@@ -221,8 +221,7 @@ fn in_users_order<O: Batch>(
 /// Counts the loss, and runs its backward, which ends at the outputs.
 fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) -> Result<Tally> {
     let (tally, loss) = Tally::of_whole(loss)?;
-    let mut ends = Vec::new();
-    outputs.visit(&mut |leaf| ends.push(leaf.tensor()));
+    let ends: Vec<_> = batch::leaves(outputs).into_iter().map(Leaf::tensor).collect();
     accumulator.expect_groups(1);
     accumulator.add(0, &[(&loss, loss.f_ones_like()?)], &ends, false)?;
     Ok(tally)

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::Variables;
 
-use super::settle::Team;
 use crate::Result;
 use crate::auto::{hash_of, hash_of_variables};
 use crate::world::{World, WorldError};
@@ -53,15 +52,11 @@ impl Trained {
         whole
     }
 
-    /// Makes sure that all replicas train the same, from what each rank has; nothing where ranks say
-    /// nothing.
-    pub(crate) fn check_replicas(ranks: &[Self], team: &Team) -> Result<(), WorldError> {
-        let replicas = ranks.chunks(team.ranks_of_replica());
-        Self::check_alike(&replicas.map(|ranks| Self::all(ranks.iter())).collect::<Vec<_>>())
-    }
-
-    /// Makes sure that it is the same for all of these.
-    pub(crate) fn check_alike(found: &[Self]) -> Result<(), WorldError> {
+    /// Makes sure that all replicas train the same, from what each of their ranks or parts has; nothing where
+    /// these say nothing.
+    pub(super) fn check_replicas(parts: &[&Self], of_replica: usize) -> Result<(), WorldError> {
+        let replicas = parts.chunks(of_replica);
+        let found: Vec<_> = replicas.map(|parts| Self::all(parts.iter().copied())).collect();
         if found.iter().all(|other| *other == found[0]) {
             return Ok(());
         }

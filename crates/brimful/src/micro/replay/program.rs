@@ -15,7 +15,7 @@ use super::readout::Readout;
 use super::room::stock_up;
 use super::trial::watched;
 use crate::accumulate::Sum;
-use crate::batch::Batch;
+use crate::batch::{self, Batch};
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
 use crate::micro::pass::{BatchPass, detached};
@@ -181,14 +181,9 @@ impl Program {
 
     /// Copies the samples in and starts the graph.
     fn launch(&mut self, micro_batch: &impl Batch, part: &MicroBatchWeight) -> Result<()> {
-        let mut result = Ok(());
-        let mut inputs = self.inputs.iter_mut();
-        micro_batch.visit(&mut |leaf| {
-            if let (Ok(()), Some(input)) = (&result, inputs.next()) {
-                result = input.f_copy_(leaf.tensor());
-            }
-        });
-        result?;
+        for (input, leaf) in self.inputs.iter_mut().zip(batch::leaves(micro_batch)) {
+            input.f_copy_(leaf.tensor())?;
+        }
         for (number, term) in self.readout.terms.iter().enumerate() {
             // A term without a part in this micro-batch runs backward from 0, which adds nothing: a graph
             // cannot leave it out.
@@ -206,8 +201,7 @@ impl Program {
 fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
     // Zeros, not the samples: what escapes the capture and is computed now will then differ.
     let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
-    let mut inputs = Vec::new();
-    statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
+    let inputs = batch::leaves(&statics).iter().map(|leaf| leaf.tensor().shallow_clone()).collect();
     Ok((statics, inputs))
 }
 
