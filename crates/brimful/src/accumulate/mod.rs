@@ -383,7 +383,6 @@ fn fitting_gradient(parameter: &Tensor) -> Result<Option<Tensor>> {
     Ok(Some(if fits { gradient } else { gradient.f_to_device(device)?.f_to_kind(kind)? }))
 }
 
-/// The gradient that a parameter has.
 fn gradient(parameter: &Tensor) -> Option<Tensor> {
     let gradient = parameter.grad();
     gradient.defined().then_some(gradient)

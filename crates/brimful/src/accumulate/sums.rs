@@ -72,7 +72,6 @@ impl Sums {
         Ok(self)
     }
 
-    /// Whether all are on this device.
     pub(crate) fn are_on(&self, device: Device) -> bool {
         self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
     }

@@ -367,7 +367,6 @@ mod tests {
         }
     }
 
-    /// All numbers that there are.
     fn numbers(optimizer: &Optimizer) -> Vec<Tensor> {
         let parameters = optimizer.parameters().map(|(_, tensor)| tensor.detach().copy());
         let (state, _) = optimizer.state();

@@ -175,7 +175,6 @@ impl<M> Replica<M> {
         self.hand_in(tried, &(), start)
     }
 
-    /// Lets `how` run the job.
     fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,

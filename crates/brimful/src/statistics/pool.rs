@@ -188,7 +188,6 @@ impl Seen {
     }
 }
 
-/// Pools every layer's rows.
 pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
     for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
         let pooled = pool(&alike, &group)?;
