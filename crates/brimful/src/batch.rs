@@ -63,7 +63,6 @@ pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
-/// The device of each tensor.
 pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
     tensors(batch).into_iter().map(Tensor::device).collect()
 }
@@ -287,7 +286,8 @@ fn map_cut<B: Batch>(batch: &B, mut f: impl FnMut(&Tensor) -> Result<Tensor>) ->
     })
 }
 
-fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
+/// In the order of [`Batch::visit`].
+pub(crate) fn leaves<B: Batch>(batch: &B) -> Vec<Leaf<'_>> {
     let mut leaves = Vec::new();
     batch.visit(&mut |leaf| leaves.push(leaf));
     leaves

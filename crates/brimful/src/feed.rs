@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::batch::{self, Batch, Lender};
 use crate::copies::Copies;
@@ -51,7 +51,7 @@ fn brought<B: Batch>(
     mut f: impl FnMut(usize, B) -> Result<()>,
 ) -> Result<()> {
     let device = copies.device();
-    if is_on(batch, device) {
+    if batch::devices(batch).iter().all(|on| *on == device) {
         let mut slices = ranges.iter().cloned().enumerate();
         return slices.try_for_each(|(i, range)| f(i, batch::slice(batch, range)?));
     }
@@ -68,11 +68,12 @@ fn brought<B: Batch>(
         let (releases, released) = channel();
         scope.spawn(move || feed(slices, copies, &queued, &arrivals, &released));
         for i in 0..ranges.len() {
-            let Arrival { micro_batch, copied } = arrived.recv().map_err(|_| gone())??;
+            let (micro_batch, copied) = arrived.recv().map_err(|_| gone())??;
             if let Some(copied) = copied {
                 compute.wait(&copied)?;
             }
-            keep(&micro_batch, compute)?;
+            // The copies' memory lives until the computing stream is done with it.
+            batch::tensors(&micro_batch).into_iter().try_for_each(|tensor| compute.keep(tensor))?;
             f(i, micro_batch)?;
             // The feeder stops listening when it has sent the last one.
             let _ = releases.send(Event::after(compute)?);
@@ -84,11 +85,8 @@ fn brought<B: Batch>(
     fed
 }
 
-/// A micro-batch whose copy is under way.
-struct Arrival<B> {
-    micro_batch: B,
-    copied: Option<Event>,
-}
+/// A micro-batch whose copy is under way, and when it is there.
+type Arrival<B> = (B, Option<Event>);
 
 /// Sends micro-batch after micro-batch; ends early where nobody listens.
 fn feed<B: Batch>(
@@ -110,14 +108,10 @@ fn feed<B: Batch>(
 }
 
 fn send<B: Batch>(slice: &B, copies: &Copies, queued: &Queued) -> Result<Arrival<B>> {
-    let micro_batch = slice.map(&mut |leaf| {
-        let tensor = leaf.tensor();
-        if tensor.device() == copies.device() || leaf.stays_on_the_host() {
-            return Ok(tensor.shallow_clone());
-        }
+    let micro_batch = with_others(slice, copies.device(), |tensor| {
         copies.begin(tensor, queued.on(tensor.device()))
     })?;
-    Ok(Arrival { micro_batch, copied: copies.landing()? })
+    Ok((micro_batch, copies.landing()?))
 }
 
 /// Waits for the event by looking at it now and then: waiting inside CUDA would keep its locks from
@@ -131,22 +125,19 @@ fn wait(event: &Event) -> Result<()> {
 
 /// The batch's tensors on the device, through page-locked memory, by this thread's own streams.
 pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
-    batch.map(&mut |leaf| {
-        let tensor = leaf.tensor();
-        if tensor.device() == device || leaf.stays_on_the_host() {
-            return Ok(tensor.shallow_clone());
-        }
-        Ok(transfer::send(&transfer::pin(tensor)?, device)?)
+    with_others(batch, device, |tensor| Ok(transfer::send(&transfer::pin(tensor)?, device)?))
+}
+
+/// The batch with what `bring` makes of those tensors that are to be on the device and are not.
+fn with_others<B: Batch>(
+    batch: &B,
+    device: Device,
+    bring: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<B> {
+    batch.map(&mut |leaf| match leaf.tensor() {
+        here if here.device() == device || leaf.stays_on_the_host() => Ok(here.shallow_clone()),
+        other => bring(other),
     })
-}
-
-/// Lets the copies' memory live until the computing stream is done with it.
-fn keep(batch: &impl Batch, compute: Stream) -> Result<()> {
-    Ok(batch::tensors(batch).into_iter().try_for_each(|tensor| compute.keep(tensor))?)
-}
-
-fn is_on(batch: &impl Batch, device: Device) -> bool {
-    batch::tensors(batch).into_iter().all(|tensor| tensor.device() == device)
 }
 
 fn gone() -> Error {

@@ -67,6 +67,16 @@ pub(crate) enum Over {
     Once,
 }
 
+impl Over {
+    /// What the user gives to divide by.
+    pub(crate) fn weight(&self) -> Option<&Weight> {
+        match self {
+            Self::Given(weight) | Self::Undivided(weight) => Some(weight),
+            _ => None,
+        }
+    }
+}
+
 /// What a mean is over: tokens, or the weights of classes.
 #[derive(Debug)]
 pub enum Weight {
@@ -129,10 +139,8 @@ impl Term {
         if self.value.numel() != 1 {
             return Err(LossError::NotScalar { term: index, shape: self.value.size() }.into());
         }
-        match &self.over {
-            Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight))
-                if weight.numel() != 1 =>
-            {
+        match self.over.weight() {
+            Some(Weight::Tensor(weight)) if weight.numel() != 1 => {
                 Err(LossError::WeightNotScalar { term: index, shape: weight.size() }.into())
             }
             _ => Ok(()),
@@ -141,12 +149,14 @@ impl Term {
 
     /// What of it the host has said, in words: its value and the weights of a tensor are not.
     pub(crate) fn in_words(&self) -> String {
+        let number = |weight: &Weight| match weight {
+            Weight::Number(number) => number.to_string(),
+            Weight::Tensor(_) => "a tensor's number".to_owned(),
+        };
         let over = match &self.over {
             Over::Samples => "a mean over samples".to_owned(),
-            Over::Given(Weight::Number(number)) => format!("a mean over {number}"),
-            Over::Given(Weight::Tensor(_)) => "a mean over a tensor's number".to_owned(),
-            Over::Undivided(Weight::Number(number)) => format!("a sum over {number}"),
-            Over::Undivided(Weight::Tensor(_)) => "a sum over a tensor's number".to_owned(),
+            Over::Given(weight) => format!("a mean over {}", number(weight)),
+            Over::Undivided(weight) => format!("a sum over {}", number(weight)),
             Over::Nothing => "a sum".to_owned(),
             Over::Once => "a term that counts once".to_owned(),
         };

@@ -206,10 +206,31 @@ impl Memory {
     /// # Errors
     /// When the accelerator does not answer.
     pub fn usage(&self) -> Result<Usage> {
-        match self {
-            Self::Arena(arena) => Ok(usage_of_arena(arena)),
-            Self::Accelerator(device) => usage_of_accelerator(*device),
-        }
+        Ok(match self {
+            Self::Arena(arena) => {
+                let (current, limit) = (arena.current(), arena.limit());
+                Usage {
+                    current: Bytes(current),
+                    peak: Bytes(arena.peak()),
+                    available: limit.map(|limit| Bytes(limit.saturating_sub(current))),
+                    limit: limit.map(Bytes),
+                    allocation_retries: 0,
+                    refusals: arena.refusals(),
+                }
+            }
+            Self::Accelerator(device) => {
+                let figures = torch_memory::device_memory(*device)?;
+                let cached = figures.reserved.saturating_sub(figures.current);
+                Usage {
+                    current: Bytes(figures.current),
+                    peak: Bytes(figures.peak),
+                    available: Some(Bytes(figures.free + cached)),
+                    limit: Some(Bytes(figures.limit)),
+                    allocation_retries: figures.allocation_retries,
+                    refusals: figures.refusals,
+                }
+            }
+        })
     }
 
     /// Lets the peak start again from what is in use now.
@@ -246,31 +267,6 @@ fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-fn usage_of_arena(arena: &Arena) -> Usage {
-    let current = arena.current();
-    Usage {
-        current: Bytes(current),
-        peak: Bytes(arena.peak()),
-        available: arena.limit().map(|limit| Bytes(limit.saturating_sub(current))),
-        limit: arena.limit().map(Bytes),
-        allocation_retries: 0,
-        refusals: arena.refusals(),
-    }
-}
-
-fn usage_of_accelerator(device: Device) -> Result<Usage> {
-    let figures = torch_memory::device_memory(device)?;
-    let cached = figures.reserved.saturating_sub(figures.current);
-    Ok(Usage {
-        current: Bytes(figures.current),
-        peak: Bytes(figures.peak),
-        available: Some(Bytes(figures.free + cached)),
-        limit: Some(Bytes(figures.limit)),
-        allocation_retries: figures.allocation_retries,
-        refusals: figures.refusals,
-    })
 }
 
 /// Where a memory ends: one that is not counted, or not limited, where the machine's does.

@@ -6,40 +6,36 @@ use tch::{Device, Tensor};
 use crate::Result;
 
 /// A mark in the thread's stream of each of some accelerators.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Queued(Vec<(Device, Event)>);
 
 impl Queued {
     /// By this thread, on the accelerators that these tensors are on.
     pub(crate) fn behind<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<Self> {
-        let mut marks = Self::default();
-        for device in accelerators(tensors.map(Tensor::device)) {
-            marks.mark(Stream::current(device)?)?;
-        }
-        Ok(marks)
+        Self::now(accelerators(tensors.map(Tensor::device)))
     }
 
     /// By this thread on those of these accelerators where it has entered another stream than all
     /// threads use.
     pub(crate) fn apart(devices: &[Device]) -> Result<Self> {
-        let mut marks = Self::default();
+        let mut apart = Vec::new();
         for &device in devices {
-            let stream = Stream::current(device)?;
             // Work on the common stream is in order by itself; an event for it would be a launch for nothing.
-            if stream != Stream::common(device)? {
-                marks.mark(stream)?;
+            if Stream::current(device)? != Stream::common(device)? {
+                apart.push(device);
             }
         }
-        Ok(marks)
+        Self::now(apart)
     }
 
     /// By this thread on the same accelerators.
     pub(crate) fn since(&self) -> Result<Self> {
-        let mut marks = Self::default();
-        for (device, _) in &self.0 {
-            marks.mark(Stream::current(*device)?)?;
-        }
-        Ok(marks)
+        Self::now(self.0.iter().map(|(device, _)| *device))
+    }
+
+    fn now(devices: impl IntoIterator<Item = Device>) -> Result<Self> {
+        let mark = |device| Ok((device, Event::after(Stream::current(device)?)?));
+        Ok(Self(devices.into_iter().map(mark).collect::<Result<_>>()?))
     }
 
     /// When what was queued on that accelerator is done; none where nothing was.
@@ -53,11 +49,6 @@ impl Queued {
             // The stream waits, not the host: this thread goes on launching.
             Stream::current(*device)?.wait(event)?;
         }
-        Ok(())
-    }
-
-    fn mark(&mut self, stream: Stream) -> Result<()> {
-        self.0.push((stream.device(), Event::after(stream)?));
         Ok(())
     }
 }

@@ -101,28 +101,21 @@ pub(crate) fn with_step_seed<T>(
     devices: Vec<Device>,
     f: impl FnOnce(u64) -> Result<T>,
 ) -> Result<T> {
-    // The seed itself is drawn from the user's generator: a failed step gives it back.
-    with_seed(devices, f, |result| result.is_ok())
+    with_seed(devices, true, f)
 }
 
-/// Runs `f` with the seed that the next step will have, and leaves that to it: how often somebody
-/// evaluates a model is not to change how it is trained.
-pub(crate) fn with_passing_seed<T>(
+/// The same. What does not train leaves the seed to the next step: how often somebody evaluates a model is not
+/// to change how it is trained.
+pub(crate) fn with_seed<T>(
     devices: Vec<Device>,
+    training: bool,
     f: impl FnOnce(u64) -> Result<T>,
-) -> Result<T> {
-    with_seed(devices, f, |_| false)
-}
-
-fn with_seed<T>(
-    devices: Vec<Device>,
-    f: impl FnOnce(u64) -> Result<T>,
-    stays_drawn: impl FnOnce(&Result<T>) -> bool,
 ) -> Result<T> {
     preserving_generators(devices, || {
         let before = Randomness::now(Device::Cpu)?;
         let result = f(step_seed()?);
-        if !stays_drawn(&result) {
+        // The seed itself is drawn from the user's generator: a failed step gives it back.
+        if !training || result.is_err() {
             before.restore()?;
         }
         result

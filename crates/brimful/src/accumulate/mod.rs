@@ -28,8 +28,8 @@ pub use dense::SparseGradient;
 pub(crate) use dense::{Named, check_dense};
 pub use others::OtherLeaf;
 use part::ModelPart;
+use sums::add_sum;
 pub(crate) use sums::{Addends, Finished, Sum, Sums};
-use sums::{add_sum, own};
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.
 #[derive(Debug)]
@@ -43,12 +43,10 @@ pub(crate) struct Accumulator {
     sums_others: bool,
     named: Named,
     aside: Sum,
-    groups: Vec<Sum>,
+    /// What the step has so far.
+    sums: Sums,
     /// Whether sums must be kept apart: see [`sums_apart`].
     apart: bool,
-    /// See [`Sums`].
-    lent: bool,
-    at_home: bool,
     /// In which the last micro-batch's gradients are to be added up over the ranks.
     turn: Option<RanksTurn>,
     /// Whether the micro-batch under way is the last.
@@ -56,7 +54,6 @@ pub(crate) struct Accumulator {
     /// The parts of the model that go backward one at a time, and the one that does.
     parts: Vec<ModelPart>,
     part: Option<usize>,
-    buckets: Option<Buckets>,
 }
 
 impl Accumulator {
@@ -73,15 +70,12 @@ impl Accumulator {
             parameters,
             named: Named::clone(named),
             aside,
-            groups: Vec::new(),
+            sums: Sums::default(),
             apart,
-            lent: false,
-            at_home: false,
             turn: None,
             last: false,
             parts: Vec::new(),
             part: None,
-            buckets: None,
         };
         accumulator.clear()?;
         Ok(accumulator)
@@ -112,12 +106,12 @@ impl Accumulator {
             let places = sum.iter_mut().zip(wanted);
             places.map(|(sum, wanted)| sum.take_if(|_| *wanted)).collect()
         };
-        self.groups.iter_mut().map(take).collect()
+        self.sums.groups.iter_mut().map(take).collect()
     }
 
     /// Adds sums of the same step that are at their parameters' home.
     pub(crate) fn add_home(&mut self, groups: Vec<Sum>) -> Result<()> {
-        self.at_home = true;
+        self.sums.at_home = true;
         self.add_sums(groups)
     }
 
@@ -134,14 +128,12 @@ impl Accumulator {
     /// Says how many groups of terms there are; the same at every call.
     pub(crate) fn expect_groups(&mut self, count: usize) {
         let empty = || self.parameters.iter().map(|_| None).collect();
-        while self.groups.len() < count {
-            self.groups.push(empty());
-        }
+        self.sums.groups.resize_with(count.max(self.sums.groups.len()), empty);
     }
 
     /// Whether autograd itself adds up.
     fn in_place(&self) -> bool {
-        self.groups.len() == 1 && !self.apart
+        self.sums.groups.len() == 1 && !self.apart
     }
 
     /// Runs backward from one group's roots, to the parameters and to `ends`, and adds what arrives in the
@@ -204,18 +196,18 @@ impl Accumulator {
             let parameters = &self.parameters;
             let mut buckets = Buckets::new(turn, parameters)?;
             watched(parameters, |at| buckets.arrived(at, &parameters[at].grad()), run)?;
-            self.buckets = Some(buckets);
+            self.sums.buckets = Some(buckets);
             return check_dense(&self.parameters, &self.named);
         }
         let named = &self.named;
         // With several groups what comes elsewhere after all could not be told apart at the end.
-        let only = self.groups.len() == 1;
+        let only = self.sums.groups.len() == 1;
         let part = self.part.filter(|_| only).and_then(|part| self.parts.get(part));
         if self.in_place() {
             run()?;
             return check_dense(part.map_or(&self.parameters, |part| &part.parameters), named);
         }
-        let sums = &mut self.groups[group];
+        let sums = &mut self.sums.groups[group];
         match part {
             Some(part) => part.with_sums(sums, |own, sums| gather(own, sums, named, run)),
             None => gather(&self.parameters, sums, named, run),
@@ -234,7 +226,7 @@ impl Accumulator {
         let Some(at) = self.parameters.iter().position(same) else { return Ok(()) };
         let added = vec![Some(gradient)];
         if !self.in_place() {
-            return add_sum(std::slice::from_mut(&mut self.groups[group][at]), added);
+            return add_sum(std::slice::from_mut(&mut self.sums.groups[group][at]), added);
         }
         let mut sum = [self::gradient(parameter)];
         add_sum(&mut sum, added)?;
@@ -245,18 +237,12 @@ impl Accumulator {
     pub(crate) fn finish(mut self) -> Result<(Vec<Tensor>, Sums)> {
         self.look_everywhere()?;
         if self.in_place() {
-            self.groups[0] = self.parameters.iter().map(gradient).collect();
+            self.sums.groups[0] = self.parameters.iter().map(gradient).collect();
         }
         self.put_back()?;
         // So that the drop puts nothing back a second time, over what others have set meanwhile.
         let parameters = std::mem::take(&mut self.parameters);
-        let sums = Sums {
-            groups: std::mem::take(&mut self.groups),
-            lent: self.lent,
-            at_home: self.at_home,
-            buckets: self.buckets.take(),
-        };
-        Ok((parameters, sums))
+        Ok((parameters, std::mem::take(&mut self.sums)))
     }
 
     /// Takes what the parts' backwards have brought to parameters of others: a layer may look at tensors that
@@ -266,7 +252,7 @@ impl Accumulator {
             return Ok(());
         }
         check_dense(&self.parameters, &self.named)?;
-        match &mut self.groups[..] {
+        match &mut self.sums.groups[..] {
             [sums] if self.apart => Ok(collect(&self.parameters, sums)?),
             _ => Ok(()),
         }
@@ -291,26 +277,26 @@ impl Accumulator {
     pub(crate) fn exchange(&mut self, mut groups: Vec<Sum>) -> Vec<Sum> {
         // Leaves may have been taken in since these were begun.
         groups.iter_mut().for_each(|sum| sum.resize_with(self.parameters.len(), || None));
-        std::mem::replace(&mut self.groups, groups)
+        std::mem::replace(&mut self.sums.groups, groups)
     }
 
     /// Adds gradients of the same step that were summed apart.
     pub(crate) fn add_sums(&mut self, groups: Vec<Sum>) -> Result<()> {
         self.expect_groups(groups.len());
-        let mut pairs = self.groups.iter_mut().zip(groups);
+        let mut pairs = self.sums.groups.iter_mut().zip(groups);
         pairs.try_for_each(|(mine, theirs)| add_sum(mine, theirs))
     }
 
     /// Goes on summing in these tensors, which a captured graph adds to, from what there is so far.
     pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
         self.expect_groups(lenders.len());
-        self.lent = true;
+        self.sums.lent = true;
         // Collected first: a few kernels for all parameters, where one each would cost the launches that
         // a replay saves.
         let mut empty = Vec::new();
         let mut into = Vec::new();
         let mut from = Vec::new();
-        let groups = self.groups.iter_mut().zip(lenders);
+        let groups = self.sums.groups.iter_mut().zip(lenders);
         for (mine, lender) in groups.flat_map(|(mine, lender)| mine.iter_mut().zip(lender)) {
             let Some(lender) = lender else { continue };
             match mine {
@@ -329,7 +315,7 @@ impl Accumulator {
 
     /// Goes on summing in tensors of its own.
     pub(crate) fn disown(&mut self) -> Result<()> {
-        own(&mut self.groups, &mut self.lent)
+        self.sums.own()
     }
 
     fn clear(&mut self) -> Result<()> {
@@ -344,7 +330,7 @@ impl Accumulator {
     /// The norm of the step's gradients so far, as a tensor that nobody has read yet: finite only if
     /// they all are.
     pub(crate) fn norm(&self) -> Result<Option<Tensor>> {
-        let sums = self.groups.iter().flatten().flatten().map(Tensor::shallow_clone);
+        let sums = self.sums.groups.iter().flatten().flatten().map(Tensor::shallow_clone);
         let all: Vec<Tensor> = self.parameters.iter().filter_map(gradient).chain(sums).collect();
         if all.is_empty() { Ok(None) } else { Ok(Some(foreach::norm(&all)?)) }
     }
@@ -397,7 +383,6 @@ fn fitting_gradient(parameter: &Tensor) -> Result<Option<Tensor>> {
     Ok(Some(if fits { gradient } else { gradient.f_to_device(device)?.f_to_kind(kind)? }))
 }
 
-/// The gradient that a parameter has.
 fn gradient(parameter: &Tensor) -> Option<Tensor> {
     let gradient = parameter.grad();
     gradient.defined().then_some(gradient)

@@ -41,7 +41,7 @@ impl Accumulator {
         }
         if is_summed_apart(&leaf) && !self.apart {
             if self.in_place() {
-                collect(&self.parameters, &mut self.groups[0])?;
+                collect(&self.parameters, &mut self.sums.groups[0])?;
             }
             self.apart = true;
         }
@@ -50,7 +50,7 @@ impl Accumulator {
         set_gradient(&mut leaf, None)?;
         self.aside.push(aside);
         self.parameters.push(leaf);
-        self.groups.iter_mut().for_each(|sum| sum.push(None));
+        self.sums.groups.iter_mut().for_each(|sum| sum.push(None));
         Ok(())
     }
 }

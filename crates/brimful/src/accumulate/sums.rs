@@ -72,7 +72,6 @@ impl Sums {
         Ok(self)
     }
 
-    /// Whether all are on this device.
     pub(crate) fn are_on(&self, device: Device) -> bool {
         self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
     }
@@ -98,7 +97,12 @@ impl Sums {
 
     /// Makes them its own, so that they outlast the step.
     pub(crate) fn own(&mut self) -> Result<()> {
-        own(&mut self.groups, &mut self.lent)
+        if self.lent {
+            let copy = |sum: &Sum| copied(sum, sum.iter().map(Option::as_ref));
+            self.groups = self.groups.iter().map(copy).collect::<Result<_>>()?;
+            self.lent = false;
+        }
+        Ok(())
     }
 
     /// The sums of all groups, each times its factor, ready to be added to the gradients.
@@ -223,20 +227,6 @@ fn cast(mut sum: Sum, parameters: &[Tensor], lent: bool, at_home: bool) -> Resul
     let moving = sum.iter_mut().zip(&stay).map(|(sum, stays)| sum.take_if(|_| !stays)).collect();
     let moved = copied(&moving, parameters.iter().map(Some))?;
     Ok(sum.into_iter().zip(moved).map(|(stayed, moved)| stayed.or(moved)).collect())
-}
-
-/// Copies sums that are lent.
-pub(super) fn own(groups: &mut Vec<Sum>, lent: &mut bool) -> Result<()> {
-    if *lent {
-        *groups = groups.iter().map(copy_of).collect::<Result<_>>()?;
-        *lent = false;
-    }
-    Ok(())
-}
-
-/// The same sums in tensors of their own.
-fn copy_of(sum: &Sum) -> Result<Sum> {
-    copied(sum, sum.iter().map(Option::as_ref))
 }
 
 /// Copies of the sums, in kind and layout like those tensors, by a few kernels for all of them.

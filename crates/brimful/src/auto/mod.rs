@@ -58,7 +58,7 @@ pub use error::DoesNotFit;
 pub(crate) use kind::{Kind, Use};
 pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;
-pub(crate) use remembered::{Identity, hash_of};
+pub(crate) use remembered::{Identity, hash_of, hash_of_variables};
 pub(crate) use sizer::{FEW_SAMPLES, Sizer};
 pub(crate) use sizes::Sizes;
 pub(crate) use watch::{Ending, Peaks, SizeWatch};

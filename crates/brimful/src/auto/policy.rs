@@ -59,9 +59,9 @@ pub(crate) struct Policy {
     /// The largest size that is known to have fitted.
     fitted: usize,
     /// Whether nothing is to be tried for now.
-    held: bool,
+    pub(super) held: bool,
     /// Whether every further shape is dear.
-    even: bool,
+    pub(super) even: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -184,12 +184,6 @@ impl Policy {
         self.chosen = Some(Chosen { size, available });
     }
 
-    /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something
-    /// else is measured in whole steps.
-    pub(crate) fn hold(&mut self, held: bool) {
-        self.held = held;
-    }
-
     /// The size in use, and so all smaller ones, have become faster by this factor. What larger ones
     /// are worth now is to be seen again. Gives the size.
     pub(crate) fn speed_up(&mut self, factor: f64) -> Option<usize> {
@@ -199,11 +193,6 @@ impl Policy {
         self.rates.forget_above(size);
         self.climb = Climb { rung: size, ..Climb::default() };
         Some(size)
-    }
-
-    /// Prefers sizes that leave no remainder, because every further shape is dear, or does not.
-    pub(crate) fn even(&mut self, even: bool) {
-        self.even = even;
     }
 
     /// What a cut by at most `size` makes of so many samples.

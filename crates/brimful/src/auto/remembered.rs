@@ -41,9 +41,8 @@ struct RememberedSize {
     #[serde(flatten)]
     identity: Identity,
     kind: Kind,
-    size: usize,
-    needs: Vec<Line>,
-    samples_per_s: Option<f64>,
+    #[serde(flatten)]
+    found: Finding,
 }
 
 impl Identity {
@@ -55,12 +54,9 @@ impl Identity {
         memory: u64,
         goal: String,
     ) -> Self {
-        let mut text = String::new();
-        for (name, tensor) in variables {
-            text += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
-        }
+        let model = hash_of_variables(variables.iter().map(|(name, tensor)| (&**name, tensor)));
         let dtype = dtype.map_or("none".into(), |kind| format!("{kind:?}"));
-        Self { model: hash_of(&text), dtype, device, memory, goal }
+        Self { model, dtype, device, memory, goal }
     }
 }
 
@@ -68,8 +64,8 @@ impl Identity {
 pub(crate) fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
     Some(
-        mine.filter(RememberedSize::is_sound)
-            .map(|entry| (entry.kind.clone(), entry.into()))
+        mine.filter(|entry| is_sound(&entry.found))
+            .map(|entry| (entry.kind, entry.found))
             .collect(),
     )
 }
@@ -82,9 +78,7 @@ pub(crate) fn write(path: &Path, identity: &Identity, found: &HashMap<Kind, Find
     let mine = found.iter().map(|(kind, found)| RememberedSize {
         identity: identity.clone(),
         kind: kind.clone(),
-        size: found.size,
-        needs: found.lines.clone(),
-        samples_per_s: found.rate,
+        found: found.clone(),
     });
     let contents = Contents { format: FORMAT.into(), sizes: others.chain(mine).collect() };
     if let Err(error) = replace(path, &contents) {
@@ -115,17 +109,17 @@ fn entries(path: &Path) -> Option<Vec<RememberedSize>> {
     }
 }
 
-impl RememberedSize {
-    fn is_sound(&self) -> bool {
-        let sound = |line: &Line| line.fixed.is_finite() && line.per_sample.is_finite();
-        self.size > 0 && self.needs.iter().all(sound)
-    }
+fn is_sound(found: &Finding) -> bool {
+    let sound = |line: &Line| line.fixed.is_finite() && line.per_sample.is_finite();
+    found.size > 0 && found.lines.iter().all(sound)
 }
 
-impl From<RememberedSize> for Finding {
-    fn from(entry: RememberedSize) -> Self {
-        Self { size: entry.size, lines: entry.needs, rate: entry.samples_per_s }
-    }
+/// A hash of variables' names, shapes and types, in order.
+pub(crate) fn hash_of_variables<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> String {
+    let line = |(name, tensor): (&str, &Tensor)| {
+        format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind())
+    };
+    hash_of(&named.map(line).collect::<String>())
 }
 
 /// A text's hash, as 16 hexadecimal digits.

@@ -33,10 +33,12 @@ pub(crate) struct Sizer {
 }
 
 /// What a size was found to be.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Finding {
     pub(crate) size: usize,
+    #[serde(rename = "needs")]
     pub(crate) lines: Vec<Line>,
+    #[serde(rename = "samples_per_s")]
     pub(crate) rate: Option<f64>,
 }
 
@@ -125,14 +127,15 @@ impl Sizer {
         self.policy.overruled(size, tightest(rooms));
     }
 
-    /// See [`Policy::hold`].
+    /// Keeps the size as it is, as far as memory allows, or lets the search go on: while something
+    /// else is measured in whole steps.
     pub(crate) fn hold(&mut self, held: bool) {
-        self.policy.hold(held);
+        self.policy.held = held;
     }
 
-    /// See [`Policy::even`].
+    /// Prefers sizes that leave no remainder, because every further shape is dear, or does not.
     pub(crate) fn even(&mut self, even: bool) {
-        self.policy.even(even);
+        self.policy.even = even;
     }
 
     /// Numbers are in another order in memory: see [`Policy::speed_up`]. Needs may have changed too.

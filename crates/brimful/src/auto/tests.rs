@@ -24,15 +24,13 @@ struct World {
 
 impl World {
     fn new(goal: Goal, samples: usize, available: u64) -> Self {
-        let sizer = Sizer::new(goal, &[0]);
-        let (fixed, per_sample, fastest) = (1000, 100, 64.0);
         Self {
             samples,
             available,
-            fixed,
-            per_sample,
-            fastest,
-            sizer,
+            fixed: 1000,
+            per_sample: 100,
+            fastest: 64.0,
+            sizer: Sizer::new(goal, &[0]),
             surprise: usize::MAX,
             failures: 0,
         }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use super::sequences::widths;
-use super::{Batch, Leaf, join, len, map_cut};
+use super::{Batch, Leaf, join, leaves, len, map_cut};
 use crate::Result;
 use crate::split::{self, SplitError};
 
@@ -162,12 +162,10 @@ fn padded<B: Batch>(parts: Vec<B>) -> Result<Vec<B>> {
     let width = |leaf: Leaf<'_>| leaf.tensor().size().get(1).copied().unwrap_or(0);
     let mut widest: Vec<i64> = Vec::new();
     for part in &parts {
-        let mut leaf_number = 0;
-        part.visit(&mut |leaf| {
-            widest.resize(widest.len().max(leaf_number + 1), 0);
-            widest[leaf_number] = widest[leaf_number].max(width(leaf));
-            leaf_number += 1;
-        });
+        for (at, leaf) in leaves(part).into_iter().enumerate() {
+            widest.resize(widest.len().max(at + 1), 0);
+            widest[at] = widest[at].max(width(leaf));
+        }
     }
     let padded = |part: B| {
         let mut widest = widest.iter();

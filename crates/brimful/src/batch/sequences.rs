@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Batch, BatchError, Leaf, check_alike, leaf_len};
+use super::{Batch, BatchError, Leaf, check_alike, leaf_len, leaves};
 use crate::Result;
 
 /// Widths are multiples of 64 tokens: few shapes, which captured work is made for one by one, and no
@@ -120,14 +120,10 @@ pub(super) fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
 /// What each sample takes: the most that any of its sequences does. None where there are no sequences.
 pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
     let mut all: Option<Tensor> = None;
-    let mut result = Ok(());
-    batch.visit(&mut |leaf| {
-        if let (Leaf::Widths(widths), true) = (leaf, result.is_ok()) {
-            let most = all.as_ref().map_or(Ok(widths.shallow_clone()), |all| all.f_maximum(widths));
-            result = most.map(|most| all = Some(most));
-        }
-    });
-    result?;
+    for leaf in leaves(batch) {
+        let Leaf::Widths(widths) = leaf else { continue };
+        all = Some(all.map_or(Ok(widths.shallow_clone()), |all| all.f_maximum(widths))?);
+    }
     let Some(all) = all else { return Ok(None) };
     Ok(Some(numbers(&all)?.into_iter().map(|width| width as usize).collect()))
 }

@@ -64,21 +64,17 @@ fn groups(own: &str) -> Vec<ControlGroup> {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(kinds), Some(path)) = (fields.next(), fields.next()) else { continue };
         let above = Path::new(path.trim_start_matches('/')).ancestors();
-        if kinds.is_empty() {
-            groups.extend(above.map(|path| ControlGroup {
-                folder: Path::new("/sys/fs/cgroup").join(path),
-                limit: "memory.max",
-                used: "memory.current",
-                dropped: "inactive_file ",
-            }));
+        let [root, limit, used, dropped] = if kinds.is_empty() {
+            ["/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "]
         } else if kinds.split(',').any(|kind| kind == "memory") {
-            groups.extend(above.map(|path| ControlGroup {
-                folder: Path::new("/sys/fs/cgroup/memory").join(path),
-                limit: "memory.limit_in_bytes",
-                used: "memory.usage_in_bytes",
-                dropped: "total_inactive_file ",
-            }));
-        }
+            let [limit, used] = ["memory.limit_in_bytes", "memory.usage_in_bytes"];
+            ["/sys/fs/cgroup/memory", limit, used, "total_inactive_file "]
+        } else {
+            continue;
+        };
+        let group =
+            |path| ControlGroup { folder: Path::new(root).join(path), limit, used, dropped };
+        groups.extend(above.map(group));
     }
     groups
 }

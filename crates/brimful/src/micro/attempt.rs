@@ -3,20 +3,21 @@
 use std::any::type_name;
 use std::time::Instant;
 
+use tch::Tensor;
+
 use super::pass::BatchPass;
 use super::replay::{Closure, Surroundings};
 use super::{BatchRole, MicroBatcher, Outcome, Parts};
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, Samples};
 use crate::gradient_mode::with_graphs;
-use crate::loss::MicroBatchWeight;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::ranks::RanksTurn;
 use crate::statistics::Pending;
 use crate::step::{
-    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Tally, Tried, Try, Undo,
+    self, Cut, Failed, MicroBatchInfo, NonFinite, PartFigures, Summed, Tally, Tried, Try, Undo,
     into_error_or_panic, parameters,
 };
 use crate::world::WorldError;
@@ -99,17 +100,25 @@ impl MicroBatcher {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Tried, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
-        let ((pass, outputs), undo) = self.trained(cut, |this, cut| {
+        let ((summed, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
             this.run_all(&mut pass, batch, cut, role, closure, f)?;
             let outputs = joined(std::mem::take(&mut pass.outputs), cut.samples())?;
             Ok((pass.finish()?, outputs))
         })?;
-        let (parameters, sums) = pass;
-        let tried =
-            Tried::new(parameters, &self.variables, sums, undo, role.unit, cut.sizes().to_vec())
-                .with_peak(cut.peak());
-        Ok((tried, outputs))
+        Ok((self.tried(summed, undo, role.unit, cut), outputs))
+    }
+
+    /// What was run of a mini-batch, with the parameters that the sums are of.
+    pub(super) fn tried(
+        &self,
+        (parameters, summed): (Vec<Tensor>, Summed),
+        undo: Undo,
+        unit: f64,
+        cut: &Cut,
+    ) -> Tried {
+        Tried::new(parameters, &self.variables, summed, undo, unit, cut.sizes().to_vec())
+            .with_peak(cut.peak())
     }
 
     /// A mini-batch of which nothing has been run yet.
@@ -139,19 +148,13 @@ impl MicroBatcher {
         closure: Closure,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        let generator = role.seed.map(|seed| seed.on(self.device));
         let micro_batches = cut.given_count();
-        cut.each(batch, &self.copies, |info, micro_batch| {
-            let MicroBatchInfo { number, samples, tried } = info;
-            if let Some(generator) = &generator {
-                generator.begin(number);
-            }
+        cut.each(batch, role, &self.copies, |info, micro_batch| {
+            let MicroBatchInfo { number, weight, tried, .. } = info;
             // Only the last backward completes gradients, so only during it may they set out to others.
             if Some(number + 1) == micro_batches {
                 pass.accumulator.expect_the_last();
             }
-            let first = role.first && number == 0;
-            let weight = MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
             let arrangement = &self.arrangement;
             // A size that is tried in a part of a mini-batch is not worth a capture.
             let surroundings = Surroundings { arrangement, closure, settled: !tried };

@@ -86,7 +86,7 @@ impl MicroBatcher {
     }
 
     /// Runs all micro-batches. Nothing is committed yet.
-    pub(super) fn forward_alone<B: Batch, O: Batch>(
+    fn forward_alone<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
@@ -97,29 +97,14 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();
             let mut outputs = Vec::new();
-            let generator = role.seed.map(|seed| seed.on(this.device));
-            cut.each(
-                batch,
-                &this.copies,
-                |MicroBatchInfo { number, samples, .. }, micro_batch| {
-                    if let Some(generator) = &generator {
-                        generator.begin(number);
-                    }
-                    let first = role.first && number == 0;
-                    let weight =
-                        MicroBatchWeight { samples: samples as f64, unit: role.unit, first };
-                    let ran = with_graphs(false, || f(&mut tally, &weight, micro_batch));
-                    outputs.push(ran?);
-                    Ok(MicroBatchRun::PLAINLY)
-                },
-            )?;
+            cut.each(batch, role, &this.copies, |MicroBatchInfo { weight, .. }, micro_batch| {
+                outputs.push(with_graphs(false, || f(&mut tally, &weight, micro_batch))?);
+                Ok(MicroBatchRun::PLAINLY)
+            })?;
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
         let groups = tally.groups(true);
-        let sums = (Sums::default(), tally, groups);
-        let tried =
-            Tried::new(Vec::new(), &self.variables, sums, undo, role.unit, cut.sizes().to_vec())
-                .with_peak(cut.peak());
-        Ok((tried, outputs))
+        let summed = (Sums::default(), tally, groups);
+        Ok((self.tried((Vec::new(), summed), undo, role.unit, cut), outputs))
     }
 }

@@ -136,10 +136,6 @@ impl MicroBatcher {
         }
     }
 
-    pub(crate) fn set_non_finite(&mut self, policy: NonFinite) {
-        self.state.non_finite = policy;
-    }
-
     pub(crate) fn set_replay(&mut self, wanted: bool) {
         self.replay.set(wanted);
     }

@@ -13,18 +13,18 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::pass::detached;
 use super::{BatchRole, MicroBatcher, Parts, Step};
 use crate::accumulate::{Accumulator, Sums};
 use crate::auto::Use;
-use crate::batch::{Arranged, Batch, Samples};
+use crate::batch::{self, Arranged, Batch, Leaf, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::layout::InOrder;
 use crate::random::Randomness;
 use crate::statistics::Pending;
-use crate::step::StepError;
 use crate::step::{
-    self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Tally,
-    Tried, Try, Undo, as_leaves, parameters,
+    self, Brought, Cut, Failed, MicroBatchInfo, MicroBatchRun, PartSeed, RowGradients, Size,
+    StepError, Tally, Tried, Try, Undo, as_leaves, parameters,
 };
 use crate::{Error, Result, feed, oom};
 
@@ -131,8 +131,7 @@ impl MicroBatcher {
         })?;
         after.restore()?;
         // As leaves they would keep their gradients alive in the caller's hands.
-        let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
-        Ok((accumulator.finish()?, tally, outputs))
+        Ok((accumulator.finish()?, tally, detached(outputs)?))
     }
 
     /// Runs forward on these micro-batches without a graph: statistics and random state are as before.
@@ -143,8 +142,7 @@ impl MicroBatcher {
         role: BatchRole,
         mut f: impl FnMut(B) -> O,
     ) -> Result<O> {
-        let (tried, outputs) =
-            self.forward_alone(batch, cut, role, |_, _, micro_batch| Ok(f(micro_batch)))?;
+        let (tried, outputs) = self.attempt_map(batch, cut, role, &mut f)?;
         tried.undo.run()?;
         Ok(outputs)
     }
@@ -158,7 +156,7 @@ impl MicroBatcher {
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
     ) -> Result<(Tried, RowGradients)> {
-        let mut cut = Cut::none();
+        let mut cut = Cut::given(Samples::default(), Size::Count(1))?;
         let ((summed, tally, gradients), undo) = self.guarded(&mut cut, |this, _| {
             let generator = seed.on(this.device);
             generator.begin(0);
@@ -183,22 +181,14 @@ impl MicroBatcher {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            let generator = role.seed.map(|seed| seed.on(this.device));
             let mut next = 0;
-            cut.each(
-                batch,
-                &this.copies,
-                |MicroBatchInfo { number, samples, .. }, micro_batch| {
-                    if let Some(generator) = &generator {
-                        generator.begin(number);
-                    }
-                    let rows = gradients.rows(&(next..next + samples))?;
-                    next += samples;
-                    let outputs = with_graphs(true, || forward(micro_batch));
-                    back(&mut accumulator, rows, &outputs)?;
-                    Ok(MicroBatchRun::PLAINLY)
-                },
-            )?;
+            cut.each(batch, role, &this.copies, |MicroBatchInfo { samples, .. }, micro_batch| {
+                let rows = gradients.rows(&(next..next + samples))?;
+                next += samples;
+                let outputs = with_graphs(true, || forward(micro_batch));
+                back(&mut accumulator, rows, &outputs)?;
+                Ok(MicroBatchRun::PLAINLY)
+            })?;
             accumulator.finish()
         })?;
         Ok(self.tried_whole(summed, Tally::default(), undo, role.unit, cut))
@@ -213,8 +203,7 @@ impl MicroBatcher {
         cut: &Cut,
     ) -> Tried {
         let groups = tally.groups(true);
-        let sizes = cut.sizes().to_vec();
-        Tried::new(parameters, &self.variables, (sums, tally, groups), undo, unit, sizes)
+        self.tried((parameters, (sums, tally, groups)), undo, unit, cut)
     }
 }
 
@@ -232,8 +221,7 @@ fn in_users_order<O: Batch>(
 /// Counts the loss, and runs its backward, which ends at the outputs.
 fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) -> Result<Tally> {
     let (tally, loss) = Tally::of_whole(loss)?;
-    let mut ends = Vec::new();
-    outputs.visit(&mut |leaf| ends.push(leaf.tensor()));
+    let ends: Vec<_> = batch::leaves(outputs).into_iter().map(Leaf::tensor).collect();
     accumulator.expect_groups(1);
     accumulator.add(0, &[(&loss, loss.f_ones_like()?)], &ends, false)?;
     Ok(tally)

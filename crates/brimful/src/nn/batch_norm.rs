@@ -158,10 +158,9 @@ impl BatchNorm {
             place: MetPlace::default(),
         };
         if config.policy == BatchNormPolicy::Exact {
-            let share = |of: &Option<Tensor>| of.as_ref().map(Tensor::shallow_clone);
             exact::tell_of(ExactNorm {
                 running: norm.running.share(),
-                affine: [share(&norm.weight), share(&norm.bias)],
+                affine: norm.affine(),
                 eps: config.eps,
                 place: norm.place.clone(),
             });
@@ -300,19 +299,18 @@ impl BatchNorm {
         };
         let momentum = target.as_ref().map_or(0.0, |(.., momentum)| *momentum);
         let running = target.map(|(mean, variance, _)| (mean, variance));
-        let affine = [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone));
-        Ok(Movement { running, affine, training: true, momentum })
+        Ok(Movement { running, affine: self.affine(), training: true, momentum })
     }
 
     /// Normalised by the running statistics.
     fn unmoved(&self) -> Movement {
         let Running { mean, variance, .. } = &self.running;
-        Movement {
-            running: Some((mean.shallow_clone(), variance.shallow_clone())),
-            affine: [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone)),
-            training: false,
-            momentum: 0.0,
-        }
+        Movement::none(mean.shallow_clone(), variance.shallow_clone(), self.affine())
+    }
+
+    /// Weight and bias.
+    fn affine(&self) -> [Option<Tensor>; 2] {
+        [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone))
     }
 
     /// Normalised by the whole mini-batch's statistics, as if they were running ones.
@@ -320,12 +318,7 @@ impl BatchNorm {
         if !met.is_of(input) {
             return Err(BatchNormError::OtherInput { shape: input.size() }.into());
         }
-        Ok(Movement {
-            running: Some((met.mean, met.variance)),
-            affine: met.probes.map(Some),
-            training: false,
-            momentum: 0.0,
-        })
+        Ok(Movement::none(met.mean, met.variance, met.probes.map(Some)))
     }
 
     fn over<'a>(&'a self, x: &'a Tensor, movement: &'a Movement) -> NormInput<'a> {
@@ -348,6 +341,13 @@ struct Movement {
     affine: [Option<Tensor>; 2],
     training: bool,
     momentum: f64,
+}
+
+impl Movement {
+    /// Normalised by these statistics, which stay as they are.
+    fn none(mean: Tensor, variance: Tensor, affine: [Option<Tensor>; 2]) -> Self {
+        Self { running: Some((mean, variance)), affine, training: false, momentum: 0.0 }
+    }
 }
 
 /// The same numbers for a second use of them, such as a shortcut: where they are a BatchNorm's, the

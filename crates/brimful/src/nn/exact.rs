@@ -85,14 +85,9 @@ impl ExactNorm {
     pub(crate) fn settle(&self, whole: WholeBatch, kind: Kind) -> Result<NormSettled> {
         let WholeStatistics { count, mean, variance } = whole.settle(&self.running, kind)?;
         let [weight, bias] = &self.affine;
-        let scale = match weight {
-            Some(weight) => weight.f_detach()?.f_to_kind(mean.kind())?,
-            None => mean.f_ones_like()?,
-        };
-        let offset = match bias {
-            Some(bias) => bias.f_detach()?.f_to_kind(mean.kind())?,
-            None => mean.f_zeros_like()?,
-        };
+        let of_kind = |own: &Tensor| own.f_detach()?.f_to_kind(mean.kind());
+        let scale = weight.as_ref().map_or_else(|| mean.f_ones_like(), of_kind)?;
+        let offset = bias.as_ref().map_or_else(|| mean.f_zeros_like(), of_kind)?;
         let mut one_over = variance.f_add_scalar(self.eps)?.f_rsqrt_()?;
         let factor = one_over.f_mul_(&scale)?.f_div_scalar_(-(count as f64))?;
         let probe = |of: &Tensor| of.f_detach()?.f_set_requires_grad(true);

@@ -195,39 +195,36 @@ impl Given<'_> {
         if self.targets.size() != places {
             return wrong("the tensor of targets", self.targets);
         }
-        match (self.bias, self.config.class_weights) {
-            (Some(bias), _) if bias.size() != weight[..1] => wrong("the bias", bias),
-            (_, Some(weights)) if weights.size() != weight[..1] => {
-                wrong("the tensor of class weights", weights)
+        let of_classes =
+            [("the bias", self.bias), ("the tensor of class weights", self.config.class_weights)];
+        for (what, tensor) in of_classes {
+            if let Some(other) = tensor.filter(|tensor| tensor.size() != weight[..1]) {
+                return wrong(what, other);
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     fn check_kinds(&self) -> Result<()> {
-        let wrong = |what, wanted, kind| Err(LinearCrossEntropyError::Kind { what, wanted, kind });
+        let wrong = |what, wanted: &str, kind| {
+            Err(LinearCrossEntropyError::Kind { what, wanted: wanted.to_owned(), kind })
+        };
+        let real = "of a floating-point kind";
         let kind = self.hidden.kind();
         if !is_real(kind) {
-            wrong("the hidden state", "of a floating-point kind".to_owned(), kind)?;
+            wrong("the hidden state", real, kind)?;
         }
         for (what, tensor) in [("the weight", Some(self.weight)), ("the bias", self.bias)] {
-            match tensor {
-                Some(other) if other.kind() != kind => {
-                    wrong(what, format!("of the hidden states' {kind:?}"), other.kind())?;
-                }
-                _ => {}
+            if let Some(other) = tensor.map(Tensor::kind).filter(|other| *other != kind) {
+                wrong(what, &format!("of the hidden states' {kind:?}"), other)?;
             }
         }
         let targets = self.targets.kind();
         if !matches!(targets, Kind::Int64 | Kind::Int | Kind::Int16 | Kind::Int8 | Kind::Uint8) {
-            wrong("the tensor of targets", "integers".to_owned(), targets)?;
+            wrong("the tensor of targets", "integers", targets)?;
         }
         match self.config.class_weights.map(Tensor::kind) {
-            Some(kind) if !is_real(kind) => Ok(wrong(
-                "the tensor of class weights",
-                "of a floating-point kind".to_owned(),
-                kind,
-            )?),
+            Some(kind) if !is_real(kind) => Ok(wrong("the tensor of class weights", real, kind)?),
             _ => Ok(()),
         }
     }
@@ -241,11 +238,8 @@ impl Given<'_> {
             ("the tensor of class weights", self.config.class_weights),
         ];
         for (what, tensor) in others {
-            match tensor.map(Tensor::device) {
-                Some(on) if on != hidden => {
-                    return Err(LinearCrossEntropyError::Device { what, on, hidden }.into());
-                }
-                _ => {}
+            if let Some(on) = tensor.map(Tensor::device).filter(|on| *on != hidden) {
+                return Err(LinearCrossEntropyError::Device { what, on, hidden }.into());
             }
         }
         Ok(())

@@ -65,10 +65,6 @@ impl SecondState {
         Ok(Self { state, work })
     }
 
-    fn bytes(&self) -> u64 {
-        second_bytes(&self.state, &self.work)
-    }
-
     /// Has the system give the memory, piece by piece, as long as it is to go on.
     fn touch(&self, go_on: &impl Fn() -> bool) -> Result<()> {
         for tensor in self.numbers()? {
@@ -169,7 +165,7 @@ fn second_bytes(state: &ParameterState, parameter: &Tensor) -> u64 {
 /// A parameter's next state, and what it was computed from.
 #[derive(Debug)]
 pub(super) struct Ahead {
-    next: SecondState,
+    pub(super) next: SecondState,
     method: Method,
     parameter_version: i64,
     /// Where the gradient lies, not the gradient itself: its memory is to be free when nobody else has it.
@@ -185,11 +181,6 @@ impl Ahead {
             && self.gradient == gradient.data_ptr() as usize
             && versions == [version(tensor), version(gradient)]
             && !versions.contains(&UNKNOWN_VERSION)
-    }
-
-    /// What the parameter is then.
-    pub(super) fn work(&self) -> &Tensor {
-        &self.next.work
     }
 }
 
@@ -242,7 +233,8 @@ impl Parameter {
     /// What its second state takes, if it has one.
     fn second_bytes(&self) -> u64 {
         let ahead = self.ahead.as_ref().map(|ahead| &ahead.next);
-        ahead.or(self.spare.as_ref()).map_or(0, SecondState::bytes)
+        let second = ahead.or(self.spare.as_ref());
+        second.map_or(0, |second| second_bytes(&second.state, &second.work))
     }
 
     /// Lets the next state be the state.
@@ -375,7 +367,6 @@ mod tests {
         }
     }
 
-    /// All numbers that there are.
     fn numbers(optimizer: &Optimizer) -> Vec<Tensor> {
         let parameters = optimizer.parameters().map(|(_, tensor)| tensor.detach().copy());
         let (state, _) = optimizer.state();

@@ -53,6 +53,17 @@ impl Lists {
     }
 }
 
+/// The same expression of whichever method it is.
+macro_rules! of_method {
+    ($method:expr, $config:ident => $value:expr) => {
+        match $method {
+            Method::Sgd($config) => $value,
+            Method::Adam($config) => $value,
+            Method::AdamW($config) => $value,
+        }
+    };
+}
+
 impl Method {
     /// `sgd`, `adam` or `adamw`.
     pub fn name(&self) -> &'static str {
@@ -65,45 +76,25 @@ impl Method {
 
     /// How far a step goes.
     pub fn learning_rate(&self) -> f64 {
-        match self {
-            Self::Sgd(config) => config.learning_rate,
-            Self::Adam(config) => config.learning_rate,
-            Self::AdamW(config) => config.learning_rate,
-        }
+        of_method!(self, config => config.learning_rate)
     }
 
     pub(super) fn set_learning_rate(&mut self, rate: f64) {
-        match self {
-            Self::Sgd(config) => config.learning_rate = rate,
-            Self::Adam(config) => config.learning_rate = rate,
-            Self::AdamW(config) => config.learning_rate = rate,
-        }
+        of_method!(self, config => config.learning_rate = rate)
     }
 
     /// The same method, under which parameters do not shrink by themselves.
     pub(super) fn without_decay(self) -> Self {
-        match self {
-            Self::Sgd(config) => config.weight_decay(0.0).into(),
-            Self::Adam(config) => config.weight_decay(0.0).into(),
-            Self::AdamW(config) => config.weight_decay(0.0).into(),
-        }
+        of_method!(self, config => config.weight_decay(0.0).into())
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        match self {
-            Self::Sgd(config) => config.check(),
-            Self::Adam(config) => config.check(),
-            Self::AdamW(config) => config.check(),
-        }
+        of_method!(self, config => config.check())
     }
 
     /// The names of the tensors that are kept of each parameter, shaped like it.
     pub(super) fn moments(&self) -> &'static [&'static str] {
-        match self {
-            Self::Sgd(config) => config.moments(),
-            Self::Adam(config) => config.moments(),
-            Self::AdamW(config) => config.moments(),
-        }
+        of_method!(self, config => config.moments())
     }
 
     /// Whether the steps of each parameter are counted.
@@ -113,19 +104,11 @@ impl Method {
 
     /// Whether a half parameter's state is of its own kind.
     pub(super) fn half_state(&self) -> bool {
-        match self {
-            Self::Sgd(config) => config.half_state,
-            Self::Adam(config) => config.half_state,
-            Self::AdamW(config) => config.half_state,
-        }
+        of_method!(self, config => config.half_state)
     }
 
     pub(super) fn update(&self, lists: &Lists) -> Result<(), TorchError> {
-        match self {
-            Self::Sgd(config) => config.update(lists),
-            Self::Adam(config) => config.update(lists),
-            Self::AdamW(config) => config.update(lists),
-        }
+        of_method!(self, config => config.update(lists))
     }
 
     /// The same of one parameter, beside what it is; tells whether that can be done in one pass.

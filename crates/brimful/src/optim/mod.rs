@@ -38,6 +38,7 @@ mod no_decay;
 mod rate_curve;
 mod replay;
 mod saved;
+mod scratch;
 mod sgd;
 mod state;
 mod step;
@@ -167,17 +168,29 @@ impl Optimizer {
     ) -> Result<()> {
         let method = config.into();
         self.check_group(name, &members, &method)?;
+        match self.form_group(name, |parameter| members(&parameter.name), method) {
+            true => Ok(()),
+            false => Err(self.no_member(name)),
+        }
+    }
+
+    /// Makes these parameters a group; tells whether there are any.
+    fn form_group(
+        &mut self,
+        name: &str,
+        is_member: impl Fn(&Parameter) -> bool,
+        method: Method,
+    ) -> bool {
         let index = self.groups.len();
-        let mut empty = true;
-        for parameter in self.parameters.iter_mut().filter(|p| members(&p.name)) {
+        let mut any = false;
+        for parameter in self.parameters.iter_mut().filter(|parameter| is_member(parameter)) {
             parameter.group = index;
-            empty = false;
+            any = true;
         }
-        if empty {
-            return Err(self.no_member(name));
+        if any {
+            self.groups.push(ParameterGroup { name: name.into(), method });
         }
-        self.groups.push(ParameterGroup { name: name.into(), method });
-        Ok(())
+        any
     }
 
     /// Whether a group can be made of these parameters, if there are any.
@@ -275,7 +288,7 @@ impl Optimizer {
     }
 
     fn no_group(&self, group: &str) -> Error {
-        let known: Vec<_> = self.groups.iter().map(|group| group.name.as_str()).collect();
+        let known: Vec<_> = self.groups().collect();
         OptimError::NoGroup { group: group.into(), known: known.join(", ") }.into()
     }
 

@@ -1,6 +1,6 @@
 //! Weight decay for matrices alone: norms and biases, of fewer than two dimensions, have none.
 
-use super::{Optimizer, ParameterGroup};
+use super::{Optimizer, Parameter};
 use crate::Result;
 
 /// The group of the parameters that [`Optimizer::decay_only_matrices`] takes the decay from.
@@ -19,17 +19,10 @@ impl Optimizer {
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         self.check_no_decay()?;
         let method = self.groups[0].method.without_decay();
-        let index = self.groups.len();
-        let mut empty = true;
-        for parameter in &mut self.parameters {
-            if parameter.group == 0 && parameter.tensor.dim() < MATRIX_DIMENSIONS {
-                parameter.group = index;
-                empty = false;
-            }
-        }
-        if !empty {
-            self.groups.push(ParameterGroup { name: NO_DECAY_GROUP.into(), method });
-        }
+        let is_member = |parameter: &Parameter| {
+            parameter.group == 0 && parameter.tensor.dim() < MATRIX_DIMENSIONS
+        };
+        self.form_group(NO_DECAY_GROUP, is_member, method);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use brimful_torch::host::prefer_large_pages;
 use brimful_torch::optim::fits;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::Method;
 use crate::Result;
@@ -32,7 +32,9 @@ impl ParameterState {
         let like = master.as_ref().unwrap_or(tensor);
         let step = match old.and_then(|old| old.step.as_ref()) {
             Some(step) => Some(step.f_to_device(tensor.device())?),
-            None if method.counts() => Some(zero_step(tensor.device())?),
+            None if method.counts() => {
+                Some(Tensor::f_zeros([0_i64; 0], (Kind::Float, tensor.device()))?)
+            }
             None => None,
         };
         let moments = (0..method.moments().len())
@@ -91,12 +93,9 @@ impl Method {
 
     /// What the state of these parameters takes, which their first step makes.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
-        parameters.into_iter().map(|parameter| self.bytes_of_one(parameter)).sum()
-    }
-
-    fn bytes_of_one(&self, parameter: &Tensor) -> u64 {
         let step = if self.counts() { 4 } else { 0 };
-        (self.bytes_of_number(parameter.kind()) * parameter.numel() + step) as u64
+        let of_one = |p: &Tensor| self.bytes_of_number(p.kind()) * p.numel() + step;
+        parameters.into_iter().map(|parameter| of_one(parameter) as u64).sum()
     }
 }
 
@@ -153,16 +152,14 @@ fn new_moment(like: &Tensor, old: Option<&Tensor>) -> Result<Tensor> {
     Ok(moment)
 }
 
-pub(super) fn zero_step(device: Device) -> Result<Tensor> {
-    Ok(Tensor::f_zeros([0_i64; 0], (Kind::Float, device))?)
-}
-
 fn alike(a: &Tensor, b: &Tensor) -> bool {
     (a.kind(), a.device(), a.size()) == (b.kind(), b.device(), b.size())
 }
 
 #[cfg(test)]
 mod tests {
+    use tch::Device;
+
     use super::*;
     use crate::optim::{AdamW, Sgd};
 

@@ -11,15 +11,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::OptimError;
 use super::method::Lists;
+use super::scratch::{SCRATCH_ELEMENTS, convert, scratch_elements, scratch_for};
 use super::state::{self, ParameterState};
 use super::{Optimizer, Parameter};
 use crate::Result;
-
-/// Gradients that must be converted are so in pieces of at most 16 Mi elements, or one parameter: scratch
-/// space of all gradients at once would double their memory.
-pub(super) const SCRATCH_ELEMENTS: usize = 16 << 20;
-/// Pieces of scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
-const ALIGNMENT: usize = 64;
 
 /// One parameter's part of a step.
 struct Item {
@@ -133,7 +128,11 @@ impl Optimizer {
             }
         }
         buckets.sort_by_key(|bucket| bucket.key.part);
-        let scratch = scratch_for(&buckets)?;
+        let converted = buckets.iter().filter(|bucket| bucket.key.converted);
+        let scratch = scratch_for(converted.map(|bucket| {
+            let Key { kind, device, .. } = bucket.key;
+            (kind, device, bucket.scratch)
+        }))?;
         Ok(OptimizerPlan { buckets, scratch, rates: Vec::new() })
     }
 
@@ -156,7 +155,7 @@ impl Optimizer {
         let method = &self.groups[parameter.group].method;
         let ahead = parameter.ahead.as_ref();
         if let Some(ahead) = ahead.filter(|ahead| ahead.is_of(tensor, &gradient, method)) {
-            let work = ahead.work().shallow_clone();
+            let work = ahead.next.work.shallow_clone();
             let item = Item { index, work, gradient, state: None, write_back: true, ahead: true };
             return Ok(Some(item));
         }
@@ -232,11 +231,12 @@ impl Optimizer {
                 self.parameters[item.index].state = Some(state);
             }
         }
-        let gradients = if key.converted {
-            convert(&items, scratch)?
-        } else {
-            items.iter().map(|item| item.gradient.shallow_clone()).collect()
-        };
+        let mut gradients: Vec<_> =
+            items.iter().map(|item| item.gradient.shallow_clone()).collect();
+        if key.converted {
+            let work: Vec<_> = items.iter().map(|item| &item.work).collect();
+            gradients = convert(&gradients, &work, scratch)?;
+        }
         let rate = rates.get(key.group).map(Tensor::shallow_clone);
         let lists = Lists { rate, ..self.lists(&key, &items, gradients) };
         self.groups[key.group].method.update(&lists)?;
@@ -281,7 +281,7 @@ impl Optimizer {
 
 /// Puts the item into the bucket of its key, or into a new one where the scratch space is full.
 fn sort_in(buckets: &mut Vec<FusedBatch>, key: Key, item: Item) {
-    let needed = if key.converted { item.work.numel().next_multiple_of(ALIGNMENT) } else { 0 };
+    let needed = if key.converted { scratch_elements(&item.work) } else { 0 };
     let last = buckets.iter_mut().rev().find(|bucket| bucket.key == key);
     match last.filter(|bucket| bucket.scratch + needed <= SCRATCH_ELEMENTS) {
         Some(bucket) => {
@@ -290,36 +290,4 @@ fn sort_in(buckets: &mut Vec<FusedBatch>, key: Key, item: Item) {
         }
         None => buckets.push(FusedBatch { key, items: vec![item], scratch: needed }),
     }
-}
-
-/// One tensor for each device and kind, of the size that the largest bucket needs.
-fn scratch_for(buckets: &[FusedBatch]) -> Result<Vec<Tensor>> {
-    let mut sizes: Vec<(Kind, Device, usize)> = Vec::new();
-    for FusedBatch { key, scratch, .. } in buckets.iter().filter(|bucket| bucket.key.converted) {
-        match sizes.iter_mut().find(|(kind, device, _)| (*kind, *device) == (key.kind, key.device))
-        {
-            Some((_, _, size)) => *size = (*size).max(*scratch),
-            None => sizes.push((key.kind, key.device, *scratch)),
-        }
-    }
-    let new = |(kind, device, size)| Ok(Tensor::f_empty([size as i64], (kind, device))?);
-    sizes.into_iter().map(new).collect()
-}
-
-/// The gradients in scratch space, laid out as what they are for.
-fn convert(items: &[Item], scratch: &[Tensor]) -> Result<Vec<Tensor>> {
-    let work = &items[0].work;
-    let space = scratch
-        .iter()
-        .find(|space| (space.kind(), space.device()) == (work.kind(), work.device()))
-        .expect("a plan has scratch space for its converted buckets");
-    let mut start = 0;
-    let mut gradients = Vec::with_capacity(items.len());
-    for Item { work, .. } in items {
-        gradients.push(space.f_as_strided(work.size(), work.stride(), start as i64)?);
-        start += work.numel().next_multiple_of(ALIGNMENT);
-    }
-    let found: Vec<_> = items.iter().map(|item| item.gradient.shallow_clone()).collect();
-    foreach::copy(&gradients, &found)?;
-    Ok(gradients)
 }

@@ -14,7 +14,7 @@ use crate::workers::into_error;
 use crate::{Error, Result};
 
 /// How a replica's part ended; a replica without a sample has none.
-type Ended<O> = Option<Result<PartDone<O>, Caught<Error>>>;
+type Ended<T> = Option<Result<T, Caught<Error>>>;
 
 impl<M: 'static> Replicas<M> {
     /// Lets every replica run its part, and puts the parts together. If one fails, all is undone.
@@ -24,20 +24,10 @@ impl<M: 'static> Replicas<M> {
         samples: &Samples,
         work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Caught<Error>> {
-        let work = work.clone();
-        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
-            Ok(job.map(|job| oom::catch(|| work(replica, job))))
-        };
-        // Before every try, not after every step: an optimizer, a user or a load may have changed the
-        // first replica's variables since.
-        let ended: Result<Vec<Ended<O>>> = self
-            .workers
-            .all(Replica::take_over)
-            .and_then(|_| self.workers.each_or_error(jobs, run));
         let mut parts = Vec::new();
         let mut outputs = Vec::new();
         let mut figures = Vec::new();
-        for done in all_done(ended.map_err(Caught::Error)?)? {
+        for done in all_done(self.run(jobs, work.clone())?)? {
             figures.push(done.as_ref().filter(|done| done.has_samples()).map(|done| done.figures));
             if let Some(done) = done {
                 parts.push(done.tried);
@@ -46,6 +36,21 @@ impl<M: 'static> Replicas<M> {
         }
         let (tried, outputs) = self.joined(parts, outputs, samples).map_err(Caught::Error)?;
         Ok((Parts { tried, figures }, outputs))
+    }
+
+    /// Lets every replica run its part, with the first one's variables.
+    pub(super) fn run<B: Send + 'static, T: Send + 'static>(
+        &self,
+        jobs: Vec<Option<ReplicaJob<B>>>,
+        work: impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<T> + Clone + Send + 'static,
+    ) -> Result<Vec<Ended<T>>, Caught<Error>> {
+        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
+            Ok(job.map(|job| oom::catch(|| work(replica, job))))
+        };
+        // Before every try, not after every step: an optimizer, a user or a load may have changed the
+        // first replica's variables since.
+        let taken_over = self.workers.all(Replica::take_over);
+        taken_over.and_then(|_| self.workers.each_or_error(jobs, run)).map_err(Caught::Error)
     }
 
     /// All replicas' parts as one, in their order; undone where that fails.
@@ -102,7 +107,7 @@ pub(super) fn jobs<B: Batch>(
 }
 
 /// What all have done, or how the first of those that failed ended: then it is all undone.
-fn all_done<O>(ended: Vec<Ended<O>>) -> Result<Vec<Option<PartDone<O>>>, Caught<Error>> {
+fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>>, Caught<Error>> {
     let mut all = Vec::with_capacity(ended.len());
     let mut failure = None;
     for ended in ended {

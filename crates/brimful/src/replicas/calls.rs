@@ -28,12 +28,10 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<Step<R::Outputs>> {
         step::check_no_window(self)?;
         let f = Arc::new(f);
+        let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch)?;
         let step = step::run(self, Brought::new(Use::Train, &arranged), |this, this_try| {
-            let f = Arc::clone(&f);
-            this.spread(arranged.batch(), this_try, true, move |replica, job| {
-                replica.train(job, &*f)
-            })
+            this.spread(arranged.batch(), this_try, true, &train)
         })?;
         // From steps that went well alone: a failed try tells how fast memory ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
@@ -53,12 +51,10 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<Step<R::Outputs>> {
         let f = Arc::new(f);
+        let evaluate = move |replica: &mut Replica<M>, job| replica.evaluate(job, &*f);
         let arranged = Arranged::of(batch)?;
         step::run(self, Brought::new(Use::Evaluate, &arranged), |this, this_try| {
-            let f = Arc::clone(&f);
-            this.spread(arranged.batch(), this_try, true, move |replica, job| {
-                replica.evaluate(job, &*f)
-            })
+            this.spread(arranged.batch(), this_try, true, &evaluate)
         })
     }
 
@@ -73,10 +69,10 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> O + Send + Sync + 'static,
     ) -> Result<O> {
         let f = Arc::new(f);
+        let map = move |replica: &mut Replica<M>, job| replica.map(job, &*f);
         let arranged = Arranged::of(batch)?;
         step::map(self, Brought::new(Use::Map, &arranged), |this, this_try| {
-            let f = Arc::clone(&f);
-            this.spread(arranged.batch(), this_try, true, move |replica, job| replica.map(job, &*f))
+            this.spread(arranged.batch(), this_try, true, &map)
         })
     }
 
@@ -92,12 +88,10 @@ impl<M: 'static> Replicas<M> {
         f: impl Fn(&M, B) -> R + Send + Sync + 'static,
     ) -> Result<R::Outputs> {
         let f = Arc::new(f);
+        let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch)?;
         step::accumulate(self, Brought::new(Use::Train, &arranged), |this, this_try| {
-            let f = Arc::clone(&f);
-            this.spread(arranged.batch(), this_try, false, move |replica, job| {
-                replica.train(job, &*f)
-            })
+            this.spread(arranged.batch(), this_try, false, &train)
         })
     }
 
@@ -115,7 +109,7 @@ impl<M: 'static> Replicas<M> {
         batch: &B,
         this_try: Try<'_>,
         last: bool,
-        work: impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static,
+        work: &(impl Fn(&mut Replica<M>, ReplicaJob<B>) -> Result<PartDone<O>> + Clone + Send + 'static),
     ) -> Result<(Parts, O), Failed> {
         let Try { cut, opening, .. } = this_try;
         let samples = opening.own();
@@ -123,7 +117,7 @@ impl<M: 'static> Replicas<M> {
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
         let role = |replica| step::role(self, opening, replica, last);
         let jobs = jobs(batch, samples, &shares, size, role)?;
-        Ok(self.attempt(jobs, samples, &work)?)
+        Ok(self.attempt(jobs, samples, work)?)
     }
 }
 

@@ -66,7 +66,7 @@ impl<M: 'static> Engine for Replicas<M> {
         }
         let kind = kind.clone();
         let size = self.state.size;
-        self.workers.all(move |replica| Ok(replica.captures_keep(&kind, size)?.0))
+        self.workers.all(move |replica| Ok(replica.micro.captures_keep(&kind, size)?.0))
     }
 
     fn hints(&mut self) -> Hints {
@@ -77,7 +77,7 @@ impl<M: 'static> Engine for Replicas<M> {
         if !self.replays {
             return Ok(());
         }
-        self.workers.all(|replica| replica.drop_captures()).map(drop)
+        self.workers.all(|replica| replica.micro.drop_captures()).map(drop)
     }
 }
 

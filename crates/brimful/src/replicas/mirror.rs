@@ -10,13 +10,6 @@ use tch::nn::VarStore;
 use super::error::ReplicasError;
 use crate::Result;
 
-/// All variables of a store with their names, in the order of the names.
-pub(super) fn named(store: &VarStore) -> Vec<(String, Tensor)> {
-    let mut named: Vec<_> = store.variables().into_iter().collect();
-    named.sort_by(|(a, _), (b, _)| a.cmp(b));
-    named
-}
-
 /// Pairs of a replica's own variables and the first one's.
 #[derive(Debug, Default)]
 pub(super) struct Mirror {

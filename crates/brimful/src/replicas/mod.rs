@@ -67,7 +67,7 @@ pub use error::ReplicasError;
 
 use crate::Result;
 use crate::random::preserving_generators;
-use crate::step::{Parts, Size, StepState};
+use crate::step::{Parts, Size, StepState, names};
 use crate::workers::{DeviceSpec, Workers, settled};
 use mirror::ModelOutline;
 use replica::Replica;
@@ -171,13 +171,13 @@ impl<M: 'static> Replicas<M> {
 
 /// Lets all replicas take over the variables of the first one, in this store, from now on.
 fn follow_first<M: 'static>(workers: &Workers<Replica<M>>, store: &VarStore) -> Result<()> {
-    let first = (0..workers.len()).map(|_| mirror::named(store)).collect();
+    let first = (0..workers.len()).map(|_| names(&store.variables_).into_list()).collect();
     let home = store.device();
-    workers.each_or_error(first, move |replica, first| {
+    let follow = move |replica: &mut Replica<M>, first| {
         replica.follow(home, first);
         Ok(())
-    })?;
-    Ok(())
+    };
+    workers.each_or_error(first, follow).map(drop)
 }
 
 /// A store of the same variables.

@@ -5,15 +5,13 @@ use std::time::Instant;
 use tch::nn::{Path, VarStore};
 use tch::{Device, Tensor};
 
-use super::mirror::{Mirror, named};
-use crate::auto::Kind;
+use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
-use crate::bytes::Bytes;
 use crate::layout::InOrder;
 use crate::micro::{Attempt, Closure};
 use crate::random::Generator;
 use crate::step::{
-    BatchRole, Cut, Engine, Outcome, PartFigures, PartSeed, RowGradients, Size, Tried,
+    BatchRole, Cut, Outcome, PartFigures, PartSeed, RowGradients, Size, Tried, names,
 };
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
@@ -22,7 +20,7 @@ use crate::{MicroBatcher, Result, feed};
 pub(super) struct Replica<M> {
     number: usize,
     model: M,
-    micro: MicroBatcher,
+    pub(super) micro: MicroBatcher,
     store: VarStore,
     /// The first one's variables; nothing on the first one itself.
     mirror: Mirror,
@@ -84,27 +82,8 @@ impl<M> Replica<M> {
     pub(super) fn follow(&mut self, home: Device, first: Vec<(String, Tensor)>) {
         self.home = home;
         if self.number > 0 {
-            self.mirror = Mirror::new(named(&self.store), first);
+            self.mirror = Mirror::new(names(&self.store.variables_).into_list(), first);
         }
-    }
-
-    /// Changes how micro-batches are run.
-    pub(super) fn set(&mut self, f: impl FnOnce(&mut MicroBatcher)) {
-        f(&mut self.micro);
-    }
-
-    /// Why they run eagerly although they were to be replayed.
-    pub(super) fn eager_cause(&self) -> Option<String> {
-        self.micro.eager_cause().map(str::to_owned)
-    }
-
-    /// See [`MicroBatcher::captures_keep`].
-    pub(super) fn captures_keep(&self, kind: &Kind, size: Size) -> Result<Bytes> {
-        self.micro.captures_keep(kind, size)
-    }
-
-    pub(super) fn drop_captures(&mut self) -> Result<()> {
-        self.micro.drop_captures()
     }
 
     /// Takes over what the first replica's variables are now.
@@ -196,7 +175,6 @@ impl<M> Replica<M> {
         self.hand_in(tried, &(), start)
     }
 
-    /// Lets `how` run the job.
     fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,

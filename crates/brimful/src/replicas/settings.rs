@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use super::Replicas;
 use super::error;
+use super::replica::Replica;
 use super::shares::Speeds;
 use crate::Result;
 use crate::micro::{Layout, MicroBatcher};
 use crate::optim::Method;
-use crate::step::{NonFinite, Size, Team, names, parameters};
+use crate::step::{Engine, NonFinite, Size, Team, names, parameters};
 use crate::world::World;
 
 /// What every replica's `MicroBatcher` is told before the next step.
@@ -19,7 +20,7 @@ impl<M: 'static> Replicas<M> {
     /// Says what is refused because it is not finite.
     pub fn non_finite(mut self, policy: NonFinite) -> Self {
         self.state.non_finite = policy;
-        self.set(move |micro| micro.set_non_finite(policy))
+        self.set(move |micro| micro.state().non_finite = policy)
     }
 
     /// Captures micro-batches of each shape once and replays them, on every replica that has a CUDA
@@ -36,7 +37,8 @@ impl<M: 'static> Replicas<M> {
     /// When a replica's thread has ended.
     pub fn eager_cause(&mut self) -> Result<Option<String>> {
         self.apply_settings()?;
-        Ok(self.workers.all(|replica| Ok(replica.eager_cause()))?.into_iter().flatten().next())
+        let cause = |replica: &mut Replica<M>| Ok(replica.micro.eager_cause().map(str::to_owned));
+        Ok(self.workers.all(cause)?.into_iter().flatten().next())
     }
 
     /// Says in which order images and convolutions are to be in memory, as
@@ -114,10 +116,10 @@ impl<M: 'static> Replicas<M> {
             return Ok(());
         }
         let settings: Arc<[Setting]> = std::mem::take(&mut self.settings).into();
-        self.workers.all(move |replica| {
-            settings.iter().for_each(|setting| replica.set(setting));
+        let set = move |replica: &mut Replica<M>| {
+            settings.iter().for_each(|setting| setting(&mut replica.micro));
             Ok(())
-        })?;
-        Ok(())
+        };
+        self.workers.all(set).map(drop)
     }
 }

@@ -17,8 +17,9 @@ use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::oom::{self, Caught};
-use crate::step::StepError;
-use crate::step::{self, Brought, Failed, PartSeed, Parts, RowGradients, Step, Tried, Try};
+use crate::step::{
+    self, Brought, Failed, PartSeed, Parts, RowGradients, Step, StepError, Tried, Try,
+};
 use crate::{Error, Result};
 
 /// Each replica's part; none where it has no sample.
@@ -88,14 +89,8 @@ impl<M: 'static> Replicas<M> {
         samples: &Samples,
         forward: Arc<impl Fn(&M, B) -> O + Send + Sync + 'static>,
     ) -> Result<O, Caught<Error>> {
-        let run = move |replica: &mut Replica<M>, job: Option<ReplicaJob<B>>| {
-            Ok(job.map(|job| oom::catch(|| replica.forward_only(job, &*forward))))
-        };
-        let outputs = self
-            .workers
-            .all(Replica::take_over)
-            .and_then(|_| self.workers.each_or_error(parts, run));
-        let outputs = outputs.map_err(Caught::Error)?.into_iter().flatten();
+        let run = move |replica: &mut Replica<M>, job| replica.forward_only(job, &*forward);
+        let outputs = self.run(parts, run)?.into_iter().flatten();
         let outputs = outputs.collect::<Result<Vec<O>, _>>()?;
         oom::catch(|| samples.join(outputs))
     }

@@ -33,7 +33,6 @@ impl ChannelPairs {
 pub(crate) struct PairSum(ChannelPairs);
 
 impl PairSum {
-    /// Adds a pair.
     pub(crate) fn add(&mut self, pair: [Tensor; 2]) -> Result<()> {
         if self.0.0.len() == 2 * PAIRS {
             self.0 = ChannelPairs::of(&self.total()?)?;

@@ -163,7 +163,7 @@ impl Seen {
         let sums = moments.f_narrow(0, 1, channels)?;
         let off = sums.f_div_scalar(count)?;
         let squares = moments.f_narrow(0, 1 + channels, channels)?.f_sub(&off.f_mul(&sums)?)?;
-        let kind = if mean.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let kind = pooled_kind(mean.kind());
         let here = |t: Tensor| t.f_to_kind(kind)?.f_to_device(mean.device());
         let mean = here(shift(&self.running)?.f_add(&off)?)?;
         let squares = here(squares)?;
@@ -188,7 +188,6 @@ impl Seen {
     }
 }
 
-/// Pools every layer's rows.
 pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<()> {
     for (alike, mut group) in grouped(layers.filter(|seen| !seen.is_pooled())) {
         let pooled = pool(&alike, &group)?;

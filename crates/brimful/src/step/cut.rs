@@ -7,11 +7,13 @@ use std::ops::Range;
 
 use tch::Device;
 
+use super::role::BatchRole;
 use super::size::Size;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Samples};
 use crate::bytes::Bytes;
 use crate::copies::Copies;
+use crate::loss::MicroBatchWeight;
 use crate::{Result, feed};
 
 /// A mini-batch on its way through a device.
@@ -35,6 +37,8 @@ enum Pieces {
 pub(crate) struct MicroBatchInfo {
     pub(crate) number: usize,
     pub(crate) samples: usize,
+    /// What it counts for in its step.
+    pub(crate) weight: MicroBatchWeight,
     /// Whether its size is tried in a part of the mini-batch only.
     pub(crate) tried: bool,
 }
@@ -59,18 +63,14 @@ impl Cut {
             0 => Vec::new(),
             _ => size.cut(&samples)?.ok_or(BatchError::NothingToCut)?,
         };
-        let pieces = Pieces::Given { size, ranges };
-        Ok(Self { samples, next: 0, pieces, sizes: Vec::new() })
-    }
-
-    /// No sample.
-    pub(crate) fn none() -> Self {
-        let pieces = Pieces::Given { size: Size::Count(1), ranges: Vec::new() };
-        Self { samples: Samples::default(), next: 0, pieces, sizes: Vec::new() }
+        Ok(Self::of(samples, Pieces::Given { size, ranges }))
     }
 
     pub(crate) fn watched(samples: Samples, watch: SizeWatch) -> Self {
-        let pieces = Pieces::Watched(Box::new(watch));
+        Self::of(samples, Pieces::Watched(Box::new(watch)))
+    }
+
+    fn of(samples: Samples, pieces: Pieces) -> Self {
         Self { samples, next: 0, pieces, sizes: Vec::new() }
     }
 
@@ -78,7 +78,7 @@ impl Cut {
     pub(crate) fn restart(&mut self) {
         self.next = 0;
         self.sizes.clear();
-        if let Pieces::Watched(watch) = &mut self.pieces {
+        if let Some(watch) = self.watch() {
             watch.drop_piece();
         }
     }
@@ -124,13 +124,16 @@ impl Cut {
         }
     }
 
-    /// Calls `f` with each micro-batch in turn, on the device of the copies.
+    /// Calls `f` with each micro-batch of a mini-batch in this role in turn, on the device of the copies, where it
+    /// draws its own random numbers if it has such.
     pub(crate) fn each<B: Batch>(
         &mut self,
         batch: &B,
+        role: BatchRole,
         copies: &Copies,
         mut f: impl FnMut(MicroBatchInfo, B) -> Result<MicroBatchRun>,
     ) -> Result<()> {
+        let generator = role.seed.map(|seed| seed.on(copies.device()));
         while self.next < self.samples.count() {
             let first = self.sizes.len();
             let ranges = self.next_piece(copies.device())?;
@@ -139,11 +142,15 @@ impl Cut {
             let tried =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, copies, |i, micro_batch| {
-                let samples = ranges[i].len();
-                let ran = f(MicroBatchInfo { number: first + i, samples, tried }, micro_batch)?;
-                self.lap(ran)
+                let (number, samples) = (first + i, ranges[i].len());
+                if let Some(generator) = &generator {
+                    generator.begin(number);
+                }
+                let weight = role.weight(number, samples);
+                let ran = f(MicroBatchInfo { number, samples, weight, tried }, micro_batch)?;
+                self.watch().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
             })?;
-            self.end_piece()?;
+            self.watch().map_or(Ok(()), SizeWatch::end)?;
         }
         Ok(())
     }
@@ -163,17 +170,10 @@ impl Cut {
         Ok(ranges)
     }
 
-    fn lap(&mut self, ran: MicroBatchRun) -> Result<()> {
+    fn watch(&mut self) -> Option<&mut SizeWatch> {
         match &mut self.pieces {
-            Pieces::Given { .. } => Ok(()),
-            Pieces::Watched(watch) => watch.lap(ran.unseen, ran.typical),
-        }
-    }
-
-    fn end_piece(&mut self) -> Result<()> {
-        match &mut self.pieces {
-            Pieces::Given { .. } => Ok(()),
-            Pieces::Watched(watch) => watch.end(),
+            Pieces::Given { .. } => None,
+            Pieces::Watched(watch) => Some(watch),
         }
     }
 }

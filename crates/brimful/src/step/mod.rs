@@ -65,10 +65,10 @@ use crate::Result;
 use crate::auto::{Goal, Kind, SizeLog, Sizes};
 use crate::batch::Samples;
 use crate::memory::Memory;
-use crate::random::{Randomness, with_passing_seed, with_step_seed};
+use crate::random::{Randomness, with_seed};
 use opening::OwnPart;
 use settle::settle;
-use sizing::{Ran, ToCut, Warnings, until_it_fits};
+use sizing::{ToCut, Warnings, until_it_fits};
 
 /// A kind of engine, as a step sees it.
 pub(crate) trait Engine: Sized {
@@ -245,17 +245,12 @@ fn run_with<E: Engine, O>(
     attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
 ) -> Result<Step<O>> {
     let training = brought.kind.is_training();
-    let done = until_done(engine, team, brought, attempt, |engine, tried, exchange, start| {
-        // Read before the commit, which consumes what was tried.
-        let lesson = tried.lesson();
-        Ok((finish(engine, tried, exchange, start)?, lesson))
-    })?;
+    let (step, seed, log) = until_done(engine, team, brought, attempt, finish)?;
     if training {
         // The optimizer's state will be there before the next step.
         engine.state().reserved.clear();
     }
-    let Done { value: step, outputs, seed, log } = done;
-    Ok(Step { seed, ..step.with_outputs(outputs) }.with_log(log))
+    Ok(Step { seed, ..step }.with_log(log))
 }
 
 /// Runs a mini-batch, and keeps the result for [`commit`]: each replica's own matter until then.
@@ -269,17 +264,13 @@ pub(crate) fn accumulate<E: Engine, O>(
     let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose()?;
     // Replicas need not accumulate equally often: what they have is compared and summed at the commit.
     let team = engine.state().own_team(E::SPREADS_MODEL);
-    let done = until_done(engine, &team, brought, attempt, |engine, tried, exchange, start| {
-        let lesson = tried.lesson();
-        keep(engine, tried, exchange, start)?;
-        Ok(((), lesson))
-    })?;
+    let (outputs, seed, log) = until_done(engine, &team, brought, attempt, keep)?;
     if let Some(window) = &mut engine.state().window {
-        window.log.extend(done.log);
-        window.seed = window.seed.or(done.seed);
+        window.log.extend(log);
+        window.seed = window.seed.or(seed);
         window.before = window.before.take().or(before);
     }
-    Ok(done.outputs)
+    Ok(outputs)
 }
 
 /// Adds the gradients of all mini-batches since the last commit, as if they had been one.
@@ -301,7 +292,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<Step> {
             return Err(team.exchange()?.report_failure(error.into(), start));
         }
     };
-    let finished = finish(engine, tried, &team.exchange()?, start);
+    let finished = finish(engine, tried, (), &team.exchange()?, start);
     if let (Err(_), Some(before)) = (&finished, before) {
         // The mini-batches are forgotten, and so are the seeds that they drew.
         before.restore()?;
@@ -346,23 +337,15 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
     checked
 }
 
-/// What came of a mini-batch that was tried until memory sufficed.
-struct Done<T, O> {
-    value: T,
-    outputs: O,
-    seed: Option<u64>,
-    log: SizeLog,
-}
-
 /// Opens, and lets the engine try one size after the other, until `end` can do with what was tried
-/// what it is for.
+/// what it is for. Gives what that comes to, the step's seed, and what was decided about its size.
 fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
     brought: Brought,
     mut attempt: impl FnMut(&mut E, Try<'_>) -> Result<(E::Tried, O), Failed>,
-    mut end: impl FnMut(&mut E, E::Tried, &Exchange, Instant) -> Result<(T, Lesson)>,
-) -> Result<Done<T, O>> {
+    mut end: impl FnMut(&mut E, E::Tried, O, &Exchange, Instant) -> Result<T>,
+) -> Result<(T, Option<u64>, SizeLog)> {
     let start = Instant::now();
     // A closure's panic is an error until everything is undone and other ranks have been told: if it
     // unwound from within, they would wait for a vote that never comes.
@@ -374,21 +357,21 @@ fn until_done<E: Engine, O, T>(
             part: engine.largest_part(opening.own())?,
             least: opening.least(),
         };
-        let ran = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
+        let (value, log) = until_it_fits(engine, &opening.kind, &to_cut, team, |engine, cut| {
             // Channels of its own for every try: messages that a failed one left under way cannot be
             // taken for this one's.
             let exchange = team.exchange()?;
             let this_try = Try { cut, opening: &opening, exchange: &exchange };
             match attempt(engine, this_try) {
                 Ok((tried, outputs)) => {
-                    let (value, lesson) = end(engine, tried, &exchange, start)?;
-                    Ok(Ran { value: (value, outputs), lesson })
+                    // Read before the end, which may consume what was tried.
+                    let lesson = tried.lesson();
+                    Ok((end(engine, tried, outputs, &exchange, start)?, lesson))
                 }
                 Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
             }
         })?;
-        let ((value, outputs), log) = ran;
-        Ok(Done { value, outputs, seed: opening.seed(), log })
+        Ok((value, opening.seed(), log))
     });
     parked.resume();
     done
@@ -403,8 +386,7 @@ fn seeded<E: Engine, T>(
 ) -> Result<T> {
     match engine.seeding(team) {
         Seeding::Plain => f(engine, None),
-        Seeding::Step(devices) if training => with_step_seed(devices, |seed| f(engine, Some(seed))),
-        Seeding::Step(devices) => with_passing_seed(devices, |seed| f(engine, Some(seed))),
+        Seeding::Step(devices) => with_seed(devices, training, |seed| f(engine, Some(seed))),
     }
 }
 
@@ -429,13 +411,14 @@ pub(crate) fn open<E: Engine>(
     Ok(opening)
 }
 
-/// Adds what was tried to the mini-batches that wait for their commit.
-fn keep<E: Engine>(
+/// Adds what was tried to the mini-batches that wait for their commit. Gives the outputs back.
+fn keep<E: Engine, O>(
     engine: &mut E,
     mut tried: E::Tried,
+    outputs: O,
     exchange: &Exchange,
     start: Instant,
-) -> Result<()> {
+) -> Result<O> {
     let window = engine.state().window.take();
     let earlier = window.as_ref().map(|window| &window.tried);
     let lasting = caught(|| tried.make_lasting(engine, earlier));
@@ -445,26 +428,23 @@ fn keep<E: Engine>(
         tried.undo(engine)?;
         return Err(error);
     }
-    let kept = match window {
-        None => {
-            let tried = tried.after(engine, None)?;
-            Window { tried, log: SizeLog::default(), seed: None, before: None }
-        }
-        Some(Window { tried: earlier, log, seed, before }) => {
-            Window { tried: tried.after(engine, Some(earlier))?, log, seed, before }
-        }
+    let (earlier, log, seed, before) = match window {
+        Some(Window { tried, log, seed, before }) => (Some(tried), log, seed, before),
+        None => Default::default(),
     };
-    engine.state().window = Some(kept);
-    Ok(())
+    let tried = tried.after(engine, earlier)?;
+    engine.state().window = Some(Window { tried, log, seed, before });
+    Ok(outputs)
 }
 
 /// Commits what was tried, with all ranks, and reports it.
-pub(crate) fn finish<E: Engine>(
+pub(crate) fn finish<E: Engine, O>(
     engine: &mut E,
     tried: E::Tried,
+    outputs: O,
     exchange: &Exchange,
     start: Instant,
-) -> Result<Step> {
+) -> Result<Step<O>> {
     let (tried, whole) = settle(engine, tried, exchange, start)?;
     let Figures { shares, sizes, times, peaks, replayed, timeline } =
         tried.figures(engine, &whole)?;
@@ -474,7 +454,7 @@ pub(crate) fn finish<E: Engine>(
         samples: whole.samples as usize,
         shares,
         sizes,
-        outputs: (),
+        outputs,
         time: start.elapsed(),
         times,
         peaks,

@@ -11,7 +11,7 @@ use super::settle::Team;
 use super::size::Size;
 use super::trained::Trained;
 use crate::auto::{Kind, Use};
-use crate::batch::{self, Arranged, Batch, BatchError, Samples};
+use crate::batch::{self, Arranged, Batch, BatchError, Leaf, Samples};
 use crate::world::WorldError;
 use crate::{Error, Result};
 
@@ -81,8 +81,8 @@ impl StepHello {
     /// all fail with the same error, and none waits for one that has returned.
     fn check(all: &[Self], team: &Team) -> Result<()> {
         check_alike("the micro-batch size", all.iter().map(|hello| Some(hello.size.clone())))?;
-        let trained: Vec<Trained> = all.iter().filter_map(|hello| hello.trained.clone()).collect();
-        Trained::check_replicas(&trained, team)?;
+        let trained: Vec<_> = all.iter().filter_map(|hello| hello.trained.as_ref()).collect();
+        Trained::check_replicas(&trained, team.ranks_of_replica())?;
         check_alike("a sample", all.iter().map(|hello| hello.kind.clone()))?;
         for replica in all.chunks(team.ranks_of_replica()) {
             check_alike("the mini-batch", replica.iter().map(|hello| hello.hash.clone()))?;
@@ -218,15 +218,14 @@ fn check_alike(what: &str, found: impl Iterator<Item = Option<String>>) -> Resul
 
 /// What tells a mini-batch from others: kinds, shapes, and a hash of some of its values.
 pub(crate) fn described(batch: &impl Batch) -> String {
-    let mut leaves = Vec::new();
-    batch.visit(&mut |leaf| match leaf.tensor() {
-        tensor if tensor.defined() => leaves.push(described_tensor(tensor)),
-        _ => leaves.push("undefined".to_owned()),
-    });
-    leaves.join(", ")
+    let tensors = batch::leaves(batch).into_iter().map(Leaf::tensor);
+    tensors.map(described_tensor).collect::<Vec<_>>().join(", ")
 }
 
 fn described_tensor(tensor: &Tensor) -> String {
+    if !tensor.defined() {
+        return "undefined".to_owned();
+    }
     let kind = tensor.kind();
     let shape = tensor.size();
     match sampled(tensor) {

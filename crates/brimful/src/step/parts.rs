@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use brimful_torch::arena::ArenaGuard;
+
 use super::report::Figures;
 use super::sizing::Lesson;
 use super::tried::Tried;
@@ -50,18 +52,20 @@ pub(crate) trait PartsEngine: Engine<Tried = Parts> {
     fn home(&self) -> Option<Memory>;
 }
 
+/// The caller's thread may be no replica's own: what is computed here belongs to the first one.
+fn enter_home(engine: &impl PartsEngine) -> Option<ArenaGuard> {
+    engine.home().and_then(|home| home.enter())
+}
+
 impl<E: PartsEngine> Attempted<E> for Parts {
     fn tell(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>> {
-        let home = engine.home();
-        // The caller's thread may be no replica's own: what is computed here belongs to the first one.
-        let _inside = home.as_ref().and_then(Memory::enter);
+        let _inside = enter_home(engine);
         let policy = engine.state().non_finite;
         Ok(vec![self.tried.tell(policy, exchange.team.replicas > 1)?])
     }
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
-        let home = engine.home();
-        let _inside = home.as_ref().and_then(Memory::enter);
+        let _inside = enter_home(engine);
         self.tried.prepare(whole, 0, exchange.summing().as_ref())
     }
 
@@ -74,8 +78,7 @@ impl<E: PartsEngine> Attempted<E> for Parts {
     }
 
     fn make_lasting(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()> {
-        let home = engine.home();
-        let _inside = home.as_ref().and_then(Memory::enter);
+        let _inside = enter_home(engine);
         self.tried.make_lasting(earlier.map(|earlier| &earlier.tried))
     }
 

@@ -70,29 +70,6 @@ pub(crate) struct Figures {
     pub(crate) timeline: Option<Timeline>,
 }
 
-impl Step {
-    pub(super) fn with_outputs<O>(self, outputs: O) -> Step<O> {
-        let Self { loss, terms, samples, shares, sizes, outputs: (), time, times, .. } = self;
-        let Self { peaks, replayed, seed, timeline, decisions, retries, .. } = self;
-        Step {
-            loss,
-            terms,
-            samples,
-            shares,
-            sizes,
-            outputs,
-            time,
-            times,
-            peaks,
-            replayed,
-            seed,
-            timeline,
-            decisions,
-            retries,
-        }
-    }
-}
-
 impl<O> Step<O> {
     /// The most memory in use on any device, where it is counted.
     #[must_use]

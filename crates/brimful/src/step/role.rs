@@ -2,13 +2,13 @@
 
 use tch::Device;
 
+use crate::loss::MicroBatchWeight;
 use crate::random::{Draws, Generator};
 
 /// What a mini-batch is to its step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BatchRole {
-    /// What gradients are divided by while it runs: see
-    /// [`MicroBatchWeight::unit`](crate::loss::MicroBatchWeight::unit).
+    /// What gradients are divided by while it runs: see [`MicroBatchWeight::unit`].
     pub(crate) unit: f64,
     /// Whether it has the step's first sample.
     pub(crate) first: bool,
@@ -16,6 +16,14 @@ pub(crate) struct BatchRole {
     pub(crate) last: bool,
     /// Random numbers of its own; without them it draws as a plain loop does.
     pub(crate) seed: Option<PartSeed>,
+}
+
+impl BatchRole {
+    /// What its micro-batch of this number counts for.
+    pub(super) fn weight(self, number: usize, samples: usize) -> MicroBatchWeight {
+        let first = self.first && number == 0;
+        MicroBatchWeight { samples: samples as f64, unit: self.unit, first }
+    }
 }
 
 /// The random numbers of one replica or rank in one step, which belong to its micro-batches.

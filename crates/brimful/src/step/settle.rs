@@ -36,7 +36,6 @@ impl Team {
         self.world.size() == 1
     }
 
-    /// How many ranks each replica has.
     pub(crate) fn ranks_of_replica(&self) -> usize {
         self.world.size() / self.replicas
     }
@@ -158,10 +157,8 @@ impl Whole {
         let parts = told.len() / replicas.max(1);
         let mut whole = Self { parts: vec![SeenPart::default(); parts], ..Self::default() };
         if replicas > 1 {
-            let trained = told
-                .chunks(parts)
-                .map(|replica| Trained::all(replica.iter().map(|part| &part.trained)));
-            Trained::check_alike(&trained.collect::<Vec<_>>())?;
+            let trained: Vec<_> = told.iter().map(|part| &part.trained).collect();
+            Trained::check_replicas(&trained, parts)?;
         }
         let mut counted = Counted::default();
         // Every rank adds the same reports in the same order, so that all compute the same factors from

@@ -8,13 +8,6 @@ use crate::batch::Samples;
 use crate::bytes::Bytes;
 use crate::{Error, Result, memory};
 
-/// What came of a try that has succeeded.
-#[derive(Debug)]
-pub(super) struct Ran<T> {
-    pub(super) value: T,
-    pub(super) lesson: Lesson,
-}
-
 /// What a size can learn from a try.
 #[derive(Debug)]
 pub(crate) struct Lesson {
@@ -53,13 +46,14 @@ pub(super) struct ToCut<'a> {
     pub(super) least: usize,
 }
 
-/// Runs a mini-batch: `run` is called until memory suffices on all devices of all ranks in the team.
+/// Runs a mini-batch: `run`, which also gives what a size can learn from it, is called until memory suffices
+/// on all devices of all ranks in the team.
 pub(super) fn until_it_fits<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,
     to_cut: &ToCut<'_>,
     team: &Team,
-    mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
+    mut run: impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
 ) -> Result<(T, SizeLog)> {
     let size = engine.state().size;
     if !size.is_automatic() {
@@ -93,11 +87,11 @@ fn run_given<E: Engine, T>(
     size: Size,
     to_cut: &ToCut<'_>,
     team: &Team,
-    mut run: impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
+    mut run: impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
 ) -> Result<(T, SizeLog)> {
     let mut attempt = |engine: &mut E| run(engine, &mut Cut::given(to_cut.samples.clone(), size)?);
     let error = match attempt(engine) {
-        Ok(ran) => return Ok((ran.value, SizeLog::default())),
+        Ok((value, _)) => return Ok((value, SizeLog::default())),
         Err(error) => error,
     };
     // Over ranks all would have to agree on it. What went wrong first is what is told.
@@ -106,7 +100,7 @@ fn run_given<E: Engine, T>(
         return Err(error);
     }
     tracing::info!("{error}: once more, with nothing waiting on the device");
-    Ok((attempt(engine)?.value, SizeLog::of_retry()))
+    Ok((attempt(engine)?.0, SizeLog::of_retry()))
 }
 
 /// The size at work, with all that is known of this kind of mini-batch.
@@ -151,16 +145,16 @@ fn run_whole<E: Engine, T>(
     to_cut: &ToCut<'_>,
     team: &Team,
     mut watch: SizeWatch,
-    run: &mut impl FnMut(&mut E, &mut Cut) -> Result<Ran<T>>,
-) -> (Result<Ran<T>>, SizeWatch) {
+    run: &mut impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
+) -> (Result<(T, Lesson)>, SizeWatch) {
     // A rank without samples has an opinion on no size, but asks and is asked all the same.
     let has_samples = to_cut.samples.count() > 0;
     let agree = |size| Ok(smallest(team, size, has_samples)?.max(to_cut.least));
     let ran = watch.whole(&to_cut.part, agree, |size| {
         let size = Size::of_units(to_cut.samples, size);
-        let mut ran = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
-        let peaks = std::mem::take(&mut ran.lesson.peaks);
-        Ok((ran, peaks))
+        let (value, mut lesson) = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
+        let peaks = std::mem::take(&mut lesson.peaks);
+        Ok(((value, lesson), peaks))
     });
     (ran, watch)
 }
@@ -178,14 +172,14 @@ fn smallest(team: &Team, size: usize, counts: bool) -> Result<usize> {
 fn learn<E: Engine, T>(
     engine: &mut E,
     watch: SizeWatch,
-    ran: Result<Ran<T>>,
+    ran: Result<(T, Lesson)>,
     log: &mut SizeLog,
 ) -> Result<(Sizer, Result<Option<T>>)> {
     let error = match ran {
-        Ok(ran) => {
-            let (sizer, ending) = watch.succeeded(ran.lesson.captured, log)?;
-            engine.state().warnings.look_at(&ran.lesson, ending);
-            return Ok((sizer, Ok(Some(ran.value))));
+        Ok((value, lesson)) => {
+            let (sizer, ending) = watch.succeeded(lesson.captured, log)?;
+            engine.state().warnings.look_at(&lesson, ending);
+            return Ok((sizer, Ok(Some(value))));
         }
         Err(Error::Rehearsed) => return Ok((watch.ended(log), Ok(None))),
         Err(error) => error,

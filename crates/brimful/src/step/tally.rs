@@ -5,8 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::StepError;
 use crate::Result;
-use crate::loss::LossError;
-use crate::loss::{Loss, MicroBatchWeight, Over, Term, Weight};
+use crate::loss::{Loss, LossError, MicroBatchWeight, Over, Term, Weight};
 
 /// What is refused because it is not a finite number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -112,14 +111,10 @@ impl Tally {
     /// Counts one micro-batch's terms. They must be of the same kinds in every micro-batch.
     pub(crate) fn count(&mut self, terms: &[Term], part: &MicroBatchWeight) -> Result<()> {
         if self.terms.is_empty() {
-            self.terms = terms.iter().map(TermTally::new).collect();
+            let new = |term: &Term| TermTally { over: TermOver::of(&term.over), parts: Vec::new() };
+            self.terms = terms.iter().map(new).collect();
         }
-        let same = |(line, term): (&TermTally, &Term)| line.over == TermOver::of(&term.over);
-        if terms.len() != self.terms.len() || !self.terms.iter().zip(terms).all(same) {
-            return Err(
-                LossError::TermsDiffer { before: self.terms.len(), now: terms.len() }.into()
-            );
-        }
+        check_alike(self.overs(), terms.iter().map(|term| TermOver::of(&term.over)))?;
         for (line, term) in self.terms.iter_mut().zip(terms) {
             line.parts.push(counted(term, part)?);
         }
@@ -134,13 +129,11 @@ impl Tally {
 
     /// Refuses a later mini-batch, or another replica's part, whose terms are of other kinds.
     pub(crate) fn check_follows(&self, later: &Self) -> Result<()> {
-        let same = |(mine, theirs): (&TermTally, &TermTally)| mine.over == theirs.over;
-        let before = self.terms.len();
-        let now = later.terms.len();
-        if before != now || !self.terms.iter().zip(&later.terms).all(same) {
-            return Err(LossError::TermsDiffer { before, now }.into());
-        }
-        Ok(())
+        check_alike(self.overs(), later.overs())
+    }
+
+    fn overs(&self) -> impl ExactSizeIterator<Item = TermOver> {
+        self.terms.iter().map(|line| line.over)
     }
 
     /// Adds a later mini-batch, or another replica's part, of the same step.
@@ -187,7 +180,8 @@ impl Tally {
 
     /// Reads everything from the device, at once.
     pub(crate) fn read(&self, policy: NonFinite) -> Result<Counted> {
-        let mut numbers = self.fetch()?.into_iter();
+        let all = self.on_host()?;
+        let mut numbers = all.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?.into_iter();
         // Too few numbers would be a mistake of ours: NaN shows it, where 0 would pass for a loss.
         let mut next = || numbers.next().unwrap_or(f64::NAN);
         let mut counted = Counted::default();
@@ -219,11 +213,6 @@ impl Tally {
         }
     }
 
-    /// All numbers, in the order of `read`.
-    fn fetch(&self) -> Result<Vec<f64>> {
-        Ok(self.on_host()?.map_or(Ok(Vec::new()), |all| Vec::try_from(&all))?)
-    }
-
     /// All that is on the device, in the order of `read`, in one transfer.
     fn on_host(&self) -> Result<Option<Tensor>> {
         let parts = self.terms.iter().flat_map(|line| line.parts.iter().flatten());
@@ -242,12 +231,6 @@ impl Tally {
     }
 }
 
-impl TermTally {
-    fn new(term: &Term) -> Self {
-        Self { over: TermOver::of(&term.over), parts: Vec::new() }
-    }
-}
-
 impl TermOver {
     fn of(over: &Over) -> Self {
         match over {
@@ -258,6 +241,15 @@ impl TermOver {
             Over::Once => Self::Once,
         }
     }
+}
+
+/// Terms must be of the same kinds wherever a step counts them.
+fn check_alike(
+    before: impl ExactSizeIterator<Item = TermOver>,
+    now: impl ExactSizeIterator<Item = TermOver>,
+) -> Result<()> {
+    let differ = LossError::TermsDiffer { before: before.len(), now: now.len() };
+    if before.eq(now) { Ok(()) } else { Err(differ.into()) }
 }
 
 /// A term's part of a micro-batch; `None` where it has none.
@@ -303,12 +295,10 @@ impl Counted {
             *self = others;
             return Ok(());
         }
-        let same = |(a, b): (&CountedTerm, &CountedTerm)| a.over == b.over;
-        let before = self.0.len();
-        let now = others.0.len();
         // None at all come from who had no sample, or is not the pipeline's last stage.
-        if now != 0 && (before != now || !self.0.iter().zip(&others.0).all(same)) {
-            return Err(LossError::TermsDiffer { before, now }.into());
+        if !others.0.is_empty() {
+            let over = |line: &CountedTerm| line.over;
+            check_alike(self.0.iter().map(over), others.0.iter().map(over))?;
         }
         for (mine, theirs) in self.0.iter_mut().zip(others.0) {
             mine.numerator += theirs.numerator;
@@ -320,8 +310,15 @@ impl Counted {
     /// The loss, now that all is counted.
     pub(crate) fn totals(&self) -> Result<Totals> {
         let mut totals = Totals::default();
-        for (index, line) in self.0.iter().enumerate() {
-            totals.add(index, line)?;
+        for (term, &CountedTerm { over, numerator, denominator }) in self.0.iter().enumerate() {
+            let divided = match over {
+                TermOver::Nothing | TermOver::Once => numerator,
+                _ if denominator == 0.0 => return Err(LossError::ZeroDenominator { term }.into()),
+                _ => numerator / denominator,
+            };
+            totals.terms.push(divided);
+            totals.loss += divided;
+            totals.denominators.push(denominator);
         }
         Ok(totals)
     }
@@ -337,21 +334,6 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    fn add(&mut self, index: usize, line: &CountedTerm) -> Result<()> {
-        let CountedTerm { over, numerator, denominator } = *line;
-        let divided = match over {
-            TermOver::Nothing | TermOver::Once => numerator,
-            _ if denominator == 0.0 => {
-                return Err(LossError::ZeroDenominator { term: index }.into());
-            }
-            _ => numerator / denominator,
-        };
-        self.terms.push(divided);
-        self.loss += divided;
-        self.denominators.push(denominator);
-        Ok(())
-    }
-
     /// What a group's gradients, divided by `unit` until now, are to be multiplied with.
     pub(crate) fn factor(&self, group: TermGroup, unit: f64, samples: f64) -> f64 {
         match group {

@@ -9,9 +9,8 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::Variables;
 
-use super::settle::Team;
 use crate::Result;
-use crate::auto::hash_of;
+use crate::auto::{hash_of, hash_of_variables};
 use crate::world::{World, WorldError};
 
 /// What a list of variables is, without their values.
@@ -32,15 +31,12 @@ impl Trained {
     }
 
     fn of_named<'a>(named: impl Iterator<Item = (&'a str, &'a Tensor)>) -> Self {
-        let mut trained = Self::default();
-        let mut lines = String::new();
-        for (name, tensor) in named {
-            trained.parameters += 1;
-            trained.numbers += tensor.numel();
-            lines += &format!("{name} {:?} {:?}\n", tensor.size(), tensor.kind());
+        let named: Vec<_> = named.collect();
+        Self {
+            parameters: named.len(),
+            numbers: named.iter().map(|(_, tensor)| tensor.numel()).sum(),
+            hash: hash_of_variables(named.into_iter()),
         }
-        trained.hash = hash_of(&lines);
-        trained
     }
 
     /// All of what several have.
@@ -56,15 +52,11 @@ impl Trained {
         whole
     }
 
-    /// Makes sure that all replicas train the same, from what each rank has; nothing where ranks say
-    /// nothing.
-    pub(crate) fn check_replicas(ranks: &[Self], team: &Team) -> Result<(), WorldError> {
-        let replicas = ranks.chunks(team.ranks_of_replica());
-        Self::check_alike(&replicas.map(|ranks| Self::all(ranks.iter())).collect::<Vec<_>>())
-    }
-
-    /// Makes sure that it is the same for all of these.
-    pub(crate) fn check_alike(found: &[Self]) -> Result<(), WorldError> {
+    /// Makes sure that all replicas train the same, from what each of their ranks or parts has; nothing where
+    /// these say nothing.
+    pub(super) fn check_replicas(parts: &[&Self], of_replica: usize) -> Result<(), WorldError> {
+        let replicas = parts.chunks(of_replica);
+        let found: Vec<_> = replicas.map(|parts| Self::all(parts.iter().copied())).collect();
         if found.iter().all(|other| *other == found[0]) {
             return Ok(());
         }

@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 
 use super::StepError;
 use crate::Result;
-use crate::batch::{Batch, Leaf};
+use crate::batch::{self, Batch, Leaf};
 
 /// The outputs as leaves of a graph of their own, which the loss's backward ends at.
 pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
@@ -40,12 +40,8 @@ pub(crate) struct RowGradients(Vec<Option<Tensor>>);
 impl RowGradients {
     /// Those that a loss's backward has left in its leaves.
     pub(crate) fn of(leaves: &impl Batch) -> Self {
-        let mut whole = Vec::new();
-        leaves.visit(&mut |leaf| {
-            let gradient = leaf.tensor().grad();
-            whole.push(gradient.defined().then_some(gradient));
-        });
-        Self(whole)
+        let gradients = batch::leaves(leaves).into_iter().map(|leaf| leaf.tensor().grad());
+        Self(gradients.map(|gradient| gradient.defined().then_some(gradient)).collect())
     }
 
     /// Whether no output has one.
@@ -75,10 +71,9 @@ impl RowGradients {
 
     /// A micro-batch's outputs that a backward starts from, each with its gradient.
     pub(crate) fn roots(self, outputs: &impl Batch) -> Result<Vec<(&Tensor, Tensor)>> {
-        let mut leaves = Vec::new();
-        outputs.visit(&mut |leaf| leaves.push(leaf.tensor()));
+        let outputs = batch::leaves(outputs).into_iter().map(Leaf::tensor);
         let mut roots = Vec::new();
-        for (leaf, (output, gradient)) in leaves.into_iter().zip(self.0).enumerate() {
+        for (leaf, (output, gradient)) in outputs.zip(self.0).enumerate() {
             let Some(gradient) = gradient.filter(|_| output.requires_grad()) else { continue };
             if output.size().first() != gradient.size().first() {
                 return Err(StepError::OutputNotRows { leaf }.into());

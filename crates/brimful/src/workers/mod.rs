@@ -93,7 +93,6 @@ impl<W: 'static> Workers<W> {
         self.accelerators = accelerators(self.accelerators.iter().copied().chain(devices));
     }
 
-    /// How many workers there are.
     pub(crate) fn len(&self) -> usize {
         self.members.len()
     }

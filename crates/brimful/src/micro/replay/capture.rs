@@ -116,11 +116,11 @@ impl MicroReplay {
         };
         let known = count(&sums);
         let program = capture(self, sums)?;
-        if count(program.sums()) == known {
+        if count(&program.sums) == known {
             return Ok(program);
         }
         // A term that counts once a step has no part in most eager micro-batches, but has one here.
-        let sums = self.sums_for(program.sums()).map_err(words)?;
+        let sums = self.sums_for(&program.sums).map_err(words)?;
         capture(self, sums)
     }
 

@@ -28,8 +28,8 @@ pub(super) fn verdict(
 ) -> Result<Verdict> {
     let tolerance = tolerance(kind);
     let (sizes, errors) = compared(eager, replayed)?;
-    let expected = numbers(eager_loss.row())?;
-    let got = numbers(replayed_loss.row())?;
+    let expected = numbers(&eager_loss.row)?;
+    let got = numbers(&replayed_loss.row)?;
 
     if !expected.iter().chain(&sizes).all(|number| number.is_finite()) {
         return Ok(Verdict::Unknown);

@@ -15,7 +15,7 @@ use super::readout::Readout;
 use super::room::stock_up;
 use super::trial::watched;
 use crate::accumulate::Sum;
-use crate::batch::Batch;
+use crate::batch::{self, Batch};
 use crate::loss::MicroBatchWeight;
 use crate::micro::Outcome;
 use crate::micro::pass::{BatchPass, detached};
@@ -32,18 +32,18 @@ pub(super) struct Program {
     /// What each term's backward starts from, and what was last written there.
     roots: Tensor,
     written: Vec<f64>,
-    readout: Readout,
-    sums: Vec<Sum>,
+    pub(super) readout: Readout,
+    pub(super) sums: Vec<Sum>,
     statistics: ReplayStatistics,
     /// The closure's outputs, of its own type.
     outputs: Box<dyn Any + Send>,
     /// What the closure did when it was captured, in words.
-    operations: Vec<String>,
+    pub(super) operations: Vec<String>,
     /// What it touched, until it has settled in.
     touched: Touched,
     /// Memory that the graph uses and that others have too; and what it writes to of that.
-    blocks: Vec<Tensor>,
-    effects: Vec<Tensor>,
+    pub(super) blocks: Vec<Tensor>,
+    pub(super) effects: Vec<Tensor>,
 }
 
 /// Where a capture takes place.
@@ -137,7 +137,7 @@ impl Program {
             graph,
             inputs,
             roots,
-            written: vec![0.0; readout.terms().len()],
+            written: vec![0.0; readout.terms.len()],
             readout,
             sums: Vec::new(),
             statistics: statistics.into_replay_statistics(),
@@ -162,7 +162,7 @@ impl Program {
         self.launch(micro_batch, part)?;
         self.statistics.after()?;
         // Loss and outputs are copied out: the next replay writes over them.
-        pass.tally.count(&self.readout.read()?, part)?;
+        pass.tally.count(&self.readout.copied()?.terms, part)?;
         let outputs = self.outputs.downcast_ref::<O>().expect("a closure has one type of outputs");
         pass.outputs.push(outputs.map(&mut |leaf| Ok(leaf.tensor().f_detach_copy()?))?);
         Ok(())
@@ -179,38 +179,12 @@ impl Program {
         self.launch(micro_batch, part)
     }
 
-    pub(super) fn sums(&self) -> &[Sum] {
-        &self.sums
-    }
-
-    /// What the closure did when it was captured, in words.
-    pub(super) fn operations(&self) -> &[String] {
-        &self.operations
-    }
-
-    pub(super) fn blocks(&self) -> &[Tensor] {
-        &self.blocks
-    }
-
-    pub(super) fn effects(&self) -> &[Tensor] {
-        &self.effects
-    }
-
-    pub(super) fn readout(&self) -> &Readout {
-        &self.readout
-    }
-
     /// Copies the samples in and starts the graph.
     fn launch(&mut self, micro_batch: &impl Batch, part: &MicroBatchWeight) -> Result<()> {
-        let mut result = Ok(());
-        let mut inputs = self.inputs.iter_mut();
-        micro_batch.visit(&mut |leaf| {
-            if let (Ok(()), Some(input)) = (&result, inputs.next()) {
-                result = input.f_copy_(leaf.tensor());
-            }
-        });
-        result?;
-        for (number, term) in self.readout.terms().iter().enumerate() {
+        for (input, leaf) in self.inputs.iter_mut().zip(batch::leaves(micro_batch)) {
+            input.f_copy_(leaf.tensor())?;
+        }
+        for (number, term) in self.readout.terms.iter().enumerate() {
             // A term without a part in this micro-batch runs backward from 0, which adds nothing: a graph
             // cannot leave it out.
             let root = term.root_number(part).unwrap_or(0.0);
@@ -227,8 +201,7 @@ impl Program {
 fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
     // Zeros, not the samples: what escapes the capture and is computed now will then differ.
     let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
-    let mut inputs = Vec::new();
-    statics.visit(&mut |leaf| inputs.push(leaf.tensor().shallow_clone()));
+    let inputs = batch::leaves(&statics).iter().map(|leaf| leaf.tensor().shallow_clone()).collect();
     Ok((statics, inputs))
 }
 

@@ -9,8 +9,8 @@ use crate::step::double;
 /// Terms whose values and weights are views of one row of doubles.
 #[derive(Debug)]
 pub(super) struct Readout {
-    row: Tensor,
-    terms: Vec<Term>,
+    pub(super) row: Tensor,
+    pub(super) terms: Vec<Term>,
 }
 
 impl Readout {
@@ -19,7 +19,7 @@ impl Readout {
         let mut numbers = Vec::new();
         for term in terms {
             numbers.push(double(&term.value)?);
-            if let Some(weight) = weight_of(&term.over) {
+            if let Some(Weight::Tensor(weight)) = term.over.weight() {
                 numbers.push(double(&weight.f_to_device(term.value.device())?)?);
             }
         }
@@ -27,23 +27,10 @@ impl Readout {
         Ok(Self { terms: viewed(terms, &row)?, row })
     }
 
-    /// The terms as they are now, in a row of their own.
-    pub(super) fn read(&self) -> Result<Vec<Term>> {
-        Ok(self.copied()?.terms)
-    }
-
-    /// The same in a row of its own.
+    /// The same as they are now, in a row of their own.
     pub(super) fn copied(&self) -> Result<Self> {
         let row = self.row.f_detach_copy()?;
         Ok(Self { terms: viewed(&self.terms, &row)?, row })
-    }
-
-    pub(super) fn terms(&self) -> &[Term] {
-        &self.terms
-    }
-
-    pub(super) fn row(&self) -> &Tensor {
-        &self.row
     }
 }
 
@@ -68,13 +55,4 @@ fn viewed(terms: &[Term], row: &Tensor) -> Result<Vec<Term>> {
         Ok(Term { value, over, factor: term.factor })
     };
     terms.iter().map(view).collect()
-}
-
-fn weight_of(over: &Over) -> Option<&Tensor> {
-    match over {
-        Over::Given(Weight::Tensor(weight)) | Over::Undivided(Weight::Tensor(weight)) => {
-            Some(weight)
-        }
-        _ => None,
-    }
 }

@@ -4,7 +4,7 @@ use std::any::{TypeId, type_name};
 
 use tch::Kind;
 
-use crate::batch::Batch;
+use crate::batch::{self, Batch, Leaf};
 
 /// Which closure runs on a micro-batch, known by its type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,12 +40,9 @@ pub(super) struct Shape {
 impl Shape {
     pub(super) fn of(micro_batch: &impl Batch, closure: Closure, single: bool) -> Self {
         let mut outline = Vec::new();
-        let mut leaves = Vec::new();
         micro_batch.outline(&mut |line| outline.push(line.to_string()));
-        micro_batch.visit(&mut |leaf| {
-            let tensor = leaf.tensor();
-            leaves.push((tensor.size(), tensor.kind()));
-        });
+        let leaves = batch::leaves(micro_batch).into_iter().map(Leaf::tensor);
+        let leaves = leaves.map(|tensor| (tensor.size(), tensor.kind())).collect();
         Self { closure, single, outline, leaves }
     }
 }

@@ -96,16 +96,16 @@ impl ReplayTrial {
         device: Device,
     ) -> Result<Self> {
         // A trial and its eager run would move running statistics and counters twice.
-        let effects = Effects::save(program.effects())?;
+        let effects = Effects::save(&program.effects)?;
         program.try_on(micro_batch, part)?;
-        let readout = program.readout().copied()?;
+        let readout = program.readout.copied()?;
         effects.restore()?;
         let share = |sum: &Sum| sum.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
         Ok(Self {
-            sums: program.sums().iter().map(share).collect(),
+            sums: program.sums.iter().map(share).collect(),
             readout,
-            operations: program.operations().to_vec(),
-            blocks: program.blocks().iter().map(address).collect(),
+            operations: program.operations.clone(),
+            blocks: program.blocks.iter().map(address).collect(),
             after: Randomness::of(vec![device])?,
         })
     }

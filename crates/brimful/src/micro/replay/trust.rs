@@ -41,7 +41,6 @@ impl Trust {
         Self { agreed: step, checks, gap, ..self }
     }
 
-    /// Whether a check is due.
     pub(super) fn is_due(self, step: u64) -> bool {
         step >= self.agreed + self.gap
     }

@@ -6,13 +6,22 @@ use tch::{Device, Kind, Tensor};
 use super::{Average, Ema};
 use crate::Result;
 use crate::optim::OptimError;
-use crate::optim::step::SCRATCH_ELEMENTS;
+use crate::optim::scratch::{SCRATCH_ELEMENTS, convert, scratch_elements, scratch_for};
 
-/// Weights of another kind or layout than their averages, which are converted together.
-#[derive(Debug, Default)]
+/// Weights of another kind or layout than their averages, which are converted together: of one kind and
+/// device, and of bounded size, or one alone.
+#[derive(Debug)]
 struct Converted<'a> {
     averages: Vec<&'a Average>,
     elements: usize,
+}
+
+impl Converted<'_> {
+    /// The scratch space that they take.
+    fn scratch(&self) -> (Kind, Device, usize) {
+        let (kind, device) = place(self.averages[0]);
+        (kind, device, self.elements)
+    }
 }
 
 impl Ema {
@@ -30,7 +39,7 @@ impl Ema {
     /// Everything that can fail: the scratch space for weights that are not as their averages.
     pub(crate) fn prepare(&self) -> Result<Vec<Tensor>> {
         match self.own {
-            None => scratch_for(&pieces(self.averaged().filter(|average| !average.is_alike()))),
+            None => scratch_for(self.converted().iter().map(Converted::scratch)),
             Some(_) => Err(OptimError::AveragesInPlace.into()),
         }
     }
@@ -41,8 +50,9 @@ impl Ema {
         let decay = self.decay_now();
         let alike: Vec<_> = self.averaged().filter(|average| average.is_alike()).collect();
         follow(&alike, &weights(&alike)?, decay)?;
-        for piece in pieces(self.averaged().filter(|average| !average.is_alike())) {
-            follow(&piece.averages, &convert(&piece, scratch)?, decay)?;
+        for Converted { averages, .. } in self.converted() {
+            let like: Vec<_> = averages.iter().map(|average| &average.value).collect();
+            follow(&averages, &convert(&weights(&averages)?, &like, scratch)?, decay)?;
         }
         let copied: Vec<_> = self.averages.iter().filter(|copied| !copied.is_averaged()).collect();
         foreach::copy(&values(&copied), &weights(&copied)?)?;
@@ -52,6 +62,24 @@ impl Ema {
 
     fn averaged(&self) -> impl Iterator<Item = &Average> {
         self.averages.iter().filter(|average| average.is_averaged())
+    }
+
+    /// Those whose weights are converted, in pieces.
+    fn converted(&self) -> Vec<Converted<'_>> {
+        let mut pieces: Vec<Converted<'_>> = Vec::new();
+        for average in self.averaged().filter(|average| !average.is_alike()) {
+            let elements = scratch_elements(&average.value);
+            let last =
+                pieces.iter_mut().rev().find(|piece| place(piece.averages[0]) == place(average));
+            match last.filter(|piece| piece.elements + elements <= SCRATCH_ELEMENTS) {
+                Some(piece) => {
+                    piece.averages.push(average);
+                    piece.elements += elements;
+                }
+                None => pieces.push(Converted { averages: vec![average], elements }),
+            }
+        }
+        pieces
     }
 
     /// The decay of the next update.
@@ -78,60 +106,6 @@ fn weights(averages: &[&Average]) -> Result<Vec<Tensor>> {
     averages.iter().map(|average| Ok(average.variable.f_detach()?)).collect()
 }
 
-/// What is converted together: of one kind and device, and of bounded size, or one alone.
-fn pieces<'a>(others: impl Iterator<Item = &'a Average>) -> Vec<Converted<'a>> {
-    let mut pieces: Vec<Converted<'_>> = Vec::new();
-    for average in others {
-        let elements = average.value.numel();
-        let last = pieces.iter_mut().rev().find(|piece| place(piece.averages[0]) == place(average));
-        match last.filter(|piece| piece.elements + elements <= SCRATCH_ELEMENTS) {
-            Some(piece) => {
-                piece.averages.push(average);
-                piece.elements += elements;
-            }
-            None => pieces.push(Converted { averages: vec![average], elements }),
-        }
-    }
-    pieces
-}
-
 fn place(average: &Average) -> (Kind, Device) {
     (average.value.kind(), average.value.device())
-}
-
-/// One tensor for each kind and device, of the size that its largest piece needs.
-fn scratch_for(pieces: &[Converted<'_>]) -> Result<Vec<Tensor>> {
-    let mut scratch: Vec<Tensor> = Vec::new();
-    for piece in pieces {
-        let (kind, device) = place(piece.averages[0]);
-        let known =
-            scratch.iter_mut().find(|space| (space.kind(), space.device()) == (kind, device));
-        let is_enough = known.as_ref().is_some_and(|space| space.numel() >= piece.elements);
-        if is_enough {
-            continue;
-        }
-        let space = Tensor::f_empty([piece.elements as i64], (kind, device))?;
-        match known {
-            Some(known) => *known = space,
-            None => scratch.push(space),
-        }
-    }
-    Ok(scratch)
-}
-
-/// The weights in scratch space, laid out as their averages.
-fn convert(piece: &Converted<'_>, scratch: &[Tensor]) -> Result<Vec<Tensor>> {
-    let (kind, device) = place(piece.averages[0]);
-    let space = scratch
-        .iter()
-        .find(|space| (space.kind(), space.device()) == (kind, device))
-        .expect("there is scratch space for every piece");
-    let mut start = 0;
-    let mut converted = Vec::with_capacity(piece.averages.len());
-    for Average { value, .. } in &piece.averages {
-        converted.push(space.f_as_strided(value.size(), value.stride(), start)?);
-        start += value.numel() as i64;
-    }
-    foreach::copy(&converted, &weights(&piece.averages)?)?;
-    Ok(converted)
 }

@@ -138,7 +138,7 @@ impl Pipeline {
         preserving_generators(devices, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let tried = run.map_err(|failed| exchange.report_failure(failed, start))?;
-            let step = step::finish(self, tried, &exchange, start)?;
+            let step = step::finish(self, tried, (), &exchange, start)?;
             Ok(Step { loss: f64::NAN, seed: opening.seed(), ..step })
         })
     }

@@ -1,0 +1,51 @@
+//! Scratch space in which tensors are converted to another kind or layout, a bounded piece at a time.
+
+use brimful_torch::foreach;
+use tch::{Device, Kind, Tensor};
+
+use crate::Result;
+
+/// What must be converted is so in pieces of at most 16 Mi elements, or one tensor: scratch space of all at once
+/// would double their memory.
+pub(super) const SCRATCH_ELEMENTS: usize = 16 << 20;
+/// Tensors in scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
+const ALIGNMENT: usize = 64;
+
+/// What one like this takes of it, in elements.
+pub(super) fn scratch_elements(like: &Tensor) -> usize {
+    like.numel().next_multiple_of(ALIGNMENT)
+}
+
+/// One tensor for each kind and device, of the size that the largest of its pieces needs.
+pub(super) fn scratch_for(
+    pieces: impl Iterator<Item = (Kind, Device, usize)>,
+) -> Result<Vec<Tensor>> {
+    let mut sizes: Vec<(Kind, Device, usize)> = Vec::new();
+    for (kind, device, elements) in pieces {
+        match sizes.iter_mut().find(|(k, d, _)| (*k, *d) == (kind, device)) {
+            Some((_, _, size)) => *size = elements.max(*size),
+            None => sizes.push((kind, device, elements)),
+        }
+    }
+    let new = |(kind, device, size)| Ok(Tensor::f_empty([size as i64], (kind, device))?);
+    sizes.into_iter().map(new).collect()
+}
+
+/// A piece's tensors in scratch space, each laid out as what it is for: of one kind, on one device.
+pub(super) fn convert(
+    tensors: &[Tensor],
+    like: &[&Tensor],
+    scratch: &[Tensor],
+) -> Result<Vec<Tensor>> {
+    let place = |tensor: &Tensor| (tensor.kind(), tensor.device());
+    let space = scratch.iter().find(|space| place(space) == place(like[0]));
+    let space = space.expect("there is scratch space for every piece");
+    let mut start = 0;
+    let mut converted = Vec::with_capacity(like.len());
+    for like in like {
+        converted.push(space.f_as_strided(like.size(), like.stride(), start as i64)?);
+        start += scratch_elements(like);
+    }
+    foreach::copy(&converted, tensors)?;
+    Ok(converted)
+}
