@@ -84,7 +84,7 @@ pub(super) fn walk(
     }
 }
 
-fn clamp(bytes: u128) -> u64 {
+pub(super) fn clamp(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
@@ -215,10 +215,7 @@ impl Hold {
             _ => u128::from(costs.input_bytes_of(action.stage)),
         };
         let activations = u128::from(cost.activation_bytes);
-        let kept = match action.kind {
-            ActionKind::Forward => !is_recomputed,
-            kind => kind == ActionKind::Recompute,
-        };
+        let kept = action.kind.keeps(is_recomputed);
         let before = input + activations;
         let between = cost.split_bytes.map_or(before, u128::from);
         let takes = match action.kind {
@@ -229,13 +226,8 @@ impl Hold {
         let gives = match action.kind {
             ActionKind::InputGradient => before.saturating_sub(between),
             ActionKind::WeightGradient => between,
-            kind => {
-                if kind.releases() {
-                    before
-                } else {
-                    0
-                }
-            }
+            ActionKind::Backward => before,
+            _ => 0,
         };
         let gradients = u128::from(costs.end_gradients(action.stage));
         let ends = if action.kind.passes_gradient() { gradients } else { 0 };

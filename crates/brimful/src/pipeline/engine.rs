@@ -257,7 +257,7 @@ impl Pipeline {
             actions.push(match two_phases {
                 // Between the phases every stage is at home.
                 true => {
-                    Arc::new(listed.in_two_phases_by_stage(|stage| {
+                    Arc::new(listed.in_two_phases(|stage| {
                         self.recompute_of(stage, Recompute::Always)
                     })?)
                 }
