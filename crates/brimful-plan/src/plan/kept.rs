@@ -138,16 +138,11 @@ impl<'a> KeptStages<'a> {
 
     /// Which stages the knapsack lets keep, device by device.
     fn picked(&self, room: &[i128]) -> Vec<bool> {
-        let mut keeps = vec![false; self.offers.len()];
-        for (d, room) in room.iter().enumerate() {
-            let is_here = |j: &usize| self.trial.actions.placement()[*j].index() == d;
-            let here: Vec<_> = (0..keeps.len()).filter(is_here).collect();
-            let offers: Vec<_> = here.iter().map(|j| self.offers[*j].to_vec()).collect();
-            let room = u64::try_from((*room).max(0)).unwrap_or(u64::MAX);
-            let picked = knapsack::pick(&offers, room).unwrap_or_default();
-            here.iter().zip(picked).for_each(|(j, way)| keeps[*j] = way == KEEPS);
-        }
-        keeps
+        let rooms = room.iter().map(|room| u64::try_from((*room).max(0)).unwrap_or(u64::MAX));
+        let offers = |j: usize| self.offers[j].to_vec();
+        let ways = knapsack::pick_all(self.trial.actions.placement(), rooms, offers);
+        let keeps = |ways: Vec<usize>| ways.into_iter().map(|way| way == KEEPS).collect();
+        ways.map_or_else(|| vec![false; self.offers.len()], keeps)
     }
 
     /// The bytes that each device has left, below 0 where it is over; none where there is no limit, as
