@@ -162,7 +162,7 @@ impl Drop for Pump {
         let words = thread::panicking().then(|| "it panicked".to_owned());
         let patience = self.link.with(|engine| {
             engine.tell_all(&Message::Left { words });
-            engine.pulse.patience()
+            engine.pulse.patience
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };

@@ -40,10 +40,8 @@ impl<'a> Roster<'a> {
             limits: devices.iter().map(limit).collect(),
         });
         let all = world.settle("build", told.map_err(Clone::clone), Duration::ZERO)?;
-        if all.iter().any(|other| other.common != all[0].common) {
-            let found = all.into_iter().map(|brought| brought.common).collect();
-            return Err(WorldError::Differs { what: "the pipeline".into(), found }.into());
-        }
+        let common = all.iter().map(|brought| brought.common.clone()).collect();
+        WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
         }
@@ -51,11 +49,8 @@ impl<'a> Roster<'a> {
         // Of several pipelines in one process each has its part of the devices, as many as the others.
         let devices: Vec<usize> =
             all.iter().map(|hello| hello.limits.len() / replicas_here).collect();
-        let rows: Vec<String> = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
-        if rows.iter().any(|row| *row != rows[0]) {
-            let what = "the number of devices of each rank".into();
-            return Err(WorldError::Differs { what, found: rows }.into());
-        }
+        let rows = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
+        WorldError::check_same("the number of devices of each rank", rows)?;
         let mine = world.rank() / ranks * ranks;
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
