@@ -256,11 +256,9 @@ impl Pipeline {
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
                 // Between the phases every stage is at home.
-                true => {
-                    Arc::new(listed.in_two_phases(|stage| {
-                        self.recompute_of(stage, Recompute::Always)
-                    })?)
-                }
+                true => Arc::new(
+                    listed.in_two_phases(|stage| self.recompute_of(stage, Recompute::Always))?,
+                ),
                 false => listed,
             });
         }

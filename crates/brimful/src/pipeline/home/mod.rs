@@ -250,7 +250,7 @@ impl HostedStages {
     }
 
     /// Gives the optimizer the gradients of these stages, whose parameters are at home.
-    fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
+    pub(crate) fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
         let follows = self.is_following();
         let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
         for (at, gradients) in std::mem::take(&mut handing.waiting) {
@@ -362,11 +362,6 @@ impl HostedStages {
     pub(crate) fn send_all_home(&mut self) -> Result<()> {
         self.late.clear();
         self.slots.leave_all(&self.stages)
-    }
-
-    /// Gives all updates that are left what they need, now that every parameter is at home.
-    pub(crate) fn give_all_gradients(&mut self) {
-        self.give_gradients(|_| true);
     }
 
     /// Lets go what a step that failed has left.

@@ -59,17 +59,6 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// Lets the gradients of a stage's output come back from the host.
-    pub(crate) fn bring_gradients(
-        &mut self,
-        site: &mut Site,
-        at: usize,
-        i: usize,
-    ) -> Result<(), Stop> {
-        self.gradients[at][i] = Some(self.receive_gradients(site, at, i)?);
-        Ok(())
-    }
-
     /// What entered the stage, once more on the device.
     pub(crate) fn bring_back(
         &mut self,

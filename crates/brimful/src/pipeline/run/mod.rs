@@ -224,8 +224,8 @@ impl WorkerRun {
                     self.bring_in(site, place, i.index())?;
                 }
                 (MoveKind::GradientIn, Some(i)) => {
-                    let place = at(StageId(one.stage.0 - 1));
-                    self.bring_gradients(site, place, i.index())?;
+                    let (place, i) = (at(StageId(one.stage.0 - 1)), i.index());
+                    self.gradients[place][i] = Some(self.receive_gradients(site, place, i)?);
                 }
                 _ => {
                     let place = at(one.stage);

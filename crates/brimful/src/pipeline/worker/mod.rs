@@ -397,7 +397,7 @@ impl Site {
         let Some(homes) = &mut self.homes else { return Ok(()) };
         homes.send_all_home()?;
         if went_well {
-            homes.give_all_gradients();
+            homes.give_gradients(|_| true);
         }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => homes.finish(accumulator),
