@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Description;
-use super::LayersError;
+use super::{Description, LayersError};
 use crate::Result;
 
 /// Checks all names of a list, in order.

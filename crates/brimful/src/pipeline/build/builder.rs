@@ -19,7 +19,7 @@ use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::SLOTS;
 use crate::pipeline::ranks::Ranks;
-use crate::pipeline::worker::{Blueprint, Variable, Worker};
+use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
@@ -368,16 +368,6 @@ struct Staff<'a> {
     ranks: &'a Ranks,
 }
 
-/// How every worker builds its stages.
-struct StageBuild {
-    keeps_activations: bool,
-    kind: Kind,
-    non_finite: NonFinite,
-    homes: Vec<StageHome>,
-    slots: usize,
-    host: Option<Arena>,
-}
-
 /// The account of the host beside a device that is a CPU too: what lives there is not the device's.
 fn host_of(device: &DeviceSpec) -> Option<Arena> {
     device.arena.as_ref().map(|_| Arena::new("host"))
@@ -400,13 +390,11 @@ impl Staff<'_> {
             replica: at / here.len(),
             device: device.clone(),
             turn,
-            kind: build.kind,
-            homes: build.homes.clone(),
-            slots: build.slots,
-            host: build.host.clone().or_else(|| host_of(device)),
-            keeps_activations: build.keeps_activations,
+            build: StageBuild {
+                host: build.host.clone().or_else(|| host_of(device)),
+                ..build.clone()
+            },
             seed,
-            non_finite: build.non_finite,
         };
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
         let own = devices.iter().zip(turns(devices)).enumerate();

@@ -113,11 +113,13 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
     }
 }
 
-/// What the closure gave beside its losses, in sample order.
-pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<O> {
+/// What the closure gave beside its losses, in sample order; none of a pipeline without a sample.
+pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<Option<O>> {
     let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
-    let outputs = samples.join(parts.iter_mut().filter_map(Option::take).collect())?;
-    samples.restored(outputs)
+    match samples.join(parts.iter_mut().filter_map(Option::take).collect()) {
+        Err(Error::Batch(BatchError::NothingToJoin)) => Ok(None),
+        outputs => samples.restored(outputs?).map(Some),
+    }
 }
 
 /// The samples of both must be as many; a target may also have nothing to cut.

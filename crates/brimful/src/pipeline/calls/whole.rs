@@ -12,8 +12,7 @@ use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::{PipelineTried, TryPlan};
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::Mode;
-use crate::pipeline::run::Tensors;
+use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{preserving_generators, with_step_seed};
 use crate::step::{

@@ -4,8 +4,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::saved;
-use crate::optim::OptimError;
-use crate::optim::{self, Method, Optimizer};
+use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::HandsOver;

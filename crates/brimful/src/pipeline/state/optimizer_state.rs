@@ -9,8 +9,7 @@ use tch::Tensor;
 
 use super::optimizer::{PipelineOptimizer, names, optimizer};
 use crate::Result;
-use crate::optim::OptimError;
-use crate::optim::Optimizer;
+use crate::optim::{OptimError, Optimizer};
 use crate::save::{self, Metadata};
 
 impl PipelineOptimizer {

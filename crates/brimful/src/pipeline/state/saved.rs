@@ -13,8 +13,7 @@ use crate::Result;
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::{names, shared};
-use crate::pipeline::worker::Variable;
-use crate::pipeline::worker::Worker;
+use crate::pipeline::worker::{Variable, Worker};
 use crate::save::{self, Metadata};
 use crate::workers::Workers;
 
