@@ -22,13 +22,6 @@ use std::collections::BTreeSet;
 
 use super::{Action, ActionKind, Actions, Costs, Span, StageCost, StageId};
 
-/// The most that was held at one time.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Peak {
-    pub(super) bytes: u64,
-    pub(super) held: usize,
-}
-
 /// The most activations that are held at one time.
 pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     let without_bytes = Costs::equal(actions.stages(), StageCost::default());
@@ -37,12 +30,12 @@ pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     most
 }
 
-/// Writes into every span the bytes that are held while it runs, and finds the peak.
-pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> Peak {
-    let mut peak = Peak::default();
+/// Writes into every span the bytes that are held while it runs; gives the most bytes, and the most activations.
+pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> (u64, usize) {
+    let mut peak = (0, 0);
     let mut ends = Vec::with_capacity(2 * spans.len());
     walk(actions, costs, spans, |_, bytes, held| {
-        peak = Peak { bytes: peak.bytes.max(bytes), held: peak.held.max(held) };
+        peak = (peak.0.max(bytes), peak.1.max(held));
         ends.push(bytes);
     });
     for (span, ends) in spans.iter_mut().zip(ends.chunks(2)) {

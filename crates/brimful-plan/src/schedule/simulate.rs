@@ -3,7 +3,7 @@
 //! A device runs its actions in their order, each as soon as its input is there. Transfers run
 //! beside the work, one at a time on each way between two devices; a sender never waits.
 
-use super::memory::{self, Peak};
+use super::memory;
 use super::{
     Action, Actions, CostError, Costs, DeviceId, DeviceUse, LinkCost, Simulation, Span, StageId,
 };
@@ -23,8 +23,8 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
     }
     let device = |spans: &mut Vec<Span>| {
         let busy = spans.iter().map(|span| costs.time(span.action)).sum();
-        let Peak { bytes, held } = memory::fill(actions, costs, spans);
-        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
+        let (peak_bytes, peak_held) = memory::fill(actions, costs, spans);
+        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes, peak_held }
     };
     let devices = timeline.iter_mut().map(device).collect();
     let (moves, waits, levels) = Default::default();

@@ -30,7 +30,8 @@ pub(super) struct HeldBytes {
     peak_bytes: u128,
     held: usize,
     peak_held: usize,
-    levels: Vec<(f64, u64)>,
+    /// The bytes after each change.
+    pub(super) levels: Vec<(f64, u64)>,
 }
 
 impl HeldBytes {
@@ -66,11 +67,6 @@ impl HeldBytes {
     /// The most bytes, and the most activations.
     pub(super) fn peak(&self) -> (u64, usize) {
         (clamp(self.peak_bytes), self.peak_held)
-    }
-
-    /// The bytes after each change.
-    pub(super) fn levels(&self) -> &[(f64, u64)] {
-        &self.levels
     }
 
     /// A boundary or its gradient is there, made or come from another device, or its room is, if it is to come back.

@@ -48,7 +48,7 @@ pub fn simulate_moves(
     Ok(Simulation {
         devices: devices.iter().map(used).collect(),
         makespan,
-        levels: devices.iter().map(|device| device.held.levels().to_vec()).collect(),
+        levels: devices.iter().map(|device| device.held.levels.clone()).collect(),
         moves: devices.iter().map(|device| device.moved.clone()).collect(),
         waits: devices.iter().map(|device| device.waited.clone()).collect(),
         timeline: devices.into_iter().map(|device| device.spans).collect(),
