@@ -60,7 +60,8 @@ pub(super) struct History {
     points: Vec<Point>,
     /// See [`Steps::every`]; a power of two.
     every: usize,
-    steps: usize,
+    /// How many there were.
+    pub(super) steps: usize,
 }
 
 /// Neighbouring steps.
@@ -79,11 +80,6 @@ struct Point {
 }
 
 impl History {
-    /// How many steps there were.
-    pub(super) fn steps(&self) -> usize {
-        self.steps
-    }
-
     /// Adds a step that ended so many seconds after the start.
     pub(super) fn add(&mut self, step: &Record, seconds: f64) {
         self.steps += 1;

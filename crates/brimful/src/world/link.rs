@@ -121,7 +121,7 @@ impl Pause {
 /// the world.
 #[derive(Debug)]
 pub(super) struct Pump {
-    link: Arc<Link>,
+    pub(super) link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
     /// Tells that nobody is to be waited for any more, and then that all has ended in order. Behind
     /// a lock so that a world can be shared by threads.
@@ -148,11 +148,6 @@ impl Pump {
         let thread = Some(thread.map_err(|error| not_started(error.to_string()))?);
         let link = link.recv().map_err(|_| not_started("its thread has panicked".into()))??;
         Ok(Self { link, thread, done: Mutex::new(done) })
-    }
-
-    /// The messages that it moves.
-    pub(super) fn link(&self) -> &Arc<Link> {
-        &self.link
     }
 }
 

@@ -107,7 +107,7 @@ impl World {
         wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
     ) -> Result<Self> {
         let pump = Pump::start(move || Ok(Messenger::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
-        let link = Arc::clone(pump.link());
+        let link = Arc::clone(&pump.link);
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
         let mut member = Arc::new(Membership { rank, hosts, link, _pump: Some(pump) });

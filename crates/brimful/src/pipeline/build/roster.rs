@@ -70,28 +70,21 @@ impl<'a> Roster<'a> {
             return question.settle(balance);
         }
         let here = match self.world.rank() {
-            0 => question.settle(balance).map(|settled| Some(ToldBalance::from(settled))),
+            0 => question.settle(balance).map(|settled| Some(told(&settled))),
             _ => Ok(None),
         };
         let first = self.world.settle("balance", here, Duration::ZERO)?.swap_remove(0);
-        let ToldBalance { sizes, recipe } = first.unwrap_or_default();
+        let (sizes, recipe) = first.unwrap_or_default();
         let balance = balance::Balance::new(sizes, question.layers.len())?;
         let made = |(costs, memory)| ScheduleRecipe::new(question.schedule, costs, memory);
         Ok(SettledBalance { balance, recipe: recipe.map(made).transpose()? })
     }
 }
 
-/// A balance on its way to other ranks.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct ToldBalance {
-    sizes: Vec<usize>,
-    /// The stages' costs, and the devices' memory.
-    recipe: Option<(Costs, Vec<Option<u64>>)>,
-}
+/// A balance on its way to other ranks: its sizes, and of a recipe the stages' costs and the devices' memory.
+type ToldBalance = (Vec<usize>, Option<(Costs, Vec<Option<u64>>)>);
 
-impl From<SettledBalance> for ToldBalance {
-    fn from(settled: SettledBalance) -> Self {
-        let parts = |recipe: ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
-        Self { sizes: settled.balance.sizes().to_vec(), recipe: settled.recipe.map(parts) }
-    }
+fn told(settled: &SettledBalance) -> ToldBalance {
+    let parts = |recipe: &ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
+    (settled.balance.sizes().to_vec(), settled.recipe.as_ref().map(parts))
 }

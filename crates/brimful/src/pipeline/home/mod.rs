@@ -47,7 +47,7 @@ pub(crate) struct HostedStages {
     /// The stages that wait for their last update before they are brought to a slot.
     late: Vec<(usize, Move)>,
     /// Where gradients and boundaries leave by.
-    outward: RestingPlace,
+    pub(crate) outward: RestingPlace,
     /// The place at home of each parameter of the step under way.
     places: Vec<usize>,
     /// Sums on their way home, and when they are there.
@@ -136,7 +136,7 @@ impl HostedStages {
 
     /// How many stages are in slots at a time.
     pub(crate) fn slots(&self) -> usize {
-        self.slots.count()
+        self.slots.count
     }
 
     /// A step begins that sums the gradients of these parameters, all at home.
@@ -223,7 +223,7 @@ impl HostedStages {
 
     /// Whether the optimizer has gradients to look ahead from.
     pub(crate) fn is_looking_ahead(&self) -> bool {
-        self.update.as_ref().is_some_and(Update::looks_ahead)
+        self.update.as_ref().is_some_and(|update| update.looks_ahead)
     }
 
     /// Whether the step that begins is to be looked ahead of.
@@ -314,10 +314,6 @@ impl HostedStages {
         }
         self.leaving = Some((sums, Event::after(self.outward.outward)?));
         Ok(())
-    }
-
-    pub(crate) fn resting_place(&self) -> &RestingPlace {
-        &self.outward
     }
 
     /// Waits until all sums are at home, and adds them to the step's.

@@ -27,7 +27,7 @@ impl WorkerRun {
         let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let mut resting = Vec::new();
         let mut taken = |parcel: StageParcel| {
-            if parcel.rests() {
+            if parcel.rests {
                 resting.push(parcel.share());
             }
             site.dock.unpack_values(parcel, entering, clock)

@@ -12,7 +12,7 @@ use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, Worker
 use crate::random::Randomness;
 use crate::schedule::{ActionKind, Awaited};
 use crate::statistics::Pending;
-use crate::step::{PartReport, Summed, Tally, Tried, Undo};
+use crate::step::{PartReport, Tally, Tried, Undo};
 use crate::workers::into_error;
 use crate::{Result, oom};
 
@@ -254,25 +254,24 @@ impl Worker {
             self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
         }
         // The run's graphs and inputs end in here, before what follows needs memory.
-        let (kept, outputs) = match oom::catch(|| self.keep_run(run)) {
+        let (mut tried, outputs) = match oom::catch(|| self.keep_run(run)) {
             Ok(kept) => kept,
             Err(caught) => {
                 undo.run()?;
                 return Err(into_error(caught).into());
             }
         };
-        let KeptRun { parameters, sums, unit, sizes } = kept;
-        let variables = &self.store.variables_;
         // Before it is told of: where that fails, `undo` finds here what is to be put back.
-        self.tried = Some(Tried::new(parameters, variables, sums, undo, unit, sizes));
+        tried.undo = undo;
+        self.tried = Some(tried);
         oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
             let undone = self.undo().err();
             undone.unwrap_or_else(|| into_error(caught)).into()
         })
     }
 
-    /// What remains of a run that has come to its end.
-    fn keep_run(&mut self, run: WorkerRun) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
+    /// What remains of a run that has come to its end, and how it is undone elsewhere; and its outputs.
+    fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
         let WorkerRun { accumulator, mut tally, outputs, timeline, moving, norms, job, .. } = run;
         // By micro-batch, in whatever order their backwards ran: a refusal names the number.
         for norm in norms {
@@ -285,7 +284,9 @@ impl Worker {
         (self.spans, self.bus) = timeline.read(moving)?;
         let unit = job.weights.first().map_or(1.0, |weight| weight.unit);
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();
-        Ok((KeptRun { parameters, sums: (sums, tally, groups), unit, sizes }, outputs))
+        let summed = (sums, tally, groups);
+        let variables = &self.store.variables_;
+        Ok((Tried::new(parameters, variables, summed, Undo::default(), unit, sizes), outputs))
     }
 
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
@@ -304,14 +305,6 @@ impl Worker {
             normalised: self.tried.as_ref().is_some_and(Tried::normalises),
         })
     }
-}
-
-/// What a worker keeps of a run.
-struct KeptRun {
-    parameters: Vec<Tensor>,
-    sums: Summed,
-    unit: f64,
-    sizes: Vec<usize>,
 }
 
 impl Mode {

@@ -201,7 +201,7 @@ impl Blueprint {
             return Ok(None);
         }
         // What goes to the host goes by one way.
-        let shared = homes.map(|homes| homes.resting_place().clone());
+        let shared = homes.map(|homes| homes.outward.clone());
         let own = || RestingPlace::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)
     }
