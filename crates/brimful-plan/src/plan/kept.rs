@@ -117,7 +117,8 @@ impl<'a> KeptStages<'a> {
         let mut order: Vec<_> = (0..self.offers.len()).filter(|j| seconds(j) > 0.0).collect();
         order.sort_by(|a, b| seconds(b).total_cmp(&seconds(a)));
         for j in order {
-            let mut keeps: Vec<_> = best.stages.iter().map(keeps_all).collect();
+            let is_kept = |stage: &PlannedStage| stage.recompute == Recompute::Never;
+            let mut keeps: Vec<_> = best.stages.iter().map(is_kept).collect();
             if std::mem::replace(&mut keeps[j], true) {
                 continue;
             }
@@ -154,8 +155,4 @@ impl<'a> KeptStages<'a> {
         };
         self.request.devices.iter().zip(&row.peak_bytes).map(left).collect()
     }
-}
-
-fn keeps_all(stage: &PlannedStage) -> bool {
-    stage.recompute == Recompute::Never
 }

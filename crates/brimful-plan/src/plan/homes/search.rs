@@ -75,7 +75,8 @@ impl<'a> Search<'a> {
     }
 
     fn with_slots(&self, slots: usize) -> Result<Tried, HomeError> {
-        let leanest = self.offers.iter().map(|offers| last_of(offers)).collect();
+        let last = |offers: &Vec<WayOffer>| offers.last().map_or(0, |(number, _)| *number);
+        let leanest = self.offers.iter().map(last).collect();
         let leanest = self.simulated(leanest, slots)?;
         match self.device_over(&leanest.choice) {
             Some(error) => Err(error),
@@ -318,10 +319,6 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
-}
-
-fn last_of(offers: &[WayOffer]) -> usize {
-    offers.last().map_or(0, |(number, _)| *number)
 }
 
 fn is_trained(request: &HomeRequest<'_>, stage: usize) -> bool {
