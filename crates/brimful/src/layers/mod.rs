@@ -55,13 +55,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use tch::Tensor;
-use tch::nn::{ModuleT, Path};
+use tch::nn::{self, ModuleT, Path};
 
 use crate::Result;
 use description::{Description, Make};
 pub use error::LayersError;
 pub use model::Model;
-use model::{Function, Module};
+use model::Module;
 pub use skips::Skip;
 pub(crate) use skips::Stashed;
 
@@ -225,8 +225,12 @@ impl Layers {
     where
         F: Fn(&Tensor, bool) -> Tensor + Send + Sync + 'static,
     {
-        let function = Function(Arc::new(function));
-        self.push(name, Make::of(move |_, _| Module::One(Box::new(function.clone()))))
+        let function = Arc::new(function);
+        let make = Make::of(move |_, _| {
+            let function = Arc::clone(&function);
+            Module::One(Box::new(nn::func_t(move |x, train| function(x, train))))
+        });
+        self.push(name, make)
     }
 
     /// Keeps what flows here, under this name, for every later layer that pops it; and hands it on.
