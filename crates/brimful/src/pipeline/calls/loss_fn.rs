@@ -56,9 +56,9 @@ pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
 /// The caller's closure, whatever it takes and gives, which may be needed for more than one try: a loss, or
 /// none, and outputs.
-pub(crate) struct SharedLoss<Y, O>(Arc<Mutex<BoxedLoss<Y, O>>>);
+pub(crate) struct SharedLoss<Y, O>(Arc<Mutex<UserLoss<Y, O>>>);
 
-type BoxedLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;
+type UserLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;
 
 impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
     pub(crate) fn new(

@@ -270,7 +270,7 @@ impl Worker {
         })
     }
 
-    /// What remains of a run that has come to its end, and how it is undone elsewhere; and its outputs.
+    /// What remains of a run that has come to its end, yet without how it is undone; and its outputs.
     fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
         let WorkerRun { accumulator, mut tally, outputs, timeline, moving, norms, job, .. } = run;
         // By micro-batch, in whatever order their backwards ran: a refusal names the number.
