@@ -251,10 +251,6 @@ fn transfers_take_their_time() {
 fn one_f_one_b_holds_what_it_says() {
     let actions = Schedule::OneFOneB.actions(4, 8, Recompute::Never).unwrap();
     assert!((0..4).all(|j| actions.held(StageId(j)) == 4 - j as usize));
-    assert!(actions.check_held(|stage| 4 - stage.index()).is_ok());
-    let error = actions.check_held(|_| 3).unwrap_err().to_string();
-    assert!(error.starts_with("0F3 makes its stage hold 4 micro-batches, over its limit of 3\n"));
-    assert!(error.contains("[0F3]"), "{error}");
 }
 
 /// A measured step has the simulation's form: moved in time, it is the same one.

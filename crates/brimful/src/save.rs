@@ -184,7 +184,7 @@ fn kind_of(path: &Path, name: &str, info: &TensorInfo) -> Result<Kind> {
     })
 }
 
-fn unreadable(path: &Path, reason: impl Display) -> Error {
+pub(crate) fn unreadable(path: &Path, reason: impl Display) -> Error {
     SaveError::File { action: "read", path: path.display().to_string(), reason: reason.to_string() }
         .into()
 }

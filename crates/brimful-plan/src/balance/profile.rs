@@ -142,7 +142,6 @@ impl LayerCost {
             activation_bytes: kept.saturating_add(loss.activation_bytes),
             forward_peak: peak_of_both(self.forward_peak, kept, loss.forward_peak),
             backward_peak: peak_of_both(self.backward_peak, kept, loss.backward_peak),
-            split_bytes: self.split_bytes,
             output_bytes: loss.output_bytes,
             ..self
         }

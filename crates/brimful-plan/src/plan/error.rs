@@ -19,29 +19,15 @@ pub enum PlanError {
         /// Of what there is none.
         what: &'static str,
     },
-    /// Bytes that no gradients take.
-    #[error(
-        "gradients take {value} bytes for each parameter byte: it must be finite and not negative"
-    )]
-    BadGradients {
+    /// Bytes, or a time, that nothing takes.
+    #[error("{what} {value}{unit} for each parameter byte: it must be finite and not negative")]
+    BadNumber {
+        /// What is said to take it.
+        what: &'static str,
         /// As given.
         value: f64,
-    },
-    /// Bytes that no optimizer takes.
-    #[error(
-        "the optimizer takes {value} bytes for each parameter byte: it must be finite and not negative"
-    )]
-    BadOptimizer {
-        /// As given.
-        value: f64,
-    },
-    /// A time that no update takes.
-    #[error(
-        "the update on the host takes {value} for each parameter byte: it must be finite and not negative"
-    )]
-    BadUpdate {
-        /// As given.
-        value: f64,
+        /// What it is in, behind a blank.
+        unit: &'static str,
     },
     /// Nothing of what was asked for can be built.
     #[error("none of the {count} combinations can be built; the first: {first}")]

@@ -117,7 +117,8 @@ impl<'a> KeptStages<'a> {
         let mut order: Vec<_> = (0..self.offers.len()).filter(|j| seconds(j) > 0.0).collect();
         order.sort_by(|a, b| seconds(b).total_cmp(&seconds(a)));
         for j in order {
-            let mut keeps: Vec<_> = best.stages.iter().map(keeps_all).collect();
+            let is_kept = |stage: &PlannedStage| stage.recompute == Recompute::Never;
+            let mut keeps: Vec<_> = best.stages.iter().map(is_kept).collect();
             if std::mem::replace(&mut keeps[j], true) {
                 continue;
             }
@@ -138,16 +139,11 @@ impl<'a> KeptStages<'a> {
 
     /// Which stages the knapsack lets keep, device by device.
     fn picked(&self, room: &[i128]) -> Vec<bool> {
-        let mut keeps = vec![false; self.offers.len()];
-        for (d, room) in room.iter().enumerate() {
-            let is_here = |j: &usize| self.trial.actions.placement()[*j].index() == d;
-            let here: Vec<_> = (0..keeps.len()).filter(is_here).collect();
-            let offers: Vec<_> = here.iter().map(|j| self.offers[*j].to_vec()).collect();
-            let room = u64::try_from((*room).max(0)).unwrap_or(u64::MAX);
-            let picked = knapsack::pick(&offers, room).unwrap_or_default();
-            here.iter().zip(picked).for_each(|(j, way)| keeps[*j] = way == KEEPS);
-        }
-        keeps
+        let rooms = room.iter().map(|room| u64::try_from((*room).max(0)).unwrap_or(u64::MAX));
+        let offers = |j: usize| self.offers[j].to_vec();
+        let ways = knapsack::pick_all(self.trial.actions.placement(), rooms, offers);
+        let keeps = |ways: Vec<usize>| ways.into_iter().map(|way| way == KEEPS).collect();
+        ways.map_or_else(|| vec![false; self.offers.len()], keeps)
     }
 
     /// The bytes that each device has left, below 0 where it is over; none where there is no limit, as
@@ -159,8 +155,4 @@ impl<'a> KeptStages<'a> {
         };
         self.request.devices.iter().zip(&row.peak_bytes).map(left).collect()
     }
-}
-
-fn keeps_all(stage: &PlannedStage) -> bool {
-    stage.recompute == Recompute::Never
 }

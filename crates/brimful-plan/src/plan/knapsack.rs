@@ -1,6 +1,8 @@
 //! Picks one way for each stage of a device: the least time within the room, exactly, in units of
 //! bytes.
 
+use crate::schedule::DeviceId;
+
 /// Units of the room. A way's bytes are rounded up to whole ones, so what fits in units fits in bytes;
 /// at most one unit a stage is lost.
 const UNITS: usize = 4096;
@@ -50,6 +52,21 @@ pub(super) fn pick(stages: &[Vec<Offer>], room: u64) -> Option<Vec<usize>> {
     }
     picked.reverse();
     Some(picked)
+}
+
+/// The same of all devices, each with its room: of their stages, which `placement` tells, by these offers.
+pub(super) fn pick_all(
+    placement: &[DeviceId],
+    rooms: impl Iterator<Item = u64>,
+    offers: impl Fn(usize) -> Vec<Offer>,
+) -> Option<Vec<usize>> {
+    let mut ways = vec![0; placement.len()];
+    for (d, room) in rooms.enumerate() {
+        let here: Vec<_> = (0..ways.len()).filter(|j| placement[*j].index() == d).collect();
+        let offers: Vec<_> = here.iter().map(|j| offers(*j)).collect();
+        here.iter().zip(pick(&offers, room)?).for_each(|(j, way)| ways[*j] = way);
+    }
+    Some(ways)
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! What the planner is asked: a model, devices, and what it may choose from.
 
 use crate::balance::Profile;
-use crate::schedule::{BusCost, Costs, Home, LinkCost, Recompute, Schedule, StageHome};
+use crate::schedule::{BusCost, Costs, Home, LinkCost, Recompute, Schedule, StageHome, is_time};
 
 use super::{PlanChoice, PlanError};
 
@@ -127,16 +127,15 @@ impl<'a> Request<'a> {
         if let Some((what, _)) = lists.into_iter().find(|(_, is_empty)| *is_empty) {
             return Err(PlanError::Nothing { what });
         }
-        if !crate::schedule::is_time(self.gradient_bytes) {
-            return Err(PlanError::BadGradients { value: self.gradient_bytes });
-        }
         let ahead = self.look_ahead.map_or(0.0, |ahead| ahead.bytes);
-        let mut state = [self.optimizer_bytes, ahead].into_iter();
-        if let Some(value) = state.find(|bytes| !crate::schedule::is_time(*bytes)) {
-            return Err(PlanError::BadOptimizer { value });
-        }
-        if !crate::schedule::is_time(self.home_update) {
-            return Err(PlanError::BadUpdate { value: self.home_update });
+        let numbers = [
+            ("gradients take", self.gradient_bytes, " bytes"),
+            ("the optimizer takes", self.optimizer_bytes, " bytes"),
+            ("the optimizer takes", ahead, " bytes"),
+            ("the update on the host takes", self.home_update, ""),
+        ];
+        if let Some((what, value, unit)) = numbers.into_iter().find(|number| !is_time(number.1)) {
+            return Err(PlanError::BadNumber { what, value, unit });
         }
         // Devices are checked by the balancer, which knows what a speed may be.
         Ok(self.profile.check()?)

@@ -32,10 +32,8 @@ pub(super) fn row_of_mode(request: &Request<'_>, choice: PlanChoice) -> Result<P
         return Ok(fastest);
     }
     // Where two lack as much, the earlier one stays, which is the faster.
-    Ok(trial
-        .within_memory()?
-        .into_iter()
-        .fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
+    let others = trial.within_memory()?.into_iter();
+    Ok(others.fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
 }
 
 fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
@@ -104,17 +102,16 @@ impl<'a> BalanceTrial<'a> {
     ) -> Result<PlanRow, PlanError> {
         let PlanChoice { schedule, micro_batches, .. } = self.choice;
         let (costs, devices) = (self.costs(&balance), &self.request.devices);
-        if !schedule.is_automatic() {
-            let actions = schedule.actions_by_stage(devices.len(), micro_batches, mode)?;
-            let step = simulate(&actions, &costs)?;
-            return Ok(PlanRow::new(self.choice, balance, &step, devices));
-        }
         let memory = devices.iter().map(|device| device.memory).collect();
-        let recipe = ScheduleRecipe::new(schedule, costs, memory)?;
-        let actions = recipe.actions_by_stage(micro_batches, mode)?;
-        let step = simulate(&actions, recipe.costs())?;
-        let row = PlanRow::new(self.choice, balance, &step, devices);
-        Ok(PlanRow { recipe: Some(recipe), ..row })
+        let recipe =
+            schedule.is_automatic().then(|| ScheduleRecipe::new(schedule, costs.clone(), memory));
+        let recipe = recipe.transpose()?;
+        let actions = match &recipe {
+            Some(recipe) => recipe.actions_by_stage(micro_batches, mode)?,
+            None => schedule.actions_by_stage(devices.len(), micro_batches, mode)?,
+        };
+        let step = simulate(&actions, &costs)?;
+        Ok(PlanRow { recipe, ..PlanRow::new(self.choice, balance, &step, devices) })
     }
 
     /// Balances for the memory there is. The balancer counts layers, the simulation also what waits

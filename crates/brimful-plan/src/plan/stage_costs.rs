@@ -75,18 +75,12 @@ impl<'a> StepCosts<'a> {
     fn stage(&self, range: Range<usize>, speed: f64) -> StageCost {
         let layers = self.request.profile.layers[range.clone()].iter();
         let layers = layers.map(|layer| self.layer(layer, &range));
+        let mut sum = layers.reduce(|a, b| self.add(a, b)).unwrap_or_default();
         // Nobody waits for a gradient of the first stage's input: all of its backward is for the weights.
-        let is_first = range.start == 0;
-        let sum = layers.reduce(|a, b| self.add(a, b)).unwrap_or_default();
-        let sum = match is_first {
-            true => StageCost {
-                input_gradient: 0.0,
-                weight_gradient: sum.backward,
-                split_bytes: None,
-                ..sum
-            },
-            false => sum,
-        };
+        if range.start == 0 {
+            (sum.input_gradient, sum.weight_gradient) = (0.0, sum.backward);
+            sum.split_bytes = None;
+        }
         StageCost {
             converted_bytes: sum.converted_bytes.min(PIECE_BYTES),
             forward: sum.forward / speed,
@@ -142,6 +136,8 @@ impl<'a> StepCosts<'a> {
     fn add(&self, a: StageCost, b: StageCost) -> StageCost {
         let kept = a.activation_bytes;
         let fresh = if self.sums_apart { u64::saturating_add } else { u64::max };
+        let is_known = a.split_bytes.or(b.split_bytes).is_some();
+        let between = |cost: &StageCost| cost.split_bytes.unwrap_or(cost.activation_bytes);
         StageCost {
             forward: a.forward + b.forward,
             backward: a.backward + b.backward,
@@ -158,13 +154,7 @@ impl<'a> StepCosts<'a> {
             activation_bytes: kept.saturating_add(b.activation_bytes),
             forward_peak: peak_of_both(a.forward_peak, kept, b.forward_peak),
             backward_peak: peak_of_both(a.backward_peak, kept, b.backward_peak),
-            split_bytes: match (a.split_bytes, b.split_bytes) {
-                (None, None) => None,
-                (one, other) => Some(
-                    one.unwrap_or(a.activation_bytes)
-                        .saturating_add(other.unwrap_or(b.activation_bytes)),
-                ),
-            },
+            split_bytes: is_known.then(|| between(&a).saturating_add(between(&b))),
             output_bytes: b.output_bytes,
             home_bytes: a.home_bytes.saturating_add(b.home_bytes),
             fetched_bytes: a.fetched_bytes.saturating_add(b.fetched_bytes),

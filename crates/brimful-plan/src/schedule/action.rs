@@ -106,6 +106,15 @@ impl ActionKind {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
+    /// Whether it keeps a micro-batch's activations: a forward that will run again keeps only its input, the
+    /// recompute the rest.
+    pub(super) fn keeps(self, is_recomputed: bool) -> bool {
+        match self {
+            Self::Forward => !is_recomputed,
+            kind => kind == Self::Recompute,
+        }
+    }
+
     pub(super) fn from_letter(letter: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.letter() == letter as char)
     }
@@ -163,7 +172,7 @@ impl Action {
 }
 
 impl StageId {
-    fn before(self) -> Option<Self> {
+    pub(super) fn before(self) -> Option<Self> {
         self.0.checked_sub(1).map(Self)
     }
 

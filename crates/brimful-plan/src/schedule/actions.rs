@@ -1,8 +1,8 @@
 //! The actions of every device, in the order in which it runs them, known to be sound.
 
 use super::recompute;
-use super::validate::{self, Facts, MarkedCell, Violation};
-use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, Rule, ScheduleError, StageId};
+use super::validate::{self, Facts};
+use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, ScheduleError, StageId};
 
 /// A list of actions for each device. Whoever holds one may run it: it was validated when it was
 /// made.
@@ -47,19 +47,11 @@ impl Actions {
     }
 
     /// The same work in two phases: all forwards, then all backwards, each in the order that they
-    /// have here.
+    /// have here, with what each stage recomputes.
     ///
     /// # Errors
     /// When the whole would be too large.
-    pub fn in_two_phases(&self, recompute: Recompute) -> Result<Self, ScheduleError> {
-        self.in_two_phases_by_stage(|_| recompute)
-    }
-
-    /// The same, with what is recomputed said for each stage.
-    ///
-    /// # Errors
-    /// As [`in_two_phases`](Self::in_two_phases).
-    pub fn in_two_phases_by_stage(
+    pub fn in_two_phases(
         &self,
         recompute: impl Fn(StageId) -> Recompute,
     ) -> Result<Self, ScheduleError> {
@@ -71,13 +63,6 @@ impl Actions {
             recompute::weave(forwards.chain(backwards).copied().collect(), &recompute)
         };
         Self::new(self.lists.iter().map(phases).collect())
-    }
-
-    /// The forwards of each device, in their order: what an evaluation runs.
-    #[must_use]
-    pub fn forwards(&self) -> Vec<Vec<Action>> {
-        let forward = |action: &&Action| action.kind == ActionKind::Forward;
-        self.lists.iter().map(|list| list.iter().filter(forward).copied().collect()).collect()
     }
 
     /// The list of each device.
@@ -96,6 +81,10 @@ impl Actions {
     #[must_use]
     pub fn stages(&self) -> usize {
         self.facts.order.device_of.len()
+    }
+
+    pub(crate) fn last_stage(&self) -> StageId {
+        StageId::at(self.stages() - 1)
     }
 
     /// The number of micro-batches (letter m).
@@ -123,7 +112,7 @@ impl Actions {
     /// there.
     #[must_use]
     pub fn held(&self, stage: StageId) -> usize {
-        self.facts.held.get(stage.index()).map_or(0, |held| held.most)
+        self.facts.held.get(stage.index()).copied().unwrap_or(0)
     }
 
     /// The smallest capacity of the channels between stages with which no device waits without end,
@@ -135,22 +124,5 @@ impl Actions {
     #[must_use]
     pub fn channel_capacity(&self) -> usize {
         self.facts.channel_capacity
-    }
-
-    /// Checks that no stage ever holds more micro-batches than `limit` allows it.
-    ///
-    /// # Errors
-    /// With the forward that goes over the limit, marked in its grid.
-    pub fn check_held(&self, limit: impl Fn(StageId) -> usize) -> Result<(), ScheduleError> {
-        for (j, held) in self.facts.held.iter().enumerate() {
-            let limit = limit(StageId::at(j));
-            if held.most > limit {
-                let mark = MarkedCell::cell(self.facts.order.device_of[j], held.at);
-                let action = self.lists[mark.device.index()][held.at];
-                let rule = Rule::HoldsTooMany { action, held: held.most, limit };
-                return Err(Violation::at(rule, mark).show(&self.lists));
-            }
-        }
-        Ok(())
     }
 }

@@ -190,16 +190,10 @@ impl Costs {
             return Err(CostError::WrongStages { given: self.stages.len(), needed: stages });
         }
         for (j, cost) in self.stages.iter().enumerate() {
-            for kind in ActionKind::ALL {
-                let value = cost.time(kind);
-                if !is_time(value) {
-                    let (stage, what) = (StageId::at(j), kind.name());
-                    return Err(CostError::BadTime { stage, what, value });
-                }
-            }
-            if !is_time(cost.home_update) {
-                let (stage, value) = (StageId::at(j), cost.home_update);
-                return Err(CostError::BadTime { stage, what: "update", value });
+            let actions = ActionKind::ALL.map(|kind| (kind.name(), cost.time(kind)));
+            let mut times = actions.into_iter().chain([("update", cost.home_update)]);
+            if let Some((what, value)) = times.find(|(_, value)| !is_time(*value)) {
+                return Err(CostError::BadTime { stage: StageId::at(j), what, value });
             }
         }
         self.link.check()?;

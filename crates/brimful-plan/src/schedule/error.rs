@@ -124,16 +124,6 @@ pub enum Rule {
     /// Devices that wait for each other.
     #[error("deadlock: {}", list(.0))]
     Deadlock(Vec<BlockedDevice>),
-    /// More activations than allowed.
-    #[error("{action} makes its stage hold {held} micro-batches, over its limit of {limit}")]
-    HoldsTooMany {
-        /// The forward that goes over the limit.
-        action: Action,
-        /// The number held then.
-        held: usize,
-        /// The number allowed.
-        limit: usize,
-    },
 }
 
 /// A device that waits without end.

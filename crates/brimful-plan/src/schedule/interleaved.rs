@@ -15,6 +15,7 @@
 //! p ≤ 8, v ≤ 4 and m < 6p it is 0.8 % longer on average and 5 % at worst.
 
 use super::{Action, ActionKind, MicroBatchId, StageId, one_place, validate};
+use crate::split;
 
 /// The lists of `p` devices with `v` stages each, for `m` micro-batches.
 pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
@@ -124,9 +125,7 @@ impl Rounds {
 
     /// Near-equal groups, the larger ones first.
     fn group(&self, group: usize) -> std::ops::Range<usize> {
-        let size = self.micro_batches / self.groups;
-        let larger = self.micro_batches % self.groups;
-        let start = |g: usize| g * size + g.min(larger);
+        let start = |group| split::start(self.micro_batches, self.groups, group);
         start(group)..start(group + 1)
     }
 }

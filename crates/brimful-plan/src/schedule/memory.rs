@@ -22,13 +22,6 @@ use std::collections::BTreeSet;
 
 use super::{Action, ActionKind, Actions, Costs, Span, StageCost, StageId};
 
-/// The most that was held at one time.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Peak {
-    pub(super) bytes: u64,
-    pub(super) held: usize,
-}
-
 /// The most activations that are held at one time.
 pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     let without_bytes = Costs::equal(actions.stages(), StageCost::default());
@@ -37,12 +30,12 @@ pub(super) fn most_held(actions: &Actions, spans: &[Span]) -> usize {
     most
 }
 
-/// Writes into every span the bytes that are held while it runs, and finds the peak.
-pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> Peak {
-    let mut peak = Peak::default();
+/// Writes into every span the bytes that are held while it runs; gives the most bytes, and the most activations.
+pub(super) fn fill(actions: &Actions, costs: &Costs, spans: &mut [Span]) -> (u64, usize) {
+    let mut peak = (0, 0);
     let mut ends = Vec::with_capacity(2 * spans.len());
     walk(actions, costs, spans, |_, bytes, held| {
-        peak = Peak { bytes: peak.bytes.max(bytes), held: peak.held.max(held) };
+        peak = (peak.0.max(bytes), peak.1.max(held));
         ends.push(bytes);
     });
     for (span, ends) in spans.iter_mut().zip(ends.chunks(2)) {
@@ -84,7 +77,7 @@ pub(super) fn walk(
     }
 }
 
-fn clamp(bytes: u128) -> u64 {
+pub(super) fn clamp(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
@@ -215,10 +208,7 @@ impl Hold {
             _ => u128::from(costs.input_bytes_of(action.stage)),
         };
         let activations = u128::from(cost.activation_bytes);
-        let kept = match action.kind {
-            ActionKind::Forward => !is_recomputed,
-            kind => kind == ActionKind::Recompute,
-        };
+        let kept = action.kind.keeps(is_recomputed);
         let before = input + activations;
         let between = cost.split_bytes.map_or(before, u128::from);
         let takes = match action.kind {
@@ -229,13 +219,8 @@ impl Hold {
         let gives = match action.kind {
             ActionKind::InputGradient => before.saturating_sub(between),
             ActionKind::WeightGradient => between,
-            kind => {
-                if kind.releases() {
-                    before
-                } else {
-                    0
-                }
-            }
+            ActionKind::Backward => before,
+            _ => 0,
         };
         let gradients = u128::from(costs.end_gradients(action.stage));
         let ends = if action.kind.passes_gradient() { gradients } else { 0 };

@@ -3,10 +3,9 @@
 //! A device runs its actions in their order, each as soon as its input is there. Transfers run
 //! beside the work, one at a time on each way between two devices; a sender never waits.
 
-use super::memory::{self, Peak};
+use super::memory;
 use super::{
-    Action, ActionKind, Actions, CostError, Costs, DeviceId, DeviceUse, LinkCost, Simulation, Span,
-    StageId,
+    Action, Actions, CostError, Costs, DeviceId, DeviceUse, LinkCost, Simulation, Span, StageId,
 };
 
 /// Simulates one step.
@@ -24,8 +23,8 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
     }
     let device = |spans: &mut Vec<Span>| {
         let busy = spans.iter().map(|span| costs.time(span.action)).sum();
-        let Peak { bytes, held } = memory::fill(actions, costs, spans);
-        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes: bytes, peak_held: held }
+        let (peak_bytes, peak_held) = memory::fill(actions, costs, spans);
+        DeviceUse { busy, idle: f64::max(makespan - busy, 0.0), peak_bytes, peak_held }
     };
     let devices = timeline.iter_mut().map(device).collect();
     let (moves, waits, levels) = Default::default();
@@ -37,8 +36,7 @@ struct Simulator<'a> {
     actions: &'a Actions,
     costs: &'a Costs,
     timeline: Vec<Vec<Span>>,
-    boundaries: Arrivals,
-    gradients: Arrivals,
+    arrivals: Arrivals,
     ways: Ways,
     awake: Vec<DeviceId>,
 }
@@ -73,20 +71,23 @@ impl Ways {
     }
 }
 
-/// When the input of each stage and micro-batch is there; NaN before.
+/// When what each stage takes of each micro-batch is there, boundaries and gradients; NaN before.
 pub(super) struct Arrivals {
     micro_batches: usize,
-    at: Vec<f64>,
+    at: [Vec<f64>; 2],
 }
 
 impl Arrivals {
     pub(super) fn new(actions: &Actions) -> Self {
         let micro_batches = actions.micro_batches();
-        Self { micro_batches, at: vec![f64::NAN; actions.stages() * micro_batches] }
+        let never = || vec![f64::NAN; actions.stages() * micro_batches];
+        Self { micro_batches, at: [never(), never()] }
     }
 
+    /// Of what the action takes where it is the stage's own, or makes where it is a neighbour's.
     pub(super) fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
-        &mut self.at[stage.index() * self.micro_batches + action.micro_batch.index()]
+        let at = stage.index() * self.micro_batches + action.micro_batch.index();
+        &mut self.at[action.channel()][at]
     }
 }
 
@@ -97,8 +98,7 @@ impl<'a> Simulator<'a> {
             actions,
             costs,
             timeline: lists.iter().map(|list| Vec::with_capacity(list.len())).collect(),
-            boundaries: Arrivals::new(actions),
-            gradients: Arrivals::new(actions),
+            arrivals: Arrivals::new(actions),
             ways: Ways::new(lists.len(), costs.link),
             awake: (0..lists.len()).rev().map(DeviceId::at).collect(),
         }
@@ -135,35 +135,20 @@ impl<'a> Simulator<'a> {
 
     /// When what the action needs from another stage is there.
     fn ready(&mut self, action: Action) -> f64 {
-        let last = self.actions.stages() - 1;
-        match action.kind {
-            ActionKind::Forward if action.stage.index() > 0 => {
-                *self.boundaries.cell(action.stage, action)
-            }
-            kind if kind.passes_gradient() && action.stage.index() < last => {
-                *self.gradients.cell(action.stage, action)
-            }
-            _ => 0.0,
+        match action.source(self.actions.last_stage()) {
+            Some(_) => *self.arrivals.cell(action.stage, action),
+            None => 0.0,
         }
     }
 
     /// Hands the action's output to the stage that waits for it.
     fn deliver(&mut self, action: Action, from: DeviceId, end: f64) {
-        let j = action.stage.0;
-        let gradient = action.kind.passes_gradient();
+        let Some(target) = action.target(self.actions.last_stage()) else { return };
+        let to = self.actions.placement()[target.index()];
         // The gradient of a boundary has the boundary's size, so both directions are billed by the
         // output of the earlier stage.
-        let (target, boundary) = match action.kind {
-            ActionKind::Forward if action.stage.index() + 1 < self.actions.stages() => (j + 1, j),
-            _ if gradient && j > 0 => (j - 1, j - 1),
-            _ => return,
-        };
-        let target = StageId(target);
-        let to = self.actions.placement()[target.index()];
-        let bytes = self.costs.stages[boundary as usize].output_bytes;
-        let arrival = self.ways.transfer(from, to, bytes, end);
-        let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
-        *arrivals.cell(target, action) = arrival;
+        let bytes = self.costs.stages[action.stage.min(target).index()].output_bytes;
+        *self.arrivals.cell(target, action) = self.ways.transfer(from, to, bytes, end);
         if to != from {
             self.awake.push(to);
         }

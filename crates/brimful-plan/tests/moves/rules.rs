@@ -2,8 +2,8 @@
 
 use super::moving::{breadth_first, home};
 use brimful_plan::schedule::{
-    Action, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves, Recompute,
-    Schedule, StageHome, StageId,
+    Action, ActionKind, Actions, DeviceId, Home, Move, MoveError, MoveKind, MoveRule, Moves,
+    Recompute, Schedule, StageHome, StageId,
 };
 use proptest::prelude::*;
 
@@ -61,7 +61,7 @@ fn boundaries_leave_and_come_back_one_ahead() {
 #[test]
 fn weights_cross_once_for_the_forwards_alone() {
     let actions = breadth_first(5, 3, Recompute::Always);
-    let moves = Moves::of_forwards(&actions, &[StageHome::HOST; 5], 2).unwrap();
+    let moves = Moves::of_lists(&forwards(&actions), &[StageHome::HOST; 5], 2).unwrap();
     let fetched: Vec<_> = of_kind(moves.of(0), MoveKind::Fetch).map(|one| one.stage.0).collect();
     assert_eq!(fetched, [0, 1, 2, 3, 4]);
     assert_eq!(of_kind(moves.of(0), MoveKind::GradientsHome).count(), 0);
@@ -141,6 +141,12 @@ fn broken_rules_are_named() {
     assert!(matches!(early, MoveRule::GradientsTooEarly { .. }));
 }
 
+/// What an evaluation runs.
+fn forwards(actions: &Actions) -> Vec<Vec<Action>> {
+    let forward = |action: &&Action| action.kind == ActionKind::Forward;
+    actions.lists().iter().map(|list| list.iter().filter(forward).copied().collect()).collect()
+}
+
 fn of_kind(moves: &[Move], kind: MoveKind) -> impl Iterator<Item = &Move> {
     moves.iter().filter(move |one| one.kind == kind)
 }
@@ -162,7 +168,7 @@ proptest! {
         let actions = schedule.actions(p, m, recompute).unwrap();
         let homes = &homes[..actions.stages()];
         let moves = Moves::new(&actions, homes, slots).unwrap();
-        let evaluation = Moves::of_forwards(&actions, homes, slots).unwrap();
+        let evaluation = Moves::of_lists(&forwards(&actions), homes, slots).unwrap();
         let fetches = |moves: &Moves| moves.lists().iter().flatten().filter(|one| one.kind == MoveKind::Fetch).count();
         let at_host = homes.iter().filter(|home| home.weights == Home::Host).count();
         prop_assert!(fetches(&moves) >= at_host && fetches(&evaluation) >= at_host);

@@ -136,7 +136,8 @@ fn worth(sizes: &[usize], layers: &[Load], slots: &[Slot], goal: Goal) -> Option
     Some(Worth { worst, sent })
 }
 
-fn compositions(n: usize, s: usize) -> Vec<Vec<usize>> {
+/// Every balance of `n` layers over `s` stages.
+pub fn compositions(n: usize, s: usize) -> Vec<Vec<usize>> {
     if s == 1 {
         return vec![vec![n]];
     }

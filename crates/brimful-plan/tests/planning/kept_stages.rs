@@ -1,5 +1,6 @@
 //! What each stage keeps or computes again, where all live on their devices.
 
+use super::balance::compositions;
 use brimful_plan::balance::{Balance, LayerCost, Profile};
 use brimful_plan::plan::{PlanDevice, PlanRow, PlannedStage, PlannedStep, Request, misfits, plan};
 use brimful_plan::schedule::{Recompute, Schedule};
@@ -67,26 +68,12 @@ fn a_stage_that_holds_less_keeps_more() {
     assert!(kept.is_sorted() && !kept[0] && kept[3], "{kept:?}");
 }
 
-/// Every balance of so many layers over so many stages.
-fn balances(layers: usize, stages: usize) -> Vec<Vec<usize>> {
-    if stages == 1 {
-        return vec![vec![layers]];
-    }
-    let first = 1..=layers + 1 - stages;
-    let rest = first.flat_map(|first| {
-        balances(layers - first, stages - 1)
-            .into_iter()
-            .map(move |rest| std::iter::once(first).chain(rest).collect())
-    });
-    rest.collect()
-}
-
 /// The least time of all balances and all choices of stages that keep theirs that fit.
 fn brute_force(request: &Request<'_>, like: &PlanRow) -> Option<f64> {
     let stages = like.stages.len();
     let layers = request.profile.layers.len();
     let mut best: Option<f64> = None;
-    for sizes in balances(layers, stages) {
+    for sizes in compositions(layers, stages) {
         for keeps in 0..1u32 << stages {
             let mode = |j: usize| match keeps >> j & 1 {
                 1 => Recompute::Never,

@@ -7,9 +7,8 @@ use brimful_torch::meta;
 use tch::Device;
 use tch::nn::{Path, VarStore};
 
-use super::LayersError;
 use super::description::Description;
-use super::{Layers, Model};
+use super::{Layers, LayersError, Model};
 use crate::Result;
 use crate::random::{Draws, Generator, preserving_generators};
 

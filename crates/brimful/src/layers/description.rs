@@ -49,9 +49,8 @@ impl Description {
         Self {
             name: within(self.name),
             shares: self.shares.map(within),
-            normalises: self.normalises,
             pops: self.pops.map(|skip| skip.inside(outer)),
-            make: self.make,
+            ..self
         }
     }
 

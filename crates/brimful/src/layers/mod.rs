@@ -55,13 +55,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use tch::Tensor;
-use tch::nn::{ModuleT, Path};
+use tch::nn::{self, ModuleT, Path};
 
 use crate::Result;
 use description::{Description, Make};
 pub use error::LayersError;
 pub use model::Model;
-use model::{Function, Module};
+use model::Module;
 pub use skips::Skip;
 pub(crate) use skips::Stashed;
 
@@ -87,7 +87,7 @@ impl Layers {
         M: ModuleT + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.push(name, None, Make::of(move |own, _| Module::One(Box::new(build(own)))))
+        self.push(name, Make::of(move |own, _| Module::One(Box::new(build(own)))))
     }
 
     /// Appends a module over several tensors: it gets all that the layer before gave, be it one
@@ -108,7 +108,7 @@ impl Layers {
         M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.push(name, None, Make::of(move |own, _| Module::Many(Box::new(build(own)))))
+        self.push(name, Make::of(move |own, _| Module::Many(Box::new(build(own)))))
     }
 
     /// Appends a normalisation: a [`BatchNorm`](crate::nn::BatchNorm), or a module that has one and begins
@@ -158,7 +158,7 @@ impl Layers {
         M: Fn(&[Tensor], bool) -> Vec<Tensor> + Send + 'static,
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
-        self.add_many(name, build).normalising()
+        self.add_many(name, build).with_last(|last| last.normalises = true)
     }
 
     /// The same for a module that also takes what was stashed under the name `skip`, as [`Layers::pop`] does: a
@@ -186,7 +186,7 @@ impl Layers {
         F: Fn(&Path) -> M + Send + Sync + 'static,
     {
         let make = Make::of(move |own, _| Module::Pop(Box::new(build(own))));
-        self.push(name, None, make).popping(skip).normalising()
+        self.push(name, make).popping(skip).with_last(|last| last.normalises = true)
     }
 
     /// Appends a module that uses variables of the earlier layer `with` too, as a GPT's head uses
@@ -207,7 +207,7 @@ impl Layers {
         F: Fn(&Path, &Path) -> M + Send + Sync + 'static,
     {
         let make = Make::of(move |own, other| Module::One(Box::new(build(own, other))));
-        self.push(name, Some(with.into()), make)
+        self.push(name, make).with_last(|last| last.shares = Some(with.into()))
     }
 
     /// Appends a function. It must leave its input as it is.
@@ -225,8 +225,12 @@ impl Layers {
     where
         F: Fn(&Tensor, bool) -> Tensor + Send + Sync + 'static,
     {
-        let function = Function(Arc::new(function));
-        self.push(name, None, Make::of(move |_, _| Module::One(Box::new(function.clone()))))
+        let function = Arc::new(function);
+        let make = Make::of(move |_, _| {
+            let function = Arc::clone(&function);
+            Module::One(Box::new(nn::func_t(move |x, train| function(x, train))))
+        });
+        self.push(name, make)
     }
 
     /// Keeps what flows here, under this name, for every later layer that pops it; and hands it on.
@@ -234,7 +238,7 @@ impl Layers {
     /// It is a layer of that name itself, in the balance too.
     #[must_use]
     pub fn stash(self, skip: impl Into<String>) -> Self {
-        self.push(skip, None, Make::Stash)
+        self.push(skip, Make::Stash)
     }
 
     /// Appends a function of what flows here and of what was stashed under the name `skip` in this
@@ -258,7 +262,7 @@ impl Layers {
             let function = Arc::clone(&function);
             Module::Pop(Box::new(move |x, skip, _| function(x, skip)))
         });
-        self.push(name, None, make).popping(skip)
+        self.push(name, make).popping(skip)
     }
 
     /// Appends all layers of another list, each named `name.its own name`, skips included.
@@ -311,26 +315,21 @@ impl Layers {
         self.skips().map(drop)
     }
 
-    fn push(mut self, name: impl Into<String>, shares: Option<String>, make: Make) -> Self {
+    fn push(mut self, name: impl Into<String>, make: Make) -> Self {
         let name = name.into();
-        self.list.push(Description { name, shares, normalises: false, pops: None, make });
+        self.list.push(Description { name, shares: None, normalises: false, pops: None, make });
         self
     }
 
     /// The same, whose last layer takes this skip.
-    fn popping(mut self, skip: impl Into<String>) -> Self {
-        let skip = skips::Name::new(skip.into());
-        self.list
-            .iter_mut()
-            .next_back()
-            .into_iter()
-            .for_each(|last| last.pops = Some(skip.clone()));
-        self
+    fn popping(self, skip: impl Into<String>) -> Self {
+        self.with_last(|last| last.pops = Some(skips::Name::new(skip.into())))
     }
 
-    /// The same, whose last layer is a normalisation.
-    fn normalising(mut self) -> Self {
-        self.list.iter_mut().next_back().into_iter().for_each(|last| last.normalises = true);
+    fn with_last(mut self, change: impl FnOnce(&mut Description)) -> Self {
+        if let Some(last) = self.list.last_mut() {
+            change(last);
+        }
         self
     }
 }

@@ -1,7 +1,6 @@
 //! Layers that have been built: a module like any other of tch.
 
 use std::fmt;
-use std::sync::Arc;
 
 use tch::nn::ModuleT;
 use tch::{Device, Tensor};
@@ -171,23 +170,5 @@ impl fmt::Debug for Module {
             Self::Stash => f.write_str("stash"),
             Self::Pop(_) => f.write_str("pop"),
         }
-    }
-}
-
-type Call = dyn Fn(&Tensor, bool) -> Tensor + Send + Sync;
-
-/// A function in a module's clothes.
-#[derive(Clone)]
-pub(super) struct Function(pub(super) Arc<Call>);
-
-impl fmt::Debug for Function {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("function")
-    }
-}
-
-impl ModuleT for Function {
-    fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
-        (self.0)(x, train)
     }
 }

@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Description;
-use super::LayersError;
+use super::{Description, LayersError};
 use crate::Result;
 
 /// Checks all names of a list, in order.
@@ -11,11 +10,16 @@ pub(super) fn check(list: &[Description]) -> Result<()> {
     let mut positions = HashMap::new();
     for (position, layer) in list.iter().enumerate() {
         let name = layer.name.as_str();
-        check_whole(position, name)?;
+        if name.split('.').any(str::is_empty) {
+            return Err(LayersError::Name { position, name: name.into() }.into());
+        }
         if let Some(&first) = positions.get(name) {
             return Err(LayersError::Twice { name: name.into(), first, second: position }.into());
         }
-        check_shared(position, layer, &positions)?;
+        if let Some(owner) = layer.shares.clone().filter(|owner| !positions.contains_key(&**owner))
+        {
+            return Err(LayersError::Shares { position, name: name.into(), owner }.into());
+        }
         positions.insert(name, position);
     }
     check_nesting(list, &positions)
@@ -26,27 +30,6 @@ pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
     let position = |name: &String| list.iter().position(|layer| layer.name == *name);
     let users = list.iter().enumerate();
     users.filter_map(|(i, layer)| Some((i, position(layer.shares.as_ref()?)?))).collect()
-}
-
-fn check_whole(position: usize, name: &str) -> Result<()> {
-    match name.split('.').any(str::is_empty) {
-        true => Err(LayersError::Name { position, name: name.into() }.into()),
-        false => Ok(()),
-    }
-}
-
-fn check_shared(
-    position: usize,
-    layer: &Description,
-    earlier: &HashMap<&str, usize>,
-) -> Result<()> {
-    match &layer.shares {
-        Some(owner) if !earlier.contains_key(owner.as_str()) => {
-            Err(LayersError::Shares { position, name: layer.name.clone(), owner: owner.clone() }
-                .into())
-        }
-        _ => Ok(()),
-    }
 }
 
 /// `block` and `block.conv` cannot both be layers: `block` may well have a variable of that name.

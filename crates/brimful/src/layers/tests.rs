@@ -1,6 +1,5 @@
 //! Lists of layers: names, parts, sharing, counting, and what is refused.
 
-use super::LayersError;
 use super::*;
 use crate::Error;
 use crate::memory::Arena;

@@ -5,8 +5,7 @@ use tch::Tensor;
 
 use super::meter::Meter;
 use crate::batch::tensor_bytes;
-use crate::layers::LayersError;
-use crate::layers::{Model, Stashed};
+use crate::layers::{LayersError, Model, Stashed};
 use crate::oom::{self, Caught};
 use crate::{Error, Result};
 

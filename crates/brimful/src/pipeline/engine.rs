@@ -256,11 +256,9 @@ impl Pipeline {
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
                 // Between the phases every stage is at home.
-                true => {
-                    Arc::new(listed.in_two_phases_by_stage(|stage| {
-                        self.recompute_of(stage, Recompute::Always)
-                    })?)
-                }
+                true => Arc::new(
+                    listed.in_two_phases(|stage| self.recompute_of(stage, Recompute::Always))?,
+                ),
                 false => listed,
             });
         }
@@ -498,8 +496,7 @@ fn first_failure(
     let mut first: Option<Failed> = None;
     let mut stopped = None;
     for (worker, answer) in answers.into_iter().enumerate() {
-        let failed_now = |error| Err(WorkerFailure::Failed { at: Instant::now(), error });
-        match answer.unwrap_or_else(failed_now) {
+        match answer.unwrap_or_else(|error| Err(error.into())) {
             Ok(answer) => all.push(answer),
             Err(WorkerFailure::Failed { at, error }) => {
                 if first.as_ref().is_none_or(|first| at < first.at) {

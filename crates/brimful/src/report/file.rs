@@ -6,7 +6,6 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{Compared, Run, RunError};
-use crate::save::SaveError;
 use crate::{Result, save};
 
 /// What every run file says of itself.
@@ -50,13 +49,9 @@ impl Run {
     /// When it cannot be read, is no run file or one of another version, or does not hold what it
     /// should.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
-        let name = path.as_ref().display().to_string();
-        let text = fs::read(path).map_err(|error| SaveError::File {
-            action: "read",
-            path: name.clone(),
-            reason: error.to_string(),
-        })?;
-        Ok(parse(&text, name)?)
+        let path = path.as_ref();
+        let text = fs::read(path).map_err(|error| save::unreadable(path, error))?;
+        Ok(parse(&text, path.display().to_string())?)
     }
 }
 

@@ -60,7 +60,8 @@ pub(super) struct History {
     points: Vec<Point>,
     /// See [`Steps::every`]; a power of two.
     every: usize,
-    steps: usize,
+    /// How many there were.
+    pub(super) steps: usize,
 }
 
 /// Neighbouring steps.
@@ -79,11 +80,6 @@ struct Point {
 }
 
 impl History {
-    /// How many steps there were.
-    pub(super) fn steps(&self) -> usize {
-        self.steps
-    }
-
     /// Adds a step that ended so many seconds after the start.
     pub(super) fn add(&mut self, step: &Record, seconds: f64) {
         self.steps += 1;
@@ -99,25 +95,19 @@ impl History {
             retries: step.retries,
             peaks: step.peaks.clone(),
         };
+        self.put(point);
+        if self.points.len() > POINTS {
+            self.every *= 2;
+            std::mem::take(&mut self.points).into_iter().for_each(|point| self.put(point));
+        }
+    }
+
+    /// Joins it with the last one, as long as that stands for too few steps.
+    fn put(&mut self, point: Point) {
         match self.points.last_mut() {
             Some(last) if last.steps < self.every => last.join(point),
             _ => self.points.push(point),
         }
-        if self.points.len() > POINTS {
-            self.halve();
-        }
-    }
-
-    fn halve(&mut self) {
-        self.every *= 2;
-        let mut joined: Vec<Point> = Vec::with_capacity(POINTS);
-        for point in self.points.drain(..) {
-            match joined.last_mut() {
-                Some(last) if last.steps < self.every => last.join(point),
-                _ => joined.push(point),
-            }
-        }
-        self.points = joined;
     }
 
     pub(super) fn columns(&self, devices: usize) -> Steps {

@@ -45,7 +45,7 @@ impl<O> From<Step<O>> for Record {
         Self {
             loss: step.loss,
             samples: step.samples,
-            micro_batch: largest(&step.sizes),
+            micro_batch: step.sizes.iter().max().copied().unwrap_or(0),
             time: step.time,
             peaks: step.peaks,
             decisions: step.decisions,
@@ -53,8 +53,4 @@ impl<O> From<Step<O>> for Record {
             timeline: step.timeline,
         }
     }
-}
-
-fn largest(sizes: &[usize]) -> usize {
-    sizes.iter().max().copied().unwrap_or(0)
 }

@@ -47,7 +47,7 @@ impl Recorder {
     pub fn step(&mut self, step: impl Into<Record>) {
         let mut step = step.into();
         self.history.add(&step, self.start.elapsed().as_secs_f64());
-        let number = self.history.steps();
+        let number = self.history.steps;
         for decision in &step.decisions {
             self.decided(Decided::new(number, decision));
         }
@@ -70,7 +70,7 @@ impl Recorder {
     pub fn test(&mut self, loss: f64, accuracy: Option<f64>) {
         let loss = loss.is_finite().then_some(loss);
         let accuracy = accuracy.filter(|share| share.is_finite());
-        self.run.tests.push(Test { step: self.history.steps(), loss, accuracy });
+        self.run.tests.push(Test { step: self.history.steps, loss, accuracy });
     }
 
     /// The last step's actions, of a pipeline.

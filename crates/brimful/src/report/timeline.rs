@@ -59,13 +59,13 @@ pub struct Lane {
     /// The most bytes on the device as it began or ended; empty where they are not counted.
     pub bytes: Vec<u64>,
     /// What came over the bus from the host.
-    #[serde(default, skip_serializing_if = "BusLane::is_empty")]
+    #[serde(default, skip_serializing_if = "is_empty")]
     pub inward: BusLane,
     /// What went over the bus to the host.
-    #[serde(default, skip_serializing_if = "BusLane::is_empty")]
+    #[serde(default, skip_serializing_if = "is_empty")]
     pub outward: BusLane,
     /// What it waited for meanwhile.
-    #[serde(default, skip_serializing_if = "WaitLane::is_empty")]
+    #[serde(default, skip_serializing_if = "is_empty")]
     pub awaited: WaitLane,
 }
 
@@ -116,12 +116,7 @@ impl TimelineRecord {
             stages: actions.stages(),
             micro_batches: actions.micro_batches(),
             lanes: lanes
-                .map(|(d, (spans, used))| Lane {
-                    inward: BusLane::new(moves(d), MoveKind::is_inward, resolution),
-                    outward: BusLane::new(moves(d), MoveKind::is_outward, resolution),
-                    awaited: WaitLane::new(waits(d), resolution),
-                    ..Lane::new(spans, used, resolution)
-                })
+                .map(|(d, (spans, used))| Lane::new(spans, used, (moves(d), waits(d)), resolution))
                 .collect(),
         }
     }
@@ -145,8 +140,12 @@ fn resolution(makespan: f64) -> f64 {
 }
 
 impl Lane {
-    /// Without its bus.
-    fn new(spans: &[Span], used: &DeviceUse, resolution: f64) -> Self {
+    fn new(
+        spans: &[Span],
+        used: &DeviceUse,
+        (moves, awaited): (&[MoveSpan], &[WaitSpan]),
+        resolution: f64,
+    ) -> Self {
         let (waits, times) = counts(spans.iter().map(|span| (span.start, span.end)), resolution);
         let stages: Vec<u32> = spans.iter().map(|span| span.action.stage.0).collect();
         let is_one = stages.windows(2).all(|pair| pair[0] == pair[1]);
@@ -162,18 +161,15 @@ impl Lane {
             waits,
             times,
             bytes: bytes.collect(),
-            inward: BusLane::default(),
-            outward: BusLane::default(),
-            awaited: WaitLane::default(),
+            inward: BusLane::new(moves, MoveKind::is_inward, resolution),
+            outward: BusLane::new(moves, MoveKind::is_outward, resolution),
+            awaited: WaitLane::new(awaited, resolution),
         }
     }
 
     fn check(&self, of: &TimelineRecord) -> Result<(), String> {
         let actions = self.kinds.len();
-        let is_kind = |letter: char| ActionKind::ALL.iter().any(|kind| kind.letter() == letter);
-        if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
-            return Err(format!("'{letter}' among the actions"));
-        }
+        check_kinds(&self.kinds, &ActionKind::ALL.map(ActionKind::letter), "the actions")?;
         let columns = [
             ("stages", self.stages.len(), actions.min(1)),
             ("micro_batches", self.micro_batches.len(), actions),
@@ -210,16 +206,9 @@ impl BusLane {
         }
     }
 
-    fn is_empty(&self) -> bool {
-        self.kinds.is_empty()
-    }
-
     fn check(&self, of: &TimelineRecord) -> Result<(), String> {
         let moves = self.kinds.len();
-        let is_kind = |letter: char| MoveKind::ALL.iter().any(|kind| kind.letter() == letter);
-        if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
-            return Err(format!("'{letter}' among the moves"));
-        }
+        check_kinds(&self.kinds, &MoveKind::ALL.map(MoveKind::letter), "the moves")?;
         let columns =
             [self.stages.len(), self.micro_batches.len(), self.waits.len(), self.times.len()];
         // An older file tells no bytes.
@@ -240,20 +229,25 @@ impl WaitLane {
         Self { kinds: spans.iter().map(|span| span.awaited.letter()).collect(), waits, times }
     }
 
-    fn is_empty(&self) -> bool {
-        self.kinds.is_empty()
-    }
-
     fn check(&self) -> Result<(), String> {
-        let is_kind = |letter: char| Awaited::ALL.iter().any(|kind| kind.letter() == letter);
-        if let Some(letter) = self.kinds.chars().find(|letter| !is_kind(*letter)) {
-            return Err(format!("'{letter}' among what was waited for"));
-        }
+        check_kinds(&self.kinds, &Awaited::ALL.map(Awaited::letter), "what was waited for")?;
         let waits = self.kinds.len();
         match [self.waits.len(), self.times.len()].into_iter().find(|found| *found != waits) {
             Some(found) => Err(format!("{waits} waits, but {found} entries in a column")),
             None => Ok(()),
         }
+    }
+}
+
+fn is_empty<T: Default + PartialEq>(lane: &T) -> bool {
+    *lane == T::default()
+}
+
+/// A column of kinds may have these letters.
+fn check_kinds(kinds: &str, letters: &[char], among: &str) -> Result<(), String> {
+    match kinds.chars().find(|kind| !letters.contains(kind)) {
+        Some(letter) => Err(format!("'{letter}' among {among}")),
+        None => Ok(()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! A folder that is written whole or not at all: beside its place, and renamed.
 
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 use super::whole_file::{beside, refusal};
 use crate::{Error, Result};
@@ -15,9 +15,10 @@ pub fn replace_folder<E: From<Error>>(
     target: impl AsRef<Path>,
     fill: impl FnOnce(&Path) -> Result<(), E>,
 ) -> Result<(), E> {
-    let new = FolderBeside::new(target.as_ref())?;
+    let target = target.as_ref();
+    let new = FolderBeside::new(target).map_err(|reason| refusal(target, &reason))?;
     fill(&new.path)?;
-    Ok(new.replace()?)
+    Ok(new.replace().map_err(|reason| refusal(target, &reason))?)
 }
 
 /// A folder beside its final place, removed unless it gets there.
@@ -27,23 +28,23 @@ struct FolderBeside {
 }
 
 impl FolderBeside {
-    fn new(target: &Path) -> Result<Self> {
-        let path = beside(target).map_err(|reason| refusal(target, &reason))?;
-        fs::create_dir(&path).map_err(|reason| refusal(target, &reason))?;
+    fn new(target: &Path) -> io::Result<Self> {
+        let path = beside(target)?;
+        fs::create_dir(&path)?;
         Ok(Self { path, target: target.to_owned() })
     }
 
     /// Puts the folder in its place. What was there before goes when the new one is there.
-    fn replace(self) -> Result<()> {
-        let before = beside(&self.target).map_err(|reason| refusal(&self.target, &reason))?;
+    fn replace(self) -> io::Result<()> {
+        let before = beside(&self.target)?;
         let had_one = self.target.exists();
         if had_one {
-            fs::rename(&self.target, &before).map_err(|reason| refusal(&self.target, &reason))?;
+            fs::rename(&self.target, &before)?;
         }
         if let Err(reason) = fs::rename(&self.path, &self.target) {
             // Only if this fails too is the old one left beside its place.
             let _ = fs::rename(&before, &self.target);
-            return Err(refusal(&self.target, &reason));
+            return Err(reason);
         }
         if had_one {
             // One that stays does no harm.

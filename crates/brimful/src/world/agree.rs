@@ -52,11 +52,7 @@ impl World {
     /// # Errors
     /// When they have not: on every rank, with what each has. As [`World::share`].
     pub fn agree(&self, what: &str, value: &impl Display) -> Result<()> {
-        let found = self.share(what, &value.to_string())?;
-        if found.iter().all(|other| *other == found[0]) {
-            return Ok(());
-        }
-        Err(WorldError::Differs { what: what.to_owned(), found }.into())
+        Ok(WorldError::check_same(what, self.share(what, &value.to_string())?)?)
     }
 
     /// The results of all ranks, if all have one; else everyone gets the error that came first. `at`
@@ -84,9 +80,10 @@ impl World {
         for (rank, bytes) in all.iter().enumerate() {
             match decode::<std::result::Result<T, ToldFailure>>(bytes)? {
                 Ok(result) => results.push(result),
-                Err(failure) if first.as_ref().is_some_and(|(_, first)| first.at <= failure.at) => {
+                Err(failure) if first.as_ref().is_none_or(|(_, first)| failure.at < first.at) => {
+                    first = Some((rank, failure));
                 }
-                Err(failure) => first = Some((rank, failure)),
+                Err(_) => {}
             }
         }
         match (first, result) {

@@ -111,11 +111,7 @@ impl World {
     fn agree_on(&self, what: &str, tensors: &[Tensor]) -> Result<()> {
         let row = tensors.iter().map(|tensor| Some(tensor.shallow_clone())).collect();
         let outline = TensorOutline::of(&vec![row]).map(|outline| outline.to_string());
-        let found = self.settle(what, outline, Duration::ZERO)?;
-        if found.iter().all(|other| *other == found[0]) {
-            return Ok(());
-        }
-        Err(WorldError::Differs { what: what.to_owned(), found }.into())
+        Ok(WorldError::check_same(what, self.settle(what, outline, Duration::ZERO)?)?)
     }
 
     /// All ranks, in order.

@@ -140,6 +140,16 @@ pub enum WorldError {
     Message(String),
 }
 
+impl WorldError {
+    /// Refuses what is not the same on all ranks.
+    pub(crate) fn check_same(what: &str, found: Vec<String>) -> Result<(), Self> {
+        match found.iter().all(|other| *other == found[0]) {
+            true => Ok(()),
+            false => Err(Self::Differs { what: what.to_owned(), found }),
+        }
+    }
+}
+
 /// What a rank failed with, of what others than that rank act on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]

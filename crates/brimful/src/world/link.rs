@@ -121,7 +121,7 @@ impl Pause {
 /// the world.
 #[derive(Debug)]
 pub(super) struct Pump {
-    link: Arc<Link>,
+    pub(super) link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
     /// Tells that nobody is to be waited for any more, and then that all has ended in order. Behind
     /// a lock so that a world can be shared by threads.
@@ -149,11 +149,6 @@ impl Pump {
         let link = link.recv().map_err(|_| not_started("its thread has panicked".into()))??;
         Ok(Self { link, thread, done: Mutex::new(done) })
     }
-
-    /// The messages that it moves.
-    pub(super) fn link(&self) -> &Arc<Link> {
-        &self.link
-    }
 }
 
 impl Drop for Pump {
@@ -162,7 +157,7 @@ impl Drop for Pump {
         let words = thread::panicking().then(|| "it panicked".to_owned());
         let patience = self.link.with(|engine| {
             engine.tell_all(&Message::Left { words });
-            engine.pulse.patience()
+            engine.pulse.patience
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::error::WorldError;
+use crate::Result;
 use crate::memory::{Arena, Memory};
 use crate::save::KINDS;
-use crate::{Error, Result};
 
 /// Tensors under way, in rows, some of them missing.
 pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
@@ -53,16 +53,6 @@ struct Form {
     traced: bool,
 }
 
-impl Message {
-    pub(super) fn encode(&self) -> Result<Vec<u8>, WorldError> {
-        encode(self)
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self, WorldError> {
-        decode(bytes)
-    }
-}
-
 pub(super) fn encode(value: &impl Serialize) -> Result<Vec<u8>, WorldError> {
     postcard::to_stdvec(value).map_err(|error| WorldError::Message(error.to_string()))
 }
@@ -71,21 +61,21 @@ pub(super) fn decode<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Result<T, Worl
     postcard::from_bytes(bytes).map_err(|error| WorldError::Message(error.to_string()))
 }
 
+/// The same rows, with what `f` makes of each entry.
+fn each<T, U>(rows: &[Vec<Option<T>>], f: impl Fn(&T) -> Result<U>) -> Result<Vec<Vec<Option<U>>>> {
+    let row = |row: &Vec<Option<T>>| row.iter().map(|t| t.as_ref().map(&f).transpose()).collect();
+    rows.iter().map(row).collect()
+}
+
 impl TensorOutline {
     pub(super) fn of(tensors: &Tensors) -> Result<Self> {
-        let form = |tensor: &Tensor| {
+        let form = |tensor: &Tensor| -> Result<Form> {
             let kind = KINDS.iter().position(|(kind, _)| *kind == tensor.kind());
             let unknown = || WorldError::Message(format!("no {:?} can be sent", tensor.kind()));
-            Ok::<_, Error>(Form {
-                kind: kind.ok_or_else(unknown)?,
-                size: tensor.size(),
-                traced: tensor.requires_grad(),
-            })
+            let kind = kind.ok_or_else(unknown)?;
+            Ok(Form { kind, size: tensor.size(), traced: tensor.requires_grad() })
         };
-        let row = |row: &Vec<Option<Tensor>>| {
-            row.iter().map(|tensor| tensor.as_ref().map(form).transpose()).collect()
-        };
-        Ok(Self(tensors.iter().map(row).collect::<Result<_>>()?))
+        Ok(Self(each(tensors, form)?))
     }
 
     /// How many tensors there are.
@@ -115,18 +105,15 @@ impl TensorOutline {
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
         let arena = if let Some(Memory::Arena(arena)) = memory { Some(arena) } else { None };
         let _inside = arena.map(Arena::enter);
-        let tensor = |form: &Form| {
+        let tensor = |form: &Form| -> Result<Tensor> {
             let (kind, _) = KINDS.get(form.kind).unwrap_or(&(Kind::Float, safetensors::Dtype::F32));
             let tensor = Tensor::f_empty(&form.size, (*kind, Device::Cpu))?;
-            Ok::<_, Error>(match memory {
+            Ok(match memory {
                 Some(Memory::Accelerator(_)) => transfer::room_for(&tensor)?,
                 _ => tensor,
             })
         };
-        let row = |row: &Vec<Option<Form>>| {
-            row.iter().map(|form| form.as_ref().map(tensor).transpose()).collect()
-        };
-        self.0.iter().map(row).collect()
+        each(&self.0, tensor)
     }
 
     /// Lets those get gradients that had them at the sender's.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::error::WorldError;
 use super::inbox::{self, Inbox};
-use super::message::{Channel, Message};
+use super::message::{self, Channel, Message};
 use super::outbox::Outbox;
 use super::pulse::Pulse;
 use super::ring::Ring;
@@ -103,7 +103,7 @@ impl Messenger {
         // Messages first: they announce what inboxes ask for below.
         while let Some((from, bytes)) = self.wire.told()? {
             self.pulse.heard(from, Instant::now());
-            self.dispatch(from, Message::decode(&bytes)?)?;
+            self.dispatch(from, message::decode(&bytes)?)?;
         }
         for ((from, _), inbox) in &mut self.inboxes {
             inbox.advance(&mut *self.wire, *from)?;
@@ -194,7 +194,7 @@ impl Messenger {
 
     /// Sends a small message to all other ranks; those that have ended wait for the rest to end.
     pub(super) fn tell_all(&mut self, message: &Message) {
-        let told = message.encode().and_then(|bytes| {
+        let told = message::encode(message).and_then(|bytes| {
             for to in (0..self.size).filter(|to| *to != self.rank) {
                 let ticket = self.wire.tell(to, bytes.clone())?;
                 self.forgotten.push(ticket);

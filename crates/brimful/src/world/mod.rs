@@ -107,17 +107,15 @@ impl World {
         wire: impl FnOnce() -> Result<Box<dyn Wire>, WorldError> + Send + 'static,
     ) -> Result<Self> {
         let pump = Pump::start(move || Ok(Messenger::new(wire()?, PATIENCE, LONGEST_WAIT)))?;
-        let link = Arc::clone(pump.link());
+        let link = Arc::clone(&pump.link);
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
         let mut member = Arc::new(Membership { rank, hosts, link, _pump: Some(pump) });
         // Before anything else: messages of another version may not even decode.
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
         let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
-        let found: Vec<String> = all.iter().map(|greeting| greeting.version.clone()).collect();
-        if found.iter().any(|version| *version != found[0]) {
-            return Err(WorldError::Differs { what: "the version of brimful".into(), found }.into());
-        }
+        let versions = all.iter().map(|greeting| greeting.version.clone()).collect();
+        WorldError::check_same("the version of brimful", versions)?;
         let hosts: Vec<String> = all.into_iter().map(|greeting| greeting.host).collect();
         member.link.with(|engine| engine.hosts.clone_from(&hosts))?;
         Arc::get_mut(&mut member).expect("nobody else has it yet").hosts = hosts;
@@ -151,7 +149,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn patience(&self) -> Result<Duration> {
-        self.link().with(|engine| engine.pulse.patience())
+        self.link().with(|engine| engine.pulse.patience)
     }
 
     /// Sets after how much silence a rank is given up. All ranks set the same: a rank gives ten signs
@@ -160,7 +158,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn set_patience(&self, patience: Duration) -> Result<()> {
-        self.link().with(|engine| engine.pulse.set_patience(patience))
+        self.link().with(|engine| engine.pulse.patience = patience)
     }
 
     /// After how long a rank is given up that is waited for although it gives signs of life: because
@@ -169,7 +167,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn longest_wait(&self) -> Result<Duration> {
-        self.link().with(|engine| engine.waits.longest())
+        self.link().with(|engine| engine.waits.longest)
     }
 
     /// Sets for how long this rank waits for another: longer than what one rank does alone, such as
@@ -178,7 +176,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn set_longest_wait(&self, longest: Duration) -> Result<()> {
-        self.link().with(|engine| engine.waits.set_longest(longest))
+        self.link().with(|engine| engine.waits.longest = longest)
     }
 
     /// What this rank has sent so far.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(super) struct Pulse {
     heard: Vec<Instant>,
-    patience: Duration,
+    pub(super) patience: Duration,
     /// When this rank last looked, and when it last gave a sign itself.
     looked: Instant,
     beaten: Instant,
@@ -15,14 +15,6 @@ pub(super) struct Pulse {
 impl Pulse {
     pub(super) fn new(ranks: usize, patience: Duration, now: Instant) -> Self {
         Self { heard: vec![now; ranks], patience, looked: now, beaten: now }
-    }
-
-    pub(super) fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
-    }
-
-    pub(super) fn patience(&self) -> Duration {
-        self.patience
     }
 
     pub(super) fn heard(&mut self, rank: usize, now: Instant) {

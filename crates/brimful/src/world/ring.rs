@@ -59,10 +59,6 @@ impl Ring {
         self.ready.is_some()
     }
 
-    pub(super) fn into_sum(self) -> Tensor {
-        self.sum
-    }
-
     /// The rank that parts come from.
     pub(super) fn before(&self) -> usize {
         self.ranks[(self.at + self.ranks.len() - 1) % self.ranks.len()]

@@ -353,7 +353,7 @@ mod tests {
     fn data_that_never_come_are_not_waited_for_for_ever() {
         let (links, [sender, receiver], observer) = two_ranks(64);
         observer.lose_numbers();
-        links[1].with(|engine| engine.waits.set_longest(Duration::from_millis(1))).expect("set");
+        links[1].with(|engine| engine.waits.longest = Duration::from_millis(1)).expect("set");
         sender.outlet(1, 0, 1).send(parcel(number(1.0))).expect("announced");
         let came = thread::scope(|scope| {
             let taking = scope.spawn(|| receiver.inlet(0, 0, 1, None).expect("an inlet").take());

@@ -20,7 +20,7 @@ pub(super) enum Wait {
 #[derive(Debug)]
 pub(super) struct Waits {
     rank: usize,
-    longest: Duration,
+    pub(super) longest: Duration,
     own: HashMap<ThreadId, (usize, Instant)>,
     others: Vec<Option<usize>>,
 }
@@ -28,14 +28,6 @@ pub(super) struct Waits {
 impl Waits {
     pub(super) fn new(rank: usize, ranks: usize, longest: Duration) -> Self {
         Self { rank, longest, own: HashMap::new(), others: vec![None; ranks] }
-    }
-
-    pub(super) fn set_longest(&mut self, longest: Duration) {
-        self.longest = longest;
-    }
-
-    pub(super) fn longest(&self) -> Duration {
-        self.longest
     }
 
     /// This thread waits for a rank. Where it has done so for too long, tells which rank hangs, and

@@ -75,7 +75,8 @@ impl<'a> Search<'a> {
     }
 
     fn with_slots(&self, slots: usize) -> Result<Tried, HomeError> {
-        let leanest = self.offers.iter().map(|offers| last_of(offers)).collect();
+        let last = |offers: &Vec<WayOffer>| offers.last().map_or(0, |(number, _)| *number);
+        let leanest = self.offers.iter().map(last).collect();
         let leanest = self.simulated(leanest, slots)?;
         match self.device_over(&leanest.choice) {
             Some(error) => Err(error),
@@ -182,22 +183,18 @@ impl<'a> Search<'a> {
 
     /// What the knapsack takes for each stage, device by device.
     fn picked(&self, rooms: &[u64], price: f64) -> Option<Ways> {
-        let mut ways = vec![0; self.offers.len()];
         let price = price * self.price_of_a_byte();
-        for (d, room) in rooms.iter().enumerate() {
-            let here: Vec<_> =
-                (0..ways.len()).filter(|j| self.placement[*j].index() == d).collect();
-            let priced = |(way, cost): &WayOffer| {
-                let seconds = cost.seconds + price * cost.host_bytes as f64;
-                Offer { way: *way, bytes: cost.device_bytes, seconds }
-            };
-            let offers: Vec<Vec<_>> =
-                here.iter().map(|j| self.offers[*j].iter().map(priced).collect()).collect();
-            for (j, number) in here.iter().zip(knapsack::pick(&offers, *room)?) {
-                ways[*j] = number;
-            }
-        }
-        Some(ways)
+        let priced = |(way, cost): &WayOffer| {
+            let seconds = cost.seconds + price * cost.host_bytes as f64;
+            Offer { way: *way, bytes: cost.device_bytes, seconds }
+        };
+        let offers = |j: usize| self.offers[j].iter().map(priced).collect();
+        knapsack::pick_all(&self.placement, rooms.iter().copied(), offers)
+    }
+
+    /// The stages of a device.
+    fn stages_of(&self, device: usize) -> impl Iterator<Item = usize> {
+        (0..self.placement.len()).filter(move |j| self.placement[*j].index() == device)
     }
 
     /// All time over all bytes that could live on the host.
@@ -211,8 +208,8 @@ impl<'a> Search<'a> {
     /// What the stages' own bytes may be on each device: its memory without what they share.
     fn rooms(&self, leanest: &Tried) -> Vec<u64> {
         let own = |d: usize, number: &dyn Fn(usize) -> usize| -> u64 {
-            let here = (0..self.offers.len()).filter(|j| self.placement[*j].index() == d);
-            here.map(|j| self.offer(j, number(j)).device_bytes).fold(0, u64::saturating_add)
+            let bytes = self.stages_of(d).map(|j| self.offer(j, number(j)).device_bytes);
+            bytes.fold(0, u64::saturating_add)
         };
         let room = |(d, memory): (usize, &Option<u64>)| match memory {
             // Room for the largest ways, with what their rounding takes.
@@ -290,12 +287,10 @@ impl<'a> Search<'a> {
     }
 
     fn device_over(&self, choice: &HomeChoice) -> Option<HomeError> {
-        let peaks = choice.peak_bytes();
-        let limits = self.request.memory.iter().zip(&peaks).enumerate();
-        let over = |(d, (memory, peak)): (usize, (&Option<u64>, &u64))| {
-            memory.filter(|memory| peak > memory).map(|memory| (d, *peak, memory))
-        };
-        let (d, needed, memory) = limits.filter_map(over).next()?;
+        let mut limits = self.request.memory.iter().zip(choice.peak_bytes()).enumerate();
+        let (d, needed, memory) = limits.find_map(|(d, (memory, peak))| {
+            memory.filter(|memory| peak > *memory).map(|memory| (d, peak, memory))
+        })?;
         let fetched = self.request.home != Some(Home::Device);
         let stage = self.largest(d, fetched);
         Some(HomeError::DeviceTooSmall { device: DeviceId::at(d), stage, needed, memory, fetched })
@@ -308,8 +303,7 @@ impl<'a> Search<'a> {
             let weights = if fetched { cost.fetched_bytes } else { cost.parameter_bytes };
             weights.saturating_add(cost.gradient_bytes).saturating_add(cost.activation_bytes)
         };
-        let here = (0..self.offers.len()).filter(|j| self.placement[*j].index() == device);
-        StageId::at(here.max_by_key(bytes).unwrap_or(0))
+        StageId::at(self.stages_of(device).max_by_key(bytes).unwrap_or(0))
     }
 }
 
@@ -325,10 +319,6 @@ fn offers(request: &HomeRequest<'_>, actions: &Actions, moves: &Moves, j: usize)
     let ways = StageWay::ALL.into_iter().enumerate();
     let allowed = ways.filter(|(_, way)| request.home.is_none_or(|home| home == way.weights));
     allowed.map(|(number, way)| (number, step.cost(way))).collect()
-}
-
-fn last_of(offers: &[WayOffer]) -> usize {
-    offers.last().map_or(0, |(number, _)| *number)
 }
 
 fn is_trained(request: &HomeRequest<'_>, stage: usize) -> bool {

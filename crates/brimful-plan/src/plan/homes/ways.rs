@@ -75,35 +75,22 @@ impl StageStep<'_> {
         // The schedule was made without recompute: what it holds are micro-batches under way.
         let under_way = self.actions.held(self.stage) as u64;
         let boundaries = under_way.saturating_mul(input);
-        let kept = match way.kept {
-            Kept::Activations => {
-                under_way.saturating_mul(cost.activation_bytes).saturating_add(boundaries)
-            }
-            Kept::Input => boundaries,
-            Kept::Nothing => 0,
+        let activations = under_way.saturating_mul(cost.activation_bytes);
+        let (kept, put_away) = match way.kept {
+            Kept::Activations => (activations.saturating_add(boundaries), 0),
+            Kept::Input => (boundaries, 0),
+            Kept::Nothing => (0, boundaries),
         };
-        let at_home = match way.weights {
-            Home::Device => 0,
-            Home::Host => self.home_bytes(cost),
+        let (resident, at_home) = match way.weights {
+            Home::Device => (resident_bytes(cost), 0),
+            Home::Host => (0, self.home_bytes(cost)),
         };
-        let resident = cost
-            .parameter_bytes
-            .saturating_add(cost.gradient_bytes)
-            .saturating_add(cost.optimizer_bytes);
         let bus = self.bus_times(way, cost, input as f64);
         // A boundary goes out once and comes in twice, its gradient once each.
         let disturbance = DISTURBANCE * (2.0 * bus.fetch + bus.sent + 5.0 * bus.boundaries);
         WayCost {
-            device_bytes: kept.saturating_add(if way.weights == Home::Device {
-                resident
-            } else {
-                0
-            }),
-            host_bytes: at_home.saturating_add(if way.kept == Kept::Nothing {
-                boundaries
-            } else {
-                0
-            }),
+            device_bytes: kept.saturating_add(resident),
+            host_bytes: at_home.saturating_add(put_away),
             seconds: self.seconds(way, cost, bus) + disturbance,
             disturbance,
         }
@@ -141,6 +128,11 @@ impl StageStep<'_> {
         let backward = (m * (cost.backward + again)).max(inward).max(outward);
         forward + backward
     }
+}
+
+fn resident_bytes(cost: &StageCost) -> u64 {
+    let trained = cost.parameter_bytes.saturating_add(cost.gradient_bytes);
+    trained.saturating_add(cost.optimizer_bytes)
 }
 
 /// What a stage's moves take in each half of a step.

@@ -5,11 +5,10 @@ use std::collections::VecDeque;
 use super::super::BusCost;
 use super::Move;
 
-/// Both directions of a device's bus.
+/// Both directions of a device's bus, inward first.
 pub(super) struct BusClock {
     cost: BusCost,
-    inward: BusLane,
-    outward: BusLane,
+    lanes: [BusLane; 2],
 }
 
 #[derive(Default)]
@@ -35,52 +34,45 @@ struct Transit {
 
 impl BusClock {
     pub(super) fn new(cost: BusCost) -> Self {
-        Self { cost, inward: BusLane::default(), outward: BusLane::default() }
+        Self { cost, lanes: Default::default() }
     }
 
     pub(super) fn queue(&mut self, waiting: WaitingMove) {
-        let inward = waiting.moved.kind.is_inward();
-        let lane = if inward { &mut self.inward } else { &mut self.outward };
-        lane.waiting.push_back(waiting);
+        let lane = usize::from(!waiting.moved.kind.is_inward());
+        self.lanes[lane].waiting.push_back(waiting);
     }
 
     /// Begins the next move in each direction that is free, where what comes in is on the host.
     pub(super) fn begin(&mut self, now: f64, is_on_host: impl Fn(Move) -> bool) {
-        self.outward.begin(now);
-        if self.inward.waiting.front().is_some_and(|next| is_on_host(next.moved)) {
-            self.inward.begin(now);
+        let [inward, outward] = &mut self.lanes;
+        outward.begin(now);
+        if inward.waiting.front().is_some_and(|next| is_on_host(next.moved)) {
+            inward.begin(now);
         }
     }
 
     /// When the next move ends, or the next one can begin, if nothing else happens.
     pub(super) fn next_change(&self, now: f64) -> Option<f64> {
-        let changes = [
-            self.inward.end(now, self.inward_rate()),
-            self.outward.end(now, self.outward_rate()),
-            self.inward.next_ready(now),
-            self.outward.next_ready(now),
-        ];
-        changes.into_iter().flatten().min_by(f64::total_cmp)
+        let lanes = self.lanes.iter().zip(self.rates());
+        let changes = lanes.flat_map(|(lane, rate)| [lane.end(now, rate), lane.next_ready(now)]);
+        changes.flatten().min_by(f64::total_cmp)
     }
 
     pub(super) fn advance(&mut self, now: f64, time: f64) {
-        let inward = self.inward_rate();
-        let outward = self.outward_rate();
-        self.inward.advance(now, time, inward);
-        self.outward.advance(now, time, outward);
+        let rates = self.rates();
+        self.lanes.iter_mut().zip(rates).for_each(|(lane, rate)| lane.advance(now, time, rate));
     }
 
     /// The moves that have arrived, with their beginnings.
     pub(super) fn take_ended(&mut self) -> Vec<(Move, f64)> {
-        [&mut self.inward, &mut self.outward].into_iter().filter_map(BusLane::take_ended).collect()
+        self.lanes.iter_mut().filter_map(BusLane::take_ended).collect()
     }
 
-    fn inward_rate(&self) -> f64 {
-        if self.outward.current.is_some() { self.cost.both } else { self.cost.inward }
-    }
-
-    fn outward_rate(&self) -> f64 {
-        if self.inward.current.is_some() { self.cost.both } else { self.cost.outward }
+    /// What each lane carries, where something is under way in it.
+    fn rates(&self) -> [f64; 2] {
+        let BusCost { inward, outward, both } = self.cost;
+        let are_both = self.lanes.iter().all(|lane| lane.current.is_some());
+        if are_both { [both, both] } else { [inward, outward] }
     }
 }
 

@@ -107,8 +107,7 @@ impl MovingState<'_> {
             MoveKind::BoundaryOut => send(&mut self.boundaries, one),
             MoveKind::GradientOut => send(&mut self.gradients, one),
             MoveKind::BoundaryIn => {
-                let is_made_here =
-                    one.stage.0.checked_sub(1).is_none_or(|before| self.has(StageId(before)));
+                let is_made_here = one.stage.before().is_none_or(|before| self.has(before));
                 bring(&mut self.boundaries, one, is_made_here)
             }
             MoveKind::GradientIn => {
@@ -125,16 +124,14 @@ impl MovingState<'_> {
     /// A boundary concerns the stage that it enters and the one before.
     fn may_move(&self, one: Move) -> bool {
         let Some(home) = self.homes.get(one.stage.index()) else { return false };
-        let is_before =
-            |stage: StageId| stage.0.checked_sub(1).is_some_and(|j| self.has(StageId(j)));
+        let is_here = self.has(one.stage);
         match one.kind {
-            MoveKind::Fetch | MoveKind::Release => {
-                self.has(one.stage) && home.weights == Home::Host
+            MoveKind::Fetch | MoveKind::Release => is_here && home.weights == Home::Host,
+            MoveKind::GradientsHome => is_here && home.weights == Home::Host && home.trained,
+            _ => {
+                let is_before = one.stage.before().is_some_and(|before| self.has(before));
+                home.boundaries == Home::Host && (is_here || is_before)
             }
-            MoveKind::GradientsHome => {
-                self.has(one.stage) && home.weights == Home::Host && home.trained
-            }
-            _ => home.boundaries == Home::Host && (self.has(one.stage) || is_before(one.stage)),
         }
     }
 
@@ -219,13 +216,10 @@ impl MovingState<'_> {
     }
 
     fn finish(self) -> Result<(), MoveRule> {
-        let left = self.boundaries.values().chain(self.gradients.values());
-        let made = |passage: &Passage| match passage {
-            Passage::Made(action) => Some(*action),
-            _ => None,
-        };
-        if let Some(action) = left.copied().find_map(|passage| made(&passage)) {
-            return Err(MoveRule::BoundaryKept(action));
+        for passage in self.boundaries.values().chain(self.gradients.values()) {
+            if let Passage::Made(action) = passage {
+                return Err(MoveRule::BoundaryKept(*action));
+            }
         }
         if let Some(&stage) = self.in_slots.first() {
             return Err(MoveRule::NeverReleased(stage));

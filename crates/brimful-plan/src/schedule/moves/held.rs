@@ -11,9 +11,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::memory::{HeldAs, StageBefore};
+use super::super::memory::{HeldAs, StageBefore, clamp};
 use super::super::{Action, ActionKind, Actions, Costs, DeviceId, MicroBatchId, StageId};
-use super::{Home, Move, MoveKind, Moves, StageHome};
+use super::{Home, Moves, StageHome};
 
 /// The bytes on one device, and the most there were.
 pub(super) struct HeldBytes {
@@ -30,7 +30,8 @@ pub(super) struct HeldBytes {
     peak_bytes: u128,
     held: usize,
     peak_held: usize,
-    levels: Vec<(f64, u64)>,
+    /// The bytes after each change.
+    pub(super) levels: Vec<(f64, u64)>,
 }
 
 impl HeldBytes {
@@ -68,19 +69,19 @@ impl HeldBytes {
         (clamp(self.peak_bytes), self.peak_held)
     }
 
-    /// The bytes after each change.
-    pub(super) fn levels(&self) -> &[(f64, u64)] {
-        &self.levels
-    }
-
-    /// A boundary or its gradient is there: made, or come from another device.
+    /// A boundary or its gradient is there, made or come from another device, or its room is, if it is to come back.
     pub(super) fn take(&mut self, time: f64, bytes: u64) {
         self.change(time, u128::from(bytes), 0);
     }
 
+    /// A boundary or its gradient is let go of: the host has it.
+    pub(super) fn give(&mut self, time: f64, bytes: u64) {
+        self.change(time, 0, u128::from(bytes));
+    }
+
     pub(super) fn begin(&mut self, time: f64, action: Action) {
         let cost = *self.costs.of(action);
-        let keeps = self.keeps(action);
+        let keeps = action.kind.keeps(self.is_recomputed(action));
         let mut takes = if keeps { u128::from(cost.activation_bytes) } else { 0 };
         // Those of later stages came from the stage before.
         if action.kind == ActionKind::Forward && action.stage == StageId(0) {
@@ -128,30 +129,6 @@ impl HeldBytes {
         if let Some(before) = self.leaving.replace(stage) {
             let bytes = u128::from(self.costs.stages[before.index()].gradient_bytes);
             self.change(time, 0, bytes);
-        }
-    }
-
-    /// A boundary is let go of: the host has it.
-    pub(super) fn drop(&mut self, time: f64, stage: StageId) {
-        self.change(time, 0, u128::from(self.costs.input_bytes_of(stage)));
-    }
-
-    /// A boundary or its gradient is to come back.
-    pub(super) fn come(&mut self, time: f64, moved: Move) {
-        self.change(time, u128::from(self.costs.input_bytes_of(moved.stage)), 0);
-    }
-
-    /// A boundary or its gradient is on the host.
-    pub(super) fn leave(&mut self, time: f64, moved: Move) {
-        if moved.kind != MoveKind::GradientsHome {
-            self.change(time, 0, u128::from(self.costs.input_bytes_of(moved.stage)));
-        }
-    }
-
-    fn keeps(&self, action: Action) -> bool {
-        match action.kind {
-            ActionKind::Forward => !self.is_recomputed(action),
-            kind => kind == ActionKind::Recompute,
         }
     }
 
@@ -207,8 +184,4 @@ fn lasting_bytes(actions: &Actions, moves: &Moves, costs: &Costs, device: Device
     }
     let slots = moves.slots().min(fetched.len());
     resident + slots as u128 * fetched.into_iter().max().unwrap_or(0)
-}
-
-fn clamp(bytes: u128) -> u64 {
-    u64::try_from(bytes).unwrap_or(u64::MAX)
 }

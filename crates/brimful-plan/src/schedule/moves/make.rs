@@ -165,10 +165,9 @@ impl Crossing {
 
     fn bring_if(&mut self, is_so: bool, (kind, stage, micro_batch): Crossed, at: usize) {
         if is_so {
-            let out = if kind == MoveKind::GradientIn {
-                MoveKind::GradientOut
-            } else {
-                MoveKind::BoundaryOut
+            let out = match kind {
+                MoveKind::GradientIn => MoveKind::GradientOut,
+                _ => MoveKind::BoundaryOut,
             };
             let left = self.left.get(&(out, stage, micro_batch));
             let before = left.map_or(at, |left| (*left).max(at.saturating_sub(1)));

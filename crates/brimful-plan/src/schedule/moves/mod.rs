@@ -192,20 +192,8 @@ impl Moves {
         Self::of_lists(actions.lists(), homes, slots)
     }
 
-    /// The moves of the forwards alone, as an evaluation runs them: weights cross once. Numbers of
-    /// actions are those of the lists without the rest.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn of_forwards(
-        actions: &Actions,
-        homes: &[StageHome],
-        slots: usize,
-    ) -> Result<Self, MoveError> {
-        Self::of_lists(&actions.forwards(), homes, slots)
-    }
-
-    /// The moves of the lists that are really run, where those are a part of a schedule's.
+    /// The moves of the lists that are really run, where those are a part of a schedule's: of an evaluation the
+    /// forwards alone, for which weights cross once.
     ///
     /// # Errors
     /// As [`new`](Self::new).

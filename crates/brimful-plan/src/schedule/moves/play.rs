@@ -48,7 +48,7 @@ pub fn simulate_moves(
     Ok(Simulation {
         devices: devices.iter().map(used).collect(),
         makespan,
-        levels: devices.iter().map(|device| device.held.levels().to_vec()).collect(),
+        levels: devices.iter().map(|device| device.held.levels.clone()).collect(),
         moves: devices.iter().map(|device| device.moved.clone()).collect(),
         waits: devices.iter().map(|device| device.waited.clone()).collect(),
         timeline: devices.into_iter().map(|device| device.spans).collect(),
@@ -62,8 +62,7 @@ struct Player<'a> {
     costs: &'a Costs,
     now: f64,
     devices: Vec<DevicePlay>,
-    boundaries: Arrivals,
-    gradients: Arrivals,
+    arrivals: Arrivals,
     ways: Ways,
     /// When the step before has updated each stage that lives on the host.
     updated: Vec<f64>,
@@ -129,8 +128,7 @@ impl<'a> Player<'a> {
             costs,
             now: 0.0,
             devices: (0..actions.devices()).map(device).collect(),
-            boundaries: Arrivals::new(actions),
-            gradients: Arrivals::new(actions),
+            arrivals: Arrivals::new(actions),
             ways: Ways::new(actions.devices(), costs.link),
             updated: updated(moves, costs),
             arriving: Vec::new(),
@@ -200,7 +198,10 @@ impl<'a> Player<'a> {
             if moved.kind.is_inward() {
                 play.away.remove(&Moved::of(moved));
             } else {
-                play.held.leave(self.now, moved);
+                // Sums are given up when others set out.
+                if moved.kind != MoveKind::GradientsHome {
+                    play.held.give(self.now, bytes);
+                }
                 self.on_host.insert(Moved::of(moved));
             }
         }
@@ -221,7 +222,9 @@ impl<'a> Player<'a> {
             match one.kind {
                 MoveKind::GradientsHome => play.held.set_out(self.now, one.stage),
                 // Its room is there from now on, however long the bus is in use by others.
-                MoveKind::BoundaryIn | MoveKind::GradientIn => play.held.come(self.now, one),
+                MoveKind::BoundaryIn | MoveKind::GradientIn => {
+                    play.held.take(self.now, self.costs.moved_bytes(one));
+                }
                 _ => {}
             }
             if one.kind != MoveKind::Release {
@@ -264,8 +267,7 @@ impl<'a> Player<'a> {
     }
 
     fn has_arrived(&mut self, action: Action) -> bool {
-        let last = StageId::at(self.actions.stages() - 1);
-        if action.source(last).is_none() {
+        if action.source(self.actions.last_stage()).is_none() {
             return true;
         }
         let gradient = action.kind.passes_gradient();
@@ -274,9 +276,8 @@ impl<'a> Player<'a> {
             // Moves bring it: until then it is away.
             return true;
         }
-        let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
         // NaN before it is sent, which is no time that has come.
-        *arrivals.cell(action.stage, action) <= self.now
+        *self.arrivals.cell(action.stage, action) <= self.now
     }
 
     fn end_action(&mut self, device: DeviceId) -> bool {
@@ -292,7 +293,7 @@ impl<'a> Player<'a> {
         let is_let_go = action.kind == ActionKind::Forward && self.waiting.contains(&pair);
         // The first stage's has yet to leave; of others the host has a copy.
         if is_let_go && action.stage > StageId(0) {
-            play.held.drop(now, action.stage);
+            play.held.give(now, self.costs.input_bytes_of(action.stage));
             play.away.insert(Moved::Boundary(action.stage, action.micro_batch));
         }
         self.deliver(action, device);
@@ -305,10 +306,7 @@ impl<'a> Player<'a> {
 
     /// Hands the action's output to the stage that waits for it.
     fn deliver(&mut self, action: Action, from: DeviceId) {
-        let last = StageId::at(self.actions.stages() - 1);
-        let Some(target) = action.target(last) else {
-            return;
-        };
+        let Some(target) = action.target(self.actions.last_stage()) else { return };
         // A boundary's gradient has its size.
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
@@ -319,11 +317,10 @@ impl<'a> Player<'a> {
         }
         let to = self.actions.placement()[target.index()];
         let arrival = self.ways.transfer(from, to, bytes, self.now);
-        let gradient = action.kind.passes_gradient();
-        let arrivals = if gradient { &mut self.gradients } else { &mut self.boundaries };
-        *arrivals.cell(target, action) = arrival;
+        *self.arrivals.cell(target, action) = arrival;
         let held = &self.devices[to.index()].held;
-        let bytes = if gradient { bytes } else { held.input_of(target, action.micro_batch) };
+        let is_gradient = action.kind.passes_gradient();
+        let bytes = if is_gradient { bytes } else { held.input_of(target, action.micro_batch) };
         if arrival <= self.now {
             self.devices[to.index()].held.take(arrival, bytes);
         } else {

@@ -172,12 +172,11 @@ impl Grid {
         let Some(color) = cell.color else {
             return format!("{:<width$} ", "·", width = self.cell_width);
         };
-        let (fill, gap) =
-            if cell.text.is_empty() || cell.goes_on { ('─', '─') } else { (' ', ' ') };
+        let fill = if cell.text.is_empty() || cell.goes_on { '─' } else { ' ' };
         let mut text = cell.text.clone();
         text.extend(std::iter::repeat_n(fill, self.cell_width - cell.text.chars().count()));
-        let gap = if cell.goes_on { gap } else { ' ' };
         // The gap belongs to the action only where it goes on.
+        let gap = if cell.goes_on { '─' } else { ' ' };
         if self.color { format!("\x1b[{color}m{text}{gap}\x1b[0m") } else { format!("{text}{gap}") }
     }
 }

@@ -178,15 +178,8 @@ impl Picture {
         let name = span.action.micro_batch.to_string();
         let size = 13.0_f64.min((width - 2.0) / (0.62 * name.len() as f64));
         if size >= 7.0 {
-            text(
-                out,
-                x + width / 2.0,
-                y + ROW / 2.0 + 0.36 * size,
-                size,
-                "#ffffff",
-                "middle",
-                &name,
-            );
+            let (x, y) = (x + width / 2.0, y + ROW / 2.0 + 0.36 * size);
+            text(out, x, y, size, "#ffffff", "middle", &name);
         }
     }
 

@@ -93,13 +93,9 @@ fn bus_tracks<'a>(moves: impl ExactSizeIterator<Item = &'a [MoveSpan]>) -> Vec<T
 fn waits<'a>(waits: impl Iterator<Item = &'a [WaitSpan]>) -> Vec<TraceEvent> {
     let waiting = |device: usize, span: &WaitSpan| TraceEvent {
         name: format!("waits for {}", span.awaited.name()),
-        phase: "X",
-        start: span.start * MICROSECONDS,
-        duration: Some((span.end - span.start) * MICROSECONDS),
         category: Some("wait"),
-        tid: device,
         args: EventArgs::Awaited { awaited: span.awaited.name() },
-        ..TraceEvent::default()
+        ..lasting(device, span.start, span.end)
     };
     let of_device = |(device, spans): (usize, &'a [WaitSpan])| {
         spans.iter().map(move |span| waiting(device, span))
@@ -110,13 +106,9 @@ fn waits<'a>(waits: impl Iterator<Item = &'a [WaitSpan]>) -> Vec<TraceEvent> {
 fn moving(tid: usize, span: &MoveSpan) -> TraceEvent {
     TraceEvent {
         name: span.moved.to_string(),
-        phase: "X",
-        start: span.start * MICROSECONDS,
-        duration: Some((span.end - span.start) * MICROSECONDS),
         category: Some(span.moved.kind.name()),
-        tid,
         args: EventArgs::Move { stage: span.moved.stage.0, bytes: span.bytes },
-        ..TraceEvent::default()
+        ..lasting(tid, span.start, span.end)
     }
 }
 
@@ -148,14 +140,16 @@ fn work(device: usize, span: &Span) -> TraceEvent {
     let action = span.action;
     TraceEvent {
         name: action.to_string(),
-        phase: "X",
-        start: span.start * MICROSECONDS,
-        duration: Some((span.end - span.start) * MICROSECONDS),
         category: Some(action.kind.name()),
-        tid: device,
         args: EventArgs::Action { stage: action.stage.0, micro_batch: action.micro_batch.0 },
-        ..TraceEvent::default()
+        ..lasting(device, span.start, span.end)
     }
+}
+
+/// Something that takes its time on a track.
+fn lasting(tid: usize, start: f64, end: f64) -> TraceEvent {
+    let duration = Some((end - start) * MICROSECONDS);
+    TraceEvent { phase: "X", start: start * MICROSECONDS, duration, tid, ..TraceEvent::default() }
 }
 
 /// Bytes where they are known, else the number of activations.

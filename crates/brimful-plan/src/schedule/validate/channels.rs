@@ -46,17 +46,14 @@ pub(super) fn check_with(
 fn check_order(lists: &[Vec<Action>], order: &Order) -> Result<(), Violation> {
     let last = StageId::at(order.device_of.len() - 1);
     let forwards = sequences(lists, order, |kind| kind == ActionKind::Forward);
-    let gradients = sequences(lists, order, ActionKind::passes_gradient);
+    let sequences = [forwards, sequences(lists, order, ActionKind::passes_gradient)];
     for (device, list) in lists.iter().enumerate() {
         let mut taken = vec![[0; 2]; order.device_of.len()];
         for (position, &action) in list.iter().enumerate() {
-            let Some(source) = action.source(last) else {
-                continue;
-            };
-            let gradient = action.kind.passes_gradient();
-            let sequence = if gradient { &gradients } else { &forwards };
-            let nth = &mut taken[action.stage.index()][usize::from(gradient)];
-            let arrives = sequence[source.index() * order.micro_batches + *nth];
+            let Some(source) = action.source(last) else { continue };
+            let channel = action.channel();
+            let nth = &mut taken[action.stage.index()][channel];
+            let arrives = sequences[channel][source.index() * order.micro_batches + *nth];
             *nth += 1;
             if arrives != action.micro_batch {
                 let rule = Rule::OutOfOrder { action, arrives };

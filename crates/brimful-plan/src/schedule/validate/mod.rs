@@ -6,15 +6,14 @@ mod order;
 mod violation;
 
 use super::Action;
-use held::Held;
 use order::Order;
-pub(super) use violation::{MarkedCell, Violation};
+use violation::Violation;
 
 /// What is known of lists that can be run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) order: Order,
-    pub(super) held: Vec<Held>,
+    pub(super) held: Vec<usize>,
     pub(super) channel_capacity: usize,
 }
 

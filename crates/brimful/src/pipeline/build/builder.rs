@@ -19,7 +19,7 @@ use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::SLOTS;
 use crate::pipeline::ranks::Ranks;
-use crate::pipeline::worker::{Blueprint, Variable, Worker};
+use crate::pipeline::worker::{Blueprint, StageBuild, Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::plan::{PlanChoice, PlanRow};
 use crate::random::with_step_seed;
@@ -210,7 +210,7 @@ impl Builder {
         let mut state = self.first_state(team);
         let layout = Arc::new(StageLayout::new(self.layers, &balance, one.placement())?);
         let devices = used(devices, replicas_here, ranks.here().len());
-        let workers = Staff { layout: &layout, devices: &devices, ranks: &ranks }.spawn(&build)?;
+        let workers = spawn(&layout, &devices, &ranks, &build)?;
         ranks.tie(&workers)?;
         // A copy was drawn by the seed of the layer that shares it: it takes its owner's values over.
         ranks::spread(&workers, &ranks)?;
@@ -361,37 +361,20 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// What this rank's workers are made for.
-struct Staff<'a> {
-    layout: &'a Arc<StageLayout>,
-    devices: &'a [DeviceSpec],
-    ranks: &'a Ranks,
-}
-
-/// How every worker builds its stages.
-struct StageBuild {
-    keeps_activations: bool,
-    kind: Kind,
-    non_finite: NonFinite,
-    homes: Vec<StageHome>,
-    slots: usize,
-    host: Option<Arena>,
-}
-
 /// The account of the host beside a device that is a CPU too: what lives there is not the device's.
 fn host_of(device: &DeviceSpec) -> Option<Arena> {
     device.arena.as_ref().map(|_| Arena::new("host"))
 }
 
-impl Staff<'_> {
-    /// Starts the workers, and lets each build its stages.
-    fn spawn(&self, build: &StageBuild) -> Result<Workers<Worker>> {
-        let seeded = self.devices.iter().map(|device| device.device).collect();
-        with_step_seed(seeded, |seed| self.spawn_by(seed, build))
-    }
-
-    fn spawn_by(&self, seed: u64, build: &StageBuild) -> Result<Workers<Worker>> {
-        let Self { layout, devices, ranks } = self;
+/// Starts this rank's workers, and lets each build its stages.
+fn spawn(
+    layout: &Arc<StageLayout>,
+    devices: &[DeviceSpec],
+    ranks: &Ranks,
+    build: &StageBuild,
+) -> Result<Workers<Worker>> {
+    let seeded = devices.iter().map(|device| device.device).collect();
+    with_step_seed(seeded, |seed| {
         let seed = ranks.world().share("seed", &seed)?[0];
         let here = ranks.here();
         let blueprint = |(at, (device, turn)): (usize, (&DeviceSpec, _))| Blueprint {
@@ -400,13 +383,11 @@ impl Staff<'_> {
             replica: at / here.len(),
             device: device.clone(),
             turn,
-            kind: build.kind,
-            homes: build.homes.clone(),
-            slots: build.slots,
-            host: build.host.clone().or_else(|| host_of(device)),
-            keeps_activations: build.keeps_activations,
+            build: StageBuild {
+                host: build.host.clone().or_else(|| host_of(device)),
+                ..build.clone()
+            },
             seed,
-            non_finite: build.non_finite,
         };
         let build = |blueprint: Blueprint| move || Worker::build(&blueprint);
         let own = devices.iter().zip(turns(devices)).enumerate();
@@ -414,7 +395,7 @@ impl Staff<'_> {
         let told = spawned.as_ref().map(drop).map_err(Clone::clone);
         ranks.world().settle("building the layers", told, Duration::ZERO)?;
         spawned
-    }
+    })
 }
 
 /// The devices that have a worker, of each pipeline of this process.

@@ -40,10 +40,8 @@ impl<'a> Roster<'a> {
             limits: devices.iter().map(limit).collect(),
         });
         let all = world.settle("build", told.map_err(Clone::clone), Duration::ZERO)?;
-        if all.iter().any(|other| other.common != all[0].common) {
-            let found = all.into_iter().map(|brought| brought.common).collect();
-            return Err(WorldError::Differs { what: "the pipeline".into(), found }.into());
-        }
+        let common = all.iter().map(|brought| brought.common.clone()).collect();
+        WorldError::check_same("the pipeline", common)?;
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(WorldError::DoesNotDivide { ranks: world.size(), replicas }.into());
         }
@@ -51,11 +49,8 @@ impl<'a> Roster<'a> {
         // Of several pipelines in one process each has its part of the devices, as many as the others.
         let devices: Vec<usize> =
             all.iter().map(|hello| hello.limits.len() / replicas_here).collect();
-        let rows: Vec<String> = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
-        if rows.iter().any(|row| *row != rows[0]) {
-            let what = "the number of devices of each rank".into();
-            return Err(WorldError::Differs { what, found: rows }.into());
-        }
+        let rows = devices.chunks(ranks).map(|row| format!("{row:?}")).collect();
+        WorldError::check_same("the number of devices of each rank", rows)?;
         let mine = world.rank() / ranks * ranks;
         let limits = all.into_iter().skip(mine).take(ranks).flat_map(|hello| hello.limits);
         let limits = limits.take(devices[..ranks].iter().sum()).collect();
@@ -75,28 +70,21 @@ impl<'a> Roster<'a> {
             return question.settle(balance);
         }
         let here = match self.world.rank() {
-            0 => question.settle(balance).map(|settled| Some(ToldBalance::from(settled))),
+            0 => question.settle(balance).map(|settled| Some(told(&settled))),
             _ => Ok(None),
         };
         let first = self.world.settle("balance", here, Duration::ZERO)?.swap_remove(0);
-        let ToldBalance { sizes, recipe } = first.unwrap_or_default();
+        let (sizes, recipe) = first.unwrap_or_default();
         let balance = balance::Balance::new(sizes, question.layers.len())?;
         let made = |(costs, memory)| ScheduleRecipe::new(question.schedule, costs, memory);
         Ok(SettledBalance { balance, recipe: recipe.map(made).transpose()? })
     }
 }
 
-/// A balance on its way to other ranks.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct ToldBalance {
-    sizes: Vec<usize>,
-    /// The stages' costs, and the devices' memory.
-    recipe: Option<(Costs, Vec<Option<u64>>)>,
-}
+/// A balance on its way to other ranks: its sizes, and of a recipe the stages' costs and the devices' memory.
+type ToldBalance = (Vec<usize>, Option<(Costs, Vec<Option<u64>>)>);
 
-impl From<SettledBalance> for ToldBalance {
-    fn from(settled: SettledBalance) -> Self {
-        let parts = |recipe: ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
-        Self { sizes: settled.balance.sizes().to_vec(), recipe: settled.recipe.map(parts) }
-    }
+fn told(settled: &SettledBalance) -> ToldBalance {
+    let parts = |recipe: &ScheduleRecipe| (recipe.costs().clone(), recipe.memory().to_vec());
+    (settled.balance.sizes().to_vec(), settled.recipe.as_ref().map(parts))
 }

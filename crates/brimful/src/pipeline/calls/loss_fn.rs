@@ -54,50 +54,46 @@ impl ModelOutput for (Tensor, Tensor, Tensor) {
 /// What a closure gave beside its losses, by micro-batch of each pipeline in this process.
 pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
-/// The caller's closure, which may be needed for more than one try.
-pub(crate) struct SharedLoss<F>(Arc<Mutex<F>>);
+/// The caller's closure, whatever it takes and gives, which may be needed for more than one try: a loss, or
+/// none, and outputs.
+pub(crate) struct SharedLoss<Y, O>(Arc<Mutex<UserLoss<Y, O>>>);
 
-impl<F> SharedLoss<F> {
-    pub(crate) fn new(loss: F) -> Self {
+type UserLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;
+
+impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
+    pub(crate) fn new(
+        loss: impl FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
+    ) -> Self {
         Self(Arc::new(Mutex::new(loss)))
     }
 
     /// The closure as the last stage of each pipeline calls it: with the number of a micro-batch.
-    pub(crate) fn for_each<Y, O>(
+    pub(crate) fn for_each(
         &self,
         target: &Y,
         portions: &[Portion],
         device: impl Fn(usize) -> Device,
-    ) -> Result<(Vec<LossFn>, Collected<O>)>
-    where
-        Y: Batch + 'static,
-        O: Batch + 'static,
-        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
-    {
+    ) -> Result<(Vec<LossFn>, Collected<O>)> {
         let count = portions.iter().map(|portion| portion.ranges.len()).sum();
         let collected: Collected<O> = Arc::new(Mutex::new((0..count).map(|_| None).collect()));
         let mut start = 0;
         let mut all = Vec::with_capacity(portions.len());
         for (replica, portion) in portions.iter().enumerate() {
-            let given = OutputPlace { collected: Arc::clone(&collected), start };
+            let given = (Arc::clone(&collected), start);
             all.push(self.on(target, &portion.ranges, device(replica), given)?);
             start += portion.ranges.len();
         }
         Ok((all, collected))
     }
 
-    fn on<Y, O>(
+    /// Of one pipeline, which puts what the closure gives there, from this place on.
+    fn on(
         &self,
         target: &Y,
         ranges: &[Range<usize>],
         device: Device,
-        given: OutputPlace<O>,
-    ) -> Result<LossFn>
-    where
-        Y: Batch + 'static,
-        O: Batch + 'static,
-        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
-    {
+        (collected, start): (Collected<O>, usize),
+    ) -> Result<LossFn> {
         let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
         let targets = slices.collect::<Result<Vec<Y>>>()?;
         let loss = Arc::clone(&self.0);
@@ -109,30 +105,21 @@ impl<F> SharedLoss<F> {
             let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
             let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
             // Kept until the step is over: its graph would keep the micro-batch's activations.
-            given.put(i, output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?);
+            let output = output.map(&mut |leaf| Ok(leaf.tensor().f_detach()?))?;
+            let mut all = collected.lock().unwrap_or_else(PoisonError::into_inner);
+            all[start + i] = Some(output);
             Ok(loss)
         }))
     }
 }
 
-/// Where one pipeline's closure puts what it gives.
-struct OutputPlace<O> {
-    collected: Collected<O>,
-    start: usize,
-}
-
-impl<O> OutputPlace<O> {
-    fn put(&self, i: usize, output: O) {
-        let mut all = self.collected.lock().unwrap_or_else(PoisonError::into_inner);
-        all[self.start + i] = Some(output);
-    }
-}
-
-/// What the closure gave beside its losses, in sample order.
-pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<O> {
+/// What the closure gave beside its losses, in sample order; none of a pipeline without a sample.
+pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<Option<O>> {
     let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
-    let outputs = samples.join(parts.iter_mut().filter_map(Option::take).collect())?;
-    samples.restored(outputs)
+    match samples.join(parts.iter_mut().filter_map(Option::take).collect()) {
+        Err(Error::Batch(BatchError::NothingToJoin)) => Ok(None),
+        outputs => samples.restored(outputs?).map(Some),
+    }
 }
 
 /// The samples of both must be as many; a target may also have nothing to cut.

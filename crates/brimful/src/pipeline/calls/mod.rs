@@ -11,6 +11,7 @@ use tch::{Device, Tensor};
 pub(crate) use whole::OpenForward;
 pub use whole::Outputs;
 
+use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
 use crate::layout::InOrder;
@@ -19,7 +20,6 @@ use crate::pipeline::engine::PipelineTried;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::Mode;
 use crate::step::{self, Attempted, Brought, Failed, Outcome, Step, Try, described};
-use crate::{Loss, Result};
 use loss_fn::{SharedLoss, check_common_len};
 
 impl Pipeline {
@@ -35,18 +35,12 @@ impl Pipeline {
     /// # Errors
     /// When anything fails, in whatever stage: gradients, statistics and random state are as before,
     /// and the pipeline can be used again.
-    pub fn backward<X, Y, M, R>(
+    pub fn backward<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
         &mut self,
         input: &X,
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
-    ) -> Result<Step<R::Outputs>>
-    where
-        X: Batch,
-        Y: Batch + 'static,
-        M: ModelOutput,
-        R: Outcome,
-    {
+    ) -> Result<Step<R::Outputs>> {
         step::check_no_window(self)?;
         check_no_gradients(input)?;
         let loss = with_loss(loss);
@@ -68,18 +62,12 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`Pipeline::backward`]; the mini-batches before are kept.
-    pub fn accumulate<X, Y, M, R>(
+    pub fn accumulate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
         &mut self,
         input: &X,
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
-    ) -> Result<R::Outputs>
-    where
-        X: Batch,
-        Y: Batch + 'static,
-        M: ModelOutput,
-        R: Outcome,
-    {
+    ) -> Result<R::Outputs> {
         check_no_gradients(input)?;
         let start = Instant::now();
         let is_first = self.state.window.is_none();
@@ -113,18 +101,12 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`Pipeline::backward`].
-    pub fn evaluate<X, Y, M, R>(
+    pub fn evaluate<X: Batch, Y: Batch + 'static, M: ModelOutput, R: Outcome>(
         &mut self,
         input: &X,
         target: &Y,
         loss: impl FnMut(M, &Y) -> R + Send + 'static,
-    ) -> Result<Step<R::Outputs>>
-    where
-        X: Batch,
-        Y: Batch + 'static,
-        M: ModelOutput,
-        R: Outcome,
-    {
+    ) -> Result<Step<R::Outputs>> {
         let loss = with_loss(loss);
         let input = Arranged::of(input)?;
         let target = input.beside(target)?;
@@ -153,16 +135,11 @@ impl Pipeline {
     ///
     /// # Errors
     /// As [`Pipeline::backward`].
-    pub fn map<X, M, O>(
+    pub fn map<X: Batch, M: ModelOutput, O: Batch + 'static>(
         &mut self,
         input: &X,
         mut f: impl FnMut(M) -> O + Send + 'static,
-    ) -> Result<O>
-    where
-        X: Batch,
-        M: ModelOutput,
-        O: Batch + 'static,
-    {
+    ) -> Result<O> {
         let shared = SharedLoss::new(move |values: Vec<Tensor>, (): &()| {
             Ok((None, f(M::from_tensors(values)?)))
         });
@@ -193,19 +170,14 @@ impl Pipeline {
     }
 
     /// One try at a mini-batch: every worker runs its actions, and the closure gets the outputs.
-    fn try_batch<Y, O, F>(
+    fn try_batch<Y: Batch + 'static, O: Batch + 'static>(
         &mut self,
         input: &impl Batch,
         target: &Y,
-        closure: &SharedLoss<F>,
+        closure: &SharedLoss<Y, O>,
         this_try: Try<'_>,
         mode: Mode,
-    ) -> Result<(PipelineTried, O), Failed>
-    where
-        Y: Batch + 'static,
-        O: Batch + 'static,
-        F: FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
-    {
+    ) -> Result<(PipelineTried, O), Failed> {
         let exchange = this_try.exchange;
         let samples = this_try.opening.own();
         let plan = self.plan(&this_try, mode, false)?;
@@ -229,17 +201,14 @@ impl Pipeline {
     }
 }
 
-/// A user's closure, whatever it takes and gives: a loss, or none, and outputs.
-type BoxedLoss<Y, O> = Box<dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send>;
-
 /// The closure as the last stage calls it.
-fn with_loss<Y, M: ModelOutput, R: Outcome>(
+fn with_loss<Y: Batch + 'static, M: ModelOutput, R: Outcome>(
     mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
-) -> SharedLoss<BoxedLoss<Y, R::Outputs>> {
-    SharedLoss::new(Box::new(move |values: Vec<Tensor>, target: &Y| {
+) -> SharedLoss<Y, R::Outputs> {
+    SharedLoss::new(move |values: Vec<Tensor>, target: &Y| {
         let (loss, outputs) = loss(M::from_tensors(values)?, target).into_parts()?;
         Ok((Some(loss), outputs))
-    }))
+    })
 }
 
 /// There must be no graph behind what is trained with: a gradient for it would be lost.

@@ -5,11 +5,11 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::loss_fn::{Collected, joined};
+use crate::Result;
 use crate::batch::{Batch, BatchError, Samples};
 use crate::pipeline::ranks::Ranks;
 use crate::step::Exchange;
 use crate::world::WorldError;
-use crate::{Error, Result};
 
 impl Ranks {
     /// What the closure gave beside its losses, in sample order, on this device of every rank of the
@@ -24,17 +24,14 @@ impl Ranks {
     ) -> Result<O> {
         let blank = O::blank();
         if self.of_pipeline().len() == 1 {
-            return match (joined(collected, samples), blank) {
-                // A replica without a sample.
-                (Err(Error::Batch(BatchError::NothingToJoin)), Some(blank)) => Ok(blank),
-                (outputs, _) => outputs,
-            };
+            let outputs = joined(collected, samples)?.or(blank);
+            return Ok(outputs.ok_or(BatchError::NothingToJoin)?);
         }
         // The type alone tells that there is no tensor: so all ranks leave the exchange out alike.
         if let Some(empty) = blank.as_ref().filter(|blank| leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
-        let own = if self.has(last) { some(joined(collected, samples))? } else { None };
+        let own = if self.has(last) { joined(collected, samples)? } else { None };
         let tensors = own.as_ref().map(leaves).unwrap_or_default();
         let name = std::any::type_name::<O>;
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
@@ -91,15 +88,6 @@ impl Ranks {
 fn rows(outputs: &[Tensor]) -> usize {
     let first = outputs.first().map(Tensor::size).unwrap_or_default();
     first.first().map_or(0, |rows| *rows as usize)
-}
-
-/// A pipeline without a sample has no outputs.
-fn some<O>(joined: Result<O>) -> Result<Option<O>> {
-    match joined {
-        Ok(outputs) => Ok(Some(outputs)),
-        Err(Error::Batch(BatchError::NothingToJoin)) => Ok(None),
-        Err(error) => Err(error),
-    }
 }
 
 fn leaves(batch: &impl Batch) -> Vec<Tensor> {

@@ -12,8 +12,7 @@ use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
 use crate::pipeline::engine::{PipelineTried, TryPlan};
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::Mode;
-use crate::pipeline::run::Tensors;
+use crate::pipeline::run::{Mode, Tensors};
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{preserving_generators, with_step_seed};
 use crate::step::{
@@ -194,13 +193,7 @@ impl Pipeline {
             Ok::<_, Error>((self.loss_of(&outputs, loss)?, outputs))
         };
         let counted = oom::catch(|| with_graphs(true, counted));
-        let ((counted, gradients), outputs) = match counted {
-            Ok(found) => found,
-            Err(caught) => {
-                self.workers().all(|worker| worker.undo())?;
-                return Err(caught.into());
-            }
-        };
+        let ((counted, gradients), outputs) = counted.map_err(|caught| self.given_up(caught))?;
         let mut tried = self.all_backwards(&plan, &gradients, &rows, exchange)?;
         tried.loss = Some(counted);
         // Leaves would keep their gradients, as large as the outputs, while the caller has them.
@@ -224,10 +217,15 @@ impl Pipeline {
         let (last, device) = (self.layout.last_worker(), self.output_device());
         let gathered = self.ranks.model_outputs(exchange, last, device, own, samples);
         let leaves = gathered.and_then(|(outputs, rows)| Ok((as_leaves(&outputs)?, rows)));
-        leaves.map_err(|error| match self.workers().all(|worker| worker.undo()) {
-            Ok(_) => error.into(),
-            Err(undone) => undone.into(),
-        })
+        leaves.map_err(|error| self.given_up(error))
+    }
+
+    /// All workers undo what they have under way, because of this; or what keeps one from it.
+    fn given_up(&self, cause: impl Into<Failed>) -> Failed {
+        match self.workers().all(|worker| worker.undo()) {
+            Ok(_) => cause.into(),
+            Err(error) => error.into(),
+        }
     }
 
     /// The loss, counted, and its gradient for each output.
@@ -264,13 +262,7 @@ impl Pipeline {
             true => Err(PipelineError::NoOutputGradient.into()),
             false => cut(gradients, plan, rows.start),
         };
-        match cut {
-            Ok(cut) => self.attempt_backward(plan, cut, exchange),
-            Err(error) => {
-                self.workers().all(|worker| worker.undo())?;
-                Err(error.into())
-            }
-        }
+        self.attempt_backward(plan, cut.map_err(|error| self.given_up(error))?, exchange)
     }
 }
 

@@ -47,7 +47,7 @@ pub(crate) struct HostedStages {
     /// The stages that wait for their last update before they are brought to a slot.
     late: Vec<(usize, Move)>,
     /// Where gradients and boundaries leave by.
-    outward: RestingPlace,
+    pub(crate) outward: RestingPlace,
     /// The place at home of each parameter of the step under way.
     places: Vec<usize>,
     /// Sums on their way home, and when they are there.
@@ -136,7 +136,7 @@ impl HostedStages {
 
     /// How many stages are in slots at a time.
     pub(crate) fn slots(&self) -> usize {
-        self.slots.count()
+        self.slots.count
     }
 
     /// A step begins that sums the gradients of these parameters, all at home.
@@ -223,7 +223,7 @@ impl HostedStages {
 
     /// Whether the optimizer has gradients to look ahead from.
     pub(crate) fn is_looking_ahead(&self) -> bool {
-        self.update.as_ref().is_some_and(Update::looks_ahead)
+        self.update.as_ref().is_some_and(|update| update.looks_ahead)
     }
 
     /// Whether the step that begins is to be looked ahead of.
@@ -250,7 +250,7 @@ impl HostedStages {
     }
 
     /// Gives the optimizer the gradients of these stages, whose parameters are at home.
-    fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
+    pub(crate) fn give_gradients(&mut self, of: impl Fn(usize) -> bool) {
         let follows = self.is_following();
         let (Some(handing), Some(update)) = (&mut self.handing, &mut self.update) else { return };
         for (at, gradients) in std::mem::take(&mut handing.waiting) {
@@ -316,10 +316,6 @@ impl HostedStages {
         Ok(())
     }
 
-    pub(crate) fn resting_place(&self) -> &RestingPlace {
-        &self.outward
-    }
-
     /// Waits until all sums are at home, and adds them to the step's.
     pub(crate) fn finish(&mut self, accumulator: &mut Accumulator) -> Result<()> {
         if let Some((_, arrived)) = self.leaving.take() {
@@ -362,11 +358,6 @@ impl HostedStages {
     pub(crate) fn send_all_home(&mut self) -> Result<()> {
         self.late.clear();
         self.slots.leave_all(&self.stages)
-    }
-
-    /// Gives all updates that are left what they need, now that every parameter is at home.
-    pub(crate) fn give_all_gradients(&mut self) {
-        self.give_gradients(|_| true);
     }
 
     /// Lets go what a step that failed has left.

@@ -12,7 +12,7 @@ use crate::schedule::{Awaited, Move};
 #[derive(Debug)]
 pub(crate) struct Slots {
     device: Device,
-    count: usize,
+    pub(super) count: usize,
     bytes: usize,
     /// Made when the first stage is fetched.
     slots: Vec<Slot>,
@@ -36,10 +36,6 @@ impl Slots {
     pub(super) fn new(device: Device, count: usize, bytes: usize) -> Result<Self> {
         let inward = Stream::new(device)?;
         Ok(Self { device, count, bytes, slots: Vec::new(), inward, current: None })
-    }
-
-    pub(super) fn count(&self) -> usize {
-        self.count
     }
 
     pub(super) fn is_current(&self, at: usize) -> bool {

@@ -79,7 +79,7 @@ pub(crate) struct Update {
     /// None where nothing more will come.
     tasks: Option<Sender<HomeTask>>,
     /// Whether it was given gradients to look ahead from.
-    looks_ahead: bool,
+    pub(crate) looks_ahead: bool,
     /// Whether somebody waits for the optimizer, who has no use for what is only computed ahead.
     wanted: Arc<AtomicBool>,
     thread: Option<JoinHandle<(Optimizer, Result<()>)>>,
@@ -150,11 +150,6 @@ impl Update {
     /// Nothing more will come.
     pub(crate) fn close(&mut self) {
         self.tasks = None;
-    }
-
-    /// Whether it was given gradients to look ahead from.
-    pub(crate) fn looks_ahead(&self) -> bool {
-        self.looks_ahead
     }
 
     /// Waits until the stage at this place, and all before it, are done.

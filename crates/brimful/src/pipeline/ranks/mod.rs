@@ -131,7 +131,32 @@ impl Ranks {
     /// Lets rank 0 do something; all ranks get its error.
     pub(crate) fn on_first(&self, what: &str, f: impl FnOnce() -> Result<()>) -> Result<()> {
         let is_first = self.world().rank() == 0;
-        self.together(what, |_| if is_first { f() } else { Ok(()) }).map(drop)
+        self.all_or_none(what, || if is_first { f() } else { Ok(()) })
+    }
+
+    /// Does this rank's part, and gives what it came to where all ranks' went well; all get the error that came
+    /// first.
+    pub(crate) fn all_or_none<T>(&self, what: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let mut own = None;
+        self.together(what, |_| {
+            own = Some(f()?);
+            Ok(())
+        })?;
+        Ok(own.expect("all ranks went well, this one too"))
+    }
+
+    /// Those of all workers' names that are chosen, as this rank's workers have them; none where no worker has one.
+    pub(crate) fn chosen(
+        &self,
+        names: &[Vec<String>],
+        is_chosen: impl Fn(&str) -> bool,
+    ) -> Option<Vec<Vec<String>>> {
+        let of_worker = |names: &Vec<String>| -> Vec<String> {
+            names.iter().filter(|name| is_chosen(name)).cloned().collect()
+        };
+        let mut chosen: Vec<_> = names.iter().map(of_worker).collect();
+        let any = chosen.iter().any(|names| !names.is_empty());
+        any.then(|| chosen.drain(self.here()).collect())
     }
 
     /// Does this rank's part of a turn of its own. All ranks get all results, or all get the error

@@ -8,8 +8,7 @@ use tch::{Device, Tensor};
 
 use super::Ranks;
 use crate::Result;
-use crate::pipeline::worker::Variable;
-use crate::pipeline::worker::Worker;
+use crate::pipeline::worker::{Variable, Worker};
 use crate::workers::Workers;
 use crate::world::Turn;
 

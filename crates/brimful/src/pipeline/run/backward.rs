@@ -14,44 +14,36 @@ use crate::schedule::Action;
 use crate::step::{TermGroup, as_wide_as, roots};
 
 /// Tensors to start from, each with its gradient, for every group of loss terms.
-#[derive(Debug)]
-struct Roots {
-    groups: Vec<Vec<(Tensor, Tensor)>>,
+type Roots = Vec<Vec<(Tensor, Tensor)>>;
+
+/// The terms of a loss, in groups of one common denominator.
+fn roots_of_terms(
+    terms: &[Term],
+    weight: &MicroBatchWeight,
+    groups: &[TermGroup],
+) -> Result<Roots> {
+    let groups = roots(terms, groups, |_, term| term.root_gradient(weight))?;
+    let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);
+    Ok(groups.into_iter().map(|roots| roots.into_iter().map(owned).collect()).collect())
 }
 
-impl Roots {
-    /// The terms of a loss, in groups of one common denominator.
-    fn of_terms(terms: &[Term], weight: &MicroBatchWeight, groups: &[TermGroup]) -> Result<Self> {
-        let groups = roots(terms, groups, |_, term| term.root_gradient(weight))?;
-        let owned = |(value, gradient): (&Tensor, Tensor)| (value.shallow_clone(), gradient);
-        let groups = groups.into_iter().map(|roots| roots.into_iter().map(owned).collect());
-        Ok(Self { groups: groups.collect() })
-    }
-
-    /// A stage's output, with the gradients of its values and of each skip.
-    fn of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Self> {
-        let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
-        let mut groups: Vec<Vec<_>> = (0..count).map(|_| Vec::new()).collect();
-        let parts = std::iter::once(&output.values).chain(&output.skips);
-        for (values, gradients) in parts.zip(gradients) {
-            for (roots, gradients) in groups.iter_mut().zip(gradients) {
-                // A forward that is run again had no graph, and guessed what would be traced: some
-                // of these gradients come for values that have none either.
-                let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
-                for (value, gradient) in pairs {
-                    let gradient = gradient.map(|gradient| as_wide_as(value, gradient));
-                    roots.extend(gradient.transpose()?.map(|found| (value.shallow_clone(), found)));
-                }
+/// A stage's output, with the gradients of its values and of each skip.
+fn roots_of_boundary(output: &Boundary, gradients: Vec<Tensors>) -> Result<Roots> {
+    let count = gradients.iter().map(Vec::len).max().unwrap_or(0);
+    let mut groups: Roots = (0..count).map(|_| Vec::new()).collect();
+    let parts = std::iter::once(&output.values).chain(&output.skips);
+    for (values, gradients) in parts.zip(gradients) {
+        for (roots, gradients) in groups.iter_mut().zip(gradients) {
+            // A forward that is run again had no graph, and guessed what would be traced: some
+            // of these gradients come for values that have none either.
+            let pairs = values.iter().zip(gradients).filter(|(value, _)| value.requires_grad());
+            for (value, gradient) in pairs {
+                let gradient = gradient.map(|gradient| as_wide_as(value, gradient));
+                roots.extend(gradient.transpose()?.map(|found| (value.shallow_clone(), found)));
             }
         }
-        Ok(Self { groups })
     }
-}
-
-/// What a backward starts from, and where it leads.
-struct Start {
-    roots: Roots,
-    input: Boundary,
+    Ok(groups)
 }
 
 impl WorkerRun {
@@ -63,11 +55,11 @@ impl WorkerRun {
         action: Action,
     ) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let start = self.start(site, at, i)?;
+        let (roots, input) = self.start(site, at, i)?;
         self.expect_gradients(at);
         // The graph ends in there, before the neighbour may be waited for: a stage that waits keeps no
         // activations.
-        let mut gradients = run(self.accumulator(), start)?;
+        let mut gradients = run(self.accumulator(), roots, input)?;
         self.note_probe(site, at, &mut gradients)?;
         self.note_norm(site, i)?;
         self.timeline.end(action)?;
@@ -82,8 +74,8 @@ impl WorkerRun {
         action: Action,
     ) -> Result<(), Stop> {
         let i = action.micro_batch.index();
-        let start = self.start(site, at, i)?;
-        let (mut gradients, weights) = run_input_half(self.accumulator(), start)?;
+        let (roots, input) = self.start(site, at, i)?;
+        let (mut gradients, weights) = run_input_half(self.accumulator(), roots, input)?;
         self.note_probe(site, at, &mut gradients)?;
         if let Some(nodes) = weights.run_whole() {
             site.tell_of_whole(at, &nodes);
@@ -108,8 +100,8 @@ impl WorkerRun {
         self.timeline.end(action)
     }
 
-    /// Takes what a backward needs; from here on it is at work.
-    fn start(&mut self, site: &mut Site, at: usize, i: usize) -> Result<Start, Stop> {
+    /// Takes what a backward starts from and where it leads; from here on it is at work.
+    fn start(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(Roots, Boundary), Stop> {
         let kept = self.kept[at][i].take().expect("a backward comes after its forward");
         let HeldInput::Here(input) = kept.input else {
             unreachable!("its recompute brought it back")
@@ -118,15 +110,15 @@ impl WorkerRun {
             Output::Terms(terms) => {
                 self.timeline.begin()?;
                 let groups = self.tally.groups(self.job.mode.is_last());
-                Roots::of_terms(&terms, &self.job.weights[i], &groups)?
+                roots_of_terms(&terms, &self.job.weights[i], &groups)?
             }
             Output::Boundary(output) => {
                 let gradients = self.receive_gradients(site, at, i)?;
                 self.timeline.begin()?;
-                Roots::of_boundary(&output, self.complete(at, &output, gradients)?)?
+                roots_of_boundary(&output, self.complete(at, &output, gradients)?)?
             }
         };
-        Ok(Start { roots, input })
+        Ok((roots, input))
     }
 
     fn accumulator(&mut self) -> &mut Accumulator {
@@ -163,8 +155,7 @@ impl WorkerRun {
 
 /// Runs backward from the roots; gives the gradients of the input's values, of each skip, and of what
 /// normalises it.
-fn run(accumulator: &mut Accumulator, start: Start) -> Result<Vec<Tensors>> {
-    let Start { roots: Roots { groups }, input } = start;
+fn run(accumulator: &mut Accumulator, groups: Roots, input: Boundary) -> Result<Vec<Tensors>> {
     accumulator.expect_groups(groups.len());
     // Of those with roots: it frees the graph, which an empty group behind it could not.
     let last = groups.iter().rposition(|roots| !roots.is_empty());
@@ -185,11 +176,11 @@ fn run(accumulator: &mut Accumulator, start: Start) -> Result<Vec<Tensors>> {
 /// Runs the input half from the roots; gives the same gradients, and the weight half.
 fn run_input_half(
     accumulator: &mut Accumulator,
-    start: Start,
+    roots: Roots,
+    input: Boundary,
 ) -> Result<(Vec<Tensors>, SplitBackward)> {
-    let Start { roots, input } = start;
     let leaves: Vec<Tensor> = input.leaves().flatten().map(Tensor::shallow_clone).collect();
-    let (groups, weights) = accumulator.begin_split(&roots.groups, &leaves)?;
+    let (groups, weights) = accumulator.begin_split(&roots, &leaves)?;
     let mut gradients: Vec<Tensors> = input.leaves().map(|_| Vec::new()).collect();
     for group in groups {
         let mut all = group.into_iter();

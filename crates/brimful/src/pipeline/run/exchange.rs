@@ -27,7 +27,7 @@ impl WorkerRun {
         let (ports, clock) = (&self.job.ports[at], &mut self.moving);
         let mut resting = Vec::new();
         let mut taken = |parcel: StageParcel| {
-            if parcel.rests() {
+            if parcel.rests {
                 resting.push(parcel.share());
             }
             site.dock.unpack_values(parcel, entering, clock)
@@ -56,17 +56,6 @@ impl WorkerRun {
             // The mini-batch itself, which never left.
             here => self.kept[at][i] = here,
         }
-        Ok(())
-    }
-
-    /// Lets the gradients of a stage's output come back from the host.
-    pub(crate) fn bring_gradients(
-        &mut self,
-        site: &mut Site,
-        at: usize,
-        i: usize,
-    ) -> Result<(), Stop> {
-        self.gradients[at][i] = Some(self.receive_gradients(site, at, i)?);
         Ok(())
     }
 

@@ -64,6 +64,12 @@ pub(crate) enum WorkerFailure {
     Failed { at: Instant, error: Error },
 }
 
+impl From<Error> for WorkerFailure {
+    fn from(error: Error) -> Self {
+        Self::Failed { at: Instant::now(), error }
+    }
+}
+
 impl WorkerFailure {
     /// The same of a step some of whose updates were made already: it cannot be taken back, nor run again.
     pub(crate) fn after_updates(self, stages: usize) -> Self {
@@ -224,8 +230,8 @@ impl WorkerRun {
                     self.bring_in(site, place, i.index())?;
                 }
                 (MoveKind::GradientIn, Some(i)) => {
-                    let place = at(StageId(one.stage.0 - 1));
-                    self.bring_gradients(site, place, i.index())?;
+                    let (place, i) = (at(StageId(one.stage.0 - 1)), i.index());
+                    self.gradients[place][i] = Some(self.receive_gradients(site, place, i)?);
                 }
                 _ => {
                     let place = at(one.stage);
@@ -441,13 +447,10 @@ fn failure(site: &Site, action: Action, caught: Caught<Stop>) -> WorkerFailure {
         Caught::Error(Stop::NeighbourGone) => return WorkerFailure::Stopped,
         Caught::OutOfMemory(oom) => Cause::OutOfMemory(oom),
         // Not this stage's failure.
-        Caught::Error(Stop::Error(error @ Error::World(_))) => {
-            return WorkerFailure::Failed { at: Instant::now(), error };
-        }
+        Caught::Error(Stop::Error(error @ Error::World(_))) => return error.into(),
         Caught::Error(Stop::Error(error)) => Cause::Error(error),
         Caught::Panic(payload) => Cause::of_panic(panic_message(&*payload)),
     };
     let layer = site.layer.get().map(|position| site.layer_name(position));
-    let error = StageError { action, layer, cause }.into();
-    WorkerFailure::Failed { at: Instant::now(), error }
+    Error::from(StageError { action, layer, cause }).into()
 }

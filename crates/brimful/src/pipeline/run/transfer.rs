@@ -53,7 +53,7 @@ pub(crate) struct StageParcel {
     /// where the receiver's work is behind the sender's anyway.
     ready: Option<Arc<Event>>,
     /// Whether they wait on the host, for a device that has no room for all that waits.
-    rests: bool,
+    pub(crate) rests: bool,
 }
 
 impl StageParcel {
@@ -84,10 +84,6 @@ impl StageParcel {
         let tensors = clock.moving(one, copy, bytes)?;
         let there = (host.outward.device() != Device::Cpu).then(|| Event::after(host.outward));
         Ok(Self { tensors, ready: there.transpose()?.map(Arc::new), rests: true })
-    }
-
-    pub(crate) fn rests(&self) -> bool {
-        self.rests
     }
 
     /// What it takes, and when it is there, where that is to come.

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::optim::{Ema, OptimError};
 use crate::pipeline::Pipeline;
-use crate::pipeline::ranks::Ranks;
+use crate::pipeline::ranks::{Ranks, shared};
 use crate::pipeline::worker::Worker;
 use crate::save::Metadata;
 use crate::workers::SharedWorkers;
@@ -27,8 +27,8 @@ impl Pipeline {
     /// As [`Ema::new`].
     pub fn ema(&mut self, decay: f64) -> Result<PipelineEma> {
         let workers = self.workers();
-        self.ranks.together("averages", |_| {
-            let made = workers.all(move |worker| {
+        self.ranks.all_or_none("averages", || {
+            workers.all(move |worker| {
                 worker.settle()?;
                 let owned = worker.variables.owned();
                 let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
@@ -36,8 +36,7 @@ impl Pipeline {
                 let home = |name: &str| homes?.home_of(name)?.arena;
                 worker.ema = Some(Ema::with_homes(named, decay, home)?);
                 Ok(())
-            });
-            made.map(drop)
+            })
         })?;
         drop(workers);
         Ok(PipelineEma { workers: self.workers.clone(), ranks: self.ranks.clone() })
@@ -63,11 +62,8 @@ impl PipelineEma {
     /// As [`Ema::update`].
     pub fn update(&mut self) -> Result<()> {
         let workers = self.workers.turn()?;
-        let mut scratch = Vec::new();
-        self.ranks.together("update averages", |_| {
-            scratch = workers.all(|worker| ema(worker)?.prepare())?;
-            Ok(())
-        })?;
+        let prepare = || workers.all(|worker| ema(worker)?.prepare());
+        let scratch = self.ranks.all_or_none("update averages", prepare)?;
         workers.each_or_error(scratch, |worker, scratch| ema(worker)?.commit(&scratch)).map(drop)
     }
 
@@ -77,9 +73,8 @@ impl PipelineEma {
     /// As [`Ema::swap_in`].
     pub fn swap_in(&mut self) -> Result<()> {
         let workers = self.workers.turn()?;
-        let swapped = self.ranks.together("swap averages in", |_| {
-            workers.all(|worker| ema(worker)?.swap_in()).map(drop)
-        });
+        let swap = || workers.all(|worker| ema(worker)?.swap_in());
+        let swapped = self.ranks.all_or_none("swap averages in", swap);
         if swapped.is_err() {
             workers.all(|worker| ema(worker)?.swap_out())?;
         }
@@ -118,19 +113,13 @@ impl PipelineEma {
         let names = self.ranks.of_workers("load averages", names)?;
         let mut parts = portions(&names, tensors)?;
         let parts: Vec<_> = parts.drain(self.ranks.here()).collect();
-        let with_texts = || {
-            let clone = |part: &Vec<(String, Tensor)>| {
-                let part = part.iter().map(|(name, value)| (name.clone(), value.shallow_clone()));
-                (part.collect::<Vec<_>>(), metadata.clone())
-            };
-            parts.iter().map(clone).collect::<Vec<_>>()
-        };
+        let with_texts =
+            || -> Vec<_> { parts.iter().map(|part| (shared(part), metadata.clone())).collect() };
         // Read twice: it must fit everywhere before anything is changed anywhere.
-        self.ranks.together("load averages", |_| {
-            let fits = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
+        self.ranks.all_or_none("load averages", || {
+            workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
                 ema(worker)?.read(&tensors, &metadata).map(drop)
-            });
-            fits.map(drop)
+            })
         })?;
         let loaded = workers.each_or_error(with_texts(), |worker, (tensors, metadata)| {
             ema(worker)?.load_state(&tensors, &metadata)

@@ -4,8 +4,7 @@ use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::saved;
-use crate::optim::OptimError;
-use crate::optim::{self, Method, Optimizer};
+use crate::optim::{self, Method, OptimError, Optimizer};
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::HandsOver;
@@ -67,23 +66,18 @@ impl PipelineOptimizer {
         let workers = self.workers.turn()?;
         let names = workers.all(|worker| Ok(names(optimizer(worker)?)))?;
         let names = self.ranks.of_workers("group", names)?;
-        let mut chosen: Vec<Vec<String>> = (names.iter())
-            .map(|names| names.iter().filter(|name| members(name)).cloned().collect())
-            .collect();
-        if chosen.iter().all(Vec::is_empty) {
+        let Some(chosen) = self.ranks.chosen(&names, members) else {
             let all: Vec<String> = names.into_iter().flatten().collect();
             let first = all.first().cloned().unwrap_or_default();
             return Err(OptimError::EmptyGroup { group: name, parameters: all.len(), first }.into());
-        }
-        let chosen: Vec<Vec<String>> = chosen.drain(self.ranks.here()).collect();
+        };
         let has = |chosen: &[String], name: &str| chosen.iter().any(|chosen| chosen == name);
         // Checked on all workers before it is made on one, or a refusal would leave it half made.
-        self.ranks.together("group", |_| {
+        self.ranks.all_or_none("group", || {
             let group = name.clone();
-            let checked = workers.each_or_error(chosen.clone(), move |worker, chosen| {
+            workers.each_or_error(chosen.clone(), move |worker, chosen| {
                 optimizer(worker)?.check_group(&group, |name| has(&chosen, name), &method)
-            });
-            checked.map(drop)
+            })
         })?;
         let made = workers.each_or_error(chosen, move |worker, chosen| match &*chosen {
             [] => Ok(()),
@@ -98,9 +92,8 @@ impl PipelineOptimizer {
     /// As [`Optimizer::decay_only_matrices`].
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         let workers = self.workers.turn()?;
-        self.ranks.together("group", |_| {
-            workers.all(|worker| optimizer(worker)?.check_no_decay()).map(drop)
-        })?;
+        let check = || workers.all(|worker| optimizer(worker)?.check_no_decay());
+        self.ranks.all_or_none("group", check)?;
         workers.all(|worker| optimizer(worker)?.decay_only_matrices()).map(drop)
     }
 
@@ -113,11 +106,8 @@ impl PipelineOptimizer {
     /// As [`Optimizer::step`].
     pub fn step(&mut self) -> Result<()> {
         let workers = self.workers.turn()?;
-        let mut plans = Vec::new();
-        self.ranks.together("optimizer step", |_| {
-            plans = workers.all(|worker| optimizer(worker)?.prepare())?;
-            Ok(())
-        })?;
+        let prepare = || workers.all(|worker| optimizer(worker)?.prepare());
+        let plans = self.ranks.all_or_none("optimizer step", prepare)?;
         // Copies of shared variables follow before the next step: nothing that may fail comes after.
         workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
     }

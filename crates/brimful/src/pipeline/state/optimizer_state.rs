@@ -9,8 +9,7 @@ use tch::Tensor;
 
 use super::optimizer::{PipelineOptimizer, names, optimizer};
 use crate::Result;
-use crate::optim::OptimError;
-use crate::optim::Optimizer;
+use crate::optim::{OptimError, Optimizer};
 use crate::save::{self, Metadata};
 
 impl PipelineOptimizer {
@@ -43,12 +42,8 @@ impl PipelineOptimizer {
     /// # Errors
     /// When the file cannot be read, or as [`Optimizer::load_state`]; nothing is changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let mut read = Default::default();
-        self.ranks.together("load", |_| {
-            read = save::read(path)?;
-            Ok(())
-        })?;
-        self.load_state(&read.0, &read.1)
+        let (tensors, metadata) = self.ranks.all_or_none("load", || save::read(path))?;
+        self.load_state(&tensors, &metadata)
     }
 
     /// Takes over a state that [`PipelineOptimizer::state`] or [`Optimizer::state`] gave.
@@ -65,7 +60,7 @@ impl PipelineOptimizer {
             optimizer(worker)?.load_state(&tensors, &metadata).map(|()| before)
         })?;
         let failed = answers.iter().find_map(|answer| answer.as_ref().err().cloned());
-        let settled = self.ranks.together("load state", |_| failed.map_or(Ok(()), Err));
+        let settled = self.ranks.all_or_none("load state", || failed.map_or(Ok(()), Err));
         if settled.is_ok() {
             let rates = workers.all(|worker| Ok(optimizer(worker)?.learning_rate()))?;
             drop(workers);
@@ -78,7 +73,7 @@ impl PipelineOptimizer {
             Some((tensors, metadata)) => optimizer(worker)?.load_state(&tensors, &metadata),
             None => Ok(()),
         })?;
-        settled.map(drop)
+        settled
     }
 }
 

@@ -13,8 +13,7 @@ use crate::Result;
 use crate::pipeline::Pipeline;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::{names, shared};
-use crate::pipeline::worker::Variable;
-use crate::pipeline::worker::Worker;
+use crate::pipeline::worker::{Variable, Worker};
 use crate::save::{self, Metadata};
 use crate::workers::Workers;
 
@@ -88,12 +87,8 @@ impl Pipeline {
     /// When the file cannot be read, or holds other variables than the model has, which are listed;
     /// nothing is changed then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let mut read = None;
-        self.ranks.together("load", |_| {
-            read = Some(save::read(path)?.0);
-            Ok(())
-        })?;
-        self.set_variables(read.unwrap_or_default())
+        let (variables, _) = self.ranks.all_or_none("load", || save::read(path))?;
+        self.set_variables(variables)
     }
 
     /// Gives all variables these values; what [`Pipeline::load`] passes over is so here.
@@ -118,16 +113,12 @@ impl Pipeline {
         let workers = self.workers();
         let names = workers.all(|worker| Ok(names(worker.variables.all())))?;
         let names = self.ranks.of_workers("freeze", names)?;
-        let mut chosen: Vec<Vec<String>> = (names.iter())
-            .map(|names| names.iter().filter(|name| which(name)).cloned().collect())
-            .collect();
-        if chosen.iter().all(Vec::is_empty) {
+        let Some(chosen) = self.ranks.chosen(&names, which) else {
             // Each once: copies in other stages and replicas have their owner's name.
             let all: BTreeSet<String> = names.into_iter().flatten().collect();
             let first = all.first().cloned().unwrap_or_default();
             return Err(PipelineError::NoSuchVariable { variables: all.len(), first }.into());
-        }
-        let chosen = chosen.drain(self.ranks.here()).collect();
+        };
         let done = workers.each_or_error(chosen, move |worker, chosen| {
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;

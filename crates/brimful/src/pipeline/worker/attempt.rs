@@ -1,7 +1,5 @@
 //! One worker's try at a step: its actions, and what commits or undoes them.
 
-use std::time::Instant;
-
 use tch::Tensor;
 
 use super::Worker;
@@ -10,15 +8,13 @@ use crate::bytes::Bytes;
 use crate::optim::Optimizer;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::home::{HandsOver, HostedStages};
-use crate::pipeline::run::Tensors;
-use crate::pipeline::run::{Job, Mode, StepExtent};
-use crate::pipeline::run::{WorkerFailure, WorkerRun};
+use crate::pipeline::run::{Job, Mode, StepExtent, Tensors, WorkerFailure, WorkerRun};
 use crate::random::Randomness;
 use crate::schedule::{ActionKind, Awaited};
 use crate::statistics::Pending;
-use crate::step::{PartReport, Summed, Tally, Tried, Undo};
+use crate::step::{PartReport, Tally, Tried, Undo};
 use crate::workers::into_error;
-use crate::{Error, Result, oom};
+use crate::{Result, oom};
 
 /// What a worker gives of its part of a step; what commits or undoes it stays with the worker.
 #[derive(Debug, Default)]
@@ -50,8 +46,8 @@ impl Worker {
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
-            run.accumulator = Some(self.accumulator(&run).map_err(failed)?);
-            self.begin_handing(&mut run).map_err(failed)?;
+            run.accumulator = Some(self.accumulator(&run)?);
+            self.begin_handing(&mut run)?;
         }
         let mode = run.job.mode;
         let (undo, result) = self.collecting(run, unmanaged, |kind| mode.runs(kind));
@@ -69,7 +65,7 @@ impl Worker {
                 Ok(WorkerDone { outputs, ..WorkerDone::default() })
             }
             Err(failure) => {
-                undo.run().map_err(failed)?;
+                undo.run()?;
                 Err(failure)
             }
         }
@@ -84,7 +80,7 @@ impl Worker {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
         // Not before: what the caller does to gradients and parameters since the forward counts.
-        let result = self.accumulator(&run).map_err(failed).and_then(|accumulator| {
+        let result = self.accumulator(&run).map_err(WorkerFailure::from).and_then(|accumulator| {
             run.accumulator = Some(accumulator);
             self.go_on(run, |_| true)
         });
@@ -93,7 +89,7 @@ impl Worker {
 
     /// Takes part in a step in which other pipelines have all micro-batches.
     pub(crate) fn idle(&mut self, trains: bool, tells: Tells) -> Result<WorkerDone, WorkerFailure> {
-        self.undo().map_err(failed)?;
+        self.undo()?;
         let nothing = (Sums::default(), Tally::default(), Vec::new());
         // What is trained is compared with those that run: in an evaluation they train nothing.
         let parameters = if trains { self.parameters() } else { Vec::new() };
@@ -102,14 +98,15 @@ impl Worker {
         // Something with no gradients, not nothing: it takes part in votes and sums as all others do.
         self.tried = Some(Tried::new(parameters, variables, nothing, undo, 1.0, Vec::new()));
         (self.spans, self.bus) = Default::default();
-        self.done(Vec::new(), tells).map_err(failed)
+        Ok(self.done(Vec::new(), tells)?)
     }
 
     fn begin(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged), WorkerFailure> {
         // Parameters are about to move, which the optimizer at home must not look at then.
-        self.stop_looking_ahead().map_err(failed)?;
+        self.stop_looking_ahead()?;
         // A forward that nobody came back to holds its graphs: they would count in this run's peak.
-        self.undo().and_then(|()| self.prepared_run(job)).map_err(failed)
+        self.undo()?;
+        Ok(self.prepared_run(job)?)
     }
 
     fn prepared_run(&mut self, job: Job) -> Result<(WorkerRun, Unmanaged)> {
@@ -235,7 +232,7 @@ impl Worker {
         let updated = self.site.homes.as_mut().map_or(0, HostedStages::end_handing);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result.map_err(|failure| failure.after_updates(updated))?;
-        home.map_err(failed)?;
+        home?;
         Ok(run)
     }
 
@@ -249,7 +246,7 @@ impl Worker {
         let run = match result {
             Ok(run) => run,
             Err(failure) => {
-                undo.run().map_err(failed)?;
+                undo.run()?;
                 return Err(failure);
             }
         };
@@ -257,25 +254,24 @@ impl Worker {
             self.unmanaged.judge(&undo.statistics, &undo.unmanaged, run.micro_batches());
         }
         // The run's graphs and inputs end in here, before what follows needs memory.
-        let (kept, outputs) = match oom::catch(|| self.keep_run(run)) {
+        let (mut tried, outputs) = match oom::catch(|| self.keep_run(run)) {
             Ok(kept) => kept,
             Err(caught) => {
-                undo.run().map_err(failed)?;
-                return Err(failed(into_error(caught)));
+                undo.run()?;
+                return Err(into_error(caught).into());
             }
         };
-        let KeptRun { parameters, sums, unit, sizes } = kept;
-        let variables = &self.store.variables_;
         // Before it is told of: where that fails, `undo` finds here what is to be put back.
-        self.tried = Some(Tried::new(parameters, variables, sums, undo, unit, sizes));
+        tried.undo = undo;
+        self.tried = Some(tried);
         oom::catch(|| self.done(outputs, tells)).map_err(|caught| {
             let undone = self.undo().err();
-            failed(undone.unwrap_or_else(|| into_error(caught)))
+            undone.unwrap_or_else(|| into_error(caught)).into()
         })
     }
 
-    /// What remains of a run that has come to its end.
-    fn keep_run(&mut self, run: WorkerRun) -> Result<(KeptRun, Vec<Vec<Tensor>>)> {
+    /// What remains of a run that has come to its end, yet without how it is undone; and its outputs.
+    fn keep_run(&mut self, run: WorkerRun) -> Result<(Tried, Vec<Vec<Tensor>>)> {
         let WorkerRun { accumulator, mut tally, outputs, timeline, moving, norms, job, .. } = run;
         // By micro-batch, in whatever order their backwards ran: a refusal names the number.
         for norm in norms {
@@ -288,7 +284,9 @@ impl Worker {
         (self.spans, self.bus) = timeline.read(moving)?;
         let unit = job.weights.first().map_or(1.0, |weight| weight.unit);
         let sizes = job.weights.iter().map(|weight| weight.samples as usize).collect();
-        Ok((KeptRun { parameters, sums: (sums, tally, groups), unit, sizes }, outputs))
+        let summed = (sums, tally, groups);
+        let variables = &self.store.variables_;
+        Ok((Tried::new(parameters, variables, summed, Undo::default(), unit, sizes), outputs))
     }
 
     fn done(&mut self, outputs: Vec<Vec<Tensor>>, tells: Tells) -> Result<WorkerDone> {
@@ -309,14 +307,6 @@ impl Worker {
     }
 }
 
-/// What a worker keeps of a run.
-struct KeptRun {
-    parameters: Vec<Tensor>,
-    sums: Summed,
-    unit: f64,
-    sizes: Vec<usize>,
-}
-
 impl Mode {
     /// The actions that it runs.
     pub(crate) fn runs(self, kind: ActionKind) -> bool {
@@ -326,8 +316,4 @@ impl Mode {
 
 fn is_forward(kind: ActionKind) -> bool {
     kind == ActionKind::Forward
-}
-
-pub(crate) fn failed(error: Error) -> WorkerFailure {
-    WorkerFailure::Failed { at: Instant::now(), error }
 }

@@ -22,10 +22,10 @@ use crate::memory::{Arena, Memory};
 use crate::optim::{Ema, Optimizer, OptimizerPlan};
 use crate::pipeline::build::{StageLayout, StagePlan};
 use crate::pipeline::home::{HomeMemory, HostedStage, HostedStages};
-use crate::pipeline::run::WorkerRun;
-use crate::pipeline::run::run_again;
-use crate::pipeline::run::{Boundary, HeldInput, Stage, StageOutlet, StageParcel, StagePass};
-use crate::pipeline::run::{HostLead, Leaving, MoveClock, RestingPlace, WaitingRoom};
+use crate::pipeline::run::{
+    Boundary, HeldInput, HostLead, Leaving, MoveClock, RestingPlace, Stage, StageOutlet,
+    StageParcel, StagePass, WaitingRoom, WorkerRun, run_again,
+};
 use crate::random::{Draws, Generator};
 use crate::schedule::{Action, BusUse, Home, Move, Moves, Span, StageHome, StageId};
 use crate::step::{NonFinite, Tally, Tried, Undo, UnmanagedStatistics};
@@ -42,6 +42,14 @@ pub(crate) struct Blueprint {
     pub(crate) device: DeviceSpec,
     /// Of workers that share an accelerator, and so its random numbers.
     pub(crate) turn: Option<Arc<Mutex<()>>>,
+    pub(crate) build: StageBuild,
+    /// Of the parameters' first values.
+    pub(crate) seed: u64,
+}
+
+/// How every worker builds its stages.
+#[derive(Debug, Clone)]
+pub(crate) struct StageBuild {
     pub(crate) kind: tch::Kind,
     /// Where each stage of the pipeline lives, and what homes are charged to.
     pub(crate) homes: Vec<StageHome>,
@@ -50,8 +58,6 @@ pub(crate) struct Blueprint {
     pub(crate) keeps_activations: bool,
     /// How many stages that live on the host the device has room for at one time.
     pub(crate) slots: usize,
-    /// Of the parameters' first values.
-    pub(crate) seed: u64,
     pub(crate) non_finite: NonFinite,
 }
 
@@ -134,7 +140,7 @@ impl Blueprint {
         let first = Draws::new(*seed, 0);
         let mut stages = Vec::new();
         let mut hosted: Vec<Option<HostedStage>> = Vec::new();
-        let memory = HomeMemory { arena: self.host.clone(), device: self.device.device };
+        let memory = HomeMemory { arena: self.build.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
             // Held for a whole stage: another worker of this accelerator would draw in between.
             let _turn = turn.as_ref().map(taken);
@@ -144,12 +150,12 @@ impl Blueprint {
                     generator.seed(first.seed(position))
                 });
             stages.push(Stage::new(id, built?, plan));
-            hosted.push(match self.homes[id.index()].weights {
+            hosted.push(match self.build.homes[id.index()].weights {
                 Home::Host => Some(self.bring_home(plan, store, &hosted, &memory)?),
                 Home::Device => None,
             });
         }
-        Ok((stages, HostedStages::new(hosted, memory, self.slots)?))
+        Ok((stages, HostedStages::new(hosted, memory, self.build.slots)?))
     }
 
     /// Builds the stages in this store, and all that they need to run.
@@ -171,14 +177,14 @@ impl Blueprint {
             model_length: self.layout.layers.len(),
             layout: Arc::clone(&self.layout),
             trains: true,
-            refuses_gradients: self.non_finite == NonFinite::RefuseGradients,
+            refuses_gradients: self.build.non_finite == NonFinite::RefuseGradients,
             unmanaged: Vec::new(),
             resting_place: self.resting_place(homes.as_ref(), waiting.is_some())?,
             leaving: RefCell::default(),
             lead: HostLead::new(device),
             waiting,
             homes,
-            stage_homes: self.homes.clone(),
+            stage_homes: self.build.homes.clone(),
             channels_last: false,
             told_of_whole: HashSet::new(),
         })
@@ -190,12 +196,13 @@ impl Blueprint {
         homes: Option<&HostedStages>,
         may_be_full: bool,
     ) -> Result<Option<RestingPlace>> {
-        if !may_be_full && self.homes.iter().all(|home| home.boundaries == Home::Device) {
+        let StageBuild { homes: stages, host, .. } = &self.build;
+        if !may_be_full && stages.iter().all(|home| home.boundaries == Home::Device) {
             return Ok(None);
         }
         // What goes to the host goes by one way.
-        let shared = homes.map(|homes| homes.resting_place().clone());
-        let own = || RestingPlace::new(self.device.device, self.host.clone());
+        let shared = homes.map(|homes| homes.outward.clone());
+        let own = || RestingPlace::new(self.device.device, host.clone());
         shared.map_or_else(own, Ok).map(Some)
     }
 
@@ -203,7 +210,7 @@ impl Blueprint {
     fn waiting_room(&self, stages: &[Stage], homes: Option<&HostedStages>) -> Option<WaitingRoom> {
         let meet = homes.is_none() && stages.iter().any(|stage| stage.exact_norm().is_some());
         let memory = self.device.memory().filter(|_| meet)?;
-        Some(WaitingRoom::new(memory, self.keeps_activations))
+        Some(WaitingRoom::new(memory, self.build.keeps_activations))
     }
 
     /// Gives the stage's parameters, frozen ones too, their home. Running statistics stay here: they
@@ -230,7 +237,7 @@ impl Blueprint {
             shared.extend(home);
             is_new
         });
-        HostedStage::take_in(own, shared, self.kind, memory)
+        HostedStage::take_in(own, shared, self.build.kind, memory)
     }
 }
 
@@ -397,7 +404,7 @@ impl Site {
         let Some(homes) = &mut self.homes else { return Ok(()) };
         homes.send_all_home()?;
         if went_well {
-            homes.give_all_gradients();
+            homes.give_gradients(|_| true);
         }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => homes.finish(accumulator),
@@ -418,11 +425,11 @@ impl Site {
 impl Worker {
     /// Builds the worker's stages, on its own thread.
     pub(crate) fn build(blueprint: &Blueprint) -> Result<Self> {
-        let Blueprint { layout, number, replica, device, kind, non_finite, .. } = blueprint;
+        let Blueprint { layout, number, replica, device, build, .. } = blueprint;
         let mut store = VarStore::new(device.device);
         let site = blueprint.site(&store)?;
-        if *kind != tch::Kind::Float {
-            store.set_kind(*kind);
+        if build.kind != tch::Kind::Float {
+            store.set_kind(build.kind);
         }
         Ok(Self {
             number: *number,
@@ -432,7 +439,7 @@ impl Worker {
             memory: device.memory(),
             optimizer: None,
             ema: None,
-            non_finite: *non_finite,
+            non_finite: build.non_finite,
             unmanaged: UnmanagedStatistics::default(),
             store,
             open: None,

@@ -1,12 +1,10 @@
 //! Turns, and what goes over their channels: parcels from rank to rank, and sums over all of them.
 
-use tch::Tensor;
-
 use super::Messenger;
 use crate::Result;
 use crate::world::error::WorldError;
 use crate::world::inbox::Inbox;
-use crate::world::message::{Channel, Message};
+use crate::world::message::{Channel, Message, encode};
 use crate::world::outbox::{Outbox, Parcel};
 use crate::world::ring::Ring;
 use crate::world::waits::Wait;
@@ -37,19 +35,15 @@ impl Messenger {
         self.stopped.remove(&turn);
         // A failed turn may have left sums half-way; the next one must not find them.
         self.rings.retain(|channel, _| channel.turn != turn);
-        let over: Vec<_> = self.inboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
-        for key in over {
-            let inbox = self.inboxes.remove(&key).unwrap_or_default();
-            match inbox.discard(&mut *self.wire, key.0) {
+        let over = self.inboxes.extract_if(.., |(_, channel), _| channel.turn == turn);
+        for ((from, _), inbox) in over {
+            match inbox.discard(&mut *self.wire, from) {
                 Ok(tickets) => self.forgotten.extend(tickets),
                 Err(error) => drop(self.broken.get_or_insert(error)),
             }
         }
-        let over: Vec<_> = self.outboxes.keys().filter(|(_, c)| c.turn == turn).copied().collect();
-        for key in over {
-            let outbox = self.outboxes.remove(&key).unwrap_or_default();
-            self.forgotten.extend(outbox.into_tickets());
-        }
+        let over = self.outboxes.extract_if(.., |(_, channel), _| channel.turn == turn);
+        self.forgotten.extend(over.flat_map(|(_, outbox)| outbox.into_tickets()));
     }
 
     /// Tells all ranks that a turn has failed here.
@@ -105,7 +99,7 @@ impl Messenger {
         // overtaken by those of other channels.
         let first = self.sent[to];
         self.sent[to] += tensors.len() as u64;
-        let announced = Message::Tensors { channel, first, outline }.encode()?;
+        let announced = encode(&Message::Tensors { channel, first, outline })?;
         let announced = self.wire.tell(to, announced)?;
         self.forgotten.push(announced);
         let mut tickets = Vec::new();
@@ -184,9 +178,9 @@ impl Messenger {
         }
     }
 
-    pub(in crate::world) fn take_ring(&mut self, channel: Channel) -> Option<Tensor> {
+    pub(in crate::world) fn take_ring(&mut self, channel: Channel) -> Option<Ring> {
         self.rings.get(&channel).filter(|ring| ring.is_done())?;
-        self.rings.remove(&channel).map(Ring::into_sum)
+        self.rings.remove(&channel)
     }
 }
 
