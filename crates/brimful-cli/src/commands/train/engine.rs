@@ -1,7 +1,7 @@
 //! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use brimful::micro::Layout;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
@@ -15,7 +15,7 @@ use super::advice::FixedBytes;
 use super::offload::MeasuredInputs;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 use crate::home_plan::StageHomes;
 use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
@@ -81,12 +81,10 @@ pub(super) fn build(
     mut inputs: impl FnMut() -> Result<MeasuredInputs>,
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
-    ensure!(
+    ensure_use!(
         over == MeanOver::Samples || !stages.follow_backward,
-        wrong_use(
-            "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
+        "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
              out"
-        )
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
