@@ -3,13 +3,14 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::Bytes;
-use brimful::memory::Memory;
-use brimful_cli::setting::NumberType;
+use brimful::memory::{Arena, Memory};
+use brimful::{Bytes, Loss, Pipeline, Step};
+use brimful_cli::setting::{NumberType, loss};
 use brimful_torch::device as torch_device;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::times::StepTimes;
+use crate::turns::TurnProgress;
 use crate::work::Samples;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
@@ -60,6 +61,44 @@ impl TurnFigures {
             self.warm_up.push(seconds);
         }
     }
+}
+
+/// What all contestants show, who come with their names, in turns of a step each.
+pub(crate) fn take_turns<C: Copy>(
+    title: &str,
+    contestants: impl IntoIterator<Item = (C, &'static str)>,
+    repeats: usize,
+    progress: &TurnProgress,
+    mut step: impl FnMut(C) -> Result<MeasuredTurn>,
+) -> Result<Vec<(C, TurnFigures)>> {
+    let contestants = contestants.into_iter();
+    let mut all: Vec<_> =
+        contestants.map(|(who, name)| (who, name, TurnFigures::default())).collect();
+    for turn in 0..turns(repeats) {
+        for (who, name, shown) in &mut all {
+            progress.turn(title, name, turn, WARM_UP, repeats);
+            shown.add(step(*who)?, turn >= WARM_UP);
+        }
+        progress.advance(1);
+    }
+    Ok(all.into_iter().map(|(who, _, shown)| (who, shown)).collect())
+}
+
+/// What a step allocates on a CPU. Not in the timed turns: counting costs.
+pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<Bytes> {
+    let arena = Arena::new("bench");
+    let inside = arena.enter();
+    step()?;
+    drop(inside);
+    Ok(Bytes(arena.peak()))
+}
+
+/// One step of a pipeline, whose gradients start as none, and its seconds.
+pub(crate) fn pipeline_step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+    Ok((step, start.elapsed().as_secs_f64()))
 }
 
 /// One step of a model, with the memory that is its own.
