@@ -127,7 +127,7 @@ fn look(
         test = Some(tested);
     } else if trainer.is_test_due() {
         let tested = trainer.test()?;
-        display.tested(&tested, trainer)?;
+        display.tell(&tested, trainer)?;
         test = Some(tested);
     }
     if let Some(test) = test {
