@@ -130,6 +130,16 @@ pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Resu
     Ok((given, start.elapsed().as_secs_f64()))
 }
 
+/// Lets cuDNN try its kernels and take the fastest, as the peers' scripts do: every micro-batch has one shape, so it
+/// pays. Gives whether there is a card to do so.
+pub(crate) fn try_kernels(device: Device) -> bool {
+    let cuda = device != Device::Cpu;
+    if cuda {
+        tch::Cuda::cudnn_set_benchmark(true);
+    }
+    cuda
+}
+
 /// Contestants that compute different things are not worth comparing.
 pub(crate) fn compute_the_same(losses: &[f64], dtype: NumberType) -> Result<()> {
     let tolerance = if dtype == NumberType::Bf16 { 0.02 } else { 1e-3 };

@@ -7,7 +7,6 @@ use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
-use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
@@ -110,11 +109,6 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
 /// The order of images and convolutions in memory on such a device.
 pub(super) fn layout(device: Device) -> Layout {
     if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
-}
-
-/// A store's variables with their names.
-pub(super) fn named(store: &VarStore) -> Named {
-    store.variables().into_iter().collect()
 }
 
 /// A micro-batch with these targets was run.

@@ -91,9 +91,7 @@ impl StageHomes {
             planned => planned,
         }
     }
-}
 
-impl StageHomes {
     /// How a model on so many devices is cut for it.
     pub(super) fn cut(
         self,
