@@ -12,16 +12,9 @@ use std::time::Duration;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, names};
+use program::{folder, names, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
-
-/// A run on a CPU, in a folder.
-fn train(folder: &Path, line: &str) -> assert_cmd::assert::Assert {
-    let mut command = brimful();
-    command.current_dir(folder).args(["train", "--device", "cpu"]);
-    command.args(line.split_whitespace()).assert()
-}
 
 fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
     program::json_lines(&train(folder, &format!("{line} --json")).success())

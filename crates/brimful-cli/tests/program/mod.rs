@@ -22,6 +22,13 @@ pub fn run(line: &str) -> Assert {
     brimful().args(line.split_whitespace()).assert()
 }
 
+/// What becomes of a training on a CPU, in a folder.
+pub fn train_in(folder: &Path, line: &str) -> Assert {
+    let mut command = brimful();
+    command.current_dir(folder).args(["train", "--device", "cpu"]);
+    command.args(line.split_whitespace()).assert()
+}
+
 /// The lines of JSON that it prints.
 pub fn lines(line: &str) -> Vec<Value> {
     json_lines(&run(line).success())
