@@ -20,23 +20,8 @@ use crate::journal::{Journal, Output};
 use crate::results::Comparison;
 use crate::turns::TurnProgress;
 
-/// Who trains.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Training {
-    Full,
-    /// The same from the first parameters of the exact pairs: those belong to the list of layers, which
-    /// exact BatchNorms cut finer.
-    FullExact,
-    /// Micro-batches of an automatic size, in memory that does not hold the mini-batch.
-    Auto,
-    /// Micro-batches as those of the stages, on one device.
-    Pieces,
-    Stages,
-    /// Micro-batches of two samples, normalised by the whole mini-batch's statistics.
-    PairsExact,
-    /// The same, each normalised by its own.
-    PairsDeferred,
-}
+/// Who trains: a name, and what `brimful train` is told.
+type Training = (&'static str, &'static str);
 
 /// What is compared with the full batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -49,11 +34,23 @@ enum Question {
 
 impl Question {
     /// The full batch comes first.
-    fn trainings(self) -> Vec<Training> {
-        use Training::{Auto, Full, FullExact, PairsDeferred, PairsExact, Pieces, Stages};
+    fn trainings(self) -> &'static [Training] {
         match self {
-            Self::Cuts => vec![Full, Auto, Pieces, Stages],
-            Self::Norms => vec![FullExact, PairsExact, PairsDeferred],
+            Self::Cuts => &[
+                ("full batch", "--micro-batches 1"),
+                // In memory that does not hold the mini-batch.
+                ("micro-batches, auto", "--micro-batch auto --memory-limit LIMIT"),
+                // As those of the stages, on one device.
+                ("16 micro-batches", "--micro-batches 16"),
+                ("4 stages", "--micro-batches 16 --stages 4"),
+            ],
+            Self::Norms => &[
+                // From the first parameters of the exact pairs: those belong to the list of layers, which
+                // exact BatchNorms cut finer.
+                ("full batch", "--micro-batches 1 --batch-norm exact"),
+                ("pairs, exact", "--micro-batch 2 --batch-norm exact"),
+                ("pairs, deferred", "--micro-batch 2 --batch-norm deferred"),
+            ],
         }
     }
 }
@@ -110,45 +107,18 @@ pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
     let progress = TurnProgress::new(options.seeds.len() * trainings.len() * options.epochs);
     let mut accuracies: Vec<Vec<f64>> = trainings.iter().map(|_| Vec::new()).collect();
     for &seed in &options.seeds {
-        for (contestant, reached) in trainings.iter().zip(&mut accuracies) {
-            let epoch = options.train(seed, *contestant, &progress)?;
+        for (training, reached) in trainings.iter().zip(&mut accuracies) {
+            let epoch = options.train(seed, *training, &progress)?;
             reached.push(epoch.test_accuracy);
-            TrainingRow::new(options, *contestant, seed, &epoch).enter(&mut journal)?;
+            TrainingRow::new(options, training.0, seed, &epoch).enter(&mut journal)?;
         }
     }
-    for (contestant, reached) in trainings.iter().zip(&accuracies) {
+    for (&(contestant, _), reached) in trainings.iter().zip(&accuracies) {
         if let Some(comparison) = Comparison::new(reached, &accuracies[0]) {
-            let contestant = contestant.name();
             SummaryRow { contestant, model: options.model, comparison }.enter(&mut journal)?;
         }
     }
     journal.end()
-}
-
-impl Training {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Full | Self::FullExact => "full batch",
-            Self::Auto => "micro-batches, auto",
-            Self::Pieces => "16 micro-batches",
-            Self::Stages => "4 stages",
-            Self::PairsExact => "pairs, exact",
-            Self::PairsDeferred => "pairs, deferred",
-        }
-    }
-
-    /// What `brimful train` is told.
-    fn arguments(self, limit: Bytes) -> String {
-        match self {
-            Self::Full => "--micro-batches 1".to_owned(),
-            Self::FullExact => "--micro-batches 1 --batch-norm exact".to_owned(),
-            Self::Auto => format!("--micro-batch auto --memory-limit {}", limit.0),
-            Self::Pieces => "--micro-batches 16".to_owned(),
-            Self::Stages => "--micro-batches 16 --stages 4".to_owned(),
-            Self::PairsExact => "--micro-batch 2 --batch-norm exact".to_owned(),
-            Self::PairsDeferred => "--micro-batch 2 --batch-norm deferred".to_owned(),
-        }
-    }
 }
 
 impl ConvergenceOptions {
@@ -162,10 +132,10 @@ impl ConvergenceOptions {
     }
 
     /// The last epoch of a training.
-    fn train(&self, seed: u64, contestant: Training, progress: &TurnProgress) -> Result<Epoch> {
-        let title = format!("{}, seed {seed}", contestant.name());
+    fn train(&self, seed: u64, (name, told): Training, progress: &TurnProgress) -> Result<Epoch> {
+        let title = format!("{name}, seed {seed}");
         progress.row(&title);
-        let arguments = contestant.arguments(self.memory_limit);
+        let arguments = told.replace("LIMIT", &self.memory_limit.0.to_string());
         let mut trainer = Trainer::new(&self.training(seed, &arguments)?)?;
         let mut last = None;
         for number in 0..self.epochs {
@@ -217,13 +187,13 @@ struct TrainingRow<'a> {
 impl<'a> TrainingRow<'a> {
     fn new(
         options: &'a ConvergenceOptions,
-        contestant: Training,
+        contestant: &'static str,
         seed: u64,
         epoch: &Epoch,
     ) -> Self {
         let path = options.data.trim_end_matches('/');
         Self {
-            contestant: contestant.name(),
+            contestant,
             model: options.model,
             data: path.rsplit('/').next().unwrap_or(path),
             batch: options.batch_size,

@@ -8,9 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use brimful::{Bytes, MicroBatcher, Size, World};
-use brimful_cli::setting::{
-    self, LossModel, MODELS, ModelName, NormStatistics, NumberType, clear_gradients, words,
-};
+use brimful_cli::setting::{self, LossModel, MODELS, ModelName, clear_gradients, words};
 use brimful_torch::threads;
 use clap::Args;
 use serde::Serialize;
@@ -181,15 +179,14 @@ fn part_of((x, y): &Samples, world: &World) -> Samples {
 impl RanksOptions {
     fn work(&self) -> Workload {
         Workload {
-            model: self.model,
-            dtype: NumberType::F32,
             batch: self.batch_size as usize,
             micro_batch: self.micro_batch as usize,
             image: i64::from(self.image),
             gpt: self.gpt,
             vocabulary: VOCABULARY,
             tied: false,
-            norms: NormStatistics::Deferred,
+            // In f32, whatever the device.
+            ..Workload::default_of(self.model, Device::Cpu)
         }
     }
 }

@@ -3,13 +3,14 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use brimful::Bytes;
-use brimful::memory::Memory;
-use brimful_cli::setting::NumberType;
+use brimful::memory::{Arena, Memory};
+use brimful::{Bytes, Loss, Pipeline, Step};
+use brimful_cli::setting::{NumberType, loss};
 use brimful_torch::device as torch_device;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::times::StepTimes;
+use crate::turns::TurnProgress;
 use crate::work::Samples;
 
 /// Steps of each contestant before the first one that counts: kernels are chosen in them, and the
@@ -62,6 +63,44 @@ impl TurnFigures {
     }
 }
 
+/// What all contestants show, who come with their names, in turns of a step each.
+pub(crate) fn take_turns<C: Copy>(
+    title: &str,
+    contestants: impl IntoIterator<Item = (C, &'static str)>,
+    repeats: usize,
+    progress: &TurnProgress,
+    mut step: impl FnMut(C) -> Result<MeasuredTurn>,
+) -> Result<Vec<(C, TurnFigures)>> {
+    let contestants = contestants.into_iter();
+    let mut all: Vec<_> =
+        contestants.map(|(who, name)| (who, name, TurnFigures::default())).collect();
+    for turn in 0..turns(repeats) {
+        for (who, name, shown) in &mut all {
+            progress.turn(title, name, turn, WARM_UP, repeats);
+            shown.add(step(*who)?, turn >= WARM_UP);
+        }
+        progress.advance(1);
+    }
+    Ok(all.into_iter().map(|(who, _, shown)| (who, shown)).collect())
+}
+
+/// What a step allocates on a CPU. Not in the timed turns: counting costs.
+pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<Bytes> {
+    let arena = Arena::new("bench");
+    let inside = arena.enter();
+    step()?;
+    drop(inside);
+    Ok(Bytes(arena.peak()))
+}
+
+/// One step of a pipeline, whose gradients start as none, and its seconds.
+pub(crate) fn pipeline_step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
+    pipeline.zero_grad()?;
+    let start = Instant::now();
+    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
+    Ok((step, start.elapsed().as_secs_f64()))
+}
+
 /// One step of a model, with the memory that is its own.
 pub(crate) fn turn<M: Timed>(
     model: &mut M,
@@ -89,6 +128,16 @@ pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Resu
     let given = work()?;
     torch_device::synchronize(device)?;
     Ok((given, start.elapsed().as_secs_f64()))
+}
+
+/// Lets cuDNN try its kernels and take the fastest, as the peers' scripts do: every micro-batch has one shape, so it
+/// pays. Gives whether there is a card to do so.
+pub(crate) fn try_kernels(device: Device) -> bool {
+    let cuda = device != Device::Cpu;
+    if cuda {
+        tch::Cuda::cudnn_set_benchmark(true);
+    }
+    cuda
 }
 
 /// Contestants that compute different things are not worth comparing.

@@ -3,24 +3,23 @@
 //! Both take turns, step by step, with the same balance and one thread a stage. A step is forward and
 //! backward over the mini-batch and the reading of its loss; the optimizer is left out.
 
-use std::time::Instant;
-
 use anyhow::{Result, ensure};
 use brimful::pipeline::BalanceBy;
 use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, DeviceSpec, Loss, Pipeline, World, device};
+use brimful::{Bytes, DeviceSpec, Pipeline, World, device};
 use brimful_cli::commands::train::RankOptions;
-use brimful_cli::setting::{self, ModelName, NormStatistics, NumberType, loss, words};
+use brimful_cli::setting::{self, ModelName, words};
 use brimful_torch::threads;
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;
-use tch::{Device, Tensor};
+use tch::Device;
 
 use crate::columns::{Columns, Speed};
 use crate::journal::{Journal, Output};
+use crate::timed::pipeline_step;
 use crate::times::StepTimes;
-use crate::work::{GptShape, Samples, Workload};
+use crate::work::{GptShape, Workload};
 
 /// Steps of each before the first one that counts.
 const WARM_UP: usize = 1;
@@ -117,15 +116,13 @@ struct WorldTimes {
 impl WorldOptions {
     fn work(&self) -> Workload {
         Workload {
-            model: ModelName::Gpt,
-            dtype: NumberType::F32,
             batch: self.micro_batches as usize,
             micro_batch: 1,
-            image: 0,
             gpt: self.gpt,
             vocabulary: 256,
             tied: false,
-            norms: NormStatistics::Deferred,
+            // In f32, whatever the device.
+            ..Workload::default_of(ModelName::Gpt, Device::Cpu)
         }
     }
 
@@ -143,15 +140,15 @@ impl WorldOptions {
         for turn in 0..WARM_UP + self.repeats as usize {
             let counts = turn >= WARM_UP;
             if let Some(pipeline) = &mut in_one {
-                near.push_if(counts, step(pipeline, &batch)?.0);
+                near.push_if(counts, pipeline_step(pipeline, &batch)?.1);
             }
             // The others have waited for rank 0.
             world.share("turn", &turn)?;
             let before = world.traffic()?.sent.0;
-            let (seconds, loss) = step(&mut over_ranks, &batch)?;
+            let (step, seconds) = pipeline_step(&mut over_ranks, &batch)?;
             sent = world.share("sent", &(world.traffic()?.sent.0 - before))?.into_iter().sum();
             far.push_if(counts, seconds);
-            ensure!(loss.is_finite(), "the loss is {loss}");
+            ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
         }
         Ok(WorldTimes { near, far, sent })
     }
@@ -177,12 +174,4 @@ fn pipeline(
         .micro_batches(options.micro_batches as usize)
         .world(world)
         .build()?)
-}
-
-/// One step: its seconds and its loss.
-fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(f64, f64)> {
-    pipeline.zero_grad()?;
-    let start = Instant::now();
-    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
-    Ok((start.elapsed().as_secs_f64(), step.loss))
 }

@@ -2,22 +2,17 @@
 
 mod program;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
 use serde_json::Value;
 
-fn bench_auto(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(["auto", "--device", "cpu", "--model", "mlp"]).args(arguments);
-    command
-}
+const AUTO: &str = "auto --device cpu --model mlp";
 
 /// Two limits, of which the first holds not even the model.
-const LIMITS: [&str; 4] = ["--memory-limit", "4MB,40MB", "--batch-size", "256"];
+const LIMITS: &str = "--memory-limit 4MB,40MB --batch-size 256";
 
 #[test]
 fn a_limit_that_is_too_small_is_a_row_and_the_next_one_is_measured() {
-    let (rows, _) = program::rows(bench_auto(&LIMITS));
+    let (rows, _) = program::rows(&format!("{AUTO} {LIMITS}"));
     let [small, large] = rows.as_slice() else { panic!("two rows, not {rows:?}") };
     assert_eq!(small["error"], "one sample does not fit");
     assert_eq!(
@@ -42,21 +37,18 @@ fn people_read_a_table() {
     let words = predicate::str::contains("mlp 28×28, f32, mini-batch 256")
         .and(predicate::str::contains("3.81 MiB | out of memory in arena"))
         .and(predicate::str::contains("38.1 MiB |"));
-    bench_auto(&LIMITS).arg("--steps-only").assert().success().stdout(words);
+    program::run(&format!("{AUTO} {LIMITS} --steps-only")).success().stdout(words);
 }
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |arguments: &[&str], code: i32, words: &str| {
+    for (flags, code, words) in [
+        ("", 2, "give --memory-limit at least one number of bytes, or say --table"),
+        ("--memory-limit 4MB --batch-size 256", 3, "raise --memory-limit"),
+        ("--replay --memory-limit 40MB", 2, "--steps-only"),
+        ("--table", 2, "cannot be used with"),
+    ] {
         let said = predicate::str::contains(words);
-        bench_auto(arguments).assert().code(code).stderr(said);
-    };
-    refused(&[], 2, "give --memory-limit at least one number of bytes, or say --table");
-    refused(
-        &LIMITS.map(|word| if word.contains("MB") { "4MB" } else { word }),
-        3,
-        "raise --memory-limit",
-    );
-    refused(&["--replay", "--memory-limit", "40MB"], 2, "--steps-only");
-    refused(&["--table"], 2, "cannot be used with");
+        program::run(&format!("{AUTO} {flags}")).code(code).stderr(said);
+    }
 }

@@ -5,12 +5,12 @@ mod program;
 use std::fs;
 
 use predicates::prelude::*;
-use program::{bench, folder};
+use program::{folder, rows, run};
 use serde_json::Value;
 
 /// What a command ends with, and what it says then.
 fn ends(arguments: &str, code: i32, says: &str) {
-    let run = bench().args(arguments.split_whitespace()).assert().code(code);
+    let run = run(arguments).code(code);
     let stream = predicate::str::contains(says);
     if code == 0 {
         run.stdout(stream)
@@ -33,20 +33,9 @@ fn every_exit_code_of_the_program_is_its_own() {
 
 #[test]
 fn every_command_has_help_with_examples() {
-    for command in [
-        "arena",
-        "auto",
-        "compare",
-        "convergence",
-        "halves",
-        "kernels",
-        "memory",
-        "micro",
-        "norms",
-        "pipeline",
-        "plot",
-        "ragged",
-    ] {
+    let commands =
+        "arena auto compare convergence halves kernels memory micro norms pipeline plot ragged";
+    for command in commands.split(' ') {
         ends(&format!("{command} --help"), 0, "Examples:\n  ");
     }
 }
@@ -56,9 +45,7 @@ fn flags_come_from_a_file_too() {
     let path = folder("config").join("run.toml");
     let text = "[arena]\nbatch-size = 1\nimage = 32\nrepeats = 1\n\n[micro]\nrepeats = 3\n";
     fs::write(&path, text).expect("written");
-    let mut command = bench();
-    command.args(["arena", "--config"]).arg(&path);
-    let (rows, _) = program::rows(command);
+    let (rows, _) = rows(&format!("arena --config {}", path.display()));
     assert_eq!((&rows[0]["batch"], &rows[0]["repeats"]), (&Value::from(1), &Value::from(1)));
     fs::write(&path, "[micros]\nrepeats = 3\n").expect("written");
     ends(&format!("arena --config {}", path.display()), 2, "did you mean 'micro'?");
@@ -66,11 +53,8 @@ fn flags_come_from_a_file_too() {
 
 #[test]
 fn the_arena_bench_prints_its_row() {
-    let arguments = ["arena", "--batch-size", "2", "--image", "32", "--repeats", "1", "--json"];
-    let output = bench().args(arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    let row: Value =
-        text.lines().next().and_then(|line| serde_json::from_str(line).ok()).expect("a row");
+    let (rows, _) = rows("arena --batch-size 2 --image 32 --repeats 1");
+    let row = &rows[0];
     assert_eq!(row["model"], "resnet50");
     assert!(row["ratio"].as_f64() > Some(0.0) && row["peak_bytes"].as_u64() > Some(1 << 20));
 }

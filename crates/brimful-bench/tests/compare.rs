@@ -7,16 +7,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
-use program::folder;
+use program::{folder, refused, run};
 use serde_json::{Value, json};
-
-fn bench(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(arguments);
-    command
-}
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")
@@ -49,27 +42,24 @@ fn a_peer_that_failed_is_shown_with_its_error_beside_ours() {
     let broken = micro("MBP", json!({"error": "ModuleNotFoundError: mbp"}));
     fs::write(&peers, format!("{slow}\n{broken}\n")).expect("written");
 
-    let files = [text(&ours), text(&peers)];
+    let files = format!("{} {}", text(&ours), text(&peers));
     let line = predicate::str::is_match("brimful +30.0 +1.500 +1.500 ").expect("a pattern");
     let error = predicate::str::is_match("MBP +ModuleNotFoundError: mbp").expect("a pattern");
-    bench(&["compare"]).args(files).assert().success().stdout(
+    run(&format!("compare {files}")).success().stdout(
         predicate::str::contains("ResNet-50 32×32, f32, 16 / 4")
             .and(line)
             .and(error)
             .and(predicate::str::contains("peers.jsonl: stopped before its last row")),
     );
-    bench(&["compare", "--markdown"])
-        .args(files)
-        .assert()
-        .success()
-        .stdout(predicate::str::contains("| brimful | 30.0 | 1.500 | 1.500 |"));
-    let output = bench(&["compare", "--json"]).args(files).assert().success().get_output().clone();
+    let compared = run(&format!("compare --markdown {files}")).success();
+    compared.stdout(predicate::str::contains("| brimful | 30.0 | 1.500 | 1.500 |"));
+    let output = run(&format!("compare --json {files}")).success().get_output().clone();
     let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
     assert_eq!(report["rows"][0]["over_best_peer"], 1.5);
     assert_eq!(report["rows"][2]["error"], "ModuleNotFoundError: mbp");
 
     let picture = folder.join("plot.svg");
-    bench(&["plot", "-o", text(&picture)]).args(files).assert().success();
+    run(&format!("plot -o {} {files}", text(&picture))).success();
     let picture = fs::read_to_string(picture).expect("a picture");
     assert!(picture.starts_with("<svg") && picture.contains("ModuleNotFoundError: mbp"));
 }
@@ -87,16 +77,15 @@ fn ranks_are_compared_with_one_process_and_with_the_peer() {
         [("brimful", 8.0), ("brimful over ranks", 6.0), ("torch.distributed.pipelining", 4.0)];
     let lines = all.map(|(contestant, speed)| row(contestant, speed).to_string());
     fs::write(&rows, lines.join("\n")).expect("written");
-    let compared = bench(&["compare", "--markdown", text(&rows)]).assert().success();
+    let compared = run(&format!("compare --markdown {}", text(&rows))).success();
     compared.stdout(predicate::str::contains("| brimful over ranks | 2 | 6.00 | 0.750 | 1.500 |"));
 }
 
 #[test]
 fn a_saved_table_has_rows_tables_and_a_picture() {
     let folder = folder("saved");
-    let arguments =
-        ["micro", "--device", "cpu", "--model", "mlp", "--batch-size", "8", "--micro-batch"];
-    bench(&arguments).args(["4", "--repeats", "1", "--into", text(&folder)]).assert().success();
+    let micro = "micro --device cpu --model mlp --batch-size 8 --micro-batch 4 --repeats 1";
+    run(&format!("{micro} --into {}", text(&folder))).success();
     let rows = fs::read_to_string(folder.join("ours.jsonl")).expect("rows");
     let last: Value =
         rows.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a line");
@@ -141,16 +130,14 @@ fn an_interrupted_run_keeps_its_rows_and_says_so() {
 #[test]
 fn what_cannot_be_joined_is_refused_in_one_line() {
     let folder = folder("refused");
-    let refused = |content: &str, words: &str| {
+    for (content, words) in [
+        ("", "there is no row"),
+        ("{\"bench\": \"sleep\"}\n", "no benchmark that is known"),
+        ("samples 3\n", "rows.jsonl:1: this is no line of JSON"),
+    ] {
         let path = folder.join("rows.jsonl");
         fs::write(&path, content).expect("written");
-        bench(&["compare", text(&path)]).assert().failure().stderr(predicate::str::contains(words));
-    };
-    refused("", "there is no row");
-    refused("{\"bench\": \"sleep\"}\n", "no benchmark that is known");
-    refused("samples 3\n", "rows.jsonl:1: this is no line of JSON");
-    bench(&["compare", "nowhere.jsonl"])
-        .assert()
-        .failure()
-        .stderr(predicate::str::contains("cannot read nowhere.jsonl"));
+        refused(&format!("compare {}", text(&path)), words);
+    }
+    refused("compare nowhere.jsonl", "cannot read nowhere.jsonl");
 }

@@ -2,27 +2,19 @@
 
 mod program;
 
-use assert_cmd::Command;
-use predicates::prelude::*;
+use program::{contestants, refused, rows};
 
-fn bench_convergence(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(["convergence", "--data", "digits", "--model", "mlp"]);
-    command.args(["--device", "cpu"]).args(arguments);
-    command
-}
+const CONVERGENCE: &str = "convergence --data digits --model mlp --device cpu";
 
 #[test]
 fn every_training_has_a_row_and_the_contestants_are_compared() {
-    let arguments =
-        ["--batch-size", "256", "--epochs", "2", "--seeds", "0,1", "--memory-limit", "8MiB"];
-    let (rows, _) = program::rows(bench_convergence(&arguments));
+    let flags = "--batch-size 256 --epochs 2 --seeds 0,1 --memory-limit 8MiB";
+    let (rows, _) = rows(&format!("{CONVERGENCE} {flags}"));
 
     let (runs, comparisons) = rows.split_at(2 * 4);
     assert!(runs.iter().all(|row| row["test_accuracy"].as_f64() > Some(0.5)), "{runs:?}");
-    let names: Vec<_> = comparisons.iter().map(|row| row["contestant"].as_str()).collect();
     let expected = ["full batch", "micro-batches, auto", "16 micro-batches", "4 stages"];
-    assert_eq!(names, expected.map(Some));
+    assert_eq!(contestants(comparisons), expected);
     let automatic = runs.iter().filter(|row| row["contestant"] == "micro-batches, auto");
     assert!(automatic.clone().all(|row| row["micro_batch"].as_u64() < Some(256)), "{runs:?}");
     // Without BatchNorm and dropout the cut does not show, but for rounding.
@@ -32,13 +24,11 @@ fn every_training_has_a_row_and_the_contestants_are_compared() {
 
 #[test]
 fn what_cannot_be_compared_is_refused() {
-    let refused = |arguments: &[&str], words: &str| {
-        bench_convergence(arguments).assert().failure().stderr(predicate::str::contains(words));
-    };
-    refused(&["--epochs", "0"], "give a whole number from 1 on");
-    refused(
-        &["--memory-limit", "64KiB", "--epochs", "1"],
-        "the model was not built: out of memory",
-    );
-    refused(&["--question", "norms"], "--batch-norm is for resnet18");
+    for (flags, words) in [
+        ("--epochs 0", "give a whole number from 1 on"),
+        ("--memory-limit 64KiB --epochs 1", "the model was not built: out of memory"),
+        ("--question norms", "--batch-norm is for resnet18"),
+    ] {
+        refused(&format!("{CONVERGENCE} {flags}"), words);
+    }
 }

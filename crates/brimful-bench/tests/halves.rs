@@ -5,21 +5,16 @@ mod program;
 use std::fs;
 
 use predicates::prelude::*;
+use program::{refused, rows, run};
 use serde_json::{Value, json};
 
 /// The smallest stages, in short turns.
-fn bench_halves(arguments: &[&str]) -> assert_cmd::Command {
-    let mut command = program::bench();
-    command.args(["halves", "--device", "cpu", "--gpt", "1x64x8", "--micro-batch", "2"]);
-    command.args(["--image", "64"]).args(arguments);
-    command
-}
+const HALVES: &str = "halves --device cpu --gpt 1x64x8 --micro-batch 2 --image 64";
 
 #[test]
 fn each_model_has_a_row_whose_halves_give_the_gradients_of_the_whole() {
     let models = "mlp,gpt,resnet18,unet:2x4,amoebanet:3x16";
-    let arguments = ["--model", models, "--dtype", "f64", "--repeats", "2"];
-    let (rows, environment) = program::rows(bench_halves(&arguments));
+    let (rows, environment) = rows(&format!("{HALVES} --model {models} --dtype f64 --repeats 2"));
     let found: Vec<_> = rows.iter().filter_map(|row| row["model"].as_str()).collect();
     assert_eq!(found, models.split(',').collect::<Vec<_>>());
     assert_eq!(environment["threads"], 1);
@@ -37,8 +32,8 @@ fn each_model_has_a_row_whose_halves_give_the_gradients_of_the_whole() {
 #[test]
 fn people_read_a_table_and_a_folder_keeps_it() {
     let folder = program::folder("halves");
-    let into = folder.to_str().expect("a path");
-    bench_halves(&["--model", "gpt", "--repeats", "1", "--into", into]).assert().success().stdout(
+    let into = folder.display();
+    run(&format!("{HALVES} --model gpt --repeats 1 --into {into}")).success().stdout(
         predicate::str::contains("GPT 1×64×8, f32 on cpu, micro-batch 2")
             .and(predicate::str::contains("halves : whole"))
             .and(predicate::str::contains("peer").not()),
@@ -50,11 +45,8 @@ fn people_read_a_table_and_a_folder_keeps_it() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |arguments: &[&str], words: &str| {
-        bench_halves(arguments).assert().failure().stderr(predicate::str::contains(words));
-    };
-    refused(&["--dtype", "tf32"], "use --dtype f32 on the CPU");
-    refused(&["--repeats", "0"], "give a whole number from 1 on");
+    refused(&format!("{HALVES} --dtype tf32"), "use --dtype f32 on the CPU");
+    refused(&format!("{HALVES} --repeats 0"), "give a whole number from 1 on");
 }
 
 #[test]
@@ -69,9 +61,8 @@ fn the_halves_of_a_peer_stand_beside_ours() {
     };
     let lines = [row("brimful", 0.01), row("torch.distributed.pipelining", 0.03)];
     fs::write(&rows, lines.map(|row| format!("{row}\n")).concat()).expect("written");
-    let mut compare = program::bench();
-    let output =
-        compare.args(["compare", "--json"]).arg(&rows).assert().success().get_output().clone();
+    let compared = run(&format!("compare --json {}", rows.display())).success();
+    let output = compared.get_output();
     let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
     let [ours, peer] = [&report["rows"][0], &report["rows"][1]];
     assert_eq!((&ours["whole_ms"], &ours["over_peer"]), (&10.0.into(), &3.0.into()));

@@ -2,17 +2,12 @@
 
 mod program;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
+use program::run;
 use serde_json::Value;
 
 /// The smallest head, on a CPU.
-fn kernels(arguments: &str) -> Command {
-    let mut command = program::bench();
-    command.args("kernels --device cpu --places 24 --words 50 --width 8 --repeats 2".split(' '));
-    command.args(arguments.split_whitespace());
-    command
-}
+const KERNELS: &str = "kernels --device cpu --places 24 --words 50 --width 8 --repeats 2";
 
 /// The figures of the head, by who computed them.
 fn losses(rows: &[Value]) -> Vec<(&str, &Value)> {
@@ -22,7 +17,7 @@ fn losses(rows: &[Value]) -> Vec<(&str, &Value)> {
 
 #[test]
 fn halves_are_computed_by_all_three_and_a_first_use_is_told() {
-    let (rows, environment) = program::rows(kernels(""));
+    let (rows, environment) = program::rows(KERNELS);
     let losses = losses(&rows);
     let names: Vec<_> = losses.iter().map(|(name, _)| *name).collect();
     assert_eq!(names, ["brimful", "libtorch, logits in f32", "libtorch"]);
@@ -49,7 +44,7 @@ fn halves_are_computed_by_all_three_and_a_first_use_is_told() {
 
 #[test]
 fn the_loss_in_chunks_has_the_gradients_of_whole_logits() {
-    let (rows, _) = program::rows(kernels("--dtype f64"));
+    let (rows, _) = program::rows(&format!("{KERNELS} --dtype f64"));
     let losses = losses(&rows);
     assert_eq!(losses.len(), 2, "nobody turns f64 into f32");
     let [ours, plain] = [0, 1].map(|place| losses[place].1["loss"].as_f64().expect("a loss"));
@@ -60,29 +55,24 @@ fn the_loss_in_chunks_has_the_gradients_of_whole_logits() {
 #[test]
 fn people_read_two_tables_and_a_folder_keeps_them() {
     let folder = program::folder("kernels");
-    let into = format!("--into {}", folder.display());
     let titles = || {
         let images = predicate::str::contains("ResNet-50 64×64, bf16 on cpu, 2 images");
         let head = "A head's loss, bf16 on cpu: 24 places, 50 words, width 8";
         images.and(predicate::str::contains(head))
     };
-    kernels(&into).assert().success().stdout(titles());
+    run(&format!("{KERNELS} --into {}", folder.display())).success().stdout(titles());
     for name in ["table.md", "plot.svg"] {
         assert!(folder.join(name).exists(), "{name}");
     }
-    let mut compare = program::bench();
-    let joined = compare.arg("compare").arg(folder.join("ours.jsonl")).assert().success();
+    let joined = run(&format!("compare {}/ours.jsonl", folder.display())).success();
     joined.stdout(titles().and(predicate::str::contains("brimful's peak : its")));
 }
 
 #[test]
 fn help_says_how_to_have_an_empty_cache_and_what_cannot_be_is_refused() {
     let cache = predicate::str::contains("XDG_CACHE_HOME=$(mktemp -d)");
-    kernels("--help").assert().success().stdout(cache);
-    let refused = |arguments: &str, words: &str| {
-        kernels(arguments).assert().code(2).stderr(predicate::str::contains(words));
-    };
-    refused("--dtype tf32", "use --dtype f32 on the CPU");
-    let mut none = program::bench();
-    none.args(["kernels", "--words", "0"]).assert().code(2);
+    run(&format!("{KERNELS} --help")).success().stdout(cache);
+    let refused = run(&format!("{KERNELS} --dtype tf32")).code(2);
+    refused.stderr(predicate::str::contains("use --dtype f32 on the CPU"));
+    run("kernels --words 0").code(2);
 }

@@ -2,29 +2,16 @@
 
 mod program;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
+use program::{refused, rows, run};
 
-/// Small models in small arenas.
-fn bench_memory(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(["memory", "--filters", "8"]);
-    command.args(arguments);
-    command
-}
-
-/// Without stages on the host.
-fn on_devices(arguments: &[&str]) -> Command {
-    let mut command = bench_memory(&["--batch-size", "4", "--host-memory", "0B"]);
-    command.args(arguments);
-    command
-}
+/// Small models in small arenas, without stages on the host.
+const ON_DEVICES: &str = "memory --filters 8 --batch-size 4 --host-memory 0B";
 
 #[test]
 fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
-    let arguments =
-        ["--memory-limit", "6MiB", "--family", "unet", "--channels", "2", "--stages", "1,2"];
-    let (rows, _) = program::rows(on_devices(&arguments));
+    let flags = "--memory-limit 6MiB --family unet --channels 2 --stages 1,2";
+    let (rows, _) = rows(&format!("{ON_DEVICES} {flags}"));
     let experiments: Vec<_> = rows.iter().map(|row| row["experiment"].as_str()).collect();
     assert_eq!(experiments, [Some("naive-1"), Some("pipeline-1"), Some("pipeline-2")]);
     let parameters: Vec<_> = rows.iter().map(|row| row["parameters"].as_u64()).collect();
@@ -41,9 +28,10 @@ fn more_devices_hold_larger_models_and_each_stays_within_its_memory() {
 
 #[test]
 fn stages_at_home_hold_a_larger_model_in_the_memory_of_one_device() {
-    let arguments = ["--memory-limit", "3MiB", "--host-memory", "4MiB", "--family", "unet"];
-    let small = ["--channels", "2", "--stages", "1", "--batch-size", "1"];
-    let (rows, _) = program::rows(bench_memory(&[&arguments[..], &small].concat()));
+    let (rows, _) = rows(
+        "memory --filters 8 --memory-limit 3MiB --host-memory 4MiB --family unet --channels 2 --stages 1 \
+         --batch-size 1",
+    );
     let [_, pipeline, home] = &rows[..] else { panic!("{rows:?}") };
     assert_eq!([&pipeline["experiment"], &home["experiment"]], ["pipeline-1", "home-1"]);
     let bytes = |row: &serde_json::Value, key: &str| row[key].as_u64().expect("a number");
@@ -56,8 +44,8 @@ fn stages_at_home_hold_a_larger_model_in_the_memory_of_one_device() {
 
 #[test]
 fn an_experiment_without_a_model_that_fits_says_so_and_the_others_go_on() {
-    let arguments = ["--memory-limit", "4MiB", "--family", "amoebanet", "--stages", "1"];
-    on_devices(&arguments).assert().success().stdout(
+    let flags = "--memory-limit 4MiB --family amoebanet --stages 1";
+    run(&format!("{ON_DEVICES} {flags}")).success().stdout(
         predicate::str::is_match("naive-1 +not even amoebanet:3x8 fits")
             .expect("a pattern")
             .and(predicate::str::is_match("pipeline-1 +amoebanet:").expect("a pattern")),
@@ -66,12 +54,15 @@ fn an_experiment_without_a_model_that_fits_says_so_and_the_others_go_on() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |arguments: &[&str], words: &str| {
-        on_devices(arguments).assert().failure().stderr(predicate::str::contains(words));
-    };
-    let tiny = ["--memory-limit", "64KiB", "--family", "amoebanet", "--stages", "1"];
-    refused(&tiny, "no model of any size fits 64.0 KiB: raise --memory-limit");
-    refused(&["--stages", "0"], "give a whole number from 1 on");
-    refused(&["--channels", "3", "--family", "unet"], "of which there are 3");
-    refused(&["--device", "gpu"], "gpu");
+    for (flags, words) in [
+        (
+            "--memory-limit 64KiB --family amoebanet --stages 1",
+            "no model of any size fits 64.0 KiB: raise --memory-limit",
+        ),
+        ("--stages 0", "give a whole number from 1 on"),
+        ("--channels 3 --family unet", "of which there are 3"),
+        ("--device gpu", "gpu"),
+    ] {
+        refused(&format!("{ON_DEVICES} {flags}"), words);
+    }
 }

@@ -2,22 +2,14 @@
 
 mod program;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
-
-fn bench_micro(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(["micro", "--device", "cpu"]).args(arguments);
-    command
-}
+use program::{contestants, refused, rows, run};
 
 #[test]
 fn each_contestant_has_a_row_and_the_last_line_has_all() {
-    let arguments =
-        ["--model", "mlp", "--batch-size", "10", "--micro-batch", "4", "--repeats", "2"];
-    let (rows, environment) = program::rows(bench_micro(&arguments));
-    let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
-    assert_eq!(names, [Some("tch loop"), Some("brimful"), Some("brimful, batch on device")]);
+    let (rows, environment) =
+        rows("micro --device cpu --model mlp --batch-size 10 --micro-batch 4 --repeats 2");
+    assert_eq!(contestants(&rows), ["tch loop", "brimful", "brimful, batch on device"]);
     for row in &rows {
         assert_eq!((row["model"].as_str(), row["dtype"].as_str()), (Some("mlp"), Some("f32")));
         assert_eq!((row["batch"].as_u64(), row["micro_batch"].as_u64()), (Some(10), Some(4)));
@@ -30,8 +22,8 @@ fn each_contestant_has_a_row_and_the_last_line_has_all() {
 
 #[test]
 fn memory_is_compared_by_micro_batches() {
-    let memory = ["--memory", "--model", "mlp", "--micro-batch", "16", "--training-set", "3001"];
-    let (rows, _) = program::rows(bench_micro(&memory));
+    let flags = "--memory --model mlp --micro-batch 16 --training-set 3001";
+    let (rows, _) = rows(&format!("micro --device cpu {flags}"));
     let counts: Vec<_> = rows.iter().map(|row| row["micro_batches"].as_u64()).collect();
     assert_eq!(counts, [1, 2, 64, 128, 188].map(Some));
     assert_eq!(rows[4]["batch"].as_u64(), Some(3001));
@@ -43,8 +35,7 @@ fn memory_is_compared_by_micro_batches() {
 
 #[test]
 fn people_read_a_table() {
-    let arguments = ["--model", "gpt", "--gpt", "1x64x8", "--batch-size", "3", "--repeats", "1"];
-    bench_micro(&arguments).assert().success().stdout(
+    run("micro --device cpu --model gpt --gpt 1x64x8 --batch-size 3 --repeats 1").success().stdout(
         predicate::str::contains("GPT 1×64×8, f32, 3 / 2")
             .and(predicate::str::contains("brimful, batch on device")),
     );
@@ -52,11 +43,12 @@ fn people_read_a_table() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |arguments: &[&str], words: &str| {
-        bench_micro(arguments).assert().failure().stderr(predicate::str::contains(words));
-    };
-    refused(&["--dtype", "tf32"], "tf32 is an arithmetic of CUDA devices: use --dtype f32");
-    refused(&["--micro-batch", "0"], "0 is not in 1..");
-    refused(&["--gpt", "2x100x8"], "a multiple of 64");
-    refused(&["--table", "--model", "mlp"], "cannot be used with");
+    for (flags, words) in [
+        ("--dtype tf32", "tf32 is an arithmetic of CUDA devices: use --dtype f32"),
+        ("--micro-batch 0", "0 is not in 1.."),
+        ("--gpt 2x100x8", "a multiple of 64"),
+        ("--table --model mlp", "cannot be used with"),
+    ] {
+        refused(&format!("micro --device cpu {flags}"), words);
+    }
 }

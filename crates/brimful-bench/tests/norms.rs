@@ -2,29 +2,16 @@
 
 mod program;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
+use program::{contestants, rows, run};
 
-fn norms(arguments: &str) -> Command {
-    let mut command = program::bench();
-    command.args(["norms", "--device", "cpu", "--model", "resnet18", "--image", "32"]);
-    command.args(arguments.split_whitespace());
-    command
-}
+const NORMS: &str = "norms --device cpu --model resnet18 --image 32";
 
 #[test]
 fn exact_and_deferred_take_turns_and_agree_where_nothing_is_cut() {
-    let (rows, environment) =
-        program::rows(norms("--batch-size 2,4 --micro-batch 4 --dtype f64 --repeats 1"));
-    let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
-    assert_eq!(
-        names,
-        ["brimful, deferred", "brimful, exact"]
-            .repeat(2)
-            .iter()
-            .map(|n| Some(*n))
-            .collect::<Vec<_>>()
-    );
+    let flags = "--batch-size 2,4 --micro-batch 4 --dtype f64 --repeats 1";
+    let (rows, environment) = rows(&format!("{NORMS} {flags}"));
+    assert_eq!(contestants(&rows), ["brimful, deferred", "brimful, exact"].repeat(2));
     let batches: Vec<_> = rows.iter().filter_map(|row| row["batch"].as_u64()).collect();
     assert_eq!(batches, [2, 2, 4, 4]);
     for pair in rows.chunks(2) {
@@ -41,10 +28,9 @@ fn exact_and_deferred_take_turns_and_agree_where_nothing_is_cut() {
 
 #[test]
 fn within_a_limit_exact_runs_alone_and_its_peak_stays_below_it() {
-    let (rows, _) =
-        program::rows(norms("--batch-size 8,32 --micro-batch 4 --memory-limit 170MB --repeats 1"));
-    let names: Vec<_> = rows.iter().map(|row| row["contestant"].as_str()).collect();
-    assert_eq!(names, [Some("brimful, exact"); 2]);
+    let flags = "--batch-size 8,32 --micro-batch 4 --memory-limit 170MB --repeats 1";
+    let (rows, _) = rows(&format!("{NORMS} {flags}"));
+    assert_eq!(contestants(&rows), ["brimful, exact"; 2]);
     for row in &rows {
         assert_eq!(row["memory_limit"].as_str(), Some("162 MiB"));
         assert!(row["peak_bytes"].as_u64() <= Some(170_000_000), "{row}");
@@ -57,8 +43,8 @@ fn within_a_limit_exact_runs_alone_and_its_peak_stays_below_it() {
 fn people_read_a_table_and_a_model_without_exact_norms_is_refused() {
     let table = predicate::str::contains("ResNet-18 32×32, f32, micro-batches of 2")
         .and(predicate::str::contains(": deferred"));
-    norms("--batch-size 3 --micro-batch 2 --repeats 1").assert().success().stdout(table);
-    let mut refused = program::bench();
-    refused.args(["norms", "--device", "cpu", "--model", "mlp"]);
-    refused.assert().code(2).stderr(predicate::str::contains("--model is mlp"));
+    let flags = "--batch-size 3 --micro-batch 2 --repeats 1";
+    run(&format!("{NORMS} {flags}")).success().stdout(table);
+    let refused = run("norms --device cpu --model mlp").code(2);
+    refused.stderr(predicate::str::contains("--model is mlp"));
 }

@@ -5,24 +5,18 @@ mod program;
 use std::fs;
 use std::path::PathBuf;
 
-use assert_cmd::Command;
 use predicates::prelude::*;
+use program::{refused, rows, run};
 use serde_json::Value;
 
 /// The small model in short steps.
-fn bench_pipeline(arguments: &[&str]) -> Command {
-    let mut command = program::bench();
-    command.args(["pipeline", "--model", "mlp", "--micro-batches", "4", "--micro-batch"]);
-    command.args(["2", "--repeats", "1"]).args(arguments);
-    command
-}
+const PIPELINE: &str = "pipeline --model mlp --micro-batches 4 --micro-batch 2 --repeats 1";
 
 #[test]
 fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
     let picture = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("pipeline.svg");
-    let path = picture.to_str().expect("a path");
-    let arguments = ["--stages", "1,2", "--recompute", "never,always", "--svg", path];
-    let (rows, _) = program::rows(bench_pipeline(&arguments));
+    let flags = format!("--stages 1,2 --recompute never,always --svg {}", picture.display());
+    let (rows, _) = rows(&format!("{PIPELINE} {flags}"));
 
     assert_eq!(rows.len(), 2 * (1 + 10 * 2));
     let ours = rows.iter().filter(|row| row["contestant"] == "brimful");
@@ -55,8 +49,8 @@ fn every_schedule_has_a_row_beside_one_thread_and_the_last_line_has_all() {
 
 #[test]
 fn each_number_of_micro_batches_has_rows_of_its_own() {
-    let arguments = ["--stages", "2", "--schedule", "gpipe", "--micro-batches", "8"];
-    let (rows, _) = program::rows(bench_pipeline(&arguments));
+    let flags = "--stages 2 --schedule gpipe --micro-batches 8";
+    let (rows, _) = rows(&format!("{PIPELINE} {flags}"));
     let ours: Vec<_> = rows.iter().filter(|row| row["contestant"] == "brimful").collect();
     let numbers = ours.iter().map(|row| (&row["micro_batches"], &row["batch"], &row["limit"]));
     let numbers: Vec<_> = numbers.collect();
@@ -67,7 +61,7 @@ fn each_number_of_micro_batches_has_rows_of_its_own() {
 
 #[test]
 fn people_read_a_table() {
-    bench_pipeline(&["--stages", "2", "--schedule", "1f1b"]).assert().success().stdout(
+    run(&format!("{PIPELINE} --stages 2 --schedule 1f1b")).success().stdout(
         predicate::str::contains("mlp 28×28, 4 micro-batches of 2, one thread a stage")
             .and(predicate::str::contains("of limit"))
             .and(predicate::str::contains("1f1b")),
@@ -76,10 +70,11 @@ fn people_read_a_table() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |arguments: &[&str], words: &str| {
-        bench_pipeline(arguments).assert().failure().stderr(predicate::str::contains(words));
-    };
-    refused(&["--stages", "0"], "give a whole number from 1 on");
-    refused(&["--stages", "50"], "50 stages need at least 50 layers");
-    refused(&["--table"], "cannot be used with");
+    for (flags, words) in [
+        ("--stages 0", "give a whole number from 1 on"),
+        ("--stages 50", "50 stages need at least 50 layers"),
+        ("--table", "cannot be used with"),
+    ] {
+        refused(&format!("{PIPELINE} {flags}"), words);
+    }
 }

@@ -101,6 +101,16 @@ pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
+/// Returns with the error of wrong use in these words, unless the condition holds.
+macro_rules! ensure_use {
+    ($is_right:expr, $($words:tt)+) => {
+        if !$is_right {
+            return Err($crate::exit::wrong_use(format!($($words)+)));
+        }
+    };
+}
+pub(crate) use ensure_use;
+
 /// Something that is too large for the memory that there is.
 pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()

@@ -6,9 +6,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 
 /// What a command does with a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,14 +51,12 @@ pub(crate) fn check(files: &[FlagFile<'_>]) -> Result<()> {
 impl FlagFile<'_> {
     fn check_place(&self) -> Result<()> {
         let (flag, path, folder) = (self.flag, self.path.display(), folder_of(self.path));
-        ensure!(
+        ensure_use!(
             fs::metadata(folder).is_ok_and(|folder| folder.is_dir()),
-            wrong_use(format!("{flag} {path}: there is no folder {}", folder.display()))
+            "{flag} {path}: there is no folder {}",
+            folder.display()
         );
-        ensure!(
-            !self.path.is_dir(),
-            wrong_use(format!("{flag} {path}: it is a folder: name a file"))
-        );
+        ensure_use!(!self.path.is_dir(), "{flag} {path}: it is a folder: name a file");
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::Layers;
 use brimful::nn::Lora;
 use brimful::save::SaveError;
@@ -15,7 +15,7 @@ use brimful_models::pretrained::{
 use clap::Args;
 
 use crate::data::{self, Dataset, Sample, Synthetic};
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 use crate::named::Named;
 use crate::setting::{SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
@@ -99,11 +99,9 @@ impl FineTune {
         let lora = options.lora.clone().map(|LoraFlag(lora)| lora);
         if let Some(Lora { rank, .. }) = &lora {
             let width = pretrained.config().width();
-            ensure!(
+            ensure_use!(
                 *rank <= width,
-                wrong_use(format!(
-                    "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
-                ))
+                "--lora {rank}: a rank above the model's width adds nothing: give at most {width}"
             );
         }
         Ok(Arc::new(Self { pretrained, tokenizer, lora, merge: options.merge }))
@@ -114,11 +112,9 @@ impl FineTune {
         let config = self.pretrained.config();
         let (context, vocabulary) = (config.context(), config.vocabulary());
         let length = sequence.map_or(SEQUENCE.min(context), |tokens| tokens as i64);
-        ensure!(
+        ensure_use!(
             length <= context,
-            wrong_use(format!(
-                "--sequence {length} is longer than the {context} tokens that the model takes"
-            ))
+            "--sequence {length} is longer than the {context} tokens that the model takes"
         );
         match name {
             path if path == "digits" || Path::new(path).is_dir() => {
@@ -153,11 +149,9 @@ impl FineTune {
             _ => false,
         };
         let shown = folder.display();
-        ensure!(
+        ensure_use!(
             !is_same(self.pretrained.folder()),
-            wrong_use(format!(
-                "--save {shown} would overwrite what --model reads: name another folder"
-            ))
+            "--save {shown} would overwrite what --model reads: name another folder"
         );
         let place = match self.writes_adapter() {
             true => check_adapter_place(folder),

@@ -29,8 +29,7 @@ pub mod home_plan;
 mod interrupt;
 mod jinja_template;
 mod log;
-#[doc(hidden)]
-pub mod log_files;
+mod log_files;
 mod measured;
 mod named;
 mod nearest;
@@ -43,5 +42,4 @@ mod saved_weights;
 #[doc(hidden)]
 pub mod setting;
 mod shell;
-#[doc(hidden)]
-pub mod tokenizer;
+mod tokenizer;

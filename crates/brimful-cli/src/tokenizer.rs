@@ -14,7 +14,7 @@ const BYTES: i64 = 256;
 
 /// How text becomes tokens.
 #[derive(Debug)]
-pub struct Tokenizer {
+pub(crate) struct Tokenizer {
     way: Way,
     /// The token that ends a text, where the model has one.
     end: Option<i64>,
@@ -30,10 +30,7 @@ enum Way {
 
 impl Tokenizer {
     /// The tokenizer of a model's folder: its `tokenizer.json`, or bytes where it has none.
-    ///
-    /// # Errors
-    /// When it cannot be read.
-    pub fn open(folder: &Path) -> Result<Self> {
+    pub(crate) fn open(folder: &Path) -> Result<Self> {
         let template = FolderTemplate::read(folder)?;
         let path = folder.join(FILE);
         if !path.exists() {
@@ -49,22 +46,22 @@ impl Tokenizer {
     }
 
     /// A token for each byte.
-    pub fn bytes() -> Self {
+    pub(crate) fn bytes() -> Self {
         Self { way: Way::Bytes, end: None, template: None }
     }
 
     /// The same with a token that ends a text.
-    pub fn with_end(self, end: Option<i64>) -> Self {
+    pub(crate) fn with_end(self, end: Option<i64>) -> Self {
         Self { end, ..self }
     }
 
     /// Whether a text's bytes are its tokens.
-    pub fn is_bytes(&self) -> bool {
+    pub(crate) fn is_bytes(&self) -> bool {
         matches!(self.way, Way::Bytes)
     }
 
     /// The token that ends a text, where there is one.
-    pub fn end(&self) -> Option<i64> {
+    pub(crate) fn end(&self) -> Option<i64> {
         self.end
     }
 
@@ -74,7 +71,7 @@ impl Tokenizer {
     }
 
     /// Whether this is one token.
-    pub fn has(&self, token: &str) -> bool {
+    pub(crate) fn has(&self, token: &str) -> bool {
         match &self.way {
             Way::Bytes => token.len() == 1,
             Way::Words(words) => words.token_to_id(token).is_some(),
@@ -82,18 +79,12 @@ impl Tokenizer {
     }
 
     /// What stands between texts that follow on each other: the token that ends one, or a line break.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`].
-    pub fn separator(&self) -> Result<Vec<i64>> {
+    pub(crate) fn separator(&self) -> Result<Vec<i64>> {
         self.end.map_or_else(|| self.encode("\n"), |end| Ok(vec![end]))
     }
 
     /// The tokens of a text, without those that a tokenizer puts around a whole one.
-    ///
-    /// # Errors
-    /// When the tokenizer has no token for something in it, nor one for what is unknown.
-    pub fn encode(&self, text: &str) -> Result<Vec<i64>> {
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<i64>> {
         match &self.way {
             Way::Bytes => Ok(text.bytes().map(i64::from).collect()),
             Way::Words(words) => {
@@ -105,10 +96,7 @@ impl Tokenizer {
     }
 
     /// The text of these tokens; what is no text, such as a part of a letter, is shown as `�`.
-    ///
-    /// # Errors
-    /// When one is no token of this tokenizer.
-    pub fn decode(&self, tokens: &[i64]) -> Result<String> {
+    pub(crate) fn decode(&self, tokens: &[i64]) -> Result<String> {
         let none = |token: i64| anyhow!("{token} is no token: there are {}", self.vocabulary());
         match &self.way {
             Way::Bytes => {
@@ -128,7 +116,7 @@ impl Tokenizer {
     }
 
     /// How many tokens a model must know: one more than the largest number.
-    pub fn vocabulary(&self) -> i64 {
+    pub(crate) fn vocabulary(&self) -> i64 {
         match &self.way {
             Way::Bytes => BYTES,
             Way::Words(words) => {
@@ -139,10 +127,7 @@ impl Tokenizer {
     }
 
     /// Makes sure that a model knows all tokens.
-    ///
-    /// # Errors
-    /// When it knows fewer.
-    pub fn check(&self, known: i64) -> Result<()> {
+    pub(crate) fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
         let whose = match self.is_bytes() {
             true => "it has no tokenizer.json, and bytes as tokens are",

@@ -3,12 +3,12 @@
 mod program;
 
 use predicates::prelude::*;
-use program::brimful;
+use program::{lines, run};
 use serde_json::Value;
 
 #[test]
 fn doctor_says_versions_devices_and_that_all_is_well() {
-    brimful().arg("doctor").assert().success().stdout(
+    run("doctor").success().stdout(
         predicate::str::contains("libtorch  2.11.0")
             .and(predicate::str::contains("to build a crate of yours: export LIBTORCH=/"))
             .and(predicate::str::contains("cpu "))
@@ -18,9 +18,7 @@ fn doctor_says_versions_devices_and_that_all_is_well() {
 
 #[test]
 fn doctor_speaks_json() {
-    let output =
-        brimful().args(["doctor", "--json"]).assert().success().get_output().stdout.clone();
-    let report: Value = serde_json::from_slice(&output).expect("one JSON object");
+    let report = lines("doctor --json").remove(0);
     assert_eq!(report["libtorch"], "2.11.0");
     let folder = std::path::Path::new(report["libtorch_folder"].as_str().expect("a folder"));
     assert!(folder.join("lib/libtorch.so").exists(), "{}", folder.display());
@@ -32,7 +30,7 @@ fn doctor_speaks_json() {
 
 #[test]
 fn the_demo_runs_out_and_then_trains() {
-    brimful().arg("demo").assert().success().stdout(
+    run("demo").success().stdout(
         predicate::str::contains("A plain step:\n  out of memory in arena 'cpu': asked for")
             .and(predicate::str::is_match("epoch  20 .*  9[5-9].. % right").expect("a pattern")),
     );

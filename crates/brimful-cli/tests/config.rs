@@ -3,10 +3,10 @@
 mod program;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use predicates::prelude::*;
-use program::{brimful, folder};
+use program::{folder, lines, run};
 use serde_json::Value;
 
 /// A file of this text in a folder of its own.
@@ -17,11 +17,8 @@ fn config(name: &str, text: &str) -> PathBuf {
 }
 
 /// The last line of JSON that the command prints.
-fn last(path: &PathBuf, arguments: &str) -> Value {
-    let words = arguments.split_whitespace();
-    let run = brimful().args(words).arg("--config").arg(path).assert().success();
-    let text = String::from_utf8(run.get_output().stdout.clone()).expect("text");
-    serde_json::from_str(text.lines().last().expect("a line")).expect("JSON")
+fn last(path: &Path, arguments: &str) -> Value {
+    lines(&format!("{arguments} --config {}", path.display())).pop().expect("a line")
 }
 
 const RUN: &str = r#"
@@ -68,7 +65,7 @@ fn the_command_line_overrules_the_file() {
 #[test]
 fn a_switch_of_the_file_is_turned_off_by_the_command_line() {
     let path = config("config-off", RUN);
-    let plan = |word: &str| brimful().args(["plan", word, "--config"]).arg(&path).assert();
+    let plan = |word: &str| run(&format!("plan {word} --config {}", path.display()));
     let table = plan("--json=false").success();
     table.stdout(predicate::str::contains("makespan").and(predicate::str::contains("{").not()));
     // With a switch of the same name elsewhere, or none at all, it is what it always was.
@@ -112,8 +109,7 @@ fn what_cannot_be_is_refused_with_file_and_line() {
     for (text, expected) in cases {
         let path = config("config-refused", text);
         let expected = expected.replace("RUN", &path.display().to_string());
-        let run = brimful().args(["train", "--config"]).arg(&path).assert().code(2);
-        run.stderr(
+        run(&format!("train --config {}", path.display())).code(2).stderr(
             predicate::str::starts_with("brimful: ")
                 .and(predicate::str::contains(&*expected))
                 .and(predicate::function(|text: &str| text.lines().count() == 1)),

@@ -3,11 +3,11 @@
 mod program;
 
 use predicates::prelude::*;
-use program::{brimful, folder};
+use program::{folder, run};
 
 /// What a command ends with, and what it says then.
 fn ends(arguments: &str, code: i32, says: &str) {
-    let run = brimful().args(arguments.split_whitespace()).assert().code(code);
+    let run = run(arguments).code(code);
     let stream = predicate::str::contains(says);
     if code == 0 {
         run.stdout(stream)
@@ -70,7 +70,7 @@ fn wrong_use_ends_with_2_and_names_what_was_meant() {
 #[test]
 fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
     let train = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB --device cpu";
-    brimful().args(train.split(' ')).assert().code(3).stderr(
+    run(train).code(3).stderr(
         predicate::str::is_match(
             "^brimful: out of memory in arena 'cpu': .*; try --micro-batch 719\n$",
         )
@@ -83,21 +83,13 @@ fn what_does_not_fit_ends_with_3_in_one_line_of_cause_and_remedy() {
 #[test]
 fn a_check_that_finds_a_fault_ends_with_4() {
     let verify = "verify --dtype f32 --batch-size 5 --micro-batch 2 --tolerance 0";
-    brimful()
-        .args(verify.split(' '))
-        .assert()
-        .code(4)
-        .stdout(predicate::str::contains("NOT the same"));
+    run(verify).code(4).stdout(predicate::str::contains("NOT the same"));
 }
 
 #[test]
 fn verbose_tells_the_causes_and_the_log() {
     let train = "train --verbose --epochs 1 --micro-batch 1437 --batch-size all --memory-limit 8MiB --device cpu";
-    brimful()
-        .args(train.split(' '))
-        .assert()
-        .code(3)
-        .stderr(predicate::str::contains("\n  from out of memory in arena 'cpu'"));
+    ends(train, 3, "\n  from out of memory in arena 'cpu'");
     let deadlock = "plan --schedule-file tests/data/deadlock.csv";
     ends(deadlock, 1, "device 1 waits in 1F1 for stage 0 (--verbose shows the rest)\n");
     ends(&format!("{deadlock} --verbose"), 1, "\ndevice 1    1F0  [1F1]");

@@ -8,26 +8,23 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use predicates::prelude::*;
-use program::{brimful, folder, names};
+use program::{brimful, folder, names, run, stderr, stdout};
 use serde_json::Value;
 
 /// A command that fails in one line that says this, with this code.
 fn refused(arguments: &str, code: i32, says: &str) {
-    let run = brimful().args(arguments.split_whitespace()).assert().code(code);
-    run.stderr(predicate::str::contains(says));
+    run(arguments).code(code).stderr(predicate::str::contains(says));
 }
 
 /// What a command that succeeds says on both streams.
 fn said(arguments: &str) -> String {
-    let run = brimful().args(arguments.split_whitespace()).assert().success();
-    let output = run.get_output();
-    [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat()
+    let run = run(arguments).success();
+    stdout(&run) + &stderr(&run)
 }
 
 /// Without its progress, which a busy machine is told of.
 fn answered(arguments: &str) -> String {
-    let run = brimful().args(arguments.split_whitespace()).assert().success();
-    String::from_utf8_lossy(&run.get_output().stdout).into_owned()
+    stdout(&run(arguments).success())
 }
 
 fn shown(path: &Path) -> String {
@@ -60,9 +57,8 @@ fn outputs_that_overwrite_inputs_or_each_other_are_refused_before_the_start() {
 
 #[test]
 fn outputs_that_cannot_be_written_are_found_before_the_run() {
-    let run = brimful().args(["train", "--save", "/proc/model"]).assert().code(1);
-    run.stderr(predicate::str::starts_with("brimful: --save /proc/model cannot be written: "))
-        .stdout("");
+    let words = predicate::str::starts_with("brimful: --save /proc/model cannot be written: ");
+    run("train --save /proc/model").code(1).stderr(words).stdout("");
     refused("plan -s 2 -m 2 --svg /no/such/folder/a.svg", 2, "there is no folder /no/such/folder");
     let folder = folder("probed");
     refused(&format!("train --save {}/model --data /no/data", folder.display()), 1, "no data at");
@@ -90,7 +86,7 @@ fn memory_that_no_micro_batch_is_small_enough_for_is_told_with_its_numbers() {
             let train = format!(
                 "train --epochs 1 --device cpu --offload none --memory-limit {limit} {size}"
             );
-            let run = brimful().args(train.split_whitespace()).assert().code(3);
+            let run = run(&train).code(3);
             // One sample needs a little more than these: only those that say so are known.
             let is_told =
                 predicate::str::contains(words).and(predicate::str::contains("; try --").not());
@@ -108,8 +104,7 @@ fn what_a_step_needs_whatever_its_size_is_named_where_nothing_fits() {
         let train = format!(
             "train --optimizer sgd --device cpu --epochs 1 --offload none --memory-limit {limit}"
         );
-        let run = brimful().args(train.split_whitespace()).assert().code(3);
-        run.stderr(predicate::str::contains("the state of sgd"));
+        refused(&train, 3, "the state of sgd");
     }
 }
 
@@ -130,8 +125,7 @@ fn a_resumed_run_with_nothing_to_do_says_so() {
 #[test]
 fn warnings_are_in_words() {
     let train = "train --epochs 1 --device cpu --memory-limit 3500kB";
-    let run = brimful().args(train.split(' ')).assert().success();
-    run.stderr(
+    run(train).success().stderr(
         predicate::str::contains("Some(").not().and(predicate::str::contains("size=").not()),
     );
     let train = "train --stages 2 -m 2 --memory-limit 1MiB --offload none --device cpu";
@@ -200,8 +194,7 @@ fn the_picture_is_of_the_best_plan_and_says_how_long_its_backwards_are() {
 #[test]
 fn a_loss_that_is_no_number_is_told_with_epoch_step_and_flag() {
     let train = "train --learning-rate 1e30 --epochs 2 --device cpu";
-    let run = brimful().args(train.split(' ')).assert().code(1);
-    run.stderr(
+    run(train).code(1).stderr(
         predicate::str::is_match("^brimful: the loss is (NaN|inf) in epoch 1, step [0-9]+: ")
             .expect("a pattern")
             .and(predicate::str::contains("lower --learning-rate (it is 1"))
@@ -395,11 +388,11 @@ fn a_place_is_saved_to_by_one_run_at_a_time() {
 
 #[test]
 fn a_text_may_come_through_a_pipe() {
-    let train = "train --model gpt --device cpu --data /dev/stdin --sequence 8 --batch-size 4";
-    let mut train: Vec<_> = train.split(' ').collect();
-    train.extend(["--max-steps", "1"]);
-    let run = brimful().args(train).write_stdin("a text. ".repeat(100)).assert().success();
-    run.stdout(predicate::str::contains("89 samples to train on"));
+    let train = "train --model gpt --device cpu --data /dev/stdin --sequence 8 --batch-size 4 \
+                 --max-steps 1";
+    let mut piped = brimful();
+    piped.args(train.split_whitespace()).write_stdin("a text. ".repeat(100));
+    piped.assert().success().stdout(predicate::str::contains("89 samples to train on"));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::process::Command as Process;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, names};
+use program::{folder, names, run, stderr};
 
 #[test]
 fn a_device_is_written_to_and_stays_one() {
@@ -17,8 +17,7 @@ fn a_device_is_written_to_and_stays_one() {
         ("plan -s 2 -m 4", "--trace"),
         ("train --epochs 1 --device cpu", "--save"),
     ] {
-        let run = brimful().args(arguments.split(' ')).args([flag, "/dev/full"]).assert().code(1);
-        run.stderr(
+        run(&format!("{arguments} {flag} /dev/full")).code(1).stderr(
             predicate::str::is_match(
                 "^brimful: cannot write '/dev/full': No space left on device.*\n$",
             )
@@ -27,8 +26,8 @@ fn a_device_is_written_to_and_stays_one() {
         let device = fs::metadata("/dev/full").expect("still there");
         assert!(device.file_type().is_char_device());
     }
-    let run = brimful().args("plan -s 2 -m 4 --svg /dev/stdout".split(' ')).assert().success();
-    run.stdout(predicate::str::starts_with("<svg"));
+    let drawn = run("plan -s 2 -m 4 --svg /dev/stdout").success();
+    drawn.stdout(predicate::str::starts_with("<svg"));
 }
 
 /// Runs a line of shell in which `$0` is the program.
@@ -65,11 +64,11 @@ fn a_model_that_outgrows_the_disk_leaves_the_old_file() {
 
 #[test]
 fn a_folder_that_cannot_be_written_is_refused_before_the_first_step() {
-    let train = "train --model ../../examples/tiny-llama --from-scratch --device cpu --data ../../README.md";
-    let run = brimful().args(train.split(' ')).args(["--save", "/no/such/folder"]).assert().code(1);
+    let train = "train --model ../../examples/tiny-llama --from-scratch --device cpu --data ../../README.md \
+                 --save /no/such/folder";
     let says = "^brimful: --save /no/such/folder: nothing can be written beside it; make its folder first, or \
                 name another: No such file.*\n$";
-    run.stderr(predicate::str::is_match(says).expect("a pattern"));
+    run(train).code(1).stderr(predicate::str::is_match(says).expect("a pattern"));
 }
 
 /// What is written while the next step runs is written to its end, even where that step fails.
@@ -78,8 +77,9 @@ fn a_run_that_breaks_off_finishes_the_file_that_it_writes() {
     let folder = folder("broken-off");
     let file = folder.join("run.safetensors");
     let train = "train --device cpu --optimizer sgd --learning-rate 1e30 --save-every 1 --save";
-    let run = brimful().args(train.split(' ')).arg(&file).assert().code(1);
-    run.stderr(predicate::str::contains("step 2: this step was not taken; lower --learning-rate"));
+    let broken = run(&format!("{train} {}", file.display())).code(1);
+    let words = "step 2: this step was not taken; lower --learning-rate";
+    broken.stderr(predicate::str::contains(words));
     assert_eq!(names(&folder), ["run.safetensors"]);
     let (_, told) = save::read(&file).expect("a whole file");
     assert_eq!((told["epoch"].as_str(), told["step"].as_str()), ("0", "1"));
@@ -98,14 +98,13 @@ fn a_disk_without_room_is_refused_before_the_first_step() {
     fs::create_dir(&model).expect("a folder");
     fs::write(model.join("config.json"), config).expect("written");
     let text = program::text(&folder);
-    let train = format!("train --from-scratch --device cpu --data {text} --sequence 8 --model");
+    let train = format!("train --from-scratch --device cpu --data {text} --sequence 8");
     let refused = |save: &str, more: &str| {
-        let mut run = brimful();
-        run.args(train.split(' ')).arg(&model).args(more.split(' ')).arg("--save");
-        let run = run.arg(folder.join(save)).assert().code(1);
-        let said = run.get_output().stderr.clone();
+        let (model, save) = (model.display(), folder.join(save));
+        let save = save.display();
+        let said = stderr(&run(&format!("{train} --model {model} {more} --save {save}")).code(1));
         assert_eq!(names(&folder), ["model", "text"]);
-        String::from_utf8(said).expect("text")
+        said
     };
     let said = |save: &str, needs: &str| {
         let path = folder.join(save);

@@ -6,26 +6,20 @@ use std::fs;
 use std::path::Path;
 
 use predicates::prelude::*;
-use program::{brimful, folder};
+use program::{brimful, folder, run, stdout};
 
 fn trained(folder: &Path) -> String {
     let weights = folder.join("gpt.safetensors").display().to_string();
     let text = program::text(folder);
-    brimful()
-        .args("train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8".split(' '))
-        .args(["--data", &text, "--save", &weights])
-        .assert()
-        .success();
+    let train = "train --model gpt --device cpu --epochs 2 --batch-size 8 --micro-batch 8";
+    run(&format!("{train} --data {text} --save {weights}")).success();
     weights
 }
 
 fn generated(weights: &str, arguments: &str) -> String {
-    let run = brimful()
-        .args(["generate", "--device", "cpu", "--weights", weights, "--prompt", "A stage "])
-        .args(arguments.split(' '))
-        .assert()
-        .success();
-    String::from_utf8(run.get_output().stdout.clone()).expect("text")
+    let mut generate = brimful();
+    generate.args(["generate", "--device", "cpu", "--weights", weights, "--prompt", "A stage "]);
+    stdout(&generate.args(arguments.split(' ')).assert().success())
 }
 
 #[test]
@@ -45,23 +39,18 @@ fn the_same_choice_makes_the_same_text() {
         ("--model gpt2", "was trained as --model gpt, not gpt2"),
         ("--temperature nan", "--temperature NaN: give it a number from 0 on"),
     ] {
-        let mut generate = brimful();
-        generate.args(["generate", "--device", "cpu", "--weights", &weights]);
-        let run = generate.args(arguments.split(' ')).assert().code(2);
-        run.stdout("").stderr(predicate::str::contains(complaint));
+        let refused =
+            run(&format!("generate --device cpu --weights {weights} {arguments}")).code(2);
+        refused.stdout("").stderr(predicate::str::contains(complaint));
     }
 }
 
 #[test]
 fn weights_of_something_else_are_wrong_use() {
-    let folder = folder("generate-wrong");
-    let weights = folder.join("mlp.safetensors");
-    let train = "train --device cpu --epochs 1 --save";
-    brimful().args(train.split(' ')).arg(&weights).assert().success();
-    let mut generate = brimful();
-    let run = generate.args(["generate", "--device", "cpu", "--weights"]).arg(&weights);
-    let run = run.assert().code(2);
-    run.stderr(predicate::str::contains("has no weights of a gpt: generate needs some\n"));
+    let weights = folder("generate-wrong").join("mlp.safetensors").display().to_string();
+    run(&format!("train --device cpu --epochs 1 --save {weights}")).success();
+    let refused = run(&format!("generate --device cpu --weights {weights}")).code(2);
+    refused.stderr(predicate::str::contains("has no weights of a gpt: generate needs some\n"));
 }
 
 /// A folder with a config.json alone, of the tiny Llama that comes with the repository.
@@ -78,23 +67,15 @@ fn tiny_llama(folder: &Path) -> String {
 fn tune(folder: &Path, model: &str, save: &str, more: &str) -> String {
     let saved = folder.join(save).display().to_string();
     let text = program::text(folder);
-    brimful()
-        .args("train --device cpu --batch-size 4 --micro-batch 2 --sequence 16".split(' '))
-        .args(["--data", &text, "--model", model, "--save", &saved])
-        .args(more.split_whitespace())
-        .args(["--max-steps", "2"].iter().filter(|_| !more.contains("--max-steps")))
-        .assert()
-        .success();
+    let steps = if more.contains("--max-steps") { "" } else { "--max-steps 2" };
+    let train = "train --device cpu --batch-size 4 --micro-batch 2 --sequence 16";
+    run(&format!("{train} --data {text} --model {model} --save {saved} {more} {steps}")).success();
     saved
 }
 
-fn written(arguments: &[&str]) -> String {
-    let run = brimful()
-        .args("generate --device cpu --tokens 20 --temperature 0 --prompt x".split(' '))
-        .args(arguments)
-        .assert()
-        .success();
-    String::from_utf8(run.get_output().stdout.clone()).expect("text")
+fn written(arguments: &str) -> String {
+    let generate = "generate --device cpu --tokens 20 --temperature 0 --prompt x";
+    stdout(&run(&format!("{generate} {arguments}")).success())
 }
 
 fn files(folder: &str) -> Vec<String> {
@@ -109,9 +90,9 @@ fn a_folders_model_is_trained_saved_and_goes_on_with_a_text() {
     assert_eq!(files(&base), ["config.json", "model.safetensors"]);
     assert_eq!(files(&folder.join("base.best").display().to_string()), files(&base));
 
-    let whole = written(&["--model", &base]);
+    let whole = written(&format!("--model {base}"));
     assert!(whole.starts_with('x') && whole.ends_with('\n'), "{whole}");
-    assert_eq!(written(&["--model", &base, "--from-host"]), whole);
+    assert_eq!(written(&format!("--model {base} --from-host")), whole);
 
     let fast = "--learning-rate 0.1";
     let adapter = tune(&folder, &base, "adapter", &format!("--lora 4:8 --offload all {fast}"));
@@ -119,10 +100,11 @@ fn a_folders_model_is_trained_saved_and_goes_on_with_a_text() {
     let merged =
         tune(&folder, &base, "merged", &format!("--lora 4:8 --merge --offload all {fast}"));
     assert_eq!(files(&merged), ["config.json", "model.safetensors"]);
-    let adapted = written(&["--model", &base, "--adapter", &adapter]);
+    let with_adapter = format!("--model {base} --adapter {adapter}");
+    let adapted = written(&with_adapter);
     assert_ne!(adapted, whole, "LoRA has learnt something");
-    assert_eq!(written(&["--model", &base, "--adapter", &adapter, "--from-host"]), adapted);
-    assert_eq!(written(&["--model", &merged]), adapted);
+    assert_eq!(written(&format!("{with_adapter} --from-host")), adapted);
+    assert_eq!(written(&format!("--model {merged}")), adapted);
 }
 
 #[test]
@@ -159,7 +141,7 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
     let train = "train --device cpu --batch-size 8 --sequence 64 --epochs 1 --dtype f64 --json";
     let figures = |cut: &str| {
         let given = format!("{train} --model {base} --data {chat} {cut}");
-        let last = program::lines(&given.split(' ').collect::<Vec<_>>()).pop().expect("an epoch");
+        let last = program::lines(&given).pop().expect("an epoch");
         ["loss", "test_loss", "test_accuracy"].map(|key| last[key].as_f64().expect(key))
     };
     let whole = figures("--micro-batch 8");
@@ -169,8 +151,8 @@ fn answers_alone_are_learnt_the_same_however_the_conversations_are_cut() {
         }
     }
     let follow = format!("{train} --model {base} --data {chat} --offload all --follow-backward");
-    let run = brimful().args(follow.split(' ')).assert().code(2);
-    run.stderr(predicate::str::contains("--follow-backward needs a loss of all tokens"));
+    let words = predicate::str::contains("--follow-backward needs a loss of all tokens");
+    run(&follow).code(2).stderr(words);
 }
 
 #[test]
@@ -217,7 +199,6 @@ fn folders_that_do_not_do_are_wrong_use() {
         ("generate".into(), "give --weights FILE, or --model FOLDER"),
         (format!("generate --model {tiny} --weights {text}"), "a folder has weights of its own"),
     ] {
-        let run = brimful().args(arguments.split(' ')).assert().code(2);
-        run.stdout("").stderr(predicate::str::contains(complaint));
+        run(&arguments).code(2).stdout("").stderr(predicate::str::contains(complaint));
     }
 }

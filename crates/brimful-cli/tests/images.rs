@@ -5,11 +5,9 @@ mod program;
 use std::fs;
 use std::path::Path;
 
-use assert_cmd::assert::Assert;
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, lines};
-use serde_json::Value;
+use program::{folder, json_lines, lines, run, stderr};
 
 /// Images of a class: warm or cold, with a grain of their own each.
 fn fill(class: &Path, count: u32, warm: bool) {
@@ -21,13 +19,8 @@ fn fill(class: &Path, count: u32, warm: bool) {
     }
 }
 
-fn run(line: &str) -> Assert {
-    brimful().args(line.split_whitespace()).assert()
-}
-
 fn refused(line: &str, code: i32, complaint: &str) {
-    let run = run(line).code(code);
-    let told = String::from_utf8_lossy(&run.get_output().stderr).into_owned();
+    let told = stderr(&run(line).code(code));
     assert!(told.starts_with("brimful: ") && told.lines().count() == 1, "{told}");
     assert!(told.contains(complaint), "{told}");
 }
@@ -55,17 +48,9 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
             .and(predicate::str::contains("cold/001.jpg cannot be read and is left out: "))
             .and(predicate::str::contains("notes.txt").not()),
     );
-    let told = String::from_utf8_lossy(&trained.get_output().stderr).into_owned();
+    let told = stderr(&trained);
     assert_eq!(told.matches("001.jpg").count(), 1, "each is named once: {told}");
-    let last: Value = serde_json::from_slice(
-        trained
-            .get_output()
-            .stdout
-            .split(|byte| *byte == b'\n')
-            .rfind(|l| !l.is_empty())
-            .expect("a line"),
-    )
-    .expect("JSON");
+    let last = json_lines(&trained).pop().expect("a line");
     assert_eq!(last["test_accuracy"], 1.0);
 
     let (tensors, metadata) = save::read(&saved).expect("a saved run");
@@ -74,14 +59,14 @@ fn a_residual_network_learns_the_classes_of_a_folder_and_keeps_their_names() {
     assert_eq!(head.1.size(), [2, 512]);
 
     let predict = format!("predict --device cpu --weights {saved} --data {data} --json");
-    let answers = lines(&predict.split(' ').collect::<Vec<_>>());
+    let answers = lines(&predict);
     let names: Vec<_> = answers.iter().map(|answer| answer["name"].as_str()).collect();
     assert_eq!(names, [[Some("cold"); 3], [Some("warm"); 3]].concat());
     // One that breaks later is missing; the others keep their numbers.
     let broken = format!("{data}/cold/028.jpg");
     let whole = fs::read(&broken).expect("an image");
     fs::write(&broken, &whole[..whole.len() - 20]).expect("written");
-    let answers = lines(&predict.split(' ').collect::<Vec<_>>());
+    let answers = lines(&predict);
     let indices: Vec<_> = answers.iter().map(|answer| answer["index"].as_u64()).collect();
     assert_eq!(indices, [0, 2, 3, 4, 5].map(Some));
     fs::remove_file(format!("{data}/warm/000.jpg")).expect("removed");

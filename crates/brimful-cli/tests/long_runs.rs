@@ -12,21 +12,12 @@ use std::time::Duration;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, names};
+use program::{folder, names, train_in as train};
 use serde_json::Value;
 use tch::Tensor;
 
-/// A run on a CPU, in a folder.
-fn train(folder: &Path, line: &str) -> assert_cmd::assert::Assert {
-    let mut command = brimful();
-    command.current_dir(folder).args(["train", "--device", "cpu"]);
-    command.args(line.split_whitespace()).assert()
-}
-
 fn json_lines(folder: &Path, line: &str) -> Vec<Value> {
-    let run = train(folder, &format!("{line} --json")).success();
-    let text = String::from_utf8(run.get_output().stdout.clone()).expect("text");
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+    program::json_lines(&train(folder, &format!("{line} --json")).success())
 }
 
 /// The model of a saved run.
@@ -69,13 +60,12 @@ fn mini_batches_that_are_added_up_are_one() {
     train(&folder, "--data synthetic --max-steps 1 --save first").success();
     let line = "--data synthetic --epochs 1 --micro-batch 8 --optimizer sgd --init first";
     train(&folder, &format!("{line} --batch-size 64 --save whole")).success();
-    train(&folder, &format!("{line} --batch-size 16 --accumulate 4 --save parts")).success();
-    let far = distance(&folder.join("whole"), &folder.join("parts"));
-    assert!(far < 1e-5, "{far}");
-    train(&folder, &format!("{line} --batch-size 16 --accumulate 4 --stages 2 --save stages"))
-        .success();
-    let far = distance(&folder.join("whole"), &folder.join("stages"));
-    assert!(far < 1e-5, "{far}");
+    for stages in ["", "--stages 2"] {
+        let line = format!("{line} --batch-size 16 --accumulate 4 {stages} --save parts");
+        train(&folder, &line).success();
+        let far = distance(&folder.join("whole"), &folder.join("parts"));
+        assert!(far < 1e-5, "{stages}: {far}");
+    }
 }
 
 #[test]

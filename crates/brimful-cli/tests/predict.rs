@@ -7,19 +7,13 @@ use std::path::Path;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder};
+use program::{folder, lines, run};
 
 /// Trains an mlp for two epochs, and gives its file and the accuracy of its last test.
 fn trained(folder: &Path) -> (String, f64) {
     let weights = folder.join("mlp.safetensors").display().to_string();
-    let train = brimful()
-        .args("train --device cpu --epochs 2 --micro-batch 64 --json --save".split(' '))
-        .arg(&weights)
-        .assert()
-        .success();
-    let lines = String::from_utf8(train.get_output().stdout.clone()).expect("text");
-    let last: serde_json::Value =
-        serde_json::from_str(lines.lines().last().expect("a line")).expect("JSON");
+    let train = "train --device cpu --epochs 2 --micro-batch 64 --json --save";
+    let last = lines(&format!("{train} {weights}")).pop().expect("a line");
     (weights, last["test_accuracy"].as_f64().expect("a number"))
 }
 
@@ -28,10 +22,7 @@ fn the_answers_are_as_right_as_the_training_said() {
     let folder = folder("predict");
     let (weights, accuracy) = trained(&folder);
     let predict = "predict --device cpu --micro-batch 50 --json --weights";
-    let run = brimful().args(predict.split(' ')).arg(&weights).assert().success();
-    let text = String::from_utf8(run.get_output().stdout.clone()).expect("text");
-    let answers: Vec<serde_json::Value> =
-        text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let answers = lines(&format!("{predict} {weights}"));
     assert_eq!(answers.len(), 360);
     let right = answers.iter().filter(|answer| answer["class"] == answer["target"]).count();
     assert_eq!(right as f64 / answers.len() as f64, accuracy);
@@ -41,9 +32,8 @@ fn the_answers_are_as_right_as_the_training_said() {
 
     let file = folder.join("answers.jsonl");
     let within = "predict --device cpu --model mlp --memory-limit 8MiB --weights";
-    let run = brimful().args(within.split(' ')).arg(&weights).arg("-o").arg(&file).assert();
     let percent = format!("{right} of 360 are right: {:.1} %\n", accuracy * 100.0);
-    run.success().stdout(percent);
+    run(&format!("{within} {weights} -o {}", file.display())).success().stdout(percent);
     assert_eq!(fs::read_to_string(file).expect("written").lines().count(), 360);
 }
 
@@ -57,10 +47,8 @@ fn weights_that_do_not_go_with_the_model_or_the_data_are_wrong_use() {
         (&format!("--data {text}"), "for text there is brimful generate"),
         ("--output /no/such/folder/file", "there is no folder /no/such/folder"),
     ] {
-        let mut predict = brimful();
-        predict.args(["predict", "--device", "cpu", "--weights", &weights]);
-        let run = predict.args(arguments.split(' ')).assert().code(2);
-        run.stdout("").stderr(
+        let refused = run(&format!("predict --device cpu --weights {weights} {arguments}")).code(2);
+        refused.stdout("").stderr(
             predicate::str::starts_with("brimful: ")
                 .and(predicate::str::contains(complaint))
                 .and(predicate::function(|text: &str| text.lines().count() == 1)),
@@ -76,6 +64,6 @@ fn weights_that_are_no_numbers_have_no_answers() {
         let _ = tensor.fill_(f64::NAN);
     }
     save::write(&weights, &tensors, &metadata).expect("written");
-    let run = brimful().args(["predict", "--device", "cpu", "--weights", &weights]).assert();
-    run.code(1).stdout("").stderr(predicate::str::contains("numbers that are not finite"));
+    let broken = run(&format!("predict --device cpu --weights {weights}")).code(1);
+    broken.stdout("").stderr(predicate::str::contains("numbers that are not finite"));
 }

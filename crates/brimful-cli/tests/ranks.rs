@@ -36,6 +36,14 @@ fn losses(output: &Output) -> Vec<f64> {
     lines.map(|line| loss(line).expect("a loss")).collect()
 }
 
+/// All ranks end with this code, and each of them says these words.
+fn assert_all_say(ranks: usize, flags: &[&str], code: i32, words: &str) {
+    let output = train(Some(ranks), flags);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{flags:?}: {said}");
+    assert_eq!(said.matches(words).count(), ranks, "every rank says it: {flags:?}: {said}");
+}
+
 fn assert_alike(a: &[f64], b: &[f64]) {
     assert_eq!(a.len(), b.len(), "rank 0 alone prints");
     assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-4 * b), "{a:?} not {b:?}");
@@ -98,10 +106,7 @@ fn ranks_that_do_not_divide_are_wrong_use_with_the_numbers() {
             "3 ranks cannot be divided into 2 replicas of as many ranks each: start a multiple of 2, as in mpirun -n 2",
         ),
     ] {
-        let output = train(Some(3), flags);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        assert_eq!(said.matches(words).count(), 3, "every rank says it: {said}");
+        assert_all_say(3, flags, 2, words);
     }
 }
 
@@ -126,9 +131,6 @@ fn a_place_that_another_run_saves_to_is_refused_by_every_rank() {
     taken.lock().expect("locked");
     let file = folder.path().join("model.safetensors");
     let flags = ["--replicas", "2", "--epochs", "1", "--save", file.to_str().expect("text")];
-    let output = train(Some(2), &flags);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
     let words = "model.safetensors: another program writes it now: name another file\n";
-    assert_eq!(said.matches(words).count(), 2, "{said}");
+    assert_all_say(2, &flags, 1, words);
 }

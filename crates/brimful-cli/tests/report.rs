@@ -6,9 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 
+use assert_cmd::assert::Assert;
 use brimful::report::{Ended, Run};
 use predicates::prelude::*;
-use program::brimful;
+use program::{names, run};
 use serde_json::{Value, json};
 
 /// A folder of this test's own.
@@ -18,11 +19,16 @@ fn folder(name: &str) -> PathBuf {
 
 /// A short run in two stages, recorded.
 fn recorded(folder: &Path) -> PathBuf {
-    let run = folder.join("run.json");
+    let path = folder.join("run.json");
     let arguments = "train --epochs 2 --stages 2 --micro-batches 4 --batch-size 400 \
                      --memory-limit 16MiB --device cpu --record";
-    brimful().args(arguments.split_whitespace()).arg(&run).assert().success();
-    run
+    run(&format!("{arguments} {}", path.display())).success();
+    path
+}
+
+/// What becomes of a page of this run file.
+fn report(path: &Path, page: &Path) -> Assert {
+    run(&format!("report {} -o {}", path.display(), page.display()))
 }
 
 fn one_line(words: &str) -> impl Predicate<str> {
@@ -66,7 +72,7 @@ fn a_run_is_recorded_and_becomes_a_page() {
 
     let page = folder.join("run.html");
     let said = format!("wrote {}\n", page.display());
-    brimful().arg("report").arg(&path).arg("-o").arg(&page).assert().success().stdout(said);
+    report(&path, &page).success().stdout(said);
     let text = fs::read_to_string(&page).expect("a page");
     assert!(text.starts_with("<!DOCTYPE html>") && text.contains("16.0 MiB"));
     for outside in ["http://", "https://", "src=", "@import", "{{"] {
@@ -78,12 +84,12 @@ fn a_run_is_recorded_and_becomes_a_page() {
 #[test]
 fn a_run_that_fails_is_recorded_as_far_as_it_went() {
     let folder = folder("failed");
-    let (run, page) = (folder.join("run.json"), folder.join("run.html"));
+    let (path, page) = (folder.join("run.json"), folder.join("run.html"));
     let arguments = "train --micro-batch 128 --memory-limit 3MiB --offload none --device cpu";
-    let mut train = brimful();
-    train.args(arguments.split(' ')).arg("--record").arg(&run).arg("--report").arg(&page);
-    train.assert().failure().stderr(one_line("out of memory in arena 'cpu'"));
-    let run = Run::read(&run).expect("a run");
+    let files = format!("--record {} --report {}", path.display(), page.display());
+    let failed = run(&format!("{arguments} {files}")).failure();
+    failed.stderr(one_line("out of memory in arena 'cpu'"));
+    let run = Run::read(&path).expect("a run");
     let Ended::Failed(why) = &run.ended else { panic!("it {:?}", run.ended) };
     assert!(why.starts_with("out of memory") && why.contains("the state of adamw"), "{why}");
     assert_eq!(run.steps.number, [1], "the first step, before the optimizer has its state");
@@ -94,7 +100,7 @@ fn a_run_that_fails_is_recorded_as_far_as_it_went() {
 fn an_automatic_size_tells_its_story() {
     let path = folder("auto").join("run.json");
     let arguments = "train --batch-size all --memory-limit 8MiB --epochs 3 --device cpu --record";
-    brimful().args(arguments.split(' ')).arg(&path).assert().success();
+    run(&format!("{arguments} {}", path.display())).success();
     let run: Value = serde_json::from_slice(&fs::read(&path).expect("a run")).expect("JSON");
     let first = &run["decisions"][0];
     assert_eq!((&first["step"], &first["outcome"]), (&json!(1), &json!("tried")), "{first}");
@@ -106,7 +112,7 @@ fn an_automatic_size_tells_its_story() {
 #[test]
 fn a_plan_becomes_a_page_too() {
     let page = folder("plan").join("plan.html");
-    brimful().args(["plan", "-s", "4", "-m", "8", "--report"]).arg(&page).assert().success();
+    run(&format!("plan -s 4 -m 8 --report {}", page.display())).success();
     let text = fs::read_to_string(&page).expect("a page");
     for title in ["1f1b, m = 8", "zero-bubble-v, m = 8", r#""ended":"planned""#] {
         assert!(text.contains(title), "{title}");
@@ -141,21 +147,12 @@ fn files_that_are_no_run_files_are_refused_in_one_line() {
     for (text, words) in cases {
         let path = folder.join("bad.json");
         fs::write(&path, text).expect("written");
-        brimful()
-            .arg("report")
-            .arg(&path)
-            .arg("-o")
-            .arg(&page)
-            .assert()
-            .failure()
-            .stderr(one_line(words).and(predicate::str::contains("bad.json")));
+        let refused = report(&path, &page).failure();
+        refused.stderr(one_line(words).and(predicate::str::contains("bad.json")));
         assert!(!page.exists(), "{words}");
     }
-    brimful()
-        .args(["report", "/no/such/run.json"])
-        .assert()
-        .failure()
-        .stderr(one_line("cannot read '/no/such/run.json': No such file"));
+    let refused = run("report /no/such/run.json").failure();
+    refused.stderr(one_line("cannot read '/no/such/run.json': No such file"));
 }
 
 #[test]
@@ -167,14 +164,7 @@ fn a_page_that_cannot_be_written_leaves_nothing_behind() {
         ("/no/such/folder/page.html", "there is no folder /no/such/folder"),
         (folder.to_str().expect("a path"), "it is a folder: name a file"),
     ] {
-        let mut report = brimful();
-        report
-            .arg("report")
-            .arg(&run)
-            .args(["-o", place])
-            .assert()
-            .failure()
-            .stderr(one_line(words));
+        report(&run, Path::new(place)).failure().stderr(one_line(words));
     }
     assert!(fs::metadata("/dev/full").is_ok_and(|found| !found.is_file()), "it is as it was");
 
@@ -190,9 +180,5 @@ fn a_page_that_cannot_be_written_leaves_nothing_behind() {
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("File too large"), "{said}");
     assert_eq!(fs::read_to_string(&page).expect("a page"), "the page before");
-    let left =
-        fs::read_dir(&folder).expect("a folder").map(|entry| entry.expect("one").file_name());
-    let mut left: Vec<_> = left.collect();
-    left.sort();
-    assert_eq!(left, ["page.html", "run.json"]);
+    assert_eq!(names(&folder), ["page.html", "run.json"]);
 }

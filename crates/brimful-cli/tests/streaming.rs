@@ -11,27 +11,24 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use brimful::save;
-use program::{brimful, folder};
+use program::{folder, train_in};
 
 /// A model so small that a test of megabytes takes seconds.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_act": "silu", "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": true, "vocab_size": 256}"#;
 
-fn train(folder: &Path, line: &str) {
-    let mut command = brimful();
-    command.current_dir(folder).args(["train", "--device", "cpu"]);
-    command.args(line.split_whitespace()).assert().success();
-}
-
 /// Trains seven steps at once and in two runs, of which the first ends within an epoch: all that is saved is the
 /// same to the last bit.
 fn check_resumed(folder: &Path, line: &str) {
     let line = format!("{line} --batch-size 8 --micro-batch 4");
-    train(folder, &format!("{line} --max-steps 7 --save whole.safetensors"));
-    train(folder, &format!("{line} --max-steps 3 --save part.safetensors"));
-    let rest = "--max-steps 7 --resume part.safetensors --save rest.safetensors";
-    train(folder, &format!("{line} {rest}"));
+    for steps in [
+        "--max-steps 7 --save whole.safetensors",
+        "--max-steps 3 --save part.safetensors",
+        "--max-steps 7 --resume part.safetensors --save rest.safetensors",
+    ] {
+        train_in(folder, &format!("{line} {steps}")).success();
+    }
     let [(whole, told), (rest, told_again)] = ["whole", "rest"].map(|name| {
         let path = folder.join(name).with_extension("safetensors");
         save::read(&path).expect("a saved run")

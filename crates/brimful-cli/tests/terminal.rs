@@ -27,11 +27,14 @@ fn on_a_terminal_of(columns: usize, arguments: &str) -> PtySession {
     spawn_command(process, PATIENCE).expect("a terminal")
 }
 
-fn exit_code(session: &PtySession) -> i32 {
+/// What it still says until it ends, which it does with this code.
+fn ends(mut session: PtySession, code: i32) -> String {
+    let rest = session.exp_eof().expect("the end");
     match session.process().wait() {
-        Ok(WaitStatus::Exited(_, code)) => code,
+        Ok(WaitStatus::Exited(_, found)) => assert_eq!(found, code),
         other => panic!("{other:?}"),
     }
+    rest
 }
 
 #[test]
@@ -45,8 +48,7 @@ fn progress_shows_rate_time_size_and_memory() {
     session
         .exp_regex("epoch +1  loss .* % right .* samples/s  [0-9.]+ MiB")
         .expect("the epoch's line");
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 0);
+    ends(session, 0);
 }
 
 #[test]
@@ -55,8 +57,7 @@ fn a_long_step_shows_how_far_it_is() {
     let one_step = "train --model gpt --device cpu --micro-batch 1 --batch-size all --epochs 1";
     let mut session = on_a_terminal(&format!("{one_step} --data {data}"));
     session.exp_regex("[^0-9]([1-9]|[1-4][0-9])/63 samples").expect("a part of the only step");
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 0);
+    ends(session, 0);
 }
 
 #[test]
@@ -68,8 +69,7 @@ fn a_long_plan_shows_how_far_it_is() {
     {
         let mut session = on_a_terminal(arguments);
         session.exp_regex(seen).expect("a bar");
-        session.exp_eof().expect("the end");
-        assert_eq!(exit_code(&session), 0);
+        ends(session, 0);
     }
 }
 
@@ -107,17 +107,14 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     let train =
         |path: &Path| format!("{TRAIN} {data} --batch-size 8 --epochs 3 --save {}", path.display());
 
-    let mut session = on_a_terminal(&train(&whole));
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 0);
+    ends(on_a_terminal(&train(&whole)), 0);
 
     let mut session = on_a_terminal(&train(&stopped));
     session.exp_regex("epoch 1/3  micro-batch 4").expect("a first step");
     session.send_control('c').expect("Ctrl-C");
     session.exp_string("finishing the step; once more ends at once").expect("a notice");
     session.exp_regex("interrupted after .*epoch [123] and saved to").expect("a story");
-    let rest = session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 130);
+    let rest = ends(session, 130);
     let (_, told) = save::read(&stopped).expect("saved");
     assert_ne!((told["epoch"].as_str(), told["step"].as_str()), ("0", "0"));
     assert_ne!(told["epoch"], "3");
@@ -126,9 +123,7 @@ fn ctrl_c_finishes_the_step_saves_and_says_how_to_go_on() {
     let command =
         rest.lines().find_map(|line| line.split_once("brimful train")).expect("a command").1;
     assert!(command.contains("--resume"), "{command}");
-    let mut session = on_a_terminal(&format!("train{command}"));
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 0);
+    ends(on_a_terminal(&format!("train{command}")), 0);
     assert_eq!(save::read(&stopped).expect("stopped"), save::read(&whole).expect("whole"));
 }
 
@@ -141,8 +136,7 @@ fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once
     session
         .exp_string("nothing was saved: --save FILE lets the next run go on")
         .expect("a warning");
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 130);
+    ends(session, 130);
 
     // One step of it takes long, so that both come within it.
     let mut session = on_a_terminal(&format!("{TRAIN} synthetic --batch-size all --epochs 50"));
@@ -151,6 +145,5 @@ fn without_a_place_to_save_it_says_what_is_lost_and_a_second_ctrl_c_ends_at_once
     session.send_control('c').expect("Ctrl-C");
     session.exp_string("once more ends at once").expect("a notice");
     session.send_control('c').expect("Ctrl-C");
-    session.exp_eof().expect("the end");
-    assert_eq!(exit_code(&session), 130);
+    ends(session, 130);
 }

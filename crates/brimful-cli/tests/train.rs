@@ -6,27 +6,15 @@ use std::fs;
 
 use brimful::save;
 use predicates::prelude::*;
-use program::{brimful, folder, lines};
+use program::{folder, lines, run};
 use serde_json::Value;
 
 #[test]
 fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {
-    let lines = lines(&[
-        "train",
-        "--batch-size",
-        "all",
-        "--micro-batch",
-        "64",
-        "--memory-limit",
-        "8MiB",
-        "--epochs",
-        "20",
-        "--learning-rate",
-        "0.005",
-        "--json",
-        "--device",
-        "cpu",
-    ]);
+    let lines = lines(
+        "train --batch-size all --micro-batch 64 --memory-limit 8MiB --epochs 20 --learning-rate 0.005 \
+         --json --device cpu",
+    );
     assert_eq!(lines.len(), 20);
     let last = &lines[19];
     assert_eq!((&last["done"], &lines[18]["done"]), (&Value::Bool(true), &Value::Bool(false)));
@@ -41,7 +29,7 @@ fn an_mlp_learns_digits_inside_its_limit_and_says_so_in_json() {
 #[test]
 fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
     let arguments = "train --batch-size all --micro-batch 1437 --memory-limit 8MiB --device cpu";
-    brimful().args(arguments.split(' ')).assert().failure().stderr(
+    run(arguments).failure().stderr(
         predicate::str::starts_with("brimful: out of memory in arena 'cpu'")
             .and(predicate::str::ends_with("limit 8388608; try --micro-batch 719\n"))
             .and(predicate::function(|text: &str| text.lines().count() == 1)),
@@ -50,14 +38,13 @@ fn a_limit_that_is_too_small_is_one_line_with_the_remedy() {
 
 #[test]
 fn replicas_learn_digits_in_a_memory_of_their_own_each() {
-    let arguments = ["train", "--replicas", "2", "--epochs", "4", "--json", "--device", "cpu"];
-    let lines = lines(&[&arguments[..], &["--memory-limit", "4MiB"]].concat());
+    let train = "train --replicas 2 --epochs 4 --json --device cpu";
+    let lines = lines(&format!("{train} --memory-limit 4MiB"));
     let last = &lines[3];
     assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
     assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 4 << 20), "{last}");
-    let tiny = [&arguments[..], &["--memory-limit", "1MiB", "--micro-batch", "8"]].concat();
     let said = predicate::str::contains("out of memory in arena 'device 0'");
-    brimful().args(tiny).assert().failure().stderr(said);
+    run(&format!("{train} --memory-limit 1MiB --micro-batch 8")).failure().stderr(said);
 }
 
 #[test]
@@ -65,7 +52,7 @@ fn a_stage_that_is_too_small_is_named_with_the_remedy() {
     let arguments =
         "train --stages 2 --micro-batches 2 --memory-limit 1MiB --offload none --device cpu";
     // The planner has said so beforehand.
-    brimful().args(arguments.split(' ')).assert().failure().stderr(
+    run(arguments).failure().stderr(
         predicate::str::starts_with("brimful: warning: no balance fits by plan")
             .and(predicate::str::contains("\nbrimful: stage "))
             .and(predicate::str::ends_with("; try --micro-batches 4\n"))
@@ -76,12 +63,11 @@ fn a_stage_that_is_too_small_is_named_with_the_remedy() {
 
 #[test]
 fn the_micro_batch_size_does_not_change_what_is_learnt() {
-    let run = |micro: &str| {
-        let arguments =
-            ["train", "--epochs", "2", "--dtype", "f64", "--json", "--micro-batch", micro];
-        lines(&arguments)[1]["loss"].as_f64().expect("a loss")
+    let loss = |micro: usize| {
+        let train = format!("train --epochs 2 --dtype f64 --json --micro-batch {micro}");
+        lines(&train)[1]["loss"].as_f64().expect("a loss")
     };
-    assert!((run("128") - run("7")).abs() < 1e-9);
+    assert!((loss(128) - loss(7)).abs() < 1e-9);
 }
 
 /// What is saved after a step that goes nowhere is what the run began with.
@@ -91,12 +77,12 @@ fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
     let text = program::text(&folder);
     let begun = |model: &str, seed: &str, more: &str| {
         let file = folder.join("model.safetensors");
+        let save = file.display();
         let still =
             "--device cpu --optimizer sgd --learning-rate 0 --max-steps 1 --micro-batches 2";
         let data = if model == "gpt" { &text } else { "digits" };
-        let words =
-            format!("train --model {model} --data {data} --seed {seed} {still} {more} --save");
-        brimful().args(words.split_whitespace()).arg(&file).assert().success();
+        let of = format!("--model {model} --data {data} --seed {seed}");
+        run(&format!("train {of} {still} {more} --save {save}")).success();
         let (mut tensors, _) = save::read(&file).expect("a run");
         tensors.retain(|(name, _)| !name.starts_with("optimizer.") && !name.contains("running_"));
         tensors
@@ -110,24 +96,16 @@ fn one_seed_begins_with_the_same_weights_whole_and_in_stages() {
     }
 }
 
-const STAGES: [&str; 8] = [
-    "--stages",
-    "2",
-    "--schedule",
-    "interleaved-2",
-    "--recompute",
-    "except-last",
-    "--micro-batches",
-    "5",
-];
+const STAGES: &str =
+    "--stages 2 --schedule interleaved-2 --recompute except-last --micro-batches 5";
 
 #[test]
 fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
     let trace = folder("stages").join("trace.json");
-    let mut arguments = vec!["train", "--epochs", "4", "--json", "--device", "cpu"];
-    arguments.extend(STAGES);
-    arguments.extend(["--memory-limit", "8MiB", "--trace", trace.to_str().expect("a path")]);
-    let lines = lines(&arguments);
+    let lines = lines(&format!(
+        "train --epochs 4 --json --device cpu {STAGES} --memory-limit 8MiB --trace {}",
+        trace.display()
+    ));
     let last = &lines[3];
     assert!(last["test_accuracy"].as_f64() > Some(0.9), "{last}");
     assert!(last["peak_bytes"].as_u64().is_some_and(|peak| peak < 8 << 20), "{last}");
@@ -145,17 +123,17 @@ fn a_model_in_stages_learns_digits_and_tells_what_it_did() {
 #[test]
 fn stages_replicas_and_one_device_go_on_from_each_others_files() {
     let folder = folder("both");
-    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
-    let train = |epochs: &str, from: Option<&str>, to: &str, more: &[&str]| {
-        let mut run = brimful();
-        run.args(["train", "--dtype", "f64", "--epochs", epochs, "--save", &path(to)]);
-        run.args(from.iter().flat_map(|from| ["--resume".to_owned(), path(from)])).args(more);
-        run.assert().success();
+    let path = |name: &str| folder.join(name).display().to_string();
+    let train = |epochs: usize, from: Option<&str>, to: &str, more: &str| {
+        let resume = from.map(|from| format!("--resume {}", path(from))).unwrap_or_default();
+        let save = path(to);
+        run(&format!("train --dtype f64 --epochs {epochs} --save {save} {resume} {more}"))
+            .success();
     };
-    train("1", None, "one", &[]);
-    train("2", Some("one"), "plain", &[]);
-    train("2", Some("one"), "staged", &STAGES);
-    train("2", Some("one"), "replicated", &["--replicas", "3", "--micro-batch", "20"]);
+    train(1, None, "one", "");
+    train(2, Some("one"), "plain", "");
+    train(2, Some("one"), "staged", STAGES);
+    train(2, Some("one"), "replicated", "--replicas 3 --micro-batch 20");
     let (plain, told) = save::read(path("plain")).expect("plain");
     for other in ["staged", "replicated"] {
         let (values, mut told_too) = save::read(path(other)).expect(other);
@@ -168,48 +146,40 @@ fn stages_replicas_and_one_device_go_on_from_each_others_files() {
             assert_eq!(name, name_too);
             assert!(got.allclose(expected, 1e-9, 1e-9, false), "{other}: {name} differs");
         }
-        train("3", Some(other), "back", &[]);
+        train(3, Some(other), "back", "");
     }
 }
 
 #[test]
 fn a_run_goes_on_with_its_learning_rate_or_another() {
     let folder = folder("rate");
-    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
-    let train = |epochs: &str, to: &str, more: &[&str]| {
-        let mut run = brimful();
-        run.args(["train", "--epochs", epochs, "--save", &path(to)]).args(more);
-        run.assert().success();
+    let path = |name: &str| folder.join(name).display().to_string();
+    let train = |epochs: usize, to: &str, more: &str| {
+        run(&format!("train --epochs {epochs} --save {} {more}", path(to))).success();
         let (mut tensors, _) = save::read(path(to)).expect(to);
         tensors.retain(|(name, _)| !name.starts_with("optimizer."));
         tensors
     };
-    let still = train("1", "still", &["--learning-rate", "0"]);
-    assert_eq!(train("2", "still-too", &["--resume", &path("still")]), still);
-    let moved = train("2", "moved", &["--resume", &path("still"), "--learning-rate", "0.01"]);
+    let resumed = |from: &str| format!("--resume {}", path(from));
+    let still = train(1, "still", "--learning-rate 0");
+    assert_eq!(train(2, "still-too", &resumed("still")), still);
+    let moved = train(2, "moved", &(resumed("still") + " --learning-rate 0.01"));
     assert_ne!(moved, still);
-    let halted = ["--resume", &path("moved"), "--learning-rate", "0"];
-    assert_eq!(train("3", "halted", &halted), moved);
+    assert_eq!(train(3, "halted", &(resumed("moved") + " --learning-rate 0")), moved);
 }
 
 #[test]
 fn files_that_do_not_fit_are_refused_with_the_reason() {
-    let folder = folder("refused");
-    let saved = folder.join("mlp.safetensors");
-    let save = saved.to_str().expect("a path");
-    brimful().args(["train", "--epochs", "1", "--save", save]).assert().success();
-    let cases: [(&[&str], &str); 5] = [
-        (&["train", "--resume", save, "--learning-rate-decay", "linear"], "decay none"),
-        (
-            &["train", "--resume", save, "--seed", "1"],
-            "was made with --seed 0, but this run has --seed 1",
-        ),
-        (&["train", "--resume", save, "--model", "resnet18"], "--model mlp"),
-        (&["train", "--resume", "/no/such/file"], "cannot go on from /no/such/file"),
-        (&["train", "--resume", "/proc/version"], "/proc/version"),
-    ];
-    for (arguments, expected) in cases {
-        brimful().args(arguments).assert().failure().stderr(
+    let save = folder("refused").join("mlp.safetensors").display().to_string();
+    run(&format!("train --epochs 1 --save {save}")).success();
+    for (resume, expected) in [
+        (&*format!("{save} --learning-rate-decay linear"), "decay none"),
+        (&format!("{save} --seed 1"), "was made with --seed 0, but this run has --seed 1"),
+        (&format!("{save} --model resnet18"), "--model mlp"),
+        ("/no/such/file", "cannot go on from /no/such/file"),
+        ("/proc/version", "/proc/version"),
+    ] {
+        run(&format!("train --resume {resume}")).failure().stderr(
             predicate::str::contains(expected)
                 .and(predicate::function(|text: &str| text.lines().count() == 1)),
         );
@@ -218,68 +188,52 @@ fn files_that_do_not_fit_are_refused_with_the_reason() {
 
 #[test]
 fn nonsense_on_the_command_line_is_one_clear_error() {
-    let cases: [(&[&str], &str); 13] = [
-        (&["train", "--report", "/no/folder/report.html"], "there is no folder /no/folder"),
-        (&["train", "--stages", "0"], "give a whole number from 1 on"),
-        (&["train", "--stages", "9"], "9 stages need as many layers, but the model has 6"),
-        (
-            &["train", "--stages", "4", "--schedule", "interleaved-2"],
-            "8 stages need as many layers",
-        ),
-        (&["train", "--schedule", "gpipe"], "--stages <S>"),
-        (&["train", "--micro-batches", "2", "--micro-batch", "2"], "cannot be used with"),
-        (&["train", "--micro-batch", "0"], "from 1 on, auto or largest"),
-        (&["train", "--batch-size", "0"], "give a number from 1 on, or all"),
-        (&["train", "--memory-limit", "much"], "such as 96MiB"),
-        (&["train", "--memory-limit", "0", "--device", "cpu"], "limit of 0 bytes"),
-        (&["train", "--device", "cuda:99"], "there is no device 'cuda:99' here"),
-        (&["train", "--model", "gpt"], "a gpt needs text"),
-        (&["train", "--learning-rate", "-1"], "--learning-rate -1: give it a number from 0 on"),
-    ];
-    for (arguments, expected) in cases {
-        brimful().args(arguments).assert().failure().stderr(predicate::str::contains(expected));
+    for (flags, expected) in [
+        ("--report /no/folder/report.html", "there is no folder /no/folder"),
+        ("--stages 0", "give a whole number from 1 on"),
+        ("--stages 9", "9 stages need as many layers, but the model has 6"),
+        ("--stages 4 --schedule interleaved-2", "8 stages need as many layers"),
+        ("--schedule gpipe", "--stages <S>"),
+        ("--micro-batches 2 --micro-batch 2", "cannot be used with"),
+        ("--micro-batch 0", "from 1 on, auto or largest"),
+        ("--batch-size 0", "give a number from 1 on, or all"),
+        ("--memory-limit much", "such as 96MiB"),
+        ("--memory-limit 0 --device cpu", "limit of 0 bytes"),
+        ("--device cuda:99", "there is no device 'cuda:99' here"),
+        ("--model gpt", "a gpt needs text"),
+        ("--learning-rate -1", "--learning-rate -1: give it a number from 0 on"),
+    ] {
+        run(&format!("train {flags}")).failure().stderr(predicate::str::contains(expected));
     }
 }
 
 #[test]
 fn verify_finds_full_and_split_the_same() {
     for model in ["mlp", "gpt", "resnet18"] {
-        let arguments =
-            ["verify", "--model", model, "--batch-size", "5", "--micro-batch", "2", "--json"];
-        let report = &lines(&arguments)[0];
+        let report =
+            &lines(&format!("verify --model {model} --batch-size 5 --micro-batch 2 --json"))[0];
         assert!(report["max_relative_error"].as_f64() < Some(1e-10), "{report}");
         assert!(report["parameter"].as_str().is_some_and(|name| name.contains('.')), "{report}");
         assert_eq!(report["sizes"], serde_json::json!([2, 2, 1]));
     }
-    brimful().args(["verify"]).assert().success().stdout(predicate::str::contains("the same"));
+    run("verify").success().stdout(predicate::str::contains("the same"));
 }
 
 #[test]
 fn with_exact_batch_norms_verify_finds_them_the_same_in_training_mode() {
-    let verify = |statistics: &str, tolerance: &str| {
-        let mut program = brimful();
-        program.args(["verify", "--model", "resnet18", "--batch-size", "5", "--micro-batch", "2"]);
-        program.args(["--batch-norm", statistics, "--tolerance", tolerance]).assert()
-    };
-    verify("exact", "1e-10").success().stdout(predicate::str::contains("[2, 2, 1]"));
-    verify("deferred", "1e-10").failure().stdout(predicate::str::contains("NOT the same"));
-    brimful()
-        .args(["verify", "--batch-norm", "exact"])
-        .assert()
-        .code(2)
-        .stderr(predicate::str::contains("--batch-norm is for resnet18"));
+    let verify = "verify --model resnet18 --batch-size 5 --micro-batch 2 --tolerance 1e-10";
+    let verify = |statistics: &str| run(&format!("{verify} --batch-norm {statistics}"));
+    verify("exact").success().stdout(predicate::str::contains("[2, 2, 1]"));
+    verify("deferred").failure().stdout(predicate::str::contains("NOT the same"));
+    let refused = run("verify --batch-norm exact").code(2);
+    refused.stderr(predicate::str::contains("--batch-norm is for resnet18"));
 }
 
 #[test]
 fn a_residual_network_trains_with_exact_batch_norms_on_one_device() {
     let train = "train --model resnet18 --batch-size 16 --micro-batch 4 --max-steps 2 --device cpu \
                  --batch-norm exact";
-    let arguments: Vec<&str> = train.split_whitespace().collect();
-    brimful().args(&arguments).assert().success();
-    brimful()
-        .args(&arguments)
-        .args(["--stages", "2"])
-        .assert()
-        .code(2)
-        .stderr(predicate::str::contains("--batch-norm exact is for one device"));
+    run(train).success();
+    let refused = run(&format!("{train} --stages 2")).code(2);
+    refused.stderr(predicate::str::contains("--batch-norm exact is for one device"));
 }

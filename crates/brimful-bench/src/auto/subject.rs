@@ -1,16 +1,14 @@
 //! A model in a memory of a given size, with a mini-batch in host memory.
 
-use std::time::Instant;
-
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
 use brimful::micro::Layout;
 use brimful::{Bytes, MicroBatcher, Size, Step};
 use brimful_cli::setting::{LossModel, clear_gradients, within};
-use brimful_torch::device as torch_device;
 use tch::Device;
 use tch::nn::VarStore;
 
+use crate::timed::timed;
 use crate::work::{Samples, Workload};
 
 /// What is to be measured, and in how much memory.
@@ -25,7 +23,6 @@ pub(super) struct LimitedWork {
 
 /// A subject that has been built, inside its memory.
 pub(super) struct Built<'a> {
-    device: Device,
     store: VarStore,
     model: LossModel,
     memory: Memory,
@@ -55,7 +52,7 @@ impl LimitedWork {
         if self.replay {
             micro = micro.replay(true).layout(Layout::Measured);
         }
-        Ok(Built { device: self.device, store, model, memory, micro, samples })
+        Ok(Built { store, model, memory, micro, samples })
     }
 
     /// The device's, as small as asked for.
@@ -72,16 +69,16 @@ impl LimitedWork {
 impl Built<'_> {
     /// One step, timed.
     pub(super) fn step(&mut self) -> Result<(f64, Step)> {
-        let Self { device, store, model, micro, samples, .. } = self;
-        timed(*device, store, model, micro, samples)
+        let Self { store, model, micro, samples, .. } = self;
+        step(store, model, micro, samples)
     }
 
     /// The seconds of a step of a given size.
     pub(super) fn step_of(&self, size: usize) -> Result<f64> {
-        let Self { device, store, model, memory, samples, .. } = self;
+        let Self { store, model, memory, samples, .. } = self;
         let run = || -> Result<f64> {
             let mut micro = MicroBatcher::new(store, Size::Fixed(size)).memory(memory.clone());
-            Ok(timed(*device, store, model, &mut micro, samples)?.0)
+            Ok(step(store, model, &mut micro, samples)?.0)
         };
         // What other sizes have left in a card's cache may be in pieces.
         Ok(brimful::guard(memory, run)?)
@@ -89,20 +86,17 @@ impl Built<'_> {
 }
 
 /// One step, from a quiet device to a quiet device.
-fn timed(
-    device: Device,
+fn step(
     store: &VarStore,
     model: &LossModel,
     micro: &mut MicroBatcher,
     samples: &Samples,
 ) -> Result<(f64, Step)> {
     clear_gradients(store)?;
-    torch_device::synchronize(device)?;
-    let start = Instant::now();
-    let step = micro.backward(samples, |(x, y)| model.loss(&x, &y, true))?;
-    torch_device::synchronize(device)?;
+    let backward = || Ok(micro.backward(samples, |(x, y)| model.loss(&x, &y, true))?);
+    let (step, seconds) = timed(store.device(), backward)?;
     ensure!(step.loss.is_finite(), "the loss is {}", step.loss);
-    Ok((start.elapsed().as_secs_f64(), step))
+    Ok((seconds, step))
 }
 
 impl Drop for Built<'_> {

@@ -15,6 +15,7 @@ use serde_json::json;
 use tch::Device;
 
 use crate::journal::{Journal, Output};
+use crate::timed::try_kernels;
 use crate::turns::TurnProgress;
 use crate::work::{GptShape, Workload};
 
@@ -61,11 +62,7 @@ pub(crate) fn run(options: &HalvesOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     // As a stage's thread in a pipeline.
     let _one = threads::limit_threads(1);
-    let cuda = device != Device::Cpu;
-    if cuda {
-        // The same in the peers' script.
-        tch::Cuda::cudnn_set_benchmark(true);
-    }
+    let cuda = try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
     let mut journal = Journal::begin("halves", device, &options.output, facts)?;
     let progress = TurnProgress::new(options.model.len() * contest::turns(options.repeats));

@@ -13,7 +13,7 @@ use crate::columns::Columns;
 use crate::timed::{self, MeasuredTurn, compute_the_same, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
-use crate::work::{Samples, Workload};
+use crate::work::Workload;
 
 /// Steps in libtorch's kernels, and then in ours.
 const LIBTORCHS: usize = 2;
@@ -48,10 +48,20 @@ pub(super) fn measure(
     progress.row(&work.title());
     let wanted = kernels::enabled();
     kernels::set_enabled(false);
-    let mut steps = ImageSteps::new(&work, device)?;
-    let libtorchs = steps.run("libtorch's kernels", LIBTORCHS, progress)?;
+    let mut model = TunedModel::new(&work, device, Tuning { replay: false, channels_last: true })?;
+    let batch = work.samples(work.batch);
+    let mut steps = |what: &str, count| -> Result<Vec<MeasuredTurn>> {
+        let step = |turn| {
+            progress.turn("resnet50", what, turn, 0, count);
+            let measured = timed::turn(&mut model, device, || share(&batch), TunedModel::step)?;
+            progress.advance(1);
+            Ok(measured)
+        };
+        (0..count).map(step).collect()
+    };
+    let libtorchs = steps("libtorch's kernels", LIBTORCHS)?;
     kernels::set_enabled(wanted);
-    let ours = steps.run("kernels of our own", OURS, progress)?;
+    let ours = steps("kernels of our own", OURS)?;
     progress.done();
     let losses: Vec<f64> = libtorchs.iter().chain(&ours).map(|turn| turn.loss).collect();
     compute_the_same(&losses, dtype)?;
@@ -73,34 +83,4 @@ fn work(dtype: NumberType, device: Device) -> Workload {
     let (images, image) = if device == Device::Cpu { (2, 64) } else { (16, 224) };
     let usual = Workload::default_of(ModelName::Resnet50, device);
     Workload { dtype, batch: images, micro_batch: images, image, ..usual }
-}
-
-/// A model and what it is trained with.
-struct ImageSteps {
-    device: Device,
-    model: TunedModel,
-    batch: Samples,
-}
-
-impl ImageSteps {
-    fn new(work: &Workload, device: Device) -> Result<Self> {
-        let model = TunedModel::new(work, device, Tuning { replay: false, channels_last: true })?;
-        Ok(Self { device, model, batch: work.samples(work.batch) })
-    }
-
-    fn run(
-        &mut self,
-        what: &str,
-        count: usize,
-        progress: &TurnProgress,
-    ) -> Result<Vec<MeasuredTurn>> {
-        let Self { device, model, batch } = self;
-        let step = |turn| {
-            progress.turn("resnet50", what, turn, 0, count);
-            let measured = timed::turn(model, *device, || share(batch), TunedModel::step)?;
-            progress.advance(1);
-            Ok(measured)
-        };
-        (0..count).map(step).collect()
-    }
 }

@@ -24,7 +24,7 @@ const IGNORED: i64 = -100;
 const CHUNK: Bytes = Bytes(256 << 20);
 
 /// How large the head is, and in which numbers it is computed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct LossWork {
     pub(super) dtype: NumberType,
     pub(super) places: i64,
@@ -66,10 +66,8 @@ impl LossContestant {
 pub(super) struct LossRow {
     part: &'static str,
     contestant: &'static str,
-    dtype: NumberType,
-    places: i64,
-    words: i64,
-    width: i64,
+    #[serde(flatten)]
+    work: LossWork,
     repeats: usize,
     /// The median of its turns: forward, backward and the reading of the loss.
     seconds: f64,
@@ -136,16 +134,12 @@ impl LossFigures {
     }
 
     fn row(&self, work: LossWork, ours: &Self, refusals: &[String]) -> LossRow {
-        let LossWork { dtype, places, words, width } = work;
         let is_ours = self.contestant == LossContestant::Ours;
         let seconds = self.times.median();
         LossRow {
             part: "loss",
             contestant: self.contestant.name(),
-            dtype,
-            places,
-            words,
-            width,
+            work,
             repeats: self.times.0.len(),
             seconds,
             spread: self.times.spread(),

@@ -54,11 +54,7 @@ pub(crate) struct KernelsOptions {
 pub(crate) fn run(options: &KernelsOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     options.dtype.prepare(device)?;
-    let cuda = device != Device::Cpu;
-    if cuda {
-        // Every step has one shape, so it pays.
-        tch::Cuda::cudnn_set_benchmark(true);
-    }
+    let cuda = timed::try_kernels(device);
     let facts = json!({ "optimizer": "none", "cudnn_benchmark": cuda });
     let mut journal = Journal::begin("kernels", device, &options.output, facts)?;
     let progress = TurnProgress::new(first_use::STEPS + timed::turns(options.repeats));

@@ -26,7 +26,7 @@ use crate::journal::{Journal, Output};
 use crate::turns::TurnProgress;
 use crate::work::Workload;
 use family::Family;
-use report::{LargestRow, NoneFitsRow};
+use report::{LargestRow, none_fits};
 use search::{FoundModel, LargestSearch, Room};
 use trial::{StepMemory, TrialDevices};
 
@@ -166,7 +166,7 @@ impl MemoryOptions {
             };
             progress.done();
             let Some((found, outcome)) = found else {
-                journal.enter(&NoneFitsRow::new(search, experiment))?;
+                journal.enter(&none_fits(search, experiment))?;
                 continue;
             };
             let parameters = found.work.layers()?.parameter_count()?;

@@ -5,6 +5,7 @@ use brimful::Bytes;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::setting::{ModelName, NumberType};
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::search::{FoundModel, LargestSearch};
 use super::trial::StepMemory;
@@ -88,27 +89,15 @@ impl LargestRow {
     }
 }
 
-/// An experiment in which not even the smallest model fits.
-#[derive(Debug, Serialize)]
-pub(super) struct NoneFitsRow {
-    contestant: &'static str,
-    experiment: String,
-    model: ModelName,
-    devices: usize,
-    limit_bytes: Bytes,
-    error: String,
-}
-
-impl NoneFitsRow {
-    pub(super) fn new(search: &LargestSearch, experiment: Experiment) -> Self {
-        let work = search.smallest();
-        Self {
-            contestant: "brimful",
-            experiment: experiment.to_string(),
-            model: work.model,
-            devices: experiment.devices,
-            limit_bytes: search.limit(),
-            error: format!("not even {} fits", work.model),
-        }
-    }
+/// The row of an experiment in which not even the smallest model fits.
+pub(super) fn none_fits(search: &LargestSearch, experiment: Experiment) -> Value {
+    let model = search.smallest.model;
+    json!({
+        "contestant": "brimful",
+        "experiment": experiment.to_string(),
+        "model": model,
+        "devices": experiment.devices,
+        "limit_bytes": search.limit(),
+        "error": format!("not even {model} fits"),
+    })
 }

@@ -22,7 +22,7 @@ const TOO_LARGE: usize = 1 << 14;
 #[derive(Debug)]
 pub(super) struct LargestSearch {
     pub(super) family: Family,
-    smallest: Workload,
+    pub(super) smallest: Workload,
     input_bytes: u64,
     /// The layers of a typical model, by name.
     layers: HashMap<String, LayerCost>,
@@ -63,11 +63,6 @@ impl LargestSearch {
         let layers = layers.into_iter().map(|layer| (layer.name.clone(), layer)).collect();
         let host = HostSpeed::measure(device, family.method())?;
         Ok(Self { family, smallest: work, input_bytes, layers, host, device, room })
-    }
-
-    /// The smallest model.
-    pub(super) fn smallest(&self) -> &Workload {
-        &self.smallest
     }
 
     pub(super) fn limit(&self) -> Bytes {

@@ -2,13 +2,12 @@
 
 use anyhow::{Context, Result};
 use brimful::Bytes;
-use brimful::memory::Arena;
 use brimful_torch::transfer;
 use tch::Device;
 
 use super::report::SpeedRow;
 use crate::journal::Journal;
-use crate::timed::{self, MeasuredTurn, Timed, TurnFigures, WARM_UP, share};
+use crate::timed::{self, MeasuredTurn, Timed, TurnFigures, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -59,18 +58,8 @@ impl MicroContestant {
     }
 }
 
-/// What a contestant has shown.
-#[derive(Debug)]
-pub(super) struct ContestantFigures {
-    pub(super) contestant: MicroContestant,
-    pub(super) shown: TurnFigures,
-}
-
-impl ContestantFigures {
-    fn new(contestant: MicroContestant) -> Self {
-        Self { contestant, shown: TurnFigures::default() }
-    }
-}
+/// A contestant, and what it has shown.
+pub(super) type ContestantFigures = (MicroContestant, TurnFigures);
 
 /// Measures a row: its contestants take turns.
 pub(super) fn measure(
@@ -83,11 +72,11 @@ pub(super) fn measure(
     progress.row(&work.title());
     let mut contest = Contest::new(work, device)?;
     let mut all = contest.take_turns(repeats, progress)?;
-    let losses: Vec<f64> = all.iter().map(|figures| figures.shown.loss).collect();
+    let losses: Vec<f64> = all.iter().map(|(_, shown)| shown.loss).collect();
     timed::compute_the_same(&losses, work.dtype)?;
     if device == Device::Cpu {
-        for figures in &mut all {
-            figures.shown.peak = Some(contest.cpu_peak(figures.contestant)?);
+        for (contestant, shown) in &mut all {
+            shown.peak = Some(contest.cpu_peak(*contestant)?);
         }
     }
     progress.done();
@@ -99,9 +88,9 @@ fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> R
     let by_hand = seconds_of(MicroContestant::Loop, all)?;
     let resident = seconds_of(MicroContestant::Resident, all)?;
     for figures in all {
-        let seconds = figures.shown.times.median();
+        let seconds = figures.1.times.median();
         // Only the streaming one copies what another finds in place.
-        let streams = figures.contestant == MicroContestant::Streaming;
+        let streams = figures.0 == MicroContestant::Streaming;
         let ratio_to_resident = streams.then_some(resident / seconds);
         journal.enter(&SpeedRow::new(work, figures, by_hand / seconds, ratio_to_resident))?;
     }
@@ -110,10 +99,9 @@ fn enter(work: &Workload, all: &[ContestantFigures], journal: &mut Journal) -> R
 
 /// The median of a contestant that is always there.
 fn seconds_of(contestant: MicroContestant, all: &[ContestantFigures]) -> Result<f64> {
-    let found = all.iter().find(|figures| figures.contestant == contestant);
-    found
-        .map(|figures| figures.shown.times.median())
-        .context("a contestant that all have is missing")
+    let found = all.iter().find(|(who, _)| *who == contestant);
+    let found = found.context("a contestant that all have is missing")?;
+    Ok(found.1.times.median())
 }
 
 /// One mini-batch, and all who run it.
@@ -142,16 +130,9 @@ impl<'a> Contest<'a> {
         progress: &TurnProgress,
     ) -> Result<Vec<ContestantFigures>> {
         let title = self.work.title();
-        let contestants = MicroContestant::all(self.work, self.device).into_iter();
-        let mut all: Vec<_> = contestants.map(ContestantFigures::new).collect();
-        for turn in 0..timed::turns(repeats) {
-            for figures in &mut all {
-                progress.turn(&title, figures.contestant.name(), turn, WARM_UP, repeats);
-                figures.shown.add(self.turn(figures.contestant)?, turn >= WARM_UP);
-            }
-            progress.advance(1);
-        }
-        Ok(all)
+        let all = MicroContestant::all(self.work, self.device).into_iter();
+        let all = all.map(|who| (who, who.name()));
+        timed::take_turns(&title, all, repeats, progress, |who| self.turn(who))
     }
 
     /// The place of the model that is run in this way, made where it is not there. All have the same
@@ -183,15 +164,10 @@ impl<'a> Contest<'a> {
         })
     }
 
-    /// What a step of a contestant allocates on a CPU. Not in the timed turns: counting costs.
     fn cpu_peak(&mut self, contestant: MicroContestant) -> Result<Bytes> {
         let at = self.tuned(contestant.tuning())?;
         self.models[at].clear()?;
-        let arena = Arena::new("bench");
-        let inside = arena.enter();
-        self.turn(contestant)?;
-        drop(inside);
-        Ok(Bytes(arena.peak()))
+        timed::cpu_peak(|| self.turn(contestant))
     }
 }
 

@@ -13,7 +13,8 @@ use brimful_cli::setting::{LossModel, clear_gradients};
 use tch::Device;
 use tch::nn::VarStore;
 
-use super::report::MemoryRow;
+use super::report::{IN_ONE_PIECE, MemoryRow};
+use crate::columns::Columns;
 use crate::journal::Journal;
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -55,9 +56,15 @@ pub(super) fn measure(
         progress.advance(count);
         progress.done();
         let against = base.and_then(|base| peaks.iter().find(|(count, _)| *count == base));
-        let ratio = against.map(|(_, base)| peak.0 as f64 / base.0 as f64);
-        let speed = work.batch as f64 / seconds;
-        journal.enter(&MemoryRow::new(&work, count, speed, peak, base, ratio))?;
+        journal.enter(&MemoryRow {
+            columns: Columns::new("brimful", &work),
+            stages: IN_ONE_PIECE,
+            micro_batches: count,
+            samples_per_s: work.batch as f64 / seconds,
+            peak_bytes: peak,
+            compared_with: base,
+            ratio: against.map(|(_, base)| peak.0 as f64 / base.0 as f64),
+        })?;
         peaks.push((count, peak));
     }
     Ok(())

@@ -76,11 +76,7 @@ pub(crate) struct MicroOptions {
 pub(crate) fn run(options: &MicroOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     let rows = options.rows(device)?;
-    if device != Device::Cpu {
-        // The same in the peers' scripts: every micro-batch has one shape, so it pays.
-        tch::Cuda::cudnn_set_benchmark(true);
-    }
-    let cuda = device != Device::Cpu;
+    let cuda = timed::try_kernels(device);
     let facts = json!({
         "cudnn_benchmark": cuda,
         "optimizer": "none",

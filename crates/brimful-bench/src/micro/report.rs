@@ -35,27 +35,27 @@ pub(super) struct SpeedRow {
 #[derive(Debug, Serialize)]
 pub(super) struct MemoryRow {
     #[serde(flatten)]
-    columns: Columns,
+    pub(super) columns: Columns,
     #[serde(flatten)]
-    stages: NoStages,
-    micro_batches: usize,
-    samples_per_s: f64,
-    peak_bytes: Bytes,
+    pub(super) stages: NoStages,
+    pub(super) micro_batches: usize,
+    pub(super) samples_per_s: f64,
+    pub(super) peak_bytes: Bytes,
     /// The mini-batch that it is compared with, in micro-batches.
-    compared_with: Option<usize>,
+    pub(super) compared_with: Option<usize>,
     /// Its peak over that one's.
-    ratio: Option<f64>,
+    pub(super) ratio: Option<f64>,
 }
 
 /// What rows of pipelines say of their stages, said of a model in one piece.
 #[derive(Debug, Serialize)]
-struct NoStages {
+pub(super) struct NoStages {
     stages: usize,
     schedule: Option<Schedule>,
     recompute: Option<Recompute>,
 }
 
-const IN_ONE_PIECE: NoStages = NoStages { stages: 1, schedule: None, recompute: None };
+pub(super) const IN_ONE_PIECE: NoStages = NoStages { stages: 1, schedule: None, recompute: None };
 
 impl SpeedRow {
     pub(super) fn new(
@@ -64,8 +64,7 @@ impl SpeedRow {
         ratio: f64,
         ratio_to_resident: Option<f64>,
     ) -> Self {
-        let ContestantFigures { contestant, shown } = figures;
-        let TurnFigures { warm_up, times, peak, loss } = shown;
+        let (contestant, TurnFigures { warm_up, times, peak, loss }) = figures;
         let Tuning { replay, channels_last } = contestant.tuning();
         Self {
             columns: Columns::new(contestant.name(), work),
@@ -78,27 +77,6 @@ impl SpeedRow {
             warm_up_seconds: warm_up.clone(),
             peak_bytes: *peak,
             loss: *loss,
-        }
-    }
-}
-
-impl MemoryRow {
-    pub(super) fn new(
-        work: &Workload,
-        micro_batches: usize,
-        samples_per_s: f64,
-        peak_bytes: Bytes,
-        compared_with: Option<usize>,
-        ratio: Option<f64>,
-    ) -> Self {
-        Self {
-            columns: Columns::new("brimful", work),
-            stages: IN_ONE_PIECE,
-            micro_batches,
-            samples_per_s,
-            peak_bytes,
-            compared_with,
-            ratio,
         }
     }
 }

@@ -7,7 +7,7 @@ use brimful_torch::layout;
 use tch::Device;
 
 use super::exact::ExactModel;
-use crate::timed::{self, MeasuredTurn, TurnFigures, WARM_UP, share};
+use crate::timed::{self, MeasuredTurn, TurnFigures, share};
 use crate::tuned::{TunedModel, Tuning};
 use crate::turns::TurnProgress;
 use crate::work::{Samples, Workload};
@@ -78,15 +78,9 @@ impl<'a> NormContest<'a> {
     ) -> Result<Vec<(NormContestant, TurnFigures)>> {
         let title = self.work.title();
         let plain = self.plain.iter().map(|(contestant, _)| *contestant);
-        let contestants = plain.chain([NormContestant::Exact]);
-        let mut all: Vec<_> = contestants.map(|who| (who, TurnFigures::default())).collect();
-        for turn in 0..timed::turns(repeats) {
-            for (contestant, shown) in &mut all {
-                progress.turn(&title, contestant.name(), turn, WARM_UP, repeats);
-                shown.add(self.turn(*contestant)?, turn >= WARM_UP);
-            }
-            progress.advance(1);
-        }
+        let all: Vec<_> = plain.chain([NormContestant::Exact]).collect();
+        let all = all.into_iter().map(|who| (who, who.name()));
+        let mut all = timed::take_turns(&title, all, repeats, progress, |who| self.turn(who))?;
         for (contestant, shown) in &mut all {
             if shown.peak.is_none() {
                 shown.peak = Some(self.cpu_peak(*contestant)?);
@@ -111,11 +105,7 @@ impl<'a> NormContest<'a> {
         if contestant == NormContestant::Exact {
             return ExactModel::cpu_peak(self.work, &self.batch);
         }
-        let arena = Arena::new("bench");
-        let inside = arena.enter();
-        self.turn(contestant)?;
-        drop(inside);
-        Ok(Bytes(arena.peak()))
+        timed::cpu_peak(|| self.turn(contestant))
     }
 
     /// Where the mini-batch is one micro-batch, exact and deferred BatchNorms compute the same.

@@ -62,10 +62,8 @@ pub(crate) fn run(options: &NormsOptions) -> Result<()> {
     let device = setting::device(options.device.as_deref())?;
     let works = options.works(device)?;
     works[0].dtype.prepare(device)?;
-    let cuda = device != Device::Cpu;
+    let cuda = timed::try_kernels(device);
     if cuda {
-        // Every micro-batch has one shape, so it pays.
-        tch::Cuda::cudnn_set_benchmark(true);
         Memory::of(device)?.set_limit(options.memory_limit.map(|limit| limit.0))?;
     }
     let facts = json!({ "cudnn_benchmark": cuda, "optimizer": "none", "channels_last": cuda });

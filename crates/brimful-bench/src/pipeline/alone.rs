@@ -7,10 +7,11 @@ use std::time::Instant;
 use anyhow::Result;
 use brimful::{Loss, MicroBatcher, Size};
 use brimful_cli::setting::{LossModel, clear_gradients};
-use brimful_torch::{device as torch_device, threads};
+use brimful_torch::threads;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
+use crate::timed::{share, timed};
 use crate::work::{Samples, Workload};
 
 /// A model, run in the same micro-batches as the pipeline's.
@@ -35,14 +36,11 @@ impl OneThread {
     /// One step: its seconds and its loss.
     pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
         clear_gradients(&self.store)?;
-        let device = self.store.device();
-        torch_device::synchronize(device)?;
-        let start = Instant::now();
-        let model = &self.model;
+        let Self { store, model, micro } = self;
         // By way of whole logits, as the pipelines that it is compared with.
-        let step = self.micro.backward(batch, |(x, y)| Loss::mean(model.plain_loss(&x, &y)))?;
-        torch_device::synchronize(device)?;
-        Ok((start.elapsed().as_secs_f64(), step.loss))
+        let backward = || Ok(micro.backward(batch, |(x, y)| Loss::mean(model.plain_loss(&x, &y)))?);
+        let (step, seconds) = timed(store.device(), backward)?;
+        Ok((seconds, step.loss))
     }
 }
 
@@ -60,8 +58,7 @@ impl ThreadCopies {
         thread::scope(|scope| {
             let threads: Vec<_> = (self.0.iter_mut())
                 .map(|copy| {
-                    let batch = (batch.0.shallow_clone(), batch.1.shallow_clone());
-                    let begin = &begin;
+                    let (batch, begin) = (share(batch), &begin);
                     scope.spawn(move || {
                         let _one = threads::limit_threads(1);
                         begin.wait();

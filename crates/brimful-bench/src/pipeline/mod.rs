@@ -18,7 +18,7 @@ use brimful::balance::{self, Profile};
 use brimful::device;
 use brimful::schedule::{Recompute, Schedule};
 use brimful_cli::output;
-use brimful_cli::setting::{self, MODELS, ModelName, NormStatistics, NumberType, words};
+use brimful_cli::setting::{self, MODELS, ModelName, words};
 use brimful_torch::threads;
 use clap::Args;
 use serde_json::json;
@@ -143,15 +143,13 @@ impl PipelineOptions {
         };
         let micro_batch = self.micro_batch.map_or(usual, |samples| samples as usize);
         Workload {
-            model,
-            dtype: if device == Device::Cpu { NumberType::F32 } else { NumberType::Tf32 },
             batch: micro_batch * micro_batches,
             micro_batch,
             image: i64::from(self.image),
             gpt: self.gpt,
             vocabulary: VOCABULARY,
             tied: false,
-            norms: NormStatistics::Deferred,
+            ..Workload::default_of(model, device)
         }
     }
 }

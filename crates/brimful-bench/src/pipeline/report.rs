@@ -113,18 +113,15 @@ fn micro_batches(work: &Workload) -> usize {
 
 impl AloneRow {
     pub(super) fn new(work: &Workload, times: &StepTimes) -> Self {
-        let (schedule, recompute, peak_bytes) = (None, None, None);
-        let (columns, speed) = (Columns::new("one thread", work), Speed::new(work, times));
-        let micro_batches = micro_batches(work);
         Self {
-            columns,
-            micro_batches,
-            speed,
+            columns: Columns::new("one thread", work),
+            micro_batches: micro_batches(work),
+            speed: Speed::new(work, times),
             stages: 1,
-            schedule,
-            recompute,
+            schedule: None,
+            recompute: None,
             ratio: 1.0,
-            peak_bytes,
+            peak_bytes: None,
         }
     }
 

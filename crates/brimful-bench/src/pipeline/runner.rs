@@ -1,17 +1,15 @@
 //! One schedule's pipeline: planned, built, run and timed.
 
-use std::time::Instant;
-
 use anyhow::Result;
 use brimful::Step;
 use brimful::balance::Profile;
 use brimful::memory::Arena;
 use brimful::plan::{self, PlanChoice, PlanRow, Request, plan};
 use brimful::schedule::{Costs, ScheduleRecipe, simulate};
-use brimful::{Bytes, DeviceSpec, Loss, Pipeline, sums_apart};
-use brimful_cli::setting::loss;
+use brimful::{Bytes, DeviceSpec, Pipeline, sums_apart};
 use tch::{Device, Tensor};
 
+use crate::timed::pipeline_step;
 use crate::times::StepTimes;
 use crate::work::{Samples, Workload};
 
@@ -59,7 +57,7 @@ impl Runner {
 
     /// Runs one step, and gives its loss.
     pub(super) fn step(&mut self, batch: &Samples, counts: bool) -> Result<f64> {
-        let (step, seconds) = step(&mut self.pipeline, batch)?;
+        let (step, seconds) = pipeline_step(&mut self.pipeline, batch)?;
         let loss = step.loss;
         if counts {
             self.times.push(seconds);
@@ -84,7 +82,7 @@ impl Runner {
         let device = |number| DeviceSpec::from(Arena::new(&format!("stage {number}"))).threads(1);
         let devices = (0..self.stages).map(device);
         let builder = Pipeline::builder(self.work.layers()?).devices(devices).plan(&self.row);
-        self.peaks = step(&mut builder.build()?, batch)?.0.peaks;
+        self.peaks = pipeline_step(&mut builder.build()?, batch)?.0.peaks;
         Ok(())
     }
 
@@ -109,11 +107,4 @@ impl Runner {
         let once: f64 = costs.stages.iter().map(|stage| stage.forward + stage.backward).sum();
         once * actions.micro_batches() as f64 / simulation.makespan()
     }
-}
-
-fn step(pipeline: &mut Pipeline, (x, y): &Samples) -> Result<(Step, f64)> {
-    pipeline.zero_grad()?;
-    let start = Instant::now();
-    let step = pipeline.backward(x, y, |out: Tensor, y| Loss::mean(loss(&out, y)))?;
-    Ok((step, start.elapsed().as_secs_f64()))
 }

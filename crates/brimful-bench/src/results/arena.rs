@@ -1,46 +1,41 @@
 //! What counting memory costs.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::table::Form::{Bytes, Count, Number, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 6] = [
-    ("images", "images"),
-    ("seconds_without", "without, s"),
-    ("seconds_with", "with an arena, s"),
-    ("ratio", "ratio"),
-    ("allocations", "allocations"),
-    ("peak_bytes", "peak MiB"),
+    ("images", "images", Text),
+    ("seconds_without", "without, s", Number),
+    ("seconds_with", "with an arena, s", Number),
+    ("ratio", "ratio", Ratio(3)),
+    ("allocations", "allocations", Count),
+    ("peak_bytes", "peak MiB", Bytes),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let line = |row: &&ResultRow| {
-        TableLine::Figures(vec![
-            TableCell::text(work(row)),
-            TableCell::Number(row.number("seconds_without")),
-            TableCell::Number(row.number("seconds_with")),
-            TableCell::Ratio(row.number("ratio"), 3),
-            TableCell::Count(row.number("allocations")),
-            TableCell::Bytes(row.number("peak_bytes")),
-        ])
-    };
-    let title = "A training step with an arena and with libtorch's own allocator".to_owned();
-    vec![Table { title, columns: COLUMNS.into(), lines: rows.iter().map(line).collect() }]
+    let title = "A training step with an arena and with libtorch's own allocator";
+    by_work::tables(
+        rows,
+        |_| title.to_owned(),
+        &COLUMNS,
+        |row, _| vec![("images", work(row).into())],
+    )
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |row: &&ResultRow| {
-        let bar = |label: &str, side, key| {
-            row.number(key).map(|seconds| Bar::of(label.to_owned(), side, seconds))
-        };
+    let bars = |row: &ResultRow| {
+        let bar =
+            |label: &str, side, key| row.number(key).map(|seconds| Bar::of(label, side, seconds));
         let bars = [
             bar("libtorch's allocator", Side::Reference, "seconds_without"),
             bar("with an arena", Side::Ours, "seconds_with"),
         ];
-        let bars = bars.into_iter().flatten().collect();
-        BarPanel { title: work(row), unit: "seconds a step", bars, mark: "", is_zoomed: false }
+        bars.into_iter().flatten()
     };
-    rows.iter().map(panel).collect()
+    rows.chunks(1).flat_map(|row| by_work::panels(row, work, "seconds a step", bars)).collect()
 }
 
 fn work(row: &ResultRow) -> String {

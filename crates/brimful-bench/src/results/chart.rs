@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::row::{ResultRow, Side};
 
 /// Bars that are compared with each other.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct BarPanel {
     pub(super) title: String,
     /// What the figures are.
@@ -33,14 +33,18 @@ pub(super) struct Bar {
 impl Bar {
     /// The speed of a row, with its steps.
     pub(super) fn of_speed(row: &ResultRow, label: String) -> Self {
-        let error = || row.error().unwrap_or("no figures").to_owned();
-        let value = row.speed().ok_or_else(error);
+        let value = row.figure("samples_per_s");
         Self { label, side: row.side(), value, points: row.speeds(), mark: None }
     }
 
     /// A figure alone.
-    pub(super) fn of(label: String, side: Side, value: f64) -> Self {
-        Self { label, side, value: Ok(value), points: Vec::new(), mark: None }
+    pub(super) fn of(label: impl Into<String>, side: Side, value: f64) -> Self {
+        Self { label: label.into(), side, value: Ok(value), points: Vec::new(), mark: None }
+    }
+
+    /// A contestant's figure under this key, if it has one.
+    pub(super) fn under(key: &str, row: &ResultRow) -> Option<Self> {
+        row.number(key).map(|figure| Self::of(row.contestant(), row.side(), figure))
     }
 }
 
@@ -230,14 +234,10 @@ mod tests {
     #[test]
     fn a_bar_for_each_figure_and_an_error_where_there_is_none() {
         let bars = vec![
-            Bar { points: vec![9.0, 11.0], ..Bar::of("ours".into(), Side::Ours, 10.0) },
-            Bar {
-                value: Err("no <such> card".into()),
-                ..Bar::of("theirs".into(), Side::Peer, 0.0)
-            },
+            Bar { points: vec![9.0, 11.0], ..Bar::of("ours", Side::Ours, 10.0) },
+            Bar { value: Err("no <such> card".into()), ..Bar::of("theirs", Side::Peer, 0.0) },
         ];
-        let panel =
-            BarPanel { title: "a & b".into(), unit: "samples/s", bars, mark: "", is_zoomed: false };
+        let panel = BarPanel { title: "a & b".into(), bars, ..BarPanel::default() };
         let picture = svg(&[panel]);
         assert!(picture.contains("a &amp; b") && picture.contains("no &lt;such&gt; card"));
         // One on the bar for each measurement, and one in the legend.
@@ -247,15 +247,8 @@ mod tests {
 
     #[test]
     fn a_zoomed_scale_holds_every_figure_and_no_more_than_needed() {
-        let bar = |value| Bar::of(String::new(), Side::Ours, value);
-        let bars = vec![bar(0.912), bar(0.908)];
-        let scale = BarScale::new(&BarPanel {
-            title: String::new(),
-            unit: "",
-            bars,
-            mark: "",
-            is_zoomed: true,
-        });
+        let bars = [0.912, 0.908].map(|value| Bar::of("", Side::Ours, value)).into();
+        let scale = BarScale::new(&BarPanel { bars, is_zoomed: true, ..BarPanel::default() });
         assert!(scale.from < 0.908 && scale.from > 0.9 && scale.to > 0.912 && scale.to < 0.92);
     }
 }

@@ -4,20 +4,21 @@ use serde::Serialize;
 
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, grouped};
+use super::table::Form::{Count, Percent, Text};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
 /// The contestant that the others are compared with.
 const FULL: &str = "full batch";
 
 const COLUMNS: [TableColumn; 8] = [
-    ("contestant", "contestant"),
-    ("accuracies", "test accuracies by seed"),
-    ("mean_accuracy", "mean"),
-    ("deviation", "deviation"),
-    ("difference", "difference"),
-    ("noise", "noise"),
-    ("within_noise", "within it"),
-    ("micro_batch", "micro-batch"),
+    ("contestant", "contestant", Text),
+    ("accuracies", "test accuracies by seed", Text),
+    ("mean_accuracy", "mean", Percent(2)),
+    ("deviation", "deviation", Percent(2)),
+    ("difference", "difference", Percent(2)),
+    ("noise", "noise", Percent(2)),
+    ("within_noise", "within it", Text),
+    ("micro_batch", "micro-batch", Count),
 ];
 
 /// All of a contestant's accuracies beside those of the full batch.
@@ -64,13 +65,8 @@ pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
             Bar { points, ..Bar::of(name, side, mean) }
         };
         let bars = grouped(&group, ResultRow::contestant).into_iter().map(bar).collect();
-        BarPanel {
-            title,
-            unit: "test accuracy in %, a seed each, and their mean",
-            bars,
-            mark: "",
-            is_zoomed: true,
-        }
+        let unit = "test accuracy in %, a seed each, and their mean";
+        BarPanel { title, unit, bars, mark: "", is_zoomed: true }
     };
     grouped(&runs(rows), work).into_iter().map(panel).collect()
 }
@@ -95,18 +91,19 @@ fn line(name: &str, runs: &[&ResultRow], full: &[f64]) -> TableLine {
     let reached = accuracies(runs, name);
     let listed: Vec<String> = reached.iter().map(|a| format!("{:.2} %", 100.0 * a)).collect();
     let comparison = Comparison::new(&reached, full);
-    let of = |part: fn(&Comparison) -> f64| TableCell::Percent(comparison.as_ref().map(part), 2);
+    let of = |part: fn(&Comparison) -> f64| TableCell::Figure(comparison.as_ref().map(part));
     let within = comparison.as_ref().map_or("–", |c| if c.within_noise { "yes" } else { "no" });
-    TableLine::Figures(vec![
-        TableCell::text(name),
-        TableCell::Text(listed.join(", ")),
+    let cells = vec![
+        name.to_owned().into(),
+        listed.join(", ").into(),
         of(|comparison| comparison.mean_accuracy),
         of(|comparison| comparison.deviation),
         of(|comparison| comparison.difference),
         of(|comparison| comparison.noise),
-        TableCell::text(within),
-        TableCell::Count(runs.last().and_then(|row| row.number("micro_batch"))),
-    ])
+        within.to_owned().into(),
+        runs.last().and_then(|row| row.number("micro_batch")).into(),
+    ];
+    TableLine { cells, error: None }
 }
 
 /// The mean of some numbers, and their standard deviation as a sample.

@@ -1,65 +1,51 @@
 //! Backwards in two halves, ours and the peers', each beside the whole backward of the same graph.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, grouped, over};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::{ResultRow, Side, over};
+use super::table::Form::{Number, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 10] = [
-    ("contestant", "who"),
-    ("forward_ms", "forward, ms"),
-    ("whole_ms", "whole, ms"),
-    ("engine_ms", "by libtorch's engine, ms"),
-    ("input_ms", "input half, ms"),
-    ("weight_ms", "weight half, ms"),
-    ("ratio", "halves : whole"),
-    ("over_peer", "peer's halves : ours"),
-    ("spread", "spread"),
-    ("gradient_difference", "gradients apart"),
+    ("contestant", "who", Text),
+    ("forward_ms", "forward, ms", Number),
+    ("whole_ms", "whole, ms", Number),
+    ("engine_ms", "by libtorch's engine, ms", Number),
+    ("input_ms", "input half, ms", Number),
+    ("weight_ms", "weight half, ms", Number),
+    ("ratio", "halves : whole", Ratio(3)),
+    ("over_peer", "peer's halves : ours", Ratio(3)),
+    ("spread", "spread", Percent(1)),
+    ("gradient_difference", "gradients apart", Text),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let peer = of_work.iter().find(|row| row.side() == Side::Peer);
+    by_work::tables(rows, work, &COLUMNS, |row, group| {
+        let peer = group.iter().find(|row| row.side() == Side::Peer);
         let peer = peer.and_then(|row| row.number("halves_seconds"));
-        let line = |row: &&ResultRow| line(row, peer);
-        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
-    };
-    grouped(rows, work).into_iter().map(table).collect()
-}
-
-fn line(row: &ResultRow, peer: Option<f64>) -> TableLine {
-    let milliseconds = |key| TableCell::Number(row.number(key).map(|seconds| 1e3 * seconds));
-    let ours = row.number("halves_seconds").filter(|_| row.side() == Side::Ours);
-    let apart = row.number("gradient_difference").map(|apart| format!("{apart:.0e}"));
-    row.line(|| {
+        let ours = row.number("halves_seconds").filter(|_| row.side() == Side::Ours);
         vec![
-            milliseconds("forward_seconds"),
-            milliseconds("whole_seconds"),
-            milliseconds("engine_seconds"),
-            milliseconds("input_seconds"),
-            milliseconds("weight_seconds"),
-            TableCell::Ratio(row.number("ratio"), 3),
-            TableCell::Ratio(over(peer, ours), 3),
-            TableCell::Percent(row.number("spread"), 1),
-            TableCell::text(apart.unwrap_or_default()),
+            ("forward_ms", row.milliseconds("forward_seconds").into()),
+            ("whole_ms", row.milliseconds("whole_seconds").into()),
+            ("engine_ms", row.milliseconds("engine_seconds").into()),
+            ("input_ms", row.milliseconds("input_seconds").into()),
+            ("weight_ms", row.milliseconds("weight_seconds").into()),
+            ("over_peer", over(peer, ours).into()),
+            ("gradient_difference", row.gradients_apart().into()),
         ]
     })
 }
 
 /// Each contestant's whole backward, and under it both halves.
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let bars = of_work.iter().flat_map(|row| {
-            let bar = |what: &str, key: &str| {
-                let label = format!("{}, {what}", row.contestant());
-                row.number(key).map(|seconds| Bar::of(label, row.side(), 1e3 * seconds))
-            };
-            [bar("whole", "whole_seconds"), bar("in halves", "halves_seconds")]
-        });
-        let bars = bars.flatten().collect();
-        BarPanel { title, unit: "ms a backward", bars, mark: "", is_zoomed: false }
-    };
-    grouped(rows, work).into_iter().map(panel).collect()
+    by_work::panels(rows, work, "ms a backward", |row| {
+        let bar = |what: &str, key: &str| {
+            let label = format!("{}, {what}", row.contestant());
+            row.milliseconds(key).map(|time| Bar::of(label, row.side(), time))
+        };
+        let bars = [bar("whole", "whole_seconds"), bar("in halves", "halves_seconds")];
+        bars.into_iter().flatten()
+    })
 }
 
 fn work(row: &ResultRow) -> String {

@@ -1,111 +1,65 @@
 //! Kernels of our own: what their first use costs, and a head's loss beside libtorch's.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, grouped};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::{ResultRow, Side};
+use super::table::Form::{Bytes, Number, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const FIRST_USE: [TableColumn; 5] = [
-    ("kernels", "in"),
-    ("first_seconds", "first step, s"),
-    ("third_seconds", "third step, s"),
-    ("first_use_seconds", "first use, s"),
-    ("libtorch_seconds", "in libtorch's before, s"),
+    ("kernels", "in", Text),
+    ("first_seconds", "first step, s", Number),
+    ("third_seconds", "third step, s", Number),
+    ("first_use_seconds", "first use, s", Number),
+    ("libtorch_seconds", "in libtorch's before, s", Number),
 ];
 
 const LOSS: [TableColumn; 8] = [
-    ("contestant", "contestant"),
-    ("ms", "ms"),
-    ("time_ratio", "brimful's time : its"),
-    ("peak_bytes", "peak MiB"),
-    ("peak_ratio", "brimful's peak : its"),
-    ("spread", "spread"),
-    ("loss", "loss"),
-    ("gradient_difference", "gradients apart"),
+    ("contestant", "contestant", Text),
+    ("ms", "ms", Number),
+    ("time_ratio", "brimful's time : its", Ratio(3)),
+    ("peak_bytes", "peak MiB", Bytes),
+    ("peak_ratio", "brimful's peak : its", Ratio(3)),
+    ("spread", "spread", Percent(1)),
+    ("loss", "loss", Ratio(4)),
+    ("gradient_difference", "gradients apart", Text),
 ];
 
 /// In the order in which they are measured: a run shows the last line of the last.
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |columns: &[TableColumn], line: fn(&ResultRow) -> TableLine| {
-        let columns = columns.to_vec();
-        move |(title, group): (String, Vec<&ResultRow>)| {
-            let lines = group.into_iter().map(line).collect();
-            Table { title, columns: columns.clone(), lines }
-        }
-    };
     let (losses, first_uses) = parts(rows);
-    let first_uses = grouped(&first_uses, images).into_iter();
-    let losses = grouped(&losses, head).into_iter();
-    first_uses
-        .map(table(&FIRST_USE, first_use_line))
-        .chain(losses.map(table(&LOSS, loss_line)))
-        .collect()
-}
-
-fn first_use_line(row: &ResultRow) -> TableLine {
-    TableLine::Figures(vec![
-        TableCell::text(row.text("kernels")),
-        TableCell::Number(row.number("first_seconds")),
-        TableCell::Number(row.number("third_seconds")),
-        TableCell::Number(row.number("first_use_seconds")),
-        TableCell::Number(row.number("libtorch_seconds")),
-    ])
-}
-
-fn loss_line(row: &ResultRow) -> TableLine {
-    let apart = row.number("gradient_difference").map(|apart| format!("{apart:.0e}"));
-    row.line(|| {
+    let mut tables = by_work::tables(&first_uses, images, &FIRST_USE, |_, _| Vec::new());
+    tables.extend(by_work::tables(&losses, head, &LOSS, |row, _| {
         vec![
-            TableCell::Number(milliseconds(row)),
-            TableCell::Ratio(row.number("time_ratio"), 3),
-            TableCell::Bytes(row.number("peak_bytes")),
-            TableCell::Ratio(row.number("peak_ratio"), 3),
-            TableCell::Percent(row.number("spread"), 1),
-            TableCell::Ratio(row.number("loss"), 4),
-            TableCell::text(apart.unwrap_or_default()),
+            ("ms", row.milliseconds("seconds").into()),
+            ("gradient_difference", row.gradients_apart().into()),
         ]
-    })
+    }));
+    tables
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |unit, bars: fn(&ResultRow) -> Vec<Bar>| {
-        move |(title, group): (String, Vec<&ResultRow>)| {
-            let bars = group.into_iter().flat_map(bars).collect();
-            BarPanel { title, unit, bars, mark: "", is_zoomed: false }
-        }
-    };
     let (losses, first_uses) = parts(rows);
-    let first_uses = grouped(&first_uses, images).into_iter();
-    let losses = grouped(&losses, head).into_iter();
-    first_uses
-        .map(panel("seconds a step", first_use_bars))
-        .chain(losses.map(panel("ms, forward and backward", loss_bars)))
-        .collect()
-}
-
-fn first_use_bars(row: &ResultRow) -> Vec<Bar> {
-    let bar = |label: &str, side, key| {
-        row.number(key).map(|seconds| Bar::of(label.to_owned(), side, seconds))
-    };
-    let bars = [
-        bar("first step", Side::Ours, "first_seconds"),
-        bar("third step", Side::Ours, "third_seconds"),
-        bar("in libtorch's kernels", Side::Reference, "libtorch_seconds"),
-    ];
-    bars.into_iter().flatten().collect()
-}
-
-fn loss_bars(row: &ResultRow) -> Vec<Bar> {
-    let bar = |time| Bar::of(row.contestant(), row.side(), time);
-    milliseconds(row).map(bar).into_iter().collect()
+    let mut panels = by_work::panels(&first_uses, images, "seconds a step", |row| {
+        let bar =
+            |label: &str, side, key| row.number(key).map(|seconds| Bar::of(label, side, seconds));
+        let bars = [
+            bar("first step", Side::Ours, "first_seconds"),
+            bar("third step", Side::Ours, "third_seconds"),
+            bar("in libtorch's kernels", Side::Reference, "libtorch_seconds"),
+        ];
+        bars.into_iter().flatten()
+    });
+    panels.extend(by_work::panels(&losses, head, "ms, forward and backward", |row| {
+        let bar = |time| Bar::of(row.contestant(), row.side(), time);
+        row.milliseconds("seconds").map(bar)
+    }));
+    panels
 }
 
 /// The rows of losses, and those of first uses.
 fn parts<'a>(rows: &[&'a ResultRow]) -> (Vec<&'a ResultRow>, Vec<&'a ResultRow>) {
     rows.iter().partition(|row| row.text("part") == "loss")
-}
-
-fn milliseconds(row: &ResultRow) -> Option<f64> {
-    row.number("seconds").map(|seconds| 1e3 * seconds)
 }
 
 fn images(row: &ResultRow) -> String {

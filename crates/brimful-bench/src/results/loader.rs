@@ -1,45 +1,28 @@
 //! Images that come from a disk, beside who else brings them.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, grouped, over};
-use super::table::{Table, TableCell, TableColumn};
+use super::row::{ResultRow, Side, over};
+use super::table::Form::{Count, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 4] = [
-    ("contestant", "contestant"),
-    ("images_per_s", "images/s"),
-    ("spread", "spread"),
-    ("ratio", "brimful over it"),
+    ("contestant", "contestant", Text),
+    ("images_per_s", "images/s", Count),
+    ("spread", "spread", Percent(0)),
+    ("ratio", "brimful over it", Ratio(2)),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let ours = of_work.iter().find(|row| row.side() == Side::Ours);
+    by_work::tables(rows, name, &COLUMNS, |row, group| {
+        let ours = group.iter().find(|row| row.side() == Side::Ours);
         let ours = ours.and_then(|row| row.number("images_per_s"));
-        let line = |row: &&ResultRow| {
-            let rate = row.number("images_per_s");
-            row.line(|| {
-                vec![
-                    TableCell::Count(rate),
-                    TableCell::Percent(row.number("spread"), 0),
-                    TableCell::Ratio(over(ours, rate), 2),
-                ]
-            })
-        };
-        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
-    };
-    grouped(rows, name).into_iter().map(table).collect()
+        vec![("ratio", over(ours, row.number("images_per_s")).into())]
+    })
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let bar = |row: &&ResultRow| {
-            let rate = row.number("images_per_s")?;
-            Some(Bar::of(row.contestant(), row.side(), rate))
-        };
-        let bars = of_work.iter().filter_map(bar).collect();
-        BarPanel { title, unit: "images a second", bars, mark: "", is_zoomed: false }
-    };
-    grouped(rows, name).into_iter().map(panel).collect()
+    by_work::panels(rows, name, "images a second", |row| Bar::under("images_per_s", row))
 }
 
 fn name(row: &ResultRow) -> String {

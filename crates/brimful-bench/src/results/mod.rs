@@ -2,6 +2,7 @@
 
 mod arena;
 mod auto;
+mod by_work;
 mod chart;
 mod convergence;
 mod finetune;
@@ -17,7 +18,6 @@ mod ragged;
 mod ranks;
 mod row;
 mod table;
-mod token_rates;
 
 use std::fmt::Write;
 use std::fs;

@@ -1,52 +1,33 @@
 //! Exact BatchNorms beside deferred ones, by the samples of a mini-batch.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, grouped};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::ResultRow;
+use super::table::Form::{Bytes, Count, Number, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 8] = [
-    ("batch", "mini-batch"),
-    ("contestant", "contestant"),
-    ("samples_per_s", "samples/s"),
-    ("ratio", ": deferred"),
-    ("spread", "spread"),
-    ("peak_bytes", "peak MiB"),
-    ("peak_ratio", ": first mini-batch's"),
-    ("first_step_s", "first step, s"),
+    ("batch", "mini-batch", Count),
+    ("contestant", "contestant", Text),
+    ("samples_per_s", "samples/s", Number),
+    ("ratio", ": deferred", Ratio(3)),
+    ("spread", "spread", Percent(1)),
+    ("peak_bytes", "peak MiB", Bytes),
+    ("peak_ratio", ": first mini-batch's", Ratio(4)),
+    ("first_step_s", "first step, s", Number),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let line = |row: &&ResultRow| {
-        TableLine::Figures(vec![
-            TableCell::Count(row.number("batch")),
-            TableCell::text(row.contestant()),
-            TableCell::Number(row.speed()),
-            TableCell::Ratio(row.number("ratio"), 3),
-            TableCell::Percent(row.number("spread"), 1),
-            TableCell::Bytes(row.number("peak_bytes")),
-            TableCell::Ratio(row.number("peak_ratio"), 4),
-            TableCell::Number(row.numbers("warm_up_seconds").first().copied()),
-        ])
-    };
-    let table = |(title, group): (String, Vec<&ResultRow>)| Table {
-        title,
-        columns: COLUMNS.into(),
-        lines: group.iter().map(line).collect(),
-    };
-    grouped(rows, name).into_iter().map(table).collect()
+    by_work::tables(rows, name, &COLUMNS, |row, _| vec![("first_step_s", row.first_step().into())])
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    let panel = |(title, group): (String, Vec<&ResultRow>)| {
-        let label = |row: &ResultRow| format!("{}, {}", row.contestant(), row.text("batch"));
-        let bars = group.iter().map(|row| Bar::of_speed(row, label(row))).collect();
-        BarPanel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
-    };
-    grouped(rows, name).into_iter().map(panel).collect()
+    by_work::panels(rows, name, "samples/s", |row| {
+        [Bar::of_speed(row, format!("{}, {}", row.contestant(), row.text("batch")))]
+    })
 }
 
 fn name(row: &ResultRow) -> String {
-    let limit = row.text("memory_limit");
-    let within = if limit.is_empty() { String::new() } else { format!(" within {limit}") };
-    format!("{}, micro-batches of {}{within}", row.model(), row.text("micro_batch"))
+    let (model, within) = (row.model(), row.within());
+    format!("{model}, micro-batches of {}{within}", row.text("micro_batch"))
 }

@@ -1,54 +1,41 @@
 //! Models that live on the host, beside the same ones on their device and what others make of them.
 
+use super::by_work;
 use super::chart::BarPanel;
-use super::row::{ResultRow, grouped, over};
-use super::table::{Table, TableCell, TableColumn};
-use super::token_rates;
+use super::row::{ResultRow, over};
+use super::table::Form::{Bytes, Count, Number, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 6] = [
-    ("contestant", "contestant"),
-    ("seconds", "s a step"),
-    ("tokens_per_s", "tokens/s"),
-    ("ratio", "of brimful on the card"),
-    ("seconds_backward", "of it backward"),
-    ("peak_bytes", "peak MiB"),
+    ("contestant", "contestant", Text),
+    ("seconds", "s a step", Number),
+    ("tokens_per_s", "tokens/s", Count),
+    ("ratio", "of brimful on the card", Ratio(2)),
+    ("seconds_backward", "of it backward", Number),
+    ("peak_bytes", "peak MiB", Bytes),
 ];
 
 /// What everything is measured against.
 const ON_THE_CARD: &str = "brimful, on the card";
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let card = of_work.iter().find(|row| row.contestant() == ON_THE_CARD);
+    by_work::tables(rows, name, &COLUMNS, |row, group| {
+        let card = group.iter().find(|row| row.contestant() == ON_THE_CARD);
         let card = card.and_then(|row| row.number("tokens_per_s"));
-        let line = |row: &&ResultRow| {
-            let rate = row.number("tokens_per_s");
-            row.line(|| {
-                vec![
-                    TableCell::Number(row.number("seconds")),
-                    TableCell::Count(rate),
-                    TableCell::Ratio(over(rate, card), 2),
-                    TableCell::Number(row.number("seconds_backward")),
-                    TableCell::Bytes(row.number("peak_bytes")),
-                ]
-            })
-        };
-        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
-    };
-    grouped(rows, name).into_iter().map(table).collect()
+        vec![("ratio", over(row.number("tokens_per_s"), card).into())]
+    })
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    token_rates::panels(rows, name)
+    by_work::token_panels(rows, name)
 }
 
 fn name(row: &ResultRow) -> String {
-    let limit = row.text("memory_limit");
-    let within = if limit.is_empty() { String::new() } else { format!(" within {limit}") };
     format!(
-        "GPT {}, {} micro-batches of {}{within}",
+        "GPT {}, {} micro-batches of {}{}",
         row.text("shape"),
         row.text("micro_batches"),
-        row.text("sequences")
+        row.text("sequences"),
+        row.within()
     )
 }

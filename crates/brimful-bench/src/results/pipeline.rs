@@ -1,27 +1,29 @@
 //! Pipelines: each beside its limits, beside the peers with the same schedule, and the best of ours.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
 use super::row::{ResultRow, Side, best, grouped, over};
+use super::table::Form::{Bytes, Number, Percent, Ratio, Text};
 use super::table::{Table, TableCell, TableColumn, TableLine};
 
 /// The peers' model on one thread.
 const PEERS_ALONE: &str = "PyTorch, one thread";
 
 const COLUMNS: [TableColumn; 14] = [
-    ("pipeline", "stages, schedule, recompute"),
-    ("contestant", "who"),
-    ("samples_per_s", "samples/s"),
-    ("ratio", "over one thread"),
-    ("limit", "bubble's limit"),
-    ("simulated", "balance's limit"),
-    ("machine", "machine"),
-    ("of_limit", "of bubble's"),
-    ("of_balance", "of balance's"),
-    ("over_peer", ": peer"),
-    ("published_ratio", "published"),
-    ("bubble", "bubble"),
-    ("peak_bytes", "peak MiB"),
-    ("spread", "spread"),
+    ("pipeline", "stages, schedule, recompute", Text),
+    ("contestant", "who", Text),
+    ("samples_per_s", "samples/s", Number),
+    ("ratio", "over one thread", Ratio(3)),
+    ("limit", "bubble's limit", Ratio(3)),
+    ("simulated", "balance's limit", Ratio(3)),
+    ("machine", "machine", Ratio(3)),
+    ("of_limit", "of bubble's", Ratio(3)),
+    ("of_balance", "of balance's", Ratio(3)),
+    ("over_peer", ": peer", Ratio(3)),
+    ("published_ratio", "published", Ratio(3)),
+    ("bubble", "bubble", Percent(1)),
+    ("peak_bytes", "peak MiB", Bytes),
+    ("spread", "spread", Percent(1)),
 ];
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
@@ -96,9 +98,9 @@ fn references(group: &[&ResultRow]) -> Vec<TableLine> {
     let line = |(name, rows): (String, Vec<&ResultRow>)| {
         let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.speed()).collect();
         speeds.sort_by(f64::total_cmp);
-        let cells = [TableCell::text("–"), TableCell::text(name)];
         let median = speeds.get(speeds.len() / 2).copied();
-        TableLine::Figures(cells.into_iter().chain([TableCell::Number(median)]).collect())
+        let cells = vec!["–".to_owned().into(), name.into(), median.into()];
+        TableLine { cells, error: None }
     };
     grouped(&alone, ResultRow::contestant).into_iter().map(line).collect()
 }
@@ -113,14 +115,15 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
         };
         best(peers().filter(like))
     };
-    let figures = |row: &ResultRow, name: String, peer: Option<f64>| {
-        TableLine::Figures(figures(row, name, ratio(row, group), peer))
+    let figures = |row: &ResultRow, name: String, peer: Option<f64>| TableLine {
+        cells: figures(row, name, ratio(row, group), peer),
+        error: None,
     };
     let line = |row: &&ResultRow| {
         let name = ["stages", "schedule", "recompute"].map(|key| row.text(key)).join(", ");
         if let Some(error) = row.error() {
-            let cells = vec![TableCell::Text(name), TableCell::text(row.contestant())];
-            return TableLine::Failed(cells, error.to_owned());
+            let cells = vec![name.into(), row.contestant().into()];
+            return TableLine { cells, error: Some(error.to_owned()) };
         }
         figures(row, name, same(row).filter(|_| row.side() == Side::Ours))
     };
@@ -145,22 +148,14 @@ fn ratio(row: &ResultRow, group: &[&ResultRow]) -> Option<f64> {
 }
 
 fn figures(row: &ResultRow, name: String, ratio: Option<f64>, peer: Option<f64>) -> Vec<TableCell> {
-    vec![
-        TableCell::Text(name),
-        TableCell::text(row.contestant()),
-        TableCell::Number(row.speed()),
-        TableCell::Ratio(ratio, 3),
-        TableCell::Ratio(row.number("limit"), 3),
-        TableCell::Ratio(row.number("simulated"), 3),
-        TableCell::Ratio(row.number("machine"), 3),
-        TableCell::Ratio(over(ratio, over_limits(row, "limit")), 3),
-        TableCell::Ratio(over(ratio, over_limits(row, "simulated")), 3),
-        TableCell::Ratio(over(row.speed(), peer), 3),
-        TableCell::Ratio(row.number("published_ratio"), 3),
-        TableCell::Percent(row.number("bubble"), 1),
-        TableCell::Bytes(row.number("peak_bytes")),
-        TableCell::Percent(row.number("spread"), 1),
-    ]
+    let derived = vec![
+        ("pipeline", name.into()),
+        ("ratio", ratio.into()),
+        ("of_limit", over(ratio, over_limits(row, "limit")).into()),
+        ("of_balance", over(ratio, over_limits(row, "simulated")).into()),
+        ("over_peer", over(row.speed(), peer).into()),
+    ];
+    by_work::cells(row, &COLUMNS, derived)
 }
 
 /// A limit of the ratio, times what the machine gives.

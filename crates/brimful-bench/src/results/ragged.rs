@@ -1,49 +1,38 @@
 //! Text of unlike lengths, cut by tokens or by samples.
 
+use super::by_work;
 use super::chart::BarPanel;
-use super::row::{ResultRow, grouped, over};
-use super::table::{Table, TableCell, TableColumn, TableLine};
-use super::token_rates;
+use super::row::{ResultRow, over};
+use super::table::Form::{Count, Number, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 const COLUMNS: [TableColumn; 8] = [
-    ("contestant", "contestant"),
-    ("seconds", "s a step"),
-    ("tokens_per_s", "tokens/s"),
-    ("ratio", "of by samples"),
-    ("micro_batches", "micro-batches"),
-    ("spread", "spread"),
-    ("cpu_seconds", "CPU s a step"),
-    ("cpu_ratio", "by samples' CPU s : own"),
+    ("contestant", "contestant", Text),
+    ("seconds", "s a step", Number),
+    ("tokens_per_s", "tokens/s", Count),
+    ("ratio", "of by samples", Ratio(2)),
+    ("micro_batches", "micro-batches", Count),
+    ("spread", "spread", Percent(0)),
+    ("cpu_seconds", "CPU s a step", Number),
+    ("cpu_ratio", "by samples' CPU s : own", Ratio(2)),
 ];
 
 /// What everything is measured against.
 const BY_SAMPLES: &str = "brimful, by samples";
 
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
-    let table = |(title, of_work): (String, Vec<&ResultRow>)| {
-        let by_samples = of_work.iter().find(|row| row.contestant() == BY_SAMPLES);
-        let cpu_by_samples = by_samples.and_then(|row| row.number("cpu_seconds"));
-        let by_samples = by_samples.and_then(|row| row.number("tokens_per_s"));
-        let line = |row: &&ResultRow| {
-            let rate = row.number("tokens_per_s");
-            TableLine::Figures(vec![
-                TableCell::text(row.contestant()),
-                TableCell::Number(row.number("seconds")),
-                TableCell::Count(rate),
-                TableCell::Ratio(over(rate, by_samples), 2),
-                TableCell::Count(row.number("micro_batches")),
-                TableCell::Percent(row.number("spread"), 0),
-                TableCell::Number(row.number("cpu_seconds")),
-                TableCell::Ratio(over(cpu_by_samples, row.number("cpu_seconds")), 2),
-            ])
-        };
-        Table { title, columns: COLUMNS.into(), lines: of_work.iter().map(line).collect() }
-    };
-    grouped(rows, name).into_iter().map(table).collect()
+    by_work::tables(rows, name, &COLUMNS, |row, group| {
+        let by_samples = group.iter().find(|row| row.contestant() == BY_SAMPLES);
+        let of = |key: &str| by_samples.and_then(|row| row.number(key));
+        vec![
+            ("ratio", over(row.number("tokens_per_s"), of("tokens_per_s")).into()),
+            ("cpu_ratio", over(of("cpu_seconds"), row.number("cpu_seconds")).into()),
+        ]
+    })
 }
 
 pub(super) fn panels(rows: &[&ResultRow]) -> Vec<BarPanel> {
-    token_rates::panels(rows, name)
+    by_work::token_panels(rows, name)
 }
 
 fn name(row: &ResultRow) -> String {

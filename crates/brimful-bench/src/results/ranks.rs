@@ -1,8 +1,10 @@
 //! Ranks: data parallelism against one of them, pipelines against one process; and against the peers.
 
+use super::by_work;
 use super::chart::{Bar, BarPanel};
-use super::row::{ResultRow, Side, best, grouped, over};
-use super::table::{Table, TableCell, TableColumn, TableLine};
+use super::row::{ResultRow, Side, best, over};
+use super::table::Form::{Bytes, Count, Number, Percent, Ratio, Text};
+use super::table::{Table, TableColumn};
 
 /// What tells the two benchmarks apart.
 struct View {
@@ -44,52 +46,34 @@ fn is_one_process(row: &ResultRow, other: &ResultRow) -> bool {
 
 impl View {
     fn tables(&self, rows: &[&ResultRow]) -> Vec<Table> {
-        let table = |(title, group): (String, Vec<&ResultRow>)| {
-            let lines = group.iter().map(|row| self.line(row, &group)).collect();
-            Table { title, columns: self.columns().into(), lines }
-        };
-        grouped(rows, work).into_iter().map(table).collect()
+        by_work::tables(rows, work, &self.columns(), |row, group| {
+            let base = group.iter().find(|other| (self.is_base)(row, other));
+            let is_like = |other: &&ResultRow| other.text(self.of) == row.text(self.of);
+            let peers = group.iter().copied().filter(|other| other.side() == Side::Peer);
+            vec![
+                ("ratio", over(row.speed(), base.and_then(|row| row.speed())).into()),
+                ("over_peer", over(row.speed(), best(peers.filter(is_like))).into()),
+            ]
+        })
     }
 
     fn panels(&self, rows: &[&ResultRow]) -> Vec<BarPanel> {
-        let panel = |(title, group): (String, Vec<&ResultRow>)| {
-            let label = |row: &ResultRow| {
-                format!("{}, {} {}", row.contestant(), row.text(self.of), self.of)
-            };
-            let bars = group.iter().map(|row| Bar::of_speed(row, label(row))).collect();
-            BarPanel { title, unit: "samples/s", bars, mark: "", is_zoomed: false }
-        };
-        grouped(rows, work).into_iter().map(panel).collect()
+        by_work::panels(rows, work, "samples/s", |row| {
+            let label = format!("{}, {} {}", row.contestant(), row.text(self.of), self.of);
+            [Bar::of_speed(row, label)]
+        })
     }
 
     fn columns(&self) -> [TableColumn; 7] {
         [
-            ("contestant", "who"),
-            (self.of, self.of),
-            ("samples_per_s", "samples/s"),
-            ("ratio", self.base),
-            ("over_peer", ": peer"),
-            ("spread", "spread"),
-            ("sent_bytes", "sent a step, MiB"),
+            ("contestant", "who", Text),
+            (self.of, self.of, Count),
+            ("samples_per_s", "samples/s", Number),
+            ("ratio", self.base, Ratio(3)),
+            ("over_peer", ": peer", Ratio(3)),
+            ("spread", "spread", Percent(1)),
+            ("sent_bytes", "sent a step, MiB", Bytes),
         ]
-    }
-
-    fn line(&self, row: &ResultRow, group: &[&ResultRow]) -> TableLine {
-        let base = group.iter().find(|other| (self.is_base)(row, other));
-        let peers = group
-            .iter()
-            .copied()
-            .filter(|other| other.side() == Side::Peer && other.text(self.of) == row.text(self.of));
-        row.line(|| {
-            vec![
-                TableCell::Count(row.number(self.of)),
-                TableCell::Number(row.speed()),
-                TableCell::Ratio(over(row.speed(), base.and_then(|row| row.speed())), 3),
-                TableCell::Ratio(over(row.speed(), best(peers)), 3),
-                TableCell::Percent(row.number("spread"), 1),
-                TableCell::Bytes(row.number("sent_bytes")),
-            ]
-        })
     }
 }
 

@@ -3,8 +3,6 @@
 use serde::Serialize;
 use serde_json::Value;
 
-use super::table::{TableCell, TableLine};
-
 /// What the library's own contestants are called, alone or with how they run.
 const OURS: &str = "brimful";
 /// Contestants that others are measured against, in the same program.
@@ -37,6 +35,15 @@ impl ResultRow {
         self.0[key].as_f64()
     }
 
+    pub(super) fn milliseconds(&self, key: &str) -> Option<f64> {
+        self.number(key).map(|seconds| 1e3 * seconds)
+    }
+
+    /// The number under this key, or why there is none.
+    pub(super) fn figure(&self, key: &str) -> Result<f64, String> {
+        self.number(key).ok_or_else(|| self.error().unwrap_or("no figures").to_owned())
+    }
+
     pub(super) fn numbers(&self, key: &str) -> Vec<f64> {
         self.0[key].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
     }
@@ -52,15 +59,6 @@ impl ResultRow {
 
     pub(super) fn contestant(&self) -> String {
         self.text("contestant")
-    }
-
-    /// A table's line that begins with the contestant: then its figures, or why it has none.
-    pub(super) fn line(&self, figures: impl FnOnce() -> Vec<TableCell>) -> TableLine {
-        let name = TableCell::text(self.contestant());
-        match self.error() {
-            Some(error) => TableLine::Failed(vec![name], error.to_owned()),
-            None => TableLine::Figures(std::iter::once(name).chain(figures()).collect()),
-        }
     }
 
     pub(super) fn side(&self) -> Side {
@@ -82,6 +80,23 @@ impl ResultRow {
     pub(super) fn speeds(&self) -> Vec<f64> {
         let batch = self.number("batch").unwrap_or_default();
         self.numbers("seconds").into_iter().map(|seconds| batch / seconds).collect()
+    }
+
+    /// The seconds of the first of the steps that do not count.
+    pub(super) fn first_step(&self) -> Option<f64> {
+        self.numbers("warm_up_seconds").first().copied()
+    }
+
+    /// How far its gradients are from those that they are compared with; nothing where they are not.
+    pub(super) fn gradients_apart(&self) -> String {
+        let apart = self.number("gradient_difference");
+        apart.map(|apart| format!("{apart:.0e}")).unwrap_or_default()
+    }
+
+    /// ` within 8 GiB`, or nothing where no memory limit was given.
+    pub(super) fn within(&self) -> String {
+        let limit = self.text("memory_limit");
+        if limit.is_empty() { limit } else { format!(" within {limit}") }
     }
 
     /// Model, sample and number type: `ResNet-50 224×224, TF32`.

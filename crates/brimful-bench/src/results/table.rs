@@ -4,62 +4,93 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
+use super::row::ResultRow;
+
+/// How what stands in a column is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    Text,
+    /// Samples a second, milliseconds, and what else is read as it comes.
+    Number,
+    /// A whole number.
+    Count,
+    /// One figure over another, with so many decimals.
+    Ratio(usize),
+    /// Bytes, shown in MiB.
+    Bytes,
+    /// A part of a whole, with so many decimals.
+    Percent(usize),
+}
+
 /// What stands in one place of a table.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum TableCell {
     Text(String),
-    /// Samples a second, milliseconds, and what else is read as it comes.
-    Number(Option<f64>),
-    /// A whole number.
-    Count(Option<f64>),
-    /// One figure over another, with so many decimals.
-    Ratio(Option<f64>, usize),
-    /// Bytes, shown in MiB.
-    Bytes(Option<f64>),
-    /// A part of a whole.
-    Percent(Option<f64>, usize),
+    Figure(Option<f64>),
 }
 
 impl TableCell {
-    pub(super) fn text(text: impl Into<String>) -> Self {
-        Self::Text(text.into())
+    /// What a row says under this key.
+    pub(super) fn own(row: &ResultRow, key: &str, form: Form) -> Self {
+        match form {
+            Form::Text => Self::Text(row.text(key)),
+            _ => Self::Figure(row.number(key)),
+        }
     }
 
-    fn show(&self) -> String {
-        let shown = match self {
-            Self::Text(text) => Some(text.clone()),
-            Self::Number(number) => number.map(number_text),
-            Self::Count(count) => count.map(|count| grouped(count, 0)),
-            Self::Ratio(ratio, decimals) => ratio.map(|ratio| format!("{ratio:.decimals$}")),
-            Self::Bytes(bytes) => bytes.map(|bytes| grouped(bytes / f64::from(1 << 20), 1)),
-            Self::Percent(part, decimals) => {
-                part.map(|part| format!("{:.decimals$} %", 100.0 * part))
-            }
+    fn show(&self, form: Form) -> String {
+        let figure = match self {
+            Self::Text(text) => return text.clone(),
+            Self::Figure(None) => return "–".to_owned(),
+            Self::Figure(Some(figure)) => *figure,
         };
-        shown.unwrap_or_else(|| "–".to_owned())
+        match form {
+            Form::Text | Form::Number => number_text(figure),
+            Form::Count => grouped(figure, 0),
+            Form::Ratio(decimals) => format!("{figure:.decimals$}"),
+            Form::Bytes => grouped(figure / f64::from(1 << 20), 1),
+            Form::Percent(decimals) => format!("{:.decimals$} %", 100.0 * figure),
+        }
     }
 
     fn json(&self) -> Value {
         match self {
             Self::Text(text) => json!(text),
-            Self::Number(number)
-            | Self::Count(number)
-            | Self::Ratio(number, _)
-            | Self::Bytes(number)
-            | Self::Percent(number, _) => json!(number),
+            Self::Figure(figure) => json!(figure),
         }
     }
 }
 
-/// One line: its figures; or its first cells, and why it has no others.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum TableLine {
-    Figures(Vec<TableCell>),
-    Failed(Vec<TableCell>, String),
+impl From<String> for TableCell {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
 }
 
-/// A column: its key in JSON, and its heading.
-pub(super) type TableColumn = (&'static str, &'static str);
+impl From<Option<f64>> for TableCell {
+    fn from(figure: Option<f64>) -> Self {
+        Self::Figure(figure)
+    }
+}
+
+/// One line: its cells, and why it has no others where it has none.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct TableLine {
+    pub(super) cells: Vec<TableCell>,
+    pub(super) error: Option<String>,
+}
+
+impl TableLine {
+    /// Its cells as they are written, and what follows them on a terminal.
+    fn show(&self, columns: &[TableColumn]) -> (Vec<String>, String) {
+        let cells = self.cells.iter().zip(columns).map(|(cell, (.., form))| cell.show(*form));
+        let error = self.error.as_ref().map(|error| format!("  {error}"));
+        (cells.collect(), error.unwrap_or_default())
+    }
+}
+
+/// A column: its key in JSON and in rows, its heading, and how what stands in it is written.
+pub(super) type TableColumn = (&'static str, &'static str, Form);
 
 /// The least widths of a growing table's columns: of names, of which most are shorter, and of figures.
 const GROWING_NAME: usize = 30;
@@ -84,17 +115,16 @@ pub(super) struct Table {
 impl Table {
     /// Aligned columns under a heading; the first one to the left.
     pub(super) fn for_terminal(&self) -> String {
-        let lines: Vec<(Vec<String>, Option<&str>)> = self.lines.iter().map(show).collect();
+        let lines: Vec<_> = self.lines.iter().map(|line| line.show(&self.columns)).collect();
         let widths: Vec<usize> = (self.columns.iter().enumerate())
-            .map(|(place, (_, name))| {
+            .map(|(place, (_, name, _))| {
                 let cells = lines.iter().filter_map(|(cells, _)| cells.get(place));
                 cells.map(|cell| width(cell)).chain([width(name)]).max().unwrap_or(0)
             })
             .collect();
-        let names: Vec<String> = self.columns.iter().map(|(_, name)| (*name).to_owned()).collect();
+        let names: Vec<_> = self.columns.iter().map(|(_, name, _)| (*name).to_owned()).collect();
         let mut out = format!("{}\n{}\n", self.title, aligned(&names, &widths));
         for (cells, error) in &lines {
-            let error = error.map(|error| format!("  {error}")).unwrap_or_default();
             let _ = writeln!(out, "{}{error}", aligned(cells, &widths));
         }
         out
@@ -102,12 +132,12 @@ impl Table {
 
     pub(super) fn for_markdown(&self) -> String {
         let escape = |text: String| text.replace('|', "\\|");
-        let names: Vec<_> = self.columns.iter().map(|(_, name)| *name).collect();
+        let names: Vec<_> = self.columns.iter().map(|(_, name, _)| *name).collect();
         let rule = vec![" ---: |"; names.len() - 1].concat();
         let mut out = format!("{}\n\n| {} |\n| --- |{rule}\n", self.title, names.join(" | "));
         for line in &self.lines {
-            let (mut cells, error) = show(line);
-            cells.extend(error.map(str::to_owned));
+            let (mut cells, _) = line.show(&self.columns);
+            cells.extend(line.error.clone());
             cells.resize(names.len(), String::new());
             let cells: Vec<_> = cells.into_iter().map(escape).collect();
             let _ = writeln!(out, "| {} |", cells.join(" | "));
@@ -118,22 +148,20 @@ impl Table {
     /// The heading and the newest line, for a table that is shown while it grows: lines that come
     /// later have the same columns.
     pub(super) fn newest(&self) -> Newest {
-        let lines: Vec<(Vec<String>, Option<&str>)> = self.lines.iter().map(show).collect();
+        let lines: Vec<_> = self.lines.iter().map(|line| line.show(&self.columns)).collect();
         let first = lines.iter().filter_map(|(cells, _)| cells.first());
         let first = first.map(|cell| width(cell)).max().unwrap_or(0);
         let (mut names, mut widths, mut cells) = (Vec::new(), Vec::new(), Vec::new());
-        let newest = lines.last();
-        for (place, (_, name)) in self.columns.iter().enumerate() {
+        let (newest, error) = lines.last().cloned().unwrap_or_default();
+        for (place, (_, name, _)) in self.columns.iter().enumerate() {
             if self.compares_with_nobody(place) {
                 continue;
             }
             let least = if place == 0 { first.max(GROWING_NAME) } else { GROWING_FIGURE };
             names.push((*name).to_owned());
             widths.push(width(name).max(least));
-            cells.extend(newest.and_then(|(cells, _)| cells.get(place)).cloned());
+            cells.extend(newest.get(place).cloned());
         }
-        let error = newest.and_then(|(_, error)| *error);
-        let error = error.map(|error| format!("  {error}")).unwrap_or_default();
         Newest {
             title: self.title.clone(),
             heading: aligned(&names, &widths),
@@ -144,8 +172,7 @@ impl Table {
     /// Whether a column is of ratios to somebody who has no row: a peer, in a run of ours alone.
     fn compares_with_nobody(&self, place: usize) -> bool {
         let has_figure = |line: &TableLine| {
-            let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
-            !matches!(cells.get(place), None | Some(TableCell::Ratio(None, _)))
+            !matches!(line.cells.get(place), None | Some(TableCell::Figure(None)))
         };
         self.columns[place].0.starts_with("over_") && !self.lines.iter().any(has_figure)
     }
@@ -153,25 +180,13 @@ impl Table {
     /// An object for each line, with the table's heading in it.
     pub(super) fn rows(&self) -> Vec<Value> {
         let row = |line: &TableLine| {
-            let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
             let mut row = Map::from_iter([("table".to_owned(), json!(self.title))]);
-            let keys = self.columns.iter().map(|(key, _)| (*key).to_owned());
-            row.extend(keys.zip(cells.iter().map(TableCell::json)));
-            if let TableLine::Failed(_, error) = line {
-                row.insert("error".to_owned(), json!(error));
-            }
+            let keys = self.columns.iter().map(|(key, ..)| (*key).to_owned());
+            row.extend(keys.zip(line.cells.iter().map(TableCell::json)));
+            row.extend(line.error.iter().map(|error| ("error".to_owned(), json!(error))));
             Value::Object(row)
         };
         self.lines.iter().map(row).collect()
-    }
-}
-
-fn show(line: &TableLine) -> (Vec<String>, Option<&str>) {
-    match line {
-        TableLine::Figures(cells) => (cells.iter().map(TableCell::show).collect(), None),
-        TableLine::Failed(cells, error) => {
-            (cells.iter().map(TableCell::show).collect(), Some(error))
-        }
     }
 }
 
@@ -215,14 +230,18 @@ mod tests {
     use super::*;
 
     fn table() -> Table {
-        let figures =
-            vec![TableCell::text("ours"), TableCell::Number(Some(1234.5)), TableCell::Bytes(None)];
+        let ours = vec!["ours".to_owned().into(), Some(1234.5).into(), None.into()];
+        let peer = vec!["peer".to_owned().into()];
         Table {
             title: "a model".into(),
-            columns: vec![("contestant", "who"), ("samples_per_s", "samples/s"), ("peak", "MiB")],
+            columns: vec![
+                ("contestant", "who", Form::Text),
+                ("samples_per_s", "samples/s", Form::Number),
+                ("peak", "MiB", Form::Bytes),
+            ],
             lines: vec![
-                TableLine::Figures(figures),
-                TableLine::Failed(vec![TableCell::text("peer")], "it | broke".into()),
+                TableLine { cells: ours, error: None },
+                TableLine { cells: peer, error: Some("it | broke".into()) },
             ],
         }
     }
@@ -237,10 +256,9 @@ mod tests {
     #[test]
     fn a_growing_table_has_its_columns_before_its_lines_and_none_for_those_who_are_not_there() {
         let mut grown = table();
-        grown.columns.insert(1, ("over_peer", ": peer"));
+        grown.columns.insert(1, ("over_peer", ": peer", Form::Ratio(3)));
         for line in &mut grown.lines {
-            let (TableLine::Figures(cells) | TableLine::Failed(cells, _)) = line;
-            cells.insert(1, TableCell::Ratio(None, 3));
+            line.cells.insert(1, None.into());
         }
         let Newest { title, heading, line } = grown.newest();
         assert_eq!(title, "a model");

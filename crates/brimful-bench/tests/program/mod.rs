@@ -6,6 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use assert_cmd::Command;
+use assert_cmd::assert::Assert;
+use predicates::prelude::predicate;
 use serde_json::Value;
 
 /// The program, whatever the caller has exported.
@@ -13,6 +15,16 @@ pub fn bench() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_brimful-bench"));
     command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH").env_remove("RUST_BACKTRACE");
     command
+}
+
+/// What becomes of it with these words.
+pub fn run(line: &str) -> Assert {
+    bench().args(line.split_whitespace()).assert()
+}
+
+/// A line that is refused in these words.
+pub fn refused(line: &str, words: &str) {
+    run(line).failure().stderr(predicate::str::contains(words.to_owned()));
 }
 
 /// A folder of this test's own.
@@ -24,12 +36,17 @@ pub fn folder(name: &str) -> PathBuf {
 }
 
 /// The rows that a benchmark writes as they come, which its last line must have all of; and its environment.
-pub fn rows(mut bench: Command) -> (Vec<Value>, Value) {
-    let output = bench.arg("--json").assert().success().get_output().stdout.clone();
+pub fn rows(line: &str) -> (Vec<Value>, Value) {
+    let output = run(&format!("{line} --json")).success().get_output().stdout.clone();
     let text = String::from_utf8(output).expect("text");
     let mut rows: Vec<Value> =
         text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
     let last = rows.pop().expect("a last line");
     assert_eq!((&last["done"], &last["rows"]), (&Value::Bool(true), &Value::Array(rows.clone())));
     (rows, last["environment"].clone())
+}
+
+/// Who has a row.
+pub fn contestants(rows: &[Value]) -> Vec<&str> {
+    rows.iter().map(|row| row["contestant"].as_str().expect("a name")).collect()
 }

@@ -4,11 +4,11 @@ mod writer;
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use clap::Args;
 use tch::{Kind, Tensor};
 
-use crate::exit::{Exit, wrong_use};
+use crate::exit::{Exit, ensure_use};
 use crate::output;
 use crate::setting::{MODELS, ModelSource, NumberType, words};
 use crate::tokenizer::Tokenizer;
@@ -61,11 +61,11 @@ pub struct GenerateOptions {
 /// Writes the prompt and what follows it, as it is made.
 pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     let temperature = options.temperature;
-    ensure!(
+    ensure_use!(
         temperature.is_finite() && temperature >= 0.0,
-        wrong_use(format!("--temperature {temperature}: give it a number from 0 on"))
+        "--temperature {temperature}: give it a number from 0 on"
     );
-    ensure!(!options.prompt.is_empty(), wrong_use("--prompt is empty: give it a character"));
+    ensure_use!(!options.prompt.is_empty(), "--prompt is empty: give it a character");
     let mut writer = Writer::open(options)?;
     tch::manual_seed(i64::from_ne_bytes(options.seed.to_ne_bytes()));
     let mut tokens = std::mem::take(&mut writer.prompt);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::memory::Memory;
 use brimful::{Bytes, MicroBatcher, split};
 use clap::Args;
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use crate::commands::train::MicroBatch;
 use crate::data::{Dataset, Examples, Sample, SampleRequest, SampleSizes};
-use crate::exit::{Exit, wrong_use};
+use crate::exit::{Exit, ensure_use, wrong_use};
 use crate::files::{self, FlagFile};
 use crate::output;
 use crate::progress::Progress;
@@ -108,9 +108,9 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let told = weights.told("image").and_then(|pixels| pixels.parse().ok());
     let sizes = SampleSizes { image: options.image.or(told), sequence: None };
     let mut dataset = name.data(&options.data, sizes, options.seed)?;
-    ensure!(
+    ensure_use!(
         matches!(dataset.sample, Sample::Image { .. }),
-        wrong_use("predict tells the class of images: for text there is brimful generate")
+        "predict tells the class of images: for text there is brimful generate"
     );
     check_classes(&weights, &dataset)?;
     let layers = name.layers(&dataset.sample, 0.0);
@@ -147,16 +147,14 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
 /// A folder with other classes would be answered with the wrong names.
 fn check_classes(weights: &SavedWeights, dataset: &Dataset) -> Result<()> {
     let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
-    ensure!(
+    ensure_use!(
         known == dataset.class_names,
-        wrong_use(format!(
-            "the model knows the classes {}, but the data have {}: give it data with the same ones",
-            known.join(", "),
-            match dataset.class_names.is_empty() {
-                true => "none with a name".to_owned(),
-                false => dataset.class_names.join(", "),
-            }
-        ))
+        "the model knows the classes {}, but the data have {}: give it data with the same ones",
+        known.join(", "),
+        match dataset.class_names.is_empty() {
+            true => "none with a name".to_owned(),
+            false => dataset.class_names.join(", "),
+        }
     );
     Ok(())
 }

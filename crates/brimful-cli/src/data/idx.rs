@@ -126,21 +126,19 @@ mod tests {
     use flate2::write::GzEncoder;
     use std::fs;
     use std::io::Write;
+    use tempfile::TempDir;
 
-    /// A folder of its own for a test, removed at the end.
-    struct Folder(PathBuf);
+    /// A folder of a test's own.
+    struct Folder(TempDir);
 
     impl Folder {
-        fn new(test: &str) -> Self {
-            let name = format!("brimful-idx-{test}-{}", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            fs::create_dir_all(&path).expect("a folder");
-            Self(path)
+        fn new() -> Self {
+            Self(tempfile::tempdir().expect("a folder"))
         }
 
         /// Three images of 2×2 to train on and two to test on.
-        fn filled(test: &str) -> Self {
-            let folder = Self::new(test);
+        fn filled() -> Self {
+            let folder = Self::new();
             for (half, samples) in [("train", 3), ("t10k", 2)] {
                 let pixels: Vec<u8> = (0..samples * 4).collect();
                 let labels: Vec<u8> = (0..samples).collect();
@@ -152,18 +150,16 @@ mod tests {
             folder
         }
 
+        fn path(&self, name: &str) -> PathBuf {
+            self.0.path().join(name)
+        }
+
         fn write(&self, name: &str, bytes: &[u8]) {
-            fs::write(self.0.join(name), bytes).expect("written");
+            fs::write(self.path(name), bytes).expect("written");
         }
 
         fn error(&self) -> String {
-            format!("{:#}", load(&self.0).expect_err("it is wrong"))
-        }
-    }
-
-    impl Drop for Folder {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
+            format!("{:#}", load(self.0.path()).expect_err("it is wrong"))
         }
     }
 
@@ -182,7 +178,7 @@ mod tests {
 
     #[test]
     fn reads_both_halves_and_normalises_by_the_first() {
-        let mut data = load(&Folder::filled("good").0).expect("data");
+        let mut data = load(Folder::filled().0.path()).expect("data");
         let [train, test] = [&mut data.train, &mut data.test].map(|half| half.all().expect("all"));
         assert_eq!(data.sample, Sample::Image { shape: [1, 2, 2], classes: 3 });
         assert_eq!((data.train.len(), data.test.len()), (3, 2));
@@ -194,15 +190,15 @@ mod tests {
 
     #[test]
     fn gzipped_files_are_read_under_either_name() {
-        let folder = Folder::filled("gz");
-        let inputs = || load(&folder.0).expect("data").train.all().expect("samples").inputs;
+        let folder = Folder::filled();
+        let inputs = || load(folder.0.path()).expect("data").train.all().expect("samples").inputs;
         let plain = inputs();
         for (from, to) in [
             ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"),
             ("t10k-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"),
         ] {
-            let bytes = fs::read(folder.0.join(from)).expect("plain");
-            fs::remove_file(folder.0.join(from)).expect("removed");
+            let bytes = fs::read(folder.path(from)).expect("plain");
+            fs::remove_file(folder.path(from)).expect("removed");
             folder.write(to, &gz(&bytes));
         }
         assert_eq!(inputs(), plain);
@@ -210,7 +206,7 @@ mod tests {
 
     #[test]
     fn a_missing_file_is_named() {
-        let error = Folder::new("missing").error();
+        let error = Folder::new().error();
         assert!(error.contains("has neither train-images-idx3-ubyte nor"), "{error}");
     }
 
@@ -231,7 +227,7 @@ mod tests {
             (&idx(&[3, 4, 1], &[0; 12]), "have [4, 1] pixels for training and [2, 2]"),
             (&gzipped[..gzipped.len() - 9], "cannot read"),
         ];
-        let folder = Folder::filled("wrong");
+        let folder = Folder::filled();
         for (bytes, expected) in cases {
             folder.write("train-images-idx3-ubyte", bytes);
             let error = folder.error();
@@ -242,7 +238,7 @@ mod tests {
     /// Some kilobytes that would become 32 MiB: no more than the header tells of is unpacked.
     #[test]
     fn what_follows_beyond_the_header_is_refused_unread() {
-        let folder = Folder::filled("bomb");
+        let folder = Folder::filled();
         let bomb = idx(&[3, 2, 2], &vec![0; 32 << 20]);
         for bytes in [gz(&bomb), bomb] {
             folder.write("train-images-idx3-ubyte", &bytes);

@@ -24,11 +24,12 @@ use tch::Tensor;
 
 use crate::exit::does_not_fit;
 use crate::tokenizer::Tokenizer;
+pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use sample_set::{SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
 use streamed::{SampleSource, StreamedSamples};
-pub(crate) use synthetic::Synthetic;
+pub(crate) use synthetic::{Synthetic, generate as synthetic};
 
 /// The target of a place that does not count, as the losses of libtorch know it.
 pub(crate) const IGNORED: i64 = -100;
@@ -148,16 +149,6 @@ impl Dataset {
         let test = SampleSet::Streamed(StreamedSamples::new(test));
         Self { train, test, sample, description, class_names: Vec::new() }
     }
-}
-
-/// The handwritten digits that come with the program: 8×8 pixels, one channel.
-pub(crate) fn digits() -> Result<Dataset> {
-    digits::load()
-}
-
-/// Random samples of the shape that a model asks for, the same for the same seed.
-pub(crate) fn synthetic(config: &Synthetic) -> Result<Dataset> {
-    synthetic::generate(config)
 }
 
 /// How large samples are wanted, where that is for the user to say.

@@ -35,7 +35,7 @@ impl SampleSet {
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Held(examples) => examples.len(),
-            Self::Streamed(streamed) => streamed.len(),
+            Self::Streamed(streamed) => streamed.len,
         }
     }
 
@@ -48,7 +48,7 @@ impl SampleSet {
     pub(crate) fn mean_over(&self) -> MeanOver {
         match self {
             Self::Held(_) => MeanOver::Samples,
-            Self::Streamed(streamed) => streamed.mean_over(),
+            Self::Streamed(streamed) => streamed.mean_over,
         }
     }
 

@@ -30,8 +30,8 @@ pub(super) trait SampleSource: Debug + Send + 'static {
 /// Samples of a source that a thread has.
 #[derive(Debug)]
 pub(crate) struct StreamedSamples {
-    len: usize,
-    mean_over: MeanOver,
+    pub(super) len: usize,
+    pub(super) mean_over: MeanOver,
     /// Those that were asked for and not taken yet, in the order in which they come.
     asked: VecDeque<SampleRequest>,
     requests: Option<Sender<SampleRequest>>,
@@ -55,14 +55,6 @@ impl StreamedSamples {
         });
         let (requests, thread) = (Some(requests), Some(thread));
         Self { len, mean_over, asked: VecDeque::new(), requests, brought, thread }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn mean_over(&self) -> MeanOver {
-        self.mean_over
     }
 
     /// What is asked for, which is there already where it was prepared.

@@ -24,7 +24,7 @@ impl Synthetic {
 }
 
 /// Images of noise with random classes or masks, or random tokens and what follows them.
-pub(super) fn generate(config: &Synthetic) -> Result<Dataset> {
+pub(crate) fn generate(config: &Synthetic) -> Result<Dataset> {
     let Synthetic { sample, train, test, seed } = config;
     ensure!(
         *train > 0 && *test > 0,

@@ -105,19 +105,11 @@ impl SampleSource for TokenWindows {
 mod tests {
     use super::*;
     use std::fs;
-    use std::path::PathBuf;
 
-    fn file(name: &str, bytes: &[u8]) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("brimful-text-{name}-{}", std::process::id()));
-        fs::write(&path, bytes).expect("written");
-        path
-    }
-
-    fn load_once(name: &str, bytes: &[u8], length: i64) -> Result<Dataset> {
-        let path = file(name, bytes);
-        let loaded = load(&path, length, &Tokenizer::bytes());
-        fs::remove_file(path).expect("removed");
-        loaded
+    fn load_once(bytes: &[u8], length: i64) -> Result<Dataset> {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        fs::write(file.path(), bytes).expect("written");
+        load(file.path(), length, &Tokenizer::bytes())
     }
 
     fn numbers(tensor: &Tensor) -> Vec<i64> {
@@ -127,7 +119,7 @@ mod tests {
     #[test]
     fn sequences_follow_on_each_other_and_targets_are_one_later() {
         let text: Vec<u8> = (0..50).map(|i| b'0' + i).collect();
-        let mut data = load_once("bytes", &text, 4).expect("data");
+        let mut data = load_once(&text, 4).expect("data");
         assert_eq!(data.sample, Sample::Sequence { length: 4, vocabulary: 256 });
         // 45 tokens to train on: 11 sequences and the last target; 5 to test on.
         assert_eq!((data.train.len(), data.test.len()), (11, 1));
@@ -153,7 +145,7 @@ mod tests {
             (&"x".repeat(49), 4, "it has 49 tokens, but at least 50 are needed, so that the tenth"),
             ("abc", 0, "give at least 1"),
         ] {
-            let error = load_once("short", text.as_bytes(), length);
+            let error = load_once(text.as_bytes(), length);
             let error = format!("{:#}", error.expect_err(text));
             assert!(format!("{error}$").contains(expected), "{error}");
         }
@@ -161,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_not_text_is_refused_with_the_place() {
-        let error = load_once("binary", b"ok\xff\xfe", 1).expect_err("binary");
+        let error = load_once(b"ok\xff\xfe", 1).expect_err("binary");
         let error = format!("{error:#}");
         assert!(error.contains("not UTF-8 text: byte 2"), "{error}");
     }

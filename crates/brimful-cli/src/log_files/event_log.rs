@@ -4,11 +4,11 @@ use std::fs;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures, tensorboard};
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 
 /// The only file of the folder: TensorBoard knows it by its name, and a resumed run finds it again.
 const FILE: &str = "events.out.tfevents.brimful";
@@ -17,7 +17,7 @@ const TEST_LOSS: &str = "test/loss";
 
 /// A folder of events.
 #[derive(Debug)]
-pub struct EventLog {
+pub(crate) struct EventLog {
     file: AppendedFile,
     /// The step of the last test in it.
     tested: Option<usize>,
@@ -26,10 +26,7 @@ pub struct EventLog {
 impl EventLog {
     /// A new file in this folder, which is made where there is none; or the file of the run that goes
     /// on after step `resumed`, without what came later.
-    ///
-    /// # Errors
-    /// Where it cannot be opened, or holds something else.
-    pub fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
+    pub(crate) fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
         let made = fs::create_dir_all(folder);
         made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
         let path = folder.join(FILE);
@@ -40,10 +37,7 @@ impl EventLog {
         }
         let upto = |record: &&[u8]| tensorboard::step_of(record) <= last;
         let kept: Vec<_> = tensorboard::records(&bytes).take_while(upto).collect();
-        ensure!(
-            !kept.is_empty(),
-            wrong_use(format!("{} holds no events: name another folder", path.display()))
-        );
+        ensure_use!(!kept.is_empty(), "{} holds no events: name another folder", path.display());
         file.cut_back(kept.iter().map(|record| record.len()).sum())?;
         let tested = kept.iter().rev().find(|record| tensorboard::has(record, TEST_LOSS));
         Ok(Self { file, tested: tested.map(|record| tensorboard::step_of(record)) })
@@ -55,7 +49,7 @@ impl EventLog {
     }
 
     /// Adds a step.
-    pub fn step(&mut self, figures: &StepFigures) {
+    pub(crate) fn step(&mut self, figures: &StepFigures) {
         let values = [
             ("train/loss", figures.loss),
             ("train/learning_rate", figures.learning_rate),
@@ -69,7 +63,7 @@ impl EventLog {
     }
 
     /// Adds a test, if it is not there yet.
-    pub fn test(&mut self, figures: &TestFigures) {
+    pub(crate) fn test(&mut self, figures: &TestFigures) {
         if self.tested.replace(figures.step) == Some(figures.step) {
             return;
         }

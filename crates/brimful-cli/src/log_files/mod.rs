@@ -16,46 +16,46 @@ use std::path::Path;
 use anyhow::Result;
 use brimful::Bytes;
 
-pub use event_log::EventLog;
-pub use step_log::StepLog;
+use event_log::EventLog;
+use step_log::StepLog;
 
 /// What one step came to.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StepFigures {
+pub(crate) struct StepFigures {
     /// Its number, from 1 on, over all epochs.
-    pub step: usize,
+    pub(crate) step: usize,
     /// Its epoch, from 1 on.
-    pub epoch: usize,
+    pub(crate) epoch: usize,
     /// The mini-batch's loss.
-    pub loss: f64,
+    pub(crate) loss: f64,
     /// How far it went.
-    pub learning_rate: f64,
+    pub(crate) learning_rate: f64,
     /// How fast it was.
-    pub samples_per_s: f64,
+    pub(crate) samples_per_s: f64,
     /// The most memory in use on any device.
-    pub peak_bytes: Bytes,
+    pub(crate) peak_bytes: Bytes,
     /// The most samples in a micro-batch.
-    pub micro_batch_size: usize,
+    pub(crate) micro_batch_size: usize,
     /// How often it was run again because memory had run out.
-    pub retries: usize,
+    pub(crate) retries: usize,
 }
 
 /// What a test came to.
 #[derive(Debug, Clone, PartialEq)]
-pub struct TestFigures {
+pub(crate) struct TestFigures {
     /// The step after which it was made.
-    pub step: usize,
+    pub(crate) step: usize,
     /// The epoch of that step.
-    pub epoch: usize,
+    pub(crate) epoch: usize,
     /// The mean loss of the test samples.
-    pub loss: f64,
+    pub(crate) loss: f64,
     /// The share of right answers, from 0 to 1.
-    pub accuracy: f64,
+    pub(crate) accuracy: f64,
 }
 
 /// The logs that were asked for.
 #[derive(Debug, Default)]
-pub struct LogFiles {
+pub(crate) struct LogFiles {
     table: Option<StepLog>,
     events: Option<EventLog>,
 }
@@ -63,10 +63,7 @@ pub struct LogFiles {
 impl LogFiles {
     /// A table in the file `table`, and events in the folder `events`: new ones, or those of the run
     /// that goes on after step `resumed`.
-    ///
-    /// # Errors
-    /// Where one cannot be opened, or is something else than a log to go on with.
-    pub fn open(
+    pub(crate) fn open(
         table: Option<&Path>,
         events: Option<&Path>,
         resumed: Option<usize>,
@@ -78,24 +75,16 @@ impl LogFiles {
     }
 
     /// A step is done.
-    pub fn step(&mut self, figures: &StepFigures) {
-        if let Some(table) = &mut self.table {
-            table.step(figures);
-        }
-        if let Some(events) = &mut self.events {
-            events.step(figures);
-        }
+    pub(crate) fn step(&mut self, figures: &StepFigures) {
+        self.table.iter_mut().for_each(|table| table.step(figures));
+        self.events.iter_mut().for_each(|events| events.step(figures));
     }
 
     /// A test is done. One that the logs have already, made before the run was broken off, is not
     /// written twice.
-    pub fn test(&mut self, figures: &TestFigures) {
-        if let Some(table) = &mut self.table {
-            table.test(figures);
-        }
-        if let Some(events) = &mut self.events {
-            events.test(figures);
-        }
+    pub(crate) fn test(&mut self, figures: &TestFigures) {
+        self.table.iter_mut().for_each(|table| table.test(figures));
+        self.events.iter_mut().for_each(|events| events.test(figures));
     }
 }
 

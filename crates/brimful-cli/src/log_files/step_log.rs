@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 
 use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures};
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 
 /// A test has a line of its own, because the step's is written before it: what is not its is empty.
 const HEADER: &str = "step,epoch,loss,learning_rate,samples_per_s,peak_bytes,micro_batch_size,\
@@ -16,7 +16,7 @@ const NOT_OF_A_TEST: &str = ",,,,,,,";
 
 /// A table of steps.
 #[derive(Debug)]
-pub struct StepLog {
+pub(crate) struct StepLog {
     file: AppendedFile,
     /// The step of the last test in it.
     tested: Option<usize>,
@@ -24,10 +24,7 @@ pub struct StepLog {
 
 impl StepLog {
     /// A new table, or the one of the run that goes on after step `resumed`, without what came later.
-    ///
-    /// # Errors
-    /// Where the file cannot be opened, or is no such table.
-    pub fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
+    pub(crate) fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
         let Some(last) = resumed else { return Self::new(AppendedFile::empty(path)?) };
         let (mut file, bytes) = AppendedFile::existing(path)?;
         let text = String::from_utf8_lossy(&bytes);
@@ -35,9 +32,10 @@ impl StepLog {
             file.cut_back(0)?;
             return Self::new(file);
         }
-        ensure!(
+        ensure_use!(
             text.starts_with(HEADER),
-            wrong_use(format!("{} is no log of steps: name another file", path.display()))
+            "{} is no log of steps: name another file",
+            path.display()
         );
         let kept = kept(&text, last);
         file.cut_back(kept.iter().map(|line| line.len()).sum())?;
@@ -52,7 +50,7 @@ impl StepLog {
     }
 
     /// Adds a step.
-    pub fn step(&mut self, figures: &StepFigures) {
+    pub(crate) fn step(&mut self, figures: &StepFigures) {
         let StepFigures { step, epoch, loss, learning_rate, samples_per_s, .. } = figures;
         let StepFigures { peak_bytes, micro_batch_size, retries, .. } = figures;
         // Numbers that a resumed run has to come to again are written to the last digit.
@@ -65,7 +63,7 @@ impl StepLog {
     }
 
     /// Adds a test, if it is not there yet.
-    pub fn test(&mut self, figures: &TestFigures) {
+    pub(crate) fn test(&mut self, figures: &TestFigures) {
         let TestFigures { step, epoch, loss, accuracy } = figures;
         if self.tested.replace(*step) == Some(*step) {
             return;

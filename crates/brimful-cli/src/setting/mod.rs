@@ -26,6 +26,19 @@ pub use norm_statistics::NormStatistics;
 pub use number_type::NumberType;
 pub use order::{recompute, schedule};
 
+/// Shows a choice as it is given on the command line.
+macro_rules! shown_as_given {
+    ($choice:ty) => {
+        impl std::fmt::Display for $choice {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let value = clap::ValueEnum::to_possible_value(self);
+                f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+            }
+        }
+    };
+}
+pub(crate) use shown_as_given;
+
 /// The device of this name; without one, the best that there is.
 pub fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)

@@ -2,11 +2,9 @@
 
 use brimful::nn::BatchNormPolicy;
 use clap::ValueEnum;
-use serde::Serialize;
 
 /// What BatchNorms make of micro-batches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum NormStatistics {
     /// The whole mini-batch normalises, whatever the cut, on one device
     Exact,

@@ -1,14 +1,12 @@
 //! The type of a model's numbers, and the arithmetic that goes with it.
 
-use std::fmt;
-
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::libtorch;
 use clap::ValueEnum;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 
 /// The type of the model's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -33,21 +31,12 @@ impl NumberType {
 
     /// Lets CUDA compute as the type says, in the whole process.
     pub fn prepare(self, device: Device) -> Result<()> {
-        ensure!(
+        ensure_use!(
             device != Device::Cpu || self != Self::Tf32,
-            wrong_use("tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU")
+            "tf32 is an arithmetic of CUDA devices: use --dtype f32 on the CPU"
         );
         Ok(libtorch::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
     }
 }
 
-impl fmt::Display for NumberType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F64 => "f64",
-            Self::F32 => "f32",
-            Self::Tf32 => "tf32",
-            Self::Bf16 => "bf16",
-        })
-    }
-}
+super::shown_as_given!(NumberType);

@@ -6,7 +6,6 @@ use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
 use std::thread;
 
-/// Of `--device`.
 pub const DEVICE: &str = "Where it runs: cpu, cuda or cuda:1";
 /// Of `--device` where none need be given.
 pub const ANY_DEVICE: &str =
@@ -14,46 +13,30 @@ pub const ANY_DEVICE: &str =
 /// Of `--device` where several may be needed.
 pub const DEVICES: &str = "Where it runs: cpu, cuda:1, or cuda, of which each stage and rank \
                                   of a machine takes one [default: cuda where there is one]";
-/// Of `--data`.
 pub const DATA: &str = "The samples: digits (shipped), synthetic (made up), a folder of \
                                images (a subfolder a class) or of MNIST-format IDX files, or a text \
                                file (.jsonl: a document or a conversation a line)";
-/// Of `--image`.
 pub const IMAGE: &str = "Height and width of the images: of a folder of these [default: 224]";
-/// Of `--batch-norm`.
 pub const BATCH_NORM: &str =
     "What normalises in the BatchNorms of a resnet or an amoebanet [default: deferred]";
-/// Of `--dtype`.
 pub const DTYPE: &str = "Numbers of parameters and activations";
-/// Of `--batch-size`.
 pub const BATCH_SIZE: &str = "Samples in a mini-batch";
-/// Of `--micro-batch`.
 pub const MICRO_BATCH: &str = "Samples in a micro-batch";
-/// Of `--micro-batches`.
 pub const MICRO_BATCHES: &str = "Micro-batches in a mini-batch";
-/// Of `--lora`.
 pub const LORA: &str = "Freeze the model, and train a way of this rank beside each projection of its blocks (LoRA), \
      times ALPHA / RANK";
-/// Of `--from-scratch`.
 pub const FROM_SCRATCH: &str = "Begin with random numbers: the folder needs a config.json alone";
-/// Of `--memory-limit`.
 pub const MEMORY_LIMIT: &str = "Memory of each device, such as 96MiB, 16GB or 8G (GiB)";
-/// Of `--stages`.
 pub const STAGES: &str = "Devices to cut the layers over, a stage on each: interleaved-V and breadth-first-V put V stages on \
      each";
 /// Of `--schedule`, where the executor is to run it.
 pub const SCHEDULE: &str = "The order of the actions: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, \
      interleaved-zero-bubble-V, zero-bubble-v, auto, auto-interleaved-V or auto-v";
-/// Of `--recompute`.
 pub const RECOMPUTE: &str =
     "Which activations are computed again to save memory: never, except-last or always";
-/// Of `--epochs`.
 pub const EPOCHS: &str = "Passes over the training set";
-/// Of `--learning-rate-decay`.
 pub const LEARNING_RATE_DECAY: &str = "How the learning rate falls to 0 over all steps";
-/// Of `--seed`.
 pub const SEED: &str = "Where all random numbers start";
-/// Of `--json`.
 pub const JSON: &str = "Print JSON instead of text: one object";
 /// Of `--json` where rows or epochs are told as they come.
 pub const JSON_LINES: &str =

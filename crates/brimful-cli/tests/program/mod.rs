@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use assert_cmd::assert::Assert;
 use image::{Rgb, RgbImage};
 use serde_json::Value;
 
@@ -16,11 +17,34 @@ pub fn brimful() -> Command {
     command
 }
 
+/// What becomes of it with these words.
+pub fn run(line: &str) -> Assert {
+    brimful().args(line.split_whitespace()).assert()
+}
+
+/// What becomes of a training on a CPU, in a folder.
+pub fn train_in(folder: &Path, line: &str) -> Assert {
+    let mut command = brimful();
+    command.current_dir(folder).args(["train", "--device", "cpu"]);
+    command.args(line.split_whitespace()).assert()
+}
+
 /// The lines of JSON that it prints.
-pub fn lines(arguments: &[&str]) -> Vec<Value> {
-    let output = brimful().args(arguments).assert().success().get_output().stdout.clone();
-    let text = String::from_utf8(output).expect("text");
-    text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+pub fn lines(line: &str) -> Vec<Value> {
+    json_lines(&run(line).success())
+}
+
+/// Those that a run has printed.
+pub fn json_lines(run: &Assert) -> Vec<Value> {
+    stdout(run).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+}
+
+pub fn stdout(run: &Assert) -> String {
+    String::from_utf8(run.get_output().stdout.clone()).expect("text")
+}
+
+pub fn stderr(run: &Assert) -> String {
+    String::from_utf8(run.get_output().stderr.clone()).expect("text")
 }
 
 /// A folder of this test's own.

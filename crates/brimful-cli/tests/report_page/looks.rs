@@ -12,7 +12,7 @@ use brimful::schedule::{Costs, Recompute, Schedule, StageCost, simulate};
 use serde_json::{Value, json};
 
 use super::chromium::{Browser, Look};
-use super::{PHONE, WIDE, assert_calm, brimful, file, plan, point, tooltip, trained};
+use super::{PHONE, WIDE, assert_calm, file, plan, point, run, tooltip, trained};
 
 #[test]
 fn a_real_run_is_shown_whole_in_light_and_dark_wide_and_narrow() {
@@ -46,7 +46,7 @@ fn a_run_of_one_step_shows_its_loss_and_its_rate() {
     let Some(mut browser) = Browser::start("one-step") else { return };
     let page = file("one-step.html");
     let train = "train --device cpu --max-steps 1 --micro-batch 64 --report";
-    brimful().args(train.split(' ')).arg(&page).assert().success();
+    run(&format!("{train} {}", page.display())).success();
     browser.open(&page, WIDE);
     let dots = browser.evaluate("document.querySelectorAll('#progress circle.dot').length");
     assert_eq!(dots, 3, "loss, test loss and rate");
@@ -91,7 +91,7 @@ fn a_run_at_home_shows_its_bus_as_a_plan_does() {
     let page = file("home.html");
     let arguments =
         "train --epochs 1 --offload all --micro-batches 4 --batch-size 400 --device cpu";
-    brimful().args(arguments.split_whitespace()).arg("--report").arg(&page).assert().success();
+    run(&format!("{arguments} --report {}", page.display())).success();
     browser.before_pages(KEEP_LABELS);
     for look in [WIDE, Look { dark: true, ..WIDE }, PHONE] {
         browser.open(&page, look);
@@ -205,7 +205,7 @@ fn odd_runs_are_shown_as_well_as_they_can_be() {
     let (path, page) = (file("odd.json"), file("odd.html"));
     for steps in [0, 1, 2, 4096] {
         odd(steps).write(&path).expect("written");
-        brimful().arg("report").arg(&path).arg("-o").arg(&page).assert().success();
+        run(&format!("report {} -o {}", path.display(), page.display())).success();
         for look in [WIDE, PHONE] {
             browser.open(&page, look);
             assert_eq!(
@@ -249,9 +249,9 @@ fn many_actions(path: &Path) {
 
 #[test]
 fn a_hundred_thousand_actions_are_one_small_page() {
-    let (run, page) = (file("many.json"), file("many.html"));
-    many_actions(&run);
-    brimful().arg("report").arg(&run).arg("-o").arg(&page).assert().success();
+    let (path, page) = (file("many.json"), file("many.html"));
+    many_actions(&path);
+    run(&format!("report {} -o {}", path.display(), page.display())).success();
     let size = fs::metadata(&page).expect("a page").len();
     assert!(size < 10_000_000, "{size} bytes");
     let Some(mut browser) = Browser::start("many") else { return };

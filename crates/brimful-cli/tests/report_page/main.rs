@@ -3,20 +3,16 @@
 mod chromium;
 mod looks;
 mod moving;
+#[path = "../program/mod.rs"]
+mod program;
 
 use std::path::PathBuf;
 
-use assert_cmd::Command;
 use chromium::{Browser, Look};
+use program::run;
 
 const WIDE: Look = Look { width: 1280, dark: false };
 const PHONE: Look = Look { width: 360, dark: true };
-
-fn brimful() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_brimful"));
-    command.env_remove("LD_LIBRARY_PATH").env_remove("LIBTORCH");
-    command
-}
 
 fn file(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name)
@@ -25,8 +21,7 @@ fn file(name: &str) -> PathBuf {
 /// A page of simulated steps, whose times are known.
 fn plan(name: &str, arguments: &str) -> PathBuf {
     let page = file(name);
-    let arguments = arguments.split(' ');
-    brimful().arg("plan").args(arguments).arg("--report").arg(&page).assert().success();
+    run(&format!("plan {arguments} --report {}", page.display())).success();
     page
 }
 
@@ -35,7 +30,7 @@ fn trained(name: &str) -> PathBuf {
     let page = file(name);
     let arguments = "train --epochs 2 --stages 2 --schedule interleaved-2 --recompute always \
                      --batch-size 400 --memory-limit 16MiB --device cpu";
-    brimful().args(arguments.split_whitespace()).arg("--report").arg(&page).assert().success();
+    run(&format!("{arguments} --report {}", page.display())).success();
     page
 }
 

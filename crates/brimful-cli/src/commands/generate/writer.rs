@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::layers::Model;
 use brimful::pipeline::Homes;
 use brimful::schedule::Schedule;
@@ -13,7 +13,7 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::GenerateOptions;
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 use crate::fine_tune::{checked_tokenizer, unopened};
 use crate::saved_weights::SavedWeights;
 use crate::setting::{self, ModelSource};
@@ -100,11 +100,9 @@ impl Writer {
         let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
         let tokenizer = Tokenizer::bytes();
         let bytes = tokenizer.vocabulary();
-        ensure!(
+        ensure_use!(
             vocabulary == bytes,
-            wrong_use(format!(
-                "{shown} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {bytes}"
-            ))
+            "{shown} knows {vocabulary} tokens: generate writes bytes, for which a gpt has {bytes}"
         );
         let prompt = tokenizer.encode(&options.prompt)?;
         let cache = cache(context, &prompt, options);

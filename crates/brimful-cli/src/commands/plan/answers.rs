@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use brimful::Bytes;
 use brimful::balance::{LayerCost, Profile};
 use brimful::plan::{
@@ -19,7 +19,7 @@ use super::measure;
 use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
 use super::stage_table::StageLine;
 use crate::config;
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 use crate::progress::Progress;
 
 /// Time of a device's whole backward where none is given: twice that of a forward.
@@ -156,11 +156,9 @@ fn request<'a>(options: &PlanOptions, profile: &'a Profile) -> Result<Request<'a
         bail!("a model needs --stages and --batch-size");
     };
     let layers = profile.layers.len();
-    ensure!(
+    ensure_use!(
         stages <= layers,
-        wrong_use(format!(
-            "{stages} stages need as many layers, but the model has {layers}: lower --stages"
-        ))
+        "{stages} stages need as many layers, but the model has {layers}: lower --stages"
     );
     let mut request = Request::new(profile, vec![options.device(); stages], batch);
     request.schedules = options.schedules();
@@ -309,13 +307,11 @@ impl PlainNumbers {
     fn check(&self) -> Result<()> {
         let device = self.whole_device();
         let (input, weight) = device.halves();
-        ensure!(
+        ensure_use!(
             device.halves_add_up(),
-            wrong_use(format!(
-                "--backward {} is more than --input-gradient {input} and --weight-gradient {weight} \
+            "--backward {} is more than --input-gradient {input} and --weight-gradient {weight} \
                  add up to: leave one of them out",
-                device.backward
-            ))
+            device.backward
         );
         Ok(())
     }

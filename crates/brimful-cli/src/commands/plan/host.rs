@@ -1,6 +1,6 @@
 //! The host behind the devices: its memory and the bus, given or measured.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::optim::{Adam, Method, Sgd};
 use brimful::pipeline::HostSpeed;
 use brimful::plan::Request;
@@ -9,7 +9,7 @@ use brimful::{Bytes, device, memory};
 
 use super::measure::KIND;
 use super::options::MeasuredModel;
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 
 impl MeasuredModel {
     /// Lets stages that fit on no device live on the host, where it is known.
@@ -28,18 +28,18 @@ impl MeasuredModel {
         }
         match self.given_bus()? {
             Some(bus) => request.bus = bus,
-            None => ensure!(
+            None => ensure_use!(
                 is_measured || request.host_memory.is_none(),
-                wrong_use("--host-memory needs --bus beside a --profile, which does not tell it")
+                "--host-memory needs --bus beside a --profile, which does not tell it"
             ),
         }
         Ok(())
     }
 
     fn given_bus(&self) -> Result<Option<BusCost>> {
-        ensure!(
+        ensure_use!(
             self.bus.len() <= 2 && !self.bus.contains(&Bytes(0)),
-            wrong_use("--bus has a rate above 0 to the device, and one back where that differs")
+            "--bus has a rate above 0 to the device, and one back where that differs"
         );
         let rates: Vec<_> = self.bus.iter().map(|rate| rate.0 as f64).collect();
         let Some((&inward, back)) = rates.split_first() else { return Ok(None) };

@@ -2,76 +2,63 @@
 
 use brimful::Bytes;
 
-use super::answers::PlanAnswer;
+use super::answers::{PlanAnswer, PlanLine};
 use super::stage_table;
+
+/// A column: whether it is shown, its heading, and what an answer says in it.
+type Column<'a> = (bool, &'static str, &'a dyn Fn(&PlanAnswer) -> String);
 
 /// A line for each answer under a line of headings.
 pub(super) fn table(shown: &[PlanAnswer], in_seconds: bool) -> String {
-    let mut rows = vec![headings(shown)];
-    rows.extend(shown.iter().map(|answer| cells(answer, shown, in_seconds)));
-    let widths: Vec<_> = (0..rows[0].len())
+    let any = |is: fn(&PlanLine) -> bool| shown.iter().any(|answer| is(&answer.line));
+    let has_bytes = any(|line| line.peak_bytes.iter().any(|bytes| *bytes > 0));
+    let time = if in_seconds { seconds } else { number };
+    // Those that would say the same in every row, or nothing, are left out.
+    let columns: [Column<'_>; 10] = [
+        (true, "schedule", &|answer| answer.line.schedule.clone()),
+        (true, "m", &|answer| answer.line.micro_batches.to_string()),
+        (true, "recompute", &|answer| recomputed(&answer.line)),
+        (true, "makespan", &|answer| time(answer.line.makespan)),
+        (true, "bubble", &|answer| format!("{:.1} %", 100.0 * answer.line.bubble)),
+        (has_bytes, "peak", &|answer| peak(&answer.line).to_string()),
+        (!has_bytes, "holds", &|answer| format!("{} A", number(answer.held()))),
+        (any(|line| line.host_bytes > 0), "on the host", &|answer| at_home(&answer.line)),
+        (any(is_balanced), "balance", &|answer| balance(&answer.line)),
+        (any(|line| !line.fits), "fits", &|answer| fits(&answer.line)),
+    ];
+    let columns = || columns.iter().filter(|(is_shown, ..)| *is_shown);
+    let headings = columns().map(|(_, heading, _)| (*heading).to_owned()).collect();
+    let cells = |answer| columns().map(|(.., cell)| cell(answer)).collect();
+    let rows: Vec<Vec<String>> = [headings].into_iter().chain(shown.iter().map(cells)).collect();
+    let widths: Vec<_> = (0..columns().count())
         .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
         .collect();
     rows.iter().map(|row| line(row, &widths)).collect()
 }
 
-/// Columns that would say the same in every row, or nothing, are left out.
-fn headings(shown: &[PlanAnswer]) -> Vec<String> {
-    let mut headings = vec!["schedule", "m", "recompute", "makespan", "bubble"];
-    headings.push(if has_bytes(shown) { "peak" } else { "holds" });
-    if has_homes(shown) {
-        headings.push("on the host");
-    }
-    if has_balance(shown) {
-        headings.push("balance");
-    }
-    if has_misfits(shown) {
-        headings.push("fits");
-    }
-    headings.into_iter().map(str::to_owned).collect()
+fn recomputed(line: &PlanLine) -> String {
+    line.recompute.map_or("-".to_owned(), |mode| stage_table::recomputed(&line.stages, mode))
 }
 
-fn cells(answer: &PlanAnswer, shown: &[PlanAnswer], in_seconds: bool) -> Vec<String> {
-    let line = &answer.line;
-    let mut cells = vec![
-        line.schedule.clone(),
-        line.micro_batches.to_string(),
-        line.recompute.map_or("-".to_owned(), |mode| stage_table::recomputed(&line.stages, mode)),
-        if in_seconds { seconds(line.makespan) } else { number(line.makespan) },
-        format!("{:.1} %", 100.0 * line.bubble),
-    ];
-    let peak = line.peak_bytes.iter().copied().max().unwrap_or(0);
-    cells.push(if has_bytes(shown) {
-        Bytes(peak).to_string()
-    } else {
-        format!("{} A", number(answer.held()))
-    });
-    if has_homes(shown) {
-        cells.push(stage_table::at_home(&line.stages, line.host_bytes));
-    }
-    if has_balance(shown) {
-        cells.push(line.balance.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
-    }
-    if has_misfits(shown) {
-        cells.push(line.reason.as_ref().map_or("yes".to_owned(), |reason| format!("no: {reason}")));
-    }
-    cells
+fn peak(line: &PlanLine) -> Bytes {
+    Bytes(line.peak_bytes.iter().copied().max().unwrap_or(0))
 }
 
-fn has_bytes(shown: &[PlanAnswer]) -> bool {
-    shown.iter().any(|answer| answer.line.peak_bytes.iter().any(|bytes| *bytes > 0))
+fn at_home(line: &PlanLine) -> String {
+    stage_table::at_home(&line.stages, line.host_bytes)
 }
 
-fn has_homes(shown: &[PlanAnswer]) -> bool {
-    shown.iter().any(|answer| answer.line.host_bytes > 0)
+/// Whether any stage has more than a layer.
+fn is_balanced(line: &PlanLine) -> bool {
+    line.balance.iter().any(|layers| *layers > 1)
 }
 
-fn has_balance(shown: &[PlanAnswer]) -> bool {
-    shown.iter().any(|answer| answer.line.balance.iter().any(|layers| *layers > 1))
+fn balance(line: &PlanLine) -> String {
+    line.balance.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
-fn has_misfits(shown: &[PlanAnswer]) -> bool {
-    shown.iter().any(|answer| !answer.line.fits)
+fn fits(line: &PlanLine) -> String {
+    line.reason.as_ref().map_or("yes".to_owned(), |reason| format!("no: {reason}"))
 }
 
 /// Numbers to the right, words to the left.

@@ -177,21 +177,19 @@ mod tests {
 
     #[test]
     fn the_newest_files_stay() {
-        let folder = std::env::temp_dir().join(format!("brimful-kept-{}", std::process::id()));
-        fs::create_dir_all(&folder).expect("a folder");
-        let path = folder.join("m.safetensors");
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("m.safetensors");
         for steps in [5, 20, 40, 60, 90] {
             fs::write(beside(&path, &step_mark(steps)), b"").expect("written");
         }
         // Of another run, or no number.
         for name in ["n.step-5.safetensors", "m.step-05.safetensors", "m.step-x.safetensors"] {
-            fs::write(folder.join(name), b"").expect("written");
+            fs::write(folder.path().join(name), b"").expect("written");
         }
         let there =
             [Keep::Newest(2), Keep::Best, Keep::Last].map(|keep| kept_and_there(&path, keep));
         remove_older(&path, 60, 2);
         let left = [5, 20, 40, 60, 90].map(|steps| beside(&path, &step_mark(steps)).exists());
-        fs::remove_dir_all(&folder).expect("removed");
         assert_eq!(left, [false, false, true, true, true]);
         assert_eq!(there, [(2, 5), (2, 0), (1, 0)]);
     }

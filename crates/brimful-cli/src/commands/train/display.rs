@@ -31,16 +31,9 @@ pub(super) struct Display {
 }
 
 #[derive(Serialize)]
-struct EpochLine<'a> {
+struct JsonLine<'a, T> {
     #[serde(flatten)]
-    epoch: &'a Epoch,
-    done: bool,
-}
-
-#[derive(Serialize)]
-struct TestLine<'a> {
-    #[serde(flatten)]
-    test: &'a Test,
+    told: &'a T,
     done: bool,
 }
 
@@ -61,7 +54,7 @@ impl Display {
             speaks: trainer.is_first(),
             json: options.json,
             epochs: options.length.epochs,
-            epoch: Cell::new(trainer.epoch() + 1),
+            epoch: Cell::new(trainer.epoch + 1),
             limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
             said: Cell::new(0),
         })
@@ -87,27 +80,26 @@ impl Display {
     /// An epoch is done.
     pub(super) fn finished(&self, epoch: &Epoch, trainer: &Trainer) -> Result<()> {
         self.epoch.set(epoch.epoch + 1);
-        if !self.speaks {
-            return Ok(());
+        if self.speaks && !self.json {
+            self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
         }
-        let done = trainer.is_over();
-        if self.json {
-            return output::line(&serde_json::to_string(&EpochLine { epoch, done })?);
-        }
-        self.sizing(&epoch.decisions).iter().try_for_each(|text| output::prose(text))?;
-        output::prose(&epoch.to_string())
+        self.tell(epoch, trainer)
     }
 
-    /// A test in the midst of an epoch is done.
-    pub(super) fn tested(&self, test: &Test, trainer: &Trainer) -> Result<()> {
-        if !self.speaks {
-            return Ok(());
+    /// Tells what an epoch came to, or a test in the midst of one.
+    pub(super) fn tell(
+        &self,
+        told: &(impl Serialize + fmt::Display),
+        trainer: &Trainer,
+    ) -> Result<()> {
+        match (self.speaks, self.json) {
+            (false, _) => Ok(()),
+            (true, true) => {
+                let done = trainer.is_over();
+                output::line(&serde_json::to_string(&JsonLine { told, done })?)
+            }
+            (true, false) => output::prose(&told.to_string()),
         }
-        let done = trainer.is_over();
-        if self.json {
-            return output::line(&serde_json::to_string(&TestLine { test, done })?);
-        }
-        output::prose(&test.to_string())
     }
 
     /// What an automatic size did: what was tried at first, what failed, and what was taken, where
@@ -151,7 +143,7 @@ fn tried(mut decisions: Vec<&Decision>) -> Option<String> {
 fn introduce(options: &TrainOptions, trainer: &Trainer) -> Result<String> {
     let variables = trainer.engine.variables()?;
     let parameters = variables.iter().filter(|(_, variable)| variable.requires_grad());
-    let dataset = trainer.dataset();
+    let dataset = &trainer.dataset;
     Ok(format!(
         "{}, {} parameters, {}\n{} samples to train on, {} to test on, {}",
         options.model,

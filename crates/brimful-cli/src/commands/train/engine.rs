@@ -1,13 +1,12 @@
 //! What the training loop asks of whoever runs the steps: whole models, or a pipeline; and
 //! what those have in common.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use brimful::micro::Layout;
 use brimful::report::{self, Record};
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
-use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
@@ -15,7 +14,7 @@ use super::advice::FixedBytes;
 use super::offload::MeasuredInputs;
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
-use crate::exit::wrong_use;
+use crate::exit::ensure_use;
 use crate::home_plan::StageHomes;
 use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
@@ -81,12 +80,10 @@ pub(super) fn build(
     mut inputs: impl FnMut() -> Result<MeasuredInputs>,
 ) -> Result<Box<dyn TrainingEngine>> {
     let stages = &options.stages;
-    ensure!(
+    ensure_use!(
         over == MeanOver::Samples || !stages.follow_backward,
-        wrong_use(
-            "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
+        "--follow-backward needs a loss of all tokens, but of messages the answers alone count: leave it \
              out"
-        )
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
@@ -112,11 +109,6 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
 /// The order of images and convolutions in memory on such a device.
 pub(super) fn layout(device: Device) -> Layout {
     if device.is_cuda() { Layout::Measured } else { Layout::AsIs }
-}
-
-/// A store's variables with their names.
-pub(super) fn named(store: &VarStore) -> Named {
-    store.variables().into_iter().collect()
 }
 
 /// A micro-batch with these targets was run.

@@ -21,7 +21,7 @@ pub(super) fn open(trainer: &Trainer, options: &TrainOptions) -> Result<LogFiles
 pub(super) fn figures(step: &Record, learning_rate: f64, trainer: &Trainer) -> StepFigures {
     StepFigures {
         step: trainer.steps_done(),
-        epoch: trainer.epoch() + 1,
+        epoch: trainer.epoch + 1,
         loss: step.loss,
         learning_rate,
         samples_per_s: step.samples as f64 / step.time.as_secs_f64(),

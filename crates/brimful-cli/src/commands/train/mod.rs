@@ -27,10 +27,10 @@ mod trained_model;
 mod trainer;
 mod whole_model;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use brimful::report::Ended;
 
-use crate::exit::{Exit, wrong_use};
+use crate::exit::{Exit, ensure_use};
 use crate::interrupt::Interrupt;
 use crate::log_files::LogFiles;
 use crate::setting::NormStatistics;
@@ -127,7 +127,7 @@ fn look(
         test = Some(tested);
     } else if trainer.is_test_due() {
         let tested = trainer.test()?;
-        display.tested(&tested, trainer)?;
+        display.tell(&tested, trainer)?;
         test = Some(tested);
     }
     if let Some(test) = test {
@@ -146,12 +146,10 @@ fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     let stages = options.stages.stages.unwrap_or(1);
     let replicas = options.ranks.replicas;
-    ensure!(
+    ensure_use!(
         !is_exact || stages.max(replicas) == 1,
-        wrong_use(format!(
-            "--batch-norm exact is for one device, but --stages is {stages} and --replicas {replicas}: leave \
+        "--batch-norm exact is for one device, but --stages is {stages} and --replicas {replicas}: leave \
              both out, or give --batch-norm deferred"
-        ))
     );
     Ok(())
 }

@@ -1,9 +1,7 @@
 //! A model of which some or all lives on the host: the flag, and what it comes to for a model and the
 //! memory that there is.
 
-use std::fmt;
-
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::balance;
 use brimful::pipeline::{BalanceBy, Builder, Homes};
 use brimful::plan::PlanRow;
@@ -13,9 +11,11 @@ use clap::ValueEnum;
 use tch::{Device, Tensor};
 
 use super::TrainOptions;
-use crate::exit::{ran_out, wrong_use};
+use crate::exit::{ensure_use, ran_out};
 use crate::home_plan::{HomeQuestion, StageHomes};
-use crate::setting::{MeanOver, NormStatistics, loss, parameters_used, room, typed};
+use crate::setting::{
+    MeanOver, NormStatistics, loss, parameters_used, room, shown_as_given, typed,
+};
 
 /// Where weights, gradients and the optimizer's state live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -28,12 +28,7 @@ pub(crate) enum Offload {
     All,
 }
 
-impl fmt::Display for Offload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value();
-        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
-    }
-}
+shown_as_given!(Offload);
 
 /// Inputs to measure layers with.
 #[derive(Debug)]
@@ -96,9 +91,7 @@ impl StageHomes {
             planned => planned,
         }
     }
-}
 
-impl StageHomes {
     /// How a model on so many devices is cut for it.
     pub(super) fn cut(
         self,
@@ -228,11 +221,9 @@ impl StageCut {
 
 /// Every stage needs a layer.
 fn check_stages(stages: usize, layers: usize, of_a_kind: &str, fewer: &str) -> Result<()> {
-    ensure!(
+    ensure_use!(
         stages <= layers,
-        wrong_use(format!(
-            "{stages} stages need as many layers{of_a_kind}, but the model has {layers}: {fewer}"
-        ))
+        "{stages} stages need as many layers{of_a_kind}, but the model has {layers}: {fewer}"
     );
     Ok(())
 }

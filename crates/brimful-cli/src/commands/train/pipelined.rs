@@ -91,9 +91,7 @@ impl Pipelined {
         let clip_norm = options.recipe.clip_norm;
         Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
     }
-}
 
-impl Pipelined {
     /// The gradient of all of these mini-batches together.
     fn gradient(
         &mut self,

@@ -3,13 +3,13 @@
 use std::env;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::World;
 use clap::Args;
 
 use super::stages::Stages;
 use super::{TrainOptions, Trainer, saved};
-use crate::exit::{Exit, wrong_use};
+use crate::exit::{Exit, ensure_use, wrong_use};
 use crate::interrupt::Interrupt;
 use crate::setting::{NormStatistics, words};
 
@@ -75,14 +75,12 @@ impl RankOptions {
             return Ok(devices * self.replicas);
         }
         let ranks = self.ranks_of_pipeline(world);
-        ensure!(
+        ensure_use!(
             devices.is_multiple_of(ranks),
-            wrong_use(format!(
-                "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks for them: give it a \
+            "--stages {devices}: {} ranks in {} replicas leave {ranks} ranks for them: give it a \
                  multiple of {ranks}",
-                world.size(),
-                self.replicas
-            ))
+            world.size(),
+            self.replicas
         );
         Ok(devices / ranks)
     }
@@ -95,19 +93,15 @@ pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
         return Ok(());
     }
     check_same(world, options)?;
-    ensure!(
+    ensure_use!(
         ranks.is_multiple_of(replicas) || replicas.is_multiple_of(ranks),
-        wrong_use(format!(
-            "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of as many ranks \
+        "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of as many ranks \
              each: start a multiple of {replicas}, as in mpirun -n {replicas}, or srun"
-        ))
     );
-    ensure!(
+    ensure_use!(
         options.batch_norm != Some(NormStatistics::Exact),
-        wrong_use(format!(
-            "--batch-norm exact is for one device, but there are {ranks} ranks: start one, or give --batch-norm \
+        "--batch-norm exact is for one device, but there are {ranks} ranks: start one, or give --batch-norm \
              deferred"
-        ))
     );
     Ok(())
 }

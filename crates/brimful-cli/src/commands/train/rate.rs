@@ -1,9 +1,9 @@
 //! How the learning rate falls, as it is said on the command line.
 
-use std::fmt;
-
 use brimful::optim::RateCurve;
 use clap::ValueEnum;
+
+use crate::setting::shown_as_given;
 
 /// How the learning rate falls to 0 over the whole training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -16,6 +16,8 @@ pub enum Decay {
     Cosine,
 }
 
+shown_as_given!(Decay);
+
 impl Decay {
     /// The same curve, falling until so many steps are done.
     pub(super) fn applied(self, curve: RateCurve, steps: usize) -> RateCurve {
@@ -24,12 +26,5 @@ impl Decay {
             Self::Linear => curve.linear(steps),
             Self::Cosine => curve.cosine(steps),
         }
-    }
-}
-
-impl fmt::Display for Decay {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value();
-        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
     }
 }

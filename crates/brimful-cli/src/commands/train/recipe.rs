@@ -1,15 +1,12 @@
 //! How parameters are updated: the optimizer, its rate, and what is done to gradients and weights.
 
-use std::fmt;
-
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::optim::{Adam, AdamW, Method, RateCurve, Sgd};
 use clap::{Args, ValueEnum};
-use serde::Serialize;
 
 use super::rate::Decay;
-use crate::exit::wrong_use;
-use crate::setting::words;
+use crate::exit::ensure_use;
+use crate::setting::{shown_as_given, words};
 
 /// What a step does to the parameters.
 #[derive(Debug, Clone, Args)]
@@ -56,25 +53,23 @@ impl Recipe {
         for (flag, number) in from_0 {
             let is_right = number.is_none_or(|number| number.is_finite() && number >= 0.0);
             let shown = number.unwrap_or_default();
-            ensure!(is_right, wrong_use(format!("--{flag} {shown}: give it a number from 0 on")));
+            ensure_use!(is_right, "--{flag} {shown}: give it a number from 0 on");
         }
         if let Some(length) = self.clip_norm {
-            ensure!(
+            ensure_use!(
                 length.is_finite() && length > 0.0,
-                wrong_use(format!("--clip-norm {length}: give it a number above 0"))
+                "--clip-norm {length}: give it a number above 0"
             );
         }
         if let Some(factor) = self.ema {
-            ensure!(
+            ensure_use!(
                 (0.0..1.0).contains(&factor),
-                wrong_use(format!(
-                    "--ema {factor}: give it a number from 0 to below 1, such as 0.999"
-                ))
+                "--ema {factor}: give it a number from 0 to below 1, such as 0.999"
             );
         }
-        ensure!(
+        ensure_use!(
             self.momentum.is_none() || self.optimizer == OptimizerName::Sgd,
-            wrong_use("--momentum is for --optimizer sgd: the others have moments of their own")
+            "--momentum is for --optimizer sgd: the others have moments of their own"
         );
         Ok(())
     }
@@ -114,19 +109,13 @@ impl Recipe {
     }
 }
 
-impl fmt::Display for OptimizerName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value();
-        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
-    }
-}
-
 /// What updates the parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OptimizerName {
     /// Stochastic gradient descent, with momentum
     Sgd,
     Adam,
     Adamw,
 }
+
+shown_as_given!(OptimizerName);

@@ -8,7 +8,7 @@ use crate::shell::quoted;
 
 /// Where the run stopped, and the command that goes on from there.
 pub(super) fn story(trainer: &Trainer, options: &TrainOptions) -> String {
-    let (epochs, steps) = (trainer.epoch(), trainer.running.steps);
+    let (epochs, steps) = (trainer.epoch, trainer.running.steps);
     let stopped = match steps {
         0 => format!("interrupted after epoch {epochs}"),
         _ => {

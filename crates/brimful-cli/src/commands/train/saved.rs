@@ -49,7 +49,7 @@ impl SavedRun {
     fn of_model(trainer: &Trainer, folder: &Arc<FineTune>) -> Result<Self> {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
-        if trainer.averages_weights() {
+        if trainer.recipe.ema.is_some() {
             let averages = trainer.engine.kept()?.averages.map(|(averages, _)| averages);
             let mut averages: HashMap<_, _> = averages.unwrap_or_default().into_iter().collect();
             for (name, tensor) in &mut tensors {
@@ -71,7 +71,7 @@ impl SavedRun {
         }
         metadata.insert(EPOCH.into(), trainer.epoch.to_string());
         metadata.insert(STEP.into(), trainer.running.steps.to_string());
-        metadata.insert(SAMPLES.into(), trainer.dataset().train.len().to_string());
+        metadata.insert(SAMPLES.into(), trainer.dataset.train.len().to_string());
         // As it is read back, to the last bit.
         metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
         metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
@@ -116,7 +116,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
         trainer.steps()
     );
     // Between epochs data may grow; within one, samples would come twice or not at all.
-    let (then, now) = (metadata.get(SAMPLES), trainer.dataset().train.len().to_string());
+    let (then, now) = (metadata.get(SAMPLES), trainer.dataset.train.len().to_string());
     ensure!(
         running.steps == 0 || then.is_none_or(|then| *then == now),
         "it stopped within an epoch of {} samples, but here one has {now}: give it the data that it was made \
@@ -141,7 +141,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer, options: &TrainOptions) -
 
 /// What the classes of its data are called, as a file tells it.
 fn class_names(trainer: &Trainer) -> Result<Option<String>> {
-    let names = &trainer.dataset().class_names;
+    let names = &trainer.dataset.class_names;
     Ok((!names.is_empty()).then(|| serde_json::to_string(names)).transpose()?)
 }
 

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::schedule::{Recompute, Schedule};
 use clap::Args;
 
 use super::offload::Offload;
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 use crate::setting::{self, words};
 
 /// How the model is cut over devices.
@@ -40,17 +40,15 @@ impl Stages {
     pub(super) fn check(&self) -> Result<()> {
         self.check_is_cut()?;
         let Some(schedule) = self.schedule else { return Ok(()) };
-        ensure!(
+        ensure_use!(
             schedule.stages_per_device() > 0,
-            wrong_use(format!("--schedule {schedule}: give it at least 1 stage"))
+            "--schedule {schedule}: give it at least 1 stage"
         );
         let splits_at_home = self.offload == Some(Offload::All) && schedule.splits_backward();
-        ensure!(
+        ensure_use!(
             !splits_at_home || schedule.stages_per_device() <= 2,
-            wrong_use(format!(
-                "--schedule {schedule} splits backwards, for which 2 stages of a model on the host are \
+            "--schedule {schedule} splits backwards, for which 2 stages of a model on the host are \
                  the most: choose breadth-first, or leave --offload all out"
-            ))
         );
         Ok(())
     }

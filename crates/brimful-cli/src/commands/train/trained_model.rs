@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brimful::Layers;
 
 use super::TrainOptions;
 use super::run_files::Keep;
 use crate::data::{Dataset, Sample, SampleSizes};
-use crate::exit::wrong_use;
+use crate::exit::{ensure_use, wrong_use};
 use crate::fine_tune::FineTune;
 use crate::setting::{DROPOUT, ModelName, ModelSource, NormStatistics};
 
@@ -31,11 +31,9 @@ impl TrainedModel {
                 let folder = FineTune::open(path, &options.fine_tune)?;
                 if let Some(place) = options.saved_folder() {
                     folder.check_place(place)?;
-                    ensure!(
+                    ensure_use!(
                         !matches!(options.files.keep, Keep::Newest(_)),
-                        wrong_use(
-                            "--keep N is for a file of --save: keep last or best of a folder"
-                        )
+                        "--keep N is for a file of --save: keep last or best of a folder"
                     );
                 }
                 Ok(Self::Folder(folder))
@@ -51,13 +49,13 @@ impl TrainedModel {
             Self::Named(name) => name.data(data, sizes, *seed),
             Self::Folder(folder) => folder.data(data, *sequence, *seed),
         }?;
-        ensure!(
+        ensure_use!(
             sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
-            wrong_use(format!("--sequence is for text, but --data {data} is none"))
+            "--sequence is for text, but --data {data} is none"
         );
-        ensure!(
+        ensure_use!(
             image.is_none() || !dataset.class_names.is_empty(),
-            wrong_use(format!("--image is for a folder of images, but --data {data} is none"))
+            "--image is for a folder of images, but --data {data} is none"
         );
         Ok(dataset)
     }

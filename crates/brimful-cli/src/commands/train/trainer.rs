@@ -39,16 +39,17 @@ pub struct Trainer {
     pub(super) folder: Option<Arc<FineTune>>,
     /// In how many parts the ranks bring a mini-batch.
     parts: usize,
-    dataset: Dataset,
+    pub(super) dataset: Dataset,
     cut: EpochCut,
     size: Size,
     seed: u64,
     /// The learning rate at its full height.
     pub(super) rate: f64,
-    recipe: Recipe,
+    pub(super) recipe: Recipe,
     length: Length,
     /// The size that was found, where it is automatic.
     found: Option<usize>,
+    /// Epochs that are done.
     pub(super) epoch: usize,
     /// What the epoch that runs has come to so far.
     pub(super) running: Running,
@@ -141,20 +142,6 @@ impl Trainer {
             recorder,
             _place: place,
         })
-    }
-
-    /// Epochs that are done.
-    pub(crate) fn epoch(&self) -> usize {
-        self.epoch
-    }
-
-    pub(crate) fn dataset(&self) -> &Dataset {
-        &self.dataset
-    }
-
-    /// Whether averages of the weights are what it comes to.
-    pub(super) fn averages_weights(&self) -> bool {
-        self.recipe.ema.is_some()
     }
 
     /// How many steps an epoch has.

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::engine::{Kept, TrainingEngine, check_model, count, layout, named, names};
+use super::engine::{Kept, TrainingEngine, check_model, count, layout, names};
 use crate::named::{Named, put};
 use crate::progress::Ticker;
 use crate::setting::{LossModel, accounts, typed, within};
@@ -226,7 +226,7 @@ impl TrainingEngine for WholeModel {
     }
 
     fn variables(&self) -> Result<Named> {
-        Ok(named(self.runner.store()))
+        Ok(self.runner.store().variables().into_iter().collect())
     }
 
     fn kept(&self) -> Result<Kept> {
