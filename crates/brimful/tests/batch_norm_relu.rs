@@ -10,6 +10,7 @@ use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm2d, ker
 use brimful::{Loss, Size};
 use support::{
     Named, alone, assert_within, logged, micro_batcher, numbers, numbers_there, test_device,
+    variables,
 };
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Kind, Tensor, no_grad};
@@ -43,11 +44,10 @@ impl Net {
 
     fn fill(&self) {
         no_grad(|| {
-            for (seed, (name, mut variable)) in named(&self.store).into_iter().enumerate() {
-                if name.contains("running") {
-                    continue;
+            for (seed, (name, mut variable)) in variables(&self.store).into_iter().enumerate() {
+                if !name.contains("running") {
+                    variable.copy_(&(numbers(&variable.size(), seed as i64) * 0.5 + 0.3));
                 }
-                variable.copy_(&(numbers(&variable.size(), seed as i64) * 0.5 + 0.3));
             }
         });
     }
@@ -76,12 +76,6 @@ impl Net {
     }
 }
 
-fn named(store: &VarStore) -> Named {
-    let mut all: Vec<_> = store.variables().into_iter().collect();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all
-}
-
 /// Gradients and running statistics after three steps.
 fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) -> Named {
     let x = numbers_there(&[13, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
@@ -93,7 +87,7 @@ fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) ->
             Loss::mean((&y * &y).mean(Kind::Float))
         });
         drop(step.expect("a step"));
-        let all = named(&net.store).into_iter().filter_map(|(name, variable)| {
+        let all = variables(&net.store).into_iter().filter_map(|(name, variable)| {
             let value = if name.contains("running") { variable } else { variable.grad() };
             value.defined().then(|| (name, value.copy()))
         });

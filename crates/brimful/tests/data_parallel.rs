@@ -15,10 +15,12 @@ use brimful::world::WorldError;
 use brimful::{DeviceSpec, Draws, Error, Loss, MicroBatcher, Replicas, Size, World};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM,
-    assert_gradients, batch, clear, distance, losses, plain,
+    assert_gradients, batch, distance, losses, plain,
 };
 use support::ranks::in_ranks;
-use support::{TOLERANCE, numbers_there, test_device};
+use support::{
+    Named, TOLERANCE, Update, clear, copies, gradients, numbers_there, test_device, variables,
+};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -118,8 +120,7 @@ fn steps_leave_the_plain_parameters_and_statistics() {
                 micro.backward(&own, run).expect("a step");
                 for optimizer in [&mut one, &mut other] {
                     optimizer.clip_gradient_norm(0.5).expect("clipped");
-                    optimizer.step().expect("a step");
-                    optimizer.zero_grad().expect("cleared");
+                    optimizer.update();
                 }
             }
             let others = store.variables();
@@ -174,17 +175,8 @@ fn dropout_belongs_to_step_rank_and_micro_batch() {
 }
 
 /// Everything that a step may change.
-fn state(store: &nn::VarStore) -> Vec<(String, Tensor)> {
-    let mut all = Vec::new();
-    for (name, variable) in store.variables() {
-        let gradient = variable.grad();
-        if gradient.defined() {
-            all.push((format!("{name} gradient"), gradient.copy()));
-        }
-        all.push((name, variable.detach().copy()));
-    }
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
+fn state(store: &nn::VarStore) -> [Named; 2] {
+    [variables(store), gradients(store)].map(|all| copies(&all))
 }
 
 #[test]

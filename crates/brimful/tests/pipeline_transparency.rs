@@ -3,42 +3,13 @@
 
 mod support;
 
-use brimful::optim::Adam;
 use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
-use brimful::{DeviceSpec, Loss, Pipeline, Size};
-use support::pipeline_cases::{CNN, Case, GPT, LSTM, MLP, Plain, U_NET, builder, eval};
-use support::{alone, assert_close, test_device};
+use brimful::{DeviceSpec, Loss};
+use support::pipeline_cases::{CNN, Case, Cut, GPT, LSTM, MLP, Plain, U_NET, builder, compare};
+use support::{alone, test_device};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
-
-/// Three steps of both, compared at every turn.
-fn compare(case: &Case, mut pipe: Pipeline, samples: i64, m: usize, what: &str) {
-    let layers = (case.layers)();
-    let mut plain = Plain::of(&layers, &pipe);
-    let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-    // Where the cut does not show, the plain model takes the whole mini-batch at once.
-    let size = if case.shows_cut { Size::Count(m) } else { Size::Count(1) };
-    for number in 0..3 {
-        let what = format!("{what}, step {number}");
-        let (x, y) = ((case.input)(samples), (case.target)(samples));
-        let loss = case.loss;
-        let step = pipe.backward(&x, &y, loss).unwrap_or_else(|error| panic!("{what}: {error}"));
-        let expected = plain.backward(case, &x, &y, size, step.seed);
-        assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        optimizer.step().expect("a step");
-        optimizer.zero_grad().expect("cleared");
-        plain.optimizer.step().expect("a step");
-        plain.optimizer.zero_grad().expect("cleared");
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-    }
-    let x = (case.input)(samples);
-    let out = eval(&mut pipe, &x, m + 1).expect("an evaluation");
-    let x = x.to_device(test_device());
-    let expected = tch::no_grad(|| plain.model.forward_t(&x, false));
-    assert_close(&[(String::new(), out)], &[(String::new(), expected)], what);
-}
 
 fn every_schedule(case: &Case) {
     let _turn = alone();
@@ -61,7 +32,7 @@ fn every_schedule(case: &Case) {
                         .micro_batches(m)
                         .build()
                         .unwrap_or_else(|error| panic!("{what}: {error}"));
-                    compare(case, pipe, samples, m, &what);
+                    compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
                 }
             }
         }
@@ -96,7 +67,7 @@ fn at_home(case: &Case) {
                     .micro_batches(m)
                     .build()
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
-                compare(case, pipe, samples, m, &what);
+                compare(case, pipe, Cut { samples, replicas: 1, micro_batches: m }, &what);
             }
         }
     }
@@ -229,7 +200,8 @@ fn a_mix_of_devices() {
                 .micro_batches(4)
                 .build()
                 .expect("a pipeline");
-            compare(case, pipe, 9, 4, &format!("{}, {recompute}, a mix", case.name));
+            let cut = Cut { samples: 9, replicas: 1, micro_batches: 4 };
+            compare(case, pipe, cut, &format!("{}, {recompute}, a mix", case.name));
         }
     }
 }

@@ -11,7 +11,7 @@ use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Error, Loss, MicroBatcher, Size};
 use brimful_torch::autograd::set_gradient;
 use brimful_torch::stream::{Event, Stream};
-use support::{alone, numbers, test_device};
+use support::{alone, clear, fill, numbers, test_device, variables};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -35,11 +35,7 @@ impl NormedNet {
             .add(nn::linear(&root / "two", 16, CLASSES, Default::default()));
         let _unused = root.randn_standard("unused", &[3]);
         store.set_kind(kind);
-        for (name, mut variable) in store.variables() {
-            if variable.requires_grad() {
-                tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
-            }
-        }
+        fill(&store);
         Self { store, layers, dropout }
     }
 
@@ -69,15 +65,7 @@ impl NormedNet {
             (false, _) => Some(t.copy()),
             (true, gradient) => gradient.defined().then(|| gradient.copy()),
         };
-        let mut all: Vec<_> = self.store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all.into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
-    }
-
-    fn zero_grad(&self) {
-        for mut variable in self.store.trainable_variables() {
-            set_gradient(&mut variable, None).expect("no gradient");
-        }
+        variables(&self.store).into_iter().map(|(name, tensor)| (name, value(tensor))).collect()
     }
 }
 
@@ -135,8 +123,8 @@ fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i6
         assert_eq!((one.replayed, one.sizes), (0, two.sizes));
         count += two.replayed;
         if step % 2 == 1 {
-            eager.zero_grad();
-            replayed.zero_grad();
+            clear(&eager.store);
+            clear(&replayed.store);
         }
     }
     assert_eq!(two.eager_cause().is_none(), replays(), "{:?}", two.eager_cause());
@@ -194,7 +182,7 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
     for step in 0..6 {
         let frozen = step / 2 == 1;
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
-            net.zero_grad();
+            clear(&net.store);
             let weight = net.store.variables()["one.weight"].shallow_clone();
             let _ = weight.set_requires_grad(!frozen);
             let samples = batch(24, kind, step);
@@ -422,7 +410,7 @@ fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
     for step in 0..steps {
         let samples = batch(if step % 7 == 0 { 23 } else { 24 }, Kind::Float, step % 10);
         micro.backward(&samples, |(x, y, t): Samples| net.loss(&x, &y, &t)).expect("a step");
-        net.zero_grad();
+        clear(&net.store);
         if replays() && (step == 100 || step == steps - 1) {
             let now = brimful_torch::memory::device_memory(device).expect("figures");
             let (current, reserved) = early.get_or_insert((now.current, now.reserved));

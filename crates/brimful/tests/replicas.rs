@@ -11,9 +11,9 @@ use brimful::replicas::ReplicasError;
 use brimful::{DeviceSpec, Draws, Error, Loss, Replicas, Size};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
-    batch, clear, distance, losses, plain,
+    batch, distance, losses, plain,
 };
-use support::{TOLERANCE, alone, numbers_there, test_device};
+use support::{TOLERANCE, Update, alone, clear, numbers_there, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -139,8 +139,7 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
                     other.clip_gradient_norm(norm).expect("clipped");
                 }
                 for optimizer in [&mut plain, &mut other] {
-                    optimizer.step().expect("a step");
-                    optimizer.zero_grad().expect("cleared");
+                    optimizer.update();
                 }
                 let rows = parameters_of_all(&mut replicas);
                 // The same parameters; unlike devices round differently what they compute from them.

@@ -16,10 +16,9 @@ use brimful::nn::batch_norm1d;
 use brimful::optim::Adam;
 use brimful::{DeviceSpec, Error, Loss, Replicas, Size, auto::Why};
 use support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, batch, clear, distance,
-    plain,
+    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, assert_gradients, batch, distance, plain,
 };
-use support::{TOLERANCE, alone, test_device};
+use support::{TOLERANCE, alone, clear, test_device};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 

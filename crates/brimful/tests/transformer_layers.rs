@@ -11,7 +11,7 @@ use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
-use support::{numbers, test_device};
+use support::{Named, gradients, near, numbers, test_device};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -45,12 +45,7 @@ struct Case<'a> {
 
 impl Case<'_> {
     /// Outputs, and gradients of inputs, for gradients of outputs that look random.
-    fn run(
-        &self,
-        kind: Kind,
-        device: Device,
-        f: &dyn Fn(&[Tensor]) -> Vec<Tensor>,
-    ) -> Vec<(String, Tensor)> {
+    fn run(&self, kind: Kind, device: Device, f: &dyn Fn(&[Tensor]) -> Vec<Tensor>) -> Named {
         let leaf =
             |(_, t): &(_, Tensor)| t.to_device(device).to_kind(kind).copy().set_requires_grad(true);
         let leaves: Vec<_> = self.inputs.iter().map(leaf).collect();
@@ -95,22 +90,6 @@ impl Case<'_> {
                 assert_eq!(found, again, "{}: {name} of a second run", rounded.name);
             }
         }
-    }
-}
-
-#[track_caller]
-fn near(what: &str, found: &[(String, Tensor)], expected: &[(String, Tensor)], part: f64) {
-    for ((name, found), (_, expected)) in found.iter().zip(expected) {
-        assert_eq!(found.size(), expected.size(), "{what}: {name}");
-        let (found, expected) = (found.reshape([-1]), expected.reshape([-1]));
-        let scale = expected.abs().max().double_value(&[]).max(1e-2);
-        let off = (&found - &expected).abs() / scale;
-        let at = off.argmax(0, false).int64_value(&[]);
-        let [off, found, expected] = [off, found, expected].map(|t| t.double_value(&[at]));
-        assert!(
-            off <= part,
-            "{what}: element {at} of the {name} is {found:e}, not {expected:e}: off by {off:e}"
-        );
     }
 }
 
@@ -300,7 +279,7 @@ fn an_embedding_s_gradient_counts_each_use() {
 /// micro-batches.
 #[test]
 fn a_step_s_sums_are_those_of_the_full_batch() {
-    let step = |kind: Kind, device: Device, size: usize| -> Vec<(String, Tensor)> {
+    let step = |kind: Kind, device: Device, size: usize| -> Named {
         let store = VarStore::new(device);
         let root = store.root();
         let leaf = |name: &str, shape: &[i64], seed| {
@@ -324,10 +303,8 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
             Loss::mean(x.square().mean(Kind::Float))
         });
         ran.expect("a step");
-        let mut all: Vec<_> = store.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
         let host = |t: Tensor| t.to_device(Device::Cpu).to_kind(Kind::Double);
-        all.into_iter().map(|(name, variable)| (name, host(variable.grad()))).collect()
+        gradients(&store).into_iter().map(|(name, gradient)| (name, host(gradient))).collect()
     };
     for (kind, part) in KINDS {
         for size in [8, 3, 1] {

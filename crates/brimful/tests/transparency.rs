@@ -6,9 +6,9 @@ mod support;
 
 use brimful::{Loss, Shared, Size};
 use brimful_torch::autograd::set_gradient;
-use support::full_batch::gradients;
 use support::{
-    Named, assert_close, assert_same, assert_within, micro_batcher, numbers, test_device,
+    Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
+    numbers, test_device,
 };
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -32,9 +32,7 @@ fn net(kind: Kind) -> PlainNet {
         .add(nn::linear(&root / "two", 8, CLASSES, Default::default()));
     let _unused = root.randn_standard("unused", &[3]);
     store.set_kind(kind);
-    for (name, mut variable) in store.variables() {
-        tch::no_grad(|| variable.copy_(&numbers(&variable.size(), name.len() as i64)));
-    }
+    fill(&store);
     let mut touched = store.variables()["one.weight"].shallow_clone();
     let earlier = Tensor::full_like(&touched, 0.25);
     set_gradient(&mut touched, Some(&earlier)).expect("a gradient");
@@ -150,7 +148,7 @@ const CASES: [Case; 7] = [
 
 /// What a step leaves: its loss, and the gradients that are there, by name.
 fn left(net: &PlainNet, loss: f64) -> Named {
-    let gradients = gradients(&net.store).into_iter().map(|(name, g)| (name, g.copy()));
+    let gradients = copies(&gradients(&net.store));
     [("the loss".into(), Tensor::from(loss))].into_iter().chain(gradients).collect()
 }
 
@@ -259,13 +257,8 @@ fn a_factor_may_change_from_micro_batch_to_micro_batch() {
         let factors = Tensor::arange(12, (Kind::Double, test_device())).floor_divide_scalar(4);
         let mut micro = micro_batcher(&net.store, size);
         let step = micro.backward(&(x, y, factors), |(x, y, factors)| {
-            let losses = net.layers.forward(&x).cross_entropy_loss::<Tensor>(
-                &y,
-                None,
-                tch::Reduction::None,
-                -100,
-                0.0,
-            );
+            let logits = net.layers.forward(&x);
+            let losses = logits.cross_entropy_loss::<Tensor>(&y, None, Reduction::None, -100, 0.0);
             match factors.size()[0] {
                 4 => Loss::mean(losses.mean(Kind::Double)) * factors.double_value(&[0]),
                 _ => Loss::mean((losses * factors).mean(Kind::Double)),
@@ -357,16 +350,9 @@ fn half_precision_is_summed_in_f32() {
     let x = (numbers(&[samples, 32], 3) * 0.5 + 1.0).to_kind(Kind::BFloat16);
     let run = |micro_batches: bool| {
         let mut store = nn::VarStore::new(test_device());
-        let layer = nn::linear(
-            store.root(),
-            32,
-            8,
-            nn::LinearConfig {
-                ws_init: nn::Init::Const(0.01),
-                bs_init: Some(nn::Init::Const(0.0)),
-                bias: true,
-            },
-        );
+        let [ws_init, bs_init] = [0.01, 0.0].map(nn::Init::Const);
+        let config = nn::LinearConfig { ws_init, bs_init: Some(bs_init), bias: true };
+        let layer = nn::linear(store.root(), 32, 8, config);
         store.set_kind(Kind::BFloat16);
         let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Float);
         if micro_batches {
@@ -406,11 +392,9 @@ fn a_term_of_frozen_parameters_counts_and_has_no_gradient() {
     let fit = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     let full = fit(&x) + penalty() * 0.5 + penalty() / 15.0;
     full.backward();
-    let expected: Named = gradients(&store).into_iter().map(|(n, g)| (n, g.copy())).collect();
+    let expected = copies(&gradients(&store));
     for size in [1, 2, 5] {
-        store.trainable_variables().iter_mut().for_each(|variable| {
-            set_gradient(variable, None).expect("cleared");
-        });
+        clear(&store);
         let step = micro_batcher(&store, Size::Fixed(size)).backward(&x, |x| {
             let part = penalty() * (x.size()[0] as f64 / 5.0);
             Loss::once(penalty()) * 0.5 + Loss::mean(fit(&x)) + Loss::ratio(part, x.size()[0] * 3)
@@ -428,10 +412,10 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
     let x = numbers(&[5, 6], 3).to_device(test_device());
     let loss = |x: &Tensor| layer.forward(x).square().mean(Kind::Double);
     loss(&x.to_kind(Kind::Float)).backward();
-    let copies = |named: Named| -> Named {
+    let in_f64 = |named: Named| -> Named {
         named.into_iter().map(|(n, g)| (n, g.to_kind(Kind::Double).copy())).collect()
     };
-    let before = copies(gradients(&store));
+    let before = in_f64(gradients(&store));
     store.set_kind(Kind::Double);
     let mut micro = micro_batcher(&store, Size::Fixed(2));
     let mut calls = 0;
@@ -440,12 +424,10 @@ fn gradients_from_before_the_model_had_another_kind_are_added_to() {
         if calls == 2 { Err("no more") } else { Ok(Loss::mean(loss(&x))) }
     });
     assert_eq!(failed.expect_err("the closure's error").to_string(), "no more");
-    assert_same("a failed step", &before, &copies(gradients(&store)));
+    assert_same("a failed step", &before, &in_f64(gradients(&store)));
     micro.backward(&x, |x| Loss::mean(loss(&x))).expect("a step");
-    let found = copies(gradients(&store));
-    store.trainable_variables().iter_mut().for_each(|variable| {
-        set_gradient(variable, None).expect("cleared");
-    });
+    let found = in_f64(gradients(&store));
+    clear(&store);
     loss(&x).backward();
     let sums = gradients(&store).into_iter().zip(before);
     let sums: Named = sums.map(|((name, new), (_, old))| (name, new + old)).collect();

@@ -20,9 +20,9 @@ use brimful::pipeline::PipelineOptimizer;
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, Pipeline, Size, World, save};
 use brimful_torch::mpi::{Buffer, Mpi, MpiLine};
-use support::assert_close;
 use support::pipeline_cases::GPT;
 use support::ranks::{Launcher, as_process_or, as_rank_or, in_ranks, text, told};
+use support::{Named, assert_close, copies};
 use tch::{Device, Kind, Tensor, nn};
 
 /// How long a rank may be silent in these tests, and how long the others may take to end then.
@@ -75,7 +75,7 @@ fn a_panic_in_one_rank_is_everyones_error() {
     in_ranks(3, |world| {
         let mut pipe = three_stages(&world);
         step(&mut pipe).expect("an undisturbed step");
-        let expected = copies(pipe.gradients().expect("gradients"));
+        let expected = copies(&pipe.gradients().expect("gradients"));
         pipe.zero_grad().expect("cleared");
         for (rank, call) in (0..3).flat_map(|rank| (0..4).map(move |call| (rank, call))) {
             if world.rank() == rank {
@@ -147,10 +147,6 @@ fn memory_that_runs_out_in_one_rank_is_everyones_error() {
     });
 }
 
-fn copies(variables: Vec<(String, Tensor)>) -> Vec<(String, Tensor)> {
-    variables.into_iter().map(|(name, value)| (name, value.detach().copy())).collect()
-}
-
 const STEPS: usize = 24;
 const FILE: &str = "saved.safetensors";
 
@@ -190,8 +186,8 @@ fn store(
     optimizer: &PipelineOptimizer,
     done: usize,
 ) -> brimful::Result<()> {
-    let prefixed = |prefix: &str, list: Vec<(String, Tensor)>| {
-        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Vec<_>>()
+    let prefixed = |prefix: &str, list: Named| {
+        list.into_iter().map(|(name, t)| (format!("{prefix}/{name}"), t)).collect::<Named>()
     };
     let mut all = prefixed("model", pipe.variables()?);
     let (state, mut texts) = optimizer.state()?;
@@ -283,7 +279,7 @@ fn kill(
     text(&launched.wait(LIMIT))
 }
 
-fn read(folder: &Path) -> Vec<(String, Tensor)> {
+fn read(folder: &Path) -> Named {
     save::read(folder.join(FILE)).expect("whole").0
 }
 

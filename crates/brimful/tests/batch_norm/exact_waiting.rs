@@ -6,7 +6,7 @@ use brimful::{DeviceSpec, Layers, Loss, Pipeline, Result, Size, Step};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, mix, norm};
-use crate::support::{Named, alone, assert_within, numbers};
+use crate::support::{Named, alone, assert_within, copies, numbers};
 
 const SIZE: usize = 4;
 
@@ -135,12 +135,9 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
     let _turn = alone();
     let (few, _) = Site::of(blocks(false), Recompute::Never).steps(4 * SIZE as i64);
     let sites = [false, true].map(|straight| Site::of(blocks(straight), Recompute::Never));
-    let first = sites[0].pipe.variables().expect("variables").into_iter();
-    let first: Named = first.map(|(name, value)| (name, value.copy())).collect();
+    let first = copies(&sites[0].pipe.variables().expect("variables"));
     let [(handed_on, expected), (straight, results)] = sites.map(|mut site| {
-        let same =
-            first.iter().map(|(name, value)| (name.clone(), value.shallow_clone())).collect();
-        site.pipe.set_variables(same).expect("values");
+        site.pipe.set_variables(copies(&first)).expect("values");
         site.device.set_limit(Some(few + few / 4)).expect("a limit");
         site.steps(16 * SIZE as i64);
         let before = site.host.allocations();

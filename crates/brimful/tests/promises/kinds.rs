@@ -14,11 +14,10 @@ use brimful::schedule::Schedule;
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Replicas, Result, Size, Step, World, split,
 };
-use brimful_torch::autograd::set_gradient;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::support::Named;
+use crate::support::{Named, clear, copies, gradients, set_values, variables};
 
 /// What a sample should come to, its tokens, and its number in the mini-batch.
 pub type Target = (Tensor, Tensor, Tensor);
@@ -172,32 +171,6 @@ fn limit(arenas: &[Arena], setup: &Setup) {
     }
 }
 
-fn stored(store: &VarStore) -> Named {
-    let mut all: Named = store.variables().into_iter().collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
-}
-
-fn stored_gradients(store: &VarStore) -> Named {
-    let all = stored(store).into_iter().map(|(name, variable)| (name, variable.grad()));
-    all.filter(|(_, gradient)| gradient.defined()).collect()
-}
-
-fn set_stored(store: &VarStore, values: &Named) {
-    let mut variables = store.variables();
-    tch::no_grad(|| {
-        for (name, value) in values {
-            variables.get_mut(name).expect("the same model").copy_(value);
-        }
-    });
-}
-
-fn clear_stored(store: &VarStore) {
-    for mut variable in store.trainable_variables() {
-        set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
 /// A `MicroBatcher`, alone or in each rank.
 struct OneDevice {
     store: VarStore,
@@ -302,19 +275,19 @@ impl Engine for OneDevice {
     }
 
     fn variables(&self) -> Named {
-        stored(&self.store)
+        variables(&self.store)
     }
 
     fn gradients(&self) -> Named {
-        stored_gradients(&self.store)
+        gradients(&self.store)
     }
 
     fn set_variables(&mut self, values: &Named) {
-        set_stored(&self.store, values);
+        set_values(&self.store, values);
     }
 
     fn zero_grad(&mut self) {
-        clear_stored(&self.store);
+        clear(&self.store);
     }
 }
 
@@ -408,19 +381,19 @@ impl Engine for Replicated {
     }
 
     fn variables(&self) -> Named {
-        stored(self.replicas.store())
+        variables(self.replicas.store())
     }
 
     fn gradients(&self) -> Named {
-        stored_gradients(self.replicas.store())
+        gradients(self.replicas.store())
     }
 
     fn set_variables(&mut self, values: &Named) {
-        set_stored(self.replicas.store(), values);
+        set_values(self.replicas.store(), values);
     }
 
     fn zero_grad(&mut self) {
-        clear_stored(self.replicas.store());
+        clear(self.replicas.store());
     }
 }
 
@@ -569,8 +542,7 @@ impl Engine for Piped {
     }
 
     fn set_variables(&mut self, values: &Named) {
-        let copies = values.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
-        self.pipe.set_variables(copies).expect("the same model");
+        self.pipe.set_variables(copies(values)).expect("the same model");
     }
 
     fn zero_grad(&mut self) {

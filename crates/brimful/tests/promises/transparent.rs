@@ -10,7 +10,7 @@ use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, reset,
     samples, state,
 };
-use crate::support::{Named, TOLERANCE, assert_close, assert_same};
+use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
 /// Even, ragged, and all in one.
 const SIZES: [Size; 4] = [Size::Fixed(2), Size::Fixed(5), Size::Count(3), Size::Fixed(100)];
@@ -64,8 +64,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     }
     let step = step.unwrap_or_else(|e| panic!("{what}: {e}"));
     let terms = plain.backward(engine, &[&batch], step.seed, |out, _| {
-        let all = [("outputs".to_owned(), out.detach())];
-        assert_close(&[("outputs".to_owned(), step.outputs.shallow_clone())], &all, &what);
+        assert_all_close(&step.outputs, out, &what);
         vec![OF_ALL(out)]
     });
     assert_terms(&step.terms, step.loss, &terms, &what);
@@ -87,9 +86,9 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
         .iter()
         .map(|part| out.narrow(0, part.start as i64, part.len() as i64))
         .collect();
-    let own = [("outputs".to_owned(), Tensor::cat(&own, 0))];
-    if own[0].1.size()[0] > 0 {
-        assert_close(&[("outputs".to_owned(), step.outputs)], &own, &what);
+    let own = Tensor::cat(&own, 0);
+    if own.size()[0] > 0 {
+        assert_all_close(&step.outputs, &own, &what);
     }
 }
 
@@ -113,14 +112,9 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
 }
 
 fn assert_terms(terms: &[f64], loss: f64, expected: &[f64], what: &str) {
-    let named = |terms: &[f64]| {
-        let sum: f64 = terms.iter().sum();
-        vec![
-            ("terms".to_owned(), Tensor::from_slice(terms)),
-            ("the loss".to_owned(), Tensor::from(sum)),
-        ]
-    };
-    assert_close(&named(terms), &named(expected), what);
+    let sum = |terms: &[f64]| Tensor::from(terms.iter().sum::<f64>());
+    assert_all_close(&Tensor::from_slice(terms), &Tensor::from_slice(expected), what);
+    assert_all_close(&sum(terms), &sum(expected), what);
     assert!((terms.iter().sum::<f64>() - loss).abs() <= TOLERANCE * loss.abs().max(1.0), "{what}");
 }
 

@@ -2,11 +2,10 @@
 //! loss and gradients.
 
 use brimful::Loss;
-use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
 
-use super::{Named, assert_close, numbers_there, test_device};
+use super::{assert_close, gradients, numbers_there, test_device};
 
 pub const CLASSES: i64 = 4;
 
@@ -137,22 +136,8 @@ fn full_over_tokens(net: &Classifier, batch: &Batch) -> Tensor {
     sum / count
 }
 
-pub fn clear(store: &nn::VarStore) {
-    for (_, mut variable) in store.variables() {
-        set_gradient(&mut variable, None).expect("cleared");
-    }
-}
-
 pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     (a - b).abs().max().double_value(&[])
-}
-
-/// The gradients that are there, by name.
-pub fn gradients(store: &nn::VarStore) -> Named {
-    let all = store.variables().into_iter().map(|(name, variable)| (name, variable.grad()));
-    let mut all: Named = all.filter(|(_, gradient)| gradient.defined()).collect();
-    all.sort_by(|(a, _), (b, _)| a.cmp(b));
-    all
 }
 
 #[track_caller]

@@ -1,10 +1,11 @@
-//! What several tests need: turns, numbers, closeness, state, the log, threads, ranks, and the cases that
-//! engines are compared on.
+//! What several tests need: turns, numbers, closeness, names, state, the log, threads, ranks, and the cases
+//! that engines are compared on.
 
 #![allow(dead_code, unused_imports, reason = "each test file uses its part")]
 
 pub mod close;
 pub mod full_batch;
+pub mod named;
 pub mod pipeline_cases;
 #[cfg(feature = "mpi")]
 pub mod ranks;
@@ -19,7 +20,8 @@ use brimful::{MicroBatcher, Size, device};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-pub use close::{Named, TOLERANCE, assert_close, assert_same, assert_within};
+pub use close::{TOLERANCE, assert_all_close, assert_close, assert_same, assert_within, near};
+pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{assert_threads, threads};
 
 /// One test of a process at a time: the default generator is one for all threads, and so is a device's
