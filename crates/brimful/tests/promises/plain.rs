@@ -246,7 +246,7 @@ impl Plain {
         if !self.net.shows_cut {
             return vec![self.model.forward_t(x, true)];
         }
-        if engine.is_exact() {
+        if engine.about().is_exact {
             return vec![self.whole_output(engine, x, seed)];
         }
         let mut all = Vec::new();
@@ -254,7 +254,7 @@ impl Plain {
             for (number, piece) in pieces.into_iter().enumerate() {
                 let x = x.narrow(0, piece.start as i64, piece.len() as i64);
                 let seeded = |number| Draws::new(seed.unwrap_or_default(), number);
-                all.push(match engine.drawing() {
+                all.push(match engine.about().drawing {
                     Drawing::AsPlainLoop => {
                         if all.is_empty() {
                             tch::manual_seed(SEED);
@@ -299,7 +299,7 @@ pub fn joined(window: &[&Samples]) -> Samples {
 /// The micro-batches of each part of a mini-batch.
 pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
     let pieces = |part: Range<usize>| {
-        let ranges = match (part.len(), engine.size()) {
+        let ranges = match (part.len(), engine.about().size) {
             (0, _) => Ok(Vec::new()),
             (samples, Size::Fixed(size)) => split::by_size(samples, size),
             (samples, Size::Count(count)) => split::by_count(samples, count),
@@ -308,7 +308,7 @@ pub fn cut(engine: &dyn Engine, samples: usize) -> Vec<Vec<Range<usize>>> {
         let ranges = ranges.expect("a cut").into_iter();
         ranges.map(|range| part.start + range.start..part.start + range.end).collect()
     };
-    engine.parts(samples).into_iter().map(pieces).collect()
+    engine.about().dealt(samples).into_iter().map(pieces).collect()
 }
 
 /// An engine with the plain model's first values.

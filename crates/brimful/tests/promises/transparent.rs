@@ -43,8 +43,13 @@ fn start(engine: &mut dyn Engine, plain: &Plain, net: Net) {
 }
 
 fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Case) {
-    let what =
-        format!("{}, {}, {}, {count} in {:?}", engine.name(), net.name, case.name, engine.size());
+    let what = format!(
+        "{}, {}, {}, {count} in {:?}",
+        engine.about().name,
+        net.name,
+        case.name,
+        engine.about().size
+    );
     start(engine, plain, net);
     let batch = samples(count, 10);
     let step = engine.backward(&batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -54,11 +59,16 @@ fn step(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64, case: &Cas
 }
 
 fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, all of {count} in {:?}", engine.name(), net.name, engine.size());
+    let what = format!(
+        "{}, {}, all of {count} in {:?}",
+        engine.about().name,
+        net.name,
+        engine.about().size
+    );
     start(engine, plain, net);
     let batch = samples(count, 20);
     let step = engine.backward_whole(&batch, OF_ALL);
-    if !engine.has_whole() {
+    if !engine.about().has_whole {
         assert!(matches!(step.err(), Some(Error::Step(StepError::NotOverRanks { .. }))), "{what}");
         return;
     }
@@ -72,7 +82,7 @@ fn whole(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
 }
 
 fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
-    let what = format!("{}, {}, evaluated, {count}", engine.name(), net.name);
+    let what = format!("{}, {}, evaluated, {count}", engine.about().name, net.name);
     start(engine, plain, net);
     let batch = samples(count, 30);
     let before = state(engine);
@@ -82,7 +92,7 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
     let terms = (SEVERAL.full)(&out, &batch.1);
     let terms: Vec<f64> = terms.iter().map(|term| term.double_value(&[])).collect();
     assert_terms(&step.terms, step.loss, &terms, &what);
-    let own: Vec<Tensor> = engine.parts(count as usize)[engine.own()]
+    let own: Vec<Tensor> = engine.about().dealt(count as usize)[engine.about().own.clone()]
         .iter()
         .map(|part| out.narrow(0, part.start as i64, part.len() as i64))
         .collect();
@@ -97,7 +107,7 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
     let batches = [samples(7, 40), samples(2, 50), samples(5, 60)];
     let batches: Vec<_> = batches.iter().collect();
     for case in &CASES {
-        let what = format!("{}, {}, a window of {}", engine.name(), net.name, case.name);
+        let what = format!("{}, {}, a window of {}", engine.about().name, net.name, case.name);
         start(engine, plain, net);
         for batch in &batches {
             engine.accumulate(batch, &case.loss()).unwrap_or_else(|e| panic!("{what}: {e}"));
