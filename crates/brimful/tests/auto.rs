@@ -27,6 +27,10 @@ fn loss(net: &Net, x: &Tensor) -> Loss {
     Loss::mean(out.square().mean(Kind::Double)) + Loss::mean_over(out.mean(Kind::Double), weight)
 }
 
+fn limited(name: &str, bytes: u64) -> Memory {
+    Memory::Arena(Arena::limited(name, bytes).expect("a limit"))
+}
+
 fn arena_of(memory: &str) -> (Arena, Memory) {
     let arena = Arena::new(memory);
     (arena.clone(), Memory::Arena(arena))
@@ -224,8 +228,7 @@ fn what_every_size_needs_is_not_taken_for_the_samples() {
         let mut store = nn::VarStore::new(Device::Cpu);
         let layer = nn::linear(store.root(), 16, 4, Default::default());
         store.set_kind(Kind::Double);
-        let memory = Memory::Arena(Arena::limited("tight", 5 << 20).expect("a limit"));
-        let mut micro = MicroBatcher::new(&store, size).memory(memory);
+        let mut micro = MicroBatcher::new(&store, size).memory(limited("tight", 5 << 20));
         let batch = Tensor::ones([600, 16], (Kind::Double, Device::Cpu));
         let mut step = || {
             micro.backward(&batch, |x| {
@@ -323,12 +326,9 @@ impl Wide {
         Self { store, layers }
     }
 
-    fn batch(samples: i64, features: i64) -> Tensor {
-        Tensor::ones([samples, features], (Kind::Float, Device::Cpu))
-    }
-
     fn step(&self, micro: &mut MicroBatcher, samples: i64) -> brimful::Result<Step> {
-        micro.backward(&Self::batch(samples, 64), |x| {
+        let batch = Tensor::ones([samples, 64], (Kind::Float, Device::Cpu));
+        micro.backward(&batch, |x| {
             Loss::mean(self.layers.forward_t(&x, true).square().mean(Kind::Float))
         })
     }
@@ -340,13 +340,13 @@ fn the_largest_size_is_found_with_at_most_one_failure() {
     for limit in [300 << 10, 1 << 20, 5 << 20] {
         let feasible = (1..=2000).rev().find(|&size| {
             let wide = Wide::new();
-            let memory = Memory::Arena(Arena::limited("exhaustive", limit).expect("a limit"));
-            let mut micro = MicroBatcher::new(&wide.store, Size::Fixed(size)).memory(memory);
+            let mut micro = MicroBatcher::new(&wide.store, Size::Fixed(size))
+                .memory(limited("exhaustive", limit));
             (0..2).all(|_| wide.step(&mut micro, 4 * size as i64).is_ok())
         });
         let (feasible, wide) = (feasible.expect("one sample fits"), Wide::new());
-        let memory = Memory::Arena(Arena::limited("auto", limit).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let mut micro =
+            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("auto", limit));
         let steps: Vec<Step> =
             (0..4).map(|_| wide.step(&mut micro, 8000).expect("a step")).collect();
         let found = steps.last().and_then(|step| step.decisions.last()).expect("a size").size;
@@ -392,8 +392,7 @@ fn a_new_shape_is_predicted_from_the_known_ones() {
     tch::manual_seed(4);
     let store = nn::VarStore::new(Device::Cpu);
     let conv = nn::conv1d(store.root(), 3, 16, 3, Default::default());
-    let memory = Memory::Arena(Arena::limited("small", 4 << 20).expect("a limit"));
-    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
+    let mut micro = MicroBatcher::new(&store, Size::Largest).memory(limited("small", 4 << 20));
     let mut step = |length: i64| {
         let batch = Tensor::ones([3000, 3, length], (Kind::Float, Device::Cpu));
         let run = |x: Tensor| Loss::mean(conv.forward(&x).relu().square().mean(Kind::Float));
@@ -411,8 +410,8 @@ fn what_an_optimizer_will_take_is_left_free_for_it() {
     let _alone = alone();
     let run = |reserve: bool| {
         let wide = Wide::new();
-        let memory = Memory::Arena(Arena::limited("tight", 600 << 10).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let mut micro =
+            MicroBatcher::new(&wide.store, Size::Largest).memory(limited("tight", 600 << 10));
         if reserve {
             micro = micro.reserve(Adam::new(0.1));
         }
@@ -428,8 +427,7 @@ fn a_limit_that_one_sample_exceeds_ends_with_the_numbers() {
     let _alone = alone();
     let wide = Wide::new();
     for (limit, tried) in [(100, "before the first one was run"), (80 << 10, "tried 2 and 1")] {
-        let memory = Memory::Arena(Arena::limited("tiny", limit).expect("a limit"));
-        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(memory);
+        let mut micro = MicroBatcher::new(&wide.store, Size::Auto).memory(limited("tiny", limit));
         let error = wide.step(&mut micro, 100).expect_err("too small").to_string();
         let parts = [tried, " free; recompute", "out of memory in arena 'tiny'"];
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");
@@ -452,11 +450,11 @@ fn without_a_limit_the_machine_s_memory_is_the_budget() {
 #[test]
 fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
     let _alone = alone();
-    let path = std::env::temp_dir().join(format!("brimful-sizes-{}.json", std::process::id()));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("sizes.json");
     let start = |limit: u64| {
         let wide = Wide::new();
-        let memory = Memory::Arena(Arena::limited("cpu", limit).expect("a limit"));
-        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(memory);
+        let micro = MicroBatcher::new(&wide.store, Size::Largest).memory(limited("cpu", limit));
         (wide, micro.remember(&path))
     };
     let (wide, mut micro) = start(1 << 20);
@@ -475,14 +473,13 @@ fn sizes_are_remembered_for_the_same_model_and_memory_alone() {
         assert!(log.contains("WARN") && log.contains("are not used"), "{log}");
         assert_eq!(std::fs::read_to_string(&path).expect("read"), foreign, "it is left as it is");
     }
-    std::fs::remove_file(&path).expect("removed");
 }
 
 /// What batch normalisation makes of two samples is not what it makes of many.
 #[test]
 fn a_few_samples_are_not_trained_with_for_the_sake_of_learning() {
     let _alone = alone();
-    let memory = Memory::Arena(Arena::limited("small", 64 << 20).expect("a limit"));
+    let memory = limited("small", 64 << 20);
     let mut store = nn::VarStore::new(Device::Cpu);
     let layer = nn::linear(store.root(), 16, 4, Default::default());
     store.set_kind(Kind::Double);
@@ -526,7 +523,7 @@ fn a_surprising_need_is_survived_on_any_device() {
     let device = test_device();
     let room = 2 << 30;
     let memory = match device {
-        Device::Cpu => Memory::Arena(Arena::limited("small", room).expect("a limit")),
+        Device::Cpu => limited("small", room),
         device => Memory::Accelerator(device),
     };
     // On a card that others fill, too.

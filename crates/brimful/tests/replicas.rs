@@ -211,12 +211,11 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
     let _alone = alone();
     let (mut store, model) = plain(net);
     tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
-    let file =
-        std::env::temp_dir().join(format!("brimful-replicas-{}.safetensors", std::process::id()));
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("model.safetensors");
     store.save(&file).expect("saved");
     let mut replicas = replicated(2, Size::Fixed(4));
     replicas.store_mut().load(&file).expect("loaded");
-    std::fs::remove_file(&file).expect("removed");
     let frozen = |store: &nn::VarStore| {
         let _itself = store.variables()["one.weight"].set_requires_grad(false);
     };
