@@ -387,10 +387,11 @@ proptest! {
 /// A tiny language model on sequences of unlike length: a loss over tokens, and an output for each.
 mod sequences {
     use brimful::batch::Sequences;
+    use brimful::layers::Model;
     use brimful::memory::{Arena, Memory};
     use brimful::{Layers, Loss, MicroBatcher, Pipeline, Replicas, Size};
     use proptest::prelude::*;
-    use tch::nn::{self, Module};
+    use tch::nn::{self, ModuleT};
     use tch::{Device, Kind, Tensor};
 
     use super::support::{
@@ -437,30 +438,13 @@ mod sequences {
         (Loss::ratio(sum, real.sum(Kind::Double)), logits.argmax(-1, false))
     }
 
-    struct Model {
-        words: nn::Embedding,
-        mix: nn::Linear,
-        head: nn::Linear,
-    }
-
-    impl Model {
-        fn new(p: &nn::Path<'_>) -> Self {
-            Self {
-                words: nn::embedding(p / "words", WORDS, 6, Default::default()),
-                mix: nn::linear(p / "mix", 6, 6, Default::default()),
-                head: nn::linear(p / "head", 6, WORDS, Default::default()),
-            }
-        }
-
-        fn logits(&self, x: &Tensor) -> Tensor {
-            let past = self.mix.forward(&self.words.forward(x)).tanh().cumsum(1, Kind::Double);
-            self.head.forward(&past)
-        }
+    fn model(root: &nn::Path<'_>) -> Model {
+        layers().build(root).expect("a model")
     }
 
     fn store() -> (nn::VarStore, Model) {
         let mut store = nn::VarStore::new(test_device());
-        let model = Model::new(&store.root());
+        let model = model(&store.root());
         store.double();
         tch::no_grad(|| {
             for (seed, (_, mut variable)) in (0..).zip(variables(&store)) {
@@ -476,7 +460,7 @@ mod sequences {
         let (x, y) = batch(lengths);
         let x = x.to_device(test_device());
         let y = y.to_device(test_device());
-        let logits = model.logits(&x);
+        let logits = model.forward_t(&x, true);
         let count = y.ge(0).sum(Kind::Double);
         let flat = logits.reshape([-1, WORDS]);
         let sum = flat.log_softmax(-1, Kind::Double);
@@ -513,16 +497,17 @@ mod sequences {
             let mut micro = micro_batcher(&store, size);
             let batch = batch(&LENGTHS);
             let step = micro
-                .backward(&batch, |(x, y)| loss(&model.logits(&x), &y))
+                .backward(&batch, |(x, y)| loss(&model.forward_t(&x, true), &y))
                 .unwrap_or_else(|error| panic!("{size:?}: {error}"));
             assert_eq!(step.samples, LENGTHS.len());
             assert!((step.loss - mean).abs() < 1e-12, "{size:?}");
             assert_close(&gradients(&store), &expected, &format!("{size:?}"));
             assert_same_words(&step.outputs, &words, &LENGTHS);
-            let evaluated =
-                micro.evaluate(&batch, |(x, y)| loss(&model.logits(&x), &y)).expect("evaluated");
+            let evaluated = micro
+                .evaluate(&batch, |(x, y)| loss(&model.forward_t(&x, true), &y))
+                .expect("evaluated");
             assert!((evaluated.loss - mean).abs() < 1e-12, "{size:?}");
-            let mapped = micro.map(&batch, |(x, _)| model.logits(&x).argmax(-1, false));
+            let mapped = micro.map(&batch, |(x, _)| model.forward_t(&x, true).argmax(-1, false));
             assert_same_words(&mapped.expect("outputs"), &words, &LENGTHS);
         }
     }
@@ -534,7 +519,7 @@ mod sequences {
         let mut shapes = Vec::new();
         let step = micro.backward(&batch(&LENGTHS), |(x, y)| {
             shapes.push(x.size());
-            loss(&model.logits(&x), &y)
+            loss(&model.forward_t(&x, true), &y)
         });
         assert_eq!(shapes, [[1, 32], [1, 20], [2, 16], [2, 12], [3, 8]]);
         assert_eq!(step.expect("a step").sizes, [1, 1, 2, 2, 3]);
@@ -546,12 +531,12 @@ mod sequences {
         for size in [Size::Tokens(32), Size::Count(2), Size::Auto] {
             // An accelerator has one replica; a CPU may have several.
             let devices = [test_device(), Device::Cpu];
-            let mut replicas = Replicas::new(devices, size, Model::new).expect("replicas");
+            let mut replicas = Replicas::new(devices, size, model).expect("replicas");
             replicas.store_mut().double();
             let (from, _) = store();
             replicas.store_mut().copy(&from).expect("the same variables");
             let step = replicas
-                .backward(&batch(&LENGTHS), |model, (x, y)| loss(&model.logits(&x), &y))
+                .backward(&batch(&LENGTHS), |model, (x, y)| loss(&model.forward_t(&x, true), &y))
                 .unwrap_or_else(|error| panic!("{size:?}: {error}"));
             assert!((step.loss - mean).abs() < 1e-12);
             assert_eq!(step.shares, [2, 7]);
@@ -601,7 +586,11 @@ mod sequences {
             let mut micro = micro_batcher(&store, size);
             let inputs = Sequences::in_steps_of(STEP, &rows(&LENGTHS), -1.0).expect("sequences");
             micro
-                .backward_whole(&inputs, |x| ends(&x, model.logits(&x.clamp_min(0))), whole)
+                .backward_whole(
+                    &inputs,
+                    |x| ends(&x, model.forward_t(&x.clamp_min(0), true)),
+                    whole,
+                )
                 .expect("a step");
             copies(&gradients(&store))
         };
@@ -612,7 +601,7 @@ mod sequences {
     fn what_no_size_can_do_is_said_with_numbers() {
         let (store, model) = store();
         let mut micro = micro_batcher(&store, Size::Tokens(20));
-        let run = |x: Sequences, y: Sequences| loss(&model.logits(&x), &y);
+        let run = |x: Sequences, y: Sequences| loss(&model.forward_t(&x, true), &y);
         let error = micro.backward(&batch(&LENGTHS), |(x, y)| run(x, y)).expect_err("too long");
         assert!(error.to_string().contains("32 tokens"), "{error}");
         let alike = Tensor::zeros([4, 8], (Kind::Int64, Device::Cpu));
@@ -625,12 +614,13 @@ mod sequences {
         let lengths: Vec<usize> = (0..200).map(|i| 1 + (i * 37) % 61).collect();
         let memory = Memory::Arena(Arena::limited("small", 1 << 20).expect("an arena"));
         let mut store = nn::VarStore::new(Device::Cpu);
-        let model = Model::new(&store.root());
+        let model = model(&store.root());
         store.double();
         let mut micro = MicroBatcher::new(&store, Size::Largest).memory(memory);
         let mut last = None;
         for _ in 0..3 {
-            let step = micro.backward(&batch(&lengths), |(x, y)| loss(&model.logits(&x), &y).0);
+            let step =
+                micro.backward(&batch(&lengths), |(x, y)| loss(&model.forward_t(&x, true), &y).0);
             last = Some(step.expect("it fits"));
             store.variables().values_mut().for_each(|v| v.zero_grad());
         }

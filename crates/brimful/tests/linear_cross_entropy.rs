@@ -9,7 +9,9 @@ use brimful::nn::{LinearCrossEntropyConfig, LinearCrossEntropyError, linear_cros
 use brimful::{Bytes, Error, Size};
 use brimful_torch::autograd::{backward, set_gradient};
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead, SumAndDivisor};
-use support::{Named, alone, assert_same, micro_batcher, near, numbers, test_device};
+use support::{
+    Named, alone, assert_same, micro_batcher, near, numbers, numbers_there, test_device,
+};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -235,12 +237,15 @@ fn strided_and_offset_tensors_are_taken_as_they_are() {
     near("strided", &strided.found(Kind::Double, 200), &plain, 1e-12);
 }
 
+/// Hidden states of four places, and the weight of five classes.
+fn leaves() -> [Tensor; 2] {
+    [(4, 1), (5, 2)].map(|(rows, seed)| numbers_there(&[rows, 3], seed).set_requires_grad(true))
+}
+
 #[test]
 fn padding_alone_is_a_sum_and_a_divisor_of_nothing() {
-    let device = test_device();
-    let hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device).set_requires_grad(true);
-    let targets = Tensor::full([4], PADDING, (Kind::Int64, device));
+    let [hidden, weight] = leaves();
+    let targets = Tensor::full([4], PADDING, (Kind::Int64, test_device()));
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     assert_eq!(done.sum.double_value(&[]), 0.0);
     assert_eq!(done.divisor.double_value(&[]), 0.0);
@@ -256,29 +261,22 @@ fn head(weight: &Tensor) -> LossHead<'_> {
 
 #[test]
 fn a_kept_graph_gives_its_gradients_again_and_one_that_is_not_says_so() {
-    let device = test_device();
-    let hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device).set_requires_grad(true);
-    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(device);
+    let [hidden, weight] = leaves();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     backward(&[&done.sum], &[None], true).expect("gradients");
     let once = weight.grad().copy();
     backward(&[&done.sum], &[None], false).expect("gradients");
     assert_eq!(weight.grad(), &once * 2.0);
     let error = backward(&[&done.sum], &[None], false).expect_err("given away");
-    assert!(
-        error.message.contains("backward through the graph a second time"),
-        "{}",
-        error.message
-    );
+    assert!(error.message.contains("backward through the graph a second time"), "{error}");
 }
 
 #[test]
 fn only_what_is_asked_for_gets_a_gradient() {
-    let device = test_device();
-    let mut hidden = numbers(&[4, 3], 1).to_device(device).set_requires_grad(true);
-    let weight = numbers(&[5, 3], 2).to_device(device);
-    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(device);
+    let [mut hidden, weight] = leaves();
+    let weight = weight.detach();
+    let targets = Tensor::from_slice(&[0_i64, 4, 2, 1]).to_device(test_device());
     let done = torch::linear_cross_entropy(&hidden, &targets, head(&weight)).expect("a loss");
     done.sum.backward();
     assert!(hidden.grad().defined() && !weight.grad().defined());
@@ -348,29 +346,29 @@ fn its_peak_is_below_the_logits_by_far() {
 fn what_does_not_fit_is_refused_before_the_work() {
     let (hidden, weight) = (Tensor::zeros([2, 4, 3], CPU), Tensor::zeros([5, 3], CPU));
     let targets = Tensor::zeros([2, 4], (Kind::Int64, Device::Cpu));
-    let refused = |hidden: &Tensor, weight: &Tensor, bias, targets: &Tensor, config| {
-        match linear_cross_entropy(hidden, weight, bias, targets, config) {
-            Err(Error::LinearCrossEntropy(error)) => error,
-            other => panic!("not refused: {other:?}"),
-        }
+    let refused = |weight: &Tensor, bias, targets: &Tensor, config| match linear_cross_entropy(
+        &hidden, weight, bias, targets, config,
+    ) {
+        Err(Error::LinearCrossEntropy(error)) => error,
+        other => panic!("not refused: {other:?}"),
     };
     let plain = LinearCrossEntropyConfig::default();
-    let wide = Tensor::zeros([5, 4], CPU);
-    let short = Tensor::zeros([4], CPU);
-    let error = refused(&hidden, &wide, None, &targets, plain).to_string();
-    assert!(error.contains("the weight has the shape [5, 4]"), "{error}");
-    let error = refused(&hidden, &weight, None, &targets.view([8]), plain).to_string();
-    assert!(error.contains("the tensor of targets has the shape [8]"), "{error}");
-    let error = refused(&hidden, &weight, Some(&short), &targets, plain);
-    assert!(error.to_string().contains("the bias has the shape [4]"), "{error}");
-    let error = refused(&hidden, &weight.to_kind(Kind::Double), None, &targets, plain);
-    assert!(error.to_string().contains("must be of the hidden states' Float"), "{error}");
-    let error = refused(&hidden, &weight, None, &targets.to_kind(Kind::Float), plain);
-    assert!(error.to_string().contains("must be integers, but is of Float"), "{error}");
+    let (wide, short) = (Tensor::zeros([5, 4], CPU), Tensor::zeros([4], CPU));
+    let (double, floats) = (weight.to_kind(Kind::Double), targets.to_kind(Kind::Float));
+    for (weight, bias, targets, words) in [
+        (&wide, None, &targets, "the weight has the shape [5, 4]"),
+        (&weight, None, &targets.view([8]), "the tensor of targets has the shape [8]"),
+        (&weight, Some(&short), &targets, "the bias has the shape [4]"),
+        (&double, None, &targets, "must be of the hidden states' Float"),
+        (&weight, None, &floats, "must be integers, but is of Float"),
+    ] {
+        let error = refused(weight, bias, targets, plain).to_string();
+        assert!(error.contains(words), "{error}");
+    }
     let smooth = LinearCrossEntropyConfig { smoothing: 1.5, ..plain };
-    let error = refused(&hidden, &weight, None, &targets, smooth);
+    let error = refused(&weight, None, &targets, smooth);
     assert_eq!(error, LinearCrossEntropyError::Smoothing(1.5));
     let _ = targets.get(1).get(2).fill_(5);
-    let error = refused(&hidden, &weight, None, &targets, plain).to_string();
+    let error = refused(&weight, None, &targets, plain).to_string();
     assert!(error.contains("target 5 at place 6 is none of the 5 classes"), "{error}");
 }
