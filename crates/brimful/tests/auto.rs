@@ -64,7 +64,7 @@ fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
         net.restore(&before);
         let size = *step.sizes.first().expect("a micro-batch");
         let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
-        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("preserving_generators");
+        let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("an undisturbed step");
         assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
         assert_same(&format!("allocation {n}"), &state(&net), &after);
         if step.retries == 0 {

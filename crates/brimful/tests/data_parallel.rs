@@ -19,7 +19,8 @@ use support::full_batch::{
 };
 use support::ranks::in_ranks;
 use support::{
-    Named, TOLERANCE, Update, clear, copies, gradients, numbers_there, test_device, variables,
+    Named, TOLERANCE, Update, clear, copies, gradients, numbers_there, test_device, tests,
+    variables,
 };
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
@@ -83,19 +84,10 @@ fn full_batch_gradients(world: World) {
     }
 }
 
-#[test]
-fn one_rank_leaves_the_full_batchs_gradient() {
-    in_ranks(1, full_batch_gradients);
-}
-
-#[test]
-fn two_ranks_leave_the_full_batchs_gradient() {
-    in_ranks(2, full_batch_gradients);
-}
-
-#[test]
-fn four_ranks_leave_the_full_batchs_gradient() {
-    in_ranks(4, full_batch_gradients);
+tests! {
+    one_rank_leaves_the_full_batchs_gradient => in_ranks(1, full_batch_gradients),
+    two_ranks_leave_the_full_batchs_gradient => in_ranks(2, full_batch_gradients),
+    four_ranks_leave_the_full_batchs_gradient => in_ranks(4, full_batch_gradients),
 }
 
 #[test]

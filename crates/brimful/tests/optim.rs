@@ -307,10 +307,10 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
     for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
         for config in configs() {
             for model_first in [true, false] {
-                let preserving_generators = store(kind);
-                let mut opt = new_optimizer(&preserving_generators, config);
+                let undisturbed = store(kind);
+                let mut opt = new_optimizer(&undisturbed, config);
                 opt.set_group_learning_rate("bias", 0.1 + 0.2).expect("a rate");
-                train(&preserving_generators, &mut opt, 0..6);
+                train(&undisturbed, &mut opt, 0..6);
 
                 let first = store(kind);
                 let mut opt = new_optimizer(&first, config);
@@ -330,11 +330,7 @@ fn a_saved_state_goes_on_exactly_where_it_stopped() {
                     opt.load(&path).expect("loaded");
                 }
                 train(&second, &mut opt, 3..6);
-                assert_eq!(
-                    difference(&preserving_generators, &second),
-                    0.0,
-                    "{config:?} in {kind:?}"
-                );
+                assert_eq!(difference(&undisturbed, &second), 0.0, "{config:?} in {kind:?}");
                 assert_eq!(opt.group_learning_rate("bias"), Ok(0.1 + 0.2));
             }
         }
@@ -440,9 +436,8 @@ fn a_step_that_runs_out_of_memory_anywhere_changes_nothing() {
 }
 
 fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
-    let (vs, preserving_generators) = (store(kind), store(kind));
-    let (mut opt, mut other) =
-        (new_optimizer(&vs, config), new_optimizer(&preserving_generators, config));
+    let (vs, undisturbed) = (store(kind), store(kind));
+    let (mut opt, mut other) = (new_optimizer(&vs, config), new_optimizer(&undisturbed, config));
     // A gradient in another order than its parameter, so that it is copied.
     let turn = |vs: &nn::VarStore| {
         let mut weight = get(vs, "head_weight");
@@ -450,11 +445,11 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
         brimful_torch::autograd::set_gradient(&mut weight, Some(&turned)).expect("a gradient");
     };
     train(&vs, &mut opt, 0..steps_before);
-    train(&preserving_generators, &mut other, 0..steps_before);
+    train(&undisturbed, &mut other, 0..steps_before);
     backward(&vs, 5);
-    backward(&preserving_generators, 5);
+    backward(&undisturbed, 5);
     turn(&vs);
-    turn(&preserving_generators);
+    turn(&undisturbed);
 
     let before = everything(&vs, &opt);
     let arena = Arena::new("optimizer");
@@ -477,12 +472,12 @@ fn fail_everywhere(kind: Kind, config: Method, steps_before: i64) {
     // The turned gradient takes scratch space, so every step allocates something.
     assert!(failures >= 1, "{config:?}: {failures}");
     other.step().expect("a step");
-    assert_eq!(difference(&vs, &preserving_generators), 0.0, "{config:?}");
-    for (vs, opt) in [(&vs, &mut opt), (&preserving_generators, &mut other)] {
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}");
+    for (vs, opt) in [(&vs, &mut opt), (&undisturbed, &mut other)] {
         opt.zero_grad().expect("zeroed");
         train(vs, opt, 6..8);
     }
-    assert_eq!(difference(&vs, &preserving_generators), 0.0, "{config:?}, two steps later");
+    assert_eq!(difference(&vs, &undisturbed), 0.0, "{config:?}, two steps later");
 }
 
 #[test]

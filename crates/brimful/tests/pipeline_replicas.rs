@@ -6,7 +6,7 @@ use brimful::pipeline::PipelineError;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Loss, Size};
 use support::pipeline_cases::{CASES, CNN, Case, Cut, GPT, MLP, Plain, builder, compare, mlp};
-use support::{alone, assert_all_close, assert_close, copies, test_device};
+use support::{alone, assert_all_close, assert_close, copies, test_device, tests};
 use tch::{Kind, Tensor};
 
 const REPLICAS: usize = 2;
@@ -53,24 +53,11 @@ fn every_cut(case: &Case) {
     }
 }
 
-#[test]
-fn mlp_in_two_pipelines() {
-    every_cut(&CASES[0]);
-}
-
-#[test]
-fn cnn_with_deferred_batch_norm_in_two_pipelines() {
-    every_cut(&CASES[1]);
-}
-
-#[test]
-fn u_net_with_skips_in_two_pipelines() {
-    every_cut(&CASES[2]);
-}
-
-#[test]
-fn gpt_with_a_shared_table_and_dropout_in_two_pipelines() {
-    every_cut(&CASES[3]);
+tests! {
+    mlp_in_two_pipelines => every_cut(&CASES[0]),
+    cnn_with_deferred_batch_norm_in_two_pipelines => every_cut(&CASES[1]),
+    u_net_with_skips_in_two_pipelines => every_cut(&CASES[2]),
+    gpt_with_a_shared_table_and_dropout_in_two_pipelines => every_cut(&CASES[3]),
 }
 
 #[test]

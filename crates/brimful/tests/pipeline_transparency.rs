@@ -7,7 +7,7 @@ use brimful::pipeline::Homes;
 use brimful::schedule::{Home, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss};
 use support::pipeline_cases::{CNN, Case, Cut, GPT, LSTM, MLP, Plain, U_NET, builder, compare};
-use support::{alone, test_device};
+use support::{alone, test_device, tests};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
@@ -141,49 +141,16 @@ fn every_loss_and_kind_of_number() {
     }
 }
 
-#[test]
-fn mlp() {
-    every_schedule(&MLP);
-}
-
-#[test]
-fn cnn_with_deferred_batch_norm() {
-    every_schedule(&CNN);
-}
-
-#[test]
-fn u_net_with_skips_across_stages() {
-    every_schedule(&U_NET);
-}
-
-#[test]
-fn gpt_with_a_shared_table_and_dropout() {
-    every_schedule(&GPT);
-}
-
-#[test]
-fn lstm_whose_weights_are_used_at_every_step_of_a_sequence() {
-    every_schedule(&LSTM);
-}
-
-#[test]
-fn mlp_at_home() {
-    at_home(&MLP);
-}
-
-#[test]
-fn cnn_at_home_with_deferred_batch_norm() {
-    at_home(&CNN);
-}
-
-#[test]
-fn u_net_at_home_with_skips_across_stages() {
-    at_home(&U_NET);
-}
-
-#[test]
-fn gpt_at_home_with_a_shared_table_and_dropout() {
-    at_home(&GPT);
+tests! {
+    mlp => every_schedule(&MLP),
+    cnn_with_deferred_batch_norm => every_schedule(&CNN),
+    u_net_with_skips_across_stages => every_schedule(&U_NET),
+    gpt_with_a_shared_table_and_dropout => every_schedule(&GPT),
+    lstm_whose_weights_are_used_at_every_step_of_a_sequence => every_schedule(&LSTM),
+    mlp_at_home => at_home(&MLP),
+    cnn_at_home_with_deferred_batch_norm => at_home(&CNN),
+    u_net_at_home_with_skips_across_stages => at_home(&U_NET),
+    gpt_at_home_with_a_shared_table_and_dropout => at_home(&GPT),
 }
 
 /// Where the device that is tested is no CPU, every boundary and skip changes its device here.

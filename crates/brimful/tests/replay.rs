@@ -194,93 +194,71 @@ fn parameters_that_are_frozen_or_thawed_are_noticed() {
     }
 }
 
-/// A closure that cannot be replayed: its name, and a word of the cause.
-type Uncapturable<'a> = (&'a str, &'a str, Box<dyn FnMut(&NormedNet, Samples) -> Loss>);
-
-fn uncapturable() -> Vec<Uncapturable<'static>> {
-    let mean = |net: &NormedNet, (x, y, tokens): &Samples| net.loss(x, y, tokens);
-    let mut calls = 0;
-    // There before anybody asks for it: another stream would not wait for it, nor for a micro-batch.
-    let one = Tensor::ones([], (Kind::Double, test_device()));
-    Stream::current(test_device()).and_then(Stream::synchronize).expect("a tensor");
-    vec![
-        (
-            "reads a value",
-            "captur",
-            Box::new(move |net, samples| {
-                assert!(samples.0.sum(Kind::Double).double_value(&[]).is_finite());
-                mean(net, &samples)
-            }),
-        ),
-        (
-            "branches on data",
-            "captur",
-            Box::new(move |net, samples| {
-                let positive = samples.0.sum(Kind::Double).double_value(&[]) > 0.0;
-                mean(net, &samples) * if positive { 2.0 } else { 1.0 }
-            }),
-        ),
-        (
-            "has a shape that depends on data",
-            "captur",
-            Box::new(move |net, samples| {
-                let rows = samples.0.select(1, 0).nonzero().size()[0];
-                mean(net, &samples) * (1.0 + rows as f64)
-            }),
-        ),
-        (
-            "copies from the host",
-            "captur",
-            Box::new(move |net, samples| {
-                let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
-                let (x, y, tokens) = samples;
-                mean(net, &(x * ones.to_device(test_device()), y, tokens))
-            }),
-        ),
-        (
-            "works on another stream",
-            "",
-            Box::new(move |net, (x, y, tokens)| {
-                let device = x.device();
-                let other = Stream::new(device).expect("a stream");
-                let inside = other.enter().expect("entered");
-                let two = &one * 2.0;
-                drop(inside);
-                let mut done = Event::new(device).expect("an event");
-                done.record(other).expect("recorded");
-                Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
-                mean(net, &(x * two, y, tokens))
-            }),
-        ),
-        (
-            "counts its calls",
-            "replay",
-            Box::new(move |net, samples| {
-                calls += 1;
-                mean(net, &samples) * (1.0 + f64::from(calls % 5))
-            }),
-        ),
-        (
-            "draws random numbers on the host",
-            "host",
-            Box::new(move |net, samples| {
-                let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
-                mean(net, &samples) * (1.0 + drawn)
-            }),
-        ),
-    ]
+/// What closures have from outside: a number of calls, and a tensor that is there before anybody asks for it:
+/// another stream would not wait for it, nor for a micro-batch.
+struct Outside {
+    calls: i32,
+    one: Tensor,
 }
+
+impl Outside {
+    fn new() -> Self {
+        let one = Tensor::ones([], (Kind::Double, test_device()));
+        Stream::current(test_device()).and_then(Stream::synchronize).expect("a tensor");
+        Self { calls: 0, one }
+    }
+}
+
+/// A closure that cannot be replayed: its name, and a word of the cause.
+type Uncapturable = (&'static str, &'static str, fn(&NormedNet, Samples, &mut Outside) -> Loss);
+
+const UNCAPTURABLE: [Uncapturable; 7] = [
+    ("reads a value", "captur", |net, (x, y, tokens), _| {
+        assert!(x.sum(Kind::Double).double_value(&[]).is_finite());
+        net.loss(&x, &y, &tokens)
+    }),
+    ("branches on data", "captur", |net, (x, y, tokens), _| {
+        let positive = x.sum(Kind::Double).double_value(&[]) > 0.0;
+        net.loss(&x, &y, &tokens) * if positive { 2.0 } else { 1.0 }
+    }),
+    ("has a shape that depends on data", "captur", |net, (x, y, tokens), _| {
+        let rows = x.select(1, 0).nonzero().size()[0];
+        net.loss(&x, &y, &tokens) * (1.0 + rows as f64)
+    }),
+    ("copies from the host", "captur", |net, (x, y, tokens), _| {
+        let ones = Tensor::ones([1], (Kind::Double, Device::Cpu));
+        net.loss(&(x * ones.to_device(test_device())), &y, &tokens)
+    }),
+    ("works on another stream", "", |net, (x, y, tokens), outside| {
+        let device = x.device();
+        let other = Stream::new(device).expect("a stream");
+        let inside = other.enter().expect("entered");
+        let two = &outside.one * 2.0;
+        drop(inside);
+        let mut done = Event::new(device).expect("an event");
+        done.record(other).expect("recorded");
+        Stream::current(device).and_then(|stream| stream.wait(&done)).expect("waiting");
+        net.loss(&(x * two), &y, &tokens)
+    }),
+    ("counts its calls", "replay", |net, (x, y, tokens), outside| {
+        outside.calls += 1;
+        net.loss(&x, &y, &tokens) * (1.0 + f64::from(outside.calls % 5))
+    }),
+    ("draws random numbers on the host", "host", |net, (x, y, tokens), _| {
+        let drawn = Tensor::rand([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
+        net.loss(&x, &y, &tokens) * (1.0 + drawn)
+    }),
+];
 
 #[test]
 fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
     let _alone = alone();
-    for index in 0..uncapturable().len() {
+    for (name, word, run) in UNCAPTURABLE {
         let kind = Kind::Double;
         let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
         let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
         let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
-        let (name, word, mut first) = uncapturable().swap_remove(index);
-        let (_, _, mut second) = uncapturable().swap_remove(index);
+        let [mut first, mut second] = [(); 2].map(|()| Outside::new());
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
         for step in 0..3 {
@@ -288,9 +266,12 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
             let samples = [x, y, tokens].map(|tensor| tensor.to_device(test_device()));
             let samples: Samples = samples.into();
             tch::manual_seed(step);
-            let a = one.backward(&samples, |s: Samples| first(&eager, s)).expect("a step");
+            let a =
+                one.backward(&samples, |s: Samples| run(&eager, s, &mut first)).expect("a step");
             tch::manual_seed(step);
-            let b = two.backward(&samples, |s: Samples| second(&replayed, s)).expect("a step");
+            let b = two
+                .backward(&samples, |s: Samples| run(&replayed, s, &mut second))
+                .expect("a step");
             assert_eq!(b.replayed, 0, "{name}");
             if compared {
                 assert!((a.loss - b.loss).abs() < 1e-11, "{name}: {} {}", a.loss, b.loss);

@@ -16,7 +16,7 @@ use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, Pipeline, Size, World, split};
 use support::pipeline_cases::{CASES, Case, Cut, GPT, MLP, Plain, U_NET, descend, eval};
 use support::ranks::in_ranks;
-use support::{Update, assert_all_close, assert_close, clear, copies, test_device};
+use support::{Update, assert_all_close, assert_close, clear, copies, test_device, tests};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -130,24 +130,11 @@ fn every_schedule(ranks: usize, devices: usize) {
     });
 }
 
-#[test]
-fn one_rank() {
-    every_schedule(1, 2);
-}
-
-#[test]
-fn two_ranks() {
-    every_schedule(2, 1);
-}
-
-#[test]
-fn two_ranks_of_two_devices_each() {
-    every_schedule(2, 2);
-}
-
-#[test]
-fn four_ranks() {
-    every_schedule(4, 1);
+tests! {
+    one_rank => every_schedule(1, 2),
+    two_ranks => every_schedule(2, 1),
+    two_ranks_of_two_devices_each => every_schedule(2, 2),
+    four_ranks => every_schedule(4, 1),
 }
 
 /// What was measured differs from rank to rank: all go by the first one's times, and make the same lists.
@@ -206,19 +193,10 @@ fn own_optimizer(ranks: usize, devices: usize, replicas: usize) {
     });
 }
 
-#[test]
-fn copies_in_other_ranks_follow_what_a_user_does() {
-    own_optimizer(2, 1, 1);
-}
-
-#[test]
-fn copies_in_other_ranks_of_two_devices_follow_what_a_user_does() {
-    own_optimizer(2, 2, 1);
-}
-
-#[test]
-fn copies_in_replicas_follow_what_a_user_does() {
-    own_optimizer(4, 1, 2);
+tests! {
+    copies_in_other_ranks_follow_what_a_user_does => own_optimizer(2, 1, 1),
+    copies_in_other_ranks_of_two_devices_follow_what_a_user_does => own_optimizer(2, 2, 1),
+    copies_in_replicas_follow_what_a_user_does => own_optimizer(4, 1, 2),
 }
 
 /// The first rank has a shared variable and its copy, the second has neither.
@@ -271,19 +249,10 @@ fn replicas(ranks: usize, replicas: usize) {
     });
 }
 
-#[test]
-fn two_replicas_of_one_stage() {
-    replicas(2, 2);
-}
-
-#[test]
-fn two_replicas_of_two_stages() {
-    replicas(4, 2);
-}
-
-#[test]
-fn three_replicas_of_one_stage() {
-    replicas(3, 3);
+tests! {
+    two_replicas_of_one_stage => replicas(2, 2),
+    two_replicas_of_two_stages => replicas(4, 2),
+    three_replicas_of_one_stage => replicas(3, 3),
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What several tests need: turns, numbers, closeness, names, state, the log, threads, ranks, and the cases
 //! that engines are compared on.
 
-#![allow(dead_code, unused_imports, reason = "each test file uses its part")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test file uses its part")]
 
 pub mod close;
 pub mod full_batch;
@@ -23,6 +23,17 @@ use tch::{Device, Kind, Tensor};
 pub use close::{TOLERANCE, assert_all_close, assert_close, assert_same, assert_within, near};
 pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{assert_threads, threads};
+
+/// A test of each name, which runs what stands behind it.
+macro_rules! tests {
+    ($($name:ident => $run:expr,)*) => {
+        $(#[test]
+        fn $name() {
+            $run;
+        })*
+    };
+}
+pub(crate) use tests;
 
 /// One test of a process at a time: the default generator is one for all threads, and so is a device's
 /// memory.
