@@ -9,8 +9,8 @@ use brimful::micro::Layout;
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm2d, kernels, second_use};
 use brimful::{Loss, Size};
 use support::{
-    Named, alone, assert_within, logged, micro_batcher, numbers, numbers_there, test_device,
-    variables,
+    Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
+    test_device, variables,
 };
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Kind, Tensor, no_grad};
@@ -116,9 +116,8 @@ fn in_one_or_one_by_one_evaluation_is_the_same() {
     let _turn = alone();
     let net = Net::new(BatchNormPolicy::Deferred);
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
-    let output = |y: Tensor| vec![("output".to_owned(), y)];
     let (together, apart) = no_grad(|| (net.in_one(&x, false), net.one_by_one(&x, false)));
-    assert_within(&output(together), &output(apart), 1e-4, "evaluation");
+    assert_all_within(&together, &apart, 1e-4, "evaluation");
 }
 
 #[test]
@@ -127,9 +126,8 @@ fn a_module_with_its_relu_is_the_two_modules() {
     let plain = batch_norm2d(store.root() / "a", CHANNELS, Default::default());
     let with_relu = batch_norm2d(store.root() / "b", CHANNELS, Default::default()).with_relu();
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
-    let output = |y: Tensor| vec![("output".to_owned(), y)];
     let (together, apart) = (with_relu.forward_t(&x, true), plain.forward_t(&x, true).relu());
-    assert_within(&output(together), &output(apart), 1e-5, "training");
+    assert_all_within(&together, &apart, 1e-5, "training");
 }
 
 #[test]

@@ -11,9 +11,9 @@ use brimful::replicas::ReplicasError;
 use brimful::{DeviceSpec, Draws, Error, Loss, Replicas, Size};
 use support::full_batch::{
     Batch, CASES, CLASSES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
-    batch, distance, losses, plain,
+    assert_loss, batch, distance, losses, plain,
 };
-use support::{TOLERANCE, Update, alone, clear, numbers_there, test_device};
+use support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -61,8 +61,7 @@ fn gradients_and_loss_are_the_full_batchs() {
                     let micro = *micro;
                     let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
                     let step = replicas.backward(&batch, loss).expect(&what);
-                    let off = (step.loss - expected.double_value(&[])).abs();
-                    assert!(off < TOLERANCE, "{what}: the loss is {off} off");
+                    assert_loss(step.loss, &expected, &what);
                     assert_eq!(step.sizes.iter().sum::<usize>() as i64, samples);
                     assert_gradients(&what, &store, replicas.store());
                 }
@@ -103,8 +102,7 @@ fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
         let micro = *micro;
         let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
         let step = replicas.evaluate(&batch, loss).expect(name);
-        let off = (step.loss - full(&model, &batch).double_value(&[])).abs();
-        assert!(off < TOLERANCE, "{name}: {off}");
+        assert_loss(step.loss, &full(&model, &batch), name);
     }
 }
 
@@ -331,12 +329,9 @@ fn bad_replicas_are_refused_with_what_would_help() {
     let error = Replicas::new(cpus(2), Size::Fixed(1), unlike).expect_err("two models").to_string();
     assert!(error.contains("replica 1") && error.contains("'one.weight'"), "{error}");
     assert!(error.contains("[2, 3]") && error.contains("[2, 4]"), "{error}");
-    let error = Replicas::new(cpus(2), Size::Fixed(0), net).expect_err("a size of 0").to_string();
-    assert!(error.contains("0 samples"), "{error}");
-    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0]).expect_err("one speed").to_string();
-    assert!(error.contains("1 speeds") && error.contains("2 replicas"), "{error}");
-    let error = replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]).expect_err("no speed");
-    assert!(error.to_string().contains("replica 1 cannot be 0"), "{error}");
+    assert_fails(Replicas::new(cpus(2), Size::Fixed(0), net), &["0 samples"]);
+    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0]), &["1 speeds", "2 replicas"]);
+    assert_fails(replicated(2, Size::Fixed(2)).speeds(&[1.0, 0.0]), &["replica 1 cannot be 0"]);
     let mut replicas = replicated(2, Size::Fixed(2));
     let empty = replicas
         .backward(&batch(0), |net, batch| (MEAN.micro)(net, &batch))
@@ -347,8 +342,7 @@ fn bad_replicas_are_refused_with_what_would_help() {
         let first = x.double_value(&[0, 0]) == numbers_there(&[4, 6], 100).double_value(&[0, 0]);
         if first { Loss::mean(mean) } else { Loss::sum(mean) }
     });
-    let differ = differ.expect_err("other terms").to_string();
-    assert!(differ.contains("build the same loss"), "{differ}");
+    assert_fails(differ, &["build the same loss"]);
     let step = replicas.backward(&batch(4), |net, batch| (MEAN.micro)(net, &batch));
     step.expect("the next step");
 }

@@ -11,7 +11,9 @@ use brimful::{Loss, MicroBatcher, Size};
 use brimful_torch::autograd::backward;
 use brimful_torch::norm::{RowNorm, add_norm, norm, norm_beside};
 use brimful_torch::projection::{Outputs, embedding, projection, projections};
-use support::{Named, gradients, near, numbers, test_device};
+use support::{
+    Named, assert_all_within, assert_fails, assert_same, gradients, near, numbers, test_device,
+};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -69,15 +71,10 @@ impl Case<'_> {
 
     fn check(&self) {
         for (kind, part) in KINDS {
-            let rounded = Case {
-                name: format!("{}, {kind:?}", self.name),
-                inputs: self
-                    .inputs
-                    .iter()
-                    .map(|(n, t)| (*n, t.to_kind(kind).to_kind(Kind::Double)))
-                    .collect(),
-                ..*self
-            };
+            let round =
+                |(n, t): &(&'static str, Tensor)| (*n, t.to_kind(kind).to_kind(Kind::Double));
+            let inputs = self.inputs.iter().map(round).collect();
+            let rounded = Case { name: format!("{}, {kind:?}", self.name), inputs, ..*self };
             let found = rounded.run(kind, test_device(), self.ours);
             // A CPU's halves are libtorch's: its LayerNorm sums up their gradients in halves.
             let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
@@ -86,9 +83,7 @@ impl Case<'_> {
             let expected = rounded.run(exact, Device::Cpu, self.theirs);
             near(&rounded.name, &found, &expected, part);
             let again = rounded.run(kind, test_device(), self.ours);
-            for ((name, found), (_, again)) in found.iter().zip(&again) {
-                assert_eq!(found, again, "{}: {name} of a second run", rounded.name);
-            }
+            assert_same(&format!("{}, a second run", rounded.name), &found, &again);
         }
     }
 }
@@ -311,10 +306,7 @@ fn a_step_s_sums_are_those_of_the_full_batch() {
             let found = step(kind, test_device(), size);
             let expected = step(Kind::Double, Device::Cpu, 8);
             near(&format!("a step in {kind:?} by {size}"), &found, &expected, part * 2.0);
-            let again = step(kind, test_device(), size);
-            for ((name, found), (_, again)) in found.iter().zip(&again) {
-                assert_eq!(found, again, "{name} of a second run");
-            }
+            assert_same("a second run", &found, &step(kind, test_device(), size));
         }
     }
 }
@@ -362,7 +354,7 @@ fn huge_means_do_not_cancel() {
     let [weight, bias] = parameters.map(|t| t.to_device(Device::Cpu).to_kind(Kind::Double));
     let x = x.to_kind(Kind::Double);
     let expected = x.layer_norm([96], Some(&weight), Some(&bias), 1e-5, false);
-    near("1e4 ± 1", &[("output".into(), found)], &[("output".into(), expected)], 5e-3);
+    assert_all_within(&found, &expected, 5e-3, "1e4 ± 1");
 }
 
 #[test]
@@ -376,12 +368,7 @@ fn the_layers_have_the_names_and_numbers_of_their_parameters() {
     let x = numbers(&[2, 3, 6], 1).to_kind(Kind::Float).to_device(test_device());
     let (sum, normed) = norm.forward_add(&x, &x);
     assert_eq!(sum, &x + &x);
-    near(
-        "twice",
-        &[("output".into(), normed)],
-        &[("output".into(), norm.forward(&(&x + &x)))],
-        1e-6,
-    );
+    assert_all_within(&normed, &norm.forward(&(&x + &x)), 1e-6, "twice");
     assert_eq!(rms.forward(&x).size(), [2, 3, 6]);
 }
 
@@ -399,12 +386,7 @@ fn strided_and_offset_inputs_are_taken_as_they_are() {
         let (found, expected) = (norm.forward(&part), norm.forward(&part.copy()));
         assert_eq!(found, expected);
         let found = bias_gelu(&part, None, Gelu::Exact).expect("a GELU");
-        near(
-            "strided",
-            &[("output".into(), found)],
-            &[("output".into(), part.copy().gelu("none"))],
-            1e-6,
-        );
+        assert_all_within(&found, &part.copy().gelu("none"), 1e-6, "strided");
     }
 }
 
@@ -413,16 +395,12 @@ fn what_does_not_fit_is_refused() {
     let store = VarStore::new(test_device());
     let norm = layer_norm(store.root(), 8);
     let x = Tensor::zeros([2, 7], (Kind::Float, test_device()));
-    let error = norm.f_forward(&x).expect_err("7 columns").to_string();
-    assert!(error.contains("a norm of 8 columns") && error.contains("[2, 7]"), "{error}");
+    assert_fails(norm.f_forward(&x), &["a norm of 8 columns", "[2, 7]"]);
     let x = Tensor::zeros([2, 8], (Kind::Float, test_device()));
-    let error = norm.f_forward_add(&x, &x.narrow(0, 0, 1)).expect_err("other rows").to_string();
-    assert!(error.contains("a residual of [1, 8]"), "{error}");
-    let error = bias_swiglu(&x.narrow(1, 0, 7), None).expect_err("7 columns").to_string();
-    assert!(error.contains("an even number of columns, but got 7"), "{error}");
+    assert_fails(norm.f_forward_add(&x, &x.narrow(0, 0, 1)), &["a residual of [1, 8]"]);
+    assert_fails(bias_swiglu(&x.narrow(1, 0, 7), None), &["an even number of columns, but got 7"]);
     let bias = Tensor::zeros([7], (Kind::Float, test_device()));
-    let error = bias_gelu(&x, Some(&bias), Gelu::Tanh).expect_err("7 numbers").to_string();
-    assert!(error.contains("one number for each of the 8 columns"), "{error}");
+    assert_fails(bias_gelu(&x, Some(&bias), Gelu::Tanh), &["one number for each of the 8 columns"]);
 }
 
 /// By the formula: each number of the first half as the real part of a complex number, turned.
@@ -463,7 +441,6 @@ fn rotary_positions_take_strided_numbers_and_refuse_others() {
     assert_eq!(found, rotary.turn(&part.contiguous()).expect("turned"));
     for shape in [[2, 9, 3, 16], [2, 8, 3, 18], [2, 8, 3, 15]] {
         let other = Tensor::zeros(shape, (Kind::Float, test_device()));
-        let error = rotary.turn(&other).expect_err("does not fit").to_string();
-        assert!(error.contains("rotary positions"), "{error}");
+        assert_fails(rotary.turn(&other), &["rotary positions"]);
     }
 }

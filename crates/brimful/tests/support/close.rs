@@ -17,8 +17,14 @@ pub fn assert_close(a: &[(String, Tensor)], b: &[(String, Tensor)], what: &str) 
 /// Values that differ by at most [`TOLERANCE`] of their size.
 #[track_caller]
 pub fn assert_all_close(a: &Tensor, b: &Tensor, what: &str) {
+    assert_all_within(a, b, TOLERANCE, what);
+}
+
+/// Values that differ by at most this part of their size.
+#[track_caller]
+pub fn assert_all_within(a: &Tensor, b: &Tensor, part: f64, what: &str) {
     let named = |tensor: &Tensor| [(String::new(), tensor.shallow_clone())];
-    assert_close(&named(a), &named(b), what);
+    assert_within(&named(a), &named(b), part, what);
 }
 
 /// The same names, and values that differ by at most this part of their size.

@@ -5,7 +5,7 @@ use brimful::Loss;
 use tch::nn::{self, ModuleT};
 use tch::{Kind, Reduction, Tensor};
 
-use super::{assert_close, gradients, numbers, test_device};
+use super::{TOLERANCE, assert_close, gradients, numbers, test_device};
 
 pub const CLASSES: i64 = 4;
 
@@ -148,6 +148,12 @@ fn full_over_tokens(net: &Classifier, batch: &Batch) -> Tensor {
 
 pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     (a - b).abs().max().double_value(&[])
+}
+
+#[track_caller]
+pub fn assert_loss(found: f64, expected: &Tensor, what: &str) {
+    let off = (found - expected.double_value(&[])).abs();
+    assert!(off < TOLERANCE, "{what}: the loss is {off} off");
 }
 
 #[track_caller]

@@ -13,6 +13,7 @@ pub mod state;
 pub mod threads;
 pub mod transformer;
 
+use std::fmt::Display;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,7 +21,9 @@ use brimful::{MicroBatcher, Size, device};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-pub use close::{TOLERANCE, assert_all_close, assert_close, assert_same, assert_within, near};
+pub use close::{
+    TOLERANCE, assert_all_close, assert_all_within, assert_close, assert_same, assert_within, near,
+};
 pub use named::{Named, Update, clear, copies, fill, gradients, set_values, variables};
 pub use threads::{assert_threads, threads};
 
@@ -66,6 +69,13 @@ pub fn numbers(shape: &[i64], seed: i64) -> Tensor {
 /// The same on the device that is tested.
 pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
     numbers(shape, seed).to_device(test_device())
+}
+
+/// A call that must fail, with these words.
+#[track_caller]
+pub fn assert_fails<T, E: Display>(result: Result<T, E>, words: &[&str]) {
+    let error = result.err().expect("it fails").to_string();
+    assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
 }
 
 /// What `f` logs on this thread, as text.
