@@ -59,14 +59,14 @@ fn the_n_th_allocation_fails_once_and_the_step_is_the_undisturbed_one() {
         arena.fail_nth_allocation(n);
         let step = micro.backward(&batch(), |x| loss(&net, &x)).expect("it fails once");
         arena.fail_nth_allocation(0);
-        let after = state(&net);
+        let after = state(&net.store);
 
         net.restore(&before);
         let size = *step.sizes.first().expect("a micro-batch");
         let mut plain = MicroBatcher::new(&net.store, Size::Fixed(size));
         let expected = plain.backward(&batch(), |x| loss(&net, &x)).expect("an undisturbed step");
         assert_eq!((expected.loss, &expected.sizes), (step.loss, &step.sizes), "allocation {n}");
-        assert_same(&format!("allocation {n}"), &state(&net), &after);
+        assert_same(&format!("allocation {n}"), &state(&net.store), &after);
         if step.retries == 0 {
             break;
         }
@@ -96,7 +96,7 @@ fn the_n_th_allocation_fails_once_and_the_parameters_after_the_step_are_the_same
             micro.guard(|| optimizer.step()).expect("an update");
             optimizer.zero_grad().expect("cleared");
         }
-        (state(&net), retries)
+        (state(&net.store), retries)
     };
     let (expected, _) = run(0);
     for n in 1.. {
@@ -116,13 +116,13 @@ fn when_all_allocations_fail_from_the_n_th_on_nothing_has_changed() {
     for n in 1.. {
         let net = Net::with_dropout();
         let mut micro = settled(&net, &arena);
-        let before = state(&net);
+        let before = state(&net.store);
         arena.fail_from_nth_allocation(n);
         let result = micro.backward(&batch(), |x| loss(&net, &x));
         arena.fail_nth_allocation(0);
         match result {
             Err(Error::DoesNotFit(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &state(&net));
+                assert_same(&format!("allocation {n}"), &before, &state(&net.store));
             }
             Err(other) => panic!("allocation {n}: {other}"),
             Ok(_) => {
@@ -148,15 +148,15 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
     let expected = {
         let (net, micro, mut optimizer) = prepared();
         micro.guard(|| optimizer.step()).expect("an update");
-        state(&net)
+        state(&net.store)
     };
     for n in 1.. {
         let (net, micro, mut optimizer) = prepared();
-        let before = (state(&net), arena.refusals());
+        let before = (state(&net.store), arena.refusals());
         arena.fail_nth_allocation(n);
         micro.guard(|| optimizer.step()).expect("once is survived");
         arena.fail_nth_allocation(0);
-        assert_same(&format!("allocation {n}"), &expected, &state(&net));
+        assert_same(&format!("allocation {n}"), &expected, &state(&net.store));
         if arena.refusals() == before.1 {
             break;
         }
@@ -165,9 +165,9 @@ fn an_optimizer_step_that_runs_out_of_memory_is_taken_once_or_not_at_all() {
         let error = micro.guard(|| optimizer.step()).expect_err("all of them fail");
         arena.fail_nth_allocation(0);
         assert!(matches!(error, Error::OutOfMemory(_)), "{error}");
-        assert_same(&format!("from allocation {n}"), &before.0, &state(&net));
+        assert_same(&format!("from allocation {n}"), &before.0, &state(&net.store));
         micro.guard(|| optimizer.step()).expect("the next try");
-        assert_same(&format!("after allocation {n}"), &expected, &state(&net));
+        assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
     }
 }
 
@@ -270,7 +270,7 @@ fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
     let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
     (0..12).for_each(|_| drop(evaluate(&mut micro, &net)));
     let expected = evaluate(&mut micro, &net);
-    let before = state(&net);
+    let before = state(&net.store);
     for n in 1.. {
         let mut micro = MicroBatcher::new(&net.store, Size::Auto).memory(memory.clone());
         arena.fail_nth_allocation(n);
@@ -280,7 +280,7 @@ fn an_evaluation_that_runs_out_of_memory_counts_every_sample_once() {
         let difference = (&step.outputs - &expected.outputs).abs().max().double_value(&[]);
         assert!(difference < 1e-12, "{difference}");
         assert_eq!(step.samples as i64, SAMPLES);
-        assert_same(&format!("allocation {n}"), &before, &state(&net));
+        assert_same(&format!("allocation {n}"), &before, &state(&net.store));
         if step.retries == 0 {
             assert!(n > 20, "only {n} allocations");
             break;

@@ -98,11 +98,16 @@ fn replays() -> bool {
     test_device().is_cuda()
 }
 
+/// The same model twice, to be run eagerly and replayed in micro-batches of this size.
+fn pair(size: usize, net: impl Fn() -> NormedNet) -> ([NormedNet; 2], MicroBatcher, MicroBatcher) {
+    let nets = [net(), net()];
+    let [one, two] = nets.each_ref().map(|net| MicroBatcher::new(&net.store, Size::Fixed(size)));
+    (nets, one, two.replay(true))
+}
+
 /// Runs both over the same mini-batches and compares after each.
 fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i64]) {
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::new(kind, policy, dropout));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::new(kind, policy, dropout));
     let mut count = 0;
     for (step, &length) in lengths.iter().enumerate() {
         let samples = batch(length, kind, step as i64);
@@ -153,9 +158,7 @@ fn dropout_draws_the_masks_of_an_eager_step() {
 fn windows_of_several_mini_batches_come_to_the_same() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for window in 0..3 {
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
             for part in 0..3 {
@@ -176,9 +179,7 @@ fn windows_of_several_mini_batches_come_to_the_same() {
 fn parameters_that_are_frozen_or_thawed_are_noticed() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for step in 0..6 {
         let frozen = step / 2 == 1;
         let run = |micro: &mut MicroBatcher, net: &NormedNet| {
@@ -255,9 +256,7 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
     let _alone = alone();
     for (name, word, run) in UNCAPTURABLE {
         let kind = Kind::Double;
-        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-        let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(4)).replay(true);
+        let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
         let [mut first, mut second] = [(); 2].map(|()| Outside::new());
         // A closure that counts is called once more for the capture, and is another one from there.
         let compared = name != "counts its calls";
@@ -295,10 +294,8 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
     for policy in [NonFinite::RefuseLoss, NonFinite::RefuseGradients] {
-        let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-        let mut one = MicroBatcher::new(&eager.store, Size::Fixed(4));
-        let mut two =
-            MicroBatcher::new(&replayed.store, Size::Fixed(4)).non_finite(policy).replay(true);
+        let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
+        let mut two = two.non_finite(policy);
         for step in 0..4 {
             let samples = batch(24, kind, step);
             if step % 2 == 1 {
@@ -326,9 +323,7 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
 fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
     let _alone = alone();
     let kind = Kind::Double;
-    let [eager, replayed] = [(); 2].map(|()| NormedNet::plain(kind));
-    let mut one = MicroBatcher::new(&eager.store, Size::Fixed(8));
-    let mut two = MicroBatcher::new(&replayed.store, Size::Fixed(8)).replay(true);
+    let ([eager, replayed], mut one, mut two) = pair(8, || NormedNet::plain(kind));
     let closure = |net: &NormedNet, (x, y, tokens): Samples| {
         // Only micro-batches of 5 ask for 16 TiB.
         if x.size()[0] == 5 {
